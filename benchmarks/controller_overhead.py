@@ -69,10 +69,10 @@ def recipe(options: argparse.Namespace, folder: Path, ranks: int) -> Any:
 
 async def measure(options: argparse.Namespace, folder: Path, ranks: int) -> list[Step]:
     """Measure a run on ``ranks`` ranks; 0 means one process."""
-    from strop.build.cluster.cluster_run import open_cluster
-    from strop.build.lifecycle import make_tracker
-    from strop.build.training_run import build_run
     from strop.monitoring.trackers.jsonl import read_metrics
+    from strop.runs.cluster.cluster_run import open_cluster
+    from strop.runs.lifecycle import make_tracker
+    from strop.runs.training_run import build_run
     from strop.trainer.train import train
 
     config = recipe(options, folder, ranks)

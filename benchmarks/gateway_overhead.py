@@ -21,7 +21,6 @@ import aiohttp
 import torch
 
 from strop.base_config import validate_section
-from strop.build.models import load_policy
 from strop.gateway.agent_session import AgentSession
 from strop.gateway.gateway import Gateway
 from strop.gateway.gateway_config import GatewayConfig
@@ -29,6 +28,7 @@ from strop.generation.base import Completion
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import make_torch_engine
 from strop.learner.model_config import ModelConfig
+from strop.runs.models import load_policy
 from strop.sampling import Sampling, mix_seed
 from strop.types import Rollout, Task, user
 

@@ -163,7 +163,7 @@ def recipe(options: argparse.Namespace, folder: Path, steps: int, **changes: Any
 
 
 async def begin(config: Any, tracker: Recorder, baton: Baton | None, quiet: float) -> None:
-    from strop.build.training_run import build_run
+    from strop.runs.training_run import build_run
     from strop.trainer.train import train
 
     run, generator = await build_run(config, tracker)

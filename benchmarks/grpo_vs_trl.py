@@ -265,7 +265,7 @@ def strop_config(settings: Settings, model: str) -> Any:
 
 def training_rows(settings: Settings) -> list[dict[str, Any]]:
     """Return the prompts of Strop's stream in order, as rows for TRL."""
-    from strop.build.tasks import make_training_tasks
+    from strop.runs.tasks import make_training_tasks
 
     config = strop_config(settings, settings.model)
     source = make_training_tasks(config)
@@ -279,11 +279,11 @@ def training_rows(settings: Settings) -> list[dict[str, Any]]:
 def strop_side(settings: Settings, baton: Connection) -> None:
     """Train with Strop's own loop, returning the turn after each logged step."""
     from strop.base_config import to_tree
-    from strop.build.lifecycle import make_tracker, seed_everything
-    from strop.build.training_run import build_run
     from strop.generation.torch.torch_engine import TorchEngine
     from strop.models.chat_template import ChatTemplate
     from strop.monitoring.trackers.base import NullTracker
+    from strop.runs.lifecycle import make_tracker, seed_everything
+    from strop.runs.training_run import build_run
     from strop.trainer.run import TrainingRun
     from strop.trainer.train import train
     from strop.types import Batch, Group, Message
@@ -456,10 +456,10 @@ def model_shape(folder: str) -> ModelShape:
 
 def held_out_reward(settings: Settings, model: str, tasks: int, samples: int) -> tuple[float, float]:
     """Return the mean reward on held-out sums at temperature 1, sampled by Strop's engine, and its standard error over tasks."""
-    from strop.build.jobs.episode_rules import make_episode_rules
-    from strop.build.models import load_policy
-    from strop.build.tasks import make_validation_tasks
     from strop.generation.torch.torch_engine import make_torch_engine
+    from strop.runs.jobs.episode_rules import make_episode_rules
+    from strop.runs.models import load_policy
+    from strop.runs.tasks import make_validation_tasks
     from strop.sampling import Sampling
     from strop.trainer.evaluation import Evaluator
 

@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from conformance.cases import Step, step
 from conformance.harness import through_strop
-from strop.build.algorithm.run_algorithm import count_steps_per_batch, make_run_algorithm
 from strop.config import ConfigError, EvalRunConfig, RolloutRunConfig, TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS, DistillationRunConfig, list_trained_models
 from strop.learner.model_config import ModelConfig
 from strop.learner.torch.optimizer import make_optimizer, make_scheduler
+from strop.runs.algorithm.run_algorithm import count_steps_per_batch, make_run_algorithm
 
 STEPS = 200  # training steps whose learning rates are compared
 KINDS = ("distillation", "ppo", "grpo", "sft", "dpo", "rm", "eval")

@@ -490,9 +490,9 @@ def strop_config(race: Race) -> Any:
 def run_strop(race: Race, turns: TurnTaker) -> None:
     """Train with Strop's own loop, returning the turn after each logged step."""
     from strop.base_config import to_tree
-    from strop.build.lifecycle import make_tracker
-    from strop.build.training_run import build_run
     from strop.monitoring.trackers.base import NullTracker
+    from strop.runs.lifecycle import make_tracker
+    from strop.runs.training_run import build_run
     from strop.trainer.run import TrainingRun
     from strop.trainer.train import train
     from strop.types import Batch, Group

@@ -94,9 +94,9 @@ def divide(events: Sequence[Any]) -> dict[str, float]:
 
 def measure(model: str, dtype: str, options: argparse.Namespace) -> Phase:
     """Train some steps on the made-up batch, in this process."""
-    from strop.build.lifecycle import seed_everything
-    from strop.build.training_run import build_run
     from strop.monitoring.trackers.base import NullTracker
+    from strop.runs.lifecycle import seed_everything
+    from strop.runs.training_run import build_run
     from support.rollouts import pack_for, simple_groups
 
     with tempfile.TemporaryDirectory(prefix="strop-bench-") as folder:

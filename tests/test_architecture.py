@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trainer",),
     ("distributed",),
     ("config",),
-    ("build",),
+    ("runs",),
     ("results", "view"),
     ("cli", "api"),
 )
@@ -244,7 +244,7 @@ def test_only_build_and_the_command_line_know_the_configuration() -> None:
     wrong = [
         f"{found.file}:{found.line}"
         for found in internal_imports()
-        if room(found.target) == "config" and room(found.module) not in ("config", "build", "results", "cli", "api", "strop")
+        if room(found.target) == "config" and room(found.module) not in ("config", "runs", "results", "cli", "api", "strop")
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -375,7 +375,7 @@ def test_an_algorithm_is_a_short_file() -> None:
 
 def test_nothing_but_the_command_line_and_the_console_prints() -> None:
     """Under ``if __name__ == "__main__"`` a file is a command too."""
-    allowed = ("cli/", "build/", "monitoring/console/console.py")
+    allowed = ("cli/", "runs/", "monitoring/console/console.py")
     wrong = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path, tree in sources().items()

@@ -15,8 +15,8 @@ TESTS = Path(__file__).parent
 
 ENGINE = "unit/generation/test_engine_requests"
 GATEWAY = "unit/gateway/test_hostile_requests"
-SERVE = "unit/build/jobs/test_chat_server"
-TINKER = "unit/build/jobs/tinker/test_tinker_server"
+SERVE = "unit/runs/jobs/test_chat_server"
+TINKER = "unit/runs/jobs/tinker/test_tinker_server"
 SANDBOX = "unit/sandbox/test_sandbox_pool"
 VIEW = "unit/view/test_unreadable_files"
 PAIRS = "unit/environments/test_answer_pairs"
@@ -25,8 +25,8 @@ LOADS = "unit/models/test_load_report"
 USER_CODE = "unit/test_user_code_files"
 ROTARY = "unit/generation/test_rotary_lengths"
 THOUGHTS = "unit/test_thoughts"
-SIZES = "unit/build/contents/test_model_check"
-CONTENTS = "unit/build/contents/test_run_contents"
+SIZES = "unit/runs/contents/test_model_check"
+CONTENTS = "unit/runs/contents/test_run_contents"
 NETWORK = "unit/models/test_network"
 LOSS_CHECK = "unit/trainer/test_loss_check"
 DAMAGED = "unit/models/test_damaged_weights"
@@ -183,7 +183,7 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
         ),
         "10 what cannot be parsed is cut to its first number": (
             f"{PAIRS}::test_each_row_is_decided_as_by_hand_or_the_table_says_why_not",
-            "unit/build/data_check/test_planted_faults::test_a_planted_fault_is_found_and_nothing_else",
+            "unit/runs/data_check/test_planted_faults::test_a_planted_fault_is_found_and_nothing_else",
         ),
         "11 the last box": (
             f"{PAIRS}::test_each_row_is_decided_as_by_hand_or_the_table_says_why_not",
@@ -262,7 +262,7 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
             "unit/gateway/test_agents::test_an_agent_that_gives_none_as_its_reward_has_a_rollout_that_cannot_be_scored",
             "unit/environments/test_curriculum_of_a_mixture::test_a_rollout_that_cannot_be_scored_is_no_outcome_of_its_task",
             "unit/trainer/test_evaluation::test_a_sample_that_cannot_be_scored_counts_as_wrong_and_is_counted",
-            "unit/build/replay/test_stored_groups::test_rollouts_that_cannot_be_scored_are_left_out_of_rebuilt_groups_too",
+            "unit/runs/replay/test_stored_groups::test_rollouts_that_cannot_be_scored_are_left_out_of_rebuilt_groups_too",
             "loop/test_replayed_runs::test_a_step_with_rollouts_that_cannot_be_scored_is_the_same_however_it_is_cut_and_replayed",
         ),
         "section 2, long CSV fields": (
@@ -334,7 +334,7 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
             "unit/config/test_nearest_keys::test_a_word_of_trl_is_told_what_it_is_here",
         ),
         "S9 a replay takes minutes to reach its step": (  # a step is replayed from the checkpoint before it, and others are refused
-            "unit/build/replay/test_replay_plan::test_a_step_begins_with_the_checkpoint_of_the_step_before",
+            "unit/runs/replay/test_replay_plan::test_a_step_begins_with_the_checkpoint_of_the_step_before",
             "loop/test_replayed_runs::test_what_cannot_be_replayed_is_refused_with_what_can",
         ),
         "S10 a report's lines do not repeat the run": (
@@ -365,7 +365,7 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
             f"{LOSS_CHECK}::test_a_promise_of_no_gradient_that_does_not_hold_is_refused",
         ),
         "B4 a part named as algorithm": (
-            "unit/build/test_algorithms::test_a_part_named_as_algorithm_is_told_the_key_of_its_kind_which_takes_it",
+            "unit/runs/test_algorithms::test_a_part_named_as_algorithm_is_told_the_key_of_its_kind_which_takes_it",
         ),
         "C1 looking at a GPU run needs its packages": (
             f"{ASSUMED}::test_a_recipe_for_two_nodes_is_translated_planned_and_looked_at_without_any_package_of_gpus",

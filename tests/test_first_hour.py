@@ -47,8 +47,8 @@ FINDINGS: dict[int | str, Entry] = {
     3: Entry(
         "other settings in a finished folder trained nothing and falsified its record; a sweep needed three overrides a run",
         (
-            "unit/build/resume/test_resume_plan::test_a_finished_run_with_other_settings_is_refused_and_rewrites_nothing",
-            "unit/build/resume/test_resume_plan::test_a_finished_run_says_so_and_rewrites_nothing",
+            "unit/runs/resume/test_resume_plan::test_a_finished_run_with_other_settings_is_refused_and_rewrites_nothing",
+            "unit/runs/resume/test_resume_plan::test_a_finished_run_says_so_and_rewrites_nothing",
             "unit/config/test_run_name::test_a_sweep_is_one_loop_and_each_of_its_runs_has_folders_of_its_own",
         ),
     ),
@@ -57,7 +57,7 @@ FINDINGS: dict[int | str, Entry] = {
         (
             "loop/test_safe_folders::test_a_full_disk_costs_a_checkpoint_and_not_the_run",
             "unit/checkpointing/test_folders::test_a_full_disk_removes_the_draft_and_says_folder_needed_and_free",
-            "unit/build/test_run_folders::test_a_disk_that_is_too_small_is_refused_before_the_model_loads",
+            "unit/runs/test_run_folders::test_a_disk_that_is_too_small_is_refused_before_the_model_loads",
         ),
     ),
     5: Entry(
@@ -226,7 +226,7 @@ FINDINGS: dict[int | str, Entry] = {
     28: Entry(
         "a resumed run printed the checkpoint's step before it said that it continues",
         (
-            "unit/build/resume/test_resume_plan::test_a_continued_run_says_so_first_and_then_shows_the_step_it_continues_from",
+            "unit/runs/resume/test_resume_plan::test_a_continued_run_says_so_first_and_then_shows_the_step_it_continues_from",
             "unit/monitoring/test_consoles::test_a_step_that_was_shown_before_the_run_was_resumed_is_not_shown_again",
         ),
     ),
@@ -241,7 +241,7 @@ FINDINGS: dict[int | str, Entry] = {
     ),
     30: Entry(
         "the README's own algorithm was warned about a key that is off",
-        ("unit/build/test_algorithms::test_an_algorithm_from_outside_is_not_warned_about_a_key_that_is_off",),
+        ("unit/runs/test_algorithms::test_an_algorithm_from_outside_is_not_warned_about_a_key_that_is_off",),
     ),
     31: Entry(
         "--dry-run printed 320 lines after 11 s; `strop doctor | head` ended in a traceback",
@@ -259,7 +259,7 @@ FINDINGS: dict[int | str, Entry] = {
         "1.6 GB a checkpoint, four of them, by default",
         (
             "unit/monitoring/test_closing::test_the_last_lines_say_what_the_run_did_and_what_was_wrong",
-            "unit/build/test_run_folders::test_with_the_models_the_size_of_a_checkpoint_is_known",
+            "unit/runs/test_run_folders::test_with_the_models_the_size_of_a_checkpoint_is_known",
         ),
         "the defaults stay: the size is said, and space for all that are kept is looked at before training",
     ),
@@ -377,7 +377,7 @@ DEFECTS: dict[str, Entry] = {
         "a flipped byte in a checkpoint was not noticed",
         (
             "unit/checkpointing/test_folders::test_a_flipped_bit_is_found_and_the_older_checkpoint_that_is_whole_is_offered",
-            "unit/build/resume/test_resume_plan::"
+            "unit/runs/resume/test_resume_plan::"
             "test_previous_sets_damaged_checkpoints_aside_and_continues_from_the_newest_whole_one",
         ),
     ),
@@ -446,7 +446,7 @@ class Promise:
 PROMISES = (
     Promise(
         "a run locks its folders; stale locks across hosts; file systems without locks; a second run is told who holds them",
-        ("storage/folder_lock.py", "build/run_folders.py", "reliability.md"),
+        ("storage/folder_lock.py", "runs/run_folders.py", "reliability.md"),
         (
             "unit/storage/test_folder_lock::test_a_folder_that_another_process_holds_is_refused_with_who_holds_it",
             "unit/storage/test_folder_lock::test_a_holder_on_another_machine_whose_lock_is_free_is_replaced_with_a_warning",
@@ -457,10 +457,10 @@ PROMISES = (
     ),
     Promise(
         "what identifies a run is compared with the folder; resume: auto, must, never, previous",
-        ("config/identity.py", "build/resume/resume_plan.py", "checkpoints.md"),
+        ("config/identity.py", "runs/resume/resume_plan.py", "checkpoints.md"),
         (
-            "unit/build/resume/test_resume_plan::test_every_identity_key_is_refused_by_name_with_both_values_and_the_ways_out",
-            "unit/build/resume/test_resume_plan::test_must_without_a_checkpoint_names_the_folder",
+            "unit/runs/resume/test_resume_plan::test_every_identity_key_is_refused_by_name_with_both_values_and_the_ways_out",
+            "unit/runs/resume/test_resume_plan::test_must_without_a_checkpoint_names_the_folder",
         ),
     ),
     Promise(
@@ -468,13 +468,13 @@ PROMISES = (
         ("learner/torch/hyperparameters.py", "monitoring/config_history.py", "checkpoints.md"),
         (
             "loop/test_kill_and_resume::test_a_changed_rate_and_schedule_hold_from_the_next_step_on_in_metrics_and_records",
-            "unit/build/resume/test_resume_plan::test_the_history_says_from_which_step_which_settings_held",
+            "unit/runs/resume/test_resume_plan::test_the_history_says_from_which_step_which_settings_held",
         ),
     ),
     Promise(
         "records of a finished run are never rewritten",
-        ("build/resume/restore.py", "checkpoints.md"),
-        ("unit/build/resume/test_resume_plan::test_a_finished_run_says_so_and_rewrites_nothing",),
+        ("runs/resume/restore.py", "checkpoints.md"),
+        ("unit/runs/resume/test_resume_plan::test_a_finished_run_says_so_and_rewrites_nothing",),
     ),
     Promise(
         "run_name, and folders that contain overrides",
@@ -483,8 +483,8 @@ PROMISES = (
     ),
     Promise(
         "space and write access are probed for every folder, with what a checkpoint needs",
-        ("storage/folder_probe.py", "build/run_folders.py", "reliability.md"),
-        ("unit/build/test_run_folders::test_with_the_models_the_size_of_a_checkpoint_is_known",),
+        ("storage/folder_probe.py", "runs/run_folders.py", "reliability.md"),
+        ("unit/runs/test_run_folders::test_with_the_models_the_size_of_a_checkpoint_is_known",),
         "over Ray the estimate knows the weights and not the optimizer",
     ),
     Promise(
@@ -508,7 +508,7 @@ PROMISES = (
         (
             "unit/trainer/health/test_health_rules::test_what_is_wrong_for_some_steps_is_said_once_and_logged_while_it_is_wrong",
             "unit/trainer/health/test_health_rules::test_every_rule_has_a_section_in_the_troubleshooting_page_and_a_test",
-            "unit/build/test_training_run::test_a_run_whose_tracker_sends_nothing_says_how_to_send_it_later",
+            "unit/runs/test_training_run::test_a_run_whose_tracker_sends_nothing_says_how_to_send_it_later",
         ),
         "Weights & Biases tries again by itself when the network is gone, and Strop does not see it",
     ),
@@ -523,7 +523,7 @@ PROMISES = (
     ),
     Promise(
         "--dry-run in ten lines, under 3 seconds, with assumed GPUs, of data, environments and optimizers",
-        ("build/dry_run/examine.py", "build/dry_run/assumed_cluster.py", "troubleshooting.md"),
+        ("runs/dry_run/examine.py", "runs/dry_run/assumed_cluster.py", "troubleshooting.md"),
         (
             "unit/cli/test_dry_run::test_a_dry_run_takes_less_than_three_seconds_and_no_torch",
             "unit/cli/test_dry_run::test_what_a_configuration_names_is_looked_at",
@@ -533,12 +533,12 @@ PROMISES = (
     ),
     Promise(
         "strop eval RUN_OR_CHECKPOINT",
-        ("cli/eval_command.py", "build/jobs/evaluation_job.py", "evaluation.md"),
+        ("cli/eval_command.py", "runs/jobs/evaluation_job.py", "evaluation.md"),
         ("unit/cli/test_eval_command::test_a_run_is_evaluated_on_what_it_validates_on_without_any_key",),
     ),
     Promise(
         "strop export CHECKPOINT OUT",
-        ("cli/export_command.py", "build/jobs/model_card.py", "checkpoints.md"),
+        ("cli/export_command.py", "runs/jobs/model_card.py", "checkpoints.md"),
         (
             "unit/cli/test_export_command::test_every_layout_loads_in_transformers_with_its_tokenizer",
             "unit/cli/test_export_command::test_the_data_type_and_the_size_of_the_files_are_chosen",
@@ -548,7 +548,7 @@ PROMISES = (
     ),
     Promise(
         "strop serve CHECKPOINT",
-        ("cli/serve_command.py", "build/jobs/chat_server.py", "guides/evaluate_export_serve.md"),
+        ("cli/serve_command.py", "runs/jobs/chat_server.py", "guides/evaluate_export_serve.md"),
         (
             "unit/cli/test_serve_command::test_a_served_run_answers_a_client_and_ends_cleanly_at_ctrl_c",
             "unit/cli/test_serve_command::test_vllm_serves_the_folder_of_a_checkpoint_itself",

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     import datasets
 
     from strop.algorithms.base import Algorithm
-    from strop.build.evaluate import CheckpointEvaluation
     from strop.checkpointing.saved_model import SavedModel
     from strop.config import EvalRunConfig, LoadedConfig, TrainingRunConfig
     from strop.environments.base import Environment
     from strop.environments.environment_config import EnvironmentConfig
+    from strop.runs.evaluate import CheckpointEvaluation
     from strop.statistics.evaluation_comparison import Comparison
 
 Settings: TypeAlias = "Mapping[str, Any]"
@@ -76,10 +76,10 @@ def train(
     errors of the run. RunStopped if a stop signal ends it.
     """
     from strop.algorithm_factory import name_options
-    from strop.build.algorithm.sections import find_section
-    from strop.build.dry_run.examine import examine_loaded
-    from strop.build.training_run import train_as_configured
     from strop.config import TRAINING_RUNS, load_config
+    from strop.runs.algorithm.sections import find_section
+    from strop.runs.dry_run.examine import examine_loaded
+    from strop.runs.training_run import train_as_configured
 
     name, options = (algorithm, {}) if isinstance(algorithm, str) else name_options(algorithm)
     section = find_section(name)
@@ -123,7 +123,7 @@ def evaluate(
 
     Raises ConfigError for settings that cannot work, and the errors of the evaluation.
     """
-    from strop.build.evaluate import evaluate_any
+    from strop.runs.evaluate import evaluate_any
 
     found = None if model is None else find_saved_model(model.folder if isinstance(model, Run) else model)
     own = {} if samples is None else {"eval": {"num_tests_per_prompt": samples}}
@@ -171,7 +171,7 @@ def compare(
         return compare_evaluations(a.tasks, b.tasks, metric=metric, level=level, margin=margin, identities=known)
     if isinstance(a, Evaluation) or isinstance(b, Evaluation):
         raise ValueError("found an Evaluation and a name; evaluate both, or give both by name")
-    from strop.build.comparison.compare_models import compare_models, make_comparison_job
+    from strop.runs.comparison.compare_models import compare_models, make_comparison_job
 
     first, second = (str(each.folder if isinstance(each, Run) else each) for each in (a, b))
     job = make_comparison_job(
@@ -195,8 +195,8 @@ def _prepare_model_evaluation(
     config: str | Path | None,
     settings: Settings,
 ) -> EvalRunConfig:
-    from strop.build.dry_run.examine import examine_loaded
     from strop.config import EvalRunConfig, load_config
+    from strop.runs.dry_run.examine import examine_loaded
 
     scored = reward is not None or environment is not None
     given = [*_task_settings(reward, environment), _data_settings(None, {} if data is None and scored else data, scored)]
@@ -219,9 +219,9 @@ def _prepare_run_evaluation(
     config: str | Path | None,
     settings: Settings,
 ) -> CheckpointEvaluation:
-    from strop.build.evaluate import CheckpointEvaluation
     from strop.config import RolloutRunConfig
     from strop.config.load.evaluated_run import load_evaluated_run
+    from strop.runs.evaluate import CheckpointEvaluation
 
     assert model.config_file is not None
     scored = reward is not None or environment is not None

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-    from strop.build.run_report.validation_results import ValidationPoint
     from strop.checkpointing.saved_model import SavedModel
     from strop.monitoring.rollout_store.rollout_record import RolloutRecord
     from strop.monitoring.rollout_store.rollout_store import RolloutStore
     from strop.monitoring.rollout_store.validation_samples import ValidationSamples
+    from strop.runs.run_report.validation_results import ValidationPoint
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Run:
 
         The interval and the tasks are NaN where no samples are stored, as for recorded data. Empty if the run has not validated.
         """
-        from strop.build.run_report.validation_results import read_validations
+        from strop.runs.run_report.validation_results import read_validations
 
         results, prefix = read_validations(self.folder), "validation/"
         logged = self.metrics[[name for name in self.metrics.columns if name.startswith(prefix)]].dropna(how="all")
@@ -139,9 +139,9 @@ class Run:
 
         Raises NoReport, a ValueError, before the first step.
         """
-        from strop.build.run_report.report_facts import read_report_facts
-        from strop.build.run_report.report_page import make_report
         from strop.monitoring.pages.document import write_document
+        from strop.runs.run_report.report_facts import read_report_facts
+        from strop.runs.run_report.report_page import make_report
 
         target = self.folder / "report.html" if file is None else Path(file)
         write_document(target, make_report(read_report_facts(self.folder)))
@@ -196,9 +196,9 @@ class Run:
 
         As ``strop export``: ``merge`` merges LoRA adapters into their base, and ``dtype`` is bfloat16, float16 or float32.
         """
-        from strop.build.jobs.export_model import ExportJob, export_model
         from strop.checkpointing.saved_model import find_saved_model
         from strop.models.export import ExportFormat
+        from strop.runs.jobs.export_model import ExportJob, export_model
 
         source = find_saved_model(self.folder, step=step)
         export_model(ExportJob(source=source, target=Path(folder), form=ExportFormat(dtype), merge=merge))

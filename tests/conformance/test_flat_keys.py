@@ -14,9 +14,9 @@ from conformance.harness import Candidates, Outcome, assert_same, column, throug
 from strop.algorithm_factory import make_algorithm
 from strop.algorithms.base import Algorithm
 from strop.base_config import BaseConfig, fields_of, iter_sections
-from strop.build.algorithm.settings import collect_settings
 from strop.config import TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
+from strop.runs.algorithm.settings import collect_settings
 
 SECTIONS = ("grpo", "loss_fn", "ppo", "value_loss_fn", "distillation", "dpo", "rm")  # that set an algorithm
 KINDS = ("grpo", "ppo", "distillation", "dpo", "rm")

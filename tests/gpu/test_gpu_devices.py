@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from strop import gpus
-from strop.build.local_device import resolve_device_name
 from strop.config import GrpoRunConfig, load_config
 from strop.generation.engine_gpus import choose_engine_gpus
+from strop.runs.local_device import resolve_device_name
 from support.needs import needs_vllm
 
 pytestmark = pytest.mark.gpu

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
-from strop.build.models import select_device
 from strop.gpus import KIND
 from strop.learner.torch.scorer import NetworkScorer, offload
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.plain_attention import causal_mask, masked_attention
 from strop.models.network import Network
+from strop.runs.models import select_device
 from strop.sampling import Sampling
 from strop.types import Batch
 from support.algorithms import grpo

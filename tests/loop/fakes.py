@@ -14,7 +14,6 @@ import torch
 
 from strop import metrics
 from strop.algorithms.base import Algorithm, LossFn, TokenOutputs
-from strop.build.monitors.instruments import RolloutRecorder
 from strop.checkpointing.base import RunState
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
@@ -25,6 +24,7 @@ from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.stream import RolloutStream
+from strop.runs.monitors.instruments import RolloutRecorder
 from strop.sampling import Sampling
 from strop.stopping import EarlyStop
 from strop.trainer.column_sources import ColumnSources

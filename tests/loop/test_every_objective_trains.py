@@ -16,8 +16,8 @@ from loop.kinds import sampling_config, train_to_end
 from loop.runs import grpo, metrics_of
 from loop.tiny import build_tiny
 from strop.algorithms.catalogue import all_algorithms
-from strop.build.algorithm.sections import infer_section
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.runs.algorithm.sections import infer_section
 from support.sweep import sweep
 
 pytestmark = pytest.mark.slow

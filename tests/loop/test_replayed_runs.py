@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from loop.kinds import train_to_end
-from strop.build.replay import replay as replay_module
-from strop.build.replay.replay import ReplayResult, replay
-from strop.build.replay.replayed_step import ReplayedStep
 from strop.cli.commands import main
 from strop.ledger.token_ledger import TokenLedger, make_ledger
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.runs.replay import replay as replay_module
+from strop.runs.replay.replay import ReplayResult, replay
+from strop.runs.replay.replayed_step import ReplayedStep
 from strop.view.view_server import ViewOptions, ViewServer
 from support.view_client import asking
 

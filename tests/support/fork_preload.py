@@ -31,9 +31,9 @@ OTHERS = [
     "xxhash",
 ]
 STROP = [
-    "strop.build.dry_run.examine",
-    "strop.build.evaluate",
-    "strop.build.training_run",  # with all that it builds
+    "strop.runs.dry_run.examine",
+    "strop.runs.evaluate",
+    "strop.runs.training_run",  # with all that it builds
     "strop.cli",
     "strop.config",
     "strop.environments.arithmetic",

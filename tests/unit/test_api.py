@@ -19,12 +19,12 @@ from strop.algorithm_factory import make_algorithm, name_options
 from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip
 from strop.api import _run
-from strop.build import evaluate, training_run
-from strop.build.algorithm.sections import find_section
-from strop.build.algorithm.settings import collect_settings
 from strop.config import ConfigError, dump_config
 from strop.monitoring.metrics_table import make_metrics_table
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.runs import evaluate, training_run
+from strop.runs.algorithm.sections import find_section
+from strop.runs.algorithm.settings import collect_settings
 from support.each import each
 
 SURFACE = [

@@ -281,9 +281,9 @@ def test_a_layout_that_does_not_fit_is_a_mistake_in_a_dry_run(capsys: pytest.Cap
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The configurations that a cluster was checked for, by a stand-in that finds problems."""
     configs: list[Any] = []
-    module: Any = ModuleType("strop.build.cluster.cluster_check")
+    module: Any = ModuleType("strop.runs.cluster.cluster_check")
     module.check_cluster = lambda config: configs.append(config) or 1
-    monkeypatch.setitem(sys.modules, "strop.build.cluster.cluster_check", module)
+    monkeypatch.setitem(sys.modules, "strop.runs.cluster.cluster_check", module)
     return configs
 
 

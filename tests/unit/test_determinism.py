@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from strop import determinism
-from strop.build.models import prepare_device
 from strop.determinism import ENVIRONMENT, deterministic_variables, running_sums, set_deterministic
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.vllm.engine_args import VllmLaunch
+from strop.runs.models import prepare_device
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def test_a_process_and_what_it_starts_compute_deterministically_until_it_is_swit
     assert not torch.utils.deterministic.fill_uninitialized_memory, "a pass over all new memory"
     assert deterministic_variables() == ENVIRONMENT
     code = (
-        "from strop.build.models import prepare_device; import torch, os; prepare_device('cpu', None); "
+        "from strop.runs.models import prepare_device; import torch, os; prepare_device('cpu', None); "
         "print(torch.are_deterministic_algorithms_enabled(), os.environ['CUBLAS_WORKSPACE_CONFIG'], torch.cuda.is_initialized())"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -110,7 +110,7 @@ def test_no_running_sum_of_floats_is_left_that_torch_would_refuse() -> None:
 def test_engines_of_a_deterministic_run_are_batch_invariant_over_ray_too() -> None:
     from types import SimpleNamespace
 
-    from strop.build.cluster.ray_backend import RayBackend
+    from strop.runs.cluster.ray_backend import RayBackend
 
     def environment(*, deterministic: bool, on_cpu: bool) -> dict[str, str]:
         backend = object.__new__(RayBackend)

@@ -19,7 +19,6 @@ import torch
 
 from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
-from strop.build.algorithm.run_algorithm import make_rollout_algorithm
 from strop.cli import plan_command, plot_command, rollouts_command, translate_command, view_command
 from strop.cli.checks import env_command
 from strop.cli.checks.data_command import make_data_parser
@@ -36,6 +35,7 @@ from strop.data.curriculum.base import Curriculum
 from strop.data.splitting import split_micro_batches
 from strop.environments.base import Environment
 from strop.environments.verifiers.base import Verifier
+from strop.runs.algorithm.run_algorithm import make_rollout_algorithm
 from strop.statistics.evaluation_comparison import check_options
 from strop.types import Group, Rollout, Task, Turn
 from strop.user_code import import_attribute

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from strop.build.dry_run.examine import examine
-from strop.build.summary import summarize
 from strop.config import ConfigError, EvalRunConfig, LoadedConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.peek import peek_file
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
+from strop.runs.dry_run.examine import examine
+from strop.runs.summary import summarize
 from support.mutations import (
     ROOT,
     WRONG_DOCUMENTS,

@@ -92,7 +92,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "web.TCPSite": {"safety/http_server.py": "in listening"},
     "web.SockSite": {"safety/http_server.py": "in listening"},
     "listening": {
-        "build/jobs/serve_model.py": "strop serve: loopback unless --host is given",
+        "runs/jobs/serve_model.py": "strop serve: loopback unless --host is given",
         "sandbox/sandbox_server.py": "strop sandbox serve: loopback unless --host is given, always with a key",
         "gateway/gateway.py": "for agents: loopback unless gateway.host is set, and a key for each episode",
         "view/view_server.py": "strop view: loopback unless --host is given, a token unless --no-token",

@@ -15,12 +15,12 @@ import pytest
 
 from loop.fakes import FakeGenerator
 from loop.tiny import tiny_tokenizer
-from strop.build.exit_codes import run_command
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, reward
 from strop.environments.remote import EnvironmentDescription, EnvironmentServer
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
+from strop.runs.exit_codes import run_command
 from strop.safety.exits import RunExited, contain_exits, exit_process, run_coroutine
 from strop.sampling import Sampling
 from strop.types import Ending, Group, Messages, Rollout, Task, user

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from strop.build.exit_codes import run_command
+from strop.runs.exit_codes import run_command
 from strop.user_code import UserCodeError, describe_error, find_user_place, import_attribute
 
 

@@ -14,7 +14,7 @@ from strop.cli.export_command import add_choice_of_weights
 from strop.cli.output import USAGE_ERROR, make_run_parser, plain_warnings, print_config_error, print_interrupted, removed_option
 
 if TYPE_CHECKING:
-    from strop.build.comparison.compare_models import ComparisonJob
+    from strop.runs.comparison.compare_models import ComparisonJob
 
 DESCRIPTION = (
     "Say whether B is better than A. Each is an evaluation (its JSON file or folder), a log folder, a checkpoint, a Hugging Face folder "
@@ -31,8 +31,8 @@ def compare(arguments: Sequence[str], command_line: str) -> int:
     overrides = [text for text in options.overrides if not is_model_name(text)]
     if len(names) != 2:
         parser.error(f"found {len(names)} to compare{': ' if names else ''}{', '.join(names)}; name two: strop compare A B")
-    from strop.build.comparison.compare_models import describe_job, make_comparison_job
     from strop.config import ConfigError
+    from strop.runs.comparison.compare_models import describe_job, make_comparison_job
 
     try:
         job = make_comparison_job(
@@ -84,10 +84,10 @@ def make_compare_parser() -> argparse.ArgumentParser:
 
 def _run(job: ComparisonJob, *, as_json: bool) -> int:
     """Compare and print. Raises ValueError for what cannot be compared."""
-    from strop.build.comparison.compare_models import compare_models
-    from strop.build.comparison.comparison_report import format_comparison
-    from strop.build.exit_codes import run_command
     from strop.config import ConfigError
+    from strop.runs.comparison.compare_models import compare_models
+    from strop.runs.comparison.comparison_report import format_comparison
+    from strop.runs.exit_codes import run_command
     from strop.statistics.not_comparable import NotComparable
 
     refused: list[NotComparable | ConfigError] = []

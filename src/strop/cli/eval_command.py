@@ -20,9 +20,9 @@ from strop.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from strop.build.dry_run.examined_data import DataExamination
     from strop.checkpointing.saved_model import SavedModel
     from strop.config import TrainingRunConfig
+    from strop.runs.dry_run.examined_data import DataExamination
 
 DESCRIPTION = (
     "Evaluate a run, a checkpoint or a model. RUN_OR_CHECKPOINT is a log folder, a folder of checkpoints, a step_N folder, a Hugging Face "
@@ -99,7 +99,7 @@ def _evaluate_run(model: SavedModel, options: argparse.Namespace) -> int:
     assert model.config_file is not None
     run = load_evaluated_run(model.config_file, options.overrides, root=model.run_root, file=options.config)
     _print_notes(run.notes)
-    from strop.build.evaluate import CheckpointEvaluation, run_evaluation, summarize_evaluation
+    from strop.runs.evaluate import CheckpointEvaluation, run_evaluation, summarize_evaluation
 
     evaluation = CheckpointEvaluation(model, run)
     if options.dry_run:
@@ -118,8 +118,8 @@ def _evaluate_run(model: SavedModel, options: argparse.Namespace) -> int:
 
 def _examine_tasks(config: TrainingRunConfig) -> DataExamination:
     """Look at what a checkpoint would be evaluated on. Raises ConfigError."""
-    from strop.build.dry_run.examined_data import examine_data
     from strop.config import ConfigError
+    from strop.runs.dry_run.examined_data import examine_data
 
     found = examine_data(config, [("data.validation", entry) for entry in config.data.validation_entries])
     if found.problems:
@@ -138,15 +138,15 @@ def _evaluate_model(model: SavedModel | None, options: argparse.Namespace) -> in
     loaded = load_config(options.config, translated.overrides, root=EvalRunConfig, values=values)
     _print_notes(translated.notes)
     print_warnings(loaded)
-    from strop.build.dry_run.examine import examine_loaded
+    from strop.runs.dry_run.examine import examine_loaded
 
     with plain_warnings():
         examination = examine_loaded(loaded, data=options.dry_run)
     if options.dry_run:
         return print_dry_run(loaded.config, examination, verbose=options.verbose)
-    from strop import build
+    from strop import runs
 
-    return build.run_evaluation(loaded.config, **({"as_json": True} if options.json else {}))
+    return runs.run_evaluation(loaded.config, **({"as_json": True} if options.json else {}))
 
 
 def _chat_template(model: SavedModel) -> dict[str, Any]:

@@ -23,8 +23,8 @@ def export(arguments: Sequence[str], command_line: str) -> int:
         source = find_saved_model(
             options.checkpoint, step=options.step, best=options.best, ema=options.ema, critic=options.critic
         )
-        from strop.build.jobs.export_model import ExportJob, run_export
         from strop.models.export import ExportFormat
+        from strop.runs.jobs.export_model import ExportJob, run_export
 
         form = ExportFormat(options.dtype, options.max_shard_size)
         return run_export(

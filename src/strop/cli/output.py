@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from strop.build.dry_run.examine import Examination
     from strop.config import ConfigError, EvalRunConfig, LoadedConfig, TrainingRunConfig
+    from strop.runs.dry_run.examine import Examination
 
 OVERRIDES_HELP = "key=value settings that override the file, such as grpo.num_prompts_per_step=8; ~key removes a key"
 USAGE_ERROR, INTERRUPTED = 2, 130
@@ -116,8 +116,8 @@ def print_dry_run(
     config: TrainingRunConfig | EvalRunConfig, examination: Examination, *, verbose: bool, assumed: AssumedCluster | None = None
 ) -> int:
     from strop import packages
-    from strop.build.summary import summarize
     from strop.config import EvalRunConfig, dump_config
+    from strop.runs.summary import summarize
 
     if verbose:
         print(dump_config(config))
@@ -125,7 +125,7 @@ def print_dry_run(
         on_cpu = None if assumed is None or isinstance(config, EvalRunConfig) else config.policy.device == "cpu"
         print(summarize(config, examination.algorithm, on_cpu=on_cpu, verbose=verbose))
         if assumed is not None and not isinstance(config, EvalRunConfig) and not on_cpu:
-            from strop.build.dry_run.assumed_cluster import describe_assumed
+            from strop.runs.dry_run.assumed_cluster import describe_assumed
 
             print(*describe_assumed(config), sep="\n")
     except ValueError as error:

@@ -71,8 +71,8 @@ def plan(arguments: Sequence[str], command_line: str) -> int:
 
 
 def _make(options: argparse.Namespace) -> Any:
-    from strop.build.dry_run.run_plan_inputs import read_inputs
     from strop.planning.make_plan import make_plan
+    from strop.runs.dry_run.run_plan_inputs import read_inputs
 
     config = _load(options)
     device = _find_device(config, options.hardware)
@@ -135,9 +135,9 @@ def _read_model(config: TrainingRunConfig, file: Path | None) -> ModelSize:
 
 def _read_sizes_beside(config: TrainingRunConfig) -> dict[str, ModelSize]:
     """Read the sizes of a critic and of teachers that are not the policy's model. Those that are not here are left out."""
-    from strop.build.dry_run.beside_inputs import SELF, list_beside
     from strop.models.loading import ModelNotFound
     from strop.planning.model_size import ModelSize
+    from strop.runs.dry_run.beside_inputs import SELF, list_beside
 
     found: dict[str, ModelSize] = {}
     for name in {*list_beside(config).values()} - {SELF, config.policy.model_name}:

@@ -28,7 +28,7 @@ def serve(arguments: Sequence[str], command_line: str) -> int:
 
     try:
         model = find_saved_model(options.checkpoint, step=options.step, best=options.best, ema=options.ema)
-        from strop.build.jobs.serve_model import ServeJob, TinkerOptions, run_server
+        from strop.runs.jobs.serve_model import ServeJob, TinkerOptions, run_server
 
         job = ServeJob(
             model=model,

@@ -51,7 +51,7 @@ def train_run(section: str, arguments: Sequence[str], command_line: str, default
             has_gpus = None if assumed is None else True
             loaded = load_config(options.config, overrides, root=TRAINING_RUNS[section], has_gpus=has_gpus)
             print_warnings(loaded)
-            from strop.build.dry_run.examine import examine_loaded
+            from strop.runs.dry_run.examine import examine_loaded
 
             with plain_warnings():
                 examination = examine_loaded(loaded, data=options.dry_run)
@@ -61,9 +61,10 @@ def train_run(section: str, arguments: Sequence[str], command_line: str, default
                     for note in note_assumptions(assumed, configured.config):
                         print(f"warning: {note}", file=sys.stderr)
                 return print_dry_run(loaded.config, examination, verbose=options.verbose, assumed=assumed)
-        from strop import build
 
-        return build.run_training(loaded.config)
+        from strop import runs
+
+        return runs.run_training(loaded.config)
     except ConfigError as error:
         return print_config_error(error)
     except KeyboardInterrupt:

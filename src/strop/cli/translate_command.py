@@ -15,7 +15,7 @@ from strop.cli.output import OVERRIDES_HELP, USAGE_ERROR, RunParser, print_confi
 from strop.packages import assume_packages, describe_assumed
 
 if TYPE_CHECKING:
-    from strop.build.dry_run.recipe_folder import ExaminedRecipe
+    from strop.runs.dry_run.recipe_folder import ExaminedRecipe
 
 MOST_KEYS = 3  # of a reason
 
@@ -84,7 +84,7 @@ def _translate_file(options: argparse.Namespace, command_line: str) -> int:
 
 
 def _translate_folder(options: argparse.Namespace) -> int:
-    from strop.build.dry_run.recipe_folder import examine_folder
+    from strop.runs.dry_run.recipe_folder import examine_folder
 
     recipes = list(examine_folder(options.recipe, options.overrides, options.library))
     if not recipes:
@@ -98,7 +98,7 @@ def _translate_folder(options: argparse.Namespace) -> int:
 
 
 def _print_summary(recipes: Sequence[ExaminedRecipe], folder: Path) -> None:
-    from strop.build.dry_run.recipe_folder import Outcome, count_reasons
+    from strop.runs.dry_run.recipe_folder import Outcome, count_reasons
 
     counts = Counter(recipe.outcome for recipe in recipes)
     runs = len(recipes) - counts[Outcome.NO_RUN]

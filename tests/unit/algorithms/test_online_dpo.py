@@ -8,7 +8,7 @@ import torch
 from strop.algorithms.base import Plan
 from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.preference.online.online_dpo import OnlineDPO
-from strop.build.algorithm.sections import find_section
+from strop.runs.algorithm.sections import find_section
 from strop.types import Group
 from support.rollouts import make_group, make_rollout, pack_for, sampled_turn
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.build.data_check.data_report import ROW_CHECKS
 from strop.cli import main
+from strop.runs.data_check.data_report import ROW_CHECKS
 
 PAGE = Path(__file__).parents[3] / "docs" / "data_check.md"
 

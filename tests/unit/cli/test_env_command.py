@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.build.env_check.check_report import CHECKS
 from strop.cli import main
+from strop.runs.env_check.check_report import CHECKS
 
 PAGE = Path(__file__).parents[3] / "docs" / "env_check.md"
 FAST = ("--tasks", "6", "--skip", "tasks_same")

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from strop import cli
-from strop.build.jobs.evaluation_identity import identify_entries
-from strop.build.jobs.evaluation_job import make_validation_job
-from strop.build.jobs.evaluation_report import compute_standard_errors
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import RolloutRunConfig, load_config
 from strop.config.load.evaluation_keys import translate_overrides
 from strop.config.schema.run_config import TRAINING_RUNS
+from strop.runs.jobs.evaluation_identity import identify_entries
+from strop.runs.jobs.evaluation_job import make_validation_job
+from strop.runs.jobs.evaluation_report import compute_standard_errors
 from strop.statistics.setting_differences import list_setting_differences
 from support.saved_runs import CONFIG, save_run
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from strop import cli
-from strop.build.jobs.task_log import TaskLog
+from strop.runs.jobs.task_log import TaskLog
 from support.saved_runs import save_run
 
 METRICS = {"accuracy", "avg@4", "pass@1", "pass@2", "pass@4", "cons@2", "cons@4", "maj@2", "maj@4", "truncated", "errors"}

@@ -64,8 +64,8 @@ def test_the_card_tells_the_facts_of_the_run(logs: Path, tmp_path: Path, tiny_mo
 
 
 def test_the_header_names_a_base_of_the_hub(tmp_path: Path, tiny_model_folder: Path) -> None:
-    from strop.build.jobs.model_card import format_model_card
     from strop.checkpointing.saved_model import find_saved_model
+    from strop.runs.jobs.model_card import format_model_card
 
     logs = save_run(
         tmp_path, tiny_model_folder, config=CONFIG.replace("model_name: {model}", "model_name: Qwen/Qwen3-0.6B"), steps=(4,)
@@ -170,7 +170,7 @@ def test_a_failure_in_the_middle_leaves_nothing_behind(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("strop.build.jobs.export_model.format_model_card", full)
+    monkeypatch.setattr("strop.runs.jobs.export_model.format_model_card", full)
     assert cli.main(["export", str(logs), str(tmp_path / "out")]) == 1
     assert "out cannot be written: No space left on device; nothing was left behind" in capsys.readouterr().err
     assert not (tmp_path / "out").exists() and not (tmp_path / ".tmp_out").exists()

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from strop import cli
-from strop.build.contents.run_contents import CONTENTS_FILE, Content, write_contents
-from strop.build.run_report.config_difference import list_changed_settings
-from strop.build.run_report.report_facts import list_repeat_commands, read_report_facts
-from strop.build.run_report.run_incidents import list_incidents
-from strop.build.run_report.validation_results import read_validations
 from strop.cli.log_folder import find_log_folder
 from strop.config.source import yaml_text
 from strop.monitoring.pages.curve_drawing import find_range, make_ticks, thin
 from strop.monitoring.run_starts import describe_hardware, find_versions, read_run_starts
 from strop.monitoring.trackers.jsonl import read_metrics
 from strop.monitoring.watchdog.status import read_status, write_status
+from strop.runs.contents.run_contents import CONTENTS_FILE, Content, write_contents
+from strop.runs.run_report.config_difference import list_changed_settings
+from strop.runs.run_report.report_facts import list_repeat_commands, read_report_facts
+from strop.runs.run_report.run_incidents import list_incidents
+from strop.runs.run_report.validation_results import read_validations
 from strop.safety.printable import make_printable
 from strop.statistics.intervals import confidence_interval
 from support.html_pages import ParsedPage, check_page

@@ -15,9 +15,9 @@ import pytest
 from loop.runs import heed_interrupts, start
 from loop.tiny import build_tiny
 from strop import cli
-from strop.build.jobs import serve_model
-from strop.build.jobs.serve_model import ServeJob, vllm_arguments
 from strop.checkpointing.saved_model import find_saved_model
+from strop.runs.jobs import serve_model
+from strop.runs.jobs.serve_model import ServeJob, vllm_arguments
 from strop.safety.site_guard import is_loopback
 from support.saved_runs import save_run
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from strop import cli
-from strop.build.dry_run import recipe_folder
 from strop.config import ConfigError, load_config
 from strop.config.load.translated_recipe import TranslatedRecipe, translate_recipe
 from strop.config.recipes import recipe_format
@@ -17,6 +16,7 @@ from strop.config.recipes.recipe_format import ReadRecipe, RecipeFormat, find_fo
 from strop.config.schema.run_config import GrpoRunConfig
 from strop.config.source.yaml_source import ConfigSource
 from strop.problems import Problem
+from strop.runs.dry_run import recipe_folder
 
 BASE = """
 policy:

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from strop import gpus, packages
-from strop.build import summary
-from strop.build.dry_run.assumed_cluster import describe_assumed
-from strop.build.rollout_run import engine_shares_module
-from strop.build.summary import summarize
 from strop.config import EvalRunConfig, GrpoRunConfig, dump_config, load_config
 from strop.config.identity import find_changes
 from strop.config.load import auto_backend
 from strop.config.load.evaluated_run import load_evaluated_run
 from strop.generation.vllm import supported_models
+from strop.runs import summary
+from strop.runs.dry_run.assumed_cluster import describe_assumed
+from strop.runs.rollout_run import engine_shares_module
+from strop.runs.summary import summarize
 from support.overrides import RUN
 
 G = "policy.generation."

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from strop import packages
-from strop.build.summary import summarize
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, TrainingRunConfig, load_config
 from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, PpoRunConfig, SftRunConfig
+from strop.runs.summary import summarize
 from support.overrides import RUN
 
 EVALUATION = ["generation.model_name=m", "env.math={}"]

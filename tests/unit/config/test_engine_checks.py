@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from strop import packages
-from strop.build import summary
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, load_config
 from strop.config.schema.run_config import PpoRunConfig, SftRunConfig
 from strop.generation.vllm.vllm_config import MIN_TEMPERATURE
+from strop.runs import summary
 from support.overrides import RUN
 
 VLLM = "policy.generation.backend=vllm"

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from strop.base_config import validate_section
-from strop.build.tasks import make_mixture
 from strop.config.load.evaluated_run import load_evaluated_run
 from strop.config.schema.graders import assign_graders
 from strop.data.builtin import all_sets
 from strop.data.builtin.builtin_dataset import BuiltinDataset, Grader
 from strop.data.data_config import DataEntryConfig
 from strop.environments.environment_config import EnvironmentConfig
+from strop.runs.tasks import make_mixture
 
 CHOICES = {"verifier_type": "english_multichoice"}
 

@@ -21,12 +21,12 @@ from tests.support.adapter_servers import interpreter
 from tests.unit.monitoring.test_tracker_readers import run_in
 
 from strop import packages
-from strop.build.lifecycle import make_tracker
 from strop.config import GrpoRunConfig, load_config
 from strop.monitoring.logger_config import SERVICES
 from strop.monitoring.trackers import tensorboard
 from strop.monitoring.trackers.base import CompositeTracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
+from strop.runs.lifecycle import make_tracker
 
 CLASSES = {
     "tensorboard": "TensorBoardTracker",

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from strop.build.lifecycle import make_tracker
 from strop.config import GrpoRunConfig, load_config
 from strop.monitoring.trackers.base import CompositeTracker
 from strop.monitoring.trackers.tensorboard import TensorBoardTracker
 from strop.monitoring.trackers.wandb import ID_FILE, WandbTracker
+from strop.runs.lifecycle import make_tracker
 
 
 def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:

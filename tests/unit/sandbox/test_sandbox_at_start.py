@@ -9,11 +9,11 @@ from dataclasses import asdict
 import pytest
 
 from strop.base_config import validate_section
-from strop.build.dry_run.examine import examine
 from strop.config import GrpoRunConfig, load_config
 from strop.environments.code.grade_code import CHECKER, COMPILER
 from strop.environments.registry import make_environment
 from strop.problems import ConfigError
+from strop.runs.dry_run.examine import examine
 from strop.sandbox.base import SandboxError
 from strop.sandbox.sandbox_config import SandboxConfig
 from strop.sandbox.sandbox_pool import configure_sandbox, try_sandbox

@@ -107,7 +107,7 @@ def test_a_receiver_needs_no_engine_and_no_models(sender: MemorySender) -> None:
         "from strop.weight_sync.fingerprints import fingerprint\n"
         "print(sum(fingerprint(t) for _, t in receiver.receive(manifest)))\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('transformers', 'vllm', 'pydantic') or "
-        "m.startswith(('strop.models', 'strop.learner', 'strop.generation', 'strop.build'))])\n"
+        "m.startswith(('strop.models', 'strop.learner', 'strop.generation', 'strop.runs'))])\n"
     )
     argument = pickle.dumps((sender.address, manifest)).hex()
     process = subprocess.Popen([sys.executable, "-c", code, argument], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -39,7 +39,7 @@ def cluster(arguments: Sequence[str], command_line: str) -> int:
     except ConfigError as error:
         return print_config_error(error)
     try:
-        from strop.build.cluster.cluster_check import check_cluster
+        from strop.runs.cluster.cluster_check import check_cluster
 
         return check_cluster(loaded.config)
     except KeyboardInterrupt:

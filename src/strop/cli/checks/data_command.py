@@ -71,7 +71,7 @@ def _check(options: argparse.Namespace) -> int:
 
     loaded = load_training_or_evaluation(options.config, options.overrides)
     print_warnings(loaded)
-    from strop.build.data_check.data_check import DataCheckOptions, check_data
+    from strop.runs.data_check.data_check import DataCheckOptions, check_data
 
     asked = DataCheckOptions(rows=options.rows, against=_list_names(options.against), progress=_make_progress())
     try:
@@ -87,7 +87,7 @@ def _check(options: argparse.Namespace) -> int:
     else:
         import shutil
 
-        from strop.build.data_check.report_text import format_report
+        from strop.runs.data_check.report_text import format_report
 
         terminal = sys.stdout.isatty()
         print(format_report(report, width=shutil.get_terminal_size((130, 24)).columns if terminal else 130, colour=terminal))

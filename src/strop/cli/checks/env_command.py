@@ -24,8 +24,8 @@ def env(arguments: Sequence[str], command_line: str) -> int:
     """Run ``strop env check``. Return its exit code."""
     parser = make_env_parser()
     options = parser.parse_intermixed_args(arguments)
-    from strop.build.env_check.check_report import CHECKS
     from strop.config import ConfigError
+    from strop.runs.env_check.check_report import CHECKS
     from strop.user_code import suggest_names
 
     for name in options.skip:
@@ -84,8 +84,8 @@ def _check(options: argparse.Namespace) -> int:
         )
         return USAGE_ERROR
     print_warnings(loaded)
-    from strop.build.env_check.check_report import format_reports
-    from strop.build.env_check.environment_check import EnvironmentCheckOptions, check_environments
+    from strop.runs.env_check.check_report import format_reports
+    from strop.runs.env_check.environment_check import EnvironmentCheckOptions, check_environments
 
     asked = EnvironmentCheckOptions(tasks=options.tasks, bound=options.bound, only=options.env, skip=tuple(options.skip))
     try:

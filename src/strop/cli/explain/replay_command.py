@@ -25,10 +25,10 @@ def replay(arguments: Sequence[str], command_line: str) -> int:
 def _replay(options: argparse.Namespace) -> int:
     import asyncio
 
-    from strop.build.replay.replay import replay as replay_run
-    from strop.build.replay.replay import store_replay
-    from strop.build.replay.replay_report import format_replay
     from strop.config import ConfigError
+    from strop.runs.replay.replay import replay as replay_run
+    from strop.runs.replay.replay import store_replay
+    from strop.runs.replay.replay_report import format_replay
 
     try:
         folder = find_log_folder(options.run)

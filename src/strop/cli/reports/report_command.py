@@ -20,9 +20,9 @@ def report(arguments: Sequence[str], command_line: str) -> int:
     if others and not any(other.startswith("-") or "=" in other for other in others):
         parser.error(f"a report is of one run, found {others[0]} too: strop compare A B compares two")
     parser.parse_args(arguments)
-    from strop.build.run_report.report_facts import read_report_facts
-    from strop.build.run_report.report_page import make_report
     from strop.monitoring.pages.document import write_document
+    from strop.runs.run_report.report_facts import read_report_facts
+    from strop.runs.run_report.report_page import make_report
 
     try:
         facts = read_report_facts(find_log_folder(options.run))

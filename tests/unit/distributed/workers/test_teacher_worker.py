@@ -18,15 +18,6 @@ from torch import Tensor
 from strop.algorithms.base import Algorithm
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
 from strop.algorithms.distillation.topk_distillation import TopKDistillation
-from strop.build.cluster.cluster_run import compute_reserved_cpus
-from strop.build.models import LoadedPolicy, load_policy, make_learners, make_trained_networks
-from strop.build.teachers import (
-    combine_teachers,
-    find_teacher_columns,
-    get_student_info,
-    load_teacher,
-    make_teachers,
-)
 from strop.config import load_config
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.base import ActorDied, ActorOptions, spread_over_nodes
@@ -35,6 +26,15 @@ from strop.distributed.workers.column_shards import split_groups
 from strop.distributed.workers.teacher_worker import TeacherWorker, spawn_teachers
 from strop.learner.client import AsyncColumnSource
 from strop.problems import ConfigError
+from strop.runs.cluster.cluster_run import compute_reserved_cpus
+from strop.runs.models import LoadedPolicy, load_policy, make_learners, make_trained_networks
+from strop.runs.teachers import (
+    combine_teachers,
+    find_teacher_columns,
+    get_student_info,
+    load_teacher,
+    make_teachers,
+)
 from strop.sampling import Sampling
 from strop.types import Group
 from support.clients import column_client

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from strop.build.monitors.machine_monitors import watch_machines
 from strop.config import load_config
 from strop.config.schema.run_config import SftRunConfig
 from strop.distributed.base import ActorOptions
@@ -20,6 +19,7 @@ from strop.monitoring.machine.machine_monitor import MachineMonitor
 from strop.monitoring.machine.machine_reader import MachineReader
 from strop.monitoring.machine.machine_reading import GpuReading, MachineReading, describe_machine
 from strop.monitoring.machine.system_monitor import SystemMonitor
+from strop.runs.monitors.machine_monitors import watch_machines
 
 
 class FakeNvml(SimpleNamespace):

@@ -13,10 +13,10 @@ from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
 from strop.algorithms.policy_gradient.advantages.reinforce import PlainReward
 from strop.algorithms.policy_gradient.advantages.reinforce_pp import BatchWhitened
 from strop.algorithms.policy_gradient.parts import Advantage
-from strop.build.algorithm.settings import collect_settings
 from strop.config import ConfigError, LoadedConfig, dump_config, load_config
 from strop.config.recipes.difference import Effect
 from strop.config.schema.run_config import GrpoRunConfig
+from strop.runs.algorithm.settings import collect_settings
 
 # As NeMo-RL's recipes have it: the estimator's options refer to those of the section, and a recipe that inherits overrides some.
 RECIPE = """

@@ -11,10 +11,10 @@ from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.advantages.reinforce import Reinforce
 from strop.algorithms.policy_gradient.corrections.icepop import Icepop
 from strop.algorithms.policy_gradient.objectives.gspo import SequenceClip
-from strop.build.algorithm.settings import collect_settings
 from strop.config import LoadedConfig, dump_config, load_config
 from strop.config.recipes.difference import Effect
 from strop.config.schema.run_config import GrpoRunConfig
+from strop.runs.algorithm.settings import collect_settings
 
 PENALTY = "loss_fn.reference_policy_kl_penalty=0.01"
 

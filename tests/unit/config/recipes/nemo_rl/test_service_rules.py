@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from strop import packages
-from strop.build.monitors.tracker_services import make_services
 from strop.config import ConfigError, LoadedConfig, load_config
 from strop.config.recipes.difference import Effect
 from strop.config.schema.run_config import GrpoRunConfig
+from strop.runs.monitors.tracker_services import make_services
 
 RECIPE = """
 defaults: base.yaml

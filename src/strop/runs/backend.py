@@ -1,0 +1,142 @@
+"""The backend that holds the models of a run: this process, or the ranks of a cluster (``strop.runs.cluster.ray_backend``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from strop.algorithms.base import Algorithm
+from strop.config import RolloutRunConfig, TrainingRunConfig
+from strop.config.schema.run_config import DistillationRunConfig
+from strop.distributed.base import Cluster
+from strop.environments.games.policy_client import PastSelvesRule
+from strop.generation.synced_generator import SyncedGenerator
+from strop.generation.torch.torch_past_selves import TorchPastSelves
+from strop.learner.client import (
+    AsyncColumnSource,
+    Caller,
+    ColumnClient,
+    InlineCaller,
+    LearnerClient,
+    MemoryClient,
+    ScorerClient,
+    ThreadCaller,
+)
+from strop.learner.learner_thread import LearnerThread
+from strop.learner.torch.reference_store import model_fingerprint
+from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork
+from strop.monitoring.trackers.base import Tracker
+from strop.runs.engines import GeneratorSpec, make_generator, make_past_selves, offloads_learner
+from strop.runs.models import (
+    LoadedPolicy,
+    TokenizerBundle,
+    load_training_policy,
+    make_learners,
+    make_offload,
+    make_reference,
+    make_trained_networks,
+)
+from strop.runs.scorers import ScoringModels
+from strop.runs.teachers import find_scorer, make_teachers
+from strop.sampling import Sampling
+
+
+class Backend(ScoringModels, Protocol):
+    """Builds the models of a run.
+
+    Call ``build_learners`` first, then make its ``ScoringModels``, before a checkpoint is loaded.
+    Call ``build_generator`` last, after the checkpoint is loaded."""
+
+    bundle: TokenizerBundle
+
+    async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, LearnerClient]:
+        """Build the learners by name. ``total_steps``: optimizer steps of the run; None: no limit. Raises ValueError."""
+        ...
+
+    async def build_generator(self, spec: GeneratorSpec) -> SyncedGenerator:
+        """Build the generator and its weight sync. Raises ValueError."""
+        ...
+
+
+class LocalBackend:
+    """Builds models in this process. They compute in a thread if training overlaps with generation in other processes."""
+
+    def __init__(self, config: TrainingRunConfig, policy: LoadedPolicy) -> None:
+        self.config = config
+        self.policy = policy
+        self.bundle: TokenizerBundle = policy
+        self.packed = policy.network.packed
+        self._scoring: list[TrainableNetwork] = []  # networks beside the learners, which may share theirs
+        self.make_caller: Callable[[Any], Caller] = InlineCaller
+        if generates_meanwhile(config):
+            self.make_caller = partial(ThreadCaller, thread=LearnerThread())
+
+    async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, LearnerClient]:
+        self._sampling = sampling
+        networks = make_trained_networks(self.config, self.policy)
+        self.learners = make_learners(self.config, networks, algorithm, sampling, total_steps)
+        return {name: LearnerClient(self.make_caller(learner)) for name, learner in self.learners.items()}
+
+    def make_reference(self) -> ScorerClient:
+        reference = make_reference(self.policy, self.config.policy, self._sampling)
+        self._scoring.append(reference.network)
+        return ScorerClient(self.make_caller(reference))
+
+    def make_untrained_policy(self) -> tuple[ScorerClient, str]:
+        network = self.policy.network
+        scorer = NetworkScorer(network, self._sampling, self.config.policy.batching.logprob_mb_tokens)
+        return ScorerClient(self.make_caller(scorer)), model_fingerprint(network.model)
+
+    async def make_teachers(
+        self, config: DistillationRunConfig, columns: Collection[str]
+    ) -> dict[str, dict[str, AsyncColumnSource]]:
+        teachers = make_teachers(config, self.policy, columns, self._sampling, self.learners)
+        self._scoring += [find_scorer(source).network for sources in teachers.values() for source in sources.values()]
+        return {
+            key: {column: ColumnClient(self.make_caller(source)) for column, source in sources.items()}
+            for key, sources in teachers.items()
+        }
+
+    def build_past_selves(self, rule: PastSelvesRule) -> TorchPastSelves:
+        return make_past_selves(self.policy, self.config.policy, rule)
+
+    async def build_generator(self, spec: GeneratorSpec) -> SyncedGenerator:
+        assert isinstance(self.config, RolloutRunConfig)
+        on_cpu, shares_module = self.policy.network.device.type == "cpu", not self.config.policy.generation.uses_engines
+        memory: MemoryClient | None = None
+        if offloads_learner(self.config, on_cpu=on_cpu, shares_module=shares_module):
+            offload = make_offload(self.learners, self._scoring, keep_weights=("policy",) if shares_module else ())
+            memory = MemoryClient(self.make_caller(offload))
+        return make_generator(self.policy, self.config.policy, spec, memory)
+
+
+def generates_meanwhile(config: TrainingRunConfig) -> bool:
+    """Return whether engines in other processes generate while the learner trains. The torch engine takes turns with it instead."""
+    return (
+        isinstance(config, RolloutRunConfig)
+        and config.rollout_training.max_staleness > 0
+        and config.policy.generation.uses_engines
+    )
+
+
+def describe_origin(model_name: str) -> str:
+    """Describe from where a model is loaded."""
+    return "from this folder" if Path(model_name).is_dir() else "from the hub or its local cache"
+
+
+async def make_backend(config: TrainingRunConfig, cluster: Cluster | None, tracker: Tracker) -> Backend:
+    """Make the backend of a run and load the policy. Raises ModelNotFound, ValueError."""
+    tracker.progress(f"loading the model: {config.policy.model_name} {describe_origin(config.policy.model_name)}")
+    if cluster is None:
+        return LocalBackend(config, load_training_policy(config))
+    if config.policy.draft.enabled and not config.policy.uses_megatron:
+        raise ValueError(
+            "policy.draft.enabled is true, but the models of the run are in a cluster of processes (cluster), where a head is trained "
+            "beside Megatron Core alone: leave one process with one device (cluster.num_nodes=1, cluster.gpus_per_node=1), set "
+            "policy.megatron_cfg.enabled=true, or this to false"
+        )
+    from strop.runs.cluster.ray_backend import make_ray_backend
+
+    return await make_ray_backend(config, cluster, tracker)

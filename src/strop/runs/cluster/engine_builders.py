@@ -1,0 +1,71 @@
+"""Functions that build engines in worker processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from strop.config.schema.policy_config import PolicyConfig
+from strop.generation.quantized_rollouts import make_emulation
+from strop.generation.torch.standalone import StandaloneTorchEngine
+from strop.generation.torch.torch_config import TorchGenerationConfig
+from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
+from strop.learner.model_config import ModelConfig
+from strop.models.fake_quant.apply_fake_quant import apply_fake_quant
+from strop.models.fake_quant.calibration import load_input_scales
+from strop.models.fake_quant.modelopt_config import read_quant_config
+from strop.models.loading import cast_weights, model_from_config
+from strop.models.network import Network, disable_dropout
+from strop.models.quantization.float8_training import convert_to_float8
+from strop.models.vision.vision_processor import VisionProcessor
+from strop.runs.models import PRECISIONS, load_policy, prepare_device
+
+
+def build_torch_engine(
+    name: str,
+    config: PolicyConfig,
+    folder: Path,
+    tokenizer: Any,
+    stop_ids: tuple[int, ...],
+    packed: bool,
+    vision: VisionProcessor | None = None,
+) -> StandaloneTorchEngine:
+    """Build a torch engine on an empty model, whose weights the learner will send. ``vision``: of a model that reads images."""
+
+    def make() -> TorchEngine:
+        device = prepare_device(config.device, None)
+        model = model_from_config(folder).to(device)
+        disable_dropout(model)
+        network = Network(model, precision=PRECISIONS[config.precision], packed=packed)
+        cast_weights(model, PRECISIONS[config.weights_dtype])
+        if config.quant_cfg is not None and config.generation.weight_format is None:  # weights arrive rounded
+            apply_fake_quant(model, read_quant_config(config.quant_cfg), keeps_rounded=True)
+            load_input_scales(model, folder)
+        convert_to_float8(model, config.fp8, device, "policy.fp8")
+        if config.router_replay.enabled:
+            network.enable_router_replay()
+        if vision is not None:
+            network.enable_vision(vision)
+        length = config.max_total_sequence_length
+        return make_torch_engine(
+            network,
+            tokenizer,
+            config.generation.torch_cfg,
+            length=length,
+            stop_ids=stop_ids,
+            quantization=make_emulation(config.generation, rounds_weights=False),
+        )
+
+    return StandaloneTorchEngine(name, make, PRECISIONS[config.weights_dtype])
+
+
+def build_serving_torch_engine(
+    name: str, config: ModelConfig, options: TorchGenerationConfig, length: int, stop_ids: tuple[int, ...]
+) -> StandaloneTorchEngine:
+    """Build a torch engine that loads the model and its weights itself."""
+
+    def make() -> TorchEngine:
+        policy = load_policy(config)
+        return make_torch_engine(policy.network, policy.tokenizer, options, length=length, stop_ids=stop_ids)
+
+    return StandaloneTorchEngine(name, make, PRECISIONS[config.weights_dtype])

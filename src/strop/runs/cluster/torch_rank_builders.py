@@ -1,0 +1,165 @@
+"""Functions that build the PyTorch models of a rank. The driver binds their configuration with ``functools.partial`` and sends them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from strop.algorithms.base import Algorithm
+from strop.algorithms.kl import REFERENCE_LOGPROBS
+from strop.config import TrainingRunConfig
+from strop.config.schema.distillation_config import TeacherConfig
+from strop.config.schema.policy_config import PolicyConfig
+from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, PpoRunConfig
+from strop.distributed.workers.learner_worker import RankColumns, RankModels
+from strop.learner.model_config import ModelConfig
+from strop.learner.parallel.dtensor_config import DtensorConfig
+from strop.learner.parallel.export.sharded_export import ShardedWeights
+from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
+from strop.learner.parallel.pipeline.pipelined import parallelize_stages
+from strop.learner.parallel.rank_zero_loading import RankZeroLoader
+from strop.learner.parallel.sharded import Sharded, parallelize_head, parallelize_network
+from strop.learner.parallel.tensor_plan import load_tensor_plan
+from strop.learner.torch.scorer import NetworkScorer, copy_frozen, without_adapters
+from strop.models.adapters import lora_layers
+from strop.models.network import Network
+from strop.models.value_head import ValueHead
+from strop.runs.lifecycle import seed_everything
+from strop.runs.models import (
+    LoadedPolicy,
+    load_training_policy,
+    make_learners,
+    make_offload,
+    make_trained_networks,
+)
+from strop.runs.teachers import (
+    StudentInfo,
+    find_scorer,
+    find_teacher_columns,
+    get_student_info,
+    load_teacher_network,
+    make_teacher_sources,
+)
+from strop.sampling import Sampling
+
+
+def load_rank_policy(config: TrainingRunConfig) -> LoadedPolicy:
+    """Load the policy, on rank 0. Raises ModelNotFound, ValueError."""
+    seed_everything(config.training.seed)
+    return load_training_policy(config, RankZeroLoader())
+
+
+def build_rank_models(
+    config: TrainingRunConfig,
+    algorithm: Algorithm,
+    sampling: Sampling,
+    total_steps: int | None,
+    policy: LoadedPolicy,
+    device: str,
+    world: int,
+) -> RankModels:
+    """Load the other models of a run and shard all of them over ``world`` ranks. Raises ValueError for settings that do not go together."""
+    network = policy.network
+    networks = make_trained_networks(config, policy, RankZeroLoader())
+    reference = copy_frozen(network) if keeps_reference(config, algorithm) and not lora_layers(network.model) else None
+    trunk = _parallelize(network, config.policy, device, world)
+    parallelism = {"policy": trunk}
+    if isinstance(critic := networks.get("value"), ValueHead):
+        parallelism["value"] = parallelize_head(critic, trunk)
+    elif isinstance(config, PpoRunConfig):
+        assert isinstance(critic, Network)
+        parallelism["value"] = _parallelize(critic, config.value, device, world)
+    learners = make_learners(config, networks, algorithm, sampling, total_steps, parallelism)
+    scorers = _make_rank_scorers(config.policy, network, reference, sampling, trunk, device, world)
+    columns: dict[tuple[str, str], RankColumns] = {}
+    if isinstance(config, DistillationRunConfig):
+        columns = load_rank_teachers(config, config.all_teachers, get_student_info(policy), algorithm, sampling, device, world)
+    scoring = [scorer for scorer in (*scorers.values(), *map(find_scorer, columns.values()))]
+    offload = make_offload(
+        learners,
+        [scorer.network for scorer in scoring],
+        {id(scorer.network): scorer.parallelism for scorer in scoring if scorer.parallelism is not None},
+    )
+    return RankModels(weights=ShardedWeights(trunk), learners=learners, scorers=scorers, columns=columns, offload=offload)
+
+
+def keeps_reference(config: TrainingRunConfig, algorithm: Algorithm) -> bool:
+    """Return whether the reference scores during training: not if its log-probabilities are computed once before."""
+    precomputed = isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
+    return REFERENCE_LOGPROBS in algorithm.requires and not precomputed
+
+
+def _parallelize(network: Network, config: ModelConfig, device: str, world: int, *, cpu_offload: bool = False) -> Sharded:
+    return _parallelize_as(network, config.dtensor_cfg, _sharded_dtype(config), device, world, cpu_offload=cpu_offload)
+
+
+def _parallelize_as(
+    network: Network, config: DtensorConfig, weights_dtype: torch.dtype | None, device: str, world: int, *, cpu_offload: bool
+) -> Sharded:
+    """Shard a network over all ranks as its section says, on meshes of its own."""
+    meshes = DeviceMeshes(ParallelDims.from_config(config, world), device)
+    plan: Mapping[str, str] | None = None
+    if (name := config.custom_parallel_plan) is not None and meshes.dims.tensor > 1:
+        plan = load_tensor_plan(name)
+    parallelize = parallelize_stages if meshes.dims.pipeline > 1 else parallelize_network
+    return parallelize(
+        network,
+        meshes,
+        weights_dtype=weights_dtype,
+        cpu_offload=cpu_offload or config.cpu_offload,
+        tensor_plan=plan,
+    )
+
+
+def _sharded_dtype(config: ModelConfig | TeacherConfig) -> torch.dtype | None:
+    return torch.bfloat16 if config.weights_dtype == "bfloat16" else None
+
+
+def _make_rank_scorers(
+    config: PolicyConfig,
+    network: Network,
+    reference: Network | None,
+    sampling: Sampling,
+    parallelism: Sharded,
+    device: str,
+    world: int,
+) -> dict[str, NetworkScorer]:
+    tokens = config.batching.logprob_mb_tokens
+    scorers: dict[str, NetworkScorer] = {"untrained": NetworkScorer(network, sampling, tokens, parallelism)}
+    if lora_layers(network.model):
+        scorers["reference"] = NetworkScorer(network, sampling, tokens, parallelism, context=without_adapters(network))
+    elif reference is not None:
+        reference_parallelism = _parallelize(reference, config, device, world, cpu_offload=config.reference.offload)
+        scorers["reference"] = NetworkScorer(reference, sampling, tokens, reference_parallelism)
+    return scorers
+
+
+def load_rank_teachers(
+    config: DistillationRunConfig,
+    teachers: Mapping[str, TeacherConfig],
+    student: StudentInfo,
+    algorithm: Algorithm,
+    sampling: Sampling,
+    device: str,
+    world: int,
+) -> dict[tuple[str, str], RankColumns]:
+    """Load the ``teachers`` without separate processes, each sharded over all ranks as its ``dtensor_cfg`` says.
+
+    Raises ValueError for a teacher that cannot be sharded that way.
+    """
+    sources: dict[tuple[str, str], RankColumns] = {}
+    for key, teacher in teachers.items():
+        if teacher.hosts:
+            continue
+        loaded = load_teacher_network(key, config, student, RankZeroLoader())
+        try:
+            parallelism = _parallelize_as(
+                loaded.network, teacher.dtensor_cfg, _sharded_dtype(teacher), device, world, cpu_offload=teacher.offload
+            )
+        except ValueError as error:
+            raise ValueError(f"{key}.dtensor_cfg: {error}") from error
+        columns = find_teacher_columns(config, algorithm)
+        for column, source in make_teacher_sources(key, config, loaded, columns, sampling, parallelism=parallelism).items():
+            sources[key, column] = source
+    return sources

@@ -1,0 +1,69 @@
+"""What is compared once, when the tokenizer of a run is loaded: sizes of model, tokenizer and sequences, and the end of a turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from strop.config.schema.run_config import EvalRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.data.sources.streaming.streamed import is_streamed
+from strop.environments.base import DatasetEnvironment, PromptedTask
+from strop.environments.mixture import Mixture
+from strop.problems import Problem, raise_problems
+from strop.runs.contents.examined_sizes import find_size_problems
+from strop.runs.models import TokenizerBundle
+from strop.sampling import Sampling
+
+MOST_CHECKED = 10_000  # tasks whose answers are looked at
+
+
+def check_model(config: TrainingRunConfig | EvalRunConfig, bundle: TokenizerBundle, note: Callable[[str], object]) -> None:
+    """Note what may not be as intended. Raises ValueError for sizes that end in an index error."""
+    errors, warnings = find_size_problems(config)
+    raise_problems(errors)
+    for warning in warnings:
+        note(format_warning(warning))
+    if isinstance(config, RolloutRunConfig):
+        note_turn_end(bundle, Sampling(**config.policy.generation.sampling_options()), "policy.generation", note)
+
+
+def format_warning(problem: Problem) -> str:
+    return f"warning: {problem.key}: {' '.join(f'{problem.message} {problem.fix}'.split())}"
+
+
+def note_turn_end(bundle: TokenizerBundle, sampling: Sampling, section: str, note: Callable[[str], object]) -> None:
+    """Note that replies do not end where the chat template ends them: what follows would be trained on and read by rewards."""
+    end = bundle.template.turn_end
+    stops = {*bundle.stop_ids, *sampling.stop_token_ids}
+    if end is None:
+        if not stops and not sampling.stop_strings:
+            note(
+                f"warning: {section}.stop_token_ids: neither tokenizer nor model has a token that ends a reply, and none is set, so every "
+                "reply goes on to the limit of tokens. Set it to the ids that end one, or stop_strings to a text."
+            )
+        return
+    token_id, text = end
+    if token_id not in stops and not any(each and text.endswith(each) for each in sampling.stop_strings):
+        known = ", ".join(map(repr, bundle.tokenizer.convert_ids_to_tokens(sorted(stops)))) or "none"
+        note(
+            f"warning: {section}.stop_token_ids: the chat template ends a reply with {text!r}, which is no stop token (those are "
+            f"{known}), so replies go on after it, and rewards read what follows. Set it to [{token_id}]."
+        )
+
+
+def note_empty_answers(source: Mixture, note: Callable[[str], object]) -> None:
+    """Note rows whose expected answer is empty: a reward that looks for it in a reply finds it in every one."""
+    for component in source.components:
+        if is_streamed(component.tasks) or not isinstance(component.environment, DatasetEnvironment):
+            continue
+        checked: list[PromptedTask] = []
+        for index in range(min(len(component.tasks), MOST_CHECKED)):
+            with suppress(Exception):  # raised again, and counted, when its turn comes
+                checked.append(component.tasks[index])  # type: ignore[arg-type]
+        empty = [task for task in checked if not task.answer.strip()]
+        has_answers = len(empty) < len(checked) or component.environment.needs_answers
+        if empty and (has_answers or "answer" in (empty[0].metadata or {})):
+            note(
+                f"warning: {component.name}: the expected answer is empty in {len(empty)} of {len(checked)} tasks, first in "
+                f"{empty[0].id}; a reward that looks for the answer in a reply finds it in all. Correct the rows, or remove them."
+            )

@@ -1,0 +1,217 @@
+"""Build the generator of a run and its weight sync: the torch engine on the learner's module, or engines in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from strop.config import RolloutRunConfig
+from strop.config.schema.policy_config import PolicyConfig
+from strop.environments.games.policy_client import PastSelvesRule
+from strop.generation.base import Engine
+from strop.generation.launched_engines import make_local_engines
+from strop.generation.quantized_rollouts import make_emulation, make_weight_rounding
+from strop.generation.sglang.sglang_launch import LaunchedAdapters, SglangLaunch
+from strop.generation.synced_generator import SyncedGenerator, make_synced_pool
+from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
+from strop.generation.torch.torch_past_selves import TorchPastSelves
+from strop.generation.vllm.engine_args import VllmLaunch
+from strop.learner.base import require_token_outputs
+from strop.learner.client import LearnerClient
+from strop.models.adapters import lora_layers, merged_roundings
+from strop.models.draft.eagle_files import published_weights, save_head
+from strop.models.draft.eagle_head import EagleHead
+from strop.models.network import Network
+from strop.runs.models import PRECISIONS, LoadedPolicy, TokenizerBundle, write_model_folder
+from strop.sampling import Sampling
+from strop.types import Batch
+from strop.weight_sync.base import LearnerMemory
+from strop.weight_sync.canary import make_canary
+from strop.weight_sync.exporter import Exporter, LocalAdapterSource, make_local_exporter
+from strop.weight_sync.in_process import InProcessWeights
+from strop.weight_sync.publisher import PublishOptions
+from strop.weight_sync.timed_memory import TimedMemory
+from strop.weight_sync.transports.choose import EngineLocations, choose_senders, make_sender_factory
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorSpec:
+    """What a run requires of its generator."""
+
+    sampling: Sampling
+    learner: LearnerClient  # of the policy, whose weights are published
+    max_staleness: int
+    in_flight: bool
+    recompute: bool
+    share_prefixes: bool
+    seed: int
+    note: Callable[[str], None]
+    output_folder: Path  # folder for the files and logs of engines
+
+
+def make_generator(
+    policy: LoadedPolicy, config: PolicyConfig, spec: GeneratorSpec, memory: LearnerMemory | None = None
+) -> SyncedGenerator:
+    """Make the torch engine in this process, or engines in child processes. Raises ValueError for options that do not go together.
+
+    ``memory``: of the learner, which leaves the device while an engine there samples."""
+    generation, network = config.generation, policy.network
+    if not generation.uses_engines:
+        engine = make_torch_engine(
+            network,
+            policy.tokenizer,
+            generation.torch_cfg,
+            length=config.max_total_sequence_length,
+            stop_ids=policy.stop_ids,
+            quantization=make_emulation(generation, rounds_weights=True),
+        )
+        return SyncedGenerator(
+            generator=engine, weights=InProcessWeights([engine], None if memory is None else TimedMemory(memory), engine)
+        )
+    on_cpu = network.device.type == "cpu"
+    adapters = generation.sends_adapters and bool(lora_layers(network.model))
+    drafts = generation.uses_vllm and generation.vllm_cfg.speculation.method == "eagle3"
+    head = network.draft if drafts else None  # that an engine drafts with
+    engines = _make_engines(policy, config, spec, on_cpu=on_cpu, adapters=adapters, head=head)
+    locations = EngineLocations(count=len(engines), colocated=generation.colocated.enabled)
+    choose_senders(generation.weight_sync, network.device, locations, [locations.host])  # refuses several of one process
+    exporter = make_local_exporter(
+        spec.learner.weights if head is None else partial(_with_draft, spec.learner, head),
+        make_sender_factory(generation.weight_sync, network.device, locations, spec.output_folder / "weights"),
+        dtype=PRECISIONS[generation.engine_options.dtype],
+        quantization=make_weight_rounding(generation, config.precision),
+        keep_snapshot=spec.max_staleness > 0,
+        adapters=LocalAdapterSource(network.model) if adapters else None,
+        device=network.device,
+        roundings=merged_roundings(network.model),
+    )
+    return pool_engines(engines, exporter, policy, config, spec, adapters=adapters, memory=memory)
+
+
+def _make_engines(
+    policy: LoadedPolicy,
+    config: PolicyConfig,
+    spec: GeneratorSpec,
+    *,
+    on_cpu: bool,
+    adapters: bool,
+    head: EagleHead | None,
+) -> Sequence[Engine]:
+    """Make the engines in processes of their own, without starting them. ``head``: that they draft with."""
+    launch = _make_launch(policy, config, spec, on_cpu=on_cpu, adapters=adapters, head=head)
+    return make_local_engines(
+        launch,
+        policy.tokenizer,
+        learner=policy.network.device,
+        stop_ids=policy.stop_ids,
+        threads=config.num_threads,
+        output_folder=spec.output_folder,
+        vision=policy.template.vision,
+    )
+
+
+def _make_launch(
+    policy: LoadedPolicy,
+    config: PolicyConfig,
+    spec: GeneratorSpec,
+    *,
+    on_cpu: bool,
+    adapters: bool,
+    head: EagleHead | None,
+) -> VllmLaunch | SglangLaunch:
+    generation = config.generation
+    model = str(write_model_folder(policy, spec.output_folder / "model", config.max_total_sequence_length))
+    if generation.uses_sglang:
+        sent = _adapters_to_launch(policy) if adapters else None
+        return SglangLaunch(config=generation, model=model, on_cpu=on_cpu, adapters=sent)
+    return VllmLaunch(
+        config=generation,
+        model=model,
+        on_cpu=on_cpu,
+        max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
+        return_routes=config.router_replay.enabled,
+        reads_images=policy.template.vision is not None,
+        batch_invariant=config.exact_on_policy or (config.deterministic and not on_cpu),
+        draft="" if head is None else str(save_head(head, spec.output_folder / "draft")),
+    )
+
+
+def _adapters_to_launch(policy: LoadedPolicy) -> LaunchedAdapters:
+    layers = lora_layers(policy.network.model)
+    return LaunchedAdapters.of_layers(len(layers[0].down), (layer.name for layer in layers))
+
+
+def _with_draft(learner: LearnerClient, head: EagleHead) -> Iterator[tuple[str, Tensor]]:
+    """Yield what is published: the policy's weights, and those of its draft head."""
+    yield from learner.weights()
+    yield from published_weights(head)
+
+
+def make_past_selves(policy: LoadedPolicy, config: PolicyConfig, rule: PastSelvesRule) -> TorchPastSelves:
+    """Make an engine in this process for earlier selves of the policy. Call it before the run's generator is made."""
+
+    def make_engine(network: Network) -> TorchEngine:
+        length, options = config.max_total_sequence_length, config.generation.torch_cfg
+        emulated = make_emulation(config.generation, rounds_weights=True)
+        return make_torch_engine(
+            network, policy.tokenizer, options, length=length, stop_ids=policy.stop_ids, quantization=emulated
+        )
+
+    return TorchPastSelves(policy.network, make_engine, every=rule.snapshot_every, size=rule.pool_size)
+
+
+def pool_engines(
+    engines: Sequence[Engine],
+    exporter: Exporter,
+    bundle: TokenizerBundle,
+    config: PolicyConfig,
+    spec: GeneratorSpec,
+    *,
+    adapters: bool,
+    allow_shrink: bool = False,
+    memory: LearnerMemory | None = None,
+) -> SyncedGenerator:
+    """Put engines that hold their own weights behind one generator, with a publisher of the learner's weights and a canary.
+
+    ``adapters``: only adapters are published. ``allow_shrink``: continue without engines that cannot be restarted."""
+    generation = config.generation
+    uses_engines = generation.uses_engines
+
+    async def compute_logprobs(batch: Batch) -> Tensor:
+        return require_token_outputs(await spec.learner.score(batch)).logprobs
+
+    canary = make_canary(
+        bundle.template,
+        generation.weight_sync,
+        spec.sampling,
+        compute_logprobs,
+        precision=generation.engine_options.dtype if uses_engines else config.precision,
+        weight_format=generation.weight_format,
+        max_length=generation.engine_options.max_model_len if uses_engines else config.max_total_sequence_length,
+        share_prefixes=spec.share_prefixes,
+        seed=spec.seed,
+    )
+    options = PublishOptions(
+        separate_devices=not generation.colocated.enabled or spec.max_staleness > 0,
+        in_flight=spec.in_flight,
+        recompute=spec.recompute,
+        async_training=spec.max_staleness > 0,
+        adapters=adapters,
+    )
+    return make_synced_pool(
+        engines, exporter, generation, options, canary, note=spec.note, allow_shrink=allow_shrink, learner_memory=memory
+    )
+
+
+def offloads_learner(config: RolloutRunConfig, *, on_cpu: bool, shares_module: bool) -> bool:
+    """Return whether the learner leaves its device while engines sample (``policy.offload``).
+
+    ``shares_module``: the engine runs the learner's module, so its weights stay and only what trains them can leave."""
+    if config.policy.offload == "auto" and (on_cpu or shares_module):
+        return False
+    alternates = config.policy.generation.colocated.enabled and config.rollout_training.max_staleness == 0
+    return bool(config.policy.offload) and (alternates or shares_module)

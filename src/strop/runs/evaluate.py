@@ -1,0 +1,193 @@
+"""``strop eval``: sample a model on a set of tasks and report its scores."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from strop.checkpointing.saved_model import SavedModel
+from strop.config import EvalRunConfig, RecordedRunConfig
+from strop.config.load.evaluated_run import EvaluatedRun
+from strop.environments.mixture import Mixture
+from strop.monitoring.console.console import ConsoleKind, open_console
+from strop.rollouts.tool_turns import describe_tool_calls
+from strop.runs.exit_codes import run_command
+from strop.runs.jobs.evaluation_engines import OpenEngines, open_engines
+from strop.runs.jobs.evaluation_folder import OpenFolder, open_folder
+from strop.runs.jobs.evaluation_identity import identify_entries
+from strop.runs.jobs.evaluation_job import (
+    EvaluationJob,
+    EvaluationSet,
+    loadable_folder,
+    make_evaluation_job,
+    make_run_evaluation_job,
+)
+from strop.runs.jobs.evaluation_report import EvaluationReport, SetResult, make_report, strip_prefix
+from strop.runs.jobs.task_log import TaskLog
+from strop.runs.jobs.trained_questions import warn_of_trained_questions
+from strop.runs.models import resolve_device
+from strop.runs.summary import format_auto_engine, summarize
+from strop.runs.tasks import make_mixture
+from strop.sandbox.sandbox_pool import configure_sandbox, try_sandbox
+from strop.trainer.evaluation import Evaluator, write_results
+
+
+@dataclass(frozen=True)
+class CheckpointEvaluation:
+    """A checkpoint, and the configuration of its run as the evaluation changes it."""
+
+    model: SavedModel
+    run: EvaluatedRun
+
+
+def run_evaluation(evaluation: EvalRunConfig | CheckpointEvaluation, *, as_json: bool = False) -> int:
+    """Evaluate as configured. Return 0 on success, 1 after printing an error."""
+    return run_command(_print_evaluation(evaluation, as_json))
+
+
+def summarize_evaluation(evaluation: EvalRunConfig | CheckpointEvaluation) -> str:
+    """Return what is evaluated on what, in a few lines. Raises ValueError."""
+    if isinstance(evaluation, EvalRunConfig):
+        return summarize(evaluation)
+    model, config = evaluation.model, evaluation.run.config
+    device, precision = resolve_device(config.policy.device), config.policy.precision
+    of_step = "" if model.step is None else f", step {model.step}"
+    lines = [f"model       {model.description}{of_step}, on {device}, {precision}", f"run         {model.config_file}"]
+    names = ", ".join(_name_entry(entry.data_name, entry.env_name) for entry in config.data.validation_entries)
+    if isinstance(config, RecordedRunConfig):
+        return "\n".join([*lines, f"data        {names}, the loss of {config.algorithm.name}"])
+    job = make_run_evaluation_job(evaluation.run, model)
+    sampling = job.sets[0].sampling
+    lines += format_auto_engine(config.policy.generation)
+    first = "" if job.max_tasks is None else f", at most {job.max_tasks} tasks ({config.section}.max_val_samples)"
+    lines += [
+        f"sampling    {job.sets[0].samples} a task, temperature {sampling.temperature:g}, at most {sampling.max_new_tokens} new tokens a "
+        f"turn, {job.max_turns} {'turn' if job.max_turns == 1 else 'turns'}",
+        f"tasks       {names}{first}",
+    ]
+    return "\n".join(lines)
+
+
+def _name_entry(data: str | None, environment: str | None) -> str:
+    return f"{data} ({environment})" if data and environment else str(data or environment or "the only environment")
+
+
+async def _print_evaluation(evaluation: EvalRunConfig | CheckpointEvaluation, as_json: bool) -> None:
+    note: Callable[[str], None] = partial(print, file=sys.stderr) if as_json else print
+    note(summarize_evaluation(evaluation))
+    report = await evaluate_any(evaluation, note, console="none" if as_json else "auto")
+    print(report.to_json() if as_json else report.format())
+    if report.says_nothing:
+        raise ValueError("every sample failed, so these figures say nothing about the model")
+
+
+async def evaluate_any(
+    evaluation: EvalRunConfig | CheckpointEvaluation, note: Callable[[str], object] = print, *, console: ConsoleKind = "auto"
+) -> EvaluationReport:
+    """Evaluate a model as configured, or a checkpoint on what its run validates on."""
+    if isinstance(evaluation, EvalRunConfig):
+        return await evaluate_job(make_evaluation_job(evaluation), note, console=console)
+    if isinstance(evaluation.run.config, RecordedRunConfig):
+        from strop.runs.jobs.loss_evaluation import evaluate_loss
+
+        return await evaluate_loss(evaluation.run.config, evaluation.model, note)
+    return await evaluate_job(make_run_evaluation_job(evaluation.run, evaluation.model), note, console=console)
+
+
+async def evaluate_job(
+    job: EvaluationJob, note: Callable[[str], object] = print, *, console: ConsoleKind = "auto"
+) -> EvaluationReport:
+    """Sample every task that is not finished, score the samples and store them."""
+    configure_sandbox(job.sandbox)
+    identity = identify_entries(job).to_json()
+    sources = [make_mixture(each.entries, job.env, "validation", seed=job.task_seed, purpose=job.purpose) for each in job.sets]
+    environments = [component.environment for source in sources for component in source.components]
+    if any(each.needs_sandbox for each in environments):
+        note(await try_sandbox())
+    for warning in warn_of_trained_questions(job.trained_on, sources, seed=job.task_seed):
+        note(warning)
+    async with AsyncExitStack() as stack:
+        opened = stack.enter_context(open_folder(job, note))
+        folder = stack.enter_context(loadable_folder(job.model, note, shared=_shared_folder(job, opened)))
+        placed = job if folder == job.model.weights else job.with_model(folder)
+        engines = await stack.enter_async_context(
+            open_engines(placed, note, output_folder=None if opened is None else opened.path)
+        )
+        if said := describe_tool_calls(environments, engines.template, job.rules.tool_call_format):
+            note(said)
+        evaluators = [
+            make_evaluator(job, each, source, engines, None if opened is None else opened.log)
+            for each, source in zip(job.sets, sources, strict=True)
+        ]
+        tracker = open_console(console)
+        measured = [await evaluator.evaluate(job.model.step or 0, tracker) for evaluator in evaluators]
+        results = [
+            SetResult(each.name, strip_prefix(metrics), evaluator.last_tasks)
+            for each, metrics, evaluator in zip(job.sets, measured, evaluators, strict=True)
+        ]
+        report = make_report(results, model=job.model, folder=None if opened is None else opened.path)
+        if report.stored is not None:
+            found = {name: value for name, value in report.metrics.items() if not name.endswith("seconds")}
+            write_results(report.stored, job.model.step or 0, found, report.tasks, identity=identity)
+    if failed := report.describe_failures():
+        note(f"warning: {failed}")
+    return replace(report, identity=identity, headline=_name_headline(job, report.metrics))
+
+
+def make_evaluator(
+    job: EvaluationJob, each: EvaluationSet, source: Mixture, engines: OpenEngines, log: TaskLog | None
+) -> Evaluator:
+    voters = tuple(sorted({min(job.scoring.k_value, each.samples), each.samples}))
+    return Evaluator(
+        source=source,
+        size=len(source) if job.max_tasks is None else min(len(source), job.max_tasks),
+        samples=each.samples,
+        generator=engines.generator,
+        template=engines.template,
+        sampling=each.sampling,
+        rules=replace(job.rules, max_turns=_choose_turns(job, source)),
+        seed=job.seed,
+        ks=_choose_ks(job, each.samples),
+        voters=voters,
+        majorities=voters,
+        concurrent_tasks=job.concurrent_tasks,
+        finished=None if log is None else log.of_set(each.name),
+        name_set=source.name_set if len(each.entries) > 1 else lambda index: each.name,
+        keep_logprobs=job.scoring.save_logprobs,
+    )
+
+
+def _choose_turns(job: EvaluationJob, source: Mixture) -> int:
+    """Return the most turns of the policy: those that are configured, else as many as fit if an environment answers."""
+    if job.max_turns is not None:
+        return job.max_turns
+    answers = any(each.environment.responds or each.environment.has_tools for each in source.components)
+    return job.rules.max_length if answers else 1
+
+
+def _shared_folder(job: EvaluationJob, opened: OpenFolder | None) -> Path | None:
+    """Return where temporary weights are that several nodes read."""
+    return opened.path if opened is not None and job.cluster.num_nodes > 1 else None
+
+
+def _name_headline(job: EvaluationJob, metrics: Mapping[str, float]) -> str:
+    """Return the metric chosen by ``eval.metric``. Raises ValueError if it needs answers to vote on and the environment has none."""
+    samples = {each.samples for each in job.sets}
+    if job.scoring.metric == "avg@n" and len(samples) > 1:
+        return "accuracy"  # the same of each set, whatever its n
+    k = min(samples) if job.scoring.metric == "avg@n" else job.scoring.k_value
+    name = f"{job.scoring.metric[:-1]}{k}"
+    if name not in metrics:
+        raise ValueError(
+            f"eval.metric: {job.scoring.metric} votes on final answers, and the environment defines no answer_key; set another metric"
+        )
+    return name
+
+
+def _choose_ks(job: EvaluationJob, samples: int) -> tuple[int, ...]:
+    powers = {1 << power for power in range(samples.bit_length())}
+    return tuple(sorted(powers | {min(job.scoring.k_value, samples)}))

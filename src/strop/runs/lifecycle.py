@@ -1,0 +1,136 @@
+"""What every training run needs: trackers, checkpoints, seeds and the watchdog."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy
+import torch
+
+from strop.checkpointing.background import BackgroundCheckpointer
+from strop.checkpointing.base import Checkpointer
+from strop.checkpointing.folders import FolderCheckpointer
+from strop.config import TrainingRunConfig, dump_config
+from strop.distributed.base import Cluster
+from strop.monitoring.console.console import open_console
+from strop.monitoring.profiling.step_profiler import ProfiledProcess, StepProfiler
+from strop.monitoring.trackers.background_tracker import BackgroundTracker
+from strop.monitoring.trackers.base import CompositeTracker, Tracker
+from strop.monitoring.trackers.jsonl import JsonlTracker
+from strop.monitoring.watchdog.watchdog import Watchdog, WatchdogTimeout, schedule_exit
+from strop.runs.contents.run_contents import find_contents, write_contents
+from strop.runs.monitors.tracker_services import make_services
+from strop.stopping import EarlyStop
+
+# NeMo-RL's names -> Strop's.
+METRIC_ALIASES = {
+    "validation/val_loss": "validation/loss",
+    "validation/validation-default_loss": "validation/loss",
+}
+
+
+def make_early_stop(config: TrainingRunConfig) -> EarlyStop | None:
+    """Make the rule that stops a run at a validation metric; None if none is configured."""
+    training = config.training
+    if training.stop_at_validation_metric is None:
+        return None
+    return EarlyStop(
+        metric=resolve_metric(training.stop_at_validation_metric, "validation"),
+        higher_is_better=training.stop_at_validation_higher_is_better,
+        threshold=training.stop_at_validation_threshold,
+        patience=training.stop_at_validation_patience,
+    )
+
+
+def resolve_metric(name: str, default: str = "train") -> str:
+    """Return the name under which a metric is logged: ``val:accuracy`` is ``validation/accuracy``."""
+    kind, colon, rest = name.partition(":")
+    if not colon:
+        return name if "/" in name else f"{default}/{name}"
+    tag = f"{ {'val': 'validation'}.get(kind, kind) }/{rest}"
+    return METRIC_ALIASES.get(tag, tag)
+
+
+def make_tracker(config: TrainingRunConfig) -> CompositeTracker:
+    """Make the enabled trackers. Services are imported only if enabled, and called in threads of their own."""
+    logger, folder = config.logger, Path(config.logger.log_dir)
+    steps = config.training.last_step if config.training.last_step < 1_000_000 else None
+    return CompositeTracker(
+        [
+            open_console(logger.console, max_steps=steps, title=config.policy.model_name, section=config.section),
+            JsonlTracker(folder),
+            *(BackgroundTracker(service, close_seconds=logger.close_timeout) for service in make_services(config)),
+        ]
+    )
+
+
+def make_checkpoints(config: TrainingRunConfig, save_tokenizer: Callable[[Path], object]) -> FolderCheckpointer:
+    """Make the checkpoint folders of a run. ``save_tokenizer`` writes the tokenizer to a checkpoint's folder."""
+    saving = config.checkpointing
+    return FolderCheckpointer(
+        folder=Path(saving.checkpoint_dir),
+        config_text=dump_config(config),
+        contents_text=write_contents(find_contents(config)),
+        save_tokenizer=save_tokenizer,
+        keep_top_k=saving.keep_top_k,
+        metric=resolve_metric(saving.metric_name) if saving.metric_name else None,
+        higher_is_better=saving.higher_is_better,
+        save_optimizer=saving.save_optimizer,
+    )
+
+
+def make_saver(config: TrainingRunConfig, folders: FolderCheckpointer) -> Checkpointer | None:
+    """Return the checkpoints that a run writes, in the background if configured; None if checkpointing is disabled."""
+    if not config.checkpointing.enabled:
+        return None
+    return BackgroundCheckpointer(folders) if config.checkpointing.async_save else folders
+
+
+def make_profiler(config: TrainingRunConfig, tracker: Tracker, cluster: Cluster | None) -> StepProfiler:
+    """Make what records the time line of the steps that ``logger.profile`` names, in this process and in those of ``cluster``."""
+    profile = config.logger.profile
+    return StepProfiler(
+        folder=Path(config.logger.log_dir).absolute(),
+        steps=frozenset(profile.steps),
+        operators=profile.operators,
+        note=tracker.note,
+        processes=(lambda: _list_working(cluster)) if cluster is not None else tuple,
+    )
+
+
+def _list_working(cluster: Cluster) -> list[ProfiledProcess]:
+    """Return the processes of a run that take part in its steps: all but those that watch the machines."""
+    return [process for process in cluster.list_processes() if not process.name.startswith("monitor-")]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators, for environments and models that use them. Strop derives its own seeds from the identity of a rollout."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def watch_run(config: TrainingRunConfig, tracker: Tracker) -> Iterator[Tracker]:
+    """Run the watchdog inside the context, in a running event loop. Yields the tracker to use, which also reports to the watchdog.
+
+    Raises WatchdogTimeout."""
+    section = config.watchdog
+    if not section.enabled:
+        yield tracker
+        return
+    watchdog = Watchdog(
+        Path(config.logger.log_dir),
+        note=tracker.note,
+        config=section,
+        checkpoints=config.checkpointing.checkpoint_dir if config.checkpointing.enabled else None,
+    )
+    try:
+        with watchdog:
+            yield CompositeTracker([tracker, watchdog.status_tracker])
+    except WatchdogTimeout as timeout:
+        schedule_exit(timeout)
+        raise

@@ -1,0 +1,104 @@
+"""What a run's rates are divided by: its devices, its model's arithmetic, and the peak of a device."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from strop.config import TrainingRunConfig
+from strop.config.checks.device_counts import count_devices
+from strop.distributed.placement import DeviceCounts
+from strop.hardware.devices import find_device
+from strop.hardware.model_dimensions import DecoderDimensions, UnknownDimensions, dimensions_of
+from strop.learner.throughput import Throughput
+from strop.models.loading import read_model_config
+from strop.runs.monitors.measured_peak import measure_peak
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DevicePeak:
+    """The peak of one device that trains, and where it is known from."""
+
+    flops: float  # a second
+    source: str
+
+
+def make_throughput(
+    config: TrainingRunConfig, gpu_names: Sequence[str], note: Callable[[str], object], *, on_cpu: bool
+) -> Throughput:
+    """Return the throughput of a run on processors, or on GPUs that NVML calls so; no names: they are not known.
+
+    ``note`` is told what peak ``perf/mfu`` is a share of.
+    """
+    counts, policy = count_devices(config), config.policy
+    training = counts.learner_devices
+    generating = 0 if counts.colocated or not counts.uses_ray else counts.generating_nodes * counts.generating_per_node
+    adapters = policy.megatron_cfg.peft if policy.megatron_cfg.enabled else policy.dtensor_cfg.lora_cfg
+    model = read_dimensions(policy.model_name)
+    peak = None if model is None else find_peak(config, gpu_names, counts, on_cpu=on_cpu)
+    if peak is not None:
+        each = f"each of {training} devices that train" if training > 1 else "the device that trains"
+        note(f"perf/mfu: of {peak.flops / 1e12:.4g} TFLOP/s in {_precision(config)}, the peak of {each} ({peak.source})")
+    return Throughput(
+        devices=training + generating,
+        training_devices=training,
+        model=model,
+        peak_flops=None if peak is None else peak.flops,
+        frozen=adapters.enabled,
+    )
+
+
+def read_dimensions(name: str) -> DecoderDimensions | None:
+    """Return the dimensions of a model; None, and a line in the log, for one whose layers are not known or that cannot be read."""
+    try:
+        return dimensions_of(read_model_config(name).to_dict())
+    except UnknownDimensions as error:
+        logger.info("perf/mfu and perf/model_tflops_per_gpu are not logged: %s", error)
+    except Exception as error:  # the driver of a cluster may lack the model's files
+        logger.info("perf/mfu and perf/model_tflops_per_gpu are not logged: %s cannot be read here: %s", name, error)
+    return None
+
+
+def find_peak(config: TrainingRunConfig, gpu_names: Sequence[str], counts: DeviceCounts, *, on_cpu: bool) -> DevicePeak | None:
+    """Return the peak of one device that trains: the user's, the table's, or of this machine's processors where that is asked for."""
+    asked = config.logger.peak_tflops
+    if asked is not None and asked != "measure":
+        return DevicePeak(asked * 1e12, "logger.peak_tflops")
+    if not on_cpu:
+        return _find_in_table(gpu_names[0] if gpu_names else "a GPU whose name is not known", _precision(config))
+    if asked is None:
+        logger.info("perf/mfu is not logged: the peak of processors is not known; logger.peak_tflops=measure measures it")
+        return None
+    ranks = counts.learner_devices if counts.uses_ray else 1
+    return _measure(config.policy.num_threads, min(ranks, counts.per_node), config.policy.precision)
+
+
+def _precision(config: TrainingRunConfig) -> str:
+    return "fp8" if config.policy.fp8.enabled else config.policy.precision
+
+
+def _find_in_table(gpu: str, precision: str) -> DevicePeak | None:
+    device = find_device(gpu)
+    if device is None:
+        logger.info("perf/mfu is not logged: the peak rate of %s is not in the table of devices", gpu)
+        return None
+    try:
+        return DevicePeak(device.peak_flops(precision), f"{device.name}, from the table of devices")
+    except ValueError:  # FP8 weights on a device without such arithmetic
+        return DevicePeak(device.peak_flops("bfloat16"), f"{device.name}, from the table of devices, in bfloat16")
+
+
+def _measure(threads: int | None, ranks: int, precision: str) -> DevicePeak:
+    """Return what one of so many ranks of a machine can do: never more than its share of the cores, so that the sum is possible."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if ranks > 1 or threads is not None:
+        own = max(1, cores // ranks)
+        threads = min(threads or own, own)
+    measured = measure_peak(threads)
+    share = min(1.0, cores / ranks)
+    shared = f", shared by {ranks} ranks" if share < 1 else ""
+    return DevicePeak(share * measured.peak(precision), f"{measured.device}{shared}, {measured.source}")

@@ -1,0 +1,138 @@
+"""What a replay needs: the configuration of the run, the weights before the step, and what the steps trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from strop.algorithms.base import Algorithm
+from strop.checkpointing.saved_model import find_checkpoints
+from strop.checkpointing.step_folders import list_steps
+from strop.config import TRAINING_RUNS, RolloutRunConfig, TrainingRunConfig, load_config
+from strop.config.source import yaml_text
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.run_starts import read_run_starts
+from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
+from strop.runs.algorithm.run_algorithm import make_run_algorithm
+from strop.runs.replay.earlier_settings import find_earlier_settings
+from strop.runs.replay.replay_error import ReplayError
+
+Weights = Literal["exact", "nearest"]
+Configured = tuple[TrainingRunConfig, Algorithm]
+FIXED = (  # what a step was made with before it was trained on
+    "policy.model_name", "policy.tokenizer", "policy.generation", "policy.max_total_sequence_length", "policy.dtensor_cfg.lora_cfg",
+    "policy.megatron_cfg", "data", "env", "cluster", "logger", "checkpointing", "run_name", "sandbox",
+)  # fmt: skip
+FIXED_IN_SECTION = ("num_prompts_per_step", "num_generations_per_prompt", "max_rollout_turns", "seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayPlan:
+    """A step that can be replayed."""
+
+    folder: Path  # the log folder of the run
+    step: int
+    section: str
+    checkpoint: Path | None  # to begin with; None: the initial model
+    exact: bool  # these are the weights that the step began with
+    logged: Mapping[int, Mapping[str, float]]  # what each step logged
+
+    @property
+    def source(self) -> str:
+        return "the initial model" if self.checkpoint is None else self.checkpoint.name
+
+    def load(self, overrides: Sequence[str] = ()) -> Configured:
+        """Return the configuration of the step with overrides, and its algorithm. Raises ReplayError, ConfigError, ValueError."""
+        fixed = (*FIXED, *(f"{self.section}.{name}" for name in FIXED_IN_SECTION))
+        for override in overrides:
+            key = override.partition("=")[0].lstrip("~+")
+            if any(key == name or key.startswith(f"{name}.") for name in fixed):
+                raise ReplayError(
+                    f"{key}: the rollouts of a step, its model and its data are what they are, so this cannot be changed; a replay changes "
+                    f"the algorithm and its parts, the loss (loss_fn), optimizer, schedule and clipping of the gradient"
+                )
+        here = f"logger.log_dir={json.dumps(str(self.folder))}"  # which may have been written relative to another folder
+        settings = [*find_earlier_settings(self.folder, self.step), *overrides, here]
+        file, root = self.folder / "config.yaml", TRAINING_RUNS[self.section]
+        config: TrainingRunConfig = load_config(file, settings, root=root, check=False).config
+        return config, make_run_algorithm(config)
+
+
+def plan_replay(folder: Path, step: int, weights: Weights = "exact") -> ReplayPlan:
+    """Find what a replay of ``step`` needs. Raises ReplayError, which says which steps can be replayed."""
+    try:
+        values, _ = yaml_text.parse((folder / "config.yaml").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ReplayError(f"there is no run in {folder}: it has no config.yaml; give its log folder (logger.log_dir)") from error
+    section = next((kind for kind in TRAINING_RUNS if isinstance(values, Mapping) and kind in values), None)
+    if section is None:
+        raise ReplayError(f"{folder / 'config.yaml'} is not the configuration of a training run")
+    metrics = {logged: dict(found) for logged, found in read_metrics(folder / METRICS_FILE)}
+    if step not in metrics or step < 1:
+        trained = sorted(logged for logged in metrics if logged > 0)
+        raise ReplayError(f"the run has not trained step {step}; {_describe(trained, 'it trained')}")
+    saved = find_checkpoints(folder, values)
+    steps = list_steps(saved)
+    beginnings = _Beginnings(
+        saved=(0, *steps),
+        exact=_find_exact(folder, values, steps),
+        readable=frozenset(RolloutStore(folder, "none").steps() if _samples(section) else metrics),
+    )
+    begin = beginnings.choose(step, weights, recorded=not _samples(section))
+    return ReplayPlan(
+        folder=folder,
+        step=step,
+        section=section,
+        checkpoint=None if begin == 0 else saved / f"step_{begin}",
+        exact=begin == step - 1 and begin in beginnings.exact,
+        logged=metrics,
+    )
+
+
+def _samples(section: str) -> bool:
+    return issubclass(TRAINING_RUNS[section], RolloutRunConfig)
+
+
+def _find_exact(folder: Path, values: Mapping[str, Any], saved: Sequence[int]) -> frozenset[int]:
+    """Return the steps after which the run can go on as it went: those saved whole and, of checkpoints without the state of the
+    optimizer, those that the run itself went on from."""
+    if values.get("checkpointing", {}).get("save_optimizer", True):
+        return frozenset((0, *saved))
+    return frozenset({0, *saved} & {0, *(start.after_step for start in read_run_starts(folder))})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Beginnings:
+    """The weights that a replay may begin with, each named by the step before it; 0 is the initial model."""
+
+    saved: Sequence[int]
+    exact: Collection[int]  # of these, the ones with which training goes on as it did
+    readable: Collection[int]  # steps whose rollouts, or data, can be read again
+
+    def choose(self, step: int, weights: Weights, *, recorded: bool) -> int:
+        """Return the weights to begin with. Raises ReplayError."""
+        can = _describe([each for each in sorted(self.readable) if each - 1 in self.exact])
+        if step not in self.readable:
+            raise ReplayError(f"step {step} stored no rollouts (logger.rollouts), and they cannot be sampled again; {can}")
+        nearest = max(each for each in self.saved if each < step)
+        if weights == "nearest" and recorded and nearest != step - 1:
+            raise ReplayError(
+                f"--weights nearest: the run reads recorded data from the place that goes with its weights, and there is no checkpoint "
+                f"of step {step - 1}; {can}"
+            )
+        if weights == "exact" and step - 1 not in self.exact:
+            name = f"the checkpoint of step {nearest}" if nearest else "the initial model"
+            offer = "" if recorded else f", or --weights nearest begins with {name}, with which nothing is as it was"
+            raise ReplayError(
+                f"step {step} began with the weights of step {step - 1}, and there is no checkpoint of them, or none with the optimizer "
+                f"(checkpointing.save_period, keep_top_k, save_optimizer); {can}{offer}"
+            )
+        return nearest
+
+
+def _describe(steps: Sequence[int], what: str = "steps that can be replayed exactly:") -> str:
+    shown = ", ".join(map(str, steps[:12])) + (f", ... {steps[-1]}" if len(steps) > 12 else "")
+    return f"{what} {shown or 'none'}"

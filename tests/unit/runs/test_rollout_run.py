@@ -1,0 +1,293 @@
+"""From a configuration to the parts of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from loop.fakes import FakeLearner, Recorder
+from strop.algorithms.kl import Kl
+from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip, GroupRelative
+from strop.checkpointing.base import RunState
+from strop.config import GrpoRunConfig, load_config
+from strop.config.identity import find_changes
+from strop.environments.base import EnvironmentConfigError
+from strop.learner.client import InlineCaller, ThreadCaller
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.rollouts.order import DropTooOld, Fifo, Windowed
+from strop.rollouts.stream import StreamState
+from strop.runs import rollout_run
+from strop.runs.algorithm.run_algorithm import make_rollout_algorithm
+from strop.runs.backend import LocalBackend
+from strop.runs.engines import offloads_learner
+from strop.runs.jobs.episode_rules import make_episode_rules
+from strop.runs.lifecycle import make_checkpoints, make_tracker, resolve_metric
+from strop.runs.resume.restore import restore_checkpoint
+from strop.runs.rollout_run import (
+    make_train_options,
+)
+from strop.runs.rollout_stream import make_order
+from strop.runs.tasks import count_slots, make_training_tasks, make_validation_tasks
+
+
+def config(*overrides: str) -> GrpoRunConfig:
+    base = ["policy.model_name=m", "data.train.env_name=arithmetic", "env.arithmetic={}", "grpo.val_period=0"]
+    return load_config(None, [*base, "checkpointing.metric_name=null", *overrides], root=GrpoRunConfig).config
+
+
+@pytest.mark.parametrize(
+    ("name", "tag"),
+    [
+        ("val:accuracy", "validation/accuracy"),
+        ("train:reward", "train/reward"),
+        ("val:easy/pass@4", "validation/easy/pass@4"),
+        ("accuracy", "validation/accuracy"),
+        ("timing/train/generation", "timing/train/generation"),
+    ],
+)
+def test_metrics_are_named_as_they_are_logged(name, tag):
+    assert resolve_metric(name, "validation") == tag
+
+
+def test_the_loop_is_set_as_the_configuration_says():
+    found = make_train_options(
+        config(
+            "grpo.num_prompts_per_step=6",
+            "grpo.num_generations_per_prompt=4",
+            "policy.train_global_batch_size=8",
+            "grpo.update_epochs=2",
+            "grpo.async_grpo.enabled=true",
+            "grpo.async_grpo.max_trajectory_age_steps=3",
+            "grpo.use_dynamic_sampling=true",
+            "grpo.dynamic_sampling_max_gen_batches=5",
+            "grpo.stop_at_validation_metric=accuracy",
+            "grpo.stop_at_validation_threshold=0.9",
+            "checkpointing.save_period=7",
+        ),
+        share_prefixes=False,
+        filters=True,
+    )
+    assert (found.groups_per_step, found.steps_per_batch, found.update_epochs, found.max_staleness) == (6, 3, 2, 3)
+    assert found.max_groups_per_step == 30 and found.save_period == 7 and not found.share_prefixes
+
+
+def test_options_of_an_environment_are_checked_before_a_model_is_loaded(monkeypatch, tmp_path):
+    async def load(*_: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(rollout_run, "make_backend", load)
+    tracker = SimpleNamespace(progress=lambda _: None, note=lambda _: None)
+    for option in ("{max_operandd: 3}", "{max_operand: many}"):
+        wrong = config(f"env.arithmetic={option}")
+        with pytest.raises(EnvironmentConfigError, match="max_operand"):
+            asyncio.run(rollout_run.build_rollout_run(wrong, make_rollout_algorithm(wrong), tracker))
+    with pytest.raises(AssertionError, match="a model was loaded"):
+        asyncio.run(rollout_run.build_rollout_run(config(), make_rollout_algorithm(config()), tracker))
+
+
+ASYNCHRONOUS = ("grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=2", "grpo.num_prompts_per_step=4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "order", "slots"),
+    [
+        ((), Fifo(), 12),
+        (("order=windowed",), Windowed(window=4, groups_per_step=4, max_staleness=2), 12),
+        (("order=windowed", "window=7"), Windowed(window=7, groups_per_step=4, max_staleness=2), 12),
+        (("slots=9",), Fifo(), 9),
+        (("order=drop_too_old", "slots=17"), DropTooOld(), 17),
+        (("order=drop_too_old", "slots=17", "enabled=false"), Fifo(), 4),
+        (("order=windowed", "max_trajectory_age_steps=0"), Fifo(), 4),
+    ],
+)
+def test_the_stream_has_the_order_and_the_slots_that_the_configuration_asks_for(overrides, order, slots):
+    found = config(*ASYNCHRONOUS, *(f"grpo.async_grpo.{override}" for override in overrides))
+    options = make_train_options(found, share_prefixes=True)
+    assert make_order(found, options) == order and count_slots(found) == slots
+    assert options.drop_stale == order.drops_stale
+
+
+@pytest.mark.parametrize(
+    ("overrides", "before"),
+    [
+        (("grpo.async_grpo.enabled=false",), "never"),
+        (("grpo.async_grpo.max_trajectory_age_steps=0",), "never"),
+        ((), "training"),
+        (("grpo.async_grpo.in_flight_weight_updates=true",), "never"),
+    ],
+)
+def test_groups_in_flight_are_finished_before_the_learner_takes_the_module_of_an_embedded_engine(overrides, before):
+    assert make_train_options(config(*ASYNCHRONOUS, *overrides), share_prefixes=True).drain_before == before
+
+
+def test_groups_in_flight_of_a_separate_engine_are_finished_before_weights_are_published(monkeypatch):
+    monkeypatch.setattr(rollout_run, "engine_shares_module", lambda config: False)
+    assert make_train_options(config(*ASYNCHRONOUS), share_prefixes=True).drain_before == "publishing"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "beside"),
+    [
+        (("policy.generation.backend=vllm",), True),
+        (("policy.generation.backend=vllm", "grpo.async_grpo.enabled=false"), False),
+        ((), False),
+    ],
+    ids=["engines beside the learner", "synchronous", "an engine on the learner's module"],
+)
+def test_learners_and_columns_beside_the_engines_share_one_thread(overrides, beside):
+    backend = LocalBackend(config(*ASYNCHRONOUS, *overrides), SimpleNamespace(network=SimpleNamespace(packed=True)))
+    callers = [backend.make_caller(FakeLearner()) for _ in range(3)]
+    assert {type(caller) for caller in callers} == {ThreadCaller if beside else InlineCaller}
+    assert len({id(getattr(caller, "thread", None)) for caller in callers}) == 1
+
+
+def test_a_run_is_synchronous_and_unfiltered_unless_it_is_asked_otherwise():
+    found = make_train_options(config("grpo.async_grpo.max_trajectory_age_steps=3"), share_prefixes=True)
+    assert found.max_staleness == 0 and found.steps_per_batch == 1 and found.max_groups_per_step > 10**9
+
+
+def test_rewards_are_scaled_only_where_that_is_on():
+    assert make_episode_rules(config()).scaling is None
+    scaling = make_episode_rules(config("grpo.reward_scaling.enabled=true", "grpo.reward_scaling.target_max=5.0")).scaling
+    assert scaling is not None and scaling(1.0) == 5.0
+
+
+def test_the_sections_of_the_configuration_are_the_fields_of_grpo():
+    found = make_rollout_algorithm(
+        config(
+            "grpo.use_leave_one_out_baseline=true",
+            "grpo.normalize_rewards=false",
+            "loss_fn.ratio_clip_max=0.28",
+            "loss_fn.token_level_loss=false",
+            "loss_fn.reference_policy_kl_penalty=0.0",
+            "algorithm.kwargs.objective.low=0.1",
+        )
+    )
+    assert found == GRPO(
+        advantage=GroupRelative(leave_one_out=True, normalize=False),
+        objective=Clip(low=0.1, high=0.28),
+        aggregation="sequence_mean",
+        kl=Kl(weight=0.0),
+    )
+
+
+# --- tasks --------------------------------------------------------------------------------------------------------------------
+
+
+def write_rows(path: Path, count: int) -> Path:
+    path.write_text("".join(json.dumps({"problem": f"{n}+1", "answer": str(n + 1)}) + "\n" for n in range(count)))
+    return path
+
+
+def test_what_training_holds_out_is_validated_on(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", 20)
+    found = config(
+        f"data.train.dataset_name={rows}", "data.train.env_name=math", "env.math={}", "data.train.split_validation_size=5"
+    )
+    train = make_training_tasks(found)
+    held_out = make_validation_tasks(found)
+    assert held_out is not None and (len(train), len(held_out)) == (15, 5)
+    questions = [{source.at(index)[2].question for index in range(len(source))} for source in (train, held_out)]
+    assert not questions[0] & questions[1] and len(questions[0] | questions[1]) == 20
+
+
+def test_there_is_no_validation_where_nothing_is_held_out():
+    found = config()
+    assert make_validation_tasks(found) is None
+
+
+def test_several_entries_are_mixed_by_weight():
+    entries = '[{"env_name": "easy", "weight": 1.0, "size": 50}, {"env_name": "hard", "weight": 3.0, "size": 50}]'
+    base = ["policy.model_name=m", "grpo.val_period=0", "checkpointing.metric_name=null"]
+    environments = ["env.easy.type=arithmetic", "env.hard.type=arithmetic", "env.hard.operands=3"]
+    found = load_config(None, [*base, f"data.train={entries}", *environments], root=GrpoRunConfig).config
+    train = make_training_tasks(found)
+    names = [train.at(index)[0] for index in range(40)]
+    assert names.count("hard") == 30 and train.at(names.index("hard"))[2].question.count("+") == 2
+
+
+def test_a_data_sets_own_configuration_reaches_the_data(monkeypatch):
+    from strop.data.sources.source import DataSource
+
+    seen: list[DataSource] = []
+    monkeypatch.setattr(DataSource, "load_rows", lambda self, **options: seen.append(self) or [])
+    found = config("data.train.dataset_name=acme/sums", "data.train.subset=hard", "data.train.env_name=math", "env.math={}")
+    with pytest.raises(EnvironmentConfigError, match="has no tasks"):
+        make_training_tasks(found)
+    assert seen[0].subset == "hard"
+
+
+# --- what a run continues from ----------------------------------------------------------------------------------------------------
+
+
+def test_settings_that_changed_since_a_checkpoint_are_named():
+    old, now = config("grpo.seed=1", "env.arithmetic.max_operand=9"), config("grpo.seed=2", "env.arithmetic={}")
+    assert [str(change) for change in find_changes(old, now)] == ["env.arithmetic.max_operand 9 -> None", "grpo.seed 1 -> 2"]
+    assert find_changes(old, config("grpo.seed=1", "env.arithmetic.max_operand=9")) == []
+
+
+def saved(path: Path) -> None:
+    (path / "tokenizer").write_text("")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    """A run saved at step 4, with records up to step 6."""
+    own = config(
+        f"checkpointing.checkpoint_dir={tmp_path / 'results'}", f"logger.log_dir={tmp_path / 'logs'}", "logger.console=none"
+    )
+    tracker = make_tracker(own)
+    for step in range(1, 7):
+        tracker.log(step, {"train/loss": step / 2, "timing/train/generation": 1.0})
+    tracker.close()
+    state = StreamState(next_index=16, unfinished=(), finished=())
+    logged = {"train/loss": 2.0, "validation/accuracy": 0.5}
+    make_checkpoints(own, saved).save(RunState(step=4, stream=state, logged=logged), {"policy": FakeLearner(shift=0.5)})
+    return own
+
+
+def test_records_after_the_checkpoint_go_and_its_own_are_complete(run):
+    tracker, learner = make_tracker(run), FakeLearner()
+    state = restore_checkpoint(
+        run, make_checkpoints(run, saved), {"policy": learner}, tracker, RolloutStore(Path(run.logger.log_dir))
+    )
+    tracker.close()
+    assert state is not None and state.step == 4 and learner.shift == 0.5
+    lines = [json.loads(line) for line in (Path(run.logger.log_dir) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[3] == {"step": 4, "train/loss": 2.0, "timing/train/generation": 1.0, "validation/accuracy": 0.5}
+
+
+def test_a_run_that_does_not_resume_sets_everything_aside(run, tmp_path):
+    fresh = replace(run, checkpointing=replace(run.checkpointing, resume="never"))
+    recorder, learner = Recorder(), FakeLearner()
+    assert (
+        restore_checkpoint(fresh, make_checkpoints(fresh, saved), {"policy": learner}, recorder, RolloutStore(tmp_path / "logs"))
+        is None
+    )
+    assert learner.shift == 0 and len(recorder.notes) == 2
+    assert (tmp_path / "results" / "previous_1" / "step_4").exists() and (
+        tmp_path / "logs" / "previous_1" / "metrics.jsonl"
+    ).exists()
+    assert not (tmp_path / "logs" / "metrics.jsonl").exists()
+
+
+OFFLOADS = {  # made-up devices: on a CPU or a GPU, with an engine on the learner's module or with weights of its own
+    (): {"gpu, own": True, "gpu, shared": False, "cpu, own": False, "cpu, shared": False},
+    ("policy.offload=true",): dict.fromkeys(("gpu, own", "gpu, shared", "cpu, own", "cpu, shared"), True),
+    ("policy.offload=false",): dict.fromkeys(("gpu, own", "gpu, shared", "cpu, own", "cpu, shared"), False),
+    ("policy.generation.backend=vllm", "policy.generation.colocated.enabled=false"): {"gpu, own": False},
+}
+
+
+@pytest.mark.parametrize("overrides", OFFLOADS)
+def test_a_learner_leaves_a_gpu_that_it_shares_with_an_engine_s_weights_or_where_it_is_told_to(overrides):
+    for place, wanted in OFFLOADS[overrides].items():
+        found = offloads_learner(config(*overrides), on_cpu="cpu" in place, shares_module="shared" in place)
+        assert found == wanted, place
