@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from strop import __version__, build, cli
+from strop import __version__, cli, runs
 from strop.cli.commands import GROUPS
 from strop.cli.train_command import TRAINING
 from strop.config import GrpoRunConfig
@@ -31,8 +31,8 @@ def assembly(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             raise calls.raises
         return 0
 
-    monkeypatch.setattr(build, "run_training", run_training, raising=False)
-    monkeypatch.setattr(build, "run_evaluation", lambda config: calls.evaluation.append(config) or 0, raising=False)
+    monkeypatch.setattr(runs, "run_training", run_training, raising=False)
+    monkeypatch.setattr(runs, "run_evaluation", lambda config: calls.evaluation.append(config) or 0, raising=False)
     yield calls
 
 
