@@ -199,6 +199,7 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
         "14": (
             f"{TEXTS}::test_a_key_that_a_file_does_not_have_is_refused",
             f"{TEXTS}::test_a_key_that_this_kind_of_run_or_task_does_not_read_is_refused",
+            f"{TEXTS}::test_a_key_that_names_a_column_and_is_not_read_is_said",
         ),
         "15": (
             f"{TEXTS}::test_every_path_of_a_configuration_may_begin_with_the_home_folder",

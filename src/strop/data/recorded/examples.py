@@ -21,12 +21,13 @@ from strop.data.recorded.layouts import (
     find_conversation_layout,
     find_pair_layout,
     find_unpaired_layout,
+    find_unread_keys,
 )
 from strop.data.recorded.raw_text import PackedTexts
 from strop.data.sources.images.image_columns import IMAGES
 from strop.data.sources.records import DataError, Record, Records
 from strop.data.sources.row_readers import keeps_row, select_rows
-from strop.data.sources.source import DataSource, validate_rows
+from strop.data.sources.source import DataSource, validate_rows, warn_once
 from strop.data.sources.streaming.base import StreamedRecord
 from strop.data.sources.streaming.streamed import StreamedRecords, is_streamed
 from strop.types import Message, Messages, Task
@@ -137,6 +138,8 @@ def _load_examples(
     """
     template = source.load_template()
     tool_key = source.tool_key or TOOLS
+    if unread := find_unread_keys(source, layout):
+        warn_once(f"{records.name}: {', '.join(unread)} is not read: the columns that are read are {sorted(layout.columns)}")
 
     def read(index: int) -> TaskT:
         return read_record(records[index], f"{records.name}:{index}", records.location(index))

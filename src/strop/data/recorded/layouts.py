@@ -355,6 +355,18 @@ def find_unpaired_layout(source: DataSource, builtin: BuiltinDataset, records: R
     return LabeledCompletionLayout(prompt=prompt, completion=answer, label=label)
 
 
+NAMING_KEYS = ("input_key", "output_key", "messages_key", "chosen_key", "rejected_key", "label_key", "system_key", "margin_key")
+
+
+def find_unread_keys(source: DataSource, layout: Layout[Any]) -> list[str]:
+    """Return the keys of a source that name a column and that its layout does not read, as KEY=COLUMN."""
+    if source.is_made_by_code:  # its class has read them
+        return []
+    read = {(column.option, column.key) for column in vars(layout).values() if isinstance(column, ColumnKey)}
+    named = ((name, getattr(source, name)) for name in NAMING_KEYS)
+    return [f"{name}={column}" for name, column in named if column is not None and (name, column) not in read]
+
+
 def _is_builtin(source: DataSource) -> bool:
     return source.dataset_name in BUILTIN_DATASETS or source.rows_of is not None
 

@@ -186,11 +186,15 @@ class DataSource:
         own_input, own_output = self.input_key, self.output_key
         if (messages := self._find_messages(records)) is not None and has_key(records[0], f"{messages}.1"):
             own_input, own_output = f"{messages}.0.content", f"{messages}.1.content"  # of a question and its answer
+        elif self.messages_key is not None:
+            warn_once(
+                f"{records.name}: messages_key={self.messages_key} is not read, since no question and answer stand there in the first row"
+            )
         input_key = own_input or _find_column(records, "input_key", builtin.input_key, ("prompt",))
         output_key = own_output or _find_column(records, "output_key", builtin.output_key, ("solution", "completion"))
         has_answers = needs_answers or own_output is not None or has_key(records[0], output_key)
         if not has_answers and output_key:
-            _warn_once(
+            warn_once(
                 f"{records.name} has no column {output_key!r}: task.answer is empty; set output_key to the reference answer"
             )
         reader = RowReader(
@@ -371,12 +375,12 @@ def _find_column(records: Records, option: str, default: str, usual: Sequence[st
     found = [key for key in usual if has_key(records[0], key)]
     if has_key(records[0], default) or len(found) != 1:
         return default
-    _warn_once(f"{records.name} has no column {default!r}: {found[0]!r} is read in its place; set {option}={found[0]}")
+    warn_once(f"{records.name} has no column {default!r}: {found[0]!r} is read in its place; set {option}={found[0]}")
     return found[0]
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
     """Log a warning, once for training and validation on the same data."""
     log.warning("%s", message)
 
