@@ -122,12 +122,12 @@ def test_the_doctor_sees_a_run_live_hang_die_go_on_and_come_to_its_end(tiny, tmp
 
 
 def test_a_reward_that_ends_the_process_leaves_a_run_that_the_doctor_calls_dead(tiny, tmp_path):
-    """Also with exit code 0, which looks like success: nothing of the run's can follow ``os._exit``, so its status stays as it was."""
-    (tmp_path / "rewards.py").write_text("import os\n\ndef reward(task, rollout):\n    os._exit(0)\n")
+    """Nothing of the run's can follow a SIGKILL, or a C library that ends the process: its status stays as it was."""
+    (tmp_path / "rewards.py").write_text("import os\n\ndef reward(task, rollout):\n    os.kill(os.getpid(), 9)\n")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"1+{n}=", "answer": n + 1}) + "\n" for n in range(8)))
     outcome = grpo(tiny, tmp_path, **OWN_REWARD)
     status = read_status(tmp_path / "logs")
-    assert outcome.code == 0 and status is not None and status.state == "running"
+    assert outcome.code not in (0, 1) and status is not None and status.state == "running"
     told = strop("doctor", "logs", folder=tmp_path)
     assert told.code == 1 and re.search(r"state +dead: its process \(pid \d+\) died without a final status", told.out), told.out
     assert "start the same command again; it continues from the beginning" in told.out
