@@ -18,7 +18,10 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_the_page_shows_the_terms_of_a_loss_and_a_replayed_step(tmp_path: Path, open_page: Callable[..., Any]) -> None:
-    kept = {"checkpointing__save_period": 1, "checkpointing__keep_top_k": None}  # a step is replayed from the checkpoint before it
+    kept = {
+        "checkpointing__save_period": 1,
+        "checkpointing__keep_top_k": None,
+    }  # a step is replayed from the checkpoint before it
     logs = run_kind("grpo", build_tiny(tmp_path / "model"), tmp_path / "run", grpo__max_num_steps=2, **kept)
     again = [sys.executable, "-m", "strop", "replay", "logs", "--step", "2", "policy.optimizer.kwargs.lr=0.006"]
     subprocess.run(again, check=True, cwd=logs.parent, capture_output=True)
