@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from strop.generation.generation_config import GenerationConfig
+from strop.generation.generation_config import GenerationConfig, RolloutQuantizationConfig
 from strop.generation.pool import EnginePool
-from strop.generation.quantization_config import RolloutQuantizationConfig
 from strop.generation.quantized_rollouts import make_weight_rounding
 from strop.generation.vllm.engine_args import VllmLaunch
 from strop.generation.vllm.vllm_config import VllmConfig

@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strop.models.layers.fused_layers import FusedLayers, enable_fused_layers
-from strop.models.layers.gated_activation import gated_activation
+from strop.models.layers.fused_layers import FusedLayers, enable_fused_layers, gated_activation, rotate
 from strop.models.layers.rms_norm import RmsNormSpec, rms_norm, rms_norm_spec
-from strop.models.layers.rotary import rotate
 from strop.models.network import Network, probe_batch
 from strop.sampling import Sampling
 from strop.types import Batch

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from strop.generation.quantization_config import RolloutQuantizationConfig
+from strop.generation.generation_config import RolloutQuantizationConfig
 from strop.models.quantization.number_format import FP8_BLOCK, NUMBER_FORMATS
-from strop.models.quantization.quantization_plan import make_plan, round_weights
+from strop.models.quantization.quantization_plan import make_plan
 from strop.sampling import Sampling
 from support.models import VOCABULARY
 from support.tokenizer import END
@@ -81,8 +81,8 @@ def rounded(model: Any, mode: str) -> Any:
     plan = make_plan(NUMBER_FORMATS["nvfp4"]) if mode == "nvfp4" else plan
     twin = copy.deepcopy(model) if mode == "nvfp4" else copy.deepcopy(model).bfloat16()
     with torch.no_grad():
-        for name, tensor in round_weights(plan, list(twin.named_parameters())):
-            twin.get_parameter(name).copy_(tensor)
+        for name in plan.select(name for name, _ in twin.named_parameters()):
+            twin.get_parameter(name).copy_(plan.round_weight(twin.get_parameter(name)))
     return twin
 
 
