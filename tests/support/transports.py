@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -56,6 +57,13 @@ class Failure:
 
     text: str
     seconds: float
+
+
+def in_thread(function: Callable[..., object], *arguments: object) -> tuple[threading.Thread, list[object]]:
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(function(*arguments)), daemon=True)
+    thread.start()
+    return thread, found
 
 
 def receive_fingerprints(receiver: Any, manifest: Manifest) -> dict[str, int] | Failure:

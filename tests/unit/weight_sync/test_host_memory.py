@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.weight_sync.base import Manifest, TransportError
-from strop.weight_sync.fingerprints import fingerprint
+from strop.weight_sync.base import Manifest, Receiver, TransportError
 from strop.weight_sync.transports.host_memory import MemoryReceiver, MemorySender
 from strop.weight_sync.transports.manifest import build_manifest
 from strop.weight_sync.transports.shared_buffer import SharedBufferAddress
@@ -24,6 +23,7 @@ from support.transports import (
     CPU,
     Failure,
     expected_fingerprints,
+    in_thread,
     make_manifest,
     make_tensors,
     open_files,
@@ -43,11 +43,11 @@ def sender() -> Iterator[MemorySender]:
     sender.close()
 
 
-def in_thread(function: functools.partial[object]) -> tuple[threading.Thread, list[object]]:
-    found: list[object] = []
-    thread = threading.Thread(target=lambda: found.append(function()), daemon=True)
-    thread.start()
-    return thread, found
+def assert_served(sender: MemorySender, receiver: Receiver, manifest: Manifest, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    thread, found = in_thread(receive_fingerprints, receiver, manifest)
+    sender.send(manifest, tensors)
+    thread.join(20)
+    assert found == [expected_fingerprints(tensors, manifest)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
@@ -74,7 +74,7 @@ def test_receivers_read_where_the_sender_wrote(sender: MemorySender) -> None:
     tensors = [("a", torch.ones(4))]
     manifest = build_manifest(tensors, None)
     receiver = sender.address.connect(0, CPU)
-    thread, _ = in_thread(functools.partial(sender.send, manifest, tensors))
+    thread, _ = in_thread(sender.send, manifest, tensors)
     for _, tensor in receiver.receive(manifest):
         tensor[0] = 7
     thread.join(20)
@@ -85,11 +85,7 @@ def test_receivers_read_where_the_sender_wrote(sender: MemorySender) -> None:
 def test_a_model_smaller_than_the_ring_has_no_larger_segment(sender: MemorySender) -> None:
     for tensors in ([("a", torch.ones(40))], [("a", torch.ones(40)), ("b", torch.ones(SMALL))]):  # and it grows when it has to
         manifest = build_manifest(tensors, None)
-        receiver = sender.address.connect(0, CPU)
-        thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
-        sender.send(manifest, tensors)
-        thread.join(20)
-        assert found == [expected_fingerprints(tensors, manifest)]
+        assert_served(sender, sender.address.connect(0, CPU), manifest, tensors)
         assert sender._memory is not None
         assert sender._memory.numel() == 256 * len(tensors) + (4 * SMALL - 256 if len(tensors) == 2 else 0)
 
@@ -117,9 +113,7 @@ def test_nothing_is_left_of_a_sender_that_was_killed_and_a_new_one_works() -> No
             address.connect(0, CPU)
         second = stack.enter_context(spawn_child(send_once, make, manifest, 2, ""))
         address = second.answer()
-        threads = [
-            in_thread(functools.partial(receive_fingerprints, address.connect(index, CPU), manifest)) for index in range(2)
-        ]
+        threads = [in_thread(receive_fingerprints, address.connect(index, CPU), manifest) for index in range(2)]
         assert second.answer() == "sent"
         for thread, found in threads:
             thread.join(20)
@@ -146,7 +140,7 @@ def test_a_sender_that_was_killed_is_noticed_though_a_fork_of_it_lives() -> None
     manifest = make_manifest()
     with spawn_child(fork_and_hang, functools.partial(MemorySender, 1, timeout=60.0), manifest) as sender:
         receiver = sender.answer().connect(0, CPU)
-        thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
+        thread, found = in_thread(receive_fingerprints, receiver, manifest)
         fork = sender.answer()
         sender.kill()
         thread.join(15)
@@ -162,17 +156,13 @@ def test_a_receiver_that_was_killed_is_named_and_its_successor_is_served() -> No
     with spawn_child(receive_on_demand, sender.address, 0, 0.05) as slow:
         assert slow.answer() == "connected"
         slow.pipe.send(manifest)
-        killer, _ = in_thread(functools.partial(lambda: (slow.answer(), slow.kill())))
+        killer, _ = in_thread(lambda: (slow.answer(), slow.kill()))
         started = time.monotonic()
         with pytest.raises(TransportError, match=rf"receiver 0 \(process {slow.process.pid}\) went away"):
             sender.send(manifest, make_tensors(1))
         killer.join(20)
         assert time.monotonic() - started < 15
-    receiver = sender.address.connect(0, CPU)
-    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
-    sender.send(manifest, make_tensors(2))
-    thread.join(20)
-    assert found == [expected_fingerprints(make_tensors(2), manifest)]
+    assert_served(sender, sender.address.connect(0, CPU), manifest, make_tensors(2))
     sender.close()
 
 
@@ -203,11 +193,7 @@ def test_a_receiver_that_cannot_open_the_memory_ends_its_sender_at_once_with_its
             sender.send(manifest, make_tensors(0))
         assert time.monotonic() - started < 10, "its time limit is 20 s"
         assert child.answer() == "Cannot re-initialize CUDA in forked subprocess"
-    receiver = sender.address.connect(0, CPU)
-    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
-    sender.send(manifest, make_tensors(2))
-    thread.join(20)
-    assert found == [expected_fingerprints(make_tensors(2), manifest)]
+    assert_served(sender, sender.address.connect(0, CPU), manifest, make_tensors(2))
 
 
 def connect_and_wait(pipe: Connection, address: SharedBufferAddress, index: int) -> None:
@@ -229,7 +215,7 @@ def test_a_receiver_that_dies_while_others_are_awaited_ends_its_sender_at_once()
             sender.send(manifest, make_tensors(0))
         assert time.monotonic() - started < 15
         killer.join()
-    threads = [in_thread(functools.partial(receive_fingerprints, sender.address.connect(n, CPU), manifest)) for n in range(2)]
+    threads = [in_thread(receive_fingerprints, sender.address.connect(n, CPU), manifest) for n in range(2)]
     sender.send(manifest, make_tensors(1))
     for thread, found in threads:
         thread.join(20)
@@ -269,7 +255,7 @@ def test_a_publish_that_was_given_up_is_not_taken_for_the_next(sender: MemorySen
         raise ArithmeticError("the learner broke")
 
     for _ in range(2):
-        thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
+        thread, found = in_thread(receive_fingerprints, receiver, manifest)
         with pytest.raises(ArithmeticError):
             sender.send(manifest, failing())
         thread.join(20)
@@ -280,10 +266,7 @@ def test_a_publish_that_was_given_up_is_not_taken_for_the_next(sender: MemorySen
     with pytest.raises(TransportError):
         sender.send(manifest, make_tensors(2))  # nobody receives: the receiver finds its beginning and its end later
     sender.timeout = 20
-    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
-    sender.send(manifest, make_tensors(3))
-    thread.join(20)
-    assert found == [expected_fingerprints(make_tensors(3), manifest)]
+    assert_served(sender, receiver, manifest, make_tensors(3))
 
 
 def test_a_reader_that_stops_ends_the_publish_and_not_the_channel(sender: MemorySender) -> None:
@@ -296,26 +279,23 @@ def test_a_reader_that_stops_ends_the_publish_and_not_the_channel(sender: Memory
         reading.close()  # type: ignore[attr-defined]
         return name
 
-    thread, found = in_thread(functools.partial(stop_early))
+    thread, found = in_thread(stop_early)
     with pytest.raises(TransportError, match="receiver 0: its reader stopped"):
         sender.send(manifest, make_tensors(1))
     thread.join(20)
     assert found == ["embed"]
-    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
-    sender.send(manifest, make_tensors(2))
-    thread.join(20)
-    assert found == [expected_fingerprints(make_tensors(2), manifest)]
+    assert_served(sender, receiver, manifest, make_tensors(2))
 
 
 def test_wrong_tensors_and_other_manifests_are_refused_on_both_sides(sender: MemorySender) -> None:
     manifest = make_manifest()
     receiver = sender.address.connect(0, CPU)
-    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
+    thread, found = in_thread(receive_fingerprints, receiver, manifest)
     with pytest.raises(ValueError, match="comes next"):
         sender.send(manifest, make_tensors(1)[::-1])
     thread.join(20)
     assert isinstance(found[0], Failure)
-    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, make_manifest(None)))
+    thread, found = in_thread(receive_fingerprints, receiver, make_manifest(None))
     with pytest.raises(TransportError, match="receiver 0: its manifest is not the sender's"):
         sender.send(manifest, make_tensors(1))
     thread.join(20)
@@ -339,13 +319,7 @@ def test_a_channel_leaves_no_open_files() -> None:
     for _ in range(3):
         sender = MemorySender(1, bucket_size=SMALL, timeout=20)
         receiver = sender.address.connect(0, CPU)
-        manifest = make_manifest()
-        thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
-        sender.send(manifest, make_tensors(1))
-        thread.join(20)
-        assert sum(found[0].values()) == sum(
-            fingerprint(t.to(e.dtype)) for (_, t), e in zip(make_tensors(1), manifest.entries, strict=True)
-        )  # type: ignore[attr-defined]
+        assert_served(sender, receiver, make_manifest(), make_tensors(1))
         receiver.close()
         sender.close()
     assert open_files() <= before

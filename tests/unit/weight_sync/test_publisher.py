@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -41,6 +41,8 @@ from strop.weight_sync.verification import VerificationFailed, verify_fingerprin
 from strop.weight_sync.weight_sync_config import WeightSyncConfig
 
 ALWAYS = WeightSyncConfig(proof="always")
+
+Publisher = Callable[..., WeightPublisher]
 
 
 class PlainEngine:
@@ -142,26 +144,36 @@ def senders(folder: Path) -> dict[str, Callable[[int], Sender]]:
     return {"folder": lambda count: FolderSender(folder, count), "memory": MemorySender, "broadcast": BroadcastSender}
 
 
-def publisher(
-    learner: Learner,
-    engines: Sequence[PlainEngine],
-    folder: Path,
-    *,
-    transport: str = "folder",
-    config: WeightSyncConfig = ALWAYS,
-    **options: bool,
-) -> WeightPublisher:
-    canary = Canary(prompts=((1, 2),), sampling=Sampling(), score=learner.score, tolerance=0.01)
-    settings = PublishOptions(**{"separate_devices": True, **options})
-    exporter = make_local_exporter(
-        learner.weights, senders(folder)[transport], dtype=torch.float32, keep_snapshot=settings.async_training
-    )
-    return WeightPublisher(exporter, engines, config, settings, canary=canary)
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[Publisher]:
+    """Make publishers, which are closed after the test."""
+    made: list[WeightPublisher] = []
+
+    def make(
+        engines: Sequence[PlainEngine],
+        learner: Learner | None = None,
+        *,
+        transport: str = "folder",
+        config: WeightSyncConfig = ALWAYS,
+        **options: bool,
+    ) -> WeightPublisher:
+        learner = learner or Learner()
+        canary = Canary(prompts=((1, 2),), sampling=Sampling(), score=learner.score, tolerance=0.01)
+        settings = PublishOptions(**{"separate_devices": True, **options})
+        exporter = make_local_exporter(
+            learner.weights, senders(tmp_path)[transport], dtype=torch.float32, keep_snapshot=settings.async_training
+        )
+        made.append(WeightPublisher(exporter, engines, config, settings, canary=canary))
+        return made[-1]
+
+    yield make
+    for each in made:
+        asyncio.run(each.close())
 
 
-def test_after_a_publish_every_engine_holds_each_tensor_once_and_goes_on(tmp_path: Path) -> None:
+def test_after_a_publish_every_engine_holds_each_tensor_once_and_goes_on(publisher: Publisher) -> None:
     learner, engines = Learner(), [PlainEngine("engine 0"), PlainEngine("engine 1")]
-    weights = publisher(learner, engines, tmp_path)
+    weights = publisher(engines, learner)
     for version in range(3):
         said = asyncio.run(weights.publish(version))
         learner_now = dict(learner.weights())
@@ -171,7 +183,6 @@ def test_after_a_publish_every_engine_holds_each_tensor_once_and_goes_on(tmp_pat
             assert all(torch.equal(tensor, learner_now[name]) for name, tensor in engine.tensors.items())
         assert said["weights/tensors_read_back"].value == 2
         learner.train()
-    asyncio.run(weights.close())
 
 
 @pytest.mark.parametrize(
@@ -180,10 +191,10 @@ def test_after_a_publish_every_engine_holds_each_tensor_once_and_goes_on(tmp_pat
     ids=["always", "first", "every_n"],
 )
 def test_the_costly_questions_are_asked_when_they_are_due(
-    tmp_path: Path, mode: Literal["always", "first", "every_n"], asked: list[int]
+    publisher: Publisher, mode: Literal["always", "first", "every_n"], asked: list[int]
 ) -> None:
     engine = PlainEngine()
-    weights = publisher(Learner(), [engine], tmp_path, config=WeightSyncConfig(proof=mode, proof_every=2))
+    weights = publisher([engine], config=WeightSyncConfig(proof=mode, proof_every=2))
     found = []
     for version in range(6):
         engine.calls.clear()
@@ -191,7 +202,6 @@ def test_the_costly_questions_are_asked_when_they_are_due(
         if "held" in engine.calls and "ask" in engine.calls:
             found.append(version)
     assert found == asked
-    asyncio.run(weights.close())
 
 
 def _drop(tensors: dict[str, Tensor]) -> None:
@@ -204,50 +214,46 @@ def _swap(tensors: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize(("fault", "named"), [(_drop, "the b that was sent"), (_swap, "it has the values of")])
 def test_an_engine_that_computes_with_something_else_is_found_out_and_takes_no_requests(
-    tmp_path: Path, fault: Callable[[dict[str, Tensor]], None], named: str
+    publisher: Publisher, fault: Callable[[dict[str, Tensor]], None], named: str
 ) -> None:
     engine = PlainEngine()
     engine.spoils = fault
-    weights = publisher(Learner(), [engine], tmp_path)
+    weights = publisher([engine])
     with pytest.raises(VerificationFailed, match=named):
         asyncio.run(weights.publish(0))
     assert not engine.open and weights.version == -1
-    asyncio.run(weights.close())
 
 
-def test_an_engine_that_echoes_another_version_is_found_out_even_when_nothing_else_is_asked(tmp_path: Path) -> None:
+def test_an_engine_that_echoes_another_version_is_found_out_even_when_nothing_else_is_asked(publisher: Publisher) -> None:
     engine = PlainEngine()
-    weights = publisher(Learner(), [engine], tmp_path, config=WeightSyncConfig(proof="first"))
+    weights = publisher([engine], config=WeightSyncConfig(proof="first"))
     asyncio.run(weights.publish(0))
     engine.says = lambda version: version - 1
     with pytest.raises(VerificationFailed, match="version 1, but reports that it holds version 0"):
         asyncio.run(weights.publish(1))
-    asyncio.run(weights.close())
 
 
 @pytest.mark.parametrize("call", ["pause", "connect", "load", "held", "ask", "resume"])
-def test_an_engine_that_dies_anywhere_in_a_publish_is_started_anew_and_the_publish_ends(tmp_path: Path, call: str) -> None:
+def test_an_engine_that_dies_anywhere_in_a_publish_is_started_anew_and_the_publish_ends(publisher: Publisher, call: str) -> None:
     learner, engines = Learner(), [PlainEngine("engine 0"), PlainEngine("engine 1")]
-    weights = publisher(learner, engines, tmp_path)
+    weights = publisher(engines, learner)
     asyncio.run(weights.publish(0))
     learner.train()
     engines[1].dies_in = [call] if call != "connect" else ["pause", "connect"]
     asyncio.run(asyncio.wait_for(weights.publish(1), 60))
     assert all(engine.open and torch.equal(engine.tensors["b"], learner.b) for engine in engines)
-    asyncio.run(weights.close())
 
 
 @pytest.mark.parametrize("call", ["connect", "load"])
 @pytest.mark.parametrize("transport", ["folder", "memory", "broadcast"])
-def test_nobody_waits_for_an_engine_that_died_before_it_took_anything(tmp_path: Path, transport: str, call: str) -> None:
+def test_nobody_waits_for_an_engine_that_died_before_it_took_anything(publisher: Publisher, transport: str, call: str) -> None:
     learner, engines = Learner(), [PlainEngine("engine 0"), PlainEngine("engine 1")]
-    weights = publisher(learner, engines, tmp_path, transport=transport)
+    weights = publisher(engines, learner, transport=transport)
     engines[1].dies_in = [call]
     started = time.monotonic()
     asyncio.run(asyncio.wait_for(weights.publish(0), 60))
     assert time.monotonic() - started < 15, "time limits of the transport are minutes"
     assert all(engine.open and torch.equal(engine.tensors["b"], learner.b) for engine in engines)
-    asyncio.run(weights.close())
 
 
 @pytest.mark.parametrize("transport", ["folder", "memory", "broadcast"])
@@ -264,21 +270,20 @@ def test_a_sender_that_is_closed_by_another_thread_ends_its_publish(tmp_path: Pa
     receiver.close()
 
 
-def test_an_engine_that_dies_every_time_ends_the_run(tmp_path: Path) -> None:
+def test_an_engine_that_dies_every_time_ends_the_run(publisher: Publisher) -> None:
     engine = PlainEngine()
-    weights = publisher(Learner(), [engine], tmp_path)
+    weights = publisher([engine])
     engine.dies_in = ["load"] * 10
     with pytest.raises(EngineDied):
         asyncio.run(weights.publish(0))
-    asyncio.run(weights.close())
 
 
 @pytest.mark.parametrize("async_training", [True, False])
 def test_an_engine_that_is_revived_gets_the_weights_of_the_last_publish_wherever_the_learner_is_by_then(
-    tmp_path: Path, async_training: bool
+    publisher: Publisher, async_training: bool
 ) -> None:
     learner, engine = Learner(), PlainEngine()
-    weights = publisher(learner, [engine], tmp_path, async_training=async_training)
+    weights = publisher([engine], learner, async_training=async_training)
     asyncio.run(weights.publish(5))
     published = learner.b.clone()
     if async_training:
@@ -286,12 +291,11 @@ def test_an_engine_that_is_revived_gets_the_weights_of_the_last_publish_wherever
     engine.alive = False
     asyncio.run(weights.restart_engine(engine))
     assert engine.open and engine.label == 5 and torch.equal(engine.tensors["b"], published)
-    asyncio.run(weights.close())
 
 
-def test_a_revived_engine_that_fails_its_proof_is_closed_and_the_next_publish_says_so(tmp_path: Path) -> None:
+def test_a_revived_engine_that_fails_its_proof_is_closed_and_the_next_publish_says_so(publisher: Publisher) -> None:
     engine = PlainEngine()
-    weights = publisher(Learner(), [engine], tmp_path)
+    weights = publisher([engine])
     asyncio.run(weights.publish(0))
     engine.alive, engine.spoils = False, _swap
     with pytest.raises(VerificationFailed):
@@ -299,12 +303,11 @@ def test_a_revived_engine_that_fails_its_proof_is_closed_and_the_next_publish_sa
     assert not engine.alive
     with pytest.raises(VerificationFailed):
         asyncio.run(weights.publish(1))
-    asyncio.run(weights.close())
 
 
-def test_engines_beside_the_learner_sleep_while_it_works_and_wake_before_they_are_sent_weights(tmp_path: Path) -> None:
+def test_engines_beside_the_learner_sleep_while_it_works_and_wake_before_they_are_sent_weights(publisher: Publisher) -> None:
     engine = PlainEngine()
-    weights = publisher(Learner(), [engine], tmp_path, separate_devices=False)
+    weights = publisher([engine], separate_devices=False)
     asyncio.run(weights.publish(0))
     engine.calls.clear()
     asyncio.run(weights.yield_device())
@@ -312,32 +315,29 @@ def test_engines_beside_the_learner_sleep_while_it_works_and_wake_before_they_ar
     assert [call for call in engine.calls if call in ("pause", "sleep", "wake", "load", "resume")] == [
         "pause", "sleep", "pause", "wake", "load", "resume",
     ]  # fmt: skip
-    asyncio.run(weights.close())
 
 
 @pytest.mark.parametrize("call", ["pause", "sleep"])
-def test_an_engine_that_dies_while_it_gives_up_the_device_is_started_by_the_next_publish(tmp_path: Path, call: str) -> None:
+def test_an_engine_that_dies_while_it_gives_up_the_device_is_started_by_the_next_publish(publisher: Publisher, call: str) -> None:
     engines = [PlainEngine("engine 0"), PlainEngine("engine 1")]
-    weights = publisher(Learner(), engines, tmp_path, separate_devices=False)
+    weights = publisher(engines, separate_devices=False)
     asyncio.run(weights.publish(0))
     engines[0].dies_in = [call]
     asyncio.run(weights.yield_device())
     assert "sleep" in engines[1].calls and not engines[0].alive
     asyncio.run(weights.publish(1))
     assert all(engine.alive and engine.open and engine.label == 1 for engine in engines)
-    asyncio.run(weights.close())
 
 
-def test_an_engine_that_dies_as_it_wakes_leaves_no_other_asleep(tmp_path: Path) -> None:
+def test_an_engine_that_dies_as_it_wakes_leaves_no_other_asleep(publisher: Publisher) -> None:
     engines = [PlainEngine("engine 0"), PlainEngine("engine 1")]
-    weights = publisher(Learner(), engines, tmp_path, separate_devices=False)
+    weights = publisher(engines, separate_devices=False)
     asyncio.run(weights.publish(0))
     asyncio.run(weights.yield_device())
     engines[0].dies_in = ["wake"]
     engines[1].calls.clear()
     asyncio.run(weights.publish(1))
     assert engines[1].calls.index("wake") < engines[1].calls.index("load")
-    asyncio.run(weights.close())
 
 
 class SlowEngine(PlainEngine):
@@ -358,9 +358,9 @@ class SlowEngine(PlainEngine):
         await self._slow("wake")
 
 
-def test_eight_engines_start_sleep_and_wake_in_the_time_of_one(tmp_path: Path) -> None:
+def test_eight_engines_start_sleep_and_wake_in_the_time_of_one(publisher: Publisher) -> None:
     engines = [SlowEngine(f"engine {number}") for number in range(8)]
-    weights = publisher(Learner(), engines, tmp_path, separate_devices=False, config=WeightSyncConfig(proof="first"))
+    weights = publisher(engines, separate_devices=False, config=WeightSyncConfig(proof="first"))
 
     async def cycle() -> tuple[float, float]:
         started = time.monotonic()
@@ -371,7 +371,6 @@ def test_eight_engines_start_sleep_and_wake_in_the_time_of_one(tmp_path: Path) -
 
     for seconds in (*asyncio.run(cycle()), asyncio.run(_timed(weights.publish(1)))):
         assert 0.2 <= seconds < 0.8, "one after another takes 1.6 s"
-    asyncio.run(weights.close())
 
 
 async def _timed(call: Awaitable[object]) -> float:
@@ -380,12 +379,12 @@ async def _timed(call: Awaitable[object]) -> float:
     return time.monotonic() - started
 
 
-def test_a_learner_comes_back_only_when_the_last_engine_sleeps_or_is_dead(tmp_path: Path) -> None:
+def test_a_learner_comes_back_only_when_the_last_engine_sleeps_or_is_dead(publisher: Publisher) -> None:
     engines: list[PlainEngine] = [PlainEngine("engine 0"), PlainEngine("engine 1"), SlowEngine("engine 2")]
     calls: list[str] = []
     for engine in engines:
         engine.calls = calls
-    weights = publisher(Learner(), engines, tmp_path, separate_devices=False)
+    weights = publisher(engines, separate_devices=False)
     weights.learner_memory = TimedMemory(Memory(calls))
     asyncio.run(weights.publish(0))
     engines[0].dies_in = ["sleep"]
@@ -396,15 +395,14 @@ def test_a_learner_comes_back_only_when_the_last_engine_sleeps_or_is_dead(tmp_pa
     asyncio.run(weights.publish(1))
     assert calls[0] == "offload" and calls.count("start") == 1, "and the dead one is started again"
     assert all(engine.open and engine.label == 1 for engine in engines)
-    asyncio.run(weights.close())
 
 
 @pytest.mark.parametrize(("call", "error"), [("sleep", RuntimeError), ("wake", RuntimeError), ("start", ValueError)])
 def test_an_error_that_no_restart_mends_ends_the_run_when_no_other_engine_is_in_the_middle_of_it(
-    tmp_path: Path, call: str, error: type[Exception]
+    publisher: Publisher, call: str, error: type[Exception]
 ) -> None:
     engines = [PlainEngine("engine 0"), SlowEngine("engine 1"), SlowEngine("engine 2")]
-    weights = publisher(Learner(), engines, tmp_path, separate_devices=False)
+    weights = publisher(engines, separate_devices=False)
 
     async def refuse() -> None:
         raise error("no kernel for this model")
@@ -419,12 +417,11 @@ def test_an_error_that_no_restart_mends_ends_the_run_when_no_other_engine_is_in_
     with pytest.raises(error, match="no kernel"):
         asyncio.run(cycle())
     assert engines[1].calls[-1] == call and call in engines[2].calls
-    asyncio.run(weights.close())
 
 
-def test_engines_that_are_lost_as_they_start_are_dropped_and_the_others_go_on(tmp_path: Path) -> None:
+def test_engines_that_are_lost_as_they_start_are_dropped_and_the_others_go_on(publisher: Publisher) -> None:
     engines = [PlainEngine(f"engine {number}") for number in range(4)]
-    weights = publisher(Learner(), engines, tmp_path)
+    weights = publisher(engines)
     dropped: list[UpdatableEngine] = []
 
     async def lost() -> None:
@@ -439,7 +436,6 @@ def test_engines_that_are_lost_as_they_start_are_dropped_and_the_others_go_on(tm
     asyncio.run(weights.publish(0))
     assert dropped == [engines[0], engines[2]] and weights.engines == (engines[1], engines[3])
     assert engines[1].open and engines[3].open
-    asyncio.run(weights.close())
 
 
 def test_processes_that_should_hold_the_same_and_do_not_are_found_out() -> None:
@@ -463,9 +459,9 @@ class Memory:
         self.calls.append("onload")
 
 
-def test_a_learner_leaves_before_engines_start_or_wake_and_comes_back_after_they_sleep(tmp_path: Path) -> None:
+def test_a_learner_leaves_before_engines_start_or_wake_and_comes_back_after_they_sleep(publisher: Publisher) -> None:
     engine = PlainEngine()
-    weights = publisher(Learner(), [engine], tmp_path, config=WeightSyncConfig(proof="first"), separate_devices=False)
+    weights = publisher([engine], config=WeightSyncConfig(proof="first"), separate_devices=False)
     weights.learner_memory = TimedMemory(Memory(engine.calls))
 
     async def train_twice() -> list[float]:
@@ -473,7 +469,6 @@ def test_a_learner_leaves_before_engines_start_or_wake_and_comes_back_after_they
         for version in range(2):
             seconds.append((await weights.publish(version))["timing/train/offload"].value)
             await weights.yield_device()
-        await weights.close()
         return seconds
 
     assert all(second >= 0 for second in asyncio.run(train_twice()))

@@ -22,6 +22,7 @@ from support.transports import (
     CPU,
     Failure,
     expected_fingerprints,
+    in_thread,
     make_manifest,
     make_tensors,
     receive_fingerprints,
@@ -33,13 +34,6 @@ from support.transports import (
 SMALL = 64 << 10
 
 
-def in_thread(function: functools.partial[object]) -> tuple[threading.Thread, list[object]]:
-    found: list[object] = []
-    thread = threading.Thread(target=lambda: found.append(function()), daemon=True)
-    thread.start()
-    return thread, found
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
 def test_several_receivers_get_every_publish_bit_for_bit(dtype: torch.dtype | None, tmp_path: Path) -> None:
     sender = FolderSender(tmp_path / "sync", 2, file_size=SMALL, timeout=60)
@@ -47,7 +41,7 @@ def test_several_receivers_get_every_publish_bit_for_bit(dtype: torch.dtype | No
     receivers = [sender.address.connect(index, CPU) for index in range(2)]
     for seed in range(3):
         tensors = make_tensors(seed)
-        runs = [in_thread(functools.partial(receive_fingerprints, receiver, manifest)) for receiver in receivers]
+        runs = [in_thread(receive_fingerprints, receiver, manifest) for receiver in receivers]
         sender.send(manifest, tensors)
         for thread, found in runs:
             thread.join(20)
@@ -84,7 +78,7 @@ def test_a_sender_that_was_killed_is_noticed_and_the_next_one_cleans_up(tmp_path
         (left,) = tmp_path.iterdir()
         second = make()
         assert not left.exists()
-        thread, found = in_thread(functools.partial(receive_fingerprints, second.address.connect(0, CPU), manifest))
+        thread, found = in_thread(receive_fingerprints, second.address.connect(0, CPU), manifest)
         second.send(manifest, make_tensors(2))
         thread.join(20)
         assert found == [expected_fingerprints(make_tensors(2), manifest)]
@@ -115,13 +109,13 @@ def test_a_publish_that_was_given_up_is_not_taken_for_the_next(tmp_path: Path, m
         assert waiting.wait(20)
         raise ArithmeticError("the learner broke")
 
-    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
+    thread, found = in_thread(receive_fingerprints, receiver, manifest)
     with pytest.raises(ArithmeticError):
         sender.send(manifest, failing())
     thread.join(20)
     assert isinstance(found[0], Failure)
     assert "aborted publish 1: ArithmeticError: the learner broke" in found[0].text
-    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
+    thread, found = in_thread(receive_fingerprints, receiver, manifest)
     sender.send(manifest, make_tensors(3))
     thread.join(20)
     assert found == [expected_fingerprints(make_tensors(3), manifest)]
@@ -144,17 +138,17 @@ def test_who_does_not_come_in_time_is_named(tmp_path: Path) -> None:
 def test_other_manifests_and_indexes_are_refused(tmp_path: Path) -> None:
     sender = FolderSender(tmp_path, 1, timeout=20)
     receiver = sender.address.connect(0, CPU)
-    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, make_manifest(None)))
+    thread, found = in_thread(receive_fingerprints, receiver, make_manifest(None))
     with pytest.raises(TransportError, match="receiver 0: its manifest is not that of"):
         sender.send(make_manifest(), make_tensors(1))
     thread.join(20)
     assert isinstance(found[0], Failure)
     assert "its manifest is not that of" in found[0].text
-    thread, found = in_thread(functools.partial(next, receiver.receive(make_manifest())))
+    thread, found = in_thread(next, receiver.receive(make_manifest()))
     with pytest.raises(TransportError, match="receiver 0: its reader stopped"):
         sender.send(make_manifest(), make_tensors(1))
     thread.join(20)
-    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, make_manifest()))
+    thread, found = in_thread(receive_fingerprints, receiver, make_manifest())
     sender.send(make_manifest(), make_tensors(2))
     thread.join(20)
     assert found == [expected_fingerprints(make_tensors(2), make_manifest())]
@@ -173,7 +167,7 @@ def test_a_file_that_is_not_whole_is_no_publish(tmp_path: Path, monkeypatch: pyt
         path.write_bytes(path.read_bytes()[:-100])
 
     monkeypatch.setattr(shared_folder, "_write_file", cut_short)
-    thread, found = in_thread(functools.partial(receive_fingerprints, sender.address.connect(0, CPU), make_manifest()))
+    thread, found = in_thread(receive_fingerprints, sender.address.connect(0, CPU), make_manifest())
     with pytest.raises(TransportError, match=r"receiver 0: .* cannot be read"):
         sender.send(make_manifest(), make_tensors(1))
     thread.join(20)
