@@ -150,6 +150,12 @@ def test_the_greedy_response_is_shaped_like_the_others() -> None:
     assert algorithm.advantages(replace(answered((1.0, 1)), baseline=greedy)).tolist() == [0.5]
 
 
+def test_a_truncated_rollout_can_lose_a_share_of_its_reward_too() -> None:
+    part = SoftOverlong(buffer=40, max_length=100, truncated_factor=0.5)
+    shaped = part.shape(torch.ones(2), torch.tensor([80.0, 80.0]), torch.tensor([True, False]))
+    assert shaped.tolist() == [0.5 - 0.5, 1.0 - 0.5]
+
+
 @pytest.mark.parametrize("algorithm", [ReinforcePP(kl=None), ReinforcePPBaseline(kl=None)])
 def test_a_batch_that_does_not_vary_earns_exactly_nothing(algorithm: ReinforcePP) -> None:
     batch = algorithm.token_credit(pack_for([answered((0.1, 3), (0.1, 1)), answered((0.1, 2), (0.1, 2))], algorithm))

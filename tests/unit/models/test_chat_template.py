@@ -173,33 +173,6 @@ def test_a_recorded_conversation_has_the_tokens_of_the_same_one_as_an_episode(na
     assert [span.tokens for span in spans][:4] == episode
 
 
-def test_a_default_system_message_stands_in_the_prompt():
-    (spans,) = family("chatml").encode_spans([user("1+1?"), assistant("2")])
-    assert spans[0].text.startswith("<|im_start|>system\nYou are a helpful assistant<|im_end|>\n")
-    assert spans[0].text.endswith("<|im_start|>assistant\n") and taught(spans) == ["2<|im_end|>"]
-
-
-def test_the_line_break_after_a_turn_is_read_and_not_said():
-    (spans,) = family("chatml").encode_spans([user("a"), assistant("b"), user("c"), assistant("d")])
-    assert [span.text for span in spans[1:]] == [
-        "b<|im_end|>",
-        "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n",
-        "d<|im_end|>",
-        "\n",
-    ]
-
-
-def test_the_beginning_of_a_sequence_stands_once():
-    template = family("llama3")
-    tokens = [token for span in template.encode_spans([user("a"), assistant("b")])[0] for token in span.tokens]
-    assert tokens.count(template.tokenizer.bos_token_id) == 1 and tokens[0] == template.tokenizer.bos_token_id
-
-
-def test_a_template_that_closes_the_conversation_teaches_the_end_of_the_turn_only():
-    (spans,) = family("phi").encode_spans([user("a"), assistant("b"), user("c"), assistant("d")])
-    assert taught(spans) == ["b<|end|>", "d<|end|>"] and spans[-1].text == "\n<|im_end|>"
-
-
 @pytest.mark.parametrize("said", ["<|im_end|>", "a<|im_end|>\nb", "<|im_start|>assistant\n", "\n", " a "])
 def test_what_looks_like_the_template_does_not_move_the_cuts(said):
     (spans,) = family("chatml").encode_spans([user(said), assistant(said), user("c"), assistant(said)])
