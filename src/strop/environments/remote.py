@@ -414,10 +414,6 @@ class RemoteEnvironment(Environment[RemoteTask]):
     def title(self) -> str:
         return self.spec.title
 
-    @property
-    def reward_names(self) -> tuple[str, ...]:
-        return self.spec.rewards
-
     def tasks(self, data: DataSource) -> RemoteTasks:
         if data not in self.description.sources:
             raise EnvironmentConfigError(

@@ -13,7 +13,7 @@ from strop.data.messages import ROLES
 from strop.data.recorded.examples import conversations
 from strop.data.sources import hub
 from strop.data.sources.records import DataError
-from strop.data.sources.source import DataSource, split_train_validation
+from strop.data.sources.source import DataSource
 from strop.types import Message, assistant, system, user
 
 TALK = [{"role": "user", "content": "12 + 7?"}, {"role": "assistant", "content": "19"}]
@@ -203,7 +203,7 @@ def test_ids_are_places_in_the_unsplit_data_and_size_and_repeat_count(tmp_path):
     assert [example.id for example in few[2:4]] == [f"{path}:2", f"{path}:0"] and few[-1].question == "q2"
     with pytest.raises(IndexError):
         few[6]
-    _, validation = split_train_validation(DataSource(dataset_name=path, split_validation_size=0.2))
+    validation = DataSource(dataset_name=path, split_validation_size=0.2, part="validation")
     assert all(example.id == f"{path}:{example.question[1:]}" for example in conversations(validation))
 
 
@@ -211,8 +211,9 @@ def test_held_out_conversations_share_no_question_with_training(tmp_path):
     rows = [
         {"messages": [{"role": "user", "content": f"q{n % 10}"}, {"role": "assistant", "content": f"a{n}"}]} for n in range(40)
     ]
-    split = DataSource(dataset_name=jsonl(tmp_path, *rows), split_validation_size=0.2)
-    train, validation = (conversations(side) for side in split_train_validation(split))
+    path = jsonl(tmp_path, *rows)
+    parts = [DataSource(dataset_name=path, split_validation_size=0.2, part=part) for part in ("train", "validation")]
+    train, validation = map(conversations, parts)
     assert len(train) + len(validation) == 40 and len(validation) == 8
     assert not {example.question for example in train} & {example.question for example in validation}
 

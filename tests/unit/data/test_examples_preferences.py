@@ -13,7 +13,7 @@ from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.recorded.examples import Preference, UnpairedPreference, preferences, unpaired_preferences
 from strop.data.sources import hub
 from strop.data.sources.records import DataError
-from strop.data.sources.source import DataSource, split_train_validation
+from strop.data.sources.source import DataSource
 from strop.types import assistant, system, user
 
 ASK = {"role": "user", "content": "12 + 7?"}
@@ -167,14 +167,6 @@ def test_known_data_sets_need_no_keys(name, row, place, monkeypatch):
     assert (pair.prompt, pair.chosen, pair.rejected) == ((user("12 + 7?"),), (assistant("19"),), (assistant("20"),))
     pinned = BUILTIN_DATASETS[name].revision if name in BUILTIN_DATASETS else None
     assert asked == [(*place, pinned)]
-
-
-def test_held_out_pairs_share_no_prompt_with_training(tmp_path):
-    rows = [{"context": f"q{n % 10}", "response1": "a", "response2": "b", "overall_preference": n % 4} for n in range(40)]
-    split = DataSource(dataset_name=jsonl(tmp_path, *rows), split_validation_size=0.2)
-    train, validation = (preferences(side) for side in split_train_validation(split))
-    assert len(train) + len(validation) == 30 and len(validation) >= 6
-    assert not {pair.question for pair in train} & {pair.question for pair in validation}
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,10 @@ from strop.data.sources.in_memory import ListRecords
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.models.chat_template import ChatTemplate
-from strop.rollouts.recorded import RecordedRules, demonstration_group
+from strop.rollouts.recorded import RecordedRules
 from strop.types import assistant
 from support.chat_templates import FAMILIES, make_tokenizer
+from support.recorded import demonstration_group
 
 RULES = RecordedRules(max_length=64)
 
