@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.messages import ROLES
 from strop.data.recorded.examples import conversations
-from strop.data.sources import hub
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.types import Message, assistant, system, user
@@ -108,17 +106,6 @@ def test_squad_teaches_the_first_of_its_answers(tmp_path):
     assert example.metadata == {"id": "5", "title": "T"}
     with pytest.raises(DataError, match=r"rows\.jsonl:1: 'answers' is .*without a first text"):
         parse_messages(tmp_path, {**row, "answers": {"text": [], "answer_start": []}})
-
-
-def test_squad_is_built_in(monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    row = {"context": "It is 19.", "question": "What?", "answers": {"text": ["19"], "answer_start": [6]}}
-    asked = []
-    monkeypatch.setattr(hub, "_check_hub", lambda name, revision: None)
-    monkeypatch.setattr(hub, "_load_split", lambda *place: asked.append(place) or datasets.Dataset.from_list([row] * 3))
-    assert conversations(DataSource(dataset_name="squad", split="validation"))[2].id == "rajpurkar/squad:2"
-    assert asked == [("rajpurkar/squad", None, "validation", BUILTIN_DATASETS["squad"].revision)]
-    assert DataSource(dataset_name="squad").load_rows()[0].answer == "19"
 
 
 BAD = {"role": "bot", "content": "19"}

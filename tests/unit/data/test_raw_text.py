@@ -79,15 +79,6 @@ def test_a_text_that_is_too_long_is_an_error_and_not_cut():
     assert "at most 64 fit" in group.errors[0]
 
 
-def test_held_out_texts_are_not_trained_on(tmp_path):
-    parts = [
-        conversations(text_source(tmp_path, *(f"text {n % 7}" for n in range(21)), split_validation_size=0.3, part=part))
-        for part in ("train", "validation")
-    ]
-    train, validation = ({example.answer for example in part} for part in parts)
-    assert train and validation and not train & validation and len(train | validation) == 7
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
