@@ -60,6 +60,7 @@ def assert_same_run(folder: Path, wanted: Path) -> None:
     assert own["optimizer"]["state"].keys() == other["optimizer"]["state"].keys()
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_repeated_bit_for_bit(tiny, tmp_path, uninterrupted):
     assert grpo(tiny, tmp_path, **CHANGES).code == 0
     assert_same_run(tmp_path, uninterrupted)

@@ -103,6 +103,7 @@ def test_dropout_of_adapters_is_refused_where_a_policy_samples(tiny: Path, tmp_p
     assert "policy.dtensor_cfg.lora_cfg.dropout" in outcome.err and "sampled without dropout" in " ".join(outcome.err.split())
 
 
+@pytest.mark.exhaustive
 def test_an_asynchronous_run_goes_through_and_begins_in_agreement(tiny: Path, tmp_path: Path) -> None:
     changes = {"grpo.async_grpo.enabled": True, "grpo.async_grpo.max_trajectory_age_steps": 1}
     outcome = grpo(tiny, tmp_path, **LORA, **changes)
