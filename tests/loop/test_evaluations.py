@@ -14,7 +14,6 @@ from loop.runs import Environ, Outcome, overrides, start, strop
 from loop.tiny import build_tiny
 from strop.cli import run_script
 from support.hub import HUB
-from support.needs import needs_vllm
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.timeout(600)]
@@ -86,22 +85,6 @@ def test_two_torch_engines_over_ray_say_what_one_in_this_process_says(tiny: Path
     assert over_ray.code == 0, over_ray.err
     assert "2 engines share the tasks" in over_ray.err
     assert read(tmp_path / "ray") == read(tmp_path / "here")
-
-
-@pytest.mark.exhaustive
-def test_two_vllm_engines_over_ray_say_what_two_on_this_machine_say(tmp_path: Path) -> None:
-    needs_vllm()
-    pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
-    vllm = {"generation__backend": "vllm", "generation__vllm_cfg__kv_cache_memory_gb": 0.125, "generation__temperature": 0.0}
-    greedy = {**vllm, "eval__num_tests_per_prompt": 1, "eval__k_value": 1, "generation__vllm_cfg__precision": "float32"}
-    model, found = build_tiny(tmp_path / "tiny", head_dim=32), []
-    for name, changes in (("one", {}), ("two", {}), ("ray", {"cluster__backend": "ray", "cluster__gpus_per_node": 2})):
-        count = {"generation__vllm_cfg__num_engines": 1 if name == "one" else 2}
-        outcome = evaluate(model, tmp_path / name, timeout=400, **greedy, **changes, **count)
-        assert outcome.code == 0, outcome.out + outcome.err
-        assert json.loads(outcome.out)["metrics"]["errors"] == 0  # and vLLM's own words are in files
-        found.append([[sample["completion"] for sample in task["samples"]] for task in read(tmp_path / name)["tasks"]])
-    assert found[0] == found[1] == found[2]
 
 
 def test_an_evaluation_whose_samples_all_fail_is_an_error_that_says_why(tiny: Path, tmp_path: Path) -> None:
