@@ -400,7 +400,7 @@ def test_a_group_has_the_version_it_was_begun_with():
 
     generator.script = newer
     group = play_group(Talk(), generator, samples=2)
-    assert group.version == 3
+    assert group.version == 3 and {rollout.version for rollout in group.rollouts} == {3}
     assert [rollout.turns[0].versions.tolist() for rollout in group.rollouts] == [[4], [4]]
 
 
