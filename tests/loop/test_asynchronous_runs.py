@@ -53,7 +53,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("name", sweep(ORDERS, "drop_too_old"))
+@pytest.mark.parametrize("name", sweep(ORDERS))
 def test_every_order_trains(tiny, tmp_path, name):
     changes = {"in_flight_weight_updates": True, **ORDERS[name]}
     outcome = grpo(tiny, tmp_path, **CHANGES, **{f"grpo.async_grpo.{key}": value for key, value in changes.items()})

@@ -53,6 +53,7 @@ def test_the_ratio_is_exactly_one_while_the_policy_changes(precision: str, tiny:
     check_exact(metrics_of(tmp_path / "logs"), 4)
 
 
+@pytest.mark.exhaustive
 def test_an_exact_run_learns_what_an_ordinary_one_learns(tiny: Path, tmp_path: Path) -> None:
     """In float32 both differ by rounding alone: the copies of weights that exact passes read are those of the step."""
     lines = {}

@@ -43,6 +43,7 @@ def read_files(folder: Path) -> dict[Path, tuple[int, bytes]]:
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_repeated_bit_for_bit(tiny, tmp_path, uninterrupted):
     assert grpo(tiny, tmp_path, **CHANGES).code == 0
     assert_same_run(tmp_path, uninterrupted)

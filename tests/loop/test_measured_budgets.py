@@ -63,6 +63,7 @@ def test_a_run_with_the_budget_that_was_found_is_the_same_to_the_last_bit(tiny: 
     assert_same_run(automatic, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_continues_with_its_budget_although_more_memory_is_free(tiny: Path, automatic: Path, tmp_path: Path) -> None:
     assert train(tiny, tmp_path, "auto", FreeMemory(FREE, then=Kill("at the optimizer step", 4))).code == -9
     outcome = train(tiny, tmp_path, "auto", FreeMemory(MORE))

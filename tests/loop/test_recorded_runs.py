@@ -61,7 +61,7 @@ RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 MEASURED = {"sft": {"nll"}, "dpo": {"accuracy", "margin", "sft_loss"}, "kto": {"reference_point"}, "rm": {"accuracy", "margin"}}
 
 
-@pytest.mark.parametrize("name", sweep(RUNS, "sft with adapters", "dpo", "kto", "rm"))
+@pytest.mark.parametrize("name", sweep(RUNS, "sft with adapters", "dpo", "kto"))
 def test_a_run_of_every_kind_leaves_metrics_weights_and_its_configuration(name: str, tiny: Path, tmp_path: Path) -> None:
     section, changes = RUNS[name]
     said = train_to_end(section, tiny, tmp_path, **{**changes, f"{section}.val_at_start": True})
@@ -106,6 +106,7 @@ def test_what_sft_trained_loads_in_transformers_and_says_what_it_was_taught(tiny
         assert tokenizer.decode(said) == f"{a + b}<|im_end|>"
 
 
+@pytest.mark.exhaustive
 def test_talks_whose_turns_the_template_rewrites_train_alike_however_they_are_cut(tiny: Path, tmp_path: Path) -> None:
     """The template adds an empty thought to the last reply alone, so that most of these examples are several sequences."""
     said = ["19", "yes", "2", "no"]

@@ -89,7 +89,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(name: str, interpreter: st
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("section", sweep(["sft", "dpo"], "sft"))
+@pytest.mark.parametrize("section", sweep(["sft", "dpo"]))
 def test_what_is_tokenized_ahead_is_what_the_loop_itself_would_make(
     section: str, interpreter: str, tiny: Path, tmp_path: Path
 ) -> None:

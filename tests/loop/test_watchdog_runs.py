@@ -61,7 +61,7 @@ STUCK = [(point, how) for point in ("environment", "engine", "learner") for how 
     ("point", "how"),
     [
         *(pytest.param(*stuck, marks=() if stuck == ("engine", "waits") else pytest.mark.exhaustive) for stuck in STUCK),
-        ("learner", "in a thread"),
+        pytest.param("learner", "in a thread", marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_is_stuck_is_named_within_its_limit_and_the_run_ends_if_asked_to(tiny, tmp_path, point, how):
@@ -124,6 +124,7 @@ def test_the_doctor_tells_interrupted_and_failed_runs_from_others(tiny, tmp_path
     assert told.code == 1 and "TooManyDropped: 3 groups in a row failed" in told.out and "fix the error, then" in told.out
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_process_is_a_hung_run(tiny, tmp_path):
     running = begun(tiny, tmp_path, **{"grpo.max_num_steps": 100_000, "checkpointing.enabled": False})
     until(tmp_path, lambda status: status.step >= 1)

@@ -25,6 +25,7 @@ from strop.cli.checks.data_command import make_data_parser
 from strop.cli.checks.sandbox_command import make_sandbox_parser
 from strop.cli.compare_command import make_compare_parser
 from strop.cli.eval_command import is_model_name, make_eval_parser
+from strop.cli.explain import ledger_command, replay_command
 from strop.cli.export_command import make_export_parser
 from strop.cli.reports import report_command
 from strop.cli.serve_command import make_serve_parser
@@ -205,14 +206,16 @@ def test_commands_name_configurations_that_load(
 ) -> None:
     monkeypatch.chdir(workplace)
     parsers = {
+        "ledger": ledger_command,
         "plot": plot_command,
+        "replay": replay_command,
         "report": report_command,
         "rollouts": rollouts_command,
         "translate": translate_command,
         "view": view_command,
     }
     if words[1] in parsers:
-        parsers[words[1]].make_parser().parse_args([word for word in words[2:] if word != ">"])
+        parsers[words[1]].make_parser().parse_intermixed_args([word for word in words[2:] if word != ">"])
         return
     if "..." in words or words[1] in ("doctor", "config", "init", "--help"):
         return
