@@ -39,7 +39,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("distributed",),
     ("config",),
     ("runs",),
-    ("results", "view"),
+    ("view",),
+    ("results",),
     ("cli", "api"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

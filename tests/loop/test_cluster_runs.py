@@ -129,16 +129,6 @@ def test_pipeline_stages_give_the_curve_of_one_process_and_go_on_in_another_layo
 
 
 @pytest.mark.exhaustive
-def test_a_reference_in_pipeline_stages_gives_the_curve_of_one_process(tiny: Path, tmp_path: Path) -> None:
-    asked = {"loss_fn.reference_policy_kl_penalty": 0.1, "grpo.max_num_steps": 2}
-    sizes = {"policy.dtensor_cfg.pipeline_parallel_size": 2}
-    assert grpo(tiny, tmp_path / "one", **asked).code == 0
-    outcome = grpo(tiny, tmp_path / "two", **TWO, **asked, **sizes)
-    assert outcome.code == 0, outcome.err
-    curves_agree(tmp_path / "one", tmp_path / "two", steps=2)
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("head_only", [False, True])
 def test_a_critic_on_two_ranks_gives_the_curve_of_one_process(head_only: bool, tiny: Path, tmp_path: Path) -> None:
     settings = {

@@ -89,14 +89,6 @@ def test_gigpo_that_was_killed_ends_as_if_nothing_had_happened(share: bool, mode
     assert found == wanted and wanted[3]["train/turns_per_sample"] > 2 and wanted[3]["train/turns_compared"] > 0.9
 
 
-@pytest.mark.exhaustive
-def test_gigpo_trains_asynchronously(model: Path, tmp_path: Path) -> None:
-    changes = {"grpo.async_grpo.enabled": True, "grpo.async_grpo.max_trajectory_age_steps": 1}
-    outcome = strop("grpo", *gigpo(model, **changes), folder=tmp_path)
-    assert outcome.code == 0, outcome.err
-    assert metrics_of(tmp_path / "logs")[2]["train/turns_per_sample"] > 2
-
-
 def test_the_policy_plays_itself_and_both_sides_are_trained(model: Path, tmp_path: Path) -> None:
     game = {"env.game.type": "two_player", "env.game.game": "nim", "env.game.opponent": "self", "env.game.max_illegal_moves": 1}
     arguments = overrides(settings(model, **game, **{"data.train.env_name": "game", "algorithm.name": "turn_returns"}))

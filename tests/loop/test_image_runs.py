@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from loop.killing import Kill
-from loop.kinds import bitwise_equal, recorded_config, write_rows
-from loop.runs import Outcome, grpo, metrics_of, overrides, repeatable, start
+from loop.kinds import assert_same_run, recorded_config, write_rows
+from loop.runs import Outcome, grpo, metrics_of, overrides, start
 from support.vision_models import draw_image, save_vision_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
@@ -76,13 +75,7 @@ def test_a_run_with_images_that_is_killed_ends_as_if_nothing_had_happened(
         for number, kill in enumerate(kills):
             outcome = train("sft", models(family), tmp_path / name, before=kill)
             assert (outcome.code == 0) == (number == len(kills) - 1), outcome.err
-    whole, killed = (tmp_path / name for name in ("whole", "killed"))
-    assert repeatable(metrics_of(killed / "logs")) == repeatable(metrics_of(whole / "logs"))
-    newest = Path("results") / "step_6" / "policy"
-    assert (killed / newest / "weights/model.safetensors").read_bytes() == (
-        whole / newest / "weights/model.safetensors"
-    ).read_bytes()
-    assert bitwise_equal(*(torch.load(folder / newest / "optimizer.pt")["optimizer"]["state"] for folder in (killed, whole)))
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
 def test_what_was_trained_with_images_loads_in_transformers(models: Callable[[str], Path], tmp_path: Path) -> None:
@@ -107,11 +100,12 @@ SAMPLED: Mapping[str, Any] = {
     "policy.max_total_sequence_length": 256,
     "policy.generation.torch_cfg.kv_cache_memory_gb": 0.02,
     "data.max_input_seq_length": 200,
-    "data.train.env_name": "pictured",
-    "data.validation.env_name": "pictured",
+    "data.train.env_name": "shown",
+    "data.validation.env_name": "shown",
     "env.arithmetic.max_operand": ...,
     "env.arithmetic.wording": ...,
-    "env.pictured.type": f"{Path(__file__).with_name('pictured.py')}:Pictured",
+    "env.shown.type": f"{Path(__file__).with_name('shown.py')}:Shown",
+    "env.shown.turns": 2,
     "grpo.num_generations_per_prompt": 4,
     "grpo.max_rollout_turns": 2,
     "grpo.max_num_steps": 4,
@@ -128,14 +122,8 @@ def test_grpo_with_images_that_is_killed_ends_as_if_nothing_had_happened(
         for number, kill in enumerate(kills):
             outcome = grpo(models(family), tmp_path / name, before=kill, **SAMPLED)
             assert (outcome.code == 0) == (number == len(kills) - 1), outcome.err
-    whole, killed = (tmp_path / name for name in ("whole", "killed"))
-    logged = metrics_of(whole / "logs")
-    assert repeatable(metrics_of(killed / "logs")) == repeatable(logged)
-    newest = Path("results") / "step_4" / "policy"
-    assert (killed / newest / "weights/model.safetensors").read_bytes() == (
-        whole / newest / "weights/model.safetensors"
-    ).read_bytes()
-    assert bitwise_equal(*(torch.load(folder / newest / "optimizer.pt")["optimizer"]["state"] for folder in (killed, whole)))
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    logged = metrics_of(tmp_path / "whole" / "logs")
     assert all(line["train/token_mult_prob_error"] < 1.0001 for step, line in logged.items() if step), "sampler and learner agree"
     assert len({line["train/loss"] for step, line in logged.items() if step}) > 1
 

@@ -161,6 +161,7 @@ def add_noise(monkeypatch: pytest.MonkeyPatch, *factors: float) -> None:
     monkeypatch.setattr(replay_module, "replay_step", train_with_noise)
 
 
+@pytest.mark.exhaustive
 def test_where_equal_passes_differ_only_what_differs_by_more_is_a_fault(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

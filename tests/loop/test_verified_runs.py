@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from loop.killing import Kill
-from loop.runs import grpo, metrics_of, repeatable
+from loop.kinds import assert_same_run
+from loop.runs import grpo, metrics_of
 from strop.environments.verifiers.weight_schedule import WeightSchedule
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 
@@ -63,5 +64,4 @@ def test_a_killed_run_goes_on_with_the_same_weights(tiny, tmp_path):
     assert grpo(tiny, whole, **CHANGES).code == 0
     assert grpo(tiny, killed, before=Kill("at a save", 1, "after"), **CHANGES).code != 0
     assert grpo(tiny, killed, **CHANGES).code == 0
-    assert repeatable(metrics_of(killed / "logs")) == repeatable(metrics_of(whole / "logs"))
-    assert list(RolloutStore(killed / "logs").read_all()) == list(RolloutStore(whole / "logs").read_all())
+    assert_same_run(killed, whole)

@@ -246,22 +246,6 @@ def test_a_group_that_raises_is_raised_to_the_loop_and_begun_again_after_a_resta
     assert [group.index for group in state.finished] == [2]
 
 
-def test_settings_that_did_not_change_renew_nothing():
-    for seed in range(50):
-        draw = random.Random(seed)
-        world = World(slots=4, draw=draw)
-
-        async def play(world=world):
-            stream = RolloutStream(world.run_group, slots=4, refill_on_release=True)
-            await train(world, stream, steps=3, per_step=2, k=1, drop=0.2)
-            state = stream.state()
-            await stream.close()
-            return state
-
-        state = run_virtually(play())
-        assert requeue_stale(state, step=world.version, groups_per_step=2, max_staleness=1) == state
-
-
 def test_a_resume_with_less_staleness_begins_the_groups_again_that_would_be_too_old():
     finished = tuple(group_of(index, version) for index, version in [(4, 1), (5, 2), (7, 2)])
     state = StreamState(next_index=8, unfinished=(6,), finished=finished)

@@ -64,3 +64,8 @@ def served(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, token
     room.run(served.weights.publish(0))
     yield served
     room.run(served.close())
+
+
+@pytest.fixture
+def published(served: ServedModel) -> None:
+    """The weights of ``served`` were published as it was made, and tests of sampling leave them alone."""
