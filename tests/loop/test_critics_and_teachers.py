@@ -231,6 +231,7 @@ def test_top_k_distillation_brings_the_student_to_its_teacher(tmp_path: Path, al
     assert 0 < logged[15]["train/student_mass"] <= 1.0
 
 
+@pytest.mark.exhaustive
 def test_a_policy_that_is_shown_how_teaches_itself(tmp_path: Path) -> None:
     """Self-distillation: without the demonstration the student comes to write as it does after it."""
     student = language_model()

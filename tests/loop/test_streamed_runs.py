@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from loop.killing import Kill
 from loop.kinds import SUMS, bitwise_equal, conversation, preference, start_run, train, train_to_end, write_rows
 from loop.runs import grpo, heed_interrupts, metrics_of, repeatable
 from strop.rollouts.tokenizing_worker import READY, read_message, write_message
-from support.forked_interpreter import Forked, forked_interpreter
+from support.forked_interpreter import Forked
 from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
@@ -78,13 +78,6 @@ KILLED: Mapping[str, tuple[str, Mapping[str, Any], list[Kill]]] = {
     "kto, in order": ("dpo", {"algorithm.name": "kto", "data.shuffle": False, "data.prefetch": 0}, [Kill("at the log", 3)]),
     "grpo": ("grpo", GRPO, [Kill("at the optimizer step", 4)]),
 }
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[str]:
-    """For workers, which would import transformers before they tokenize a line."""
-    with forked_interpreter() as interpreter:
-        yield interpreter
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,7 @@ def test_a_ratio_is_as_smooth_as_the_logits(network: Network, sampling: Sampling
     assert 0 < float(change.max()) < bound + FLOAT32
 
 
+@pytest.mark.exhaustive
 def test_without_recorded_sets_the_ratio_jumps_where_they_differ(network: Network) -> None:
     """One in a hundred tokens or so has a set that differs: measured 0.18 nats there, and 0.013 at most with the recorded sets."""
     sampling = Sampling(max_new_tokens=30, temperature=0.5, top_k=60, min_p=0.3, record_sampling_mask=True)

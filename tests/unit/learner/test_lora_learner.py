@@ -220,6 +220,7 @@ def test_a_supervised_run_overfits_a_few_examples() -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_supervised_run_learns_under_adapter_dropout_and_is_measured_without_it() -> None:
     model = build("llama")
     add_adapters(model, LoraConfig(dropout=0.1), base="base")

@@ -99,6 +99,7 @@ def check(names: list[str], kinds: list[str]) -> None:
             assert max(differences) < (ROUTED if name in MIXTURES else 10 * EXACT), (name, kind, differences)
 
 
+@pytest.mark.exhaustive
 def test_latent_attention_shared_experts_and_post_norms() -> None:
     check(["deepseek_v3", "qwen2_moe", "gemma2"], ["sequence"])
 
