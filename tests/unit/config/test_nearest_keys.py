@@ -16,6 +16,7 @@ MEANT = {
     "grpo.num_prompts": "grpo.num_prompts_per_step",
     "grpo.num_generations": "grpo.num_generations_per_prompt",
     "grpo.max_steps": "grpo.max_num_steps",
+    "grpo.max_step": "grpo.max_num_steps",
     "grpo.sed": "grpo.seed",
     "grpo.val_perid": "grpo.val_period",
     "grpo.max_new_tokens": "policy.generation.max_new_tokens",
