@@ -56,14 +56,6 @@ def saved_base(tmp_path: Path) -> Path:
 
 
 @each_kind_of_layer
-def test_a_model_with_new_adapters_computes_what_it_did(family: str) -> None:
-    model = build(family)
-    before = logits(model)
-    add_adapters(model, LoraConfig(), base="base")
-    assert torch.equal(logits(model), before)
-
-
-@each_kind_of_layer
 def test_with_its_adapters_off_a_model_is_its_base_to_the_last_bit_and_afterwards_what_it_was(family: str) -> None:
     model = build(family)
     base = logits(model)
@@ -94,12 +86,6 @@ def test_an_ordinary_model_with_the_merged_weights_computes_the_same(family: str
     plain.load_state_dict(merged)
     assert torch.allclose(logits(plain), logits(model), atol=2e-5)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "merging changes nothing"
-
-
-def test_the_merged_weights_of_an_ordinary_model_are_its_own() -> None:
-    model = build("llama")
-    assert all(tensor.data_ptr() == model.state_dict()[name].data_ptr() for name, tensor in merged_weights(model))
-    assert adapter_weights(model) == {}
 
 
 def test_merged_weights_of_a_bfloat16_model_keep_what_bfloat16_would_round_away() -> None:

@@ -389,15 +389,6 @@ def test_environments_in_other_processes_are_told_which_sandbox_to_use() -> None
         configure_sandbox(None)
 
 
-@pytest.mark.exhaustive
-def test_the_benchmark_leaves_nothing() -> None:
-    script = Path(__file__).parents[3] / "benchmarks" / "sandbox.py"
-    command = [sys.executable, str(script), "--jobs", "24", "--rollouts", "8", "--workers", "2", "--cold", "1"]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert '"jobs": 24' in output
-    assert "nothing is left" in output
-
-
 def test_an_interpreter_that_is_ended_from_outside_is_an_error_and_no_crash_of_its_program() -> None:
     """The policy would be told of a crash that was none, and its variables would be gone: that costs the group, as everywhere."""
 

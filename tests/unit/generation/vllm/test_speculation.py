@@ -29,17 +29,9 @@ KIND = pytest.mark.parametrize("fixture", sweep(["ngram", "drafted"], "drafted")
 
 
 def serve_with(room: BackgroundLoop, folder: Any, tokenizer: Any, speculation: SpeculationConfig) -> ServedModel:
-    from strop.generation.vllm.vllm_engine import VllmEngine
-    from support.vllm_engines import make_launch, save_model_folder, serve, served_model
+    from support.vllm_engines import serve_vllm, served_model
 
-    model = served_model()
-    engine = VllmEngine(
-        "engine 0",
-        make_launch(save_model_folder(model, tokenizer, folder), speculation=speculation),
-        tokenizer,
-        stop_ids=(tokenizer.eos_token_id,),
-    )
-    served = serve(model, tokenizer, [engine])
+    served = serve_vllm(served_model(), tokenizer, folder, speculation=speculation)
     room.run(served.weights.publish(0))
     return served
 

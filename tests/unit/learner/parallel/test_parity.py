@@ -61,6 +61,19 @@ CASES: dict[str, Case] = {
     ),
     "tensor 2, quantised, scales of rows": Case(sizes=ParallelDims(tensor=2), quant_cfg="FP8_PER_CHANNEL_PER_TOKEN_CFG"),
     "experts 2, quantised": Case(sizes=ParallelDims(shard=2, expert=2), family="qwen3_moe", quant_cfg="W4A16_NVFP4_CFG"),
+    "quantised, fsdp 2, weights": Case(sizes=ParallelDims(shard=2), quant_cfg="W4A16_NVFP4_CFG"),
+    "quantised, fsdp 2, inputs, experts": Case(sizes=ParallelDims(shard=2), family="qwen3_moe", quant_cfg="W4A16_NVFP4_CFG"),
+    "quantised, fsdp 2, lora": Case(sizes=ParallelDims(shard=2), lora=True, rate=1e-3, quant_cfg="MXFP8_DEFAULT_CFG"),
+    "quantised, fsdp 2, loaded once": Case(
+        sizes=ParallelDims(shard=2), family="qwen2", rank_zero_loading=True, quant_cfg="MXFP8_DEFAULT_CFG"
+    ),
+    "quantised, tensor 2, weights": Case(sizes=ParallelDims(tensor=2), quant_cfg="W4A16_NVFP4_CFG"),
+    "quantised, tensor 2, static inputs, sequence": Case(
+        sizes=ParallelDims(tensor=2, sequence=True), family="qwen2", quant_cfg="FP8_DEFAULT_CFG"
+    ),
+    "quantised, tensor 2, blocks that are cut": Case(sizes=ParallelDims(tensor=2), quant_cfg="MXFP8_DEFAULT_CFG"),
+    "quantised, stages 2, weights": Case(sizes=ParallelDims(pipeline=2), quant_cfg="NVFP4_DEFAULT_CFG"),
+    "quantised, context 2, inputs": Case(sizes=ParallelDims(context=2), quant_cfg="MXFP8_DEFAULT_CFG"),
     "fsdp 2, loaded once, tied": Case(sizes=ParallelDims(shard=2), family="qwen2", rank_zero_loading=True),
     "fsdp 2, loaded once, lora": Case(sizes=ParallelDims(shard=2), lora=True, rank_zero_loading=True, rate=1e-3),
     "copies 2": Case(sizes=ParallelDims(replicate=2)),
