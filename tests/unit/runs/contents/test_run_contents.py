@@ -123,14 +123,11 @@ def other_tokens(folder: Path) -> None:
         (lambda folder: write_model(folder / "model", seed=3), "policy.model_name", "model has other weights"),
         (other_template, "policy.tokenizer.chat_template", "model has another chat template"),
         (other_tokens, "policy.tokenizer.name", "model has other tokens or settings"),
-        (
-            lambda folder: (folder / "prompt.txt").write_text("Q: {question}"),
-            "data.train.prompt_file",
-            "prompt.txt has another text",
-        ),
+        (lambda folder: (folder / "prompt.txt").write_text("Q: {question}"), "data.train.prompt_file",
+         "prompt.txt has another text"),
         (lambda folder: (folder / "system.txt").write_text(""), "data.train.system_prompt_file", "system.txt has another text"),
     ],
-)
+)  # fmt: skip
 def test_other_contents_under_the_same_name_are_refused_until_a_key_accepts_them(
     change: Callable[[Path], object], key: str, said: str, project: Path
 ) -> None:
