@@ -31,7 +31,6 @@ LONGEST = [
     "tests/unit/models/test_every_family.py",
     "tests/unit/sandbox/test_sandbox_pool.py",
     "tests/unit/learner/parallel/test_sharded_checkpoint.py",
-    "tests/unit/learner/test_recorded_training.py",
     "tests/loop/test_preemption.py",
     "tests/unit/test_simulated_gpu.py",
     "tests/loop/test_simulated_gpu_runs.py",
