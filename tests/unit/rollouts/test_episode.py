@@ -370,6 +370,12 @@ def test_rewards_of_the_group_see_the_greedy_baseline_and_are_scaled_once():
     assert rewards == {rank: 2 * (2.0 + 10.0 * rank) for rank in (0.0, 1.0, 2.0, 3.0)}
 
 
+def test_the_baseline_of_a_group_is_greedy():
+    generator = FakeGenerator(TOKENIZER, lambda request: ([END], True))
+    play_group(Talk(), generator, baseline=True)
+    assert [request.sampling.temperature for request in generator.requests] == [1.0, 1.0, 1.0, 0.0]
+
+
 def test_an_error_in_a_reward_of_the_group_is_recorded_on_all_its_rollouts():
     group = compared(Compared(fails="rank"))
     message = "RewardError: Compared.rank raised LookupError on task 't': rank lost its notes"

@@ -127,6 +127,8 @@ def test_completions_of_several_turns_are_taught_turn_by_turn():
     chosen, rejected = preference_group(0, "data", example, template_of(), RULES).rollouts
     assert [turn.sampled for turn in chosen.turns] == [True, False, True] and len(rejected.turns) == 1
     assert chosen.prompt is rejected.prompt and chosen.messages == (*PROMPT, *long)
+    final = preference_group(0, "data", example, template_of(), RecordedRules(max_length=512, final_turn_only=True)).rollouts
+    assert [[turn.text for turn in each.policy_turns] for each in final] == [["yes"], ["20"]]
 
 
 @pytest.mark.parametrize(("desirable", "reward"), [(True, 1.0), (False, 0.0)])
