@@ -134,15 +134,6 @@ def test_a_manifest_has_the_fields_that_its_kind_knows(name: str) -> None:
         check(resource)
 
 
-def test_a_misspelt_field_is_found() -> None:
-    resource = yaml.safe_load((FOLDER / "job" / "rayjob.yaml").read_text())
-    resource["spec"]["rayClusterSpec"]["headGroupSpecs"] = resource["spec"]["rayClusterSpec"].pop("headGroupSpec")
-    assert mistakes(resource["spec"], JOB, "RayJob") == [
-        "RayJob.rayClusterSpec.headGroupSpec is missing",
-        "RayJob.rayClusterSpec.headGroupSpecs is unknown",
-    ]
-
-
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl lays the overlays over the manifests")
 @pytest.mark.parametrize("name", ["cluster", "job", "cluster-gpu", "job-gpu"])
 def test_an_overlay_gives_a_manifest_in_which_all_pods_have_the_same_image_and_gpus(name: str) -> None:
