@@ -75,19 +75,6 @@ def test_the_page_documents_every_stable_name() -> None:
     assert [name for name in SURFACE if f"`strop.{name}`" not in page and name != "__version__"] == []
 
 
-def test_arguments_are_settings_and_settings_may_be_dotted_or_nested(trained: list[Any]) -> None:
-    run = strop.train(
-        "dapo", model="m", data=ROWS, reward=correct, folder="out", policy={"optimizer": {"kwargs": {"lr": 1e-6}}},
-        **{"grpo.max_num_steps": 3, "algorithm.objective.high": 0.3},
-    )  # fmt: skip
-    (config,) = trained
-    assert (config.section, config.algorithm.name, config.policy.model_name) == ("grpo", "dapo", "m")
-    assert (config.grpo.max_num_steps, config.policy.optimizer.kwargs["lr"]) == (3, 1e-6)
-    assert config.data.train[0].rows is ROWS and config.env["task"].options["reward"] is correct
-    assert config.algorithm.options == {"objective": {"high": 0.3}}
-    assert run.folder == Path("out") and config.checkpointing.checkpoint_dir == str(Path("out/checkpoints"))
-
-
 def test_a_run_without_a_folder_gets_a_new_one_each_time(trained: list[Any]) -> None:
     folders = {str(strop.train("sft", model="m", data=[{"messages": []}]).folder) for _ in range(3)}
     assert len(folders) == 3 and all(folder.startswith("results/sft-") for folder in folders)

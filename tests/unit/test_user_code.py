@@ -24,7 +24,7 @@ from strop.runs.exit_codes import run_command
 from strop.safety.exits import RunExited, contain_exits, exit_process, run_coroutine
 from strop.sampling import Sampling
 from strop.types import Ending, Group, Messages, Rollout, Task, user
-from strop.user_code import UserCodeError, import_attribute, suggest_names
+from strop.user_code import UserCodeError, import_attribute
 
 TOKENIZER = tiny_tokenizer()
 TEMPLATE = ChatTemplate(TOKENIZER)
@@ -151,11 +151,6 @@ def test_a_real_ctrl_c_passes_even_the_second_one_that_interrupts_the_reward_its
 
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(main())
-
-
-def test_ctrl_c_passes_under_pythons_own_handler() -> None:
-    with pytest.raises(KeyboardInterrupt), contain_exits():
-        signal.raise_signal(signal.SIGINT)
 
 
 def test_where_ctrl_c_is_ignored_a_keyboard_interrupt_is_of_the_code_itself() -> None:
@@ -312,8 +307,3 @@ def test_a_fork_that_stays_is_killed_with_the_run() -> None:
     assert len(forks._children) == 2
     forks.end_forks()
     assert not forks._children and forks._list_children() <= others
-
-
-def test_of_very_many_names_only_the_nearest_are_listed():
-    said = suggest_names("game_77x", [f"game_{index}" for index in range(500)])
-    assert "did you mean 'game_77'?" in said and "game_77, " in said and said.endswith(" and 490 others") and len(said) < 200
