@@ -9,6 +9,43 @@ from strop.config.schema.run_config import TRAINING_RUNS
 from strop.config.source.nearest_keys import find_nearest_keys, is_misspelling, suggest_keys
 from strop.problems import ConfigError
 
+MEANT = {
+    "grpo.num_promts_per_step": "grpo.num_prompts_per_step",
+    "grpo.num_prompt_per_step": "grpo.num_prompts_per_step",
+    "grpo.numPromptsPerStep": "grpo.num_prompts_per_step",
+    "grpo.num_prompts": "grpo.num_prompts_per_step",
+    "grpo.num_generations": "grpo.num_generations_per_prompt",
+    "grpo.max_steps": "grpo.max_num_steps",
+    "grpo.max_step": "grpo.max_num_steps",
+    "grpo.sed": "grpo.seed",
+    "grpo.val_perid": "grpo.val_period",
+    "grpo.max_new_tokens": "policy.generation.max_new_tokens",
+    "grpo.learning_rate": "policy.optimizer.kwargs.lr",
+    "grpo.policy": "policy",
+    "loss_fn.lr": "policy.optimizer.kwargs.lr",
+    "loss_fn.ratio_clp_min": "loss_fn.ratio_clip_min",
+    "loss_fn.ratio_clip_mni": "loss_fn.ratio_clip_min",
+    "policy.temperature": "policy.generation.temperature",
+    "policy.modelname": "policy.model_name",
+    "policy.Precision": "policy.precision",
+    "policy.optimzer": "policy.optimizer",
+    "policy.lora": "policy.dtensor_cfg.lora_cfg",
+    "policy.max_grad_nrom": "policy.max_grad_norm",
+    "policy.generation.topk": "policy.generation.top_k",
+    "policy.generation.temprature": "policy.generation.temperature",
+    "policy.dtensor_cfg.tensor_parallel": "policy.dtensor_cfg.tensor_parallel_size",
+    "policy.dtensor_cfg.tensor_paralel_size": "policy.dtensor_cfg.tensor_parallel_size",
+    "checkpointing.save_perod": "checkpointing.save_period",
+    "data.train.datset_name": "data.train.dataset_name",
+    "data.dataset_name": "data.train.dataset_name",
+    "logger.wandb.enable": "logger.wandb_enabled",
+    "logger.wandb_enable": "logger.wandb_enabled",
+    "cluster.gpu_per_node": "cluster.gpus_per_node",
+    "policy.generation.quant_cfg": "policy.quant_cfg",
+    "val_period": "grpo.val_period",
+    "polcy": "policy",
+    "tokenizer": "policy.tokenizer",
+}
 NOTHING = [  # keys of recipes that Strop does not have, and one of no library
     "policy.generation.expose_http_server",
     "policy.generation.vllm_cfg.reasoning_parser_plugin",
@@ -29,6 +66,11 @@ NOTHING = [  # keys of recipes that Strop does not have, and one of no library
     "async_rl",
     "xyzzy",
 ]
+
+
+@pytest.mark.parametrize(("key", "meant"), MEANT.items())
+def test_a_wrong_key_is_answered_with_the_one_that_was_meant(key: str, meant: str) -> None:
+    assert find_nearest_keys(key.split("."), TRAINING_RUNS["grpo"])[:1] == (meant,)
 
 
 @pytest.mark.parametrize("key", NOTHING)

@@ -168,3 +168,16 @@ def test_the_disk_that_checkpoints_take_is_a_row(capsys, model_config):
     assert "disk for checkpoints: 89.7 GiB each, at most 5 at a time: 448.7 GiB" in capsys.readouterr().out
     main(["plan", *arguments, "checkpointing.enabled=false"])
     assert "disk" not in capsys.readouterr().out
+
+
+def test_a_plan_refuses_what_a_run_refuses_in_the_same_words(capsys, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4}\n"
+        "policy:\n  model_name: m\n  max_total_sequence_length: 512\n  train_global_batch_size: 5\n"
+        "data: {train: {dataset_name: on/another_machine.jsonl}}\nenv: {math: {}}\n"
+    )
+    assert main(["plan", str(file)]) == main(["grpo", "--config", str(file), "--dry-run", "--assume-gpus", "1"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("run.yaml, line 5: policy.train_global_batch_size: found 5, but a step has 8 prompts x 4") == 2
+    assert "another_machine" not in said, "the data of other machines need not be here"

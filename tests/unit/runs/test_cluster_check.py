@@ -20,6 +20,8 @@ from strop.distributed.ray import connect, is_process_alive
 from strop.monitoring.machine.system_monitor import SystemMonitor
 from strop.runs.monitors.machine_monitors import watch_machines
 
+pytestmark = pytest.mark.usefixtures("workers_are_forks")
+
 
 @pytest.fixture
 def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -41,7 +43,7 @@ def test_an_address_where_nobody_answers_is_a_problem_without_a_traceback(room: 
 
 
 @pytest.fixture(scope="module")
-def two_nodes() -> Iterator[Any]:
+def two_nodes(workers_are_forks: None) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 0, "include_dashboard": False})
