@@ -369,7 +369,7 @@ SHORT = {
     "config.checks.exact_checks": "what exact mode asks of a run, beside the other checks",
     "config.checks.memory_checks": "what memory asks of a run, beside the other checks",
     "config.checks.quantization_checks": "what quantization asks of a run, beside the other checks",
-    "config.load.consequences": "keys that follow from others, one table",
+    "config.load.named_files": "where the files are looked for that a recipe names",
     "config.recipes.trl.trl_services": "the services of another library",
     "config.recipes.verl.verl_megatron": "the keys of another library",
     "distributed.ipc_trial": "a process of its own",
