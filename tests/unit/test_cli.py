@@ -114,45 +114,6 @@ def test_an_interrupted_run_without_checkpoints_says_so(assembly: SimpleNamespac
     assert "starts from the beginning" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("schema", "key"),
-    [
-        ("grpo", "num_prompts_per_step: 32"),
-        ("ppo", "ppo_epochs: 1"),
-        ("sft", "only_unmask_final: false"),
-        ("dpo", "precompute_reference: false"),
-        ("rm", "use_margin: false"),
-        ("distillation", "topk_logits_k: 64"),
-        ("eval", "metric: pass@k"),
-    ],
-)
-def test_config_lists_the_keys(schema: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["config", schema]) == 0
-    assert key in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("script", "section", "model"),
-    [
-        ("run_sft.py", "sft", "meta-llama/Llama-3.2-1B"),
-        ("run_dpo.py", "dpo", "meta-llama/Llama-3.2-1B-Instruct"),
-        ("run_rm.py", "rm", "meta-llama/Llama-3.2-1B-Instruct"),
-        ("run_ppo.py", "ppo", "Qwen/Qwen2.5-1.5B"),
-        ("run_distillation.py", "distillation", "Qwen/Qwen3-1.7B-Base"),
-    ],
-)
-def test_every_kind_of_training_has_a_script(
-    assembly: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, script: str, section: str, model: str
-) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", [f"examples/{script}", f"{section}.seed=3"])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_path(f"examples/{script}", run_name="__main__")
-    (config,) = assembly.grpo
-    assert type(config) is TRAINING_RUNS[section]
-    assert (config.policy.model_name, config.training.seed) == (model, 3)
-
-
 MINIMAL = {
     "grpo": ["data.train.env_name=arithmetic", "env.arithmetic={}"],
     "ppo": ["data.train.env_name=arithmetic", "env.arithmetic={}"],

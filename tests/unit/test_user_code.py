@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -160,34 +159,6 @@ def test_where_ctrl_c_is_ignored_a_keyboard_interrupt_is_of_the_code_itself() ->
             raise KeyboardInterrupt("of the code")
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_closing_a_coroutine_that_nobody_awaits_passes() -> None:
-    seen: list[str] = []
-
-    @types.coroutine
-    def suspend() -> Any:
-        yield
-
-    async def work() -> None:
-        try:
-            with contain_exits():
-                await suspend()
-        except GeneratorExit:
-            seen.append("closed")
-            raise
-
-    async def main() -> None:
-        started = work()
-
-        async def begin() -> None:
-            started.send(None)
-
-        await asyncio.create_task(begin())
-        started.close()
-
-    asyncio.run(main())
-    assert seen == ["closed"]
 
 
 def test_an_exit_where_no_rollout_can_record_it_is_an_error_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
