@@ -39,11 +39,6 @@ def test_minus_one_turns_validation_off_and_leaves_the_number_of_epochs_open_in_
     assert "trains nothing unless" in of(loaded, Effect.CHANGED)[f"{section}.max_num_epochs"]
 
 
-def test_asynchronous_recipes_have_no_number_of_epochs() -> None:
-    loaded = load("ppo", "ppo.max_num_epochs=-1", "ppo.async_ppo.enabled=true")
-    assert loaded.config.ppo.max_num_epochs is None and not of(loaded, Effect.CHANGED)
-
-
 @pytest.mark.parametrize("section", ["sft", "dpo", "rm"])
 def test_no_batches_of_validation_are_all_of_them(section: str) -> None:
     assert load(section, f"{section}.val_batches=0").config.training.val_batches == -1
@@ -107,13 +102,6 @@ def test_what_only_changes_the_speed_or_is_not_read_is_left_out() -> None:
     assert len(of(lead, Effect.UNUSED)) == 2
 
 
-def test_a_filter_that_is_nowhere_defined_is_refused_with_the_one_that_is() -> None:
-    (said,) = refusals("grpo", "grpo.zero_variance_prompt_filtering=true")
-    assert "grpo.use_dynamic_sampling=true" in said
-    (said,) = refusals("grpo", "grpo.use_best_at_k=true", "grpo.use_combined_training=true", "grpo.best_at_k_k=8")
-    assert "algorithm.name=pass_at_k" in said
-
-
 def test_penalties_on_messages_are_penalties_on_turns() -> None:
     loaded = load("grpo", "grpo.invalid_tool_call_advantage=-5.0", "grpo.malformed_thinking_advantage=-3.0")
     penalties = loaded.config.reward_penalties
@@ -121,11 +109,6 @@ def test_penalties_on_messages_are_penalties_on_turns() -> None:
     assert len(of(loaded, Effect.RENAMED)) == 2
     off = load("grpo", "grpo.invalid_tool_call_advantage=null", "grpo.malformed_thinking_advantage=null")
     assert len(of(off, Effect.UNUSED)) == 2
-
-
-def test_rollouts_are_left_out_by_the_threshold_of_a_recipe() -> None:
-    assert load("grpo", "grpo.seq_logprob_error_threshold=2").config.grpo.seq_logprob_error_threshold == 2.0
-    assert load("ppo", "ppo.seq_logprob_error_threshold=2.0").config.ppo.seq_logprob_error_threshold == 2.0
 
 
 def test_a_teacher_s_training_keys_each_have_their_reason_and_what_would_change_it_is_refused() -> None:
@@ -141,8 +124,3 @@ def test_a_teacher_s_training_keys_each_have_their_reason_and_what_would_change_
     }
     (refused,) = refusals("distillation", "teacher.hf_config_overrides.rope_scaling={factor: 4}")
     assert "set teacher.model_name to the copy" in refused
-
-
-def test_ppo_without_a_critic_is_another_kind_of_run() -> None:
-    (said,) = refusals("ppo", "ppo.adv_estimator.name=raw_reward")
-    assert "has no critic" in said and "Use strop grpo with grpo.adv_estimator.name=raw_reward" in said
