@@ -18,6 +18,7 @@ MEGATRON = {
 }
 
 
+@pytest.mark.exhaustive
 def test_a_recipe_for_megatron_core_has_its_warm_up_in_training_steps_of_four_optimizer_steps(tiny, tmp_path) -> None:
     settings = {
         "policy.backend": "torch",
