@@ -37,10 +37,12 @@ def list_shown_below_tmp(*readable: str) -> list[str]:
 
 
 def test_an_isolated_command_finds_its_libraries_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("x")
-    source = f"import os, sys; print(os.path.exists('/etc/passwd'), os.path.exists({str(tmp_path / 'secret')!r}), sorted(os.listdir('/tmp')))"
-    command = isolate_command([sys.executable, "-c", source], [sys.prefix])
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"False False {list_shown_below_tmp()}\n"
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    seen = f"[os.path.exists('/etc/passwd'), os.path.exists({str(secret)!r}), *sorted(os.listdir('/tmp'))]"
+    command = isolate_command([sys.executable, "-c", f"import os; print({seen})"], [sys.prefix])
+    wanted = [False, False, *list_shown_below_tmp()]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{wanted}\n"
 
 
 def test_an_isolated_command_finds_libraries_below_tmp_and_not_what_lies_beside_them() -> None:
