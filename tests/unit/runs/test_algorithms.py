@@ -42,6 +42,7 @@ from strop.runs.algorithm.sections import check_algorithm, infer_section
 from strop.runs.algorithm.settings import collect_settings
 from strop.runs.summary import summarize
 from strop.runs.training_run import run_training
+from support.sweep import one_in
 
 ROLLOUTS = ["data.train.env_name=arithmetic", "env.arithmetic={}"]
 RECORDED = ["data.train.dataset_name=squad"]
@@ -513,7 +514,7 @@ def test_a_run_is_refused_before_anything_is_started(tmp_path: Path, capsys: pyt
     assert "always 0, so there is nothing to learn" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", all_algorithms())
+@pytest.mark.parametrize("name", one_in(8, all_algorithms()))
 def test_an_algorithm_of_another_kind_of_run_is_refused_with_its_own(name: str) -> None:
     own = infer_section(all_algorithms()[name]())
     for section in TRAINING_RUNS:

@@ -18,6 +18,7 @@ from strop.statistics.paired_comparison import (
     forecast_tasks,
 )
 from strop.statistics.task_results import pass_at_k
+from support.sweep import one_in
 
 SHARE = (0.0, 1.0)
 PAIRS = 1000
@@ -84,7 +85,7 @@ REGIMES = {
 }
 
 
-@pytest.mark.parametrize("name", REGIMES)
+@pytest.mark.parametrize("name", one_in(3, REGIMES))
 def test_the_interval_covers_and_false_positives_are_few_in_a_thousand_pairs(name: str) -> None:
     regime = REGIMES[name]
     found, truth = simulate(regime), regime.difference
@@ -109,7 +110,7 @@ def power_at_forecast(regime: Regime, pairs: int) -> float:
     return share_decided(simulate(regime, pairs, tasks=tasks))
 
 
-@pytest.mark.parametrize("name", FORECASTS)
+@pytest.mark.parametrize("name", one_in(2, FORECASTS))
 def test_the_forecast_number_of_tasks_decides_four_times_of_five(name: str) -> None:
     regime, above, below = FORECASTS[name]
     power = power_at_forecast(regime, 300)
