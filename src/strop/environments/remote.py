@@ -119,7 +119,6 @@ class EnvironmentSpec:
     """Properties of an environment, fetched once: methods that it does not override need no calls."""
 
     title: str
-    rewards: tuple[str, ...]
     has_group_rewards: bool
     declares_accuracy: bool
     accuracy: str | None  # name of the reward marked accuracy=True; None: the total reward
@@ -176,7 +175,6 @@ class EnvironmentServer:
         kind, rewards = type(self.environment), self.environment.reward_functions
         return EnvironmentSpec(
             title=self.environment.title,
-            rewards=tuple(rewards),
             has_group_rewards=self.environment.has_group_rewards,
             declares_accuracy=self.environment.declares_accuracy,
             accuracy=next((name for name, each in rewards.items() if each.mark.accuracy), None),
@@ -413,10 +411,6 @@ class RemoteEnvironment(Environment[RemoteTask]):
     @property
     def title(self) -> str:
         return self.spec.title
-
-    @property
-    def reward_names(self) -> tuple[str, ...]:
-        return self.spec.rewards
 
     def tasks(self, data: DataSource) -> RemoteTasks:
         if data not in self.description.sources:

@@ -1,19 +1,23 @@
-"""Distillation by a per-token advantage: what a token earns, how rewards are mixed in, what is refused."""
+"""Distillation: what it requires and reports, on sampled tokens and on the teacher's most likely ones."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from strop.algorithms.base import Plan, TokenOutputs
+from strop.algorithms.base import CANDIDATES, Plan, TokenOutputs
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation, ReverseKl
+from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
 from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO, GroupRelative
+from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
 from strop.types import Batch
-from support.rollouts import make_group, make_rollout, pack_for, sampled_turn, simple_groups
+from support.rollouts import pack_for, simple_groups
 
 
 def batch_of(algorithm: Distillation, *, seed: int = 0) -> Batch:
@@ -23,61 +27,12 @@ def batch_of(algorithm: Distillation, *, seed: int = 0) -> Batch:
     return batch.with_column(TEACHER_LOGPROBS, batch.rollout_logprobs + noise)
 
 
-def test_a_token_earns_what_the_teacher_gives_it_more_than_the_policy_did() -> None:
-    batch = batch_of(Distillation())
-    assert torch.equal(Distillation().token_credit(batch).advantages, batch.column(TEACHER_LOGPROBS) - batch.rollout_logprobs)
-
-
-def test_a_teacher_that_is_the_policy_teaches_exactly_nothing() -> None:
-    batch = batch_of(Distillation())
-    batch = Distillation().token_credit(batch.with_column(TEACHER_LOGPROBS, batch.rollout_logprobs))
-    assert batch.advantages.tolist() == [0.0] * 11
-    assert bool(Distillation().zero_gradient(batch).all())
-    assert Distillation().report(batch) == {"train/teacher_kl": 0.0}
-
-
-def test_on_policy_the_gradient_is_that_of_the_reverse_kl() -> None:
-    """The expectation over all tokens of one place, from the loss of each of them: grad KL(pi || T) = sum pi (log pi - log T)
-    grad log pi.
-    """
-    logits = torch.tensor([0.3, -0.2, 1.0, 0.1], dtype=torch.float64, requires_grad=True)
-    teacher = torch.tensor([1.0, 0.5, -0.5, 0.0], dtype=torch.float64).log_softmax(0)
-    policy = logits.log_softmax(0)
-    wanted = torch.autograd.grad((policy.exp() * (policy - teacher)).sum(), logits, retain_graph=True)[0]
-    found = torch.zeros_like(logits)
-    for token in range(4):
-        group = make_group(make_rollout([5], sampled_turn([token], [policy[token].item()])))
-        batch = Distillation().token_credit(
-            pack_for([group], Distillation()).with_column(TEACHER_LOGPROBS, teacher[token, None].float())
-        )
-        loss, _ = Distillation().loss(TokenOutputs(policy[token, None], torch.zeros(1)), batch)
-        found += policy[token].exp().detach() * torch.autograd.grad(loss, logits, retain_graph=True)[0]
-    assert torch.allclose(found, wanted, atol=1e-6)
-
-
-def test_rewards_are_mixed_in_by_their_weight() -> None:
-    algorithm = Distillation(advantage=ReverseKl(reward_weight=0.5))
-    batch = batch_of(algorithm)
-    relative = pack_for(simple_groups((3, (4, 2)), (2, (5,))), GRPO()).advantages
-    found = algorithm.token_credit(batch).advantages
-    assert torch.allclose(found, batch.column(TEACHER_LOGPROBS) - batch.rollout_logprobs + 0.5 * relative, atol=1e-6)
-
-
 def test_without_a_weight_rewards_make_no_difference_and_a_group_may_be_a_single_rollout() -> None:
     assert list(Distillation().validate(Plan(group_size=1))) == []
     assert not pack_for(simple_groups((3, (4, 2))), Distillation()).advantages.any()
     mixed = Distillation(advantage=ReverseKl(reward_weight=1.0, reward=GroupRelative()))
     assert any("the group size is 1" in problem for problem in mixed.validate(Plan(group_size=1)))
     assert list(mixed.validate(Plan(group_size=4))) == []
-
-
-def test_the_sum_of_both_advantages_is_bounded() -> None:
-    algorithm = Distillation(advantage_low=-1.0, advantage_high=0.5)
-    batch = batch_of(algorithm)
-    batch = batch.with_column(TEACHER_LOGPROBS, batch.column(TEACHER_LOGPROBS) - torch.arange(11) * 3)
-    credit = algorithm.token_credit(batch).advantages
-    assert float(credit.min()) == -1.0
-    assert float(credit.max()) <= 0.5
 
 
 def test_it_requires_a_teacher_and_the_policy_before_the_update_and_a_reference_only_for_a_kl_term() -> None:
@@ -93,14 +48,98 @@ def test_it_reports_how_far_the_policy_is_from_its_teacher_on_counted_tokens() -
     assert Distillation().report(replace(batch, mask=torch.zeros(11))) == {}
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "said"),
-    [
-        (Distillation(kl=Kl(weight=0.1, place="token_reward")), "put it in the loss"),
-        (Distillation(kl=Kl(weight=0.1, place="reward")), "put it in the loss"),
-        (Distillation(drop_constant_groups=True), "rewards that have no weight in the loss"),
-        (Distillation(advantage=ReverseKl(reward_weight=-1.0)), "reward_weight is -1.0"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(algorithm: Distillation, said: str) -> None:
-    assert any(said in problem for problem in algorithm.validate(Plan(group_size=4)))
+KINDS: list[dict[str, Any]] = [
+    {"kl_type": "forward"},
+    {"kl_type": "reverse"},
+    {"kl_type": "mixed", "mixed_kl_weight": 0.3},
+    {"kl_type": "jsd", "beta": 0.2},
+]
+
+
+OUTSIDE = ("bucket", "renormalise")
+
+
+TOKENS = 6
+
+
+def kl(p: list[float], q: list[float]) -> float:
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+def by_formula(p: list[float], q: list[float], kl_type: str, mixed_kl_weight: float = 0.5, beta: float = 0.5) -> float:
+    """From whole distributions of teacher p and student q."""
+    if kl_type == "forward":
+        return kl(p, q)
+    if kl_type == "reverse":
+        return kl(q, p)
+    if kl_type == "mixed":
+        return mixed_kl_weight * kl(p, q) + (1 - mixed_kl_weight) * kl(q, p)
+    mixture = [beta * a + (1 - beta) * b for a, b in zip(p, q, strict=True)]
+    return beta * kl(p, mixture) + (1 - beta) * kl(q, mixture)
+
+
+def coarse(probabilities: list[float], outside: str) -> list[float]:
+    mass = sum(probabilities)
+    return [*probabilities, 1 - mass] if outside == "bucket" else [value / mass for value in probabilities]
+
+
+def distributions(count: int, vocabulary: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Logits of the student, log-probabilities of the teacher, [count, vocabulary] float64."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.randn(2, count, vocabulary, generator=generator, dtype=torch.float64) * 1.5
+    return draw[0], draw[1].log_softmax(-1)
+
+
+def with_candidates(teacher: Tensor, ids: Tensor) -> Batch:
+    assert len(ids) == TOKENS
+    batch = pack_for(simple_groups((3, (4, 2))), TopKDistillation())
+    return batch.with_columns({CANDIDATES: ids, TEACHER_CANDIDATES: teacher.gather(1, ids)})
+
+
+def outputs(logits: Tensor, ids: Tensor) -> TokenOutputs:
+    logs = logits.log_softmax(-1)
+    return TokenOutputs(logs[:, 0], torch.zeros(len(logs)), logs.gather(1, ids))
+
+
+@pytest.mark.parametrize("outside", OUTSIDE)
+@pytest.mark.parametrize("options", KINDS, ids=lambda options: options["kl_type"])
+def test_it_is_the_divergence_of_its_formula(options: dict[str, Any], outside: Any) -> None:
+    logits, teacher = distributions(TOKENS, 9, 0)
+    ids = teacher.topk(4).indices
+    batch = with_candidates(teacher, ids)
+    loss, logged = TopKDistillation(**options, outside=outside).loss(outputs(logits, ids), batch)
+    p, q = teacher.gather(1, ids).exp().tolist(), logits.softmax(-1).gather(1, ids).tolist()
+    pairs = [(coarse(a, outside), coarse(b, outside)) for a, b in zip(p, q, strict=True)]
+    assert float(loss) == pytest.approx(sum(by_formula(a, b, **options) for a, b in pairs) / TOKENS, rel=1e-9)
+    assert logged["kl_forward"].value == pytest.approx(sum(kl(a, b) for a, b in pairs) / TOKENS, rel=1e-9)
+    assert logged["kl_reverse"].value == pytest.approx(sum(kl(b, a) for a, b in pairs) / TOKENS, rel=1e-9)
+    assert logged["teacher_mass"].value == pytest.approx(sum(map(sum, p)) / TOKENS, rel=1e-9)
+    assert logged["student_mass"].value == pytest.approx(sum(map(sum, q)) / TOKENS, rel=1e-9)
+
+
+@pytest.mark.parametrize("outside", OUTSIDE)
+@pytest.mark.parametrize("options", KINDS, ids=lambda options: options["kl_type"])
+def test_tokens_that_one_of_them_rules_out_leave_everything_finite(options: dict[str, Any], outside: Any) -> None:
+    """A filter gives the student -inf; a peaked teacher has all of its mass on one token; a peaked student too."""
+    nothing = float("-inf")
+    teacher = torch.tensor([[0.0, nothing, nothing], [-0.1, -3.0, -4.0]] * 3).log_softmax(-1)
+    logits = torch.tensor([[nothing, 0.0, 1.0], [200.0, 0.0, nothing]] * 3, requires_grad=True)
+    ids = torch.tensor([[0, 1, 2]] * TOKENS)
+    loss, logged = TopKDistillation(**options, outside=outside).loss(outputs(logits, ids), with_candidates(teacher, ids))
+    loss.backward()
+    assert math.isfinite(loss.item())
+    assert all(math.isfinite(metric.value) for metric in logged.values())
+    assert logits.grad is not None
+    assert bool(torch.isfinite(logits.grad).all())
+
+
+def test_rewards_are_not_learned_from() -> None:
+    assert not pack_for(simple_groups((3, (4, 2))), TopKDistillation()).advantages.any()
+    assert TopKDistillation().requires == {TEACHER_CANDIDATES}
+
+
+def test_a_network_that_was_not_asked_for_candidates_is_an_error_that_says_so() -> None:
+    logits, teacher = distributions(TOKENS, 9, 7)
+    ids = teacher.topk(2).indices
+    with pytest.raises(ValueError, match="no column CANDIDATES"):
+        TopKDistillation().loss(TokenOutputs(logits[:, 0], logits[:, 0]), with_candidates(teacher, ids))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, EnvironmentConfigError, RewardResult
 from strop.environments.function_environment import FunctionEnvironment
 from strop.environments.instructions.instruction_following import InstructionFollowing
-from strop.environments.registry import make_environment
 from strop.types import Rollout, Turn, assistant
 
 ROWS = [
@@ -59,12 +57,6 @@ def test_the_verifier_gives_all_or_the_share_strictly_or_loosely() -> None:
     assert result.metrics["all/unverified"] == 0.0
     with pytest.raises(EnvironmentConfigError, match="instruction_id_list and kwargs"):
         FunctionEnvironment(rewards=rewards).tasks(DataSource(rows=[{"prompt": "Hi.", "answer": "x"}], input_key="prompt"))
-
-
-def test_tasks_and_the_environment_go_to_another_process() -> None:
-    environment = make_environment("ifeval", {"timeout_s": 2})
-    task = environment.tasks(DataSource(rows=ROWS, input_key="prompt"))[0]
-    assert pickle.loads(pickle.dumps((environment, task))) == (environment, task)
 
 
 def test_a_row_that_cannot_be_checked_is_an_error_when_the_run_starts() -> None:
