@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from strop.data.sources.source import DataSource
 from strop.environments.base import compute_group_rewards, compute_rewards
-from strop.environments.mixture import Mixture
+from strop.environments.mixture import Component, Mixture
 from strop.environments.registry import make_environment
 from strop.types import Task
-from strop.user_code import import_attribute
 
 DOC = Path(__file__).parents[3] / "docs" / "environments.md"
 EXAMPLES = {
@@ -98,8 +98,14 @@ def test_the_session_example_keeps_episodes_apart(example, wrote):
     assert asyncio.run(both()) == [3.0, 1.0]
 
 
-def test_the_mixture_example_finds_a_task(example):
-    path = example("mixed.py")
-    mixture = import_attribute(f"{path}:mixture")
-    assert isinstance(mixture, Mixture)
+def test_the_example_of_several_environments_weighs_them():
+    (block,) = (each for each in re.findall(r"```yaml\n(.*?)```", DOC.read_text(), re.DOTALL) if "hard" in each)
+    written = yaml.safe_load(block)
+    components = []
+    for entry in written["data"]["train"]:
+        options = written["env"][entry["env_name"]]
+        environment = make_environment(options.pop("type"), options)
+        tasks = environment.tasks(DataSource(size=entry["size"]))
+        components.append(Component(entry["env_name"], environment, tasks, weight=entry["weight"]))
+    mixture = Mixture(tuple(components), seed=42)
     assert [mixture.at(index)[0] for index in range(8)].count("hard") == 6
