@@ -172,6 +172,7 @@ def test_an_environment_that_has_no_tasks_to_give_is_refused(refused):
     assert "env.mine: Mine.tasks raised KeyError: 'the table of answers is gone'" in message
 
 
+@pytest.mark.exhaustive
 def test_whoever_asks_is_shown_where_an_error_was_raised(tiny, tmp_path):
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
     outcome = grpo(tiny, tmp_path, before=Environ({"STROP_LOG": "debug"}), **MINE)
@@ -226,6 +227,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_can_be_used(tiny,
     assert metrics_of(tmp_path / "logs")[2]["train/loss"] == before[2]["train/loss"]
 
 
+@pytest.mark.exhaustive
 def test_starting_over_in_the_same_folders_writes_over_nothing(tiny, tmp_path):
     changes = {"grpo.max_num_steps": 2, "logger.console": "plain"}
     assert grpo(tiny, tmp_path, **changes).code == 0

@@ -66,18 +66,6 @@ def test_a_run_with_images_trains(name: str, models: Callable[[str], Path], tmp_
     assert logged[6]["train/loss"] < logged[1]["train/loss"]
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
-def test_a_run_with_images_that_is_killed_ends_as_if_nothing_had_happened(
-    family: str, models: Callable[[str], Path], tmp_path: Path
-) -> None:
-    for name, kills in {"whole": [None], "killed": [Kill("at a save", 1), Kill("at a rename", 1, "after"), None]}.items():
-        (tmp_path / name).mkdir()
-        for number, kill in enumerate(kills):
-            outcome = train("sft", models(family), tmp_path / name, before=kill)
-            assert (outcome.code == 0) == (number == len(kills) - 1), outcome.err
-    assert_same_run(tmp_path / "killed", tmp_path / "whole")
-
-
 def test_what_was_trained_with_images_loads_in_transformers(models: Callable[[str], Path], tmp_path: Path) -> None:
     from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
@@ -138,14 +126,3 @@ def test_two_ranks_and_an_engine_elsewhere_give_the_curve_of_one_process(models:
         logged = metrics_of(tmp_path / name / "logs")
         curves.append([[logged[step][f"train/{tag}"] for tag in ("loss", "grad_norm", "reward")] for step in (1, 2)])
     assert curves[1] == [pytest.approx(step, rel=2e-3, abs=1e-5) for step in curves[0]]
-
-
-def test_recorded_images_train_two_ranks_as_one_process(models: Callable[[str], Path], tmp_path: Path) -> None:
-    curves = []
-    for name, cluster in {"one": {}, "two": {"cluster.backend": "ray", "cluster.gpus_per_node": 2}}.items():
-        (tmp_path / name).mkdir()
-        outcome = train("sft", models("gemma3"), tmp_path / name, **{**cluster, "sft.max_num_steps": 3})
-        assert outcome.code == 0, outcome.err
-        logged = metrics_of(tmp_path / name / "logs")
-        curves.append([[logged[step][f"train/{tag}"] for tag in ("loss", "grad_norm")] for step in (1, 2, 3)])
-    assert curves[1] == [pytest.approx(step, rel=2e-4) for step in curves[0]]

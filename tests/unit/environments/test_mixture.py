@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from strop.data.interleaving import permute_index
@@ -22,8 +24,9 @@ def ids(mixture: Mixture, start: int, end: int) -> list[str]:
     return [mixture.at(index)[2].id for index in range(start, end)]
 
 
-def test_the_stream_is_the_same_from_any_position():
-    mixture, again = (Mixture((component("a", 50, 2.5), component("b", 20, 1)), seed=9) for _ in range(2))
+def test_the_stream_has_each_environment_by_its_weight_and_is_the_same_from_any_position():
+    mixture, again = (Mixture((component("a", 50, 1), component("b", 20, 2.5)), seed=9) for _ in range(2))
+    assert Counter(mixture.at(index)[0] for index in range(70)) == {"a": 20, "b": 50}
     assert ids(mixture, 0, 300)[211:] == ids(again, 211, 300)
     assert ids(mixture, 0, 70) != ids(Mixture(mixture.components, seed=10), 0, 70)
 

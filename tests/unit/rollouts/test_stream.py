@@ -129,20 +129,6 @@ def test_an_asynchronous_stream_fills_a_slot_the_moment_it_is_free():
     assert run_virtually(play()) == list(range(9))
 
 
-def test_a_dropped_group_frees_its_slot():
-    world = World(slots=2, draw=random.Random(0))
-
-    async def play():
-        stream = RolloutStream(world.run_group, slots=2)
-        indices = []
-        for _ in range(20):
-            indices.append((await stream.next()).index)
-            world.release(stream, 1)
-        return indices
-
-    assert run_virtually(play()) == list(range(20))
-
-
 def test_asking_while_every_slot_is_held_is_an_error_and_not_the_end_of_the_tasks():
     world = World(slots=2, draw=random.Random(0))
 
