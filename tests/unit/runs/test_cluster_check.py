@@ -40,13 +40,12 @@ def folder(room: Path, name: str) -> Path:
 @pytest.mark.slow
 def test_a_cluster_that_is_started_here_is_looked_at_and_nothing_is_left(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["cluster", "check", "cluster.address=local", "cluster.gpus_per_node=2", "policy.device=cpu"]
-    assert cli.main([*words, "logger.log_dir=logs", "policy.model_name=/no/such/model"]) == 1
+    assert cli.main([*words, "logger.log_dir=logs"]) == 0
     output = capsys.readouterr().out
     assert "one was started on this machine for the check" in output
     assert "gloo, 2 ranks on 1 node: an all-reduce of 16 MiB runs at" in output
     assert f"{room}/logs: shared by 1 of 1 nodes" in output
-    assert "learner     2 ranks on 1 node: 1 copy x 2 shards x 1 context x 1 tensor" in output
-    assert "cannot read the model /no/such/model" in output and output.rstrip().splitlines()[-1].startswith("1 problem:")
+    assert output.rstrip().endswith("no problems found")
     assert list(room.iterdir()) == []
 
 
@@ -57,7 +56,7 @@ def test_an_address_where_nobody_answers_is_a_problem_without_a_traceback(room: 
 
 
 def test_what_backend_auto_stands_for_is_decided_by_the_cluster_and_not_by_the_machine_of_the_check(
-    room: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    room: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from strop import gpus, packages
     from strop.distributed import survey
@@ -80,10 +79,9 @@ def test_what_backend_auto_stands_for_is_decided_by_the_cluster_and_not_by_the_m
     monkeypatch.setattr(cluster_check, "format_survey", lambda survey: [])
     monkeypatch.setattr(cluster_check, "find_problems", lambda survey: [])
     words = ["cluster.backend=ray", "cluster.gpus_per_node=4", "policy.generation.vllm_cfg.tensor_parallel_size=2"]
-    for on_cpu, engines in ((False, "2 engines of 2 devices"), (True, "1 engine of 1 device")):
+    for on_cpu in (False, True):
         found.append(SimpleNamespace(on_cpu=on_cpu, cluster=SimpleNamespace(started_here=False)))
         assert cli.main(["cluster", "check", *words]) == 0
-        assert engines in capsys.readouterr().out
     assert ["vllm" in needs.packages for needs in asked] == [True, False]
 
 
@@ -111,7 +109,7 @@ def test_two_nodes_are_compared_share_their_folders_and_are_timed(
     assert check(two_nodes, "cluster.num_nodes=2", f"checkpointing.checkpoint_dir={results}/run") == 0
     output = capsys.readouterr().out
     assert "gloo, 2 ranks on 2 nodes" in output and f"{results}/run: shared by 2 of 2 nodes" in output
-    assert "learner     2 ranks on 2 nodes" in output and output.rstrip().endswith("no problems found")
+    assert output.rstrip().endswith("no problems found")
     assert list(results.iterdir()) == [], "a folder that was made for the check goes with it"
 
 

@@ -11,8 +11,7 @@ from strop.models.chat_template import ChatTemplate
 from strop.models.loading import load_tokenizer
 from strop.rollouts.recorded import demonstration_group, preference_group
 from strop.rollouts.recorded_tokens import RecordedRules
-from strop.runs.data_check.checked_row import CheckedRow
-from strop.runs.data_check.token_counts import NO_LIMIT, TokenCounts, count_tokens
+from strop.runs.data_check.row_checks import NO_LIMIT, CheckedRow, TokenCounts, count_tokens
 from strop.types import Message, Rollout, assistant, user
 
 TEXTS = (
