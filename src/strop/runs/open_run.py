@@ -14,7 +14,7 @@ from strop.runs.lifecycle import begin_run, finish_at_end, make_early_stop
 from strop.runs.monitors.run_listeners import make_hacking_monitor, make_listeners, make_store
 from strop.runs.recorded_run import RecordedSource, read_recorded
 from strop.runs.resume.restore import restore_run, resume_run
-from strop.runs.rollout_run import RolloutSource, read_tasks
+from strop.runs.rollout_run import SampledSource, read_tasks
 from strop.runs.scorers import make_columns
 from strop.trainer.run import TrainingRun
 
@@ -25,7 +25,7 @@ async def open_run(
 ) -> AsyncIterator[TrainingRun]:
     """Open a run in this process or on ``cluster``, restored from its newest checkpoint if there is one."""
     config = begin_run(config, algorithm, tracker, cluster)
-    source: RolloutSource | RecordedSource  # read first: a model takes longer to load than to find what is wrong with data
+    source: SampledSource | RecordedSource  # read first: a model takes longer to load than to find what is wrong with data
     if isinstance(config, RolloutRunConfig):
         source = await read_tasks(config, algorithm, cluster, tracker)
     else:

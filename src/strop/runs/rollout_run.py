@@ -55,7 +55,7 @@ UNFILTERED = 1 << 60  # groups generated for a step, of an algorithm that drops 
 
 
 @dataclass(kw_only=True)
-class RolloutSource:
+class SampledSource:
     """Groups of rollouts that the policy samples in environments."""
 
     config: RolloutRunConfig
@@ -142,7 +142,7 @@ class RolloutSource:
             )
 
 
-async def read_tasks(config: RolloutRunConfig, algorithm: Algorithm, cluster: Cluster | None, tracker: Tracker) -> RolloutSource:
+async def read_tasks(config: RolloutRunConfig, algorithm: Algorithm, cluster: Cluster | None, tracker: Tracker) -> SampledSource:
     """Make the environments of a run and read its tasks; try the sandbox if one needs it. Raises ConfigError, EnvironmentConfigError."""
     remote = {} if cluster is None else make_remote_environments(config, cluster)
     tracker.progress("reading tasks")
@@ -151,7 +151,7 @@ async def read_tasks(config: RolloutRunConfig, algorithm: Algorithm, cluster: Cl
     counted = "tasks of a stream" if train.epoch_size is None else f"{train.epoch_size} tasks"
     tracker.note(f"{counted} to train on{held_out}{describe_order(config)}")
     note_empty_answers(train, tracker.note)
-    source = RolloutSource(config=config, algorithm=algorithm, tracker=tracker, train=train, validation=validation)
+    source = SampledSource(config=config, algorithm=algorithm, tracker=tracker, train=train, validation=validation)
     if any(each.needs_sandbox for each in source.environments):
         tracker.progress("trying the sandbox")
         tracker.note(await try_sandbox())

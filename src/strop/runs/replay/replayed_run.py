@@ -20,7 +20,7 @@ from strop.runs.replay.original_machine import find_start, use_threads
 from strop.runs.replay.replay_plan import ReplayError
 from strop.runs.replay.stored_groups import LearnerReads, StoredStep, rebuild_groups
 from strop.runs.resume.token_budgets import make_token_budgets, settle_token_budgets
-from strop.runs.rollout_run import RolloutSource
+from strop.runs.rollout_run import SampledSource
 from strop.runs.scorers import make_columns
 from strop.runs.tasks import make_training_tasks
 from strop.sampling import Sampling
@@ -71,13 +71,13 @@ async def open_replayed_run(
     columns = await make_columns(
         config, backend, algorithm, learners, tracker, source.read_all, last_metrics=lambda: run.last_metrics
     )
-    parts = {**make_token_budgets(config), **({} if isinstance(source, RolloutSource) else source.make_parts(backend))}
+    parts = {**make_token_budgets(config), **({} if isinstance(source, SampledSource) else source.make_parts(backend))}
     state = None
     if beginning.checkpoint is not None:
         checkpoints = replace(make_checkpoints(config, backend.bundle.save), folder=beginning.checkpoint.parent)
         state = checkpoints.load(beginning.checkpoint, {**learners, **parts})
     await settle_token_budgets(config, learners, parts, tracker)
-    if isinstance(source, RolloutSource):
+    if isinstance(source, SampledSource):
         stream = RolloutStream(_refuse_to_sample, slots=0, size=0)
     else:
         stream = make_recorded_stream(source.examples, options, None if state is None else state.stream)
@@ -99,9 +99,9 @@ async def open_replayed_run(
         await stream.close()
 
 
-def _read_training_data(config: TrainingRunConfig, algorithm: Algorithm, tracker: Tracker) -> RolloutSource | RecordedSource:
+def _read_training_data(config: TrainingRunConfig, algorithm: Algorithm, tracker: Tracker) -> SampledSource | RecordedSource:
     if isinstance(config, RolloutRunConfig):
-        return RolloutSource(config=config, algorithm=algorithm, tracker=tracker, train=make_training_tasks(config))
+        return SampledSource(config=config, algorithm=algorithm, tracker=tracker, train=make_training_tasks(config))
     assert isinstance(config, RecordedRunConfig)
     train = read_examples(config, config.data.train, "train", algorithm)
     return RecordedSource(config=config, algorithm=algorithm, tracker=tracker, train=train)
