@@ -19,7 +19,7 @@ from strop.algorithms.catalogue import all_algorithms
 from strop.api import _run
 from strop.config import ConfigError, dump_config
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.runs import training_run
+from strop.runs import train as training
 from strop.runs.algorithm.sections import find_section
 from support.each import each
 
@@ -58,7 +58,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         (folder / "config.yaml").write_text(dump_config(config))
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(training_run, "train_as_configured", train)
+    monkeypatch.setattr(training, "train_as_configured", train)
     return configs
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from strop.distributed import node_probe
-from strop.distributed.node_probe import TOKEN_FILE, check_folder, probe_node, try_in_process
+from strop.distributed.node_probe import TOKEN_FILE, check_folder, probe_node
 from strop.distributed.preflight import (
     AllReduceSpeed,
     ClusterSurvey,
@@ -31,9 +30,7 @@ def facts(**changes: Any) -> NodeInfo:
     settings: dict[str, Any] = {
         "host": "machine",
         "versions": VERSIONS,
-        "shm": 16.0,
-        "models": {"m": ""},
-        "folders": {FOLDER: FolderStatus(True, "node-a", 100.0)},
+        "folders": {FOLDER: FolderStatus(True, "node-a")},
     }
     return NodeInfo(**settings | changes)
 
@@ -46,7 +43,7 @@ def survey(*nodes: NodeReport, **changes: Any) -> ClusterSurvey:
     settings: dict[str, Any] = {
         "driver": VERSIONS,
         "nodes": nodes,
-        "needs": RunNeeds(devices=8, models=("m",), folder_keys={FOLDER: "checkpointing.checkpoint_dir"}),
+        "needs": RunNeeds(devices=8, folder_keys={FOLDER: "checkpointing.checkpoint_dir"}),
         "on_cpu": True,
         "visible_files": {FOLDER: frozenset(range(len(nodes)))},
     }
@@ -82,7 +79,7 @@ def test_a_folder_that_is_not_shared_names_its_key_and_the_node() -> None:
 
 
 def test_a_folder_that_a_node_only_reads_is_a_problem() -> None:
-    other = node(1, facts(folders={FOLDER: FolderStatus(True, "", 100.0, "Read-only file system")}))
+    other = node(1, facts(folders={FOLDER: FolderStatus(True, "", "Read-only file system")}))
     finding = only(find_problems(survey(node(0), other, visible_files={FOLDER: frozenset({0})})))
     assert "the driver does not see the files that it writes there (Read-only file system)" in finding.problem
 
@@ -99,33 +96,6 @@ def test_too_few_gpus_name_the_node_and_the_key() -> None:
 def test_gpus_that_only_ray_believes_in_are_a_problem() -> None:
     finding = only(find_problems(survey(node(0, gpus(0), gpus=8), on_cpu=False)))
     assert finding.fatal and "Ray schedules 8 GPUs, and nvidia-smi finds 0" in finding.problem
-
-
-def test_a_model_that_a_node_cannot_read_is_a_problem() -> None:
-    finding = only(find_problems(survey(node(0), node(1, facts(models={"m": "there is no folder m"})))))
-    assert finding.fatal and "cannot read the model m: there is no folder m" in finding.problem
-
-
-def test_a_node_whose_processes_do_not_share_gpu_memory_is_a_problem_with_both_ways_out() -> None:
-    found = only(find_problems(survey(node(0), node(1, facts(cuda_ipc="TransportError: receiver 0: CUDA error")))))
-    assert found.fatal and found.where == "node 1 (10.0.0.1)" and "receiver 0: CUDA error" in found.problem
-    assert "--ipc=host" in found.fix and "weight_sync.transport=memory" in found.fix
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("workers_are_forks")
-def test_memory_is_shared_between_two_processes_as_engines_share_it_and_what_fails_is_said() -> None:
-    assert try_in_process("cpu") == ""
-    assert "nonsense" in try_in_process("nonsense")
-
-
-def test_a_node_without_gpus_tries_no_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
-    monkeypatch.setattr(node_probe, "try_in_process", lambda device: tried.append(device) or "it cannot")
-    assert probe_node((), (), (), "token", cuda_ipc=True).cuda_ipc == "" and not tried
-    monkeypatch.setattr(node_probe, "list_gpus", lambda: (H100,))
-    assert probe_node((), (), (), "token").cuda_ipc == "" and not tried
-    assert probe_node((), (), (), "token", cuda_ipc=True).cuda_ipc == "it cannot" and tried == ["cuda"]
 
 
 def test_nodes_that_do_not_have_what_the_run_asks_for_are_the_first_problem() -> None:
@@ -154,9 +124,9 @@ def test_nodes_that_do_not_reach_each_other_are_a_problem_that_names_the_variabl
 def test_a_node_says_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "token").mkdir()
     (tmp_path / "token" / TOKEN_FILE).write_text("token")
-    found = probe_node(("torch", "no-such-package"), ("/no/such/model",), (str(tmp_path),), "token")
+    found = probe_node(("torch", "no-such-package"), (str(tmp_path),), "token")
     assert found.versions["torch"] and found.versions["no-such-package"] == "" and "sources" in found.versions["strop"]
-    assert found.host and "there is no folder /no/such/model" in found.models["/no/such/model"]
+    assert found.host
     seen = found.folders[str(tmp_path)]
     assert seen.shared and (tmp_path / "token" / seen.file).exists()
 

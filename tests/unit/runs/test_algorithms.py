@@ -41,7 +41,7 @@ from strop.runs.algorithm.run_algorithm import make_recorded_algorithm, make_rol
 from strop.runs.algorithm.sections import check_algorithm, infer_section
 from strop.runs.algorithm.settings import collect_settings
 from strop.runs.summary import summarize
-from strop.runs.training_run import run_training
+from strop.runs.train import run_training
 from support.sweep import one_in
 
 ROLLOUTS = ["data.train.env_name=arithmetic", "env.arithmetic={}"]

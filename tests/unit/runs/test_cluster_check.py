@@ -66,7 +66,7 @@ def test_two_nodes_are_compared_share_their_folders_and_are_timed(
     assert check(two_nodes, "cluster.num_nodes=2", f"checkpointing.checkpoint_dir={results}/run") == 0
     output = capsys.readouterr().out
     assert "gloo, 2 ranks on 2 nodes" in output and f"{results}/run: shared by 2 of 2 nodes" in output
-    assert "learner     2 ranks on 2 nodes" in output and output.rstrip().endswith("no problems found")
+    assert output.rstrip().endswith("no problems found")
     assert list(results.iterdir()) == [], "a folder that was made for the check goes with it"
 
 

@@ -21,16 +21,13 @@ from strop.learner.client import InlineCaller, ThreadCaller
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.rollouts.order import DropTooOld, Fifo, Windowed
 from strop.rollouts.stream import StreamState
-from strop.runs import rollout_run
+from strop.runs import open_run, rollout_run
 from strop.runs.algorithm.run_algorithm import make_rollout_algorithm
 from strop.runs.backend import LocalBackend
 from strop.runs.engines import offloads_learner
 from strop.runs.lifecycle import make_checkpoints, make_tracker, resolve_metric
 from strop.runs.resume.restore import restore_checkpoint
-from strop.runs.rollout_run import (
-    make_train_options,
-)
-from strop.runs.rollout_stream import make_order
+from strop.runs.rollout_run import make_order, make_train_options
 from strop.runs.tasks import count_slots, make_training_tasks, make_validation_tasks
 
 
@@ -75,18 +72,23 @@ def test_the_loop_is_set_as_the_configuration_says():
     assert found.max_groups_per_step == 30 and found.save_period == 7 and not found.share_prefixes
 
 
+async def opened(config: GrpoRunConfig, tracker: Any) -> None:
+    async with open_run.open_run(config, make_rollout_algorithm(config), tracker):
+        pass
+
+
 def test_options_of_an_environment_are_checked_before_a_model_is_loaded(monkeypatch, tmp_path):
     async def load(*_: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(rollout_run, "make_backend", load)
+    monkeypatch.setattr(open_run, "make_backend", load)
     tracker = SimpleNamespace(progress=lambda _: None, note=lambda _: None)
     for option in ("{max_operandd: 3}", "{max_operand: many}"):
         wrong = config(f"env.arithmetic={option}")
         with pytest.raises(EnvironmentConfigError, match="max_operand"):
-            asyncio.run(rollout_run.build_rollout_run(wrong, make_rollout_algorithm(wrong), tracker))
+            asyncio.run(opened(wrong, tracker))
     with pytest.raises(AssertionError, match="a model was loaded"):
-        asyncio.run(rollout_run.build_rollout_run(config(), make_rollout_algorithm(config()), tracker))
+        asyncio.run(opened(config(), tracker))
 
 
 ASYNCHRONOUS = ("grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=2", "grpo.num_prompts_per_step=4")

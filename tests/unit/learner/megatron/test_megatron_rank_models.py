@@ -72,8 +72,8 @@ def ask_rank(rank: int, configs: Mapping[str, TrainingRunConfig], folder: Path) 
     said = {}
     for name, config in configs.items():
         builders = choose_rank_builders(config)
-        policy, batch = builders.load_policy(), batch_of(config)
-        models = builders.build_models(make_run_algorithm(config), SAMPLING, None, policy, "cpu", 2)
+        policy, batch = builders.load_policy(config), batch_of(config)
+        models = builders.build_models(config, make_run_algorithm(config), SAMPLING, None, policy, "cpu", 2)
         found = said[name] = Said(fingerprint=policy.fingerprint())
         models.offload.offload()
         models.offload.onload()
@@ -181,4 +181,4 @@ def test_sizes_that_do_not_divide_the_model_are_refused_at_their_key(models: tup
 
 def build_on_rank(rank: int, config: TrainingRunConfig) -> None:
     builders = choose_rank_builders(config)
-    builders.build_models(make_run_algorithm(config), SAMPLING, None, builders.load_policy(), "cpu", 3)
+    builders.build_models(config, make_run_algorithm(config), SAMPLING, None, builders.load_policy(config), "cpu", 3)

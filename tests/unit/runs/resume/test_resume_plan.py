@@ -28,7 +28,7 @@ from strop.rollouts.stream import StreamState
 from strop.runs.lifecycle import make_checkpoints
 from strop.runs.resume.restore import restore_checkpoint, resume_run
 from strop.runs.resume.resume_plan import ResumeError, plan_resume, refuse_other_run
-from strop.runs.training_run import train_as_configured
+from strop.runs.train import train_as_configured
 from strop.stopping import EarlyStop
 
 BASE: dict[str, list[str]] = {
