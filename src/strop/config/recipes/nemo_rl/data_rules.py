@@ -9,7 +9,7 @@ from typing import Any
 from strop.base_config import fields_of
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.nemo_rl.environment_rules import has_nemo_gym_servers
-from strop.config.recipes.nemo_rl.media.media_rules import IMAGE_DATASETS, SOUND_DATASETS, note_image_options
+from strop.config.recipes.nemo_rl.media_rules import IMAGE_DATASETS, SOUND_DATASETS, note_image_options
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule, Unused, is_switched_off
 from strop.config.source.yaml_source import get_at

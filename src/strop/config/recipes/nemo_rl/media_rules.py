@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.recipe import Recipe
-from strop.config.recipes.rules import Rule, Unused, describe, is_switched_off
-from strop.config.recipes.unsupported import Unsupported
+from strop.config.recipes.rules import Rule, Unsupported, Unused, describe, is_switched_off
 
 IMAGE_DATASETS = ("clevr-cogent", "geometry3k", "refcoco", "mmpr-tiny")
 SOUND_DATASETS = ("audiomcq", "avqa", "daily-omni", "intent-train", "intent-bench", "mmau", "TwinkStart/MMAU")
