@@ -23,9 +23,9 @@ class Disturbed(Graded):
         if draw > 0.3:
             await asyncio.sleep(self.longest * draw * draw)
 
-    async def first_messages(self, task: Task) -> Messages:
+    async def prompt(self, task: Task) -> Messages:
         await self._take_time()
-        return await super().first_messages(task)
+        return super().prompt(task)
 
     async def respond(self, task: Task, rollout: Rollout) -> Messages | None:
         await self._take_time()

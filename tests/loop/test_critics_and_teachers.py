@@ -23,6 +23,7 @@ from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
+from strop.environments.handle import LocalEnvironment
 from strop.learner.client import AsyncColumnSource, LogprobColumn, PolicyColumns, ScorerClient, ValueColumn
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen
@@ -103,7 +104,7 @@ def run_of(
     """What was logged, step by step."""
     engine = make_engine(make_runner(policy, slots=24, length=64), TOKENIZER, stop_ids=[TOKENIZER.eos_token_id])
     environment, template = Sevens(), ChatTemplate(TOKENIZER)
-    source = Tasks(environment, environment.tasks(DataSource()))
+    source = Tasks(LocalEnvironment(environment), environment.tasks(DataSource()))
     rules = EpisodeRules(max_length=64)
 
     async def group(index: int) -> Group:

@@ -13,7 +13,7 @@ from strop.config import RolloutRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.data.data_state import DataState
 from strop.distributed.base import Cluster
-from strop.environments.base import Environment
+from strop.environments.handle import EnvironmentHandle
 from strop.environments.mixture import Mixture
 from strop.generation.base import Generator, PastSelves
 from strop.generation.torch.torch_engine import TorchEngine
@@ -134,9 +134,9 @@ def make_prompts_ahead(config: RolloutRunConfig, source: Mixture, template: Chat
     return PromptsAhead(source.peek_messages, template, ahead=prefetch) if prefetch else None
 
 
-def make_past_selves(backend: Backend, environments: Sequence[Environment[Any]]) -> TorchPastSelves | None:
+def make_past_selves(backend: Backend, environments: Sequence[EnvironmentHandle[Any]]) -> TorchPastSelves | None:
     """Make the earlier selves of the policy that environments play against, None if none does. Raises ValueError if they do not agree."""
-    rules = {environment.past_selves for environment in environments} - {None}
+    rules = {environment.traits.past_selves for environment in environments} - {None}
     if len(rules) > 1:
         raise ValueError(
             f"environments play against earlier selves of the policy and keep different ones: {', '.join(sorted(map(str, rules)))}; set "

@@ -7,7 +7,7 @@ from typing import Any
 
 from strop.config import RolloutRunConfig
 from strop.distributed.base import Cluster
-from strop.environments.base import Environment
+from strop.environments.handle import EnvironmentHandle
 from strop.environments.mixture import Mixture
 from strop.monitoring.trackers.base import Tracker
 from strop.problems import raise_problems
@@ -24,7 +24,7 @@ class RunTasks:
     validation: Mixture | None
 
     @property
-    def environments(self) -> list[Environment[Any]]:
+    def environments(self) -> list[EnvironmentHandle[Any]]:
         """The environments of both, an environment as often as it is named."""
         mixtures = [self.train] if self.validation is None else [self.train, self.validation]
         return [component.environment for mixture in mixtures for component in mixture.components]
@@ -38,7 +38,7 @@ async def read_tasks(config: RolloutRunConfig, cluster: Cluster | None, tracker:
     held_out = "" if tasks.validation is None else f", {len(tasks.validation)} to validate on"
     tracker.note(f"{describe_count(tasks.train.epoch_size, 'tasks')} to train on{held_out}{describe_order(config)}")
     note_empty_answers(tasks.train, tracker.note)
-    if any(each.needs_sandbox for each in tasks.environments):
+    if any(each.traits.needs_sandbox for each in tasks.environments):
         tracker.progress("trying the sandbox")
         tracker.note(await try_sandbox())
     raise_problems(find_conversation_problems(config, tasks.environments))

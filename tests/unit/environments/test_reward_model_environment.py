@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from strop.data.sources.source import DataSource
-from strop.environments.base import Environment, EnvironmentConfigError, PromptedTask, RewardError, compute_rewards
+from strop.environments.base import Environment, EnvironmentConfigError, PromptedTask
+from strop.environments.compute_rewards import compute_rewards
 from strop.environments.registry import make_environment
 from strop.environments.remote import EnvironmentDescription, EnvironmentServer, Transport, connect
+from strop.environments.rewards import RewardError
 from strop.models.chat_template import ChatTemplate
 from strop.models.reward_scorer import RewardScorer, ScorerLimits
 from strop.types import Message, Messages, Rollout, assistant, user
@@ -62,7 +64,7 @@ TASK = PromptedTask(id="a", question="q", messages=())
 
 def scores(environment: Environment[Any], talks: list[Messages]) -> list[float]:
     async def run() -> list[float]:
-        found = await asyncio.gather(*(environment.score_rollout(TASK, rollout(talk)) for talk in talks))
+        found = await asyncio.gather(*(compute_rewards(environment, TASK, rollout(talk)) for talk in talks))
         return [each.rewards["score"] for each in found]
 
     return asyncio.run(run())
@@ -121,7 +123,7 @@ def test_it_runs_in_a_process_of_its_own_as_here(folder: Path, tmp_path: Path) -
     remote = connect(description, [Transport(host_call(host), lambda method, given: asyncio.run(host.answer(method, given)))])
     task = remote.tasks(description.sources[0])[1]
     talk = (user("1?"), assistant("2"))
-    scored = asyncio.run(remote.score_rollout(task, rollout(talk)))
+    scored = asyncio.run(remote.score(task, rollout(talk)))
     assert scored.reward == pytest.approx(wanted(folder, talk), abs=1e-5)
 
 

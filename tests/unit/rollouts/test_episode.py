@@ -16,6 +16,7 @@ from loop.tiny import tiny_tokenizer
 from strop.base_config import validate_section
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, reward
+from strop.environments.handle import LocalEnvironment
 from strop.generation.base import Completion
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_episode, run_group
@@ -101,7 +102,7 @@ def play(
 ) -> Rollout:
     return asyncio.run(
         run_episode(
-            environment,
+            LocalEnvironment(environment),
             TASK,
             1,
             seed,
@@ -319,7 +320,7 @@ def sample(seed: int, index: int, *, samples: int = 4, latencies: bool = False) 
         run_group(
             index,
             "talk",
-            Talk(),
+            LocalEnvironment(Talk()),
             TASK,
             samples=samples,
             generator=generator,
@@ -358,7 +359,7 @@ def compared(environment: Environment[Any], *, baseline: bool = False, scaling: 
         run_group(
             0,
             "talk",
-            environment,
+            LocalEnvironment(environment),
             TASK,
             samples=3,
             generator=generator,
@@ -420,7 +421,7 @@ def test_a_group_has_the_version_it_was_begun_with():
         run_group(
             0,
             "talk",
-            Talk(),
+            LocalEnvironment(Talk()),
             TASK,
             samples=2,
             generator=generator,
@@ -445,7 +446,7 @@ def test_a_penalised_rollout_has_the_reward_that_zero_is_scaled_to_also_in_a_gro
         run_group(
             0,
             "talk",
-            Compared(),
+            LocalEnvironment(Compared()),
             TASK,
             samples=3,
             generator=generator,
@@ -515,7 +516,8 @@ def test_code_that_cancels_its_own_task_fails_its_rollout_and_no_other(where: st
     async def work() -> Group:
         group = asyncio.ensure_future(
             run_group(
-                0, "a", Cancelling(where=where, how=how), TASK, samples=3, seed=3, generator=says("12", "34", "56"), template=TEMPLATE,
+                0, "a", LocalEnvironment(Cancelling(where=where, how=how)), TASK,
+                samples=3, seed=3, generator=says("12", "34", "56"), template=TEMPLATE,
                 sampling=Sampling(max_new_tokens=20), rules=EpisodeRules(max_length=200),
             )
         )  # fmt: skip
@@ -532,7 +534,7 @@ def test_a_cancellation_from_outside_ends_an_episode_and_what_it_waits_for() -> 
         environment = Cancelling(where="respond", how=lambda: asyncio.sleep(30))
         episode = asyncio.ensure_future(
             run_episode(
-                environment, TASK, 1, 3, generator=says("12"), template=TEMPLATE, sampling=Sampling(max_new_tokens=20),
+                LocalEnvironment(environment), TASK, 1, 3, generator=says("12"), template=TEMPLATE, sampling=Sampling(max_new_tokens=20),
                 rules=EpisodeRules(max_length=200),
             )
         )  # fmt: skip

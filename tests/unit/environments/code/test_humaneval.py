@@ -13,9 +13,11 @@ from loop.fakes import FakeGenerator, Request
 from loop.tiny import tiny_tokenizer
 from strop.config import GrpoRunConfig, load_config
 from strop.data.sources.source import DataSource
-from strop.environments.base import EnvironmentConfigError, compute_rewards
+from strop.environments.base import EnvironmentConfigError
 from strop.environments.code.code_environment import CodeEnvironment
 from strop.environments.code.humaneval import HumanEval, read_human_eval
+from strop.environments.compute_rewards import compute_rewards
+from strop.environments.handle import LocalEnvironment
 from strop.environments.mixture import Component, Mixture
 from strop.environments.registry import make_environment
 from strop.models.chat_template import ChatTemplate
@@ -97,7 +99,7 @@ def test_pass_at_k_counts_samples_that_pass() -> None:
         return tokenizer(text)["input_ids"], True
 
     evaluator = Evaluator(
-        source=Mixture((Component("humaneval", environment, tasks),), seed=0),
+        source=Mixture((Component("humaneval", LocalEnvironment(environment), tasks),), seed=0),
         size=2,
         samples=2,
         generator=FakeGenerator(tokenizer, solve_every_second),

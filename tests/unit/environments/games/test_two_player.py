@@ -15,6 +15,7 @@ from strop.environments.games.two_player.grid_game import ConnectFour, TicTacToe
 from strop.environments.games.two_player.nim import Heaps, Nim
 from strop.environments.games.two_player.perfect_play import best_moves, value_of
 from strop.environments.games.two_player.two_player import PositionTask, TwoPlayer
+from strop.environments.handle import LocalEnvironment
 from strop.environments.remote import EnvironmentDescription, connect
 from strop.generation.base import PastSelf
 from strop.models.chat_template import ChatTemplate
@@ -38,7 +39,8 @@ def play_group(
 ) -> Group:
     return asyncio.run(
         run_group(
-            0, "game", environment, task, samples=samples, generator=generator, template=ChatTemplate(generator.tokenizer),
+            0, "game", LocalEnvironment(environment), task, samples=samples, generator=generator,
+            template=ChatTemplate(generator.tokenizer),
             sampling=Sampling(max_new_tokens=50), rules=EpisodeRules(max_turns=9, max_length=100_000), seed=seed, past=past,
         )
     )  # fmt: skip
