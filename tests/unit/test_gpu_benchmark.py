@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from support.simulated_device.build import find_obstacle
+from support.sweep import sweep
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"
@@ -140,7 +141,7 @@ def test_wheels_and_the_machine_hold_all_that_strop_asks_for(run: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("device", sweep(["cpu", "sim"]))
 def test_a_rehearsal_writes_the_table(device: str, tmp_path: Path) -> None:
     if device == "sim" and (reason := find_obstacle()) is not None:
         pytest.skip(reason)

@@ -55,7 +55,7 @@ def test_rows_of_each_section_are_within_its_bounds(title: str, sections: dict[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("title", sweep(SLOW, "Twenty steps beside TRL's trainers"))
+@pytest.mark.parametrize("title", sweep(SLOW))
 def test_a_whole_run_and_a_training_on_ranks_are_within_their_bounds(title: str, sections: dict[str, Any]) -> None:
     pytest.importorskip("trl")
     (row,) = (row for row in sections[title].rows if row.option == SLOW[title])

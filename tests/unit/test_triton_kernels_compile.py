@@ -30,17 +30,17 @@ def call_row_kernels() -> None:
     from strop.models.logprobs.row_kernels import TritonRows
 
     rows = TritonRows()
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for vocabulary in (4096, 50257):  # Triton knows whether a stride is a multiple of 16
-            product = torch.zeros(2, vocabulary, dtype=dtype)
-            summary = rows.summarize(product, 0.7)
-            column = summary.log_normalizer
-            for of_entropy in (None, column):
-                place = torch.zeros(2, dtype=torch.int64)
-                rows.differentiate(product, 0.7, RowSlopes(column, column, of_entropy, shift=column, place=place, chosen=column))
+    # Triton knows whether a stride is a multiple of 16.
+    for dtype, vocabulary in ((torch.float32, 50257), (torch.bfloat16, 4096), (torch.float16, 50257)):
+        product = torch.zeros(2, vocabulary, dtype=dtype)
+        summary = rows.summarize(product, 0.7)
+        column = summary.log_normalizer
+        for of_entropy in (None, column):
+            place = torch.zeros(2, dtype=torch.int64)
+            rows.differentiate(product, 0.7, RowSlopes(column, column, of_entropy, shift=column, place=place, chosen=column))
 
 
-# What calls the kernels of each module with every dtype and branch that a run can reach.
+# What calls the kernels of each module with every dtype, alignment and branch that a run can reach.
 CALLERS: dict[str, Callable[[], None]] = {"strop.models.logprobs.row_kernels": call_row_kernels}
 
 

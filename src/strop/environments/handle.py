@@ -40,7 +40,6 @@ class Traits:
     """What an environment is and has. It is read once, so that what it does not have needs no call."""
 
     title: str  # for messages
-    rewards: tuple[str, ...]
     has_group_rewards: bool
     declares_accuracy: bool
     responds: bool  # episodes have more than one turn of the policy, where they are allowed
@@ -186,7 +185,6 @@ def read_traits(environment: Environment[Any]) -> Traits:
     tools_run_programs = any(getattr(each, "needs_sandbox", False) for _, each in environment.tool_sets)
     return Traits(
         title=kind.__name__,
-        rewards=tuple(rewards),
         has_group_rewards=any(each.mark.group for each in rewards.values()),
         declares_accuracy=environment.declares_accuracy,
         responds=is_agent or has_tools or kind.respond is not Environment.respond,

@@ -31,17 +31,6 @@ PARTS = {
 }  # fmt: skip
 
 
-def test_the_whole_family_is_in_the_catalogue() -> None:
-    found = {name for name, kind in all_algorithms().items() if issubclass(kind, PolicyGradient)}
-    assert set(FAMILY) <= found
-
-
-def test_every_part_is_found_by_its_name() -> None:
-    for kind, names in PARTS.items():
-        found = {name for name, part in all_parts().items() if issubclass(part, kind)}
-        assert set(names) <= found
-
-
 @pytest.mark.parametrize("name", FAMILY)
 def test_each_has_defaults_that_fit_a_run_in_both_modes(name: str) -> None:
     """What cannot have a default is said by ``problems``: a length for Dr. GRPO, GDPO's rewards."""

@@ -7,10 +7,8 @@ import math
 import pytest
 import torch
 
-from strop import metrics
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.preference.unpaired.kto import KTO, REFERENCE_POINT
-from strop.data.splitting import select_rollouts
 from strop.types import Batch
 from support.recorded import recorded_group
 from support.rollouts import pack_for
@@ -70,34 +68,8 @@ def test_the_loss_is_the_formula() -> None:
     )
 
 
-def test_the_reference_point_is_never_below_zero_and_has_no_gradient() -> None:
-    algorithm = KTO(beta=0.5)
-    lower = [value - 5 * (place in (2, 4, 5, 6, 8)) for place, value in enumerate(LOGPROBS)]
-    batch = batch_of(algorithm, lower)
-    assert batch.column(REFERENCE_POINT).abs().max() == 0
-    assert float(algorithm.loss(outputs(LOGPROBS), batch)[0]) == pytest.approx(wanted(algorithm, 0.0), rel=1e-12)
-    found = outputs(LOGPROBS)
-    found.logprobs.requires_grad_()
-    assert not batch_of(algorithm).column(REFERENCE_POINT).requires_grad
-    algorithm.loss(found, batch_of(algorithm))[0].backward()
-    assert found.logprobs.grad is not None
-    assert (found.logprobs.grad != 0).tolist() == [True, True, False, True, False, False, False, True, False]
-    assert found.logprobs.grad[0] < 0 < found.logprobs.grad[3], "desirable ones become likelier, undesirable ones less likely"
-
-
 def test_unrelated_completions_are_idle() -> None:
     assert KTO().zero_gradient(batch_of(KTO())).tolist() == [False, True] * 3
-
-
-def test_parts_add_up_to_the_whole_wherever_the_groups_are_cut() -> None:
-    algorithm = KTO(beta=0.5, undesirable_weight=0.3)
-    batch = batch_of(algorithm)
-    whole, logged = algorithm.loss(outputs(LOGPROBS), batch)
-    parts = [select_rollouts(batch, sequences) for sequences in ([1, 3], [0, 2, 5], [4])]
-    found = [algorithm.loss(outputs([LOGPROBS[place] for place in part.index.tolist()]), part.batch) for part in parts]
-    assert sum(float(value) for value, _ in found) == pytest.approx(float(whole), rel=1e-12)
-    merged = metrics.to_floats(metrics.merge(*(part for _, part in found)))
-    assert merged == pytest.approx(metrics.to_floats(logged), rel=1e-12)
 
 
 def test_an_empty_completion_is_harmless() -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from strop.algorithms.base import Plan, TokenOutputs, ValueOutputs
-from strop.algorithms.critic.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae
+from strop.algorithms.base import ValueOutputs
+from strop.algorithms.critic.gae import RETURNS, VALUES, Gae
 from strop.algorithms.critic.ppo import PPO
-from strop.algorithms.critic.vapo import VAPO
-from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl, kl_estimate
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO
+from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.types import Batch, Ending, Group
 from support.rollouts import make_group, make_rollout, pack_for, sampled_turn, simple_groups
 
@@ -38,50 +35,6 @@ def value_loss(algorithm: PPO, batch: Batch, values: torch.Tensor) -> tuple[torc
     return loss, {name: metric.value for name, metric in logged.items()}
 
 
-def test_a_rollout_earns_its_reward_at_its_last_token() -> None:
-    batch = PPO().token_credit(batch_of(PPO()))
-    earned = batch.column(TOKEN_REWARDS)
-    assert earned.nonzero().flatten().tolist() == [3, 5, 10]
-    assert torch.equal(earned[[3, 5, 10]], batch.rewards)
-    assert torch.allclose(batch.advantages, Gae().token_advantages(batch))
-    assert torch.allclose(batch.column(RETURNS), Gae().returns(batch))
-
-
-def test_a_kl_term_in_token_rewards_is_taken_from_each_tokens_own_reward() -> None:
-    algorithm = PPO(kl=Kl(weight=0.1, estimator="k1", place="token_reward"))
-    batch = algorithm.token_credit(batch_of(algorithm))
-    apart = kl_estimate(batch.rollout_logprobs, batch.column(REFERENCE_LOGPROBS), "k1").double()
-    plain = PPO().token_credit(batch_of(PPO())).column(TOKEN_REWARDS)
-    assert torch.allclose(batch.column(TOKEN_REWARDS), plain - 0.1 * apart)
-
-
-def test_with_lambda_one_a_tokens_credit_falls_by_the_kl_of_all_that_follows() -> None:
-    """What the family's credit does without a critic, so that both mean the same by token_reward."""
-    kl = Kl(weight=0.1, estimator="k1", place="token_reward")
-    algorithm = PPO(kl=kl, advantage=Gae(lambda_policy=1.0, whiten=False))
-    batch = batch_of(algorithm)
-    found = algorithm.token_credit(batch).advantages
-    wanted = batch.rewards[batch.sequence] - 0.1 * kl.sum_to_go(batch) - batch.column(VALUES).double()
-    assert torch.allclose(found.double(), wanted, atol=1e-6)
-
-
-def test_a_kl_term_in_the_reward_is_the_sum_at_the_last_token() -> None:
-    kl = Kl(weight=0.1, estimator="k3", place="reward")
-    algorithm = PPO(kl=kl)
-    batch = algorithm.token_credit(batch_of(algorithm))
-    assert torch.allclose(batch.column(TOKEN_REWARDS)[[3, 5, 10]], batch.rewards - 0.1 * kl.sum_per_rollout(batch))
-    assert batch.column(TOKEN_REWARDS).count_nonzero() == 3
-
-
-def test_a_kl_term_in_the_loss_leaves_rewards_alone_and_adds_to_the_policys_loss() -> None:
-    algorithm = PPO(kl=Kl(weight=0.1, place="loss"))
-    batch = algorithm.token_credit(batch_of(algorithm))
-    assert torch.equal(batch.advantages, PPO().token_credit(batch_of(PPO())).advantages)
-    outputs = TokenOutputs(batch.rollout_logprobs, torch.zeros(len(batch.target)))
-    with_kl, without = algorithm.loss(outputs, batch)[0], PPO().loss(outputs, batch)[0]
-    assert float(with_kl) > float(without)
-
-
 def test_it_requires_values_and_a_reference_only_for_a_kl_term() -> None:
     assert PPO().requires == {VALUES}
     assert PPO(kl=Kl(weight=0.0)).requires == {VALUES}
@@ -91,12 +44,6 @@ def test_it_requires_values_and_a_reference_only_for_a_kl_term() -> None:
 def test_advantages_are_clipped_after_they_are_whitened() -> None:
     found = PPO(advantage_low=-0.5, advantage_high=0.25).token_credit(batch_of(PPO())).advantages
     assert torch.equal(found, PPO().token_credit(batch_of(PPO())).advantages.clamp(-0.5, 0.25))
-
-
-def test_the_policys_loss_is_that_of_any_policy_gradient_with_this_credit() -> None:
-    batch = PPO().token_credit(batch_of(PPO()))
-    outputs = TokenOutputs(batch.rollout_logprobs + 0.1, torch.zeros(len(batch.target)))
-    assert torch.equal(PPO().loss(outputs, batch)[0], GRPO().loss(outputs, batch)[0])
 
 
 def test_the_critics_loss_is_half_the_larger_of_the_plain_and_the_clipped_squared_error() -> None:
@@ -113,27 +60,6 @@ def test_the_critics_loss_is_half_the_larger_of_the_plain_and_the_clipped_square
     loss.backward()
     assert values.grad is not None
     assert values.grad.tolist() == pytest.approx([-0.9, -1.5, 0.0]), "a value that has moved far enough is let go"
-
-
-def test_without_a_clip_the_critics_loss_is_half_the_mean_squared_error() -> None:
-    algorithm = PPO(value_clip=None)
-    batch = algorithm.token_credit(batch_of(algorithm))
-    values = torch.randn(len(batch.target), generator=torch.Generator().manual_seed(1))
-    loss, logged = value_loss(algorithm, batch, values)
-    assert float(loss) == pytest.approx(float((values - batch.column(RETURNS)).square().mean() / 2))
-    assert logged["clipped"] == 0.0
-
-
-def test_at_the_values_before_the_update_the_clip_changes_neither_loss_nor_gradient() -> None:
-    batch = PPO().token_credit(batch_of(PPO()))
-    found = []
-    for clip in (0.2, None):
-        values = batch.column(VALUES).clone().requires_grad_()
-        loss, _ = value_loss(PPO(value_clip=clip), batch, values)
-        loss.backward()
-        found.append((loss.detach(), values.grad))
-    assert torch.allclose(found[0][0], found[1][0])
-    assert torch.allclose(found[0][1], found[1][1])  # type: ignore[arg-type]
 
 
 def test_before_the_policys_first_step_only_the_critic_trains() -> None:
@@ -190,39 +116,6 @@ def test_variance_that_is_not_there_is_not_explained() -> None:
     assert "train/explained_variance" not in same.report(batch)
     masked = replace(batch, mask=torch.zeros_like(batch.mask))
     assert same.report(masked) == {}
-
-
-def test_a_group_may_be_a_single_rollout() -> None:
-    assert list(PPO().validate(Plan(group_size=1))) == []
-    assert (
-        list(PPO(kl=Kl(weight=0.1, place="token_reward")).validate(Plan(group_size=1, optimizer_steps=4, max_staleness=1))) == []
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"value_scale": 0.0}, "value_scale is 0.0"),
-        ({"value_clip": 0.0}, "value_clip is 0.0"),
-        ({"drop_constant_groups": True}, "group of one"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], said: str) -> None:
-    assert any(said in problem for problem in PPO(**options).validate(Plan(group_size=1)))
-
-
-def test_vapo_trains_its_critic_on_plain_returns_and_imitates_what_was_right() -> None:
-    algorithm = VAPO()
-    batch = algorithm.token_credit(batch_of(algorithm))
-    assert torch.allclose(batch.column(RETURNS), batch.rewards[batch.sequence].float(), atol=1e-6)
-    surveyed = algorithm.prepare_step(batch, None)
-    outputs = TokenOutputs(batch.rollout_logprobs, torch.zeros(len(batch.target)))
-    plain = replace(algorithm, positive_nll=0.0)
-    right = batch.rewards[batch.sequence] > 0
-    difference = float(algorithm.loss(outputs, surveyed)[0] - plain.loss(outputs, batch)[0])
-    assert difference == pytest.approx(-0.1 * float(batch.rollout_logprobs[right].mean()), rel=1e-5)
-    assert sorted(algorithm.losses(49)) == ["value"]
-    assert sorted(algorithm.losses(50)) == ["policy", "value"]
 
 
 def test_a_critics_column_is_filled_by_the_value_learner() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from strop.algorithms.base import TokenOutputs
 from strop.algorithms.preference.base import PairwisePreference
 from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.preference.ipo import IPO
-from strop.algorithms.preference.reference_free.orpo import ORPO, log_odds
+from strop.algorithms.preference.reference_free.orpo import ORPO
 from strop.algorithms.preference.reference_free.simpo import SimPO
 from strop.algorithms.supervised.sft import SFT
 from strop.data.splitting import select_rollouts
@@ -79,54 +78,6 @@ def test_losses_without_a_reference_do_not_look_at_one() -> None:
     assert logged["rewards_chosen_mean"] == pytest.approx(2 * (-0.75 - 0.25) / 2)
     with pytest.raises(KeyError, match="reference_logprobs"):
         loss_of(DPO(), pack_for(GROUPS, DPO()))
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "sft"),
-    [("sequence_sum", (1.5 + 0.25) / 2), ("sequence_mean", (0.75 + 0.25) / 2), ("token_mean", (1.5 + 0.25) / 3)],
-)
-def test_the_sft_term_is_of_the_chosen_completions_alone(aggregation: Any, sft: float) -> None:
-    plain = float(loss_of(DPO())[0])
-    value, logged = loss_of(DPO(sft_weight=0.3, preference_weight=2.0, sft_aggregation=aggregation))
-    assert logged["sft_loss"] == pytest.approx(sft, rel=1e-12)
-    assert float(value) == pytest.approx(2 * plain + 0.3 * sft, rel=1e-12)
-    assert logged["preference_loss"] == pytest.approx(plain, rel=1e-12)
-
-
-def test_orpo_without_its_odds_ratio_is_sft_on_the_chosen_completions() -> None:
-    logprobs = torch.tensor(LOGPROBS, dtype=torch.float64, requires_grad=True)
-    algorithm = ORPO(preference_weight=0.0)
-    value, _ = loss_of(algorithm, logprobs=logprobs)
-    value.backward()
-    assert float(value.detach()) == pytest.approx((0.75 + 0.25) / 2)
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == pytest.approx([-0.25, -0.25, 0.0, -0.5, 0.0, 0.0, 0.0])
-
-
-def test_orpo_is_the_mean_nll_and_the_weighted_odds_ratio() -> None:
-    means = torch.tensor([-0.75, -2.0, -0.25, -2.0], dtype=torch.float64)
-    gaps = (log_odds(means[0]) - log_odds(means[1]), log_odds(means[2]) - log_odds(means[3]))
-    wanted = 0.5 + 0.1 * sum(nll(float(gap)) for gap in gaps) / 2
-    assert float(loss_of(ORPO())[0]) == pytest.approx(wanted, rel=1e-12)
-
-
-def test_the_slope_is_minus_beta_sigmoid_for_each_chosen_token() -> None:
-    logprobs = torch.tensor(LOGPROBS, dtype=torch.float64, requires_grad=True)
-    loss_of(DPO(beta=0.5), logprobs=logprobs)[0].backward()
-    steps = [0.5 / (1 + math.exp(0.5 * delta)) / 2 for delta in (1.5, 1.25)]
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == pytest.approx([-steps[0]] * 2 + [steps[0], -steps[1]] + [steps[1]] * 3, rel=1e-12)
-
-
-def test_parts_add_up_to_the_whole() -> None:
-    algorithm = DPO(sft_weight=0.5, sft_aggregation="token_mean")
-    batch = batch_of(algorithm)
-    whole, logged = loss_of(algorithm, batch)
-    parts = [select_rollouts(batch, sequences) for sequences in ([2, 3], [0, 1])]
-    found = [loss_of(algorithm, part.batch, torch.tensor(LOGPROBS, dtype=torch.float64)[part.index]) for part in parts]
-    assert sum(float(value) for value, _ in found) == pytest.approx(float(whole), rel=1e-12)
-    for name, value in logged.items():
-        assert sum(part[name] for _, part in found) == pytest.approx(value, rel=1e-12), name
 
 
 def test_a_pair_that_was_cut_is_refused() -> None:

@@ -9,7 +9,6 @@ import torch
 
 from strop.algorithms.base import ValueOutputs
 from strop.algorithms.supervised.reward_model import RewardModel
-from strop.data.splitting import select_rollouts
 from strop.types import Batch
 from support.recorded import recorded_group
 from support.rollouts import pack_for
@@ -46,15 +45,6 @@ def test_the_loss_of_a_pair_is_that_of_bradley_and_terry() -> None:
     )
 
 
-def test_the_margin_is_the_difference_of_the_pairs_rewards() -> None:
-    assert loss_of(RewardModel(use_margin=True))[0] == pytest.approx((nll(1.5 - 3.0) + nll(-0.5 - 0.5)) / 2, rel=1e-12)
-
-
-def test_centering_adds_the_square_of_the_sum() -> None:
-    plain = loss_of(RewardModel())[0]
-    assert loss_of(RewardModel(centering=0.01))[0] == pytest.approx(plain + 0.01 * (0.5**2 + 1.0**2) / 2, rel=1e-12)
-
-
 def test_regression_fits_each_rollouts_reward_in_groups_of_any_size() -> None:
     value, logged = loss_of(RewardModel(kind="regression"))
     assert value == pytest.approx((2.0**2 + 0.5**2 + 0.75**2 + 0.25**2) / 4, rel=1e-12)
@@ -63,27 +53,6 @@ def test_regression_fits_each_rollouts_reward_in_groups_of_any_size() -> None:
     batch = pack_for([group], RewardModel(kind="regression"))
     value, _ = RewardModel(kind="regression").loss(ValueOutputs(torch.zeros(3)), batch)
     assert float(value) == pytest.approx((0.25 + 1.0 + 4.0) / 3)
-
-
-@pytest.mark.parametrize(
-    "algorithm", [RewardModel(), RewardModel(use_margin=True, centering=0.1), RewardModel(kind="regression")]
-)
-def test_parts_add_up_to_the_whole(algorithm: RewardModel) -> None:
-    batch = pack_for(GROUPS, algorithm)
-    whole, logged = loss_of(algorithm, batch)
-    parts = [select_rollouts(batch, sequences) for sequences in ([2, 3], [0, 1])]
-    found = [algorithm.loss(ValueOutputs(SCORES[part.index]), part.batch) for part in parts]
-    assert sum(float(value) for value, _ in found) == pytest.approx(whole, rel=1e-12)
-    for name, value in logged.items():
-        assert sum(part[name].value for _, part in found) == pytest.approx(value, rel=1e-12), name
-
-
-def test_the_scores_of_a_pair_move_apart() -> None:
-    scores = SCORES.clone().requires_grad_()
-    RewardModel().loss(ValueOutputs(scores), pack_for(GROUPS, RewardModel()))[0].backward()
-    assert scores.grad is not None
-    assert (scores.grad < 0).tolist() == [True, False, True, False]
-    assert float(scores.grad.sum()) == pytest.approx(0.0, abs=1e-15)
 
 
 def test_what_makes_no_sense_is_refused() -> None:

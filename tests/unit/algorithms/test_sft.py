@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import pytest
 import torch
 
@@ -16,33 +13,6 @@ from support.recorded import recorded_group, recorded_turn
 from support.rollouts import make_group, make_rollout, pack_for
 
 GROUPS = [recorded_group([5, 6], [7], rewards=(0.0,)), recorded_group([5, 6], [8, 9, 10], rewards=(0.0,), index=1)]
-LOGPROBS = torch.tensor([-1.0, -2.0, -0.5, -4.0], dtype=torch.float64)
-
-
-def loss_of(algorithm: SFT, logprobs: torch.Tensor = LOGPROBS) -> tuple[torch.Tensor, dict[str, float]]:
-    outputs = TokenOutputs(logprobs, torch.zeros_like(logprobs))
-    value, logged = algorithm.loss(outputs, algorithm.token_credit(pack_for(GROUPS, algorithm)))
-    return value, {name: metric.value for name, metric in logged.items()}
-
-
-@pytest.mark.parametrize(
-    ("options", "wanted"),
-    [
-        ({}, 7.5 / 4),
-        ({"aggregation": "sequence_mean"}, (1.0 + 6.5 / 3) / 2),
-        ({"dft": True}, sum(math.exp(-x) * x for x in (1.0, 2.0, 0.5, 4.0)) / 4),
-    ],
-)
-def test_the_loss_is_the_formula(options: dict[str, Any], wanted: float) -> None:
-    value, logged = loss_of(SFT(**options))
-    assert float(value) == pytest.approx(wanted, rel=1e-12)
-    assert logged == {"loss": pytest.approx(wanted, rel=1e-12), "nll": pytest.approx(7.5 / 4, rel=1e-12)}
-
-
-def test_dynamic_fine_tuning_weighs_a_token_by_its_probability_without_a_gradient_through_it() -> None:
-    logprobs = LOGPROBS.clone().requires_grad_()
-    loss_of(SFT(dft=True), logprobs)[0].backward()
-    assert torch.allclose(logprobs.grad, -LOGPROBS.exp() / 4)
 
 
 def test_rewards_change_nothing_and_tokens_of_others_are_not_taught() -> None:

@@ -159,6 +159,7 @@ def test_a_node_whose_processes_do_not_share_gpu_memory_is_a_problem_with_both_w
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("workers_are_forks")
 def test_memory_is_shared_between_two_processes_as_engines_share_it_and_what_fails_is_said() -> None:
     assert try_in_process("cpu") == ""
     assert "nonsense" in try_in_process("nonsense")

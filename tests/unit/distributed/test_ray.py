@@ -43,7 +43,7 @@ class Room:
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
+def room(tmp_path_factory: pytest.TempPathFactory, workers_are_forks: None) -> Iterator[Room]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "AUTH_CHOSEN", False)  # by whoever runs the tests
         room = Room(tmp_path_factory.mktemp("workers"))

@@ -74,6 +74,7 @@ def test_each_row_is_decided_as_by_hand_or_the_table_says_why_not(monkeypatch: p
     assert sum(OURS in pair.differs for pair in PAIRS) == UNMENDED
 
 
+@pytest.mark.exhaustive
 def test_the_default_method_decides_boxes_as_the_method_that_reads_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = InThisProcess()
     monkeypatch.setattr(math_verifier, "get_scoring_pool", lambda size: pool)

@@ -14,7 +14,7 @@ from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import make_runner
 from strop.models.network import Network
 from strop.models.quantization.number_format import NUMBER_FORMATS
-from strop.models.quantization.quantization_plan import INPUT_FORMATS, QuantizationPlan, make_plan, round_weights
+from strop.models.quantization.quantization_plan import INPUT_FORMATS, QuantizationPlan, make_plan
 from strop.sampling import Sampling
 from support.models import build
 from support.torch_engine import Request, make_engine, run_requests
@@ -36,8 +36,8 @@ def rounded_copy(model: Any, plan: QuantizationPlan) -> Any:
     twin = copy.deepcopy(model)
     selected = plan.select(name for name, _ in twin.named_parameters())
     with torch.no_grad():
-        for name, tensor in round_weights(plan, list(twin.named_parameters())):
-            twin.get_parameter(name).copy_(tensor)
+        for name in selected:
+            twin.get_parameter(name).copy_(plan.round_weight(twin.get_parameter(name)))
     for name, module in twin.named_modules():
         if f"{name}.weight" in selected:
             module.register_forward_pre_hook(lambda _, inputs: (plan.round_input(inputs[0]),))

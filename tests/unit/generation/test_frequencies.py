@@ -137,21 +137,6 @@ def test_the_reported_entropy_is_that_of_the_filtered_distribution() -> None:
         assert float(sample_tokens(logits[None], [sampling], [0.3]).entropies) == 0.0
 
 
-def test_the_chi_square_has_teeth() -> None:
-    """A temperature off by 15 %, a filter off by one token and a swap of two tokens are all found."""
-    logits = 1.5 * torch.randn(307, generator=torch.Generator().manual_seed(10))
-    counts = drawn_counts(logits, Sampling())
-    assert is_consistent(counts, logits.softmax(-1))
-    assert not is_consistent(counts, (logits / 1.15).softmax(-1))
-    cut = drawn_counts(logits, Sampling(top_k=7))
-    assert not is_consistent(cut, torch.tensor(reference_probabilities(logits, Sampling(top_k=6))))
-    assert not is_consistent(cut, torch.tensor(reference_probabilities(logits, Sampling(top_k=8))))
-    order = logits.argsort(descending=True)
-    swapped = logits.clone()
-    swapped[order[0]], swapped[order[5]] = logits[order[5]], logits[order[0]]
-    assert not is_consistent(counts, swapped.softmax(-1))
-
-
 def test_the_engine_samples_pairs_of_tokens_as_often_as_the_model_says() -> None:
     """End to end: 3,000 requests of two tokens; the joint distribution over an 8 x 8 grid of buckets of the vocabulary."""
     network = Network(build("llama"))

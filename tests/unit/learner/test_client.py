@@ -15,7 +15,7 @@ import torch
 from loop.fakes import FakeLearner
 from loop.tiny import tiny_tokenizer
 from strop.algorithms.base import TokenOutputs
-from strop.learner.client import ColumnClient, InlineCaller, LogprobColumn, ThreadCaller
+from strop.learner.client import ColumnClient, InlineCaller, ThreadCaller
 from strop.learner.learner_thread import LearnerThread
 from support.algorithms import grpo
 from support.clients import learner_client, threaded_client
@@ -100,34 +100,6 @@ def test_every_call_runs_in_the_same_thread_one_after_another_with_the_callers_c
     assert {*first.computation_threads, *second.computation_threads} == {3}
     assert {*first.contexts} == {"the run's"}
     assert first.gradients == [True, True, False]
-
-
-def test_a_threaded_learner_learns_what_the_plain_one_does():
-    plain, inner = FakeLearner(), FakeLearner()
-
-    async def train(learner: Any) -> tuple[Any, ...]:
-        before = await learner.score(batch())
-        result = await learner.forward_backward(batch(), grpo().losses(0)["policy"])
-        stepped = await learner.step()
-        return before.logprobs.tolist(), result.outputs.logprobs.tolist(), sorted(stepped), list(learner.weights())
-
-    assert asyncio.run(train(plain)) == asyncio.run(train(threaded_client(inner)))
-    assert inner.steps == 1
-
-
-def test_saving_and_loading_reach_the_learner(tmp_path):
-    inner = FakeLearner(shift=0.75, steps=3)
-    threaded_client(inner).save(tmp_path)
-    other = FakeLearner()
-    threaded_client(other).load(tmp_path)
-    assert (other.shift, other.steps) == (0.75, 3)
-
-
-def test_columns_of_a_learner_in_a_thread_are_computed_there():
-    inner = Watched()
-    column = LogprobColumn("reference", threaded_client(inner))
-    found = asyncio.run(asyncio.wait_for(column.columns(batch(), ()), 5))
-    assert list(found) == ["reference"] and inner.threads != [threading.get_ident()]
 
 
 @pytest.mark.parametrize("threaded", [False, True])

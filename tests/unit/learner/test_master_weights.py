@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import pytest
 import torch
@@ -32,40 +31,12 @@ def backward(module: nn.Module, seed: int, scale: float = 1.0) -> None:
     (module(rows).float().square().sum() * scale).backward()
 
 
-def train(module: nn.Module, masters: MasterWeights, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-    for step in range(first, last):
-        backward(module, 2 * step)
-        backward(module, 2 * step + 1)
-        optimizer.step()
-        masters.write_back()
-        optimizer.zero_grad(set_to_none=True)
-
-
 def state_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
 def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
-@pytest.mark.parametrize(("name", "rate"), [("torch.optim.SGD", 1e-4), ("torch.optim.AdamW", 1e-4)])
-def test_a_thousand_small_updates_are_not_lost_as_they_are_in_bfloat16_alone(name: str, rate: float) -> None:
-    """Steps of 1e-4 from 1: the nearest bfloat16 below 1 is 0.0039 away, so each is rounded back, and all of them make 0.1."""
-    kwargs = {"lr": rate} if name.endswith("SGD") else {"lr": rate, "weight_decay": 0.0}
-    alone, kept = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
-    plain = make_named_optimizer(name, [("weight", alone)], kwargs)
-    masters = MasterWeights([("weight", kept)])
-    stepped = make_named_optimizer(name, masters.named_parameters, kwargs)
-    for _ in range(1000):
-        for weight, optimizer in ((alone, plain), (kept, stepped)):
-            weight.sum().backward()  # a gradient of 1
-            optimizer.step()
-            optimizer.zero_grad()
-        masters.write_back()
-    assert torch.equal(alone.detach(), torch.ones(4, dtype=torch.bfloat16))
-    assert torch.allclose(masters.parameters[0].detach(), torch.full((4,), 0.9), atol=1e-4)
-    assert torch.equal(kept.detach(), torch.full((4,), 0.9).to(torch.bfloat16))
 
 
 def test_the_module_holds_bfloat16_and_the_optimizer_steps_float32() -> None:
@@ -102,29 +73,6 @@ def test_micro_batches_add_up_in_float32(seeds: list[int], scale: float) -> None
         assert bool(((master.grad.double() - total).abs() <= 1e-6 * size).all())
 
 
-def test_clipping_the_masters_clips_the_summed_gradient() -> None:
-    """The norm is of the sum over micro-batches, and the step is taken with the clipped gradient."""
-    module = layer()
-    masters = masters_of(module)
-    before = [master.detach().clone() for master in masters.parameters]
-    backward(module, 0, 100.0)
-    backward(module, 1, 100.0)
-    flat = torch.cat([master.grad.flatten() for master in masters.parameters if master.grad is not None])
-    norm = nn.utils.clip_grad_norm_(masters.parameters, 0.5)
-    assert norm.item() == pytest.approx(flat.double().norm().item(), rel=1e-5)
-    make_named_optimizer("torch.optim.SGD", masters.named_parameters, {"lr": 1.0}).step()
-    moved = torch.cat([(master.detach() - start).flatten() for master, start in zip(masters.parameters, before, strict=True)])
-    assert moved.norm().item() == pytest.approx(0.5, rel=1e-4)
-
-
-def test_a_gradient_that_is_not_finite_shows_in_the_norm_of_the_masters() -> None:
-    module = layer()
-    masters = masters_of(module)
-    backward(module, 0)
-    backward(module, 1, float("inf"))
-    assert not torch.isfinite(nn.utils.clip_grad_norm_(masters.parameters, 1.0))
-
-
 def test_training_follows_float32_where_bfloat16_alone_does_not() -> None:
     """300 steps of AdamW at 1e-4 with the same gradients: masters end where float32 does, bfloat16 alone stays behind."""
     start = layer()
@@ -153,38 +101,6 @@ def test_training_follows_float32_where_bfloat16_alone_does_not() -> None:
     assert distance["masters"] == 0
     assert distance["kept"] < 0.002, "half a bfloat16 step, of weights below 0.5"
     assert distance["alone"] > 0.005
-
-
-@pytest.mark.parametrize("name", ["torch.optim.SGD", "torch.optim.AdamW"])
-def test_a_saved_run_continues_bit_for_bit(name: str, tmp_path: Any) -> None:
-    through = layer()
-    masters = masters_of(through)
-    train(through, masters, make_named_optimizer(name, masters.named_parameters, {"lr": 1e-3}), 0, 6)
-
-    first = layer()
-    saved = masters_of(first)
-    optimizer = make_named_optimizer(name, saved.named_parameters, {"lr": 1e-3})
-    train(first, saved, optimizer, 0, 3)
-    torch.save({"masters": saved.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
-
-    second = layer(seed=9)
-    second.load_state_dict(first.state_dict())
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    resumed = masters_of(second)
-    again = make_named_optimizer(name, resumed.named_parameters, {"lr": 1e-3})
-    resumed.load_state_dict(state["masters"])
-    again.load_state_dict(state["optimizer"])
-    train(second, resumed, again, 3, 6)
-    assert equal(state_of(second), state_of(through))
-    assert equal(resumed.state_dict(), masters.state_dict())
-
-
-def test_without_its_masters_a_run_would_not_continue_exactly() -> None:
-    """What the masters hold below bfloat16's precision is not in the weights."""
-    module = layer()
-    masters = masters_of(module)
-    train(module, masters, make_named_optimizer("torch.optim.SGD", masters.named_parameters, {"lr": 1e-4}), 0, 3)
-    assert not equal(masters.state_dict(), masters_of(module).state_dict())
 
 
 def test_loading_restores_the_modules_weights_too_and_in_place() -> None:

@@ -86,11 +86,6 @@ def test_a_name_that_is_no_optimizer_is_refused_with_its_key(name: str) -> None:
         make_named_optimizer(name, named(), {"lr": 1e-3})
 
 
-def test_an_empty_name_is_refused_by_the_section() -> None:
-    with pytest.raises(ValueError, match=r"name\s+String should have at least 1 character"):
-        make_named_optimizer("", named(), {"lr": 1e-3})
-
-
 def test_an_argument_the_optimizer_does_not_take_is_refused_with_those_it_takes() -> None:
     with pytest.raises(ValueError, match=r"policy\.optimizer\.kwargs\.learning_rate: torch\.optim\.AdamW takes .*'lr'"):
         make_named_optimizer("torch.optim.AdamW", named(), {"learning_rate": 1e-3})
@@ -153,15 +148,6 @@ def test_an_argument_the_schedule_does_not_take_is_refused_with_its_key() -> Non
         make_scheduler(make_scheduler_config(stage), torch.optim.SGD(parameters(), lr=0.3))
 
 
-def test_without_groups_there_is_one_group_with_every_parameter() -> None:
-    ours = network()
-    optimizer = make_named_optimizer("torch.optim.AdamW", ours, {"lr": 0.1, "weight_decay": 0.3})
-    assert [parameter for group in optimizer.param_groups for parameter in group["params"]] == [
-        parameter for _, parameter in ours
-    ]
-    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.1, 0.3)]
-
-
 @pytest.mark.parametrize(
     ("pattern", "found"),
     [
@@ -178,21 +164,6 @@ def test_without_groups_there_is_one_group_with_every_parameter() -> None:
 )
 def test_a_pattern_is_a_part_of_the_name_or_a_shell_pattern_of_all_of_it(pattern: str, found: set[int]) -> None:
     assert {place for place, name in enumerate(NAMES) if matches_any(name, [pattern])} == found
-
-
-def test_parameters_without_decay_are_not_decayed_and_the_others_are() -> None:
-    """A gradient of zero leaves decay alone: weights shrink by lr x decay a step, and those without stay."""
-    ours = network()
-    optimizer = make_named_optimizer(
-        "torch.optim.AdamW", ours, {"lr": 0.1, "weight_decay": 0.5}, no_decay=["bias", "norm", "embed"]
-    )
-    for _, parameter in ours:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    shrunk = {name for name, parameter in ours if torch.allclose(parameter, torch.full((2,), 0.95))}
-    kept = {name for name, parameter in ours if torch.equal(parameter, torch.ones(2))}
-    assert kept == {"embed_tokens.weight", "layers.0.proj.bias", "layers.0.norm.weight"}
-    assert shrunk == set(NAMES) - kept
 
 
 def test_a_parameter_is_of_the_first_group_that_matches_and_no_decay_goes_before_any() -> None:
@@ -258,20 +229,6 @@ def steps(ours: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
             generator = torch.Generator().manual_seed(1000 * step + place)
             parameter.grad = torch.randn(parameter.shape, generator=generator)
         optimizer.step()
-
-
-def test_a_saved_state_loads_into_the_same_groups_and_continues_bit_for_bit() -> None:
-    kwargs = {"lr": 0.1, "weight_decay": 0.3}
-    through = network()
-    steps(through, make_named_optimizer("torch.optim.AdamW", through, kwargs, **GROUPED), 0, 6)
-    first = network()
-    saved = make_named_optimizer("torch.optim.AdamW", first, kwargs, **GROUPED)
-    steps(first, saved, 0, 3)
-    second = [(name, nn.Parameter(parameter.detach().clone())) for name, parameter in first]
-    resumed = make_named_optimizer("torch.optim.AdamW", second, kwargs, **GROUPED)
-    load_optimizer(resumed, saved.state_dict())
-    steps(second, resumed, 3, 6)
-    assert all(torch.equal(left, right) for (_, left), (_, right) in zip(second, through, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -52,21 +52,11 @@ def test_a_warm_up_ratio_is_a_share_of_all_steps() -> None:
     )
 
 
-def test_constant_stays_at_the_whole_rate() -> None:
-    assert ratios("constant", 1000) == [1.0] * 1000
-
-
 def test_linear_is_a_straight_line_to_its_smallest_ratio_and_stays_there() -> None:
     assert ratios("linear", 7, total_steps=5) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.0, 0.0])
     assert ratios("linear", 7, warmup_steps=1, total_steps=5, min_ratio=0.5) == pytest.approx(
         [1, 1, 0.875, 0.75, 0.625, 0.5, 0.5]
     )
-
-
-def test_cosine_is_half_a_period() -> None:
-    found = ratios("cosine", 8, warmup_steps=2, total_steps=6, min_ratio=0.1)
-    wanted = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 4)) for step in range(4)]
-    assert found == pytest.approx([0.5, 1.0, *wanted, 0.1, 0.1])
 
 
 def test_restarts_begin_again_at_the_whole_rate_exactly() -> None:
@@ -75,11 +65,6 @@ def test_restarts_begin_again_at_the_whole_rate_exactly() -> None:
     assert found[:21] == ratios("cosine", 7, total_steps=7) * 3
     assert found[21] == 0.0
     assert ratios("cosine_with_restarts", 30, total_steps=25) == ratios("cosine", 30, total_steps=25), "one cycle is the cosine"
-
-
-def test_polynomial_raises_the_line_to_a_power() -> None:
-    assert ratios("polynomial", 5, total_steps=4, power=2.0) == pytest.approx([1.0, 0.5625, 0.25, 0.0625, 0.0])
-    assert ratios("polynomial", 9, total_steps=7) == pytest.approx(ratios("linear", 9, total_steps=7))
 
 
 def test_inverse_square_root_has_no_end_and_continues_the_warm_up() -> None:
@@ -245,23 +230,6 @@ def test_a_stage_that_begins_after_the_run_does_no_harm_unless_it_needs_a_length
     stages[1] = {"name": "linear"}
     with pytest.raises(ValueError, match="total_steps: found null"):
         make_scheduler(make_scheduler_config(*stages), optimizer_of(1.0), total_steps=3)
-
-
-@pytest.mark.parametrize("milestones", [(), (4,)])
-def test_a_saved_schedule_continues_where_it_was(milestones: tuple[int, ...]) -> None:
-    schedule: list[dict[str, Any]] = [{"name": "cosine", "kwargs": {"warmup_steps": 2}}]
-    schedule += [{"name": "wsd", "kwargs": {"decay_steps": 3}}, {"milestones": list(milestones)}] if milestones else []
-    through = optimizer_of(0.3, 0.1)
-    wanted = follow(make_scheduler(make_scheduler_config(*schedule), through, total_steps=10), through, 10)
-    for cut in range(1, 10):
-        first, second = optimizer_of(0.3, 0.1), optimizer_of(0.3, 0.1)
-        scheduler: Any = make_scheduler(make_scheduler_config(*schedule), first, total_steps=10)
-        found = follow(scheduler, first, cut)
-        state, rates = scheduler.state_dict(), first.state_dict()
-        resumed: Any = make_scheduler(make_scheduler_config(*schedule), second, total_steps=10)
-        second.load_state_dict(rates)
-        resumed.load_state_dict(state)
-        assert found + follow(resumed, second, 10 - cut) == wanted
 
 
 def test_a_resumed_run_follows_the_number_of_steps_in_force() -> None:

@@ -60,26 +60,6 @@ def test_the_average_is_the_recurrence_from_the_weights_at_the_start(decay: floa
         assert torch.allclose(found, one, rtol=0, atol=1e-12)
 
 
-def test_weights_that_do_not_move_are_their_own_average_from_the_start() -> None:
-    """No bias towards zero, which a start at zero would have."""
-    named = weights()
-    average = AveragedWeights(named, decay=0.999)
-    for _ in range(50):
-        average.update()
-    assert same(averages(average), values(named))
-
-
-def test_the_average_lags_behind_by_the_time_the_decay_stands_for() -> None:
-    """Weights that rise by 1 a step, decay 0.9: the average is d / (1 - d) = 9 steps behind."""
-    named = [("a", nn.Parameter(torch.zeros(1, dtype=torch.float64)))]
-    average = AveragedWeights(named, decay=0.9)
-    for _ in range(400):
-        with torch.no_grad():
-            named[0][1].add_(1)
-        average.update()
-    assert averages(average)[0].item() == pytest.approx(400 - 9, abs=1e-9)
-
-
 def test_the_average_of_bfloat16_weights_is_of_their_masters_in_float32() -> None:
     """1,000 steps of 1e-4 from 1 with decay 0.99: 99 steps behind 0.9, which bfloat16 could not tell from other numbers."""
     weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
@@ -121,29 +101,6 @@ def test_the_weights_come_back_after_an_error_too() -> None:
     with pytest.raises(KeyError), average.swap_in([*named, ("unknown", nn.Parameter(torch.ones(1)))]):
         pass
     assert same(values(named), before)
-
-
-def test_a_saved_average_continues_bit_for_bit(tmp_path: Any) -> None:
-    through = weights()
-    wanted = AveragedWeights(through, decay=0.9, start_step=2)
-    for step in range(6):
-        move(through, step)
-        wanted.update()
-    for cut in range(6):
-        first = weights()
-        average = AveragedWeights(first, decay=0.9, start_step=2)
-        for step in range(cut):
-            move(first, step)
-            average.update()
-        torch.save(average.state_dict(), tmp_path / "average.pt")
-        second: Named = [(name, nn.Parameter(parameter.detach().clone())) for name, parameter in first]
-        resumed = AveragedWeights(second, decay=0.9, start_step=2)
-        resumed.load_state_dict(torch.load(tmp_path / "average.pt", weights_only=True))
-        for step in range(cut, 6):
-            move(second, step)
-            resumed.update()
-        assert same(averages(resumed), averages(wanted))
-        assert resumed.steps == wanted.steps == 6
 
 
 def test_a_restart_begins_at_the_weights_of_that_moment() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from strop.monitoring.console.columns import format_number
-from strop.monitoring.pages.curve_drawing import draw_curve
-from strop.monitoring.plot import Curve, NothingToPlot, find_metrics, make_run_figure, plot_run
+from strop.monitoring.plot import NothingToPlot, find_metrics, make_run_figure, plot_run
 from strop.monitoring.run_lines import SMOOTH_ABOVE, smooth
 from strop.monitoring.trackers.jsonl import JsonlTracker
 
@@ -63,8 +62,6 @@ def test_the_number_of_a_panel_is_the_last_steps_and_an_average_is_called_one(tm
     assert [text.get_text() for text in figure.axes[0].texts] == [format_number(values[-1])]
     said = figure._supxlabel.get_text() if figure._supxlabel is not None else ""
     assert ("moving average" in said) == (len(values) > SMOOTH_ABOVE)
-    page = draw_curve(Curve("Reward", "train/reward"), [(float(step), value) for step, value in enumerate(values, 1)])
-    assert f'<span class="value">{format_number(values[-1])}</span>' in page
 
 
 def test_a_run_that_is_still_writing_its_last_line_is_drawn(tmp_path: Path) -> None:

@@ -27,14 +27,13 @@ from strop.data.packing import pack
 from strop.data.recorded.examples import Conversation, Preference
 from strop.models.chat_template import ChatTemplate, _warn_of_mode
 from strop.models.network import Network
-from strop.rollouts.recorded import demonstration_group, preference_group
 from strop.rollouts.recorded_tokens import RecordedRules
 from strop.sampling import Sampling
 from strop.types import Group, Message, Rollout, ToolCall, assistant, user
 from support.learners import make_torch_learner
 from support.models import build, copy_gradients, largest_difference, to_float64
 from support.packed import described, expected, path_rows
-from support.recorded import prepare_step
+from support.recorded import demonstration_group, preference_group, prepare_step
 from support.rollouts import with_columns
 from support.tokenizer import build_tokenizer
 

@@ -24,8 +24,8 @@ from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip, GroupRe
 from strop.algorithms.policy_gradient.advantages.reinforce import Reinforce
 from strop.algorithms.policy_gradient.advantages.reinforce_pp import ReinforcePP
 from strop.algorithms.policy_gradient.advantages.rloo import LeaveOneOut
-from strop.algorithms.policy_gradient.corrections.icepop import Icepop
 from strop.algorithms.policy_gradient.corrections.importance import Importance
+from strop.algorithms.policy_gradient.corrections.masked import Icepop
 from strop.algorithms.policy_gradient.corrections.sequence_mask import SequenceMaskTis
 from strop.algorithms.policy_gradient.corrections.truncated import Tis
 from strop.algorithms.policy_gradient.objectives.cispo import ClippedWeight

@@ -23,6 +23,8 @@ from strop.distributed.ray import connect, is_process_alive
 from strop.monitoring.machine.system_monitor import SystemMonitor
 from strop.runs.monitors.machine_monitors import watch_machines
 
+pytestmark = pytest.mark.usefixtures("workers_are_forks")
+
 
 @pytest.fixture
 def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -37,6 +39,7 @@ def folder(room: Path, name: str) -> Path:
     return room / name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_cluster_that_is_started_here_is_looked_at_and_nothing_is_left(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["cluster", "check", "cluster.address=local", "cluster.gpus_per_node=2", "policy.device=cpu"]
@@ -88,7 +91,7 @@ def test_what_backend_auto_stands_for_is_decided_by_the_cluster_and_not_by_the_m
 
 
 @pytest.fixture(scope="module")
-def two_nodes() -> Iterator[Any]:
+def two_nodes(workers_are_forks: None) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 0, "include_dashboard": False})

@@ -26,7 +26,6 @@ from strop.config.schema.run_config import (
     generation_section,
     list_trained_models,
 )
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.data_config import DataEntryConfig, DefaultEntryConfig, EvalDataConfig, EvalSetConfig, entry_keys
 from strop.problems import Problem
 
@@ -245,6 +244,7 @@ def check_environments(config: RolloutRunConfig | EvalRunConfig) -> Problems:
 
 
 def _explain_unknown_set(name: str | None) -> str:
+    from strop.data.builtin.all_sets import BUILTIN_DATASETS
     from strop.data.sources.dataset_class import is_dataset_class
     from strop.data.sources.records import DataError
     from strop.data.sources.source import check_hub_name, is_local

@@ -5,7 +5,7 @@ A rule is only about keys that Strop does not have, except the functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -62,11 +62,6 @@ class Refused:
 
 
 Rule: TypeAlias = Callable[[Recipe], None]
-
-
-def apply_rules(recipe: Recipe, rules: Iterable[Rule]) -> None:
-    for rule in rules:
-        rule(recipe)
 
 
 def foreign_keys(recipe: Recipe, pattern: str) -> Iterator[str]:

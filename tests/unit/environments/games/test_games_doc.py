@@ -14,7 +14,6 @@ import yaml
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment
 from strop.environments.registry import environment_class, make_environment
-from strop.user_code import import_attribute
 from support.games import played
 from support.llm_server import llm_server
 
@@ -69,8 +68,3 @@ def test_the_table_names_every_option_and_its_default(name: str) -> None:
             assert f"`{field.name}`" in row, f"{name}.{field.name}"
             shown = re.search(rf"`{field.name}` \((\w+)\)", row)
             assert shown is None or str(field.default) == shown[1]
-
-
-def test_the_module_of_the_interface_is_where_the_page_says() -> None:
-    for name in re.findall(r"`(strop\.[\w.]+)`", PAGE):
-        import_attribute(f"{name.rpartition('.')[0]}:{name.rpartition('.')[2]}")

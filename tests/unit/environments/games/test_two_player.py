@@ -13,8 +13,8 @@ from strop.environments.base import EnvironmentConfigError
 from strop.environments.games.policy_client import NoPolicyError, get_policy
 from strop.environments.games.two_player.grid_game import ConnectFour, TicTacToe
 from strop.environments.games.two_player.nim import Heaps, Nim
-from strop.environments.games.two_player.perfect_play import best_moves, value_of
 from strop.environments.games.two_player.two_player import PositionTask, TwoPlayer
+from strop.environments.games.two_player.two_player_game import best_moves, value_of
 from strop.environments.handle import LocalEnvironment
 from strop.environments.remote import EnvironmentDescription, connect
 from strop.generation.base import PastSelf

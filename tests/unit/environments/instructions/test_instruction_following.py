@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from strop.environments.base import Environment, EnvironmentConfigError
 from strop.environments.compute_rewards import compute_rewards
 from strop.environments.function_environment import FunctionEnvironment
 from strop.environments.instructions.instruction_following import InstructionFollowing
-from strop.environments.registry import make_environment
 from strop.environments.rewards import RewardResult
 from strop.types import Rollout, Turn, assistant
 
@@ -61,12 +59,6 @@ def test_the_verifier_gives_all_or_the_share_strictly_or_loosely() -> None:
     assert result.metrics["all/unverified"] == 0.0
     with pytest.raises(EnvironmentConfigError, match="instruction_id_list and kwargs"):
         FunctionEnvironment(rewards=rewards).tasks(DataSource(rows=[{"prompt": "Hi.", "answer": "x"}], input_key="prompt"))
-
-
-def test_tasks_and_the_environment_go_to_another_process() -> None:
-    environment = make_environment("ifeval", {"timeout_s": 2})
-    task = environment.tasks(DataSource(rows=ROWS, input_key="prompt"))[0]
-    assert pickle.loads(pickle.dumps((environment, task))) == (environment, task)
 
 
 def test_a_row_that_cannot_be_checked_is_an_error_when_the_run_starts() -> None:

@@ -9,14 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from strop.config import GrpoRunConfig, dump_config, load_config
 from strop.data.sources.source import DataSource
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.compute_rewards import compute_group_rewards, compute_rewards
 from strop.environments.function_environment import FunctionEnvironment
 from strop.environments.registry import list_marks, make_environment
 from strop.environments.remote import EnvironmentDescription, EnvironmentServer, Transport, connect
-from strop.environments.verifiers.gate import Gate, sort_by_gates
 from strop.environments.verifiers.weight_schedule import WeightSchedule
 from strop.types import Task
 
@@ -190,11 +188,6 @@ def test_rewards_that_cannot_work_are_refused(rewards, says):
         make_environment("reward_function", {"rewards": rewards})
 
 
-def test_rewards_come_after_their_gates_and_else_stay_in_order():
-    gates = {"a": (), "b": (Gate(reward="d"),), "c": (), "d": (Gate(reward="c"),)}
-    assert sort_by_gates(gates) == ["a", "c", "d", "b"]
-
-
 def test_the_accuracy_is_the_verifier_that_says_right_or_wrong_and_votes_count_its_answers(talk):
     environment = make_environment(
         "reward_function", {"rewards": {"format": TAGS, "right": {"verifier": "math", "method": "exact"}}}
@@ -236,19 +229,6 @@ def test_slow_rewards_of_several_rollouts_run_at_once_while_the_event_loop_goes_
         assert asyncio.run(run(rewards)) == [1.0] * 4, rewards
 
 
-def test_the_event_loop_goes_on_while_a_pattern_runs_for_ever(talk):
-    async def count_ticks():
-        environment = FunctionEnvironment(rewards={"evil": {"verifier": "regex", "pattern": "(x+x+)+y", "timeout_s": 0.3}})
-        scoring, ticks = asyncio.ensure_future(compute_rewards(environment, TASK, talk(TASK, "x" * 5000))), 0
-        while not scoring.done():
-            await asyncio.sleep(0.005)
-            ticks += 1
-        return ticks, (await scoring).metrics["evil/unverified"]
-
-    ticks, unverified = asyncio.run(count_ticks())
-    assert ticks >= 5 and unverified == 1.0
-
-
 def test_verifiers_work_in_processes_of_their_own(talk, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"problem": "1+1?", "answer": "2"}))
     source = DataSource(dataset_name=str(tmp_path / "rows.jsonl"))
@@ -267,29 +247,3 @@ def test_verifiers_work_in_processes_of_their_own(talk, tmp_path):
     assert asyncio.run(remote.score(task, talk(task, "3", version=7))).rewards == {"right": 0.0}
     assert remote.answer_key(task, talk(task, "it is 2")) == "2"
     loop.close()
-
-
-def test_rewards_survive_being_written_and_read_as_yaml(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        """
-policy: {model_name: m}
-data: {train: {dataset_name: rows.jsonl, env_name: mine}}
-env:
-  mine:
-    rewards:
-      right: {verifier: math}
-      format: {verifier: tags, tags: [think, answer], weight: {schedule: linear, points: {0: 1.0, 200: 0.1}}}
-      short: {verifier: length, limit: 200, weight: 0.2, gate: {reward: format, otherwise: null}}
-"""
-    )
-    first = load_config(path, root=GrpoRunConfig, check=False).config
-    (tmp_path / "again.yaml").write_text(dump_config(first))
-    second = load_config(tmp_path / "again.yaml", root=GrpoRunConfig, check=False).config
-    for config in (first, second):
-        section = config.env["mine"]
-        marks = {
-            name: each.mark for name, each in make_environment(section.type_of("mine"), section.options).reward_functions.items()
-        }
-        assert marks["format"].schedule == WeightSchedule("linear", ((0, 1.0), (200, 0.1)))
-        assert marks["short"].gates == (Gate(reward="format", otherwise=None),)

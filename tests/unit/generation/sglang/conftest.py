@@ -34,3 +34,10 @@ def served(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, token
         yield served
     finally:
         room.run(served.close())
+
+
+@pytest.fixture
+def published(room: BackgroundLoop, served: ServedModel) -> None:
+    from support.engine_contract import publish
+
+    publish(room, served)

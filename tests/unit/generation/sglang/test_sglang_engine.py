@@ -9,8 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +17,31 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from strop.generation.base import Completion, RequestTooLong
+from strop.generation.base import Completion
 from strop.sampling import Sampling, keep_mask
-from strop.weight_sync.base import Sender
-from strop.weight_sync.transports.broadcast import BroadcastSender
 from strop.weight_sync.transports.connection import is_process_alive
-from strop.weight_sync.transports.shared_folder import FolderSender
 from strop.weight_sync.verification import VerificationFailed
+from support.engine_contract import (  # noqa: F401
+    PROMPT,
+    SAMPLING,
+    ask,
+    check_canary_alone,
+    check_fault,
+    disagreement,
+    planted,
+    publish,
+    same_weights_to_begin_with,
+    test_a_later_turn_finds_its_conversation_in_the_prefix_cache,
+    test_a_prompt_that_cannot_fit_is_refused_with_what_to_set,
+    test_a_stop_string_ends_a_completion_and_is_in_its_text,
+    test_a_stop_token_ends_a_completion_and_belongs_to_it,
+    test_after_a_publish_the_engine_samples_from_the_new_weights,
+    test_equal_requests_give_equal_tokens_whoever_shares_the_batch,
+    test_logprobs_are_those_of_the_distribution_that_sampled,
+    test_requests_that_run_go_on_with_the_new_weights_and_say_which_token_is_whose,
+    test_the_tokens_that_each_one_was_drawn_from_are_recorded,
+    test_weights_arrive_by_every_transport,
+)
 from support.sglang_engines import TESTS, make_sglang_engine, needs_sglang
 from support.vllm_engines import compute_logprobs, perturb, save_model_folder, serve, served_model
 
@@ -34,74 +51,8 @@ needs_sglang()
 if TYPE_CHECKING:
     from support.vllm_engines import BackgroundLoop, ServedModel
 
-PROMPT = tuple(range(40, 60))
-SAMPLING = Sampling(max_new_tokens=8)
-
-
-@pytest.fixture(autouse=True)
-def same_weights_to_begin_with(served: ServedModel) -> None:
-    """Many small changes add up to a model that ends every completion at once. The engine gets these by the next publish."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in served.model.parameters():
-            parameter.normal_(0.0, 0.08) if parameter.dim() > 1 else parameter.fill_(1.0)
-
-
-@pytest.fixture
-def published(room: BackgroundLoop, served: ServedModel) -> None:
-    publish(room, served)
-
-
-def publish(room: BackgroundLoop, served: ServedModel) -> dict[str, float]:
-    metrics = room.run(served.weights.publish(served.weights.version + 1))
-    return {name: metric.value for name, metric in metrics.items()}
-
-
-def ask(
-    room: BackgroundLoop, served: ServedModel, sampling: Sampling, seed: int = 1, prompt: tuple[int, ...] = PROMPT
-) -> Completion:
-    return room.run(served.pool.generate(prompt, sampling=sampling, seed=seed))
-
-
-def disagreement(room: BackgroundLoop, served: ServedModel) -> float:
-    completion = ask(room, served, SAMPLING)
-    return float((completion.logprobs - compute_logprobs(served.model, PROMPT, completion.tokens, SAMPLING)).abs().max())
-
-
-@contextmanager
-def planted(room: BackgroundLoop, served: ServedModel, fault: str) -> Iterator[None]:
-    """The engine's weights go wrong in one way; afterwards they are right again, and proven so."""
-    room.run(served.engine._call("plant", fault))
-    try:
-        yield
-    finally:
-        room.run(served.engine._call("plant", ""))
-        publish(room, served)
-
 
 # --- sampling -------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(max_new_tokens=24),
-        Sampling(temperature=0.6, max_new_tokens=24),
-        Sampling(temperature=1.3, top_k=7, max_new_tokens=24),
-        Sampling(top_p=0.7, max_new_tokens=24),
-        Sampling(min_p=0.2, max_new_tokens=24),
-        Sampling(temperature=0.8, top_k=20, top_p=0.8, min_p=0.05, max_new_tokens=24),
-        Sampling(temperature=0.0, max_new_tokens=24),
-    ],
-    ids=str,
-)
-def test_logprobs_are_those_of_the_distribution_that_sampled(
-    room: BackgroundLoop, served: ServedModel, published: None, sampling: Sampling
-) -> None:
-    for seed in range(4):
-        completion = ask(room, served, sampling, seed)
-        expected = compute_logprobs(served.model, PROMPT, completion.tokens, sampling)
-        assert (completion.logprobs - expected).abs().max() < 2e-4
 
 
 def test_greedy_requests_keep_their_log_probabilities_in_a_batch_with_others(
@@ -118,21 +69,6 @@ def test_greedy_requests_keep_their_log_probabilities_in_a_batch_with_others(
         assert (completion.logprobs - expected).abs().max() < 2e-4
 
 
-def test_equal_requests_give_equal_tokens_whoever_shares_the_batch(
-    room: BackgroundLoop, served: ServedModel, published: None
-) -> None:
-    sampling = Sampling(max_new_tokens=16)
-    alone = [ask(room, served, sampling, seed).tokens.tolist() for seed in range(6)]
-
-    async def together() -> list[list[int]]:
-        requests = [served.pool.generate(PROMPT, sampling=sampling, seed=seed) for seed in range(6)]
-        others = [served.pool.generate(PROMPT[:7], sampling=sampling, seed=seed) for seed in range(9)]
-        return [completion.tokens.tolist() for completion in (await asyncio.gather(*requests, *others))[:6]]
-
-    assert room.run(together()) == alone
-    assert len({tuple(tokens) for tokens in alone}) > 1
-
-
 def test_tokens_are_as_frequent_as_they_are_probable(room: BackgroundLoop, served: ServedModel, published: None) -> None:
     """Chi-square of 600 first tokens among the 6 likeliest: 5 degrees of freedom, and 20.5 is exceeded once in a thousand."""
     sampling, count = Sampling(top_k=6, max_new_tokens=1), 600
@@ -147,49 +83,6 @@ def test_tokens_are_as_frequent_as_they_are_probable(room: BackgroundLoop, serve
     found = Counter(room.run(sample()))
     assert set(found) <= set(expected.nonzero()[:, 0].tolist())
     assert sum((found[token] - count * p) ** 2 / (count * p) for token, p in enumerate(expected.tolist()) if p > 0) < 20.5
-
-
-def test_a_stop_token_ends_a_completion_and_belongs_to_it(room: BackgroundLoop, served: ServedModel, published: None) -> None:
-    free = ask(room, served, Sampling(max_new_tokens=30), seed=3)
-    stop = int(free.tokens[4])
-    stopped = ask(room, served, Sampling(max_new_tokens=30, stop_token_ids=(stop,)), seed=3)
-    first = free.tokens.tolist().index(stop)
-    assert stopped.stopped and stopped.tokens.tolist() == free.tokens[: first + 1].tolist()
-    assert not ask(room, served, Sampling(max_new_tokens=2), seed=3).stopped
-
-
-def test_a_stop_string_ends_a_completion_and_is_in_its_text(room: BackgroundLoop, served: ServedModel, published: None) -> None:
-    free = ask(room, served, Sampling(max_new_tokens=30), seed=5)
-    letter = next(character for character in free.text[2:] if character.isascii() and character.isprintable())
-    stopped = ask(room, served, Sampling(max_new_tokens=30, stop_strings=(letter,)), seed=5)
-    assert stopped.stopped and letter in stopped.text
-    assert stopped.tokens.tolist() == free.tokens[: len(stopped.tokens)].tolist()
-
-
-def test_the_tokens_that_each_one_was_drawn_from_are_recorded(room: BackgroundLoop, served: ServedModel, published: None) -> None:
-    sampling = Sampling(temperature=0.9, top_k=12, top_p=0.9, record_sampling_mask=True, max_new_tokens=12)
-    completion = ask(room, served, sampling)
-    assert completion.kept is not None
-    row = torch.cat([torch.tensor(PROMPT), completion.tokens])
-    with torch.no_grad():
-        logits = served.model(row[None]).logits[0, len(PROMPT) - 1 : -1]
-    keep = keep_mask(logits / sampling.temperature, sampling)
-    for place, kept in enumerate(completion.kept):
-        assert set(kept[kept >= 0].tolist()) == set(keep[place].nonzero()[:, 0].tolist())
-
-
-def test_a_later_turn_finds_its_conversation_in_the_prefix_cache(
-    room: BackgroundLoop, served: ServedModel, published: None
-) -> None:
-    prompt = tuple(range(100, 180))
-
-    async def turns() -> tuple[int, int]:
-        first = await served.engine.sample_canary(prompt, sampling=SAMPLING, seed=1)
-        later = (*prompt, *first.tokens.tolist(), 50, 51)
-        return first.cached, (await served.engine.sample_canary(later, sampling=SAMPLING, seed=2)).cached
-
-    first, second = room.run(turns())
-    assert first == 0 and second >= 64
 
 
 def test_a_cancelled_request_ends_in_the_engine(room: BackgroundLoop, served: ServedModel, published: None) -> None:
@@ -223,11 +116,6 @@ def _timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def test_a_prompt_that_cannot_fit_is_refused_with_what_to_set(room: BackgroundLoop, served: ServedModel) -> None:
-    with pytest.raises(RequestTooLong, match="max_total_sequence_length"):
-        ask(room, served, Sampling(max_new_tokens=4), prompt=tuple(range(256)))
-
-
 def test_the_server_answers_nobody_without_its_key(served: ServedModel) -> None:
     from urllib.error import HTTPError
     from urllib.request import urlopen
@@ -238,38 +126,6 @@ def test_the_server_answers_nobody_without_its_key(served: ServedModel) -> None:
 
 
 # --- weights --------------------------------------------------------------------------------------------------------------------
-
-
-def test_after_a_publish_the_engine_samples_from_the_new_weights(room: BackgroundLoop, served: ServedModel) -> None:
-    for seed in range(2):
-        perturb(served.model, seed)
-        said = publish(room, served)
-        assert disagreement(room, served) < 2e-4
-        assert said["weights/tensors_not_read_back"] == 0
-        assert said["weights/tensors_read_back"] == len(served.model.state_dict()) - 1, "all but the head, which is tied"
-        assert said["weights/canary_error"] < 1e-4
-        assert ask(room, served, SAMPLING).versions.unique().item() == served.weights.version
-    perturb(served.model, 11)
-    assert disagreement(room, served) > 1e-2, "without a publish it disagrees, which is what the proof is for"
-
-
-@pytest.mark.parametrize("transport", ["broadcast", "folder"])
-def test_weights_arrive_by_every_transport(room: BackgroundLoop, served: ServedModel, transport: str, tmp_path: Path) -> None:
-    senders: dict[str, Callable[[int], Sender]] = {
-        "broadcast": lambda receivers: BroadcastSender(receivers, backend="gloo"),
-        "folder": lambda receivers: FolderSender(tmp_path / "weights", receivers),
-    }
-    memory = served.export.make_sender
-    try:
-        room.run(served.weights.channel.close())
-        served.export.make_sender = senders[transport]
-        perturb(served.model, 21)
-        publish(room, served)
-        assert disagreement(room, served) < 2e-4
-    finally:
-        room.run(served.weights.channel.close())
-        served.export.make_sender = memory
-    publish(room, served)
 
 
 @pytest.mark.parametrize("way", ["distributed", "tensors", "disk"])
@@ -304,22 +160,13 @@ def test_weights_arrive_by_every_way_of_sglang_itself(room: BackgroundLoop, serv
 def test_a_planted_fault_is_caught_by_reading_back_and_the_tensor_named(
     room: BackgroundLoop, served: ServedModel, fault: str, named: str
 ) -> None:
-    perturb(served.model, 300 + len(fault))
-    with planted(room, served, fault), pytest.raises(VerificationFailed, match=named):
-        publish(room, served)
+    check_fault(room, served, fault, named)
 
 
 def test_the_canary_alone_catches_a_dropped_tensor_too(
     room: BackgroundLoop, served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def silent() -> dict[str, object]:
-        return {}
-
-    perturb(served.model, 400, size=0.05)
-    with planted(room, served, "dropped tensor"), monkeypatch.context() as patched:
-        patched.setattr(served.engine, "read_back_fingerprints", silent)
-        with pytest.raises(VerificationFailed, match="disagree on the canary"):
-            publish(room, served)
+    check_canary_alone(room, served, "dropped tensor", monkeypatch)
 
 
 def test_a_prefix_cache_of_the_weights_before_is_caught(
@@ -349,37 +196,6 @@ def test_a_publish_that_fails_half_way_leaves_no_generator_with_weights_of_any_v
         with pytest.raises(RuntimeError, match="holds those of version -1"):
             room.run(served.engine.resume(before))
     assert disagreement(room, served) < 2e-4
-
-
-@pytest.mark.parametrize("recompute", [False, True], ids=["in place", "recomputed"])
-def test_requests_that_run_go_on_with_the_new_weights_and_say_which_token_is_whose(
-    room: BackgroundLoop, served: ServedModel, published: None, recompute: bool
-) -> None:
-    sampling = Sampling(max_new_tokens=220)
-
-    async def in_flight() -> list[Completion]:
-        before = served.weights.options
-        served.weights.options = replace(before, in_flight=True, recompute=recompute)
-        try:
-            requests = [asyncio.create_task(served.pool.generate(PROMPT, sampling=sampling, seed=seed)) for seed in range(8)]
-            await asyncio.sleep(0.4)
-            perturb(served.model, 61)
-            await served.weights.publish(served.weights.version + 1)
-            return [await request for request in requests]
-        finally:
-            served.weights.options = before
-
-    first = served.weights.version
-    completions = room.run(in_flight())
-    rows = [completion.versions.tolist() for completion in completions]
-    assert all(row == sorted(row) and set(row) <= {first, first + 1} for row in rows)
-    assert any(set(row) == {first, first + 1} for row in rows), "at least one was running"
-    assert disagreement(room, served) < 2e-4
-    if recompute:  # what is sampled after the change is sampled from the new model alone
-        for completion in completions:
-            expected = compute_logprobs(served.model, PROMPT, completion.tokens, sampling)
-            new = completion.versions == first + 1
-            assert not new.any() or (completion.logprobs - expected)[new].abs().max() < 2e-4
 
 
 def test_requests_that_are_given_up_during_a_publish_do_not_hold_it_up(

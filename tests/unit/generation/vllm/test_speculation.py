@@ -29,17 +29,9 @@ KIND = pytest.mark.parametrize("fixture", sweep(["ngram", "drafted"], "drafted")
 
 
 def serve_with(room: BackgroundLoop, folder: Any, tokenizer: Any, speculation: SpeculationConfig) -> ServedModel:
-    from strop.generation.vllm.vllm_engine import VllmEngine
-    from support.vllm_engines import make_launch, save_model_folder, serve, served_model
+    from support.vllm_engines import serve_vllm, served_model
 
-    model = served_model()
-    engine = VllmEngine(
-        "engine 0",
-        make_launch(save_model_folder(model, tokenizer, folder), speculation=speculation),
-        tokenizer,
-        stop_ids=(tokenizer.eos_token_id,),
-    )
-    served = serve(model, tokenizer, [engine])
+    served = serve_vllm(served_model(), tokenizer, folder, speculation=speculation)
     room.run(served.weights.publish(0))
     return served
 
@@ -118,8 +110,8 @@ def assert_distribution_is_unchanged(room: BackgroundLoop, served: ServedModel, 
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(max_new_tokens=24),
-        Sampling(temperature=0.6, max_new_tokens=24),
+        pytest.param(Sampling(max_new_tokens=24), marks=pytest.mark.exhaustive),
+        pytest.param(Sampling(temperature=0.6, max_new_tokens=24), marks=pytest.mark.exhaustive),
         Sampling(temperature=0.8, top_k=20, top_p=0.8, max_new_tokens=24),
         Sampling(temperature=0.0, max_new_tokens=24),
     ],
@@ -146,6 +138,7 @@ def test_the_distribution_is_that_of_the_policy(room: BackgroundLoop, request: p
     assert rate > 0.2
 
 
+@pytest.mark.exhaustive
 @KIND
 def test_equal_seeds_give_equal_tokens(room: BackgroundLoop, request: pytest.FixtureRequest, fixture: str) -> None:
     served: ServedModel = request.getfixturevalue(fixture)

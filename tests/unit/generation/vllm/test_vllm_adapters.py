@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from strop.models.adapters import lora_layers
-from strop.sampling import Sampling
 from strop.weight_sync.exporter import LocalAdapterSource
 from strop.weight_sync.verification import VerificationFailed
+from support.engine_contract import (  # noqa: F401
+    ADAPTED,
+    PROMPT,
+    RANK,
+    disagreement,
+    move,
+    planted,
+    publish,
+    test_requests_that_run_go_on_with_the_new_adapters,
+    test_the_base_is_sent_once_and_the_adapters_each_time,
+)
 from support.lora import with_random_adapters
 from support.vllm_engines import compute_logprobs
 
@@ -23,19 +29,6 @@ if TYPE_CHECKING:
     from support.vllm_engines import BackgroundLoop, ServedModel
 
 pytestmark = pytest.mark.slow
-
-PROMPT = tuple(range(40, 60))
-SAMPLING = Sampling(temperature=0.8, max_new_tokens=8)
-RANK = 12  # none that vLLM has kernels for
-
-
-def move(model: Any, seed: int, size: float = 0.1) -> None:
-    """Another policy: every adapter moved a little."""
-    noise = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for layer in lora_layers(model):
-            for matrix in (layer.down, layer.up):
-                matrix.add_(size * torch.randn(matrix.shape, generator=noise))
 
 
 def serve_adapters(
@@ -47,22 +40,11 @@ def serve_adapters(
     lora: dict[str, Any] | None = None,
     **changes: Any,
 ) -> ServedModel:
-    from strop.generation.vllm.vllm_engine import VllmEngine
-    from support.vllm_engines import make_launch, save_model_folder, serve, served_model
+    from support.vllm_engines import FAULTY, serve_vllm, served_model
 
     model = with_random_adapters(served_model(), **{"dim": RANK, "alpha": 8, "spread": 0.1, **(lora or {})})
-    engine = VllmEngine(
-        "engine 0",
-        make_launch(
-            save_model_folder(model, tokenizer, folder),
-            worker_extension="support.faulty_worker.FaultyWorker",
-            max_lora_rank=RANK,
-            **changes,
-        ),
-        tokenizer,
-        stop_ids=(tokenizer.eos_token_id,),
-    )
-    served = serve(model, tokenizer, [engine], adapters=LocalAdapterSource(model), tolerance=tolerance)
+    keys = {"worker_extension": FAULTY, "max_lora_rank": RANK, **changes}
+    served = serve_vllm(model, tokenizer, folder, adapters=LocalAdapterSource(model), tolerance=tolerance, **keys)
     room.run(served.weights.publish(0))
     return served
 
@@ -81,57 +63,11 @@ def test_each_pipeline_stage_has_the_adapters_of_its_own_layers(room: Background
         move(served.model, 1)
         said = publish(room, served)
         assert said["weights/tensors_not_read_back"] == 0
-        completion = room.run(served.pool.generate(PROMPT, sampling=SAMPLING, seed=1))
-        expected = compute_logprobs(served.model, PROMPT, completion.tokens, SAMPLING)
+        completion = room.run(served.pool.generate(PROMPT, sampling=ADAPTED, seed=1))
+        expected = compute_logprobs(served.model, PROMPT, completion.tokens, ADAPTED)
         assert float((completion.logprobs - expected).abs().max()) < 2e-4
     finally:
         room.run(served.close())
-
-
-def publish(room: BackgroundLoop, served: ServedModel) -> dict[str, float]:
-    published = room.run(served.weights.publish(served.weights.version + 1))
-    return {name: metric.value for name, metric in published.items()}
-
-
-def disagreement(room: BackgroundLoop, served: ServedModel) -> float:
-    completion = room.run(served.pool.generate(PROMPT, sampling=SAMPLING, seed=1))
-    expected = compute_logprobs(served.model, PROMPT, completion.tokens, SAMPLING)
-    return float((completion.logprobs - expected).abs().max())
-
-
-@contextmanager
-def planted(room: BackgroundLoop, served: ServedModel, fault: str) -> Iterator[None]:
-    room.run(served.engine._call_workers("plant", fault))
-    try:
-        yield
-    finally:
-        room.run(served.engine._call_workers("plant", ""))
-        publish(room, served)
-        assert disagreement(room, served) < 2e-4
-
-
-def test_the_base_is_sent_once_and_the_adapters_each_time(room: BackgroundLoop, beside: ServedModel) -> None:
-    base = sum(
-        weight.spec.numel() * 4 for weight in LocalAdapterSource(beside.model).base_weights() if weight.name != "lm_head.weight"
-    )
-    for seed in range(2):
-        move(beside.model, seed)
-        said = publish(room, beside)
-        assert 0 < said["weights/bytes"] < base / 2
-        assert said["weights/canary_error"] < 1e-4
-        assert disagreement(room, beside) < 2e-4
-
-
-def test_without_a_publish_the_engine_keeps_the_adapters_before(room: BackgroundLoop, beside: ServedModel) -> None:
-    move(beside.model, 11)
-    assert disagreement(room, beside) > 1e-2
-    publish(room, beside)
-    assert disagreement(room, beside) < 2e-4
-
-
-def test_the_base_was_read_back_under_its_names(room: BackgroundLoop, beside: ServedModel) -> None:
-    names = {weight.name for weight in LocalAdapterSource(beside.model).base_weights()}
-    assert names <= room.run(beside.engine.read_back_fingerprints()).keys()
 
 
 def test_adapters_are_read_back_as_the_learner_has_them(room: BackgroundLoop, beside: ServedModel) -> None:
@@ -158,7 +94,7 @@ def test_an_adapter_that_is_not_replaced_is_caught(
         with pytest.raises(VerificationFailed, match=r"self_attn\.q_proj\.[AB] did not arrive"):
             publish(room, beside)
     publish(room, beside)
-    assert disagreement(room, beside) < 2e-4
+    assert disagreement(room, beside, ADAPTED) < 2e-4
 
 
 @pytest.mark.parametrize(
@@ -191,31 +127,7 @@ def test_requests_that_go_without_the_adapter_are_caught_by_the_canary(
         with pytest.raises(VerificationFailed, match=r"disagree on the canary.*adapter may not be applied"):
             publish(room, beside)
     publish(room, beside)
-    assert disagreement(room, beside) < 2e-4
-
-
-def test_requests_that_run_go_on_with_the_new_adapters(room: BackgroundLoop, beside: ServedModel) -> None:
-    sampling = Sampling(max_new_tokens=150)
-
-    async def in_flight() -> list[Any]:
-        before = beside.weights.options
-        beside.weights.options = replace(before, in_flight=True, recompute=True)
-        try:
-            requests = [asyncio.create_task(beside.pool.generate(PROMPT, sampling=sampling, seed=seed)) for seed in range(3)]
-            await asyncio.sleep(0.3)
-            move(beside.model, 61)
-            await beside.weights.publish(beside.weights.version + 1)
-            return [await request for request in requests]
-        finally:
-            beside.weights.options = before
-
-    first = beside.weights.version
-    completions = room.run(in_flight())
-    assert any(set(completion.versions.tolist()) == {first, first + 1} for completion in completions), "at least one was running"
-    for completion in completions:
-        new = completion.versions == first + 1
-        expected = compute_logprobs(beside.model, PROMPT, completion.tokens, sampling)
-        assert ((completion.logprobs - expected)[new].abs() < 2e-4).all()
+    assert disagreement(room, beside, ADAPTED) < 2e-4
 
 
 @pytest.mark.exhaustive
@@ -226,12 +138,14 @@ def test_bfloat16_engines_hold_the_adapters_as_they_were_rounded(room: Backgroun
     try:
         move(served.model, 3)
         said = publish(room, served)
-        print(f"bfloat16: canary error {said['weights/canary_error']:.4f}, disagreement {disagreement(room, served):.4f}")
+        print(
+            f"bfloat16: canary error {said['weights/canary_error']:.4f}, disagreement {disagreement(room, served, ADAPTED):.4f}"
+        )
         held = room.run(served.engine._read_back("strop_read_adapter_fingerprints", 1))
         assert {name: part.value for name, (part,) in held.items()} == LocalAdapterSource(served.model).fingerprints(
             torch.bfloat16
         )
-        assert disagreement(room, served) < 0.5
+        assert disagreement(room, served, ADAPTED) < 0.5
     finally:
         room.run(served.close())
 
@@ -242,7 +156,7 @@ def test_two_ranks_hold_parts_of_the_adapters_that_add_up(room: BackgroundLoop, 
     try:
         move(served.model, 3)
         publish(room, served)
-        assert disagreement(room, served) < 2e-4
+        assert disagreement(room, served, ADAPTED) < 2e-4
         held = room.run(served.engine._read_back("strop_read_adapter_fingerprints", 1))
         layer = "model.layers.0"
         assert {part.region for part in held[f"{layer}.self_attn.q_proj.B"]} == {(0, 32, 0, RANK), (32, 32, 0, RANK)}

@@ -9,11 +9,11 @@ import pytest
 from strop.data.recorded.examples import Conversation, Preference
 from strop.models.chat_template import ChatTemplate
 from strop.models.loading import load_tokenizer
-from strop.rollouts.recorded import demonstration_group, preference_group
 from strop.rollouts.recorded_tokens import RecordedRules
 from strop.runs.data_check.checked_row import CheckedRow
 from strop.runs.data_check.token_counts import NO_LIMIT, TokenCounts, count_tokens
 from strop.types import Message, Rollout, assistant, user
+from support.recorded import demonstration_group, preference_group
 
 TEXTS = (
     "Hello there.",

@@ -38,18 +38,6 @@ def translate_logprobs_mode(recipe: Recipe) -> None:
             )
 
 
-def translate_env_vars(recipe: Recipe) -> None:
-    """Write the values of environment variables as texts, which they are for a process."""
-    for key in list(recipe.find("*generation.vllm_cfg.env_vars")):
-        variables = recipe.value(key, {})
-        if isinstance(variables, Mapping) and not all(isinstance(value, str) for value in variables.values()):
-            for name, value in variables.items():
-                if not isinstance(value, str):
-                    recipe.set(f"{key}.{name}", "" if value is None else str(value), because=f"{key}.{name}")
-        elif variables == {} and recipe.is_set(key):
-            recipe.drop(key)
-
-
 def translate_sglang_model(recipe: Recipe) -> None:
     """Accept a path of the model that says again which policy is trained."""
     for key in list(recipe.find("*generation.sglang_cfg.model_path")):
@@ -174,7 +162,6 @@ GENERATION_RULES: tuple[Rule, ...] = (
     note_cache_scales,
     *SGLANG_RULES,
     translate_logprobs_mode,
-    translate_env_vars,
     translate_speculation,
     Unused("*generation.port_range_*", "free ports are chosen automatically"),
     Unused("*generation.refit_*", WEIGHT_SYNC),

@@ -38,15 +38,4 @@ def translate_kl_place(recipe: Recipe) -> None:
         recipe.note(key, Effect.CHANGED, text)
 
 
-def translate_kl_gradient(recipe: Recipe) -> None:
-    """NeMo-RL's KL term has the gradient through the sampling probability also without an importance weight."""
-    key = "loss_fn.use_on_policy_kl_approximation"
-    if not (recipe.is_own_key(key) and recipe.is_set(key) and recipe.value(key) is False):
-        return
-    in_loss = recipe.value("loss_fn.reference_policy_kl_penalty", 0) and not recipe.value("loss_fn.use_kl_in_reward", False)
-    if in_loss and not recipe.is_set("algorithm.kl.score_gradient"):
-        recipe.set("algorithm.kl.score_gradient", True, because=key)
-        recipe.note(key, Effect.RENAMED, "algorithm.kl.score_gradient=true here")
-
-
-LOSS_RULES: tuple[Rule, ...] = (drop_clips_without_ratio, translate_kl_place, translate_kl_gradient)
+LOSS_RULES: tuple[Rule, ...] = (drop_clips_without_ratio, translate_kl_place)

@@ -75,18 +75,6 @@ def translate_failures(recipe: Recipe) -> None:
                 recipe.rename(key, f"{section}.max_errors_in_a_row", max(tolerated, 0) + 1)
 
 
-def translate_shaping(recipe: Recipe) -> None:
-    """In NeMo-RL the factor of truncated rollouts replaces the punishment of long ones."""
-    for section in ("grpo", "ppo", "distillation"):
-        shaping = f"{section}.reward_shaping"
-        factor, penalty = f"{shaping}.stop_properly_penalty_coef", f"{shaping}.overlong_buffer_penalty"
-        if not (recipe.is_own_key(shaping) and recipe.is_set(factor) and recipe.value(f"{shaping}.enabled")):
-            continue
-        if recipe.value(factor) is not None and recipe.value(penalty, 0) != 0:
-            recipe.set(penalty, 0.0, because=penalty if recipe.is_set(penalty) else factor)
-            recipe.note(factor, Effect.RENAMED, f"{penalty}=0 here: this factor replaces the punishment of long rollouts")
-
-
 def translate_best_of(recipe: Recipe) -> None:
     """Drop best@k training, which NeMo-RL's recipes have switched off and its code no longer reads."""
     on = [key for key in ("grpo.use_best_at_k", "grpo.use_combined_training") if recipe.is_set(key) and recipe.value(key)]
@@ -123,7 +111,6 @@ def _is_below(recipe: Recipe, key: str, bound: int) -> bool:
 TRAINING_RULES: tuple[Rule, ...] = (
     translate_lengths,
     translate_failures,
-    translate_shaping,
     translate_best_of,
     translate_message_penalties,
     Unused("*.val_batch_size", "validation goes through the same engine, which batches by itself"),

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from strop.algorithms.policy_gradient.base import PolicyGradient
+from strop.algorithms.policy_gradient.overlong import SoftOverlong
 from strop.config import ConfigError, LoadedConfig, load_config
 from strop.config.recipes.difference import Effect
 from strop.config.schema.run_config import TRAINING_RUNS
+from strop.runs.algorithm.run_algorithm import make_run_algorithm
 
 NEEDED = {"distillation": ["teacher.model_name=t"]}
 
@@ -77,10 +80,11 @@ def test_failures_that_are_tolerated_are_one_less_than_those_that_end_the_run() 
 
 def test_the_factor_of_truncated_rollouts_replaces_the_punishment_of_long_ones() -> None:
     shaping = ("grpo.reward_shaping.enabled=true", "grpo.reward_shaping.overlong_buffer_penalty=1")
-    both = load("grpo", *shaping, "grpo.reward_shaping.stop_properly_penalty_coef=0.1")
-    found = both.config.grpo.reward_shaping
-    assert (found.stop_properly_penalty_coef, found.overlong_buffer_penalty) == (0.1, 0.0)
-    assert load("grpo", *shaping).config.grpo.reward_shaping.overlong_buffer_penalty == 1.0
+    both = make_run_algorithm(load("grpo", *shaping, "grpo.reward_shaping.stop_properly_penalty_coef=0.1").config)
+    assert isinstance(both, PolicyGradient) and isinstance(both.shaping, SoftOverlong)
+    assert (both.shaping.truncated_factor, both.shaping.penalty) == (0.1, 0.0)
+    alone = make_run_algorithm(load("grpo", *shaping).config)
+    assert isinstance(alone, PolicyGradient) and isinstance(alone.shaping, SoftOverlong) and alone.shaping.penalty == 1.0
 
 
 def test_what_only_changes_the_speed_or_is_not_read_is_left_out() -> None:

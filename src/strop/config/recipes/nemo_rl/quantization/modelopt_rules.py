@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import describe, is_switched_off
-from strop.models.fake_quant.modelopt_presets import PRESETS
 
 POLICY, ENGINE = "policy.quant_cfg", "policy.generation.quant_cfg"
-CALIBRATION = ("quant_calib_data", "quant_calib_size", "quant_batch_size", "quant_sequence_length")
+CALIBRATION = ("quant_calib_size", "quant_batch_size", "quant_sequence_length")
 FOLLOWS = "the engine samples with the weights that the learner rounds"
 
 
@@ -19,8 +16,6 @@ def translate_modelopt(recipe: Recipe) -> None:
     for name in CALIBRATION:
         if recipe.is_set(f"policy.{name}") and recipe.value(f"policy.{name}") is None:
             recipe.drop(f"policy.{name}")  # as if it were not there
-    if isinstance(wanted, str) and (found := _find_file(recipe, POLICY, wanted)) is not None:
-        recipe.set(POLICY, found, because=POLICY)
     _drop_engine_keys(recipe, wanted)
     if recipe.is_set("policy.disable_modelopt_layer_spec"):
         recipe.unused("policy.disable_modelopt_layer_spec", "layers are those of Transformers, with or without quantisation")
@@ -51,12 +46,3 @@ def _drop_engine_keys(recipe: Recipe, wanted: str | None) -> None:
         recipe.note(ignored, Effect.CHANGED if asked else Effect.UNUSED, text)
         recipe.drop(ignored)
     recipe.unused_if_set("policy.generation.real_quant_export_cpu_offload", "rounded weights are sent as others are")
-
-
-def _find_file(recipe: Recipe, key: str, wanted: str) -> str | None:
-    """Return the file that a recipe names relative to the folder that its library is run from, which is above the recipe."""
-    path, origin = Path(wanted).expanduser(), recipe.source.find_origin(tuple(key.split(".")))
-    if wanted in PRESETS or path.is_absolute() or path.is_file() or origin is None or not isinstance(origin.source, Path):
-        return None
-    above = (folder / path for folder in origin.source.resolve().parents)
-    return next((str(file) for file in above if file.is_file()), None)
