@@ -26,7 +26,7 @@ def find_format(template: ChatTemplate, name: str | None) -> ToolCallFormat:
 
 def describe_tool_calls(environments: Iterable[EnvironmentHandle[Any]], template: ChatTemplate, name: str | None) -> str | None:
     """Return how a run's tools are called, in words; None without tools. Raises ToolConfigError if they cannot be."""
-    continuations = sorted({found for each in environments if (found := each.traits.tool_continuation) is not None})
+    continuations = sorted({continuation for each in environments if (continuation := each.traits.tool_continuation)})
     if not continuations:
         return None
     for continuation in continuations:
