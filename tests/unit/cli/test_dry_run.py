@@ -130,14 +130,10 @@ def test_a_dataset_of_the_hub_that_is_not_cached_is_named_as_not_looked_at(
         (["env={mine: {type: 'mine.py:Mine', size: big}}", "data.train.env_name=mine"], "the option size"),
         (["env={mine: {type: 'mine.py:Mine', sized: 3}}", "data.train.env_name=mine"], "has no option 'sized'"),
         (["env={mine: {type: 'broken.py:Mine'}}", "data.train.env_name=mine"], "importing 'broken.py' failed"),
-        (
-            ["env={mine: {reward: 'mine.py:correct'}}", "data.train.dataset_name=tasks.jsonl", "data.train.input_key=question"],
-            "takes (prompts",
-        ),
-        (
-            ["policy.optimizer.kwargs={lr: 1e-5, learning_rate: 1}"],
-            "policy.optimizer.kwargs.learning_rate: torch.optim.AdamW takes",
-        ),
+        (["env={mine: {reward: 'mine.py:correct'}}", "data.train.dataset_name=tasks.jsonl", "data.train.input_key=question"],
+         "takes (prompts"),
+        (["policy.optimizer.kwargs={lr: 1e-5, learning_rate: 1}"],
+         "policy.optimizer.kwargs.learning_rate: torch.optim.AdamW takes"),
         (["policy.optimizer.name=torch.optim.SGD", "policy.optimizer.kwargs={lr: 0.1, nesterov: true}"], "momentum"),
         (["policy.optimizer.kwargs.lr='1e-5'"], "policy.optimizer.kwargs.lr: found '1e-5'; it must be a number"),
         (["policy.optimizer.kwargs.lr=-1"], "policy.optimizer.kwargs.lr: found -1; it must be a number"),
@@ -158,7 +154,7 @@ def test_a_dataset_of_the_hub_that_is_not_cached_is_named_as_not_looked_at(
         (["env.math={verifier: prime}"], "the option verifier of the environment math is 'prime'"),
         (["env.arithmetic={max_operand: 3, no_such: 1}"], "has no option 'no_such'"),
     ],
-)
+)  # fmt: skip
 def test_what_a_configuration_names_is_looked_at(
     words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,13 +178,10 @@ def test_what_a_configuration_names_is_looked_at(
         ("grpo", "policy.model_name", []),
         ("ppo", "value.model_name", []),
         ("distillation", "teacher.model_name", []),
-        (
-            "grpo",
-            "env.judge.model_name",
-            ["env={judge: {type: reward_model}}", "data.train={env_name: judge, dataset_name: gsm8k}"],
-        ),
+        ("grpo", "env.judge.model_name",
+         ["env={judge: {type: reward_model}}", "data.train={env_name: judge, dataset_name: gsm8k}"]),
     ],
-)
+)  # fmt: skip
 def test_a_folder_without_a_model_is_named_by_its_own_key(
     section: str, key: str, more: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,10 +111,8 @@ COMMANDS: list[tuple[str, set[str]]] = [
     ("examples/run_grpo.py", set()),
     ("examples/run_grpo_math.py", set()),
     ("examples/run_grpo.py --config examples/configs/grpo_math_1B_megatron.yaml", set()),
-    (
-        "examples/run_grpo.py --config examples/configs/grpo_math_1B_megatron.yaml cluster.num_nodes=4 cluster.gpus_per_node=8",
-        set(),
-    ),
+    ("examples/run_grpo.py --config examples/configs/grpo_math_1B_megatron.yaml cluster.num_nodes=4 cluster.gpus_per_node=8",
+     set()),
     ("examples/run_grpo_math.py cluster.gpus_per_node=8", set()),
     (
         'examples/run_grpo_math.py policy.model_name="meta-llama/Llama-3.2-1B-Instruct" '
@@ -158,11 +156,8 @@ COMMANDS: list[tuple[str, set[str]]] = [
         'checkpointing.checkpoint_dir="results/llama_dpo_sft" logger.wandb_enabled=True logger.wandb.name="llama-dpo-sft"',
         set(),
     ),
-    (
-        "examples/run_dpo.py --config examples/configs/dpo.yaml cluster.num_nodes=2 cluster.gpus_per_node=8 "
-        "dpo.val_global_batch_size=32",
-        set(),
-    ),
+    ("examples/run_dpo.py --config examples/configs/dpo.yaml cluster.num_nodes=2 cluster.gpus_per_node=8 " "dpo.val_global_batch_size=32",
+     set()),
     ("examples/run_rm.py cluster.gpus_per_node=8", set()),
     ("examples/run_ppo.py", set()),
     ("examples/run_ppo.py value.head_only=true algorithm.name=vapo", set()),
@@ -176,7 +171,7 @@ COMMANDS: list[tuple[str, set[str]]] = [
         set(),
     ),
     ("examples/run_grpo.py cluster.num_nodes=2", set()),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("command", "refused"), COMMANDS, ids=[command[9:70] for command, _ in COMMANDS])

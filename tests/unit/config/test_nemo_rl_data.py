@@ -189,23 +189,17 @@ def test_a_tie_of_ranks_says_what_to_do() -> None:
     [
         (["data.train.dataset_name=ResponseDataset"], "data.train.dataset_name: found ResponseDataset, but no data_path to read"),
         (["data.train.dataset_name=arrow_text"], "data.train.dataset_name: found arrow_text, but no data_files to read"),
-        (
-            ["data.train.dataset_name=NuminaMath-1.5", "data.train.require_valid=false"],
-            "data.train.require_valid: found False, but NuminaMath-1.5 is read without the rows that cannot be checked",
-        ),
+        (["data.train.dataset_name=NuminaMath-1.5", "data.train.require_valid=false"],
+         "data.train.require_valid: found False, but NuminaMath-1.5 is read without the rows that cannot be checked"),
         (["data.default.processor=my_processor"], "data.default.processor: found 'my_processor': a processor is code of NeMo-RL"),
         (["data.use_multiple_dataloader=true", "data.custom_dataloader=a.b.mine"], "drawn by weight, not by code"),
-        (
-            ["data.use_multiple_dataloader=true", "data.custom_dataloader=a.example_custom_dataloader_with_chosen_task"],
-            "it is told by a changed training loop of which entries a step is (set_records)",
-        ),
+        (["data.use_multiple_dataloader=true", "data.custom_dataloader=a.example_custom_dataloader_with_chosen_task"],
+         "it is told by a changed training loop of which entries a step is (set_records)"),
         (["data.use_multiple_dataloader=true"], "data.custom_dataloader is not set, without which NeMo-RL does not run either"),
-        (
-            ["data.use_multiple_dataloader=true", "data.custom_dataloader=a.example_custom_dataloader"],
-            "data.num_prompts_per_dataloader is not set",
-        ),
+        (["data.use_multiple_dataloader=true", "data.custom_dataloader=a.example_custom_dataloader"],
+         "data.num_prompts_per_dataloader is not set"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_here_is_refused_once_by_the_true_reason(overrides: list[str], said: str) -> None:
     (problem,) = refusals("grpo", *overrides)
     assert said in problem

@@ -52,7 +52,7 @@ def test_the_stream_ends_after_the_last_epoch():
 def test_far_positions_are_found_at_once():
     tasks = ENVIRONMENT.tasks(DataSource(size=10**9))
     name, environment, task = Mixture((Component("sums", LocalEnvironment(ENVIRONMENT), tasks),)).at(10**12)
-    assert name == "sums" and environment is ENVIRONMENT and task.answer
+    assert name == "sums" and environment == LocalEnvironment(ENVIRONMENT) and task.answer
 
 
 @pytest.mark.parametrize(

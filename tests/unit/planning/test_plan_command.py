@@ -189,3 +189,16 @@ def test_on_gpus_auto_is_the_engine_that_the_run_would_have(capsys, model_config
     arguments = (str(CONFIGS / "grpo_math_1B.yaml"), "policy.generation.backend=auto", "--model-config", str(model_config))
     generation = plan_json(capsys, *arguments, "--devices", "8")["memory"][0]
     assert generation["phase"] == "generation" and "engine weights" in generation["parts_bytes"]
+
+
+def test_a_plan_refuses_what_a_run_refuses_in_the_same_words(capsys, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4}\n"
+        "policy:\n  model_name: m\n  max_total_sequence_length: 512\n  train_global_batch_size: 5\n"
+        "data: {train: {dataset_name: on/another_machine.jsonl}}\nenv: {math: {}}\n"
+    )
+    assert main(["plan", str(file)]) == main(["grpo", "--config", str(file), "--dry-run", "--assume-gpus", "1"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("run.yaml, line 5: policy.train_global_batch_size: found 5, but a step has 8 prompts x 4") == 2
+    assert "another_machine" not in said, "the data of other machines need not be here"

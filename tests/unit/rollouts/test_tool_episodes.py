@@ -26,7 +26,7 @@ from strop.rollouts.tool_turns import describe_tool_calls
 from strop.sampling import Sampling
 from strop.tools.base import ToolConfigError
 from strop.types import Ending, Message, Messages, Rollout, Task, user
-from support.environment_servers import EnvironmentServerThread
+from support.environment_servers import EnvironmentServerThread, handle_of
 from support.tokenizer import build_tokenizer
 from support.tool_families import TOOL_FAMILIES
 from support.torch_engine import make_engine, make_runner
@@ -70,9 +70,7 @@ def run(environment: Environment[Any], template: ChatTemplate, engine: Any, turn
     limits = EpisodeRules(max_turns=turns, max_length=4000, **rules)
     sampling = Sampling(max_new_tokens=24)
     return asyncio.run(
-        run_episode(
-            LocalEnvironment(environment), task, 0, 1, generator=engine, template=template, sampling=sampling, rules=limits
-        )
+        run_episode(handle_of(environment), task, 0, 1, generator=engine, template=template, sampling=sampling, rules=limits)
     )
 
 

@@ -7,7 +7,8 @@ from typing import TypeVar
 
 from strop import gpus, packages
 from strop.base_config import BaseConfig
-from strop.config.checks import run_checks
+from strop.config.checks.policy_checks import check_engine_device
+from strop.config.checks.run_checks import find_errors
 from strop.config.schema.run_config import (
     EvalRunConfig,
     RecordedRunConfig,
@@ -52,8 +53,8 @@ def _choose(config: TrainingRunConfig | EvalRunConfig, has_gpus: bool | None) ->
 
 
 def _find_errors(config: TrainingRunConfig | EvalRunConfig) -> list[Problem]:
-    device = list(run_checks.check_engine_device(config, "cuda")) if isinstance(config, RolloutRunConfig) else []
-    return [*run_checks.find_errors(config), *device]
+    device = list(check_engine_device(config, "cuda")) if isinstance(config, RolloutRunConfig) else []
+    return [*find_errors(config), *device]
 
 
 def _device(config: TrainingRunConfig | EvalRunConfig) -> str:

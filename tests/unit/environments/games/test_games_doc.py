@@ -6,7 +6,6 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -47,13 +46,6 @@ def test_the_example_user_is_simulated_by_script_and_by_the_example_of_an_endpoi
         options["endpoint"]["base_url"] = server.base_url
         asked = make_environment(options.pop("type"), options)
         assert played(asked, asked.tasks(data)[0], "Where?", "<answer>Lisbon</answer>").reward == 1.0
-
-
-@pytest.mark.parametrize(("block", "name"), [(0, "nim_against_itself"), (1, "nim_against_the_past")])
-def test_the_examples_of_self_play_are_environments(block: int, name: str) -> None:
-    options: dict[str, Any] = yaml.safe_load(blocks("yaml")[block])["env"][name]
-    game = make_environment(options.pop("type"), options)
-    assert "Nim" in game.prompt(game.tasks(DataSource(size=3))[0])[0].content
 
 
 @pytest.mark.parametrize("name", ["sliding_puzzle", "number_guessing", "text_adventure", "two_player", "user_simulator"])

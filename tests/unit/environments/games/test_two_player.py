@@ -15,14 +15,13 @@ from strop.environments.games.two_player.grid_game import ConnectFour, TicTacToe
 from strop.environments.games.two_player.nim import Heaps, Nim
 from strop.environments.games.two_player.two_player import PositionTask, TwoPlayer
 from strop.environments.games.two_player.two_player_game import best_moves, value_of
-from strop.environments.handle import LocalEnvironment
 from strop.environments.remote import EnvironmentDescription, connect
 from strop.generation.base import PastSelf
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.sampling import Sampling
 from strop.types import Group, Task
-from support.environment_servers import EnvironmentServerThread
+from support.environment_servers import EnvironmentServerThread, handle_of
 from support.games import ScriptedGenerator, played, run_script
 from support.llm_server import llm_server
 
@@ -39,7 +38,7 @@ def play_group(
 ) -> Group:
     return asyncio.run(
         run_group(
-            0, "game", LocalEnvironment(environment), task, samples=samples, generator=generator,
+            0, "game", handle_of(environment), task, samples=samples, generator=generator,
             template=ChatTemplate(generator.tokenizer),
             sampling=Sampling(max_new_tokens=50), rules=EpisodeRules(max_turns=9, max_length=100_000), seed=seed, past=past,
         )

@@ -245,5 +245,5 @@ def test_verifiers_work_in_processes_of_their_own(talk, tmp_path):
     scored = asyncio.run(remote.score(task, talk(task, "it is 2", version=7)))
     assert scored.rewards == {"right": 1.0, "format": 0.0} and scored.reward == 3.0 and scored.metrics["weighted/right"] == 3.0
     assert asyncio.run(remote.score(task, talk(task, "3", version=7))).rewards == {"right": 0.0}
-    assert remote.answer_key(task, talk(task, "it is 2")) == "2"
+    assert asyncio.run(remote.grade(task, talk(task, "it is 2"))).answer == "2"
     loop.close()

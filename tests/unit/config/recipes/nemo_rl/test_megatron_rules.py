@@ -198,12 +198,9 @@ CARRIED = [
     ({"attention_backend": "flash"}, "attention_backend", "speed"),
     ({"checkpoint": "{async_save: true}"}, "checkpoint", "checkpointing.async_save"),
     ({"mtp_num_layers": 2, "mtp_detach_heads": "true", "mtp_loss_scaling_factor": 0.3}, "mtp_num_layers", "not trained"),
-    (
-        {"moe_router_load_balancing_type": "aux_loss", "expert_model_parallel_size": 2},
-        "moe_router_load_balancing_type",
-        "no loss that balances",
-    ),
-]
+    ({"moe_router_load_balancing_type": "aux_loss", "expert_model_parallel_size": 2}, "moe_router_load_balancing_type",
+     "no loss that balances"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "key", "text"), CARRIED)
