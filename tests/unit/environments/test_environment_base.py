@@ -136,3 +136,9 @@ def test_generated_tasks_are_made_when_asked_for_and_bounded():
     assert tasks[-1] == 2 and tasks[0:2] == [0, 1] and list(tasks) == [0, 1, 2]
     with pytest.raises(IndexError):
         tasks[3]
+
+
+@pytest.mark.parametrize("name", ["first_messages", "next_stop_strings", "episode"])
+def test_a_method_of_an_earlier_version_is_refused_with_its_new_name(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"Mine\.{name} is not called: rename it to (prompt|stop_strings|session)"):
+        type("Mine", (Yes,), {name: lambda self, task: ()})

@@ -177,7 +177,7 @@ def test_rollouts_are_those_of_the_environment_in_this_process(
     wanted, found = asyncio.run(all_of(here)), asyncio.run(all_of(there))
     assert [seen(group) for group in found] == [seen(group) for group in wanted]
     assert all(rollout.rewards["pages_written"] == 4 and rollout.error is None for group in found for rollout in group.rollouts)
-    assert there.title == "Notes"
+    assert there.traits.title == "Notes"
     assert there.answer_key(there.tasks(DATA)[0], found[0].rollouts[0]) == found[0].rollouts[0].text
     for thread in threads:
         assert thread.calls.count("open") == thread.calls.count("close") > 0

@@ -85,10 +85,10 @@ QWEN = TOOL_FAMILIES["qwen2.5"].make_template()
 
 
 def test_a_remote_environment_calls_its_tools_in_its_own_process(mine: str) -> None:
-    options = {"tools": [mine], "max_tool_calls": 1}
+    options = {"tools": [mine], "max_tool_calls": 1, "tool_continuation": "turn"}
     served = EnvironmentServerThread(EnvironmentDescription(alias="sums", name="arithmetic", options=options, sources=(DATA,)))
     remote = connect(served.description, [served.transport])
-    assert remote.traits.has_tools and remote.traits.responds
+    assert remote.traits.tool_continuation == "turn" and remote.traits.responds
     script = [f"{CALL}<|im_end|>", f"{CALL}<|im_end|>", "<tool_call>hm</tool_call><|im_end|>", "42<|im_end|>"]
     there = run(remote, QWEN, Scripted(QWEN.tokenizer, script))
     here = run(make_environment("arithmetic", options), QWEN, Scripted(QWEN.tokenizer, script))
