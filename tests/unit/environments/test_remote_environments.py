@@ -178,7 +178,7 @@ def test_rollouts_are_those_of_the_environment_in_this_process(
     assert [seen(group) for group in found] == [seen(group) for group in wanted]
     assert all(rollout.rewards["pages_written"] == 4 and rollout.error is None for group in found for rollout in group.rollouts)
     assert there.traits.title == "Notes"
-    assert there.answer_key(there.tasks(DATA)[0], found[0].rollouts[0]) == found[0].rollouts[0].text
+    assert asyncio.run(there.grade(there.tasks(DATA)[0], found[0].rollouts[0])).answer == found[0].rollouts[0].text
     for thread in threads:
         assert thread.calls.count("open") == thread.calls.count("close") > 0
 
