@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from common import MODEL, memory, spread, table
 
-from loop.long_streams import LongStream, assert_same_run, watch
+from loop.kinds import assert_same_run
+from loop.long_streams import LongStream, watch
 from loop.runs import metrics_of
 from loop.tiny import build_tiny
 

@@ -1,6 +1,6 @@
 """The memory of a training step as torch's allocator counts it beside what ``strop plan`` computes, over small shapes on a CPU.
 
-    python benchmarks/plan_memory.py                                     # the table of docs/planning.md
+    python benchmarks/plan_memory.py                                     # all shapes; docs/planning.md has the worst
     python benchmarks/plan_memory.py --json memory.json
 
 A step is the forward and backward passes of its micro-batches and the optimizer step, after a first one. Its peak is the most that the

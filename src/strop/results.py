@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import shutil
@@ -12,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strop.safety.printable import make_printable
+
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
@@ -20,7 +23,6 @@ if TYPE_CHECKING:
     from strop.monitoring.rollout_store.rollout_record import RolloutRecord
     from strop.monitoring.rollout_store.rollout_store import RolloutStore
     from strop.monitoring.rollout_store.validation_samples import ValidationSamples
-    from strop.runs.run_report.validation_results import ValidationPoint
 
 
 @dataclass(frozen=True)
@@ -106,14 +108,12 @@ class Run:
 
         The interval and the tasks are NaN where no samples are stored, as for recorded data. Empty if the run has not validated.
         """
-        from strop.runs.run_report.validation_results import read_validations
-
-        results, prefix = read_validations(self.folder), "validation/"
+        prefix = "validation/"
         logged = self.metrics[[name for name in self.metrics.columns if name.startswith(prefix)]].dropna(how="all")
         table = logged.rename(columns=lambda name: name.removeprefix(prefix))
-        points = {} if results is None else {point.step: point for point in results.points}
-        for name in ("low", "high", "tasks") if points else ():
-            table[name] = [_read_point(points.get(step), name) for step in table.index]
+        found = {step: _read_interval(self.folder, step) for step in table.index} if (self.folder / prefix).is_dir() else {}
+        for place, name in enumerate(("low", "high", "tasks") if found else ()):
+            table[name] = [math.nan if (values := found[step]) is None else values[place] for step in table.index]
         return table
 
     @cached_property
@@ -135,17 +135,14 @@ class Run:
         return make_run_figure(find_metrics(self.folder), metrics)
 
     def report(self, file: str | Path | None = None) -> Path:
-        """Write a report of the run as one HTML file, as ``strop report`` does: ``report.html`` in its folder. Return the path.
+        """Save the run's view as one HTML file, as ``strop report`` does: ``report.html`` in its folder. Return the path.
 
-        Raises NoReport, a ValueError, before the first step.
+        Raises NothingToSave, a ValueError, before the first step.
         """
-        from strop.monitoring.pages.document import write_document
-        from strop.runs.run_report.report_facts import read_report_facts
-        from strop.runs.run_report.report_page import make_report
+        from strop.config.source import yaml_text
+        from strop.view.saved_view import save_view
 
-        target = self.folder / "report.html" if file is None else Path(file)
-        write_document(target, make_report(read_report_facts(self.folder)))
-        return target
+        return save_view(self.folder, None if file is None else Path(file), yaml_text.parse_value)
 
     @property
     def step(self) -> int:
@@ -206,21 +203,18 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the run in a few facts. Everything in it is escaped."""
-        from strop.monitoring.pages.markup import escape, make_table
-
         policy = self.config.get("policy") or {}
         rows = [("folder", self.folder), ("model", policy.get("model_name", "")), ("step", self.step)]
         rows += [("checkpoint", self.checkpoint)] if self.checkpoint else []
-        table = make_table(("fact", "value"), rows, caption=f"run {self.folder.name}")
-        shown = [name for name in _SHOWN_METRICS if name in self.metrics]
         last = [
-            (name, *(f"{value:.4g}" for value in (column.iloc[0], column.iloc[-1])))
-            for name in shown
-            if len(column := self.metrics[name].dropna())
+            (name, f"{column.iloc[0]:.4g} to {column.iloc[-1]:.4g}")
+            for name in _SHOWN_METRICS
+            if name in self.metrics and len(column := self.metrics[name].dropna())
         ]
-        metrics = make_table(("metric", "first", "last"), last, caption="metrics") if last else ""
-        hint = escape(".metrics, .rollouts, .samples, .validations, .timing, .plot(), .report()")
-        return f"<div>{table}{metrics}<p><small>{hint}</small></p></div>"
+        cells = ((html.escape(make_printable(str(cell))) for cell in row) for row in (*rows, *last))
+        table = "".join(f"<tr><th scope='row'>{name}</th><td>{value}</td></tr>" for name, value in cells)
+        hint = ".metrics, .rollouts, .samples, .validations, .timing, .plot(), .report()"
+        return f"<div><table>{table}</table><p><small>{hint}</small></p></div>"
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r}, step={self.step}, checkpoint={str(self.checkpoint) if self.checkpoint else None!r})"
@@ -252,10 +246,23 @@ def _read_steps(store: RolloutStore | ValidationSamples) -> Iterator[RolloutReco
             warnings.warn(str(error), stacklevel=3)
 
 
-def _read_point(point: ValidationPoint | None, name: str) -> float:
-    if point is None:
-        return math.nan
-    return float({"low": point.interval.low, "high": point.interval.high, "tasks": point.tasks}[name])
+def _read_interval(folder: Path, step: int) -> tuple[float, float, int] | None:
+    """Return the ends of the 95 % interval of a validation's accuracy, and its tasks; None where they cannot be read."""
+    from strop.monitoring.rollout_store.validation_samples import VALIDATION_FOLDER
+    from strop.statistics.intervals import confidence_interval
+    from strop.statistics.task_metrics import find_task_metric
+
+    try:
+        content = json.loads((folder / VALIDATION_FOLDER / f"step_{step:06d}.json").read_text(encoding="utf-8"))
+        tasks = [task for task in content["tasks"] if task["samples"]]
+        metric = find_task_metric("accuracy").fit(tasks)
+        values = [float(metric.value(task)) for task in tasks]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not values:
+        return None
+    interval = confidence_interval(values, bounds=(0.0, 1.0) if metric.is_share else None)
+    return interval.low, interval.high, len(values)
 
 
 @dataclass(frozen=True)

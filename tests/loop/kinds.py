@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from loop.runs import Outcome, Running, overrides, start, tiny_config
+from loop.runs import Outcome, Running, metrics_of, overrides, repeatable, start, tiny_config
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
 
 Row = Mapping[str, Any]
 
@@ -132,3 +133,23 @@ def bitwise_equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(bitwise_equal, one, other))
     return bool(one == other)
+
+
+def assert_same_run(folder: Path, wanted: Path) -> None:
+    """Every metric, rollout and validation sample; of the newest checkpoint weights, positions and optimizers bit for bit."""
+    assert repeatable(metrics_of(folder / "logs")) == repeatable(metrics_of(wanted / "logs"))
+    assert list(RolloutStore(folder / "logs").read_all()) == list(RolloutStore(wanted / "logs").read_all())
+    for path in sorted((wanted / "logs" / "validation").glob("*.json")):
+        assert json.loads((folder / "logs" / "validation" / path.name).read_text()) == json.loads(path.read_text()), path
+    kept, others = (sorted(path.name for path in (each / "results").glob("step_*")) for each in (folder, wanted))
+    assert kept == others
+    newest = max((wanted / "results").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    compared = set()
+    for path in sorted(newest.rglob("*")):
+        own = folder / path.relative_to(wanted)
+        if path.name == "optimizer.pt":
+            assert bitwise_equal(*(torch.load(each, weights_only=True) for each in (own, path))), path
+        elif path.suffix in (".safetensors", ".json") and path.name != "files.json":
+            assert own.read_bytes() == path.read_bytes(), path
+        compared.add(path.suffix)
+    assert {".safetensors", ".json", ".pt"} <= compared

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-import torch
 
-from loop.kinds import bitwise_equal, recorded_config, write_rows
-from loop.runs import Running, metrics_of, overrides, repeatable, start, tiny_config
+from loop.kinds import recorded_config, write_rows
+from loop.runs import Running, overrides, start, tiny_config
 
 Section = Literal["sft", "grpo"]
 Shape = Literal["class", "jsonl", "parquet"]
@@ -169,17 +168,3 @@ def _last_step(logs: Path) -> int:
         except (ValueError, KeyError):
             continue
     return 0
-
-
-def assert_same_run(folder: Path, wanted: Path) -> None:
-    """Every metric; weights, optimizer and the position of the data bit for bit."""
-    assert repeatable(metrics_of(folder / "logs")) == repeatable(metrics_of(wanted / "logs"))
-    (newest,) = (wanted / "results").glob("step_*")
-    files = [path for path in sorted(newest.rglob("*")) if path.suffix in (".safetensors", ".json") and path.name != "files.json"]
-    assert newest / "data" / "state.json" in files
-    for path in files:
-        assert (folder / path.relative_to(wanted)).read_bytes() == path.read_bytes(), path
-    optimizers = [
-        torch.load(each / newest.relative_to(wanted) / "policy" / "optimizer.pt", weights_only=True) for each in (folder, wanted)
-    ]
-    assert bitwise_equal(*optimizers)

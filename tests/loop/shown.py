@@ -8,9 +8,8 @@ from functools import cache
 
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
-from strop.models.vision.image_files import as_data_url
 from strop.types import Image, Message, Messages, Rollout, Task
-from support.vision_models import draw_image
+from support.vision_models import as_data_url, draw_image
 
 
 @cache

@@ -9,16 +9,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from loop.runs import Environ, Outcome, Running, heed_interrupts, metrics_of, overrides, start, tiny_config
 from loop.tiny import build_tiny
+from loop.victims import MARK, describe_processes, find_processes, wait_for_exit
 from support.needs import needs_vllm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-MARK = "STROP_TEST_RUN"  # an environment variable that all processes of a run inherit
 AGENT = """
 import asyncio
 from openai import AsyncOpenAI
@@ -69,23 +68,9 @@ def rewards(folder: Path) -> list[float]:
     return [logged[step]["train/reward"] for step in (1, 2, 3)]
 
 
-def left_over(folder: Path) -> list[str]:
-    """Processes of a run that outlive it."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get(MARK) == str(folder):
-                found.append(" ".join(process.cmdline()) or process.name())
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-    return found
-
-
 def check_nothing_is_left(folder: Path) -> None:
-    until = time.monotonic() + 10
-    while (left := left_over(folder)) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not left
+    left, _ = wait_for_exit(str(folder))
+    assert not left, describe_processes(left)
 
 
 @pytest.mark.exhaustive
@@ -120,7 +105,7 @@ def test_nothing_of_an_agent_is_left_after_ctrl_c(tiny: Path, tmp_path: Path) ->
 
     running = begin(tiny, tmp_path, before=Interruptible({MARK: str(tmp_path)}), **options)
     deadline = time.monotonic() + 90
-    while sum("sleep 600" in each for each in left_over(tmp_path)) < 2:
+    while describe_processes(find_processes(str(tmp_path))).count("sleep 600") < 2:
         assert time.monotonic() < deadline and running.process.is_alive(), (tmp_path / ".err").read_text()
         time.sleep(0.1)
     assert running.process.pid is not None

@@ -32,8 +32,14 @@ ORDERS: dict[str, GroupOrder] = {
     "windowed": Windowed(window=4, groups_per_step=G, max_staleness=K),
     "drop_too_old": DropTooOld(),
 }
-each_order = pytest.mark.parametrize("kind", list(ORDERS))
 DRAINING, IN_FLIGHT = {"drain_before": "publishing"}, {"drain_before": "never"}
+each_order = pytest.mark.parametrize("kind", list(ORDERS))
+ALL = {
+    f"{when}-{kind}": (kind, changes) for when, changes in (("drained", DRAINING), ("in flight", IN_FLIGHT)) for kind in ORDERS
+}
+each_order_and_publish = pytest.mark.parametrize(
+    "name", sweep(ALL, "drained-fifo", "in flight-windowed", "in flight-drop_too_old")
+)
 
 
 def options(**changes: Any) -> TrainOptions:
@@ -98,14 +104,6 @@ def test_in_flight_publishing_waits_for_nobody_and_every_token_knows_its_version
             assert versions == sorted(versions) and (not record.kept or record.step - 1 - versions[0] <= K)
         assert max(tracker.steps[step]["train/staleness_max"] for step in tracker.steps) <= K
     assert waited > 0 and mixed == clocks
-
-
-def test_in_flight_a_run_is_not_repeated(tmp_path):
-    first, again = (play(tmp_path / str(clock), clock=clock, changes=IN_FLIGHT)[0] for clock in (0, 1))
-    assert make_records(first) != make_records(again)
-    assert {record.group for record in make_records(first)} == {record.group for record in make_records(again)}, (
-        "yet FIFO keeps the order"
-    )
 
 
 @pytest.mark.parametrize("changes", [DRAINING, IN_FLIGHT])
@@ -219,9 +217,9 @@ def test_an_interrupted_run_leaves_no_call_of_the_learner_behind(tmp_path):
 
 
 @pytest.mark.parametrize("clocks", sweep([2, 4], 2))
-@each_order
-@pytest.mark.parametrize("changes", [DRAINING, IN_FLIGHT], ids=["drained", "in flight"])
-def test_dynamic_sampling_shaping_validation_and_checkpoints_work(tmp_path, kind, changes, clocks):
+@each_order_and_publish
+def test_dynamic_sampling_shaping_validation_and_checkpoints_work(tmp_path, name, clocks):
+    kind, changes = ALL[name]
     checkpoints = Checkpoints()
     stale = 0
     for clock in range(clocks):
@@ -285,9 +283,9 @@ def killed(folder: Path, kind: str, checkpoints: Checkpoints, *, clock: int, aft
 
 
 @pytest.mark.parametrize("count", sweep([3, 8], 3))
-@each_order
-@pytest.mark.parametrize("changes", [DRAINING, IN_FLIGHT], ids=["drained", "in flight"])
-def test_killed_at_any_time_a_run_keeps_what_was_finished_and_trains_on_every_group_once(tmp_path, kind, changes, count):
+@each_order_and_publish
+def test_killed_at_any_time_a_run_keeps_what_was_finished_and_trains_on_every_group_once(tmp_path, name, count):
+    kind, changes = ALL[name]
     buffered = 0
     for seed in range(count):
         folder, draw, checkpoints = tmp_path / str(seed), random.Random(seed), Checkpoints()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from loop.killing import Kill
-from loop.runs import grpo, metrics_of, repeatable
+from loop.runs import grpo, metrics_of
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from support.sweep import sweep
 
@@ -27,18 +27,6 @@ def drained(tiny, tmp_path_factory) -> Path:
     assert outcome.code == 0, outcome.err
     assert max(line["train/staleness_max"] for step, line in metrics_of(folder / "logs").items() if step) >= 1
     return folder
-
-
-def assert_same_run(folder: Path, wanted: Path) -> None:
-    assert repeatable(metrics_of(folder / "logs")) == repeatable(metrics_of(wanted / "logs"))
-    assert list(RolloutStore(folder / "logs").read_all()) == list(RolloutStore(wanted / "logs").read_all())
-    assert (folder / WEIGHTS).read_bytes() == (wanted / WEIGHTS).read_bytes()
-
-
-@pytest.mark.exhaustive
-def test_a_drained_run_is_repeated_bit_for_bit(tiny, tmp_path, drained):
-    assert grpo(tiny, tmp_path, **CHANGES).code == 0
-    assert_same_run(tmp_path, drained)
 
 
 @pytest.mark.exhaustive
@@ -65,7 +53,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("name", sweep(ORDERS, "drop_too_old"))
+@pytest.mark.parametrize("name", sweep(ORDERS))
 def test_every_order_trains(tiny, tmp_path, name):
     changes = {"in_flight_weight_updates": True, **ORDERS[name]}
     outcome = grpo(tiny, tmp_path, **CHANGES, **{f"grpo.async_grpo.{key}": value for key, value in changes.items()})

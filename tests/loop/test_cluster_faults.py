@@ -113,34 +113,6 @@ def test_an_engine_a_host_and_a_learner_rank_that_are_killed_one_after_the_other
 
 
 @pytest.mark.exhaustive
-def test_an_engine_that_is_killed_is_started_anew_and_the_run_goes_on(tiny: Path, alone: Path, tmp_path: Path) -> None:
-    running = begin(tiny, tmp_path, **{"cluster.environment_hosts": 1})
-    wait_for(running, lambda: steps_logged(running) >= 1)
-    process = kill(running, "engine-0")
-    wait_for(running, lambda: steps_logged(running) >= 3)
-    host = kill(running, "environment-arithmetic-0")
-    outcome = running.finish(200)
-    assert outcome.code == 0, outcome.err
-    said = outcome.out + outcome.err
-    assert f"process {process}, on" in said and f"process {host}, on" in said and "another process takes its place" in said
-    assert max(line["generation/restarts"] for line in metrics_of(tmp_path / "logs").values()) <= 1
-    assert_as_if_undisturbed(tmp_path, alone)
-
-
-@pytest.mark.exhaustive
-def test_a_learner_rank_that_is_killed_takes_the_run_back_to_the_last_checkpoint(tiny: Path, alone: Path, tmp_path: Path) -> None:
-    running = begin(tiny, tmp_path)
-    wait_for(running, lambda: steps_logged(running) >= 2)
-    process = kill(running, "learner-1")
-    outcome = running.finish(200)
-    assert outcome.code == 0, outcome.err
-    assert f"the learner group lost a member: learner-1 (process {process}, on" in outcome.out
-    assert "The learner restarts from the checkpoint of step" in outcome.out
-    assert "continuing after step" in outcome.out
-    assert_as_if_undisturbed(tmp_path, alone)
-
-
-@pytest.mark.exhaustive
 def test_a_learner_that_dies_again_and_again_ends_the_run_and_says_where_to_look(tiny: Path, tmp_path: Path) -> None:
     running = begin(tiny, tmp_path, **{"cluster.max_restarts": 1})
     first = kill(running, "learner-0")

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from loop.kinds import GRADED, recorded_config, sampling_config, write_data
 from loop.runs import Environ, Outcome, metrics_of, overrides, start, tiny_config
 from loop.tiny import build_tiny
+from loop.victims import MARK, find_processes
 from support.forked_interpreter import Forked, forked_interpreter
 from support.needs import needs_vllm
 from support.sweep import sweep
@@ -27,7 +27,6 @@ RAY = {"cluster.backend": "ray"}
 TWO = {**RAY, "cluster.gpus_per_node": 2}
 LORA = {"policy.dtensor_cfg.lora_cfg.enabled": True, "policy.dtensor_cfg.lora_cfg.dim": 4}
 NOISE = 2e-4  # relative: ranks add float32 gradients in another order
-MARK = "STROP_TEST_RUN"  # an environment variable that all processes of a run inherit
 
 
 def run(
@@ -39,18 +38,6 @@ def run(
 
 def grpo(model: Path, folder: Path, *, interpreter: str = sys.executable, **changes: Any) -> Outcome:
     return run("grpo", {**tiny_config(model), **QUIET, **GRADED, **changes}, folder, interpreter=interpreter)
-
-
-def left_over(folder: Path) -> list[str]:
-    """Processes of a run that outlive it."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get(MARK) == str(folder):
-                found.append(" ".join(process.cmdline()) or process.name())
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-    return found
 
 
 def curves_agree(one: Path, other: Path, *, steps: int = 4, noise: float = NOISE) -> None:
@@ -87,7 +74,7 @@ def test_two_ranks_an_engine_and_hosts_of_environments_give_the_curve_of_one_pro
     assert workers == {"learner-0", "learner-1", "engine-0", "environment-graded-0", "environment-graded-1", "monitor-0"}
     metrics = metrics_of(tmp_path / "logs")[4]
     assert 1.0 <= metrics["train/tokens_per_rank_max_over_mean"] < 1.6 and metrics["train/token_mult_prob_error"] < 1.0005
-    assert left_over(tmp_path) == []
+    assert find_processes(str(tmp_path)) == []
 
 
 @pytest.mark.exhaustive
@@ -125,17 +112,7 @@ def test_pipeline_stages_give_the_curve_of_one_process_and_go_on_in_another_layo
     assert "2 pipeline x 1 copy" in outcome.out
     curves_agree(alone, tmp_path)
     assert grpo(tiny, tmp_path, **TWO, **{"grpo.max_num_steps": 5}).code == 0
-    assert left_over(tmp_path) == []
-
-
-@pytest.mark.exhaustive
-def test_a_reference_in_pipeline_stages_gives_the_curve_of_one_process(tiny: Path, tmp_path: Path) -> None:
-    asked = {"loss_fn.reference_policy_kl_penalty": 0.1, "grpo.max_num_steps": 2}
-    sizes = {"policy.dtensor_cfg.pipeline_parallel_size": 2}
-    assert grpo(tiny, tmp_path / "one", **asked).code == 0
-    outcome = grpo(tiny, tmp_path / "two", **TWO, **asked, **sizes)
-    assert outcome.code == 0, outcome.err
-    curves_agree(tmp_path / "one", tmp_path / "two", steps=2)
+    assert find_processes(str(tmp_path)) == []
 
 
 @pytest.mark.exhaustive
@@ -238,7 +215,7 @@ def test_an_engine_on_two_nodes_gives_the_curve_of_one_on_one_node(size: str, tm
     assert line["weights/tensors_not_read_back"] == 0 and line["weights/tensors_read_back"] > 0
     assert line["train/token_mult_prob_error"] < 1.0005
     curves_agree(tmp_path / "one", tmp_path / "two", steps=2)
-    assert left_over(tmp_path / "two") == []
+    assert find_processes(str(tmp_path / "two")) == []
 
 
 @pytest.mark.exhaustive
@@ -263,4 +240,4 @@ def test_real_vllm_beside_two_ranks_gives_the_curve_of_one_process(tmp_path: Pat
         assert outcome.code == 0, outcome.err
         assert metrics_of(tmp_path / name / "logs")[4]["train/token_mult_prob_error"] < 1.0005
     curves_agree(tmp_path / "one", tmp_path / "many")
-    assert left_over(tmp_path / "many") == []
+    assert find_processes(str(tmp_path / "many")) == []

@@ -51,10 +51,3 @@ def test_stale_rollouts_are_corrected_and_the_shares_that_were_cut_are_logged(ti
     assert all(0 <= line[f"train/{share}"] <= 1 for line in metrics.values() for share in SHARES)
     assert any(abs(line["train/tis_weight"] - 1) > 0.01 for line in metrics.values())
     assert any(line["train/geometric_rejection_cut"] > 0 for line in metrics.values())
-
-
-def test_recorded_sets_that_have_no_bound_are_refused_with_the_key_to_set(tiny: Path, tmp_path: Path) -> None:
-    outcome = grpo(tiny, tmp_path, **{**FILTERED, "policy.generation.top_k": None})
-    assert outcome.code != 0
-    assert "policy.generation.keep_sampling_mask" in outcome.err
-    assert "set top_k, for instance to 512" in outcome.err

@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from loop.killing import HalfALine, Kill
-from loop.kinds import bitwise_equal, refusal_message, sampling_config, train, train_to_end, write_data
-from loop.runs import metrics_of, overrides, repeatable, strop
+from loop.kinds import assert_same_run, refusal_message, sampling_config, train, train_to_end
+from loop.runs import metrics_of
 from loop.tiny import build_tiny, tiny_model, tiny_tokenizer
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from support.sweep import sweep
+from support.sweep import one_in, sweep
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 LORA: Mapping[str, Any] = {"policy.dtensor_cfg.lora_cfg.enabled": True, "policy.dtensor_cfg.lora_cfg.dim": 4}
 
 
@@ -49,18 +47,6 @@ def policy_weights(folder: Path, step: int = 6) -> Path:
     return folder / "results" / f"step_{step}" / "policy" / "weights"
 
 
-def assert_same_run(folder: Path, wanted: Path, learners: tuple[str, ...]) -> None:
-    """Every metric, every rollout, every validation sample, and weights and optimizers bit for bit."""
-    assert repeatable(metrics_of(folder / "logs")) == repeatable(metrics_of(wanted / "logs"))
-    assert list(RolloutStore(folder / "logs").read_all()) == list(RolloutStore(wanted / "logs").read_all())
-    for path in sorted((wanted / "logs" / "validation").iterdir()):
-        assert json.loads((folder / "logs" / "validation" / path.name).read_text()) == json.loads(path.read_text())
-    for name in learners:
-        own, other = (part / "results" / "step_6" / name for part in (folder, wanted))
-        assert (own / "weights" / "model.safetensors").read_bytes() == (other / "weights" / "model.safetensors").read_bytes()
-        assert bitwise_equal(*(torch.load(part / "optimizer.pt", weights_only=True) for part in (own, other)))
-
-
 # --- a critic ------------------------------------------------------------------------------------------------------------------------
 
 PPO: Mapping[str, Any] = {
@@ -80,7 +66,7 @@ CRITICS: Mapping[str, Mapping[str, Any]] = {
 OF_A_CRITIC = ("value_loss", "value_grad_norm", "value_lr", "values_mean", "returns_mean", "explained_variance")
 
 
-@pytest.mark.parametrize("name", sweep(CRITICS, "a head on the policy", "with adapters", "asynchronous"))
+@pytest.mark.parametrize("name", sweep(CRITICS, "a head on the policy", "asynchronous"))
 def test_a_run_with_a_critic_leaves_the_metrics_and_weights_of_both(name: str, tiny: Path, tmp_path: Path) -> None:
     said = train_to_end("ppo", tiny, tmp_path, **{**PPO, **CRITICS[name], "ppo.val_at_start": True})
     logged = metrics_of(tmp_path / "logs")
@@ -118,14 +104,7 @@ def test_a_killed_run_with_a_critic_ends_as_if_nothing_had_happened(tiny: Path, 
         outcome = train("ppo", tiny, tmp_path / "parts", before=kill, **changes)
         assert outcome.code == -signal.SIGKILL, f"it did not come to {kill}: {outcome}"
     train_to_end("ppo", tiny, tmp_path / "parts", **changes)
-    assert_same_run(tmp_path / "parts", tmp_path / "whole", ("policy", "value"))
-
-
-def test_a_critic_that_reads_other_tokens_than_the_policy_writes_is_refused(
-    tiny: Path, other_tokens: Path, tmp_path: Path
-) -> None:
-    outcome = train("ppo", tiny, tmp_path, **{"value.model_name": str(other_tokens)})
-    assert "value.tokenizer.name" in refusal_message(outcome)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
 # --- a teacher -----------------------------------------------------------------------------------------------------------------------
@@ -155,7 +134,7 @@ TEACHERS: Mapping[str, Mapping[str, Any]] = {
 
 @pytest.mark.parametrize(
     "name",
-    sweep(TEACHERS, "which is the policy, shown the answer", "which is the policy's average", "of a student with adapters"),
+    sweep(TEACHERS, "which is the policy's average", "of a student with adapters"),
 )
 def test_a_run_with_a_teacher_says_how_far_the_student_is_from_it(name: str, tiny: Path, teacher: Path, tmp_path: Path) -> None:
     said = train_to_end("distillation", tiny, tmp_path, **{"teacher.model_name": str(teacher), **TEACHERS[name]})
@@ -188,33 +167,21 @@ def test_two_teachers_each_teach_their_own_environment(tiny: Path, teacher: Path
     assert max(credit["graded"]) < 1e-4 and sum(credit["other"]) / 8 > 0.1
 
 
-@pytest.mark.exhaustive
-def test_a_killed_run_with_a_teacher_ends_as_if_nothing_had_happened(tiny: Path, teacher: Path, tmp_path: Path) -> None:
-    changes = {"teacher.model_name": str(teacher), "distillation.topk_logits_k": 16, "checkpointing.keep_top_k": None}
-    train_to_end("distillation", tiny, tmp_path / "whole", **changes)
-    for kill in (Kill("at the optimizer step", 4), Kill("at a file of the checkpoint", 1)):
-        outcome = train("distillation", tiny, tmp_path / "parts", before=kill, **changes)
-        assert outcome.code == -signal.SIGKILL, f"it did not come to {kill}: {outcome}"
-    train_to_end("distillation", tiny, tmp_path / "parts", **changes)
-    assert_same_run(tmp_path / "parts", tmp_path / "whole", ("policy",))
-
-
 @pytest.mark.parametrize(
     ("changes", "code", "said"),
-    [
-        ({"teacher.model_name": "self"}, 2, "teacher.demonstration: found null"),
-        (
-            {"teacher.model_name": "self", "teacher.demonstration": "x", "teacher.self_weights": "ema"},
-            2,
-            "policy.ema.enabled=true",
-        ),
-        ({"teacher.demonstration": "x"}, 2, "only the policy as its own teacher uses it"),
-        ({"teacher.environments": ["graded", "gradde"]}, 2, "teacher.environments: found ['gradde'], but env has"),
-        ({"teacher.model_name": "./nothing"}, 2, "teacher.model_name: there is no folder ./nothing"),
-        ({"algorithm.name": "grpo"}, 2, "learns from the rewards of rollouts, so it belongs to strop grpo"),
-        ({"loss_fn.kl_type": "backward"}, 2, "loss_fn.kl_type: found 'backward'"),
-        ({"teacher.modle_name": "x"}, 2, "Did you mean teacher.model_name"),
-    ],
+    one_in(
+        4,
+        [
+            ({"teacher.model_name": "self"}, 2, "teacher.demonstration: found null"),
+            (
+                {"teacher.model_name": "self", "teacher.demonstration": "x", "teacher.self_weights": "ema"},
+                2,
+                "policy.ema.enabled=true",
+            ),
+            ({"teacher.environments": ["graded", "gradde"]}, 2, "teacher.environments: found ['gradde'], but env has"),
+            ({"loss_fn.kl_type": "backward"}, 2, "loss_fn.kl_type: found 'backward'"),
+        ],
+    ),
 )
 def test_a_teacher_that_cannot_teach_is_refused(
     changes: Mapping[str, Any], code: int, said: str, tiny: Path, tmp_path: Path
@@ -228,40 +195,3 @@ def test_a_teacher_of_another_family_is_refused(tiny: Path, other_tokens: Path, 
 
 
 # --- adapters, and the scripts ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.exhaustive
-def test_grpo_with_adapters_measures_against_its_own_base_and_resumes(tiny: Path, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM
-
-    changes = {**LORA, "loss_fn.reference_policy_kl_penalty": 0.01, "policy.optimizer.kwargs.lr": 0.01}
-    train_to_end("grpo", tiny, tmp_path, **{**changes, "grpo.max_num_steps": 3})
-    train_to_end("grpo", tiny, tmp_path, **changes)
-    train_to_end("grpo", tiny, tmp_path / "whole", **changes)
-    logged = metrics_of(tmp_path / "logs")
-    assert repeatable(logged) == repeatable(metrics_of(tmp_path / "whole" / "logs"))
-    assert logged[1]["train/kl_penalty"] == 0 < logged[6]["train/kl_penalty"]
-    assert all(line["train/token_mult_prob_error"] < 1.001 for line in logged.values())
-    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), policy_weights(tmp_path))
-    assert any(bool(tensor.any()) for name, tensor in model.state_dict().items() if "lora_B" in name)
-
-
-@pytest.mark.parametrize(
-    ("script", "section", "example"),
-    [("run_ppo.py", "ppo", "ppo_math_1B.yaml"), ("run_distillation.py", "distillation", "distillation_math.yaml")],
-)
-def test_the_scripts_are_the_command(script: str, section: str, example: str, tiny: Path, tmp_path: Path) -> None:
-    write_data(tmp_path)
-    mine = {
-        **sampling_config(section, tiny),
-        "data.train.dataset_name": None,
-        "data.validation.dataset_name": None,
-        "data.default.prompt_file": None,
-        "policy.train_global_batch_size": None,
-    }
-    arguments = ["--dry-run", *overrides(mine)]
-    command = strop(section, "--config", str(ROOT / "examples" / "configs" / example), *arguments, folder=tmp_path)
-    assert command.code == 0, command.err
-    ran = strop(str(ROOT / "examples" / script), *arguments, folder=tmp_path)
-    assert ran.code == 0 and ran.out == command.out and "algorithm   " in ran.out

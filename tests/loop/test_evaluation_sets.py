@@ -110,22 +110,6 @@ def test_each_set_by_name_to_the_number(
         check_samples(tmp_path / name)
 
 
-@pytest.mark.parametrize(("turn", "accuracy"), [(0, 1.0), (1, 0.0)])
-def test_a_model_that_knows_the_answers_scores_one_and_another_zero(
-    turn: int,
-    accuracy: float,
-    tiny_model_folder: Path,
-    tokenizer: Any,
-    local_hub: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    answer_by_script(monkeypatch, tokenizer, (turn,))
-    for name, overrides in (("math500", ()), ("mmlu_pro", ("data.shuffle_choices=true", "data.seed=3"))):
-        metrics = evaluate(tiny_model_folder, name, capsys, *overrides)["metrics"]
-        assert metrics["accuracy"] == metrics["pass@1"] == accuracy
-
-
 def test_every_name_is_that_of_a_set_with_a_wording_and_a_grader() -> None:
     for name, entry in {**MATH_EVALUATION_SETS, **CHOICE_SETS}.items():
         assert entry.grader is not None, name

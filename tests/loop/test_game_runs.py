@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import signal
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-from loop.killing import Kill
-from loop.runs import metrics_of, overrides, repeatable, strop, tiny_config
+from loop.runs import metrics_of, overrides, strop, tiny_config
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 
 pytestmark = pytest.mark.slow
@@ -68,33 +66,6 @@ def test_the_script_of_the_sliding_puzzle_trains_over_several_turns(model: Path,
     assert "train/rewards/won" in metrics_of(tmp_path / "logs")[2]
     records = list(RolloutStore(tmp_path / "logs").read_all())
     assert len(records) == 16 and max(sum(turn.sampled for turn in record.turns) for record in records) == 4
-
-
-def gigpo(model: Path, **changes: Any) -> list[str]:
-    return puzzle(model, **{"algorithm.name": "gigpo", "env.sliding_puzzle_game.held_out_fraction": 0.0, **changes})
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("share", [True, False])
-def test_gigpo_that_was_killed_ends_as_if_nothing_had_happened(share: bool, model: Path, tmp_path: Path) -> None:
-    arguments = gigpo(model, **{"grpo.max_num_steps": 3, "policy.sequence_packing.prefix_sharing": share})
-    folders = [tmp_path / "whole", tmp_path / "killed"]
-    for folder in folders:
-        folder.mkdir()
-    assert strop("grpo", *arguments, folder=folders[0]).code == 0
-    for kill in (Kill("at a save", 1), Kill("at the optimizer step", 2)):
-        assert strop("grpo", *arguments, folder=folders[1], before=kill).code == -signal.SIGKILL
-    assert strop("grpo", *arguments, folder=folders[1]).code == 0
-    wanted, found = (repeatable(metrics_of(folder / "logs")) for folder in folders)
-    assert found == wanted and wanted[3]["train/turns_per_sample"] > 2 and wanted[3]["train/turns_compared"] > 0.9
-
-
-@pytest.mark.exhaustive
-def test_gigpo_trains_asynchronously(model: Path, tmp_path: Path) -> None:
-    changes = {"grpo.async_grpo.enabled": True, "grpo.async_grpo.max_trajectory_age_steps": 1}
-    outcome = strop("grpo", *gigpo(model, **changes), folder=tmp_path)
-    assert outcome.code == 0, outcome.err
-    assert metrics_of(tmp_path / "logs")[2]["train/turns_per_sample"] > 2
 
 
 def test_the_policy_plays_itself_and_both_sides_are_trained(model: Path, tmp_path: Path) -> None:

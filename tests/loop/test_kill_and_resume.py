@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import signal
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from loop.killing import HalfAFolder, HalfALine, Kill
+from loop.kinds import assert_same_run
 from loop.runs import grpo, metrics_of, overrides, repeatable, start, tiny_config
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from support.sweep import sweep
@@ -43,23 +43,7 @@ def read_files(folder: Path) -> dict[Path, tuple[int, bytes]]:
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-def assert_same_run(folder: Path, wanted: Path) -> None:
-    """Every metric, every rollout, every validation sample, and weights and optimizer bit for bit."""
-    assert repeatable(metrics_of(folder / "logs")) == repeatable(metrics_of(wanted / "logs"))
-    assert list(RolloutStore(folder / "logs").read_all()) == list(RolloutStore(wanted / "logs").read_all())
-    for path in sorted((wanted / "logs" / "validation").iterdir()):
-        assert json.loads((folder / "logs" / "validation" / path.name).read_text()) == json.loads(path.read_text())
-    checkpoints = sorted(path.name for path in (wanted / "results").iterdir())
-    assert sorted(path.name for path in (folder / "results").iterdir() if not path.name.startswith(".tmp")) == checkpoints
-    newest = Path("results") / "step_6" / "policy"
-    for name in ("weights/model.safetensors", "weights/tokenizer.json", "weights/config.json"):
-        assert (folder / newest / name).read_bytes() == (wanted / newest / name).read_bytes(), name
-    own, other = (torch.load(path / newest / "optimizer.pt") for path in (folder, wanted))
-    for index, state in other["optimizer"]["state"].items():
-        assert all(torch.equal(own["optimizer"]["state"][index][name], value) for name, value in state.items())
-    assert own["optimizer"]["state"].keys() == other["optimizer"]["state"].keys()
-
-
+@pytest.mark.exhaustive
 def test_a_run_is_repeated_bit_for_bit(tiny, tmp_path, uninterrupted):
     assert grpo(tiny, tmp_path, **CHANGES).code == 0
     assert_same_run(tmp_path, uninterrupted)

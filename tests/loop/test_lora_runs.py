@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from loop.killing import Kill
-from loop.runs import grpo, metrics_of, overrides, repeatable, strop
+from loop.kinds import assert_same_run
+from loop.runs import grpo, metrics_of, overrides, strop
 
 pytestmark = pytest.mark.slow
 
@@ -52,11 +52,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(run: Path, tiny: Path, tmp
         outcome = grpo(tiny, tmp_path, before=kill, **LORA)
         assert outcome.code == -signal.SIGKILL, f"it did not come to {kill}: {outcome}"
     assert grpo(tiny, tmp_path, **LORA).code == 0
-    assert repeatable(metrics_of(tmp_path / "logs")) == repeatable(metrics_of(run / "logs"))
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        assert (weights(tmp_path) / name).read_bytes() == (weights(run) / name).read_bytes()
-    own, other = (torch.load(folder / "results/step_6/policy/optimizer.pt")["optimizer"]["state"] for folder in (tmp_path, run))
-    assert all(torch.equal(own[place][name], value) for place, state in other.items() for name, value in state.items())
+    assert_same_run(tmp_path, run)
 
 
 def test_what_is_saved_is_evaluated_under_the_name_of_its_folder(run: Path) -> None:
@@ -89,24 +85,3 @@ def test_what_is_saved_is_evaluated_under_the_name_of_its_folder(run: Path) -> N
     assert found["adapters"] == found["merged"]
     other = {key for key, value in adapters["settings"].items() if merged["settings"][key] != value}
     assert other == {"model", "model files", "tokenizer"} and adapters["sets"] == merged["sets"]
-
-
-def test_a_run_is_not_continued_with_other_adapters(run: Path, tiny: Path) -> None:
-    outcome = grpo(tiny, run, **{**LORA, "policy.dtensor_cfg.lora_cfg.dim": 8})
-    assert outcome.code == 1
-    assert "policy.dtensor_cfg.lora_cfg.dim: found 8, and the run in there has 4" in outcome.err
-
-
-def test_dropout_of_adapters_is_refused_where_a_policy_samples(tiny: Path, tmp_path: Path) -> None:
-    outcome = grpo(tiny, tmp_path, **LORA, **{"policy.dtensor_cfg.lora_cfg.dropout": 0.1})
-    assert outcome.code != 0
-    assert "policy.dtensor_cfg.lora_cfg.dropout" in outcome.err and "sampled without dropout" in " ".join(outcome.err.split())
-
-
-def test_an_asynchronous_run_goes_through_and_begins_in_agreement(tiny: Path, tmp_path: Path) -> None:
-    changes = {"grpo.async_grpo.enabled": True, "grpo.async_grpo.max_trajectory_age_steps": 1}
-    outcome = grpo(tiny, tmp_path, **LORA, **changes)
-    assert outcome.code == 0, outcome.err
-    metrics = metrics_of(tmp_path / "logs")
-    assert list(metrics) == [1, 2, 3, 4, 5, 6]
-    assert metrics[1]["train/token_mult_prob_error"] < 1.0001

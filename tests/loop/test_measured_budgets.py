@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from loop.free_memory_of_a_run import FreeMemory
 from loop.killing import Kill
-from loop.kinds import GRADED, recorded_config, write_data
+from loop.kinds import GRADED, assert_same_run, recorded_config, write_data
 from loop.runs import Outcome, metrics_of, overrides, repeatable, strop, tiny_config
 from strop.learner.budget.memory_probe import LARGEST_BUDGET
 
@@ -44,17 +43,6 @@ def found(folder: Path, step: int) -> int:
     return tokens["policy"]
 
 
-def assert_same_training(one: Path, other: Path) -> None:
-    """Every metric, and the weights and the optimizer's state at the end, to the last bit."""
-    assert repeatable(metrics_of(one / "logs")) == repeatable(metrics_of(other / "logs"))
-    folders = [folder / "results" / "step_4" / "policy" for folder in (one, other)]
-    weights = [(folder / "weights" / "model.safetensors").read_bytes() for folder in folders]
-    assert weights[0] == weights[1]
-    states = [torch.load(folder / "optimizer.pt")["optimizer"]["state"] for folder in folders]
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][index][name], value) for index, state in states[1].items() for name, value in state.items())
-
-
 @pytest.fixture(scope="module")
 def automatic(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("automatic")
@@ -72,16 +60,17 @@ def test_a_run_with_the_budget_that_was_found_is_the_same_to_the_last_bit(tiny: 
     )
     assert train(tiny, tmp_path, tokens).code == 0
     assert not (tmp_path / "results" / "step_4" / "token_budgets").exists()
-    assert_same_training(automatic, tmp_path)
+    assert_same_run(automatic, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_continues_with_its_budget_although_more_memory_is_free(tiny: Path, automatic: Path, tmp_path: Path) -> None:
     assert train(tiny, tmp_path, "auto", FreeMemory(FREE, then=Kill("at the optimizer step", 4))).code == -9
     outcome = train(tiny, tmp_path, "auto", FreeMemory(MORE))
     assert outcome.code == 0, outcome.err
     assert f"{KEY}: auto is {found(automatic, 4)} tokens, as the run that is continued found it" in outcome.out
     assert found(tmp_path, 4) == found(tmp_path, 2) == found(automatic, 4)
-    assert_same_training(automatic, tmp_path)
+    assert_same_run(automatic, tmp_path)
 
 
 @pytest.mark.exhaustive

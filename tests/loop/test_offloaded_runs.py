@@ -10,7 +10,8 @@ import pytest
 
 from loop.kinds import GRADED
 from loop.runs import Environ, metrics_of, overrides, repeatable, start, tiny_config
-from loop.test_cluster_runs import MARK, TWO, curves_agree
+from loop.test_cluster_runs import TWO, curves_agree
+from loop.victims import MARK
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loop.killing import Kill
 from loop.kinds import sampling_config
-from loop.runs import metrics_of, overrides, repeatable, strop
+from loop.runs import metrics_of, overrides, strop
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 
 pytestmark = pytest.mark.slow
@@ -80,28 +78,3 @@ def test_rewards_of_turns_are_credited_stored_and_learned_from(section: str, nam
         assert all(turn.reward is None for turn in record.turns if not turn.sampled)
     if name == "process_supervision":
         assert 1 <= logged[1]["train/steps_per_sample"] <= 3
-
-
-@pytest.mark.exhaustive
-def test_a_process_reward_that_does_not_fit_the_turns_says_so(tiny: Path, tmp_path: Path) -> None:
-    arguments = config("grpo", tiny, tmp_path)
-    (tmp_path / "talk.py").write_text(TALK.replace("for turn in rollout.policy_turns]", "for turn in rollout.policy_turns[1:]]"))
-    outcome = strop("grpo", *arguments, folder=tmp_path)
-    assert outcome.code == 1 and "Traceback" not in outcome.err
-    assert "a per_turn reward is a list with one item for each of the" in outcome.err
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["online_dpo", "process_supervision"])
-def test_a_killed_run_ends_as_if_nothing_had_happened(name: str, tiny: Path, tmp_path: Path) -> None:
-    folders = [tmp_path / "whole", tmp_path / "killed"]
-    for folder in folders:
-        folder.mkdir()
-    arguments = config("grpo", tiny, tmp_path, **{"algorithm.name": name, "env.graded.type": f"{tmp_path}/talk.py:Talk"})
-    assert strop("grpo", *arguments, folder=folders[0]).code == 0
-    for kill in (Kill("at a save", 1), Kill("at the optimizer step", 3), Kill("at the log", 2)):
-        assert strop("grpo", *arguments, folder=folders[1], before=kill).code == -signal.SIGKILL
-    assert strop("grpo", *arguments, folder=folders[1]).code == 0
-    wanted, found = (repeatable(metrics_of(folder / "logs")) for folder in folders)
-    assert found == wanted
-    assert list(RolloutStore(folders[1] / "logs").read_all()) == list(RolloutStore(folders[0] / "logs").read_all())

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +13,6 @@ import pytest
 import strop
 from loop import runs
 from loop.tiny import build_tiny
-from strop.storage.folder_lock import FolderLocked
-from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
@@ -46,19 +40,9 @@ def test_the_ten_lines_are_the_same_on_every_page() -> None:
     assert len([line for line in TEN_LINES.splitlines() if line]) <= 10
 
 
-def by_an_interpreter() -> runs.Outcome:
-    done = subprocess.run([sys.executable, "ten.py"], capture_output=True, text=True, timeout=280, env=environment())
-    return runs.Outcome(done.returncode, done.stdout, done.stderr)
-
-
-def by_a_fork() -> runs.Outcome:
-    return runs.strop("ten.py", folder=Path())
-
-
-@pytest.mark.parametrize("ran", sweep([by_an_interpreter, by_a_fork], by_a_fork))
-def test_the_ten_lines_train_in_a_script(ran: Callable[[], runs.Outcome], home: Path) -> None:
+def test_the_ten_lines_train_in_a_script(home: Path) -> None:
     (home / "ten.py").write_text(TEN_LINES)
-    done = ran()
+    done = runs.strop("ten.py", folder=Path())
     assert done.code == 0, done.err
     reward, checkpoint = done.out.splitlines()[-1].split()
     (folder,) = (home / "results").iterdir()
@@ -95,24 +79,6 @@ def test_a_trained_run_is_evaluated(home: Path) -> None:
     assert scores.accuracy == scores.samples["accuracy"].mean()
 
 
-def test_a_second_run_in_the_folder_of_one_that_is_training_is_refused(home: Path) -> None:
-    rows = [{"problem": "1+1", "answer": "2"}, {"problem": "1+2", "answer": "3"}]
-    small = {"grpo.num_prompts_per_step": 2, "grpo.num_generations_per_prompt": 2, "policy.max_total_sequence_length": 48}
-    model = home / "Qwen" / "Qwen2.5-0.5B-Instruct"
-    refused: list[FolderLocked] = []
-
-    def reward(task: strop.Task, rollout: strop.Rollout) -> float:
-        if not refused:  # while the first run waits for its rewards
-            with pytest.raises(FolderLocked, match=r"^logger\.log_dir: run is in use by another run of this process") as caught:
-                strop.train("grpo", model=model, data=rows, reward=correct, folder="run", **small)  # type: ignore[arg-type]
-            refused.append(caught.value)
-        return correct(task, rollout)
-
-    run = strop.train("grpo", model=model, data=rows, reward=reward, folder="run", **small)  # type: ignore[arg-type]
-    assert refused and run.step == 1 and len(run.rollouts) == 4
-    assert sorted(path.name for path in (home / "run").glob("previous_*")) == []
-
-
 def test_the_environment_and_the_algorithm_of_the_readme_train_by_its_command(home: Path) -> None:
     assert set(FILES) == {"larger.py", "sign.py"}
     for name, text in FILES.items():
@@ -128,7 +94,3 @@ def test_the_environment_and_the_algorithm_of_the_readme_train_by_its_command(ho
 
 def correct(task: strop.Task, rollout: strop.Rollout) -> bool:
     return task.answer in rollout.text
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}

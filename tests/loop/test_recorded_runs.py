@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,25 +14,22 @@ import torch
 from loop.killing import HalfALine, Kill
 from loop.kinds import (
     SUMS,
-    bitwise_equal,
+    assert_same_run,
     conversation,
     preference,
-    recorded_config,
     refusal_message,
-    start_run,
     train,
     train_to_end,
     write_data,
     write_rows,
 )
-from loop.runs import heed_interrupts, metrics_of, overrides, repeatable, strop
+from loop.runs import metrics_of, repeatable, strop
 from strop.types import assistant, user
 from support.chat_templates import QWEN3
-from support.sweep import sweep
+from support.sweep import one_in, sweep
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 LORA: Mapping[str, Any] = {
     "policy.dtensor_cfg.lora_cfg.enabled": True,
     "policy.dtensor_cfg.lora_cfg.dim": 4,
@@ -70,7 +61,7 @@ RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 MEASURED = {"sft": {"nll"}, "dpo": {"accuracy", "margin", "sft_loss"}, "kto": {"reference_point"}, "rm": {"accuracy", "margin"}}
 
 
-@pytest.mark.parametrize("name", sweep(RUNS, "sft with adapters", "dpo", "kto", "rm"))
+@pytest.mark.parametrize("name", sweep(RUNS, "sft with adapters", "dpo", "kto"))
 def test_a_run_of_every_kind_leaves_metrics_weights_and_its_configuration(name: str, tiny: Path, tmp_path: Path) -> None:
     section, changes = RUNS[name]
     said = train_to_end(section, tiny, tmp_path, **{**changes, f"{section}.val_at_start": True})
@@ -115,6 +106,7 @@ def test_what_sft_trained_loads_in_transformers_and_says_what_it_was_taught(tiny
         assert tokenizer.decode(said) == f"{a + b}<|im_end|>"
 
 
+@pytest.mark.exhaustive
 def test_talks_whose_turns_the_template_rewrites_train_alike_however_they_are_cut(tiny: Path, tmp_path: Path) -> None:
     """The template adds an empty thought to the last reply alone, so that most of these examples are several sequences."""
     said = ["19", "yes", "2", "no"]
@@ -141,23 +133,6 @@ def test_talks_whose_turns_the_template_rewrites_train_alike_however_they_are_cu
         losses.append([logged[step]["train/loss"] for step in range(1, 7)])
     assert losses[0][-1] < losses[0][0]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
-
-
-@pytest.mark.parametrize("section", ["dpo", "rm"])
-def test_pairs_of_several_turns_that_the_template_rewrites_are_all_trained_on(section: str, tiny: Path, tmp_path: Path) -> None:
-    rows = []
-    for row in range(16):
-        chosen = (assistant(str(row + 1)), user("sure?"), assistant("yes"), user("ok?"), assistant("fine"))
-        rejected = (assistant(str(row)), user("sure?"), assistant("no"))
-        sides = {"prompt": (user(f"{row}+1?"),), "chosen": chosen, "rejected": rejected}
-        rows.append({name: [message.as_dict() for message in side] for name, side in sides.items()})
-    for name in ("preferences", "preferences_held_out", "conversations"):
-        write_rows(tmp_path / f"{name}.jsonl", rows)
-    template = {"policy.tokenizer.chat_template": QWEN3.template, "policy.max_total_sequence_length": 400}
-    train_to_end(section, tiny, tmp_path, **template)
-    logged = metrics_of(tmp_path / "logs")
-    assert all(logged[step]["train/groups_dropped_for_errors"] == 0 for step in range(1, 7))
-    assert logged[6]["train/loss"] < logged[1]["train/loss"]
 
 
 def test_a_reward_model_loads_as_a_sequence_classifier_and_prefers_what_was_chosen(tiny: Path, tmp_path: Path) -> None:
@@ -192,19 +167,6 @@ def _scores(model: Any, tokenizer: Any, prompts: list[str], answers: list[str]) 
         return model(**tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)).logits[:, 0]
 
 
-def test_adapters_load_on_the_model_they_were_trained_on(tiny: Path, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM
-
-    train_to_end("sft", tiny, tmp_path, **LORA)
-    base = AutoModelForCausalLM.from_pretrained(tiny)
-    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    model = peft.PeftModel.from_pretrained(base, weights(tmp_path)).merge_and_unload()
-    assert not (weights(tmp_path) / "model.safetensors").exists(), "the base is not saved again"
-    changed = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]
-    assert changed and all("proj" in name for name in changed)
-
-
 def test_a_reference_computed_once_gives_the_metrics_of_one_that_is_asked_at_each_step(tiny: Path, tmp_path: Path) -> None:
     changes = {"dpo.max_num_epochs": 2, "dpo.max_num_steps": -1, "dpo.val_at_start": True}
     for name, once in (("once", True), ("each", False)):
@@ -217,33 +179,6 @@ def test_a_reference_computed_once_gives_the_metrics_of_one_that_is_asked_at_eac
         assert once[step] == pytest.approx(line, rel=1e-4, abs=1e-6)
     assert each[1]["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert each[0]["validation/loss"] == pytest.approx(math.log(2), abs=1e-5)
-
-
-@pytest.mark.exhaustive
-def test_a_reference_computed_of_other_weights_is_refused(tiny: Path, tmp_path: Path, other: Path) -> None:
-    changes = {"dpo.precompute_reference": True, "dpo.max_num_steps": 2}
-    train_to_end("dpo", tiny, tmp_path, **changes)
-    assert "policy.model_name: found" in refusal_message(train("dpo", other, tmp_path, **changes), 1)
-    outcome = train("dpo", other, tmp_path, **changes, **{"checkpointing.resume": "never"})
-    assert "were computed with other weights" in refusal_message(outcome, 1)
-
-
-@pytest.mark.exhaustive
-def test_a_computed_reference_that_lacks_an_example_says_what_to_remove(tiny: Path, tmp_path: Path) -> None:
-    """What is measured was not when it was computed; or more of the data fits now."""
-    changes = {"dpo.precompute_reference": True, "dpo.max_num_steps": 2}
-    train_to_end("dpo", tiny, tmp_path, **changes, **{"dpo.val_period": 0})
-    said = refusal_message(train("dpo", tiny, tmp_path, **{**changes, "dpo.max_num_steps": 4}))
-    assert "was not among the examples" in said and "Remove that file to compute them again" in said
-    longer = refusal_message(train("dpo", tiny, tmp_path, **{**changes, "policy.max_total_sequence_length": 80}))
-    assert "were computed with other data" in longer
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from loop.tiny import build_tiny
-
-    return build_tiny(tmp_path_factory.mktemp("other") / "tiny", seed=2)
 
 
 # --- how a run ends ------------------------------------------------------------------------------------------------------------------
@@ -260,23 +195,6 @@ def test_epochs_end_a_run_without_a_last_step(tiny: Path, tmp_path: Path) -> Non
     )
     assert [step for step, line in logged.items() if "validation/loss" in line] == [10]
     assert steps(tmp_path)[-1] == 10, "what was trained is saved"
-
-
-def test_a_run_without_last_step_and_last_epoch_goes_on_until_it_is_stopped(tiny: Path, tmp_path: Path) -> None:
-    running = start_run("sft", tiny, tmp_path, before=heed_interrupts, **{"sft.max_num_steps": -1})
-    wait_for(tmp_path / "results" / "step_8", running)
-    os.kill(running.process.pid, signal.SIGINT)
-    interrupted = running.finish(timeout=30)
-    assert interrupted.code == 130 and "Traceback" not in interrupted.err
-    assert "Interrupted. Start the same command again to continue from the newest checkpoint in results:" in interrupted.err
-    assert "strop sft" in interrupted.err
-
-
-def wait_for(path: Path, running: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline and running.process.is_alive(), (path, running.folder)
-        time.sleep(0.01)
 
 
 def test_a_run_stops_when_its_loss_no_longer_falls_and_stays_stopped(tiny: Path, tmp_path: Path) -> None:
@@ -298,12 +216,6 @@ def test_a_run_stops_when_its_loss_no_longer_falls_and_stays_stopped(tiny: Path,
     again = train_to_end("sft", tiny, tmp_path, **changes)
     assert f"finished at step {len(losses)} of 40 on " in again and "sft.stop_at_validation_metric=null" in again
     assert metrics_of(tmp_path / "logs") == logged
-
-
-def test_a_run_stops_at_a_threshold(tiny: Path, tmp_path: Path) -> None:
-    changes = {"dpo.stop_at_validation_metric": "val:accuracy", "dpo.stop_at_validation_threshold": 0.0}
-    assert "validation/accuracy" in train_to_end("dpo", tiny, tmp_path, **changes)
-    assert list(metrics_of(tmp_path / "logs")) == [1]
 
 
 def test_what_training_data_holds_out_is_measured_and_not_trained_on(tiny: Path, tmp_path: Path) -> None:
@@ -374,83 +286,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(name: str, tiny: Path, tmp
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
-def assert_same_run(folder: Path, wanted: Path) -> None:
-    """Every metric, and weights and optimizer bit for bit."""
-    assert repeatable(metrics_of(folder / "logs")) == repeatable(metrics_of(wanted / "logs"))
-    assert steps(folder) == steps(wanted)
-    compared = 0
-    for path in sorted((wanted / "results" / "step_6").rglob("*")):
-        own = folder / path.relative_to(wanted)
-        if path.suffix in (".safetensors", ".json") and path.name != "files.json":
-            assert own.read_bytes() == path.read_bytes(), path
-            compared += 1
-    assert compared
-    states = [torch.load(part / "results" / "step_6" / "policy" / "optimizer.pt", weights_only=True) for part in (folder, wanted)]
-    assert bitwise_equal(*states)
-
-
-@pytest.mark.exhaustive
-def test_the_command_itself_trains_and_resumes(tiny: Path, tmp_path: Path) -> None:
-    """In a fresh interpreter, as a user starts it."""
-    write_data(tmp_path)
-    command = [sys.executable, "-m", "strop", "sft", *overrides(recorded_config("sft", tiny, sft__max_num_steps=3))]
-    done = subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True, text=True)
-    assert "step 3/3  loss" in done.stdout or "loss" in done.stdout
-    more = train_to_end("sft", tiny, tmp_path)
-    assert "continuing after step 3" in more
-    shutil.copytree(tmp_path / "logs", tmp_path / "parts")
-    train_to_end("sft", tiny, tmp_path / "whole")
-    whole, parts = (repeatable(metrics_of(folder)) for folder in (tmp_path / "whole" / "logs", tmp_path / "parts"))
-    assert parts == whole
-
-
-@pytest.mark.parametrize(("script", "section"), [("run_sft.py", "sft"), ("run_dpo.py", "dpo"), ("run_rm.py", "rm")])
-def test_the_scripts_are_the_command(script: str, section: str, tiny: Path, tmp_path: Path) -> None:
-    write_data(tmp_path)
-    settings = {**recorded_config(section, tiny), "data.train.split": None, "data.validation.split": None}
-    arguments = ["--dry-run", *overrides(settings)]
-    config = ROOT / "examples" / "configs" / f"{section}.yaml"
-    command = strop(section, "--config", str(config), *arguments, folder=tmp_path)
-    assert command.code == 0, command.err
-    ran = strop(str(ROOT / "examples" / script), *arguments, folder=tmp_path)
-    assert ran.code == 0 and ran.out == command.out
-    assert "algorithm   " in ran.out
-
-
 # --- mistakes --------------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_misspelled_key_is_refused_with_the_nearest(tiny: Path, tmp_path: Path) -> None:
-    said = refusal_message(train("sft", tiny, tmp_path, **{"sft.max_num_stps": 3}), 2)
-    assert "sft.max_num_stps: there is no such key" in said and "Did you mean sft.max_num_steps?" in said
-
-
-def test_a_missing_file_is_named(tiny: Path, tmp_path: Path) -> None:
-    said = refusal_message(train("dpo", tiny, tmp_path, **{"data.train.dataset_name": "nowhere.jsonl"}), 2)
-    assert "data.train.dataset_name: there is no file nowhere.jsonl" in said
-
-
-GOOD = json.dumps(conversation(1, 1)) + "\n"
-
-
-@pytest.mark.parametrize(
-    ("section", "text", "said"),
-    [
-        ("sft", "", "is empty"),
-        ("sft", GOOD + "{oops\n", "rows.jsonl:2 is not JSON"),
-        ("sft", GOOD + '{"messages": []}\n', "rows.jsonl:2"),
-        ("sft", GOOD + '{"messages": [{"role": "user", "content": "1"}]}\n', "rows.jsonl:2"),
-        ("sft", GOOD + '{"messages": [{"role": "wizard", "content": "1"}]}\n', "wizard"),
-        ("sft", '{"question": "1+1", "answer": "2"}\n', "rows.jsonl"),
-        ("dpo", '{"prompt": "1+1=", "chosen": "2", "rejected": "2"}\n', "rows.jsonl:1"),
-        ("dpo", '{"prompt": "1+1=", "chosen": "2"}\n', "rejected"),
-        ("rm", '{"prompt": "1+1=", "chosen": null, "rejected": "3"}\n', "rows.jsonl:1"),
-    ],
-)
-def test_a_bad_row_is_named(section: str, text: str, said: str, tiny: Path, tmp_path: Path) -> None:
-    write_data(tmp_path)
-    (tmp_path / "rows.jsonl").write_text(text)
-    assert said in refusal_message(train(section, tiny, tmp_path, **{"data.train.dataset_name": "rows.jsonl"}), 1)
 
 
 LONG = {"messages": [{"role": "user", "content": "9" * 60}, {"role": "assistant", "content": "9"}]}
@@ -481,23 +317,21 @@ def test_fewer_examples_than_a_step_needs_do_not_pass_for_a_finished_run(tiny: P
     assert "nothing was trained" in said and "policy.train_global_batch_size" in said and "sft.max_num_epochs" in said
 
 
-def test_a_metric_to_stop_at_that_is_not_measured_is_named_with_those_that_are(tiny: Path, tmp_path: Path) -> None:
-    changes = {"sft.stop_at_validation_metric": "accuracy", "sft.stop_at_validation_threshold": 0.5}
-    assert "there is no metric validation/accuracy; there are" in refusal_message(train("sft", tiny, tmp_path, **changes), 1)
-
-
 @pytest.mark.parametrize(
     ("section", "name", "said"),
-    [
-        ("sft", "grpo", "learns from the rewards of rollouts, so it belongs to strop grpo"),
-        ("sft", "dpo", "learns from recorded preferences, paired or unpaired, so it belongs to strop dpo"),
-        ("dpo", "sft", "learns from recorded conversations, so it belongs to strop sft"),
-        ("rm", "dpo", "run strop dpo"),
-        ("dpo", "reward_model", "scores whole rollouts, as a reward model does, so it belongs to strop rm"),
-        ("grpo", "dpo", "run strop dpo"),
-        ("grpo", "ppo", "learns from rollouts with a critic, so it belongs to strop ppo"),
-        ("ppo", "grpo", "run strop grpo"),
-    ],
+    one_in(
+        4,
+        [
+            ("sft", "grpo", "learns from the rewards of rollouts, so it belongs to strop grpo"),
+            ("sft", "dpo", "learns from recorded preferences, paired or unpaired, so it belongs to strop dpo"),
+            ("dpo", "sft", "learns from recorded conversations, so it belongs to strop sft"),
+            ("rm", "dpo", "run strop dpo"),
+            ("dpo", "reward_model", "scores whole rollouts, as a reward model does, so it belongs to strop rm"),
+            ("grpo", "dpo", "run strop dpo"),
+            ("grpo", "ppo", "learns from rollouts with a critic, so it belongs to strop ppo"),
+            ("ppo", "grpo", "run strop grpo"),
+        ],
+    ),
 )
 def test_an_algorithm_of_another_kind_of_run_is_refused(section: str, name: str, said: str, tiny: Path, tmp_path: Path) -> None:
     assert said in refusal_message(train(section, tiny, tmp_path, **{"algorithm.name": name}), 2)

@@ -129,6 +129,7 @@ def test_steps_are_replayed_to_the_last_digit_and_the_ledger_sums_to_the_loss(
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before, "a replay wrote into the run"
 
 
+@pytest.mark.exhaustive
 def test_a_step_with_rollouts_that_cannot_be_scored_is_the_same_however_it_is_cut_and_replayed(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +162,7 @@ def add_noise(monkeypatch: pytest.MonkeyPatch, *factors: float) -> None:
     monkeypatch.setattr(replay_module, "replay_step", train_with_noise)
 
 
+@pytest.mark.exhaustive
 def test_where_equal_passes_differ_only_what_differs_by_more_is_a_fault(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,14 +182,19 @@ def test_where_equal_passes_differ_only_what_differs_by_more_is_a_fault(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", KINDS)
-def test_random_steps_of_every_kind_of_run_are_replayed_to_the_last_digit(
+def test_steps_of_every_kind_of_run_are_replayed_to_the_last_digit_and_their_terms_sum_to_the_logged_losses(
     name: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     section = KINDS[name][0]
-    logs = run_kind(name, tiny, tmp_path, **{f"{section}__max_num_steps": 12, "checkpointing__save_period": 1})
+    logs = run_kind(name, tiny, tmp_path, **{f"{section}__max_num_steps": 12})
     steps = sorted(random.Random(name).sample(range(1, 13), 10 if name in TEN_STEPS else 3))
     for result in replay_steps(logs, monkeypatch, *steps):
         assert result.exact and not result.failed and result.reproduction.compared > 10, (result.step, name)
+    for step in range(1, 13):
+        metrics = logged(logs, step)
+        assert sum_of_terms(logs, step, "policy") == pytest.approx(metrics["train/loss"], abs=1e-6), step
+        if name == "ppo":
+            assert sum_of_terms(logs, step, "value") == pytest.approx(metrics["train/value_loss"], abs=1e-6), step
 
 
 @pytest.mark.exhaustive
@@ -236,17 +243,6 @@ def test_a_step_of_a_run_that_went_on_with_other_settings_has_those_that_it_ran_
     for result in replay_steps(logs, monkeypatch, 2, 3, 5):
         assert result.exact and not result.failed, result.step
         assert result.as_it_was.metrics["train/lr"] == (0.003 if result.step < 3 else 0.001)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", KINDS)
-def test_the_terms_of_every_kind_of_run_sum_to_the_logged_losses(name: str, tiny: Path, tmp_path: Path) -> None:
-    logs = run_kind(name, tiny, tmp_path)
-    for step in range(1, STEPS + 1):
-        metrics = logged(logs, step)
-        assert sum_of_terms(logs, step, "policy") == pytest.approx(metrics["train/loss"], abs=1e-6), step
-        if name == "ppo":
-            assert sum_of_terms(logs, step, "value") == pytest.approx(metrics["train/value_loss"], abs=1e-6), step
 
 
 @pytest.mark.exhaustive

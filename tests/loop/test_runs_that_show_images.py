@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from loop.kinds import sampling_config
-from loop.runs import Outcome, metrics_of, overrides, repeatable, start
+from loop.runs import Outcome, metrics_of, overrides, start
 from support.vision_models import save_vision_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
@@ -85,12 +85,3 @@ def test_a_run_samples_about_images_with_vllm(models: Path, tmp_path: Path) -> N
     steps = [line for line in metrics_of(tmp_path / "logs").values() if "train/token_mult_prob_error" in line]
     assert len(steps) == 2 and max(line["train/token_mult_prob_error"] for line in steps) < 1 + MISMATCH
     assert all(line["weights/tensors_not_read_back"] == 0 for line in steps)
-
-
-def test_a_run_with_images_is_repeatable_bit_for_bit(models: Path, tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        outcome = train("qwen3_vl", tmp_path / name, models, {"grpo.max_rollout_turns": 2, "env.shown.turns": 2})
-        assert outcome.code == 0, outcome.err
-    one, two = (repeatable(metrics_of(tmp_path / name / "logs")) for name in ("one", "two"))
-    assert one == two

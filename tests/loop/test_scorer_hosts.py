@@ -15,8 +15,9 @@ import torch
 
 from loop.kinds import SUMS, sampling_config, write_rows
 from loop.runs import Environ, metrics_of, overrides, start
-from loop.test_cluster_runs import MARK, RAY, curves_agree, left_over
+from loop.test_cluster_runs import RAY, curves_agree
 from loop.tiny import build_tiny
+from loop.victims import MARK, find_processes
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
 from strop.config import load_config
 from strop.config.schema.run_config import DistillationRunConfig
@@ -68,7 +69,7 @@ def test_a_teacher_in_processes_of_its_own_gives_the_curve_of_one_process(
     assert metrics_of(tmp_path / "apart" / "logs")[STEPS]["train/loss"] != 0.0
     workers = {path.stem for path in (tmp_path / "apart" / "logs" / "workers").iterdir()}
     assert workers == {"learner-0", "engine-0", *(f"teacher-{number}" for number in range(hosts))}
-    assert left_over(tmp_path / "apart") == []
+    assert find_processes(str(tmp_path / "apart")) == []
 
 
 @pytest.mark.exhaustive
@@ -107,7 +108,7 @@ def test_a_reward_model_in_a_process_of_its_own_gives_the_curve_of_one_process(t
     curves_agree(tmp_path / "one", tmp_path / "apart", steps=STEPS)
     metrics = metrics_of(tmp_path / "one" / "logs")[STEPS]
     assert metrics["train/reward"] != 0.0 and metrics["train/grad_norm"] > 0.0
-    assert left_over(tmp_path) == []
+    assert find_processes(str(tmp_path)) == []
 
 
 def reward_model(folder: Path, tiny: Path) -> Path:

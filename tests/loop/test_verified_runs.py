@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from loop.killing import Kill
-from loop.runs import grpo, metrics_of, repeatable
+from loop.runs import grpo, metrics_of
 from strop.environments.verifiers.weight_schedule import WeightSchedule
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 
@@ -53,15 +52,3 @@ def test_weights_follow_the_steps_and_gated_rewards_their_gates(tiny, tmp_path):
     records = list(RolloutStore(tmp_path / "logs").read_all())
     assert {"short" in record.rewards for record in records} == {True, False}
     assert all(("short" in record.rewards) == (record.rewards["digit"] == 1.0) for record in records)
-
-
-@pytest.mark.exhaustive
-def test_a_killed_run_goes_on_with_the_same_weights(tiny, tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for folder in (whole, killed):
-        write_rows(folder)
-    assert grpo(tiny, whole, **CHANGES).code == 0
-    assert grpo(tiny, killed, before=Kill("at a save", 1, "after"), **CHANGES).code != 0
-    assert grpo(tiny, killed, **CHANGES).code == 0
-    assert repeatable(metrics_of(killed / "logs")) == repeatable(metrics_of(whole / "logs"))
-    assert list(RolloutStore(killed / "logs").read_all()) == list(RolloutStore(whole / "logs").read_all())

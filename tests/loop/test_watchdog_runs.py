@@ -35,16 +35,6 @@ KINDS = {"environment": "environment", "engine": "generation", "learner": "train
 NTH = {"environment": 40, "engine": 40, "learner": 2}  # all in the second step: a step has 32 rollouts and one update
 
 
-OWN_REWARD = {
-    **dict.fromkeys(("env.arithmetic.max_operand", "env.arithmetic.wording", "data.train.env_name", "data.validation.size"), ...),
-    "data.train.dataset_name": "rows.jsonl",
-    "data.validation.env_name": ...,
-    "env.mine.reward": "rewards.py:reward",
-    "grpo.val_period": 0,
-    "checkpointing.metric_name": None,
-}
-
-
 def begun(tiny: Path, folder: Path, before: Callable[[], None] = heed_interrupts, **changes: Any) -> Running:
     settings = {**LIMITS, "grpo.val_period": 0, "checkpointing.metric_name": None, "checkpointing.save_period": 1, **changes}
     return start(["grpo", *overrides(tiny_config(tiny, **settings))], folder, before=before)
@@ -71,7 +61,7 @@ STUCK = [(point, how) for point in ("environment", "engine", "learner") for how 
     ("point", "how"),
     [
         *(pytest.param(*stuck, marks=() if stuck == ("engine", "waits") else pytest.mark.exhaustive) for stuck in STUCK),
-        ("learner", "in a thread"),
+        pytest.param("learner", "in a thread", marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_is_stuck_is_named_within_its_limit_and_the_run_ends_if_asked_to(tiny, tmp_path, point, how):
@@ -121,18 +111,6 @@ def test_the_doctor_sees_a_run_live_hang_die_go_on_and_come_to_its_end(tiny, tmp
     assert by_config.out == by_checkpoint.out == done.out
 
 
-def test_a_reward_that_ends_the_process_leaves_a_run_that_the_doctor_calls_dead(tiny, tmp_path):
-    """Nothing of the run's can follow a SIGKILL, or a C library that ends the process: its status stays as it was."""
-    (tmp_path / "rewards.py").write_text("import os\n\ndef reward(task, rollout):\n    os.kill(os.getpid(), 9)\n")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"1+{n}=", "answer": n + 1}) + "\n" for n in range(8)))
-    outcome = grpo(tiny, tmp_path, **OWN_REWARD)
-    status = read_status(tmp_path / "logs")
-    assert outcome.code not in (0, 1) and status is not None and status.state == "running"
-    told = strop("doctor", "logs", folder=tmp_path)
-    assert told.code == 1 and re.search(r"state +dead: its process \(pid \d+\) died without a final status", told.out), told.out
-    assert "start the same command again; it continues from the beginning" in told.out
-
-
 def test_the_doctor_tells_interrupted_and_failed_runs_from_others(tiny, tmp_path):
     running = begun(tiny, tmp_path, **{"grpo.max_num_steps": 100_000, "checkpointing.enabled": False})
     until(tmp_path, lambda status: status.step >= 1)
@@ -146,6 +124,7 @@ def test_the_doctor_tells_interrupted_and_failed_runs_from_others(tiny, tmp_path
     assert told.code == 1 and "TooManyDropped: 3 groups in a row failed" in told.out and "fix the error, then" in told.out
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_process_is_a_hung_run(tiny, tmp_path):
     running = begun(tiny, tmp_path, **{"grpo.max_num_steps": 100_000, "checkpointing.enabled": False})
     until(tmp_path, lambda status: status.step >= 1)

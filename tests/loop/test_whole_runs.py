@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from loop.runs import Environ, grpo, metrics_of, overrides, strop, tiny_config
+from loop.runs import Environ, grpo, metrics_of, overrides, strop
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 
 # The tags of the interface that every GRPO run with a reference and validation has in metrics.jsonl.
 TAGS = [
@@ -123,13 +122,6 @@ def test_a_run_leaves_an_offline_run_of_weights_and_biases(run):
     assert "off for the rest of this run" not in (run / "console").read_text()
 
 
-def test_the_curves_of_a_run_are_drawn(run):
-    outcome = strop("plot", "logs", folder=run)
-    assert outcome.code == 0, outcome.err
-    picture = run / outcome.out.strip()
-    assert picture.suffix == ".png" and picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and picture.stat().st_size > 10_000
-
-
 # --- evaluation ------------------------------------------------------------------------------------------------------------------
 
 
@@ -155,15 +147,14 @@ def evaluation(model: Path, **changes) -> list[str]:
     return overrides({**settings, **changes})
 
 
-@pytest.mark.parametrize(("metric", "headline"), [("pass@k", "pass@2"), ("avg@n", "avg@4"), ("cons@k", "cons@2")])
-def test_a_checkpoint_is_evaluated(run, metric, headline):
+def test_a_checkpoint_is_evaluated(run):
     model = run / "results" / "step_4" / "policy" / "weights"
-    outcome = strop("eval", *evaluation(model, **{"eval.metric": metric}), folder=run)
+    outcome = strop("eval", *evaluation(model, **{"eval.metric": "cons@k"}), folder=run)
     assert outcome.code == 0, outcome.err
     written = json.loads((run / "evaluation" / "step_000000.json").read_text())
     assert len(written["tasks"]) == 8 and all(len(task["samples"]) == 4 for task in written["tasks"])
     assert {"accuracy", "pass@1", "pass@2", "pass@4", "avg@4", "cons@2", "cons@4"} <= written["metrics"].keys()
-    assert f"\n{headline} = {written['metrics'][headline]:.4f}\n" in outcome.out
+    assert f"\ncons@2 = {written['metrics']['cons@2']:.4f}\n" in outcome.out
 
 
 def test_an_evaluation_is_repeated_exactly_and_its_batching_changes_nothing(run):
@@ -174,19 +165,6 @@ def test_an_evaluation_is_repeated_exactly_and_its_batching_changes_nothing(run)
         found.append(json.loads((run / folder / "step_000000.json").read_text()))
     assert found[0] == found[1]
     assert [task["samples"] for task in found[2]["tasks"]] == [task["samples"] for task in found[0]["tasks"]]
-
-
-def test_validation_in_a_run_is_the_evaluation_of_its_checkpoint(tiny, tmp_path):
-    """Greedy, so that the two may seed their samples as they like."""
-    changes = {"grpo.max_num_steps": 2, "policy.generation.val_temperature": 0.0, "grpo.val_period": 2}
-    assert grpo(tiny, tmp_path, **changes).code == 0
-    model = tmp_path / "results" / "step_2" / "policy" / "weights"
-    arguments = evaluation(model, **{"generation.temperature": 0.0, "eval.num_tests_per_prompt": 1, "eval.k_value": 1})
-    assert strop("eval", *arguments, folder=tmp_path).code == 0
-    inside = json.loads((tmp_path / "logs" / "validation" / "step_000002.json").read_text())
-    alone = json.loads((tmp_path / "evaluation" / "step_000000.json").read_text())
-    for one, other in zip(inside["tasks"], alone["tasks"], strict=True):
-        assert (one["task"], sampled(one)) == (other["task"], sampled(other))
 
 
 def test_a_run_is_evaluated_without_any_key_as_it_validated_itself(run, tmp_path):
@@ -207,36 +185,3 @@ def sampled(task: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the samples of a task without the versions of the weights: a loaded checkpoint begins at 0."""
     turns = [[{**turn, "versions": None} for turn in sample["turns"]] for sample in task["samples"]]
     return [{**sample, "turns": own} for sample, own in zip(task["samples"], turns, strict=True)]
-
-
-# --- the scripts of examples/ ---------------------------------------------------------------------------------------------------------
-
-
-def script(name: str, *arguments: str, folder: Path) -> str:
-    """``python examples/NAME ARGUMENTS`` in ``folder``."""
-    done = strop(str(ROOT / "examples" / name), *arguments, folder=folder)
-    assert done.code == 0, done.err
-    return done.out
-
-
-def test_the_training_scripts_are_strop_grpo(tiny, tmp_path):
-    arguments = ["--dry-run", "-v", *overrides(tiny_config(tiny))]
-    config = ROOT / "examples" / "configs" / "grpo_math_1B.yaml"
-    arguments[2:2] = ["data.train.split_validation_size=0", "data.train.dataset_name=null", "data.default.prompt_file=null"]
-    command = strop("grpo", "--config", str(config), *arguments, folder=tmp_path)
-    assert command.code == 0, command.err
-    assert "policy      " in command.out and "grad_norm: 1.0" in command.out
-    for name in ("run_grpo.py", "run_grpo_math.py"):
-        assert script(name, *arguments, folder=tmp_path) == command.out
-
-
-def test_the_evaluation_script_is_strop_eval(run, tmp_path):
-    model = run / "results" / "step_4" / "policy" / "weights"
-    out = script("run_eval.py", *evaluation(model, **{"data.dataset_name": None}), folder=tmp_path)
-    assert "pass@2 = " in out
-    command = strop(
-        "eval", *evaluation(model, **{"eval.save_path": "again", "tokenizer.chat_template": "default"}), folder=tmp_path
-    )
-    assert command.code == 0, command.err
-    saved = [json.loads((tmp_path / folder / "step_000000.json").read_text()) for folder in ("evaluation", "again")]
-    assert saved[0] == saved[1]

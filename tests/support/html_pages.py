@@ -45,19 +45,18 @@ def check_page(text: str) -> ParsedPage:
     page = ParsedPage(text)
     assert not page.unbalanced, page.unbalanced
     kinds = [tag for tag, _ in page.elements]
-    assert not {"img", "iframe", "object", "embed", "link", "base", "form", "use", "image", "foreignobject"} & set(kinds)
-    assert kinds.count("script") == kinds.count("style") == kinds.count("h1") == kinds.count("main") == 1
+    assert not {"img", "iframe", "object", "embed", "base", "form", "use", "image", "foreignobject"} & set(kinds)
+    assert kinds.count("style") == 1 and [attributes.get("type") for tag, attributes in page.elements if tag == "script"] == [
+        "application/json", "module",
+    ]  # fmt: skip
     names = {name for _, attributes in page.elements for name in attributes}
     assert not [name for name in names if name.startswith("on") or name in ("src", "style", "srcset", "xlink:href")]
-    assert all(target is not None and target.startswith("#") for target in page.values("href"))
-    ids = page.values("id")
-    assert len(set(ids)) == len(ids) and {f"#{each}" for each in ids} >= set(page.values("href"))
+    assert page.values("href") == ["data:,"]
     (policy,) = [attributes["content"] for _, attributes in page.elements if "http-equiv" in attributes]
     assert policy is not None and policy.startswith("default-src 'none'; ") and "unsafe" not in policy and "http" not in policy
     for kind in ("script", "style"):
-        digest = base64.b64encode(hashlib.sha256(page.texts[kind][0].encode()).digest()).decode()
+        digest = base64.b64encode(hashlib.sha256(page.texts[kind][-1].encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in policy
-    assert all(attributes.get("aria-label") for tag, attributes in page.elements if tag == "svg")
-    assert ("html", {"lang": "en"}) in page.elements and kinds.count("caption") == kinds.count("table")
+    assert ("html", {"lang": "en"}) in page.elements
     assert not set("\x1b\x07\u202e\u2066\x9b\ud800") & set(text)
     return page

@@ -34,7 +34,6 @@ LONGEST = [
     "tests/loop/test_preemption.py",
     "tests/unit/test_simulated_gpu.py",
     "tests/loop/test_simulated_gpu_runs.py",
-    "tests/unit/test_gpu_benchmark.py",
     "tests/unit/learner/parallel/pipeline/test_pipelined.py",
     "tests/security/test_hostile_programs.py",
     "tests/loop/test_safe_folders.py",

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import random
-import struct
 import time
-import zlib
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
@@ -29,16 +30,11 @@ THOUGHT = "First the tens, then the ones; there is nothing to carry, I think. "
 
 def _draw(digits: str) -> bytes:
     """A PNG of 8 by 6 grey squares, which an image of the same name always is."""
-
-    def chunk(name: bytes, content: bytes) -> bytes:
-        body = name + content
-        return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
-
-    size, chance = 20, random.Random(digits)
-    rows = [b"\0" + b"".join(bytes([chance.randrange(256)]) * size for _ in range(8)) for _ in range(6)]
-    head = struct.pack(">IIBBBBB", 8 * size, 6 * size, 8, 0, 0, 0, 0)
-    content = zlib.compress(b"".join(row for row in rows for _ in range(size)))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", content) + chunk(b"IEND", b"")
+    chance, file = random.Random(digits), io.BytesIO()
+    image = Image.new("L", (8, 6))
+    image.putdata([chance.randrange(256) for _ in range(48)])
+    image.resize((160, 120), Image.Resampling.NEAREST).save(file, format="PNG")
+    return file.getvalue()
 
 
 IMAGES = tuple((hashlib.sha256(content).hexdigest(), content) for content in (_draw("first"), _draw("second")))
@@ -233,18 +229,16 @@ def _make_record(step: int, group: int, sample: int, chance: random.Random, enco
 
 
 def _make_token_columns(record: RolloutRecord, chance: random.Random) -> Mapping[str, Any]:
-    """The columns of tokens that this version stores."""
+    """The columns of tokens that are stored on request."""
     count, sampled = len(record.tokens), record.sampled
     masked = [by_policy and chance.random() < 0.05 for by_policy in sampled]
-    columns = {
+    return {
         "entropy": tuple(chance.uniform(0, 2) if each else 0.0 for each in sampled),
         "reference_logprobs": tuple(value + chance.gauss(0, 0.2) for value in record.sampler_logprobs),
         "mask": tuple(each and not left_out for left_out, each in zip(masked, sampled, strict=True)),
         "mask_reason": tuple(_reason(left_out, each) for left_out, each in zip(masked, sampled, strict=True)),
         "clipped": tuple(bool(sampled[place]) and chance.random() < 0.05 for place in range(count)),
     }
-    known = {field.name for field in fields(RolloutRecord)}
-    return {name: values for name, values in columns.items() if name in known}
 
 
 def _reason(left_out: bool, by_policy: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import random
 from collections.abc import Callable, Mapping
@@ -328,3 +329,12 @@ def draw_image(seed: int, width: int = 60, height: int = 44) -> bytes:
     memory = io.BytesIO()
     small.resize((width, height), Image.Resampling.NEAREST).save(memory, "PNG")
     return memory.getvalue()
+
+
+def as_data_url(content: bytes) -> str:
+    """Return an encoded file as a data: URL, for a message whose image stands in the data itself."""
+    from PIL import Image as Pillow
+
+    with Pillow.open(io.BytesIO(content)) as opened:
+        kind = Pillow.MIME.get(opened.format or "", "image/png")
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from strop.data.packed_images import place_images, same_images
-from strop.data.packed_routes import place_routes
+from strop.data.packed_inputs import place_images, place_routes, same_images
 from strop.data.token_tree import FlatTokens, TokenPath, concatenate, make_paths, own_tokens
 from strop.sampling import KEPT_TOKENS, NO_TOKEN
 from strop.types import Batch, Group, Rollout, RolloutCredit, Totals

@@ -76,34 +76,12 @@ class PlannedGroup:
         return Group(index=self.index, environment=self.name, version=-1, rollouts=tuple(rollouts))
 
 
-def demonstration_group(index: int, name: str, example: Conversation, template: ChatTemplate, rules: RecordedRules) -> Group:
-    """Return a group of one rollout: the conversation up to its last reply, with every reply, or only the last one, in the loss."""
-    return make_group(plan_demonstration(index, name, example, rules), template, rules)
-
-
-def preference_group(index: int, name: str, example: Preference, template: ChatTemplate, rules: RecordedRules) -> Group:
-    """Return a group of two rollouts: the chosen completion, with its margin (default 1) as reward, and the rejected one with reward 0.
-
-    Both share one prompt tensor if their prompts have the same tokens.
-    """
-    return make_group(plan_preference(index, name, example, rules), template, rules)
-
-
-def unpaired_preference_group(
-    index: int, name: str, example: UnpairedPreference, other: UnpairedPreference, template: ChatTemplate, rules: RecordedRules
-) -> Group:
-    """Return a group of two rollouts after the example's prompt: its completion, with reward 1 if desirable, else 0, and that of ``other``.
-
-    The second completion is unrelated to the prompt; KTO (arXiv 2402.01306) estimates its reference point from such rollouts.
-    """
-    return make_group(plan_unpaired_preference(index, name, example, other, rules), template, rules)
-
-
 def make_group(plan: PlannedGroup, template: ChatTemplate, rules: RecordedRules) -> Group:
     return plan.make(tokenize_group(plan.conversations, template, rules))
 
 
 def plan_demonstration(index: int, name: str, example: Conversation, rules: RecordedRules) -> PlannedGroup:
+    """Plan a group of one rollout: the conversation up to its last reply, with every reply, or only the last one, in the loss."""
     if example.is_raw_text:
         conversation = RecordedConversation(example.messages, raw_text=example.answer)
     else:
@@ -114,6 +92,7 @@ def plan_demonstration(index: int, name: str, example: Conversation, rules: Reco
 
 
 def plan_preference(index: int, name: str, example: Preference, rules: RecordedRules) -> PlannedGroup:
+    """Plan a group of two rollouts: the chosen completion, with its margin (default 1) as reward, and the rejected one with reward 0."""
     conversations = tuple(_join_completion(example, completion, rules) for completion in (example.chosen, example.rejected))
     return PlannedGroup(index, name, example, conversations, (1.0 if example.margin is None else example.margin, 0.0))
 
@@ -121,6 +100,10 @@ def plan_preference(index: int, name: str, example: Preference, rules: RecordedR
 def plan_unpaired_preference(
     index: int, name: str, example: UnpairedPreference, other: UnpairedPreference, rules: RecordedRules
 ) -> PlannedGroup:
+    """Plan a group of two rollouts after the example's prompt: its completion, with reward 1 if desirable, else 0, and that of ``other``.
+
+    The second completion is unrelated to the prompt; KTO (arXiv 2402.01306) estimates its reference point from such rollouts.
+    """
     conversations = tuple(_join_completion(example, completion, rules) for completion in (example.completion, other.completion))
     return PlannedGroup(index, name, example, conversations, (float(example.desirable), 0.0))
 

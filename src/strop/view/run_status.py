@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from strop.monitoring.run_starts import read_run_starts
 from strop.monitoring.watchdog.doctor import ALIVE, find_newest_checkpoint, find_verdict
 from strop.monitoring.watchdog.status import LogEntry, Status
 from strop.safety.printable import make_printable
@@ -24,6 +25,7 @@ def describe_status(run: ViewedRun) -> dict[str, Any]:
         "step": step,
         "warnings": _list_warnings(run, step),
         "incidents": _list_incidents(status),
+        "starts": _list_starts(run),
         "now": time.time(),
     }
     if status is None:
@@ -65,6 +67,16 @@ def describe_status(run: ViewedRun) -> dict[str, Any]:
         }
     )
     return answer
+
+
+def _list_starts(run: ViewedRun) -> list[dict[str, Any]]:
+    """Return each start of the run: when, after which step, by which command, and what it ran on."""
+    starts = []
+    for start in read_run_starts(run.folder):
+        facts = {"time": start.time, "command": hide_secret_words(start.command), **start.hardware, **start.data}
+        texts = {make_printable(str(name)): make_printable(str(value)) for name, value in facts.items() if value}
+        starts.append({"after_step": start.after_step, "facts": texts})
+    return starts
 
 
 def _describe_wait(wait: Any, age: float) -> dict[str, Any]:

@@ -13,8 +13,6 @@ from aiohttp import web
 
 from strop.ledger.token_ledger import LedgerError, make_ledger
 from strop.monitoring.rollout_index.rollout_filter import RolloutFilter
-from strop.monitoring.rollout_store.rollout_store import ROLLOUTS_FOLDER
-from strop.monitoring.rollout_store.stored_images import StoredImages
 from strop.safety.http_server import make_app, parse_json, read_body
 from strop.safety.printable import make_printable
 from strop.storage.json_values import clean_json
@@ -33,8 +31,6 @@ log = logging.getLogger(__name__)
 
 POINTS = 2000
 WARM_RUNS = 3
-IMAGE_TYPES = ((b"\x89PNG\r\n\x1a\n", "image/png"), (b"\xff\xd8\xff", "image/jpeg"), (b"RIFF", "image/webp"))
-LARGEST_REPLAY = 64 * 2**20  # bytes
 
 
 class ViewRoutes:
@@ -125,8 +121,7 @@ class ViewRoutes:
         return describe_status(self.run(request))
 
     def config(self, request: web.Request) -> Any:
-        run = self.run(request)
-        return clean_json({"text": make_printable(run.config_text()), "values": dict(flatten(run.config()))})
+        return self.run(request).describe_config()
 
     def compare_config(self, request: web.Request) -> Any:
         first, second = (dict(flatten(self.catalogue.find(request.query.get(name, "")).config())) for name in ("a", "b"))
@@ -180,15 +175,7 @@ class ViewRoutes:
         return made.to_dict()
 
     def replays(self, request: web.Request) -> Any:
-        found = []
-        for path in sorted((self.run(request).folder / "replays").glob("*.json")):
-            try:
-                if path.is_file() and path.stat().st_size <= LARGEST_REPLAY:
-                    values = json.loads(path.read_text(encoding="utf-8"))
-                    found.append({"file": path.name, **clean_json(values if isinstance(values, dict) else {"result": values})})
-            except (OSError, ValueError):  # half-written
-                continue
-        return found
+        return self.run(request).replays()
 
     def stars(self, request: web.Request) -> Any:
         return [vars(star) for star in read_stars(self.run(request).folder).values()]
@@ -220,18 +207,8 @@ class ViewRoutes:
         return rows
 
     def image(self, request: web.Request) -> web.Response:
-        run, name = self.run(request), request.match_info["name"].partition(".")[0]
-        if not (name.isascii() and name.isalnum()):
-            raise ViewError("an image is named by letters and digits", 400)
-        for folder in (run.folder / ROLLOUTS_FOLDER, run.validation().folder):
-            path = StoredImages(folder).find(name)
-            if path is not None and path.resolve().is_relative_to(run.folder.resolve()):  # not a link out of the run
-                content = path.read_bytes()
-                kind = next((kind for start, kind in IMAGE_TYPES if content.startswith(start)), None)
-                if kind is None or (kind == "image/webp" and content[8:12] != b"WEBP"):
-                    raise ViewError("this image is not PNG, JPEG or WebP, and is not shown", 415)
-                return web.Response(body=content, headers={"Content-Type": kind, "Content-Disposition": "inline"})
-        raise ViewError(f"the image {name[:80]} is not stored")
+        content, kind = self.run(request).image(request.match_info["name"].partition(".")[0])
+        return web.Response(body=content, headers={"Content-Type": kind, "Content-Disposition": "inline"})
 
 
 # The files of the page, which are part of the package: served by name from a list, never by a path that was asked for.

@@ -12,16 +12,22 @@ from typing import Any
 
 from strop.monitoring.config_history import HISTORY_FILE, read_finish
 from strop.monitoring.rollout_index.rollout_index import RolloutIndex
+from strop.monitoring.rollout_store.rollout_store import ROLLOUTS_FOLDER
+from strop.monitoring.rollout_store.stored_images import StoredImages
 from strop.monitoring.rollout_store.validation_samples import ValidationSamples
 from strop.monitoring.trackers.jsonl import METRICS_FILE
 from strop.monitoring.watchdog.doctor import ALIVE, find_verdict
 from strop.monitoring.watchdog.status import Status, read_status
+from strop.safety.printable import make_printable
 from strop.safety.redaction import redact_arguments, redact_secrets, redact_yaml
+from strop.storage.json_values import clean_json
 from strop.view.metric_history import MetricHistory
 from strop.view.view_error import ViewError
 
 CONFIG_FILE = "config.yaml"
 KINDS = ("grpo", "ppo", "sft", "dpo", "rm", "distillation")  # sections of a configuration, and commands
+IMAGE_TYPES = ((b"\x89PNG\r\n\x1a\n", "image/png"), (b"\xff\xd8\xff", "image/jpeg"), (b"RIFF", "image/webp"))
+LARGEST_REPLAY = 64 * 2**20  # bytes
 RECENT_SECONDS = 60.0  # a run without status.json that wrote metrics so recently counts as live
 
 
@@ -96,6 +102,39 @@ class ViewedRun:
         except OSError:
             return ""
         return redact_yaml(text)
+
+    def describe_config(self) -> dict[str, Any]:
+        """Return config.yaml and the settings by key, without secrets. Raises ViewError."""
+        described: dict[str, Any] = clean_json(
+            {"text": make_printable(self.config_text()), "values": dict(flatten(self.config()))}
+        )
+        return described
+
+    def replays(self) -> list[dict[str, Any]]:
+        """Return the stored results of ``strop replay``; a file that is half-written is left out."""
+        found = []
+        for path in sorted((self.folder / "replays").glob("*.json")):
+            try:
+                if path.is_file() and path.stat().st_size <= LARGEST_REPLAY:
+                    values = json.loads(path.read_text(encoding="utf-8"))
+                    found.append({"file": path.name, **clean_json(values if isinstance(values, dict) else {"result": values})})
+            except (OSError, ValueError):
+                continue
+        return found
+
+    def image(self, name: str) -> tuple[bytes, str]:
+        """Return the content and the type of a stored image. Raises ViewError."""
+        if not (name.isascii() and name.isalnum()):
+            raise ViewError("an image is named by letters and digits", 400)
+        for folder in (self.folder / ROLLOUTS_FOLDER, self.validation().folder):
+            path = StoredImages(folder).find(name)
+            if path is not None and path.resolve().is_relative_to(self.folder.resolve()):  # not a link out of the run
+                content = path.read_bytes()
+                kind = next((kind for start, kind in IMAGE_TYPES if content.startswith(start)), None)
+                if kind is None or (kind == "image/webp" and content[8:12] != b"WEBP"):
+                    raise ViewError("this image is not PNG, JPEG or WebP, and is not shown", 415)
+                return content, kind
+        raise ViewError(f"the image {name[:80]} is not stored")
 
     def kind(self) -> str:
         """Return the command that the run was started with: grpo, sft, ..."""

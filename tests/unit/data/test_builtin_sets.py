@@ -11,7 +11,7 @@ from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.builtin_dataset import BuiltinDataset
 from strop.data.builtin.image_sets import IMAGE_SETS
 from strop.data.builtin.math_training_sets import MATH_TRAINING_SETS
-from strop.data.builtin.recorded_sets import CONVERSATION_SETS, PREFERENCE_SETS, RECORDED_SETS
+from strop.data.builtin.recorded_sets import PREFERENCE_SETS, RECORDED_SETS
 from strop.data.recorded.examples import conversations, preferences, unpaired_preferences
 from strop.data.sources.files import is_url
 from strop.data.sources.in_memory import ListRecords
@@ -94,11 +94,6 @@ def test_problems_and_their_answers_are_those_of_nemo_rl_also_as_conversations(
     assert [example.messages for example in examples] == [(user(question), assistant(answer)) for question, answer in expected]
 
 
-def test_every_set_of_problems_is_in_the_table_above() -> None:
-    marks = test_problems_and_their_answers_are_those_of_nemo_rl_also_as_conversations.pytestmark
-    assert {name for name, _ in marks[0].args[1]} == {*MATH_TRAINING_SETS, "gsm8k"}
-
-
 def test_rows_that_are_left_out_keep_the_places_of_the_others() -> None:
     rows = DataSource(dataset_name="NuminaMath-1.5").load_rows()
     assert [row.id for row in rows] == [f"AI-MO/NuminaMath-1.5:{index}" for index in (0, 7, 8)]
@@ -164,13 +159,6 @@ THOUGHT = assistant("<think>3 * 3 is 9.</think>\\boxed{3}")
 )
 def test_conversations_are_those_of_nemo_rl(name: str, expected: list[tuple[object, ...]]) -> None:
     assert [example.messages for example in conversations(DataSource(dataset_name=name))] == expected
-
-
-def test_every_set_of_conversations_is_in_the_table_above() -> None:
-    assert {name for name, _ in test_conversations_are_those_of_nemo_rl.pytestmark[0].args[1]} == {
-        *CONVERSATION_SETS,
-        "HelpSteer3",
-    }
 
 
 @pytest.mark.parametrize("name", PREFERENCE_SETS)

@@ -137,11 +137,6 @@ def test_splits_of_a_dataset_dict_follow_the_purpose_or_the_key() -> None:
         rows_of("mine.py:table", split="test")
 
 
-def test_what_is_held_out_never_shares_a_question_with_the_rest() -> None:
-    parts = [set(rows_of("mine.py:Chats", split_validation_size=0.25, part=part)) for part in ("train", "validation")]
-    assert len(parts[0]) == 6 and len(parts[1]) == 2 and not parts[0] & parts[1]
-
-
 def test_rows_of_a_lazy_data_set_are_read_one_by_one_and_say_what_it_raised() -> None:
     with pytest.raises(DataError, match=r"mine.py:Lazy, row 3 cannot be read: OSError: the shard is gone"):
         DataSource(dataset_name="mine.py:Lazy").load_rows()

@@ -8,7 +8,6 @@ from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.choice_sets import CHOICE_ALIASES, MMLU_LANGUAGES, REPORTED_CHOICES
 from strop.data.builtin.math_evaluation_sets import MATH_ALIASES, REPORTED
 from strop.data.builtin.wordings import BOXED, BOXED_LIST, word_choice
-from support.answer_pairs import OURS, read_answer_pairs
 
 PAGE = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text(encoding="utf-8")
 WORDINGS = {
@@ -46,9 +45,3 @@ def test_the_table_has_every_set_with_its_other_names_its_data_its_verifier_and_
 def test_other_names_are_the_same_entries() -> None:
     for alias, name in {**MATH_ALIASES, **CHOICE_ALIASES}.items():
         assert BUILTIN_DATASETS[alias] == BUILTIN_DATASETS[name]
-
-
-def test_the_page_counts_the_answer_pairs() -> None:
-    pairs, _ = read_answer_pairs()
-    unmended = sum(OURS in pair.differs for pair in pairs)
-    assert f"has {len(pairs)} answers" in PAGE and f"verdict by hand in {unmended} of them" in PAGE

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.messages import ROLES
 from strop.data.recorded.examples import conversations
-from strop.data.sources import hub
 from strop.data.sources.records import DataError
-from strop.data.sources.source import DataSource, split_train_validation
+from strop.data.sources.source import DataSource
 from strop.types import Message, assistant, system, user
 
 TALK = [{"role": "user", "content": "12 + 7?"}, {"role": "assistant", "content": "19"}]
@@ -110,17 +108,6 @@ def test_squad_teaches_the_first_of_its_answers(tmp_path):
         parse_messages(tmp_path, {**row, "answers": {"text": [], "answer_start": []}})
 
 
-def test_squad_is_built_in(monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    row = {"context": "It is 19.", "question": "What?", "answers": {"text": ["19"], "answer_start": [6]}}
-    asked = []
-    monkeypatch.setattr(hub, "_check_hub", lambda name, revision: None)
-    monkeypatch.setattr(hub, "_load_split", lambda *place: asked.append(place) or datasets.Dataset.from_list([row] * 3))
-    assert conversations(DataSource(dataset_name="squad", split="validation"))[2].id == "rajpurkar/squad:2"
-    assert asked == [("rajpurkar/squad", None, "validation", BUILTIN_DATASETS["squad"].revision)]
-    assert DataSource(dataset_name="squad").load_rows()[0].answer == "19"
-
-
 BAD = {"role": "bot", "content": "19"}
 
 
@@ -203,7 +190,7 @@ def test_ids_are_places_in_the_unsplit_data_and_size_and_repeat_count(tmp_path):
     assert [example.id for example in few[2:4]] == [f"{path}:2", f"{path}:0"] and few[-1].question == "q2"
     with pytest.raises(IndexError):
         few[6]
-    _, validation = split_train_validation(DataSource(dataset_name=path, split_validation_size=0.2))
+    validation = DataSource(dataset_name=path, split_validation_size=0.2, part="validation")
     assert all(example.id == f"{path}:{example.question[1:]}" for example in conversations(validation))
 
 
@@ -211,8 +198,9 @@ def test_held_out_conversations_share_no_question_with_training(tmp_path):
     rows = [
         {"messages": [{"role": "user", "content": f"q{n % 10}"}, {"role": "assistant", "content": f"a{n}"}]} for n in range(40)
     ]
-    split = DataSource(dataset_name=jsonl(tmp_path, *rows), split_validation_size=0.2)
-    train, validation = (conversations(side) for side in split_train_validation(split))
+    path = jsonl(tmp_path, *rows)
+    parts = [DataSource(dataset_name=path, split_validation_size=0.2, part=part) for part in ("train", "validation")]
+    train, validation = map(conversations, parts)
     assert len(train) + len(validation) == 40 and len(validation) == 8
     assert not {example.question for example in train} & {example.question for example in validation}
 

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.recorded.examples import Preference, UnpairedPreference, preferences, unpaired_preferences
-from strop.data.sources import hub
 from strop.data.sources.records import DataError
-from strop.data.sources.source import DataSource, split_train_validation
+from strop.data.sources.source import DataSource
 from strop.types import assistant, system, user
 
 ASK = {"role": "user", "content": "12 + 7?"}
@@ -131,50 +129,6 @@ def test_responses_without_a_preference_are_left_out_and_counted(tmp_path, caplo
     assert [pair.chosen[0].content for pair in pairs] == ["a0", "b", "a3", "b", "a6", "b"]
     with pytest.raises(DataError, match="none of the 1 records"):
         preferences(DataSource(dataset_name=jsonl(tmp_path, {**rows[0], "overall_preference": 0})))
-
-
-@pytest.mark.parametrize(
-    ("name", "row", "place"),
-    [
-        (
-            "HelpSteer3",
-            {"context": [ASK], "response1": "20", "response2": "19", "overall_preference": 2},
-            ("nvidia/HelpSteer3", "preference", "train"),
-        ),
-        (
-            "HuggingFaceH4/ultrafeedback_binarized",
-            {"prompt": "12 + 7?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD], "score_chosen": 8.0},
-            ("HuggingFaceH4/ultrafeedback_binarized", None, "train_prefs"),
-        ),
-        (
-            "allenai/llama-3.1-tulu-3-8b-preference-mixture",
-            {"id": "1", "source": "s", "prompt": "12 + 7?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
-            ("allenai/llama-3.1-tulu-3-8b-preference-mixture", None, "train"),
-        ),
-        (
-            "Tulu3Preference",
-            {"prompt": "12 + 7?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
-            ("allenai/llama-3.1-tulu-3-8b-preference-mixture", None, "train"),
-        ),
-    ],
-)
-def test_known_data_sets_need_no_keys(name, row, place, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    asked = []
-    monkeypatch.setattr(hub, "_check_hub", lambda name, revision: None)
-    monkeypatch.setattr(hub, "_load_split", lambda *found: asked.append(found) or datasets.Dataset.from_list([row]))
-    (pair,) = preferences(DataSource(dataset_name=name))
-    assert (pair.prompt, pair.chosen, pair.rejected) == ((user("12 + 7?"),), (assistant("19"),), (assistant("20"),))
-    pinned = BUILTIN_DATASETS[name].revision if name in BUILTIN_DATASETS else None
-    assert asked == [(*place, pinned)]
-
-
-def test_held_out_pairs_share_no_prompt_with_training(tmp_path):
-    rows = [{"context": f"q{n % 10}", "response1": "a", "response2": "b", "overall_preference": n % 4} for n in range(40)]
-    split = DataSource(dataset_name=jsonl(tmp_path, *rows), split_validation_size=0.2)
-    train, validation = (preferences(side) for side in split_train_validation(split))
-    assert len(train) + len(validation) == 30 and len(validation) >= 6
-    assert not {pair.question for pair in train} & {pair.question for pair in validation}
 
 
 @pytest.mark.parametrize(

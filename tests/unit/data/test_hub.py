@@ -6,9 +6,7 @@ import time
 
 import pytest
 
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.sources import hub
-from strop.data.sources.files import is_url
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 
@@ -68,10 +66,6 @@ def test_a_missing_column_names_the_keys_there_are(monkeypatch):
         DataSource(dataset_name="someone/something").load_rows()
     with pytest.raises(DataError, match="has no key 'problem'"):
         DataSource(dataset_name="someone/something", split_validation_size=0.5, part="train").load_rows()
-
-
-def test_every_built_in_dataset_is_a_hub_name_or_the_address_of_a_file():
-    assert all(entry.hub.count("/") == 1 or is_url(entry.hub) for entry in BUILTIN_DATASETS.values())
 
 
 @pytest.mark.parametrize("in_terminal", [True, False])

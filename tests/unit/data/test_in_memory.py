@@ -10,7 +10,7 @@ from strop.base_config import to_tree
 from strop.data.data_config import DataEntryConfig
 from strop.data.recorded.examples import conversations, preferences, unpaired_preferences
 from strop.data.sources.records import DataError
-from strop.data.sources.source import DataSource, split_train_validation
+from strop.data.sources.source import DataSource
 
 datasets = pytest.importorskip("datasets")
 
@@ -30,13 +30,6 @@ def test_ids_follow_from_content_and_position_and_not_from_the_object(make):
     ids = [row.id for row in DataSource(rows=make(ROWS)).load_rows()]
     assert ids == [row.id for row in DataSource(rows=make([dict(row) for row in ROWS])).load_rows()] and len(set(ids)) == 20
     assert not set(ids) & {row.id for row in DataSource(rows=make(ROWS[1:])).load_rows()}
-
-
-@pytest.mark.parametrize("make", [list, datasets.Dataset.from_list])
-def test_held_out_rows_share_no_prompt_with_training(make):
-    sides = split_train_validation(DataSource(rows=make([*ROWS, *ROWS]), split_validation_size=0.2))
-    train, validation = ([row.question for row in side.load_rows()] for side in sides)
-    assert len(train) == 32 and len(validation) == 8 and not set(train) & set(validation)
 
 
 @pytest.mark.parametrize("make", [list, datasets.Dataset.from_list])

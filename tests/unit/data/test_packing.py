@@ -52,12 +52,6 @@ def test_a_prompt_is_read_once_a_group() -> None:
     assert len(pack_for(groups, grpo(), share_prefixes=False).tokens) == 156
 
 
-def test_tokens_after_the_last_sampled_one_are_not_read() -> None:
-    rollout = make_rollout([5, 6], sampled_turn([7, 8]))
-    batch = pack_for([make_group(rollout)], grpo())
-    assert batch.tokens.tolist() == [5, 6, 7]
-
-
 def test_a_batch_of_empty_rollouts_is_refused() -> None:
     with pytest.raises(ValueError, match="all rollouts are empty"):
         pack_for([make_group(make_rollout([4, 5]))], grpo())

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.supervised.reward_model import RewardModel
-from strop.algorithms.supervised.sft import SFT
 from strop.data.splitting import select_rollouts, split_micro_batches
 from strop.types import Batch, Group, Rollout, observation_turn
 from support.recorded import pair_shapes, recorded_group, recorded_turn, with_prompt
@@ -155,10 +154,3 @@ def test_an_empty_completion_of_a_pair_predicts_nothing(share: bool) -> None:
     assert (batch.totals.tokens, batch.totals.sequences, batch.totals.groups) == (3, 2, 2)
     for part in split_micro_batches(batch, 1, whole_groups=True):
         assert part.batch.num_sequences == 2
-
-
-def test_a_demonstration_is_packed_like_a_sampled_rollout() -> None:
-    batch = pack_for([recorded_group([5], [6, 7], rewards=(0.0,))], SFT())
-    assert batch.tokens.tolist() == [5, 6]
-    assert batch.versions.tolist() == [-1, -1]
-    assert batch.rollout_logprobs.tolist() == [0.0, 0.0]

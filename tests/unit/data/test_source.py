@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from strop.data.data_config import DataConfig, DataEntryConfig
 from strop.data.sources.records import DataError
-from strop.data.sources.source import DataSource, split_train_validation
+from strop.data.sources.source import DataSource
 
 ROWS = [{"problem": f"What is {n}+{n}?", "answer": 2 * n, "level": n % 3} for n in range(20)]
 
@@ -183,13 +184,12 @@ def test_no_name_a_folder_and_an_unknown_name_are_errors(tmp_path):
 @pytest.mark.parametrize("size", [0.2, 4])
 def test_held_out_rows_share_no_question_with_training_and_none_is_lost(size, tmp_path):
     path = jsonl(tmp_path, [*ROWS, *ROWS])
-    train, validation = (
-        side.load_rows() for side in split_train_validation(DataSource(dataset_name=path, split_validation_size=size))
-    )
+    source = DataSource(dataset_name=path, split_validation_size=size)
+    train, validation = (replace(source, part=part).load_rows() for part in ("train", "validation"))
     assert len(train) + len(validation) == 40
     assert not {row.question for row in train} & {row.question for row in validation}
     assert len(validation) == (8 if size < 1 else 4)
-    assert split_train_validation(DataSource(dataset_name=path, split_validation_size=size))[1].load_rows()[0] == validation[0]
+    assert replace(source, part="validation").load_rows()[0] == validation[0]
 
 
 def test_the_seed_decides_what_is_held_out(tmp_path):

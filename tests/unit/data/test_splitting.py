@@ -56,14 +56,6 @@ def _within(part: SubBatch, budget: int, padded: bool) -> bool:
     return read <= budget
 
 
-@properties
-@given(shapes=batch_shapes, budget=st.integers(1, 60))
-def test_cutting_is_repeatable(shapes: list[GroupShape], budget: int) -> None:
-    batch = pack_for(make_groups(shapes, 0), grpo())
-    first, again = (split_micro_batches(batch, budget) for _ in range(2))
-    assert [part.index.tolist() for part in first] == [part.index.tolist() for part in again]
-
-
 def test_a_batch_within_the_budget_is_one_part() -> None:
     batch = pack_for(simple_groups((4, (3, 3)), (5, (2, 8))), grpo())
     assert len(split_micro_batches(batch, len(batch.tokens))) == 1

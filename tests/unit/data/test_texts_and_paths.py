@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import strop
 from strop.base_config import BaseConfig
 from strop.config import TRAINING_RUNS, ConfigError, TrainingRunConfig, load_config
 from strop.config.source.yaml_source import parse_override_value
@@ -174,27 +173,6 @@ def test_a_text_that_holds_messages_is_read_as_messages(text: str, tmp_path: Pat
     (row,) = DataSource(dataset_name=str(path), input_key="prompt").load_rows()
     assert row.prompt == (user("q"),)
     assert DataSource(rows=[{"problem": '[{"name": "x"}]', "answer": "1"}]).load_rows()[0].prompt == '[{"name": "x"}]'
-
-
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        ((dict(row) for row in [{"problem": "q"}]), r"type generator; pass a list of dicts .*list\(rows\)"),
-        ({1, 2}, r"type set; pass a list of dicts .*list\(rows\)"),
-        (7, "type int; pass a list of dicts"),
-    ],
-)
-def test_a_python_object_that_is_no_data_is_refused_with_what_to_pass(data: Any, said: str) -> None:
-    with pytest.raises(DataError, match=said):
-        strop.train("sft", model="m", data=data)
-
-
-def test_a_dict_of_splits_is_no_settings() -> None:
-    import datasets
-
-    split = datasets.Dataset.from_list([{"messages": []}])
-    with pytest.raises(DataError, match=r"DatasetDict.*one of its splits \['test', 'train'\]"):
-        strop.train("sft", model="m", data=datasets.DatasetDict({"train": split, "test": split}))
 
 
 UNREAD = [  # kind of run, settings of its entry, the key that it does not read

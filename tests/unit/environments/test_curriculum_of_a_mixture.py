@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from strop.data.curriculum.curriculum_config import CurriculumConfig, DifficultyConfig, SuccessRateConfig
 from strop.data.data_state import DataState
-from strop.data.interleaving import Interleaving
 from strop.environments.arithmetic import Arithmetic
+from strop.environments.handle import LocalEnvironment
 from strop.environments.mixture import Component, Mixture
 from strop.rollouts.episode import make_failed_group
 from strop.trainer.step_metrics import environment_metrics
@@ -33,7 +30,9 @@ class Overridden(Arithmetic):
 
 
 def component(name: str, size: int, weight: float | None = None, environment: Any = SUMS) -> Component:
-    return Component(name, environment, [Task(id=f"{name}{n}", metadata={"level": n}) for n in range(size)], weight)
+    return Component(
+        name, LocalEnvironment(environment), [Task(id=f"{name}{n}", metadata={"level": n}) for n in range(size)], weight
+    )
 
 
 def mixture(*components: Component, slots: int = 4, groups: int = 4, **options: Any) -> Mixture:
@@ -70,13 +69,6 @@ def rates(source: Mixture, entry: int = 0) -> dict[int, float | None]:
     state, size = source.state()["curriculum"]["entries"][entry], source.state()["curriculum"]["sizes"][entry]
     failed = [task for task, until in state["resting"] if until - state["draws"] > size / 2]  # not drawn again for an epoch
     return dict.fromkeys(failed) | {task: right / (right + wrong) for task, right, wrong, _ in state["seen"]}
-
-
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=4))
-def test_entries_keep_their_shares(weights: list[int]) -> None:
-    source = mixture(*(component(str(n), 8, weight) for n, weight in enumerate(weights)), slots=5)
-    places = [source.at(index)[0] for index in range(4 * sum(weights))]
-    assert Counter(places) == {str(n): 4 * weight for n, weight in enumerate(weights)}
 
 
 def test_outcomes_are_the_accuracy_of_the_rollouts_that_did_not_fail() -> None:
@@ -162,27 +154,6 @@ def test_each_entry_goes_from_easy_to_hard() -> None:
 
 
 # --- quotas ---------------------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 10_000), st.data())
-def test_quotas_are_exact_in_every_step_wherever_it_begins(quotas: list[int], start: int, data: st.DataObject) -> None:
-    """Also after groups were dropped, when steps no longer begin at a multiple of their size."""
-    sizes = tuple(data.draw(st.lists(st.integers(1, 50), min_size=len(quotas), max_size=len(quotas))))
-    stream = Interleaving(sizes=sizes, weights=tuple(map(float, quotas)), seed=1)
-    step = sum(quotas)
-    places = [stream.locate(index) for index in range(start, start + step)]
-    assert Counter(entry for entry, _ in places) == dict(enumerate(quotas))
-
-
-@given(st.lists(st.integers(1, 5), min_size=2, max_size=4))
-def test_each_entry_has_an_order_and_epochs_of_its_own(quotas: list[int]) -> None:
-    sizes = tuple(3 + 4 * n for n in range(len(quotas)))
-    stream = Interleaving(sizes=sizes, weights=tuple(map(float, quotas)), seed=1)
-    places = [stream.locate(index) for index in range(40 * sum(quotas))]
-    for entry, size in enumerate(sizes):
-        rows = [row for each, row in places if each == entry]
-        for epoch in range(len(rows) // size):
-            assert sorted(rows[epoch * size : (epoch + 1) * size]) == list(range(size))
 
 
 @pytest.mark.parametrize("scored_by", [None, "correct"])

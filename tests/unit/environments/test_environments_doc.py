@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from strop.data.sources.source import DataSource
-from strop.environments.base import compute_group_rewards, compute_rewards
-from strop.environments.mixture import Mixture
+from strop.environments.compute_rewards import compute_group_rewards, compute_rewards
 from strop.environments.registry import make_environment
 from strop.types import Task
-from strop.user_code import import_attribute
 
 DOC = Path(__file__).parents[3] / "docs" / "environments.md"
 EXAMPLES = {
@@ -56,14 +53,6 @@ def test_the_example_environment_prompts_and_scores(example, wrote):
     assert scored.reward == pytest.approx(1.1)
 
 
-def test_the_dataset_example_reads_rows(example, wrote, tmp_path):
-    (tmp_path / "qa.jsonl").write_text(json.dumps({"problem": "Capital of France?", "answer": "Paris"}))
-    environment = make_environment(f"{example('contains.py')}:Contains")
-    task = environment.tasks(DataSource(dataset_name=str(tmp_path / "qa.jsonl"), system_prompt="Be brief."))[0]
-    assert [message.role for message in environment.prompt(task)] == ["system", "user"]
-    assert asyncio.run(compute_rewards(environment, task, wrote(task, "It is PARIS."))).reward == 1.0
-
-
 def test_the_multi_turn_example_answers_each_turn(example, wrote):
     environment = make_environment(f"{example('guess.py')}:GuessTheNumber", {"highest": 50})
     task = environment.tasks(DataSource())[0]
@@ -78,28 +67,3 @@ def test_the_multi_turn_example_answers_each_turn(example, wrote):
         assert (await compute_rewards(environment, task, rollout)).reward == pytest.approx(1.0 - 3 * 0.05)
 
     asyncio.run(play())
-
-
-def test_the_session_example_keeps_episodes_apart(example, wrote):
-    environment = make_environment(f"{example('notes.py')}:Notes")
-    task = environment.tasks(DataSource())[0]
-
-    async def episode(*texts: str) -> float:
-        async with environment.session(task):
-            for turn in range(len(texts)):
-                await asyncio.sleep(0)
-                answer = await environment.respond(task, wrote(task, *texts[: turn + 1]))
-                assert (answer is None) == (turn == 2)
-            return (await compute_rewards(environment, task, wrote(task, *texts))).reward
-
-    async def both() -> list[float]:
-        return await asyncio.gather(episode("a", "b", "c"), episode("d", "d", "d"))
-
-    assert asyncio.run(both()) == [3.0, 1.0]
-
-
-def test_the_mixture_example_finds_a_task(example):
-    path = example("mixed.py")
-    mixture = import_attribute(f"{path}:mixture")
-    assert isinstance(mixture, Mixture)
-    assert [mixture.at(index)[0] for index in range(8)].count("hard") == 6

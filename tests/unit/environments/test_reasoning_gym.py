@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from strop.data.sources.source import DataSource
-from strop.environments.base import EnvironmentConfigError, compute_rewards
+from strop.environments.base import EnvironmentConfigError
+from strop.environments.compute_rewards import compute_rewards
 from strop.environments.reasoning_gym import ReasoningGym
 
 pytest.importorskip("reasoning_gym")
@@ -69,20 +70,6 @@ def test_answers_are_found_where_the_option_says():
     assert answer("number", "it is 2.5") == "2.5"
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("chain_sums", {}, "did you mean 'chain_sum'"),
-        ("chain_sum", {"max_term": 3}, "did you mean 'max_terms'"),
-        ("chain_sum", {"min_terms": 9, "max_terms": 3}, "max_terms must be >= min_terms"),
-        ("chain_sum", {"seed": 3}, "set seed in the data section"),
-    ],
-)
-def test_what_the_installed_version_would_not_accept_is_an_error(name, options, message):
-    with pytest.raises(EnvironmentConfigError, match=message):
-        ReasoningGym(task=name, options=options)
-
-
 COMPOSITE = {
     "datasets": [
         {"name": "chain_sum", "weight": 3, "config": {"max_terms": 2}},
@@ -126,18 +113,19 @@ def test_a_level_of_the_curriculum_makes_tasks_harder():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("task", "options", "message"),
     [
-        ({"task": "composite", "options": {"datasets": [{"name": "chain_sums"}]}}, "did you mean 'chain_sum'"),
-        ({"task": "composite", "options": {"datasets": [{"name": "chain_sum", "wait": 1}]}}, "a mapping with name"),
-        (
-            {"task": "composite", "options": {"datasets": [{"name": "chain_sum", "config": {"max_term": 1}}]}},
-            "did you mean 'max_terms'",
-        ),
-        ({"task": "composite"}, "rejects the options"),
-        ({"task": "chain_sum", "level": 99}, "has the levels 0 to"),
+        ("chain_sums", {}, "did you mean 'chain_sum'"),
+        ("chain_sum", {"options": {"max_term": 3}}, "did you mean 'max_terms'"),
+        ("chain_sum", {"options": {"min_terms": 9, "max_terms": 3}}, "max_terms must be >= min_terms"),
+        ("chain_sum", {"options": {"seed": 3}}, "set seed in the data section"),
+        ("chain_sum", {"level": 99}, "has the levels 0 to"),
+        ("composite", {}, "rejects the options"),
+        ("composite", {"options": {"datasets": [{"name": "chain_sums"}]}}, "did you mean 'chain_sum'"),
+        ("composite", {"options": {"datasets": [{"name": "chain_sum", "wait": 1}]}}, "a mapping with name"),
+        ("composite", {"options": {"datasets": [{"name": "chain_sum", "config": {"max_term": 1}}]}}, "did you mean 'max_terms'"),
     ],
 )
-def test_what_a_composite_or_a_curriculum_does_not_have_is_an_error(options, message):
+def test_what_the_installed_version_would_not_accept_is_an_error(task, options, message):
     with pytest.raises(EnvironmentConfigError, match=message):
-        ReasoningGym(**options)
+        ReasoningGym(task=task, **options)

@@ -41,40 +41,10 @@ def test_options_reach_the_dataclass():
     assert environment == Arithmetic(operators=("+", "-"), max_operand=9)
 
 
-NAMES = [
-    "agent",
-    "arithmetic",
-    "code",
-    "code_interpreter",
-    "code_jaccard",
-    "drawn_images",
-    "gymnasium",
-    "humaneval",
-    "ifeval",
-    "lm_eval",
-    "math",
-    "math_multi_reward",
-    "nemo_gym",
-    "number_guessing",
-    "openenv",
-    "reasoning_gym",
-    "reward_function",
-    "reward_model",
-    "sliding_puzzle",
-    "sliding_puzzle_game",
-    "text_adventure",
-    "textarena",
-    "two_player",
-    "user_simulator",
-    "verifiers",
-    "vlm",
-]
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("arithmetik", {}, "did you mean 'arithmetic'.*there are: " + ", ".join(NAMES)),
+        ("arithmetik", {}, "did you mean 'arithmetic'.*there are: " + ", ".join(sorted(ENVIRONMENTS))),
         ("arithmetic", {"max_operands": 3}, "no option 'max_operands'; did you mean 'max_operand'"),
         ("arithmetic", {"max_operand": "50"}, "max_operand .* is '50': Input should be a valid integer"),
         ("arithmetic", {"max_operand": 5.5}, "valid integer"),

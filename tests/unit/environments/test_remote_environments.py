@@ -17,12 +17,11 @@ from loop.tiny import tiny_tokenizer
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.base import EnvironmentConfigError
-from strop.environments.mixture import Component, Mixture
+from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment
 from strop.environments.remote import (
     EnvironmentDescription,
     EnvironmentServer,
-    EnvironmentServerDied,
     RemoteEnvironment,
     SessionLost,
     connect,
@@ -30,7 +29,6 @@ from strop.environments.remote import (
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.sampling import Sampling
-from strop.trainer.evaluation import Evaluator
 from strop.types import Group, Rollout
 from support.environment_servers import EnvironmentServerProcess, EnvironmentServerThread
 
@@ -171,7 +169,7 @@ def test_rollouts_are_those_of_the_environment_in_this_process(
     notes: str, threads: list[EnvironmentServerThread], hosts: int
 ) -> None:
     """Many episodes at once, each with a notebook of its own, over one host or several."""
-    here, there = make_environment(notes, {"pages": 3}), remote(threads, notes, hosts, pages=3)
+    here, there = LocalEnvironment(make_environment(notes, {"pages": 3})), remote(threads, notes, hosts, pages=3)
 
     async def all_of(environment: Any) -> list[Group]:
         return list(await asyncio.gather(*(group_of(environment, place) for place in range(5))))
@@ -179,7 +177,8 @@ def test_rollouts_are_those_of_the_environment_in_this_process(
     wanted, found = asyncio.run(all_of(here)), asyncio.run(all_of(there))
     assert [seen(group) for group in found] == [seen(group) for group in wanted]
     assert all(rollout.rewards["pages_written"] == 4 and rollout.error is None for group in found for rollout in group.rollouts)
-    assert there.title == "Notes" and there.reward_names == ("pages_written", "different")
+    assert there.traits.title == "Notes"
+    assert asyncio.run(there.grade(there.tasks(DATA)[0], found[0].rollouts[0])).answer == found[0].rollouts[0].text
     for thread in threads:
         assert thread.calls.count("open") == thread.calls.count("close") > 0
 
@@ -195,7 +194,7 @@ BY_TURN = """
 def test_rewards_of_turns_come_back_with_the_step_that_each_is_of(tmp_path: Path, threads: list[EnvironmentServerThread]) -> None:
     (tmp_path / "notes.py").write_text(NOTES.replace("    def answer_key(", BY_TURN.lstrip("\n")))
     name = f"{tmp_path / 'notes.py'}:Notes"
-    here, there = make_environment(name, {"pages": 2}), remote(threads, name, pages=2)
+    here, there = LocalEnvironment(make_environment(name, {"pages": 2})), remote(threads, name, pages=2)
     wanted, found = asyncio.run(group_of(here, 0)), asyncio.run(group_of(there, 0))
     assert seen(found) == seen(wanted)
     assert all(len(rollout.step_rewards) > len(rollout.policy_turns) > 1 for rollout in found.rollouts)
@@ -216,10 +215,10 @@ def test_functions_score_there_as_they_would_here(threads: list[EnvironmentServe
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     data = DataSource(rows=[{"prompt": f"{n}+0", "answer": n, "level": 2} for n in range(6)])
     options = {"rewards": {"right": f"{tmp_path}/mine.py:correct", "short": f"{tmp_path}/mine.py:shorter"}}
-    here = make_environment("reward_function", options)
+    here = LocalEnvironment(make_environment("reward_function", options))
     threads += [EnvironmentServerThread(description("reward_function", (data,), **options)) for _ in range(2)]
     there = connect(threads[0].description, [thread.transport for thread in threads])
-    assert there.reward_names == ("right", "short") and there.has_group_rewards
+    assert there.traits.has_group_rewards
 
     async def all_of(environment: Any) -> list[Group]:
         tasks = environment.tasks(data)
@@ -244,41 +243,24 @@ def none(task, rollout):
 """
 
 
-@pytest.mark.parametrize(
-    ("rewards", "unscored"), [(["one"], {1}), (["all"], {0, 3}), (["one", "all"], {0, 1, 3}), (["all", "none"], {0, 1, 2, 3})]
-)
-@pytest.mark.parametrize("server", ["a thread", "a process"])
 def test_a_reward_of_none_there_leaves_out_its_rollout_as_it_would_here(
-    rewards: list[str], unscored: set[int], server: str, tmp_path: Path, threads: list[EnvironmentServerThread]
+    tmp_path: Path, threads: list[EnvironmentServerThread]
 ) -> None:
     (tmp_path / "mine.py").write_text(NO_REWARD)
     data = DataSource(rows=[{"prompt": f"{n}+0", "answer": n} for n in range(3)])
-    options = {"rewards": {name: f"{tmp_path}/mine.py:{name}" for name in rewards}}
-    here, about = make_environment("reward_function", options), description("reward_function", (data,), **options)
-    process = EnvironmentServerProcess(about) if server == "a process" else None
-    if process is None:
-        threads.append(EnvironmentServerThread(about))
-    transport = threads[0].transport if process is None else process.transport
-
-    async def both() -> tuple[Group, Group]:
-        return (
-            await group_of(here, here.tasks(data)[1]),
-            await group_of(there := connect(about, [transport]), there.tasks(data)[1]),
-        )
-
-    try:
-        wanted, found = asyncio.run(both())
-    finally:
-        if process is not None:
-            process.close()
-    assert seen(found) == seen(wanted)
-    assert {rollout.sample for rollout in found.rollouts if rollout.unscored} == unscored
-    assert all(rollout.error is None for rollout in found.rollouts)
+    for names, unscored in ((["one"], {1}), (["all"], {0, 3}), (["one", "all"], {0, 1, 3}), (["all", "none"], {0, 1, 2, 3})):
+        options = {"rewards": {name: f"{tmp_path}/mine.py:{name}" for name in names}}
+        here = LocalEnvironment(make_environment("reward_function", options))
+        threads.append(EnvironmentServerThread(description("reward_function", (data,), **options)))
+        there = connect(threads[-1].description, [threads[-1].transport])
+        wanted, found = (asyncio.run(group_of(each, each.tasks(data)[1])) for each in (here, there))
+        assert seen(found) == seen(wanted) and all(rollout.error is None for rollout in found.rollouts)
+        assert {rollout.sample for rollout in found.rollouts if rollout.unscored} == unscored
 
 
 @pytest.mark.parametrize("fails", ["open", "respond", "reward", "fine", "close"])
 def test_an_error_there_is_recorded_as_it_would_be_here(notes: str, threads: list[EnvironmentServerThread], fails: str) -> None:
-    here, there = make_environment(notes, {"fails": fails}), remote(threads, notes, fails=fails)
+    here, there = LocalEnvironment(make_environment(notes, {"fails": fails})), remote(threads, notes, fails=fails)
     wanted, found = asyncio.run(group_of(here, 2, samples=2)), asyncio.run(group_of(there, 2, samples=2))
     assert seen(found) == seen(wanted)
     assert all("lost its notes" in error for error in found.errors) and len(found.errors) == 2
@@ -326,30 +308,6 @@ def test_tasks_come_in_blocks_and_one_that_cannot_be_made_fails_alone(notes: str
         tasks[70]
 
 
-def test_evaluation_and_mixtures_take_it_for_an_environment(notes: str, threads: list[EnvironmentServerThread]) -> None:
-    def evaluated(environment: Any) -> dict[str, float]:
-        data = DataSource(size=4)
-        mixture = Mixture((Component("mine", environment, environment.tasks(data)),), shuffle=False)
-        evaluator = Evaluator(
-            source=mixture,
-            size=4,
-            samples=2,
-            generator=letters(),
-            template=TEMPLATE,
-            sampling=Sampling(max_new_tokens=6),
-            rules=EpisodeRules(max_turns=4, max_length=300),
-            seed=1,
-        )
-        found = asyncio.run(evaluator.evaluate(0))
-        return {name: value for name, value in found.items() if "seconds" not in name}
-
-    threads.append(EnvironmentServerThread(description(notes, (DATA, DataSource(size=4)))))
-    there = connect(threads[0].description, [threads[0].transport])
-    assert evaluated(there) == evaluated(make_environment(notes))
-    assert "cons@2" in str(evaluated(there))
-    assert there.answer_key(there.tasks(DATA)[0], asyncio.run(group_of(there, 0)).rollouts[0]) is not None
-
-
 def test_what_an_environment_does_not_do_is_not_asked(threads: list[EnvironmentServerThread]) -> None:
     """A single turn without session or votes: a prompt and a score."""
     there = remote(threads, "arithmetic", max_operand=3)
@@ -365,7 +323,7 @@ def test_a_call_outside_of_a_session_is_made_again_where_the_host_died(
 ) -> None:
     there = remote(threads, "arithmetic", max_operand=3)
     threads[0].deaths.append(method)
-    wanted = asyncio.run(group_of(make_environment("arithmetic", {"max_operand": 3}), 4))
+    wanted = asyncio.run(group_of(LocalEnvironment(make_environment("arithmetic", {"max_operand": 3})), 4))
     assert seen(asyncio.run(group_of(there, 4))) == seen(wanted) and threads[0].num_servers == 2
 
 
@@ -443,7 +401,7 @@ def test_another_process_that_is_killed_in_the_middle_is_replaced(notes: str) ->
     process = EnvironmentServerProcess(description(notes))
     try:
         there = connect(process.description, [process.transport])
-        wanted = asyncio.run(group_of(make_environment(notes), 3))
+        wanted = asyncio.run(group_of(LocalEnvironment(make_environment(notes)), 3))
         assert seen(asyncio.run(group_of(there, 3))) == seen(wanted)
         asked: list[Request] = []
         generator = letters()
@@ -474,13 +432,3 @@ def test_another_process_that_is_killed_in_the_middle_is_replaced(notes: str) ->
         assert seen(asyncio.run(group_of(there, 3))) == seen(wanted) and process.starts == 2
     finally:
         process.close()
-
-
-def test_it_is_an_error_with_a_name_when_a_host_is_gone_for_good() -> None:
-    def gone(*_: Any) -> Any:
-        raise EnvironmentServerDied("process 7 is gone")
-
-    from strop.environments.remote import Transport
-
-    with pytest.raises(EnvironmentServerDied, match="process 7"):
-        connect(description("arithmetic"), [Transport(gone, gone)])

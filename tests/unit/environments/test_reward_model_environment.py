@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from strop.data.sources.source import DataSource
-from strop.environments.base import Environment, EnvironmentConfigError, PromptedTask, RewardError, compute_rewards
+from strop.environments.base import Environment, EnvironmentConfigError, PromptedTask
+from strop.environments.compute_rewards import compute_rewards
 from strop.environments.registry import make_environment
-from strop.environments.remote import EnvironmentDescription, EnvironmentServer, Transport, connect
-from strop.models.chat_template import ChatTemplate
 from strop.models.reward_scorer import RewardScorer, ScorerLimits
 from strop.types import Message, Messages, Rollout, assistant, user
 from support.models import build
@@ -62,7 +61,7 @@ TASK = PromptedTask(id="a", question="q", messages=())
 
 def scores(environment: Environment[Any], talks: list[Messages]) -> list[float]:
     async def run() -> list[float]:
-        found = await asyncio.gather(*(environment.score_rollout(TASK, rollout(talk)) for talk in talks))
+        found = await asyncio.gather(*(compute_rewards(environment, TASK, rollout(talk)) for talk in talks))
         return [each.rewards["score"] for each in found]
 
     return asyncio.run(run())
@@ -107,29 +106,6 @@ def test_a_conversation_that_is_too_long_loses_its_beginning_and_that_is_said(
     tokens = judge.template.encode_conversation(TALKS[1], trailing=False)
     assert found == pytest.approx(float(judge.scorer.score_batch([tokens[-9:]])[0]), abs=1e-5)
     assert "is truncated on the left" in caplog.text
-
-
-def test_it_runs_in_a_process_of_its_own_as_here(folder: Path, tmp_path: Path) -> None:
-    """Over the seam that ``cluster.environment_hosts`` uses."""
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"problem": f"{number}?", "answer": ""}) + "\n" for number in range(3)))
-    options = {"model_name": str(folder), "precision": "float32", "device": "cpu"}
-    description = EnvironmentDescription(
-        alias="rm", name="reward_model", options=options, sources=(DataSource(dataset_name=str(data)),)
-    )
-    host = EnvironmentServer(description)
-    remote = connect(description, [Transport(host_call(host), lambda method, given: asyncio.run(host.answer(method, given)))])
-    task = remote.tasks(description.sources[0])[1]
-    talk = (user("1?"), assistant("2"))
-    scored = asyncio.run(remote.score_rollout(task, rollout(talk)))
-    assert scored.reward == pytest.approx(wanted(folder, talk), abs=1e-5)
-
-
-def host_call(host: EnvironmentServer) -> Any:
-    async def call(method: Any, arguments: Any) -> Any:
-        return await host.answer(method, arguments)
-
-    return call
 
 
 # --- what is refused, and what goes wrong ------------------------------------------------------------------------------------------
@@ -190,17 +166,6 @@ def test_a_caller_that_went_away_is_passed_over() -> None:
         return await stays
 
     assert asyncio.run(run()) == pytest.approx(float(scorer.score_batch([[5, 6]])[0]), abs=1e-6)
-
-
-def test_an_error_of_the_model_names_the_reward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = environment_of(folder)
-
-    def fail(self: ChatTemplate, messages: Messages, *, trailing: bool = True) -> list[int]:
-        raise KeyError("no such role")
-
-    monkeypatch.setattr(ChatTemplate, "encode_conversation", fail)
-    with pytest.raises(RewardError, match=r"RewardModelEnvironment\.score raised KeyError"):
-        asyncio.run(compute_rewards(environment, TASK, rollout(TALKS[0])))
 
 
 def test_reward_models_are_rewards_among_others_and_several_may_be_asked(folder: Path, tokenizer: Any, tmp_path: Path) -> None:

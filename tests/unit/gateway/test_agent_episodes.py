@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
-import shutil
 import socket
 import time
 import urllib.error
@@ -23,12 +21,9 @@ from strop.environments.registry import make_environment
 from strop.environments.remote import EnvironmentDescription, connect
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.sampling import Sampling
-from strop.types import Ending, Group, Rollout
-from support.agents import SEED, TASK, TEMPLATE, Recorder, check_tree, play
-from support.environment_servers import EnvironmentServerThread
-
-DOC = (Path(__file__).parents[3] / "docs" / "agents.md").read_text()
-EXAMPLES = {block.splitlines()[0].split()[-1]: block for block in re.findall(r"```(?:python|js)\n(.*?)```", DOC, re.DOTALL)}
+from strop.types import Group, Rollout
+from support.agents import SEED, TASK, TEMPLATE, Recorder, play
+from support.environment_servers import EnvironmentServerThread, handle_of
 
 
 def post(endpoint: Any, messages: list[dict[str, str]], path: str = "chat/completions", **options: Any) -> Any:
@@ -55,7 +50,7 @@ def run(task, endpoint):
 
 async def group_of(environment: Any, data: DataSource) -> Group:
     return await run_group(
-        0, "mine", environment, environment.tasks(data)[1], samples=4, generator=Recorder(), template=TEMPLATE,
+        0, "mine", handle_of(environment), environment.tasks(data)[1], samples=4, generator=Recorder(), template=TEMPLATE,
         sampling=Sampling(max_new_tokens=20), rules=EpisodeRules(max_turns=4, max_length=400), seed=5,
     )  # fmt: skip
 
@@ -76,20 +71,6 @@ def test_an_agent_in_another_process_gives_the_rollouts_that_it_gives_here(tmp_p
         assert own.tokens().tolist() == other.tokens().tolist() and own.messages == other.messages
         assert own.output == other.output == "seen" and own.metrics == other.metrics and own.metrics["steps"] == 2
     assert len({rollout.text for rollout in here.rollouts}) > 1
-
-
-@pytest.mark.parametrize("options", [{"agent": "agent.py:run"}, {"command": ["node", "agent.js"]}], ids=["python", "node"])
-def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    if "command" in options and not shutil.which("node"):
-        pytest.skip("node is not installed")
-    for name, content in EXAMPLES.items():
-        (tmp_path / name).write_text(content)
-    monkeypatch.chdir(tmp_path)
-    generator = Recorder("it is 3", "3")
-    agent = options.pop("agent", None)
-    rollout = play(None if agent is None else f"{tmp_path}/{agent}", generator, environment=options)
-    assert rollout.error is None and rollout.reward == 1.0 and rollout.ending is Ending.STOP
-    check_tree(rollout, generator.sampled)
 
 
 def test_each_token_says_the_weights_that_sampled_it() -> None:
@@ -119,7 +100,7 @@ def test_group_rewards_see_the_rollouts_of_agents() -> None:
         run_group(
             0,
             "mine",
-            environment,
+            handle_of(environment),
             TASK,
             samples=6,
             generator=Recorder(),

@@ -25,6 +25,7 @@ from strop.models.network import Network
 from strop.sampling import Sampling
 from support import paged_reference
 from support.models import VOCABULARY, build, make_config
+from support.sweep import one_in
 
 DTYPES = (torch.float32, torch.bfloat16)
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 0.02}
@@ -71,7 +72,7 @@ def decode(network: Network, compiled: bool, rows: int = 3, steps: int = 12) -> 
         runner.deactivate()
 
 
-@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize("family", one_in(4, KNOWN))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_step_of_the_kernels_is_one_of_the_modules(kernels: DecodeKernels, family: str, dtype: torch.dtype) -> None:
     """Beyond the sliding windows of 7 positions, with norms and biases that are not their initial ones."""

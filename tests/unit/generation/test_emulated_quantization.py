@@ -17,6 +17,7 @@ from strop.models.quantization.number_format import NUMBER_FORMATS
 from strop.models.quantization.quantization_plan import INPUT_FORMATS, QuantizationPlan, make_plan
 from strop.sampling import Sampling
 from support.models import build
+from support.sweep import one_in
 from support.torch_engine import Request, make_engine, run_requests
 
 PROMPT = [5, 40, 200, 31, 7, 7, 90, 301, 12, 66, 45]
@@ -52,7 +53,7 @@ def logprobs(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("name", INPUT_FORMATS)
+@pytest.mark.parametrize("name", one_in(2, INPUT_FORMATS))
 @pytest.mark.parametrize("paged", [True, False])
 def test_log_probabilities_are_those_of_the_rounded_model(name: str, paged: bool) -> None:
     model, plan = build("llama"), make_plan(NUMBER_FORMATS[name])

@@ -17,6 +17,7 @@ from strop.models.network import Network
 from strop.sampling import Sampling, mix_seed
 from support import torch_engine as support
 from support.models import build
+from support.sweep import one_in
 from support.torch_engine import Request, cache_config, generate_all, make_engine, run_requests, token_lists
 
 PROMPT = [5, 40, 200, 31, 7]
@@ -61,7 +62,7 @@ def one_at_a_time(network: Network) -> list[Any]:
     return [run_requests(make_engine(support.make_runner(network, slots=1)), [request])[0] for request in many_requests()]
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 14])
+@pytest.mark.parametrize("slots", one_in(2, [1, 2, 3, 14]))
 def test_many_requests_through_few_slots_equal_one_at_a_time(network: Network, one_at_a_time: list[Any], slots: int) -> None:
     """Finished slots are refilled and the last slot moves into the gap: none of it shows in what is sampled."""
     found = run_requests(make_engine(make_runner(network, slots=slots, prefix_tokens=20)), many_requests())

@@ -16,13 +16,13 @@ import torch
 from strop.data.packing import pack
 from strop.data.recorded.examples import Conversation
 from strop.models.chat_template import ChatTemplate
-from strop.models.vision.image_files import ImageError, as_data_url, decode_image, encode_image, read_image
+from strop.models.vision.image_files import ImageError, decode_image, encode_image, read_image
 from strop.models.vision.vision_families import find_family
 from strop.models.vision.vision_processor import PixelCache, VisionProcessor, find_vision_processor, load_vision_processor
-from strop.rollouts.recorded import demonstration_group
 from strop.rollouts.recorded_tokens import RecordedRules
 from strop.types import Image, Message
-from support.vision_models import FAMILIES, build_vision_tokenizer, draw_image, make_vision_config, save_vision_model
+from support.recorded import demonstration_group
+from support.vision_models import FAMILIES, as_data_url, build_vision_tokenizer, draw_image, make_vision_config, save_vision_model
 
 ALL = tuple(FAMILIES)
 

@@ -16,6 +16,7 @@ from loop.tiny import tiny_tokenizer
 from strop.base_config import validate_section
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, reward
+from strop.environments.handle import LocalEnvironment
 from strop.generation.base import Completion
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_episode, run_group
@@ -101,7 +102,7 @@ def play(
 ) -> Rollout:
     return asyncio.run(
         run_episode(
-            environment,
+            LocalEnvironment(environment),
             TASK,
             1,
             seed,
@@ -111,6 +112,27 @@ def play(
             rules=EpisodeRules(**{"max_length": 200, **rules}),
         )
     )
+
+
+async def run_talk(
+    environment: Environment[Any],
+    generator: Any,
+    *,
+    index: int = 0,
+    samples: int = 3,
+    seed: int = 1,
+    baseline: bool = False,
+    **rules: Any,
+) -> Group:
+    """Run a group of the task, and with ``baseline`` a greedy rollout beside it."""
+    return await run_group(
+        index, "talk", LocalEnvironment(environment), TASK, samples=samples, generator=generator, template=TEMPLATE, seed=seed,
+        sampling=Sampling(max_new_tokens=9), rules=EpisodeRules(**{"max_length": 100, **rules}), greedy_baseline=baseline,
+    )  # fmt: skip
+
+
+def play_group(environment: Environment[Any], generator: Any, **options: Any) -> Group:
+    return asyncio.run(run_talk(environment, generator, **options))
 
 
 def test_a_single_turn_is_a_prompt_and_what_the_generator_returned():
@@ -164,41 +186,37 @@ def test_a_turn_of_the_maximum_length_ends_the_rollout_and_asks_nobody():
     assert "respond" not in environment.log and rollout.rewards == {"turns": 1.0}
 
 
-def test_a_turn_that_fills_the_context_ends_the_rollout():
-    prompt = len(TEMPLATE.encode_prompt((user("guess"),)))
+PROMPT = len(TEMPLATE.encode_prompt((user("guess"),)))
+ANSWERED = PROMPT + 2 + len(TEMPLATE.encode_observation((user("no"),), [END]))
+
+
+@pytest.mark.parametrize(
+    ("replies", "said", "rules", "turns", "ending"),
+    [
+        ("", "12", {"max_length": PROMPT + 3}, 1, Ending.STOP),  # the end token is the last that fits
+        ("", "12", {"max_prompt_length": PROMPT}, 1, Ending.STOP),
+        ("no", "1 2", {"max_turns": 2, "max_length": ANSWERED}, 1, Ending.CONTEXT),  # an answer needs room for a turn after it
+        ("no", "1 2", {"max_turns": 2, "max_length": ANSWERED + 1}, 3, Ending.CONTEXT),
+        ("no", "1 2", {"max_turns": 2, "max_length": ANSWERED + 2}, 3, Ending.STOP),
+        ("a_long_observation", "1", {"max_turns": 2, "max_length": PROMPT + 7}, 1, Ending.CONTEXT),
+        ("no no no", "1 2 3", {"max_turns": 2}, 3, Ending.TURNS),  # the environment would go on
+        ("no", "1 2", {"max_turns": 2}, 3, Ending.STOP),
+    ],
+)
+def test_a_rollout_ends_where_nothing_more_fits(
+    replies: str, said: str, rules: dict[str, int], turns: int, ending: Ending
+) -> None:
+    rollout = play(Talk(replies=tuple(replies.split())), says(*said.split()), **rules)
+    assert (len(rollout.turns), rollout.ending, rollout.error) == (turns, ending, None)
+    assert rollout.length <= rules.get("max_length", 200) and rollout.reward == 2.0 * len(rollout.policy_turns)
+
+
+@pytest.mark.parametrize(("room", "replies"), [(3, ("no",)), (1, ())])
+def test_a_turn_that_fills_the_context_ends_the_rollout(room: int, replies: tuple[str, ...]) -> None:
     generator = says("1234", end=False)
-    rollout = play(Talk(replies=("no",)), generator, max_length=prompt + 3, max_turns=3)
-    assert rollout.ending == Ending.CONTEXT and rollout.truncated and rollout.length == prompt + 3
-    assert generator.requests[0].sampling.max_new_tokens == 3
-
-
-def test_an_end_token_at_the_very_end_of_the_context_is_a_stop():
-    prompt = len(TEMPLATE.encode_prompt((user("guess"),)))
-    rollout = play(Talk(), says("12"), max_length=prompt + 3)
-    assert rollout.ending == Ending.STOP
-
-
-@pytest.mark.parametrize(("room", "turns", "ending"), [(0, 1, Ending.CONTEXT), (1, 3, Ending.CONTEXT), (2, 3, Ending.STOP)])
-def test_an_observation_needs_room_for_a_turn_after_it(room, turns, ending):
-    before = len(TEMPLATE.encode_prompt((user("guess"),))) + 2 + len(TEMPLATE.encode_observation((user("no"),), [END]))
-    rollout = play(Talk(replies=("no",)), says("1", "2"), max_length=before + room, max_turns=2)
-    assert (len(rollout.turns), rollout.ending) == (turns, ending)
-    assert rollout.length <= before + room
-
-
-def test_an_observation_that_does_not_fit_is_not_appended():
-    before = len(TEMPLATE.encode_prompt((user("guess"),))) + 2
-    rollout = play(Talk(replies=("a long observation",)), says("1"), max_length=before + 5, max_turns=2)
-    assert rollout.ending == Ending.CONTEXT and len(rollout.turns) == 1 and rollout.reward == 2.0
-
-
-def test_the_last_allowed_turn_ends_the_rollout_if_the_environment_would_go_on():
-    rollout = play(Talk(replies=("no", "no", "no")), says("1", "2", "3"), max_turns=2)
-    assert rollout.ending == Ending.TURNS and len(rollout.policy_turns) == 2 and len(rollout.turns) == 3
-
-
-def test_the_last_allowed_turn_is_a_stop_if_the_environment_has_no_more_to_say():
-    assert play(Talk(replies=("no",)), says("1", "2"), max_turns=2).ending == Ending.STOP
+    rollout = play(Talk(replies=replies), generator, max_length=PROMPT + room, max_turns=3)
+    assert rollout.ending == Ending.CONTEXT and rollout.truncated and rollout.length == PROMPT + room
+    assert generator.requests[0].sampling.max_new_tokens == room
 
 
 @pytest.mark.parametrize(
@@ -296,12 +314,6 @@ def test_a_prompt_that_is_too_long_is_recorded_with_what_to_change(rules):
     assert "data.max_input_seq_length" in rollout.error and not generator.requests
 
 
-def test_a_prompt_of_exactly_the_limit_fits():
-    length = len(TEMPLATE.encode_prompt((user("guess"),)))
-    assert play(Talk(), says("1"), max_prompt_length=length).error is None
-    assert play(Talk(), says("1", end=False), max_length=length + 1).ending == Ending.CONTEXT
-
-
 def test_rewards_are_scaled_and_the_parts_are_not():
     scaling = RewardScalingConfig(source_min=0.0, source_max=4.0, target_min=-1.0, target_max=1.0)
     rollout = play(Talk(), says("1"), scaling=scaling)
@@ -315,20 +327,7 @@ def test_scaling_clips_to_the_source_range(given, scaled):
 
 def sample(seed: int, index: int, *, samples: int = 4, latencies: bool = False) -> list[list[int]]:
     generator = FakeGenerator(TOKENIZER, latency=lambda seed: (seed % 7) / 1000 if latencies else 0.0)
-    group = asyncio.run(
-        run_group(
-            index,
-            "talk",
-            Talk(),
-            TASK,
-            samples=samples,
-            generator=generator,
-            template=TEMPLATE,
-            sampling=Sampling(max_new_tokens=9),
-            rules=EpisodeRules(max_length=100),
-            seed=seed,
-        )
-    )
+    group = play_group(Talk(), generator, index=index, samples=samples, seed=seed)
     assert [rollout.sample for rollout in group.rollouts] == list(range(samples)) and group.index == index
     assert len({rollout.seed for rollout in group.rollouts}) == samples
     return [rollout.tokens().tolist() for rollout in group.rollouts]
@@ -350,25 +349,10 @@ class Compared(Talk):
         return await super().respond(task, rollout)
 
 
-def compared(environment: Environment[Any], *, baseline: bool = False, scaling: RewardScalingConfig | None = None) -> Group:
+def compared(environment: Environment[Any], **options: Any) -> Group:
     """Three samples of 1, 2 and 3 characters, and with ``baseline`` one of 4."""
     texts = iter(["1", "11", "111", "1111"])
-    generator = FakeGenerator(TOKENIZER, lambda request: (ids(next(texts)), True))
-    return asyncio.run(
-        run_group(
-            0,
-            "talk",
-            environment,
-            TASK,
-            samples=3,
-            generator=generator,
-            template=TEMPLATE,
-            sampling=Sampling(max_new_tokens=9),
-            rules=EpisodeRules(max_length=100, scaling=scaling),
-            seed=1,
-            greedy_baseline=baseline,
-        )
-    )
+    return play_group(environment, FakeGenerator(TOKENIZER, lambda request: (ids(next(texts)), True)), **options)
 
 
 def test_rewards_of_the_group_come_after_those_of_each_rollout_and_are_added():
@@ -385,6 +369,12 @@ def test_rewards_of_the_group_see_the_greedy_baseline_and_are_scaled_once():
     assert group.baseline is not None
     rewards = {rollout.rewards["rank"]: rollout.reward for rollout in (*group.rollouts, group.baseline)}
     assert rewards == {rank: 2 * (2.0 + 10.0 * rank) for rank in (0.0, 1.0, 2.0, 3.0)}
+
+
+def test_the_baseline_of_a_group_is_greedy():
+    generator = FakeGenerator(TOKENIZER, lambda request: ([END], True))
+    play_group(Talk(), generator, baseline=True)
+    assert [request.sampling.temperature for request in generator.requests] == [1.0, 1.0, 1.0, 0.0]
 
 
 def test_an_error_in_a_reward_of_the_group_is_recorded_on_all_its_rollouts():
@@ -416,21 +406,8 @@ def test_a_group_has_the_version_it_was_begun_with():
         return [END], True
 
     generator.script = newer
-    group = asyncio.run(
-        run_group(
-            0,
-            "talk",
-            Talk(),
-            TASK,
-            samples=2,
-            generator=generator,
-            template=TEMPLATE,
-            sampling=Sampling(),
-            rules=EpisodeRules(),
-            seed=0,
-        )
-    )
-    assert group.version == 3
+    group = play_group(Talk(), generator, samples=2)
+    assert group.version == 3 and {rollout.version for rollout in group.rollouts} == {3}
     assert [rollout.turns[0].versions.tolist() for rollout in group.rollouts] == [[4], [4]]
 
 
@@ -441,20 +418,7 @@ def test_a_penalised_rollout_has_the_reward_that_zero_is_scaled_to_also_in_a_gro
         RewardPenaltiesConfig, {"penalize_unwanted_tokens": True, "token_ids": {"unwanted": [ids("2")[0]]}}
     )
     scaling = RewardScalingConfig(source_max=32.0, target_min=-1.0, target_max=31.0)
-    group = asyncio.run(
-        run_group(
-            0,
-            "talk",
-            Compared(),
-            TASK,
-            samples=3,
-            generator=generator,
-            template=TEMPLATE,
-            sampling=Sampling(max_new_tokens=9),
-            rules=EpisodeRules(max_length=100, scaling=scaling, penalties=penalties),
-            seed=1,
-        )
-    )
+    group = play_group(Compared(), generator, scaling=scaling, penalties=penalties)
     penalized = {rollout.text: rollout.metrics["penalty/unwanted_tokens"] for rollout in group.rollouts}
     assert penalized == {"1": 0.0, "2": 1.0, "11": 0.0}
     rewards = {rollout.text: rollout.reward for rollout in group.rollouts}
@@ -513,12 +477,7 @@ def test_code_that_cancels_its_own_task_fails_its_rollout_and_no_other(where: st
     """What libraries do whose timeouts go wrong: nothing of the run is cancelled by it."""
 
     async def work() -> Group:
-        group = asyncio.ensure_future(
-            run_group(
-                0, "a", Cancelling(where=where, how=how), TASK, samples=3, seed=3, generator=says("12", "34", "56"), template=TEMPLATE,
-                sampling=Sampling(max_new_tokens=20), rules=EpisodeRules(max_length=200),
-            )
-        )  # fmt: skip
+        group = asyncio.ensure_future(run_talk(Cancelling(where=where, how=how), says("12", "34", "56")))
         return await asyncio.wait_for(group, 20)
 
     group = asyncio.run(work())
@@ -532,7 +491,7 @@ def test_a_cancellation_from_outside_ends_an_episode_and_what_it_waits_for() -> 
         environment = Cancelling(where="respond", how=lambda: asyncio.sleep(30))
         episode = asyncio.ensure_future(
             run_episode(
-                environment, TASK, 1, 3, generator=says("12"), template=TEMPLATE, sampling=Sampling(max_new_tokens=20),
+                LocalEnvironment(environment), TASK, 1, 3, generator=says("12"), template=TEMPLATE, sampling=Sampling(max_new_tokens=20),
                 rules=EpisodeRules(max_length=200),
             )
         )  # fmt: skip

@@ -289,10 +289,3 @@ def test_each_order_waits_less_for_slow_groups_than_the_one_before():
     windowed = steps_in(Windowed(window=12, groups_per_step=4, max_staleness=3), **options)
     dropping = steps_in(DropTooOld(), **options)
     assert 1.1 * fifo < windowed < dropping
-
-
-def test_with_every_slot_taken_a_window_has_nobody_to_overtake():
-    options: dict[str, Any] = {"slots": 16, "per_step": 4, "training": 1.0, "until": 400.0}
-    fifo = steps_in(Fifo(), **options)
-    windowed = steps_in(Windowed(window=16, groups_per_step=4, max_staleness=3), **options)
-    assert fifo <= windowed <= fifo + 4, "but in the first steps, when all are of one version"

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from strop.data.recorded.examples import Conversation, Preference, UnpairedPreference
 from strop.models.chat_template import ChatTemplate
-from strop.rollouts.recorded import demonstration_group, preference_group, unpaired_preference_group
+from strop.rollouts.recorded import make_group, plan_unpaired_preference
 from strop.rollouts.recorded_tokens import RecordedRules
 from strop.types import Ending, Group, Message, Rollout, assistant, system, user
 from support.chat_templates import FAMILIES, GEMMA, GLM, LLAMA3, QWEN3, Family, make_tokenizer
+from support.recorded import demonstration_group, preference_group
 from support.rollouts import pack_grpo
 
 CHATML = FAMILIES["chatml"]
@@ -126,13 +127,17 @@ def test_completions_of_several_turns_are_taught_turn_by_turn():
     chosen, rejected = preference_group(0, "data", example, template_of(), RULES).rollouts
     assert [turn.sampled for turn in chosen.turns] == [True, False, True] and len(rejected.turns) == 1
     assert chosen.prompt is rejected.prompt and chosen.messages == (*PROMPT, *long)
+    final = preference_group(0, "data", example, template_of(), RecordedRules(max_length=512, final_turn_only=True)).rollouts
+    assert [[turn.text for turn in each.policy_turns] for each in final] == [["yes"], ["20"]]
 
 
 @pytest.mark.parametrize(("desirable", "reward"), [(True, 1.0), (False, 0.0)])
 def test_a_judged_completion_stands_beside_an_unrelated_one_after_the_same_prompt(desirable, reward):
     template = template_of()
-    group = unpaired_preference_group(
-        0, "data", verdict("19", desirable=desirable), verdict("Paris", id="rows:9"), template, RULES
+    group = make_group(
+        plan_unpaired_preference(0, "data", verdict("19", desirable=desirable), verdict("Paris", id="rows:9"), RULES),
+        template,
+        RULES,
     )
     own, unrelated = group.rollouts
     assert own.prompt is unrelated.prompt and (own.text, unrelated.text) == ("19", "Paris")
@@ -145,7 +150,9 @@ def test_a_judged_completion_stands_beside_an_unrelated_one_after_the_same_promp
     [
         lambda template, rules: demonstration_group(0, "data", talk(*PROMPT, assistant("19")), template, rules),
         lambda template, rules: preference_group(0, "data", pair(), template, rules),
-        lambda template, rules: unpaired_preference_group(0, "data", verdict("19"), verdict("20"), template, rules),
+        lambda template, rules: make_group(
+            plan_unpaired_preference(0, "data", verdict("19"), verdict("20"), rules), template, rules
+        ),
     ],
 )
 def test_what_fits_exactly_is_kept_and_what_does_not_is_an_error_with_its_length(make):

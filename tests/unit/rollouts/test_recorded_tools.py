@@ -9,9 +9,9 @@ import pytest
 from strop.data.recorded.examples import conversations, preferences
 from strop.data.sources.source import DataSource
 from strop.models.chat_template import ChatTemplate
-from strop.rollouts.recorded import demonstration_group, preference_group
 from strop.rollouts.recorded_tokens import RecordedRules
 from strop.types import Rollout
+from support.recorded import demonstration_group, preference_group
 from support.tokenizer import build_tokenizer
 from support.tool_families import TOOL_FAMILIES
 

@@ -27,15 +27,15 @@ from strop.data.packing import pack
 from strop.data.recorded.examples import Conversation, Preference
 from strop.models.chat_template import ChatTemplate, _warn_of_mode
 from strop.models.network import Network
-from strop.rollouts.recorded import demonstration_group, preference_group
 from strop.rollouts.recorded_tokens import RecordedRules
 from strop.sampling import Sampling
 from strop.types import Group, Message, Rollout, ToolCall, assistant, user
 from support.learners import make_torch_learner
 from support.models import build, copy_gradients, largest_difference, to_float64
 from support.packed import described, expected, path_rows
-from support.recorded import prepare_step
+from support.recorded import demonstration_group, preference_group, prepare_step
 from support.rollouts import with_columns
+from support.sweep import one_in
 from support.tokenizer import build_tokenizer
 
 pytest.importorskip("trl")
@@ -155,7 +155,7 @@ def talks(draw: st.DrawFn, calls: bool) -> list[Message]:
 
 
 @pytest.mark.filterwarnings("ignore:the chat template opens a turn")
-@pytest.mark.parametrize("name", REWRITING)
+@pytest.mark.parametrize("name", one_in(4, REWRITING))
 @given(data=st.data())
 @settings(max_examples=20, deadline=None)
 def test_every_taught_turn_is_what_the_policy_would_write_after_what_it_would_read(name, data):

@@ -10,6 +10,7 @@ from loop.fakes import FakeGenerator, Request
 from loop.tiny import tiny_tokenizer
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, reward
+from strop.environments.handle import LocalEnvironment
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.order import DropTooOld
@@ -49,7 +50,7 @@ def test_a_slow_reward_holds_only_its_own_slot_while_others_are_generated_and_sc
         return await run_group(
             index,
             "slow",
-            environment,
+            LocalEnvironment(environment),
             tasks[index],
             samples=2,
             generator=generator,
@@ -71,23 +72,3 @@ def test_a_slow_reward_holds_only_its_own_slot_while_others_are_generated_and_sc
     assert [group.index for group in groups][-1] == 0, "seven groups went through three slots while the first was judged"
     assert environment.log[-2:] == ["scored 0", "scored 0"]
     assert all(rollout.reward == 1.0 and rollout.error is None for group in groups for rollout in group.rollouts)
-
-
-def test_every_rollout_of_a_group_has_the_version_that_began_it():
-    environment, generator = SlowlyJudged(), FakeGenerator(TOKENIZER, says_two)
-    generator.version = 7
-    group = asyncio.run(
-        run_group(
-            3,
-            "slow",
-            environment,
-            environment.tasks(DataSource())[1],
-            samples=3,
-            generator=generator,
-            template=ChatTemplate(TOKENIZER),
-            sampling=Sampling(max_new_tokens=4),
-            rules=EpisodeRules(max_length=200),
-            seed=1,
-        )
-    )
-    assert group.version == 7 and {rollout.version for rollout in group.rollouts} == {7}

@@ -129,20 +129,6 @@ def test_an_asynchronous_stream_fills_a_slot_the_moment_it_is_free():
     assert run_virtually(play()) == list(range(9))
 
 
-def test_a_dropped_group_frees_its_slot():
-    world = World(slots=2, draw=random.Random(0))
-
-    async def play():
-        stream = RolloutStream(world.run_group, slots=2)
-        indices = []
-        for _ in range(20):
-            indices.append((await stream.next()).index)
-            world.release(stream, 1)
-        return indices
-
-    assert run_virtually(play()) == list(range(20))
-
-
 def test_asking_while_every_slot_is_held_is_an_error_and_not_the_end_of_the_tasks():
     world = World(slots=2, draw=random.Random(0))
 
@@ -244,22 +230,6 @@ def test_a_group_that_raises_is_raised_to_the_loop_and_begun_again_after_a_resta
     state = run_virtually(play())
     assert state.unfinished == (1,)
     assert [group.index for group in state.finished] == [2]
-
-
-def test_settings_that_did_not_change_renew_nothing():
-    for seed in range(50):
-        draw = random.Random(seed)
-        world = World(slots=4, draw=draw)
-
-        async def play(world=world):
-            stream = RolloutStream(world.run_group, slots=4, refill_on_release=True)
-            await train(world, stream, steps=3, per_step=2, k=1, drop=0.2)
-            state = stream.state()
-            await stream.close()
-            return state
-
-        state = run_virtually(play())
-        assert requeue_stale(state, step=world.version, groups_per_step=2, max_staleness=1) == state
 
 
 def test_a_resume_with_less_staleness_begins_the_groups_again_that_would_be_too_old():

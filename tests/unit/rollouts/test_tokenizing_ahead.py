@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from strop.data.sources.source import DataSource
+from strop.environments.handle import LocalEnvironment
 from strop.environments.math import MathEnvironment
 from strop.environments.mixture import Component, Mixture
 from strop.models.chat_template import ChatTemplate
@@ -38,7 +39,7 @@ def template() -> ChatTemplate:
 
 
 @pytest.fixture
-def pool(template: ChatTemplate) -> Iterator[TokenizingPool]:
+def pool(template: ChatTemplate, workers_are_forks: None) -> Iterator[TokenizingPool]:
     made = TokenizingPool(template, RULES, 1)
     made.wait_until_ready()
     yield made
@@ -54,7 +55,9 @@ def test_a_worker_gives_the_tokens_and_errors_of_the_loop_and_survives_its_death
     assert [pool.tokenize(group) for group in groups] == wanted
     assert str(wanted[2]).startswith("ExampleTooLong: it has")
     (pid,) = pool.pids
+    (worker,) = pool._processes
     os.kill(pid, signal.SIGKILL)
+    assert worker.stdout is not None and worker.stdout.read() == b"", "it has gone, and the fork that it stood for"
     assert pool.tokenize(groups[0]) == wanted[0]
     assert f"the process {pid} that tokenizes ended with exit status -9; another one is started" in caplog.text
     assert pool.pids and pid not in pool.pids
@@ -120,7 +123,12 @@ def mixture(tmp_path: Path, **options: Any) -> Mixture:
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"problem": "{n}?", "answer": "{n}"}}\n' for n in range(12)))
     environment = MathEnvironment(**options)
     return Mixture(
-        (Component("math", environment, environment.tasks(DataSource(dataset_name=str(tmp_path / "rows.jsonl")))),), max_epochs=1
+        (
+            Component(
+                "math", LocalEnvironment(environment), environment.tasks(DataSource(dataset_name=str(tmp_path / "rows.jsonl")))
+            ),
+        ),
+        max_epochs=1,
     )
 
 
@@ -146,7 +154,7 @@ def test_a_prompt_that_an_environment_makes_itself_is_not_made_ahead(tmp_path: P
 
     source = mixture(tmp_path)
     tasks = source.components[0].tasks
-    assert Mixture((Component("own", Own(), tasks),)).peek_messages(0) is None
+    assert Mixture((Component("own", LocalEnvironment(Own()), tasks),)).peek_messages(0) is None
     assert source.peek_messages(0) and source.peek_messages(99) is None
 
 

@@ -13,6 +13,7 @@ from loop.fakes import FakeGenerator, Letters, Recorder, Tasks
 from loop.tiny import tiny_tokenizer
 from strop.data.sources.source import DataSource
 from strop.environments.base import reward
+from strop.environments.handle import LocalEnvironment
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.validation_samples import ValidationSamples
 from strop.rollouts.episode import EpisodeRules
@@ -31,12 +32,6 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples(samples):
         choices = list(itertools.combinations(outcomes, k))
         brute = sum(any(choice) for choice in choices) / len(choices)
         assert pass_at_k(samples, correct, k) == pytest.approx(brute)
-
-
-@pytest.mark.parametrize("k", [0, 5])
-def test_pass_at_k_needs_as_many_samples(k):
-    with pytest.raises(ValueError, match=f"pass@{k} cannot be estimated from 4 samples"):
-        pass_at_k(4, 2, k)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +87,7 @@ def evaluator(folder=None, *, environment=None, size=6, samples=3, **changes) ->
     environment = environment or Voting(broken=(2,))
     return Evaluator(
         **{
-            "source": Tasks(environment, environment.tasks(DataSource(size=size))),
+            "source": Tasks(LocalEnvironment(environment), environment.tasks(DataSource(size=size))),
             "size": size,
             "samples": samples,
             "generator": FakeGenerator(TOKENIZER),
@@ -213,18 +208,12 @@ def test_the_environments_of_a_mixture_are_reported_each(tmp_path):
 
         def at(self, index):
             name = "high" if index % 2 else "low"
-            return name, environments[name], environments[name].tasks(DataSource())[index]
+            return name, LocalEnvironment(environments[name]), environments[name].tasks(DataSource())[index]
 
     found = asyncio.run(evaluator(source=Two(), size=4).evaluate(0))
     assert found["validation/high/accuracy"] == 1 and found["validation/low/accuracy"] < 1
     mean = (found["validation/high/accuracy"] + found["validation/low/accuracy"]) / 2
     assert found["validation/accuracy"] == pytest.approx(mean)
-
-
-def test_as_many_samples_are_shown_as_asked_for():
-    tracker = Recorder()
-    asyncio.run(evaluator(samples_to_print=2).evaluate(0, tracker))
-    assert len(tracker.notes) == 2 and tracker.notes[0].startswith("'task 0' -> ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,14 +240,6 @@ def test_a_sample_of_several_turns_is_shown_with_the_question_of_the_task_and_th
 def test_a_declared_accuracy_is_no_score():
     found = asyncio.run(evaluator().evaluate(0))
     assert "validation/accuracy" in found and "validation/score" not in found
-
-
-def test_a_validation_says_how_far_it_is():
-    tracker = Recorder()
-    said = []
-    tracker.progress = said.append
-    asyncio.run(evaluator(size=3).evaluate(0, tracker))
-    assert said == [f"validating: {done} of 3 tasks" for done in range(4)]
 
 
 @dataclass(frozen=True, kw_only=True)

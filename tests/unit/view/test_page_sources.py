@@ -14,9 +14,6 @@ PAGE = Path(strop.__file__).parent / "view" / "page"
 OWN_SCRIPTS = sorted(path for path in PAGE.rglob("*.js") if "vendor" not in path.parts)
 VENDORED = ("preact/preact_htm.js", "preact/LICENSE", "htm/LICENSE", "uplot/uPlot.js", "uplot/uPlot.css", "uplot/LICENSE")
 
-# Text on the surfaces that it stands on (names of style/colours.css).
-SURFACES = ("page", "panel", "raised", "chosen", "policy", "given", "tool", "system", "bad-panel", "warn-panel", "mark")
-TOKEN_COLOURS = tuple(f"{side}-{level}" for side in ("low", "high") for level in range(1, 6))
 SERIES = tuple(f"series-{number}" for number in range(1, 10))
 
 
@@ -26,39 +23,6 @@ def read_themes() -> dict[str, dict[str, str]]:
     light, dark = (dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", body)) for _, body in blocks)
     assert set(light) == set(dark), "a colour is set in one theme alone"
     return {"light": light, "dark": dark}
-
-
-def luminance(colour: str) -> float:
-    """The relative luminance of WCAG 2."""
-    channels = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
-    linear = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(first: str, second: str) -> float:
-    lighter, darker = sorted((luminance(first), luminance(second)), reverse=True)
-    return (lighter + 0.05) / (darker + 0.05)
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_text_has_a_contrast_of_at_least_4_5_on_every_surface(theme: str) -> None:
-    colours = read_themes()[theme]
-    pairs = [("ink", surface) for surface in (*SURFACES, *TOKEN_COLOURS, "rest")]
-    pairs += [("pale", surface) for surface in SURFACES if surface not in ("bad-panel", "warn-panel", "mark")]
-    pairs += [(name, surface) for name in ("link", "good", "bad", "warn") for surface in ("page", "panel", "raised")]
-    pairs += [("bad", "bad-panel"), ("warn", "warn-panel"), ("on-accent", "accent"), ("link", "chosen"), ("link", "policy")]
-    pairs += [("page", name) for name in SERIES]  # names of parts on their bars
-    faint = {pair: round(contrast(colours[pair[0]], colours[pair[1]]), 2) for pair in pairs}
-    assert {pair: value for pair, value in faint.items() if value < 4.5} == {}
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_lines_and_frames_stand_out_from_what_is_behind_them(theme: str) -> None:
-    colours = read_themes()[theme]
-    pairs = [(name, surface) for name in (*SERIES, "focus", "accent", "bad") for surface in ("page", "raised")]
-    assert {
-        pair: contrast(colours[pair[0]], colours[pair[1]]) for pair in pairs if contrast(colours[pair[0]], colours[pair[1]]) < 3
-    } == {}
 
 
 def test_every_colour_of_the_styles_is_named_in_colours_css() -> None:

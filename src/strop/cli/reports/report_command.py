@@ -10,8 +10,6 @@ from pathlib import Path
 from strop.cli.log_folder import find_log_folder
 from strop.cli.output import USAGE_ERROR, RunParser
 
-REPORT_FILE = "report.html"
-
 
 def report(arguments: Sequence[str], command_line: str) -> int:
     """Run ``strop report``. Return its exit code."""
@@ -20,35 +18,29 @@ def report(arguments: Sequence[str], command_line: str) -> int:
     if others and not any(other.startswith("-") or "=" in other for other in others):
         parser.error(f"a report is of one run, found {others[0]} too: strop compare A B compares two")
     parser.parse_args(arguments)
-    from strop.monitoring.pages.document import write_document
-    from strop.runs.run_report.report_facts import read_report_facts
-    from strop.runs.run_report.report_page import make_report
+    from strop.config.source import yaml_text
+    from strop.view.saved_view import save_view
+    from strop.view.view_error import ViewError
 
     try:
-        facts = read_report_facts(find_log_folder(options.run))
-        page = make_report(facts)
-    except (OSError, ValueError, LookupError) as error:
+        print(save_view(find_log_folder(options.run), options.output, yaml_text.parse_value))
+    except (ViewError, ValueError, LookupError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
-    target = options.output or facts.folder / REPORT_FILE
-    try:
-        write_document(target, page)
     except OSError as error:
-        print(f"error: {target} cannot be written: {error.strerror or error}", file=sys.stderr)
+        named = f"{error.filename} cannot be written: {error.strerror}" if error.filename and error.strerror else str(error)
+        print(f"error: {named}", file=sys.stderr)
         return USAGE_ERROR
-    print(target)
     return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = RunParser(
         prog="strop report",
-        description="Write a report of a run as one HTML file that needs no network: configuration, curves, validation with intervals, "
-        "samples before and after, mismatch, incidents, versions, and how to repeat it.",
+        description="Save the view of a run as one HTML file that needs no server and no network: curves, times, configuration, incidents, "
+        "what it ran on, and the rollouts and samples of its first and last step.",
         allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run, a checkpoint folder or a configuration")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help=f"the file to write (default: {REPORT_FILE} in the log folder)"
-    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the file to write (default: report.html in the log folder)")
     return parser

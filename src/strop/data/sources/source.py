@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from random import Random
 from string import ascii_uppercase
@@ -383,11 +383,6 @@ def _find_column(records: Records, option: str, default: str, usual: Sequence[st
 def warn_once(message: str) -> None:
     """Log a warning, once for training and validation on the same data."""
     log.warning("%s", message)
-
-
-def split_train_validation(data: DataSource) -> tuple[DataSource, DataSource]:
-    """Return the training and the validation part of ``split_validation_size``. No question is in both."""
-    return replace(data, part="train"), replace(data, part="validation")
 
 
 @dataclass(frozen=True, kw_only=True)

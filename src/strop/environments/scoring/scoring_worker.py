@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import resource
 import select
 import signal
@@ -104,17 +105,54 @@ def load_dapo() -> Callable[..., Callable[[], float]]:
     return lambda reference, answer: partial(score_dapo, reference, answer)
 
 
-def load_pattern() -> Callable[..., Callable[[], float]]:
-    from strop.environments.scoring.text_scorers import prepare_pattern
+@lru_cache(maxsize=256)
+def _make_pattern(pattern: str, flags: int) -> re.Pattern[str]:
+    return re.compile(pattern, flags)
 
-    return prepare_pattern
+
+def _prepare_pattern(pattern: str, flags: int, match: str, text: str) -> Callable[[], float]:
+    """Return a function that says whether a text matches, or counts the matches that are not empty."""
+    matcher = _make_pattern(pattern, flags)
+
+    def score() -> float:
+        if match == "count":
+            return float(sum(found.end() > found.start() for found in matcher.finditer(text)))
+        return float(getattr(matcher, match)(text) is not None)
+
+    return score
+
+
+@lru_cache(maxsize=256)
+def _make_validator(schema: str) -> Any:
+    import jsonschema
+    import referencing
+
+    parsed = json.loads(schema)
+    kind = jsonschema.validators.validator_for(parsed, default=jsonschema.Draft202012Validator)
+    return kind(parsed, registry=referencing.Registry())  # an empty registry: a schema fetches nothing
+
+
+def _prepare_json_schema(schema: str, text: str) -> Callable[[], float]:
+    """Return a function that gives 1 for JSON that is valid under the schema, 0.5 for other JSON, and 0 for anything else."""
+    validator = _make_validator(schema)
+
+    def score() -> float:
+        try:
+            document = json.loads(text, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            return 0.0
+        return 1.0 if validator.is_valid(document) else 0.5
+
+    return score
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
 
 
 def load_json_schema() -> Callable[..., Callable[[], float]]:
-    from strop.environments.scoring.text_scorers import prepare_json_schema
-
-    prepare_json_schema("{}", "{}")()
-    return prepare_json_schema
+    _prepare_json_schema("{}", "{}")()
+    return _prepare_json_schema
 
 
 def load_lm_eval() -> Callable[..., Callable[[], float]]:
@@ -138,7 +176,7 @@ SCORER_LOADERS = {
     "reported_math": load_reported_math,
     "dapo": load_dapo,
     "reasoning_gym": load_reasoning_gym,
-    "pattern": load_pattern,
+    "pattern": lambda: _prepare_pattern,
     "json_schema": load_json_schema,
     "lm_eval": load_lm_eval,
     "instruction": load_instruction,

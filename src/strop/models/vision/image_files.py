@@ -78,15 +78,6 @@ def encode_image(image: Any) -> bytes:
     return memory.getvalue()
 
 
-def as_data_url(content: bytes) -> str:
-    """Return an encoded file as a data: URL, for a message whose image stands in the data itself."""
-    from PIL import Image as Pillow
-
-    with Pillow.open(io.BytesIO(content)) as opened:
-        kind = Pillow.MIME.get(opened.format or "", "image/png")
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
-
-
 def _read_reference(source: str, folder: Path | None, allow_addresses: bool) -> bytes:
     scheme = source.partition(":")[0].lower() if ":" in source else ""
     if scheme == "data":

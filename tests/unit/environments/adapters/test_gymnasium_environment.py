@@ -12,9 +12,7 @@ from strop.environments.adapters.gymnasium_environment import GymnasiumEnvironme
 from strop.environments.adapters.gymnasium_spaces import InvalidAction, describe_space, parse_action
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.registry import make_environment
-from strop.environments.remote import EnvironmentDescription, connect
 from support.adapter_episodes import episode, play
-from support.environment_servers import EnvironmentServerThread
 
 gymnasium = pytest.importorskip("gymnasium")
 LAKE = {"id": "FrozenLake-v1", "kwargs": {"is_slippery": False}, "actions": ["left", "down", "right", "up"]}
@@ -165,14 +163,3 @@ def test_episodes_side_by_side_do_not_see_each_other():
         return [result.reward for _, result in plays]
 
     assert asyncio.run(both()) == [1.0, 0.0, 1.0]
-
-
-def test_a_game_is_played_in_another_process_as_in_this_one():
-    data = DataSource(size=100, seed=1, split="train")
-    description = EnvironmentDescription(alias="lake", name="gymnasium", options=LAKE, sources=(data,))
-    server = EnvironmentServerThread(description)
-    try:
-        there = connect(description, [server.transport])
-        assert play(there, WAY) == play(make_environment("gymnasium", LAKE), WAY)
-    finally:
-        server.close()

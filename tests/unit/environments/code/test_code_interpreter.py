@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
 from strop.data.sources.source import DataSource
-from strop.environments.base import EnvironmentConfigError, PromptedTask, compute_rewards
+from strop.environments.base import EnvironmentConfigError, PromptedTask
 from strop.environments.code.code_interpreter import CodeInterpreter
 from strop.environments.code.code_jaccard import CodeJaccard, compare_words
-from strop.environments.registry import make_environment
+from strop.environments.compute_rewards import compute_rewards
 
 TASK = PromptedTask(id="t", answer="42", messages=())
 
@@ -79,13 +78,3 @@ def test_the_words_of_all_turns_are_compared(wrote) -> None:
     task = environment.tasks(DataSource(rows=[row]))[0]
     result = asyncio.run(compute_rewards(environment, task, wrote(task, "def f():", " return 1")))
     assert dict(result.rewards) == {"similarity": 1.0, "aligned": 1.0, "highly_aligned": 1.0} and result.reward == 1.0
-
-
-def test_the_reward_of_the_page_on_code_reads_citations(wrote, tmp_path) -> None:
-    page = (Path(__file__).parents[4] / "docs" / "code.md").read_text()
-    path = tmp_path / "cited.py"
-    path.write_text(page.partition("```python\n")[2].partition("```")[0])
-    environment = make_environment("reward_function", {"reward": f"{path}:cited"})
-    task = PromptedTask(id="t", answer="", metadata={"document": "it"}, messages=())
-    rewards = [asyncio.run(compute_rewards(environment, task, wrote(task, text))).reward for text in ("Rome [it].", "Rome [fr].")]
-    assert rewards == [1.0, 0.0]

@@ -6,7 +6,6 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -14,7 +13,6 @@ import yaml
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment
 from strop.environments.registry import environment_class, make_environment
-from strop.user_code import import_attribute
 from support.games import played
 from support.llm_server import llm_server
 
@@ -50,13 +48,6 @@ def test_the_example_user_is_simulated_by_script_and_by_the_example_of_an_endpoi
         assert played(asked, asked.tasks(data)[0], "Where?", "<answer>Lisbon</answer>").reward == 1.0
 
 
-@pytest.mark.parametrize(("block", "name"), [(0, "nim_against_itself"), (1, "nim_against_the_past")])
-def test_the_examples_of_self_play_are_environments(block: int, name: str) -> None:
-    options: dict[str, Any] = yaml.safe_load(blocks("yaml")[block])["env"][name]
-    game = make_environment(options.pop("type"), options)
-    assert "Nim" in game.prompt(game.tasks(DataSource(size=3))[0])[0].content
-
-
 @pytest.mark.parametrize("name", ["sliding_puzzle", "number_guessing", "text_adventure", "two_player", "user_simulator"])
 def test_the_table_names_every_option_and_its_default(name: str) -> None:
     (row,) = re.findall(rf"^\| `{name}`.*\|$", PAGE, re.MULTILINE)
@@ -69,8 +60,3 @@ def test_the_table_names_every_option_and_its_default(name: str) -> None:
             assert f"`{field.name}`" in row, f"{name}.{field.name}"
             shown = re.search(rf"`{field.name}` \((\w+)\)", row)
             assert shown is None or str(field.default) == shown[1]
-
-
-def test_the_module_of_the_interface_is_where_the_page_says() -> None:
-    for name in re.findall(r"`(strop\.[\w.]+)`", PAGE):
-        import_attribute(f"{name.rpartition('.')[0]}:{name.rpartition('.')[2]}")

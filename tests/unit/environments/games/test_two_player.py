@@ -13,15 +13,15 @@ from strop.environments.base import EnvironmentConfigError
 from strop.environments.games.policy_client import NoPolicyError, get_policy
 from strop.environments.games.two_player.grid_game import ConnectFour, TicTacToe
 from strop.environments.games.two_player.nim import Heaps, Nim
-from strop.environments.games.two_player.perfect_play import best_moves, value_of
 from strop.environments.games.two_player.two_player import PositionTask, TwoPlayer
+from strop.environments.games.two_player.two_player_game import best_moves, value_of
 from strop.environments.remote import EnvironmentDescription, connect
 from strop.generation.base import PastSelf
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.sampling import Sampling
 from strop.types import Group, Task
-from support.environment_servers import EnvironmentServerThread
+from support.environment_servers import EnvironmentServerThread, handle_of
 from support.games import ScriptedGenerator, played, run_script
 from support.llm_server import llm_server
 
@@ -38,7 +38,8 @@ def play_group(
 ) -> Group:
     return asyncio.run(
         run_group(
-            0, "game", environment, task, samples=samples, generator=generator, template=ChatTemplate(generator.tokenizer),
+            0, "game", handle_of(environment), task, samples=samples, generator=generator,
+            template=ChatTemplate(generator.tokenizer),
             sampling=Sampling(max_new_tokens=50), rules=EpisodeRules(max_turns=9, max_length=100_000), seed=seed, past=past,
         )
     )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -138,8 +137,3 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     with pytest.raises(EnvironmentConfigError, match=r"needs the package langdetect: pip install -e '\.\[ifeval\]'"):
         read_instructions(row, "row 7")
     instruction._check_packages.cache_clear()
-
-
-def test_packages_are_those_of_the_extra() -> None:
-    assert set(PACKAGES.values()) == {"langdetect", "nltk"}
-    assert find_spec("nltk") is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 from typing import Any
 
 import pytest
@@ -11,10 +10,11 @@ import torch
 
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
-from strop.environments.base import Environment, EnvironmentConfigError, RewardResult
+from strop.environments.base import Environment, EnvironmentConfigError
+from strop.environments.compute_rewards import compute_rewards
 from strop.environments.function_environment import FunctionEnvironment
 from strop.environments.instructions.instruction_following import InstructionFollowing
-from strop.environments.registry import make_environment
+from strop.environments.rewards import RewardResult
 from strop.types import Rollout, Turn, assistant
 
 ROWS = [
@@ -34,7 +34,7 @@ def score(environment: Environment[Any], reply: str, row: int = 0) -> tuple[Rewa
     turn = Turn(author="policy", tokens=torch.tensor([1]), text=reply, logprobs=torch.zeros(1), versions=torch.zeros(1).int())
     rollout = Rollout(task=task, sample=0, seed=0, messages=task.messages, prompt=torch.tensor([1]))
     rollout = rollout.with_turn(turn, assistant(reply))
-    return asyncio.run(environment.score_rollout(task, rollout)), rollout
+    return asyncio.run(compute_rewards(environment, task, rollout)), rollout
 
 
 def test_rewards_are_strict_and_loose_of_a_prompt_and_its_instructions() -> None:
@@ -59,12 +59,6 @@ def test_the_verifier_gives_all_or_the_share_strictly_or_loosely() -> None:
     assert result.metrics["all/unverified"] == 0.0
     with pytest.raises(EnvironmentConfigError, match="instruction_id_list and kwargs"):
         FunctionEnvironment(rewards=rewards).tasks(DataSource(rows=[{"prompt": "Hi.", "answer": "x"}], input_key="prompt"))
-
-
-def test_tasks_and_the_environment_go_to_another_process() -> None:
-    environment = make_environment("ifeval", {"timeout_s": 2})
-    task = environment.tasks(DataSource(rows=ROWS, input_key="prompt"))[0]
-    assert pickle.loads(pickle.dumps((environment, task))) == (environment, task)
 
 
 def test_a_row_that_cannot_be_checked_is_an_error_when_the_run_starts() -> None:

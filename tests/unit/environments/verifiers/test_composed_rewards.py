@@ -9,13 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from strop.config import GrpoRunConfig, dump_config, load_config
 from strop.data.sources.source import DataSource
-from strop.environments.base import EnvironmentConfigError, compute_group_rewards, compute_rewards
+from strop.environments.base import EnvironmentConfigError
+from strop.environments.compute_rewards import compute_group_rewards, compute_rewards
 from strop.environments.function_environment import FunctionEnvironment
-from strop.environments.registry import list_rewards, list_step_rewards, make_environment
+from strop.environments.registry import list_marks, make_environment
 from strop.environments.remote import EnvironmentDescription, EnvironmentServer, Transport, connect
-from strop.environments.verifiers.gate import Gate, sort_by_gates
 from strop.environments.verifiers.weight_schedule import WeightSchedule
 from strop.types import Task
 
@@ -74,7 +73,7 @@ def test_verifiers_and_functions_stand_side_by_side_and_each_is_logged_raw_and_w
     assert scored.reward == pytest.approx(1 + 0.5 + 0.2 + 0.5)
     weighted = {name: value for name, value in scored.metrics.items() if name.startswith("weighted/")}
     assert weighted == {"weighted/right": 1.0, "weighted/format": 0.5, "weighted/short": pytest.approx(0.2)}
-    assert list_rewards("reward_function", {"rewards": rewards}) == ("right", "format", "short", "own")
+    assert tuple(list_marks("reward_function", {"rewards": rewards})) == ("right", "format", "short", "own")
     heavier = score(rewards, talk(TASK, GOOD), reward_weights={"short": 2.0})
     assert heavier.reward == pytest.approx(1 + 0.5 + 2 + 0.5) and heavier.metrics["weighted/short"] == 2.0
 
@@ -134,7 +133,9 @@ def test_a_verifier_of_each_turn_gives_steps_and_a_closed_gate_gives_none(talk):
     assert [(step.token, step.reward) for step in scored.step_rewards] == [(2, 0.5), (5, 0.0), (8, 0.5)] and scored.reward == 1.5
     closed = score({"step": {**steps, "gate": "own"}, "own": costly}, rollout)
     assert closed.step_rewards == () and closed.rewards == {"own": 0.5, "step": 0.0}
-    assert list_step_rewards("reward_function", {"rewards": {"step": steps, "own": costly}}) == ("step",)
+    assert [
+        name for name, mark in list_marks("reward_function", {"rewards": {"step": steps, "own": costly}}).items() if mark.per_turn
+    ] == ["step"]
 
 
 @pytest.mark.parametrize(
@@ -187,11 +188,6 @@ def test_rewards_that_cannot_work_are_refused(rewards, says):
         make_environment("reward_function", {"rewards": rewards})
 
 
-def test_rewards_come_after_their_gates_and_else_stay_in_order():
-    gates = {"a": (), "b": (Gate(reward="d"),), "c": (), "d": (Gate(reward="c"),)}
-    assert sort_by_gates(gates) == ["a", "c", "d", "b"]
-
-
 def test_the_accuracy_is_the_verifier_that_says_right_or_wrong_and_votes_count_its_answers(talk):
     environment = make_environment(
         "reward_function", {"rewards": {"format": TAGS, "right": {"verifier": "math", "method": "exact"}}}
@@ -233,19 +229,6 @@ def test_slow_rewards_of_several_rollouts_run_at_once_while_the_event_loop_goes_
         assert asyncio.run(run(rewards)) == [1.0] * 4, rewards
 
 
-def test_the_event_loop_goes_on_while_a_pattern_runs_for_ever(talk):
-    async def count_ticks():
-        environment = FunctionEnvironment(rewards={"evil": {"verifier": "regex", "pattern": "(x+x+)+y", "timeout_s": 0.3}})
-        scoring, ticks = asyncio.ensure_future(compute_rewards(environment, TASK, talk(TASK, "x" * 5000))), 0
-        while not scoring.done():
-            await asyncio.sleep(0.005)
-            ticks += 1
-        return ticks, (await scoring).metrics["evil/unverified"]
-
-    ticks, unverified = asyncio.run(count_ticks())
-    assert ticks >= 5 and unverified == 1.0
-
-
 def test_verifiers_work_in_processes_of_their_own(talk, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"problem": "1+1?", "answer": "2"}))
     source = DataSource(dataset_name=str(tmp_path / "rows.jsonl"))
@@ -259,34 +242,8 @@ def test_verifiers_work_in_processes_of_their_own(talk, tmp_path):
     transport = Transport(server.answer, lambda method, arguments: loop.run_until_complete(server.answer(method, arguments)))
     remote = connect(description, [transport])
     task = remote.tasks(source)[0]
-    scored = asyncio.run(remote.score_rollout(task, talk(task, "it is 2", version=7)))
+    scored = asyncio.run(remote.score(task, talk(task, "it is 2", version=7)))
     assert scored.rewards == {"right": 1.0, "format": 0.0} and scored.reward == 3.0 and scored.metrics["weighted/right"] == 3.0
-    assert asyncio.run(remote.score_rollout(task, talk(task, "3", version=7))).rewards == {"right": 0.0}
-    assert remote.answer_key(task, talk(task, "it is 2")) == "2"
+    assert asyncio.run(remote.score(task, talk(task, "3", version=7))).rewards == {"right": 0.0}
+    assert asyncio.run(remote.grade(task, talk(task, "it is 2"))).answer == "2"
     loop.close()
-
-
-def test_rewards_survive_being_written_and_read_as_yaml(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        """
-policy: {model_name: m}
-data: {train: {dataset_name: rows.jsonl, env_name: mine}}
-env:
-  mine:
-    rewards:
-      right: {verifier: math}
-      format: {verifier: tags, tags: [think, answer], weight: {schedule: linear, points: {0: 1.0, 200: 0.1}}}
-      short: {verifier: length, limit: 200, weight: 0.2, gate: {reward: format, otherwise: null}}
-"""
-    )
-    first = load_config(path, root=GrpoRunConfig, check=False).config
-    (tmp_path / "again.yaml").write_text(dump_config(first))
-    second = load_config(tmp_path / "again.yaml", root=GrpoRunConfig, check=False).config
-    for config in (first, second):
-        section = config.env["mine"]
-        marks = {
-            name: each.mark for name, each in make_environment(section.type_of("mine"), section.options).reward_functions.items()
-        }
-        assert marks["format"].schedule == WeightSchedule("linear", ((0, 1.0), (200, 0.1)))
-        assert marks["short"].gates == (Gate(reward="format", otherwise=None),)

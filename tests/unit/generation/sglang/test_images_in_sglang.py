@@ -28,7 +28,7 @@ from support.image_requests import (
     show,
 )
 from support.lora import with_random_adapters
-from support.sglang_engines import make_sglang_engine, needs_sglang
+from support.sglang_engines import LIMIT, make_sglang_engine, needs_sglang
 from support.vision_models import build_vision_model, build_vision_tokenizer, draw_image, save_vision_model
 from support.vllm_engines import serve
 
@@ -50,7 +50,7 @@ def serve_family(room: BackgroundLoop, family: str, folder: Path, *, adapters: b
     engine = make_sglang_engine(folder, tokenizer, adapters=launched)
     engine.vision = make_image_processor(family)
     served = serve(model, tokenizer, [engine], adapters=LocalAdapterSource(model) if adapters else None)
-    room.run(served.weights.publish(0), seconds=880)
+    room.run(served.weights.publish(0), seconds=LIMIT)
     return ServedFamily(family, served, room)
 
 

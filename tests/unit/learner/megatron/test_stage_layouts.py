@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -107,6 +108,7 @@ def test_one_rank_has_the_numbers_of_every_family() -> None:
     check(1, [(name, {}) for name in FAMILIES])
 
 
+@pytest.mark.exhaustive
 def test_two_ranks() -> None:
     """Each way of dividing, of some families; and one that is not divided, on ranks that read the same row."""
     divided: list[Case] = [

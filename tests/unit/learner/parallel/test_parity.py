@@ -135,27 +135,21 @@ BOUNDS = {**{name: (case, EXACT) for name, case in CASES.items()}, **COARSE}
 
 KEPT = (  # each way of dividing, each kind of model and of loss at least once
     "fsdp 2, tied, sequence ratios",
-    "fsdp 2, experts, frozen routers",
     "fsdp 2, experts, replayed, padded rows",
     "stages 2, experts, replayed",
-    "fsdp 2, sft",
     "fsdp 2, lora",
     "fsdp 2, critic",
     "fsdp 2, quantised, static inputs, checkpointing",
     "tensor 2, quantised, scales of rows",
     "fsdp 2, loaded once, tied",
-    "copies 2",
     "context 2, window",
     "context 2, critic on the policy",
-    "context 2, filters",
     "context 3, ring, branches, tied, checkpointing",
     "fsdp 4, fewer pairs than ranks",
     "hsdp 2 x 2, checkpointing",
-    "fsdp 2, context 2, tied, checkpointing",
     "context 2, tensor 2, tied, checkpointing",
     "fsdp 2, tensor 2, experts 4, loaded once",
     "fsdp 2, bfloat16 weights, loaded once",
-    "fsdp 2, lora on bfloat16",
 )
 
 

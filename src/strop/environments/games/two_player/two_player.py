@@ -28,8 +28,7 @@ from strop.environments.games.policy_client import PastSelvesRule, get_policy
 from strop.environments.games.text_game import draw_split, read_tag
 from strop.environments.games.two_player.grid_game import ConnectFour, TicTacToe
 from strop.environments.games.two_player.nim import Nim
-from strop.environments.games.two_player.perfect_play import best_moves
-from strop.environments.games.two_player.two_player_game import TwoPlayerGame
+from strop.environments.games.two_player.two_player_game import TwoPlayerGame, best_moves
 from strop.environments.llm.llm_client import LlmClient, get_llm_client
 from strop.environments.llm.llm_endpoint import make_endpoint
 from strop.sampling import mix_seed

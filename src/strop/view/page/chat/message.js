@@ -1,6 +1,6 @@
 // One message of a conversation: who says it, its text or its tokens, its reasoning, tool calls, images.
 import { html, useEffect, useState } from "../lib/ui.js";
-import { apiAddress } from "../lib/api.js";
+import { imageAddress } from "../lib/api.js";
 import { formatCount, formatSigned, printable } from "../lib/format.js";
 import { TokenText } from "./token_text.js";
 
@@ -42,7 +42,7 @@ function hasMarks({ text, images = [] }) {
 }
 
 function Picture({ runId, name }) {
-  return html`<img src=${apiAddress(["runs", runId, "images", name])} alt=${`image ${name.slice(0, 12)}`} loading="lazy" />`;
+  return html`<img src=${imageAddress(runId, name)} alt=${`image ${name.slice(0, 12)}`} loading="lazy" />`;
 }
 
 /** Reasoning is folded where it is long, and opened for a token in it that is looked at; the rest is as it is. */

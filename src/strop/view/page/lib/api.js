@@ -3,6 +3,10 @@ import { useEffect, useRef, useState } from "./ui.js";
 
 export const POLL_SECONDS = 2;
 
+const saved = document.getElementById("saved");
+/** What the page holds where it was saved to a file: {note, validations, images, answers}; null where a server answers. */
+export const SAVED = saved && JSON.parse(saved.textContent);
+
 export class ApiError extends Error {
   constructor(message, status) {
     super(message);
@@ -17,8 +21,26 @@ export function apiAddress(path, params = {}) {
   return "api/" + path.map(encodeURIComponent).join("/") + (query ? "?" + query : "");
 }
 
+/** The address of an image of a run. */
+export function imageAddress(runId, name) {
+  return SAVED ? (SAVED.images[name] ?? null) : apiAddress(["runs", runId, "images", name]);
+}
+
+/** The answer that a saved page holds; of a list the rows that are asked for. */
+function answerSaved(path, { step, sort, validation, text = "", from, limit }) {
+  const answer = SAVED.answers[path.join("/") + (validation ? "?validation" : "")];
+  if (answer === undefined) throw new ApiError("This file does not hold it: `strop view` shows everything that the run stored.", 404);
+  if (limit === undefined) return answer;
+  const order = sort || "-step";
+  const [name, sign] = order.startsWith("-") ? [order.slice(1), -1] : [order, 1];
+  const isWanted = (row) => (!step || row.step === Number(step)) && JSON.stringify(row).toLowerCase().includes(text.toLowerCase());
+  const rows = answer.rows.filter(isWanted).sort((a, b) => sign * ((a[name] ?? Infinity) - (b[name] ?? Infinity)));
+  return { ...answer, total: rows.length, rows: rows.slice(from, from + limit) };
+}
+
 /** The answer of an endpoint. Throws ApiError, or AbortError if the signal was given up. */
 export async function fetchJson(path, params = {}, { signal, method = "GET", body } = {}) {
+  if (SAVED) return answerSaved(path, params);
   const options = { signal, method, headers: { Accept: "application/json" }, credentials: "same-origin" };
   if (body !== undefined) {
     options.headers["Content-Type"] = "application/json";
@@ -80,7 +102,7 @@ export function usePolling(active, action) {
   const latest = useRef(action);
   latest.current = action;
   useEffect(() => {
-    if (!active) return undefined;
+    if (!active || SAVED) return undefined;
     const timer = setInterval(() => document.hidden || latest.current(), POLL_SECONDS * 1000);
     return () => clearInterval(timer);
   }, [active]);

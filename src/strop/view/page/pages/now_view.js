@@ -15,7 +15,7 @@ export function NowView({ runs, run }) {
 
 function Status({ data }) {
   const status = data;
-  if (!status.state) return html`<${Empty}>${status.why ?? "This run has no status.json."}<//><${Incidents} data=${data} />`;
+  if (!status.state) return html`<${Empty}>${status.why ?? "This run has no status.json."}<//><${Starts} starts=${status.starts ?? []} /><${Incidents} data=${data} />`;
   const isWrong = status.state === "running" && !status.live;
   return html`
     <p class=${isWrong ? "notice" : ""}><b>${status.verdict}</b>${status.why && status.why !== status.verdict ? `: ${status.why}` : ""}</p>
@@ -38,9 +38,19 @@ function Status({ data }) {
         ${Object.entries(status.versions ?? {}).map(([name, version]) => html`<dt>${name}</dt><dd>${version}</dd>`)}</dl></section>
     </div>
     ${status.command && html`<h2>Command</h2><pre class="text block">${status.command}</pre>`}
+    <${Starts} starts=${status.starts ?? []} />
     <${Incidents} data=${data} />
     <${Entries} title="Reports of the watchdog" entries=${status.reports} />
     <${Entries} title="Last notes" entries=${status.notes} />`;
+}
+
+/** What the run was started with, and on what. */
+function Starts({ starts }) {
+  if (!starts.length) return null;
+  return html`<h2>Starts</h2><div class="cards">${starts.map(
+    ({ after_step: after, facts }) => html`<section class="card"><h3>${after ? `continued after step ${after}` : "from the beginning"}</h3>
+      <dl class="facts">${Object.entries(facts).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl></section>`,
+  )}</div>`;
 }
 
 /** Open waits as chains: a wait stands under the one that waits for it. */

@@ -1,6 +1,6 @@
 // The rollouts of a run: filters, search, order, and as many rows as there are.
 import { html, useEffect, useState } from "../lib/ui.js";
-import { fetchJson } from "../lib/api.js";
+import { SAVED, fetchJson } from "../lib/api.js";
 import { formatNumber, formatSigned } from "../lib/format.js";
 import { useKeys } from "../lib/keys.js";
 import { ENDINGS, KEPT, describeKept, oneLine, rolloutLink } from "../lib/rollouts.js";
@@ -72,6 +72,7 @@ function Filters({ run, step, params, onStep, go }) {
   const isFiltered = FILTERS.some((name) => name !== "sort" && params[name]);
   return html`<div class="toolbar" role="search">
     <label class="wide"><${TextFilter} key=${run.id} value=${params.text ?? ""} /></label>
+    ${SAVED ? html`<label>step <${TypedInput} type="number" min="0" placeholder="all" aria-label="step" value=${step} onCommit=${onStep} /></label><${SortSelect} sort=${params.sort ?? ""} />` : html`
     <label>step <button type="button" title="[" aria-label="step before" onClick=${() => go(-1)}>‹</button>
       <${TypedInput} type="number" min="0" placeholder="all" aria-label="step" value=${step} onCommit=${onStep} />
       <button type="button" title="]" aria-label="next step" onClick=${() => go(1)}>›</button></label>
@@ -87,7 +88,7 @@ function Filters({ run, step, params, onStep, go }) {
     <label>tokens <${TypedInput} type="number" min="0" placeholder="least" aria-label="fewest tokens" value=${params.tokens_min ?? ""} onCommit=${set("tokens_min")} />
       <${TypedInput} type="number" min="0" placeholder="most" aria-label="most tokens" value=${params.tokens_max ?? ""} onCommit=${set("tokens_max")} /></label>
     <button type="button" disabled=${!isFiltered} onClick=${clear}>Clear</button>
-    <//>
+    <//>`}
   </div>`;
 }
 

@@ -1,6 +1,6 @@
 // The samples of validations.
 import { html } from "../lib/ui.js";
-import { useApi, fetchJson } from "../lib/api.js";
+import { SAVED, useApi, fetchJson } from "../lib/api.js";
 import { formatNumber, printable } from "../lib/format.js";
 import { useMetricNames } from "../lib/metric_names.js";
 import { oneLine } from "../lib/rollouts.js";
@@ -23,7 +23,7 @@ const COLUMNS = [
 ];
 
 export function ValidationView({ runs, run, path, params }) {
-  const steps = run.validations ?? [];
+  const steps = SAVED?.validations ?? run.validations ?? [];
   const step = path[0] ?? (steps.length ? String(steps.at(-1)) : null);
   const title = html`<${Title} text=${`Validation: ${run.name}`} note=${step === null ? "" : `after step ${step}`}><${RunSelect} runs=${runs} /><//>`;
   if (step === null) return html`${title}<${Scores} run=${run} /><${Empty}>No samples of a validation are stored. A run on tasks validates with grpo.val_period (or that of its algorithm) and tasks of its own; recorded data has scores alone.<//>`;

@@ -1,4 +1,5 @@
 // Every view: its name in the address, its title, its key, and for a view inside another where Escape leads.
+import { SAVED } from "../lib/api.js";
 import { ConfigurationView } from "./configuration_view.js";
 import { CurvesView } from "./curves_view.js";
 import { GroupView } from "./group_view.js";
@@ -22,7 +23,7 @@ export const VIEWS = [
   { name: "rollouts", title: "Rollouts", key: "r", component: RolloutsView },
   { name: "tasks", title: "Tasks", key: "", component: TasksView },
   { name: "validation", title: "Validation", key: "v", component: ValidationView },
-  { name: "starred", title: "Starred", key: "s", component: StarredView },
+  { name: "starred", title: "Starred", key: "s", component: StarredView, isHidden: Boolean(SAVED) },
   { name: "replays", title: "Replays", key: "", component: ReplaysView },
   { name: "rollout", title: "Rollout", within: "rollouts", component: RolloutView, isHidden: true, parent: ({ path }) => ["rollouts", path[1]] },
   { name: "group", title: "Group", within: "rollouts", component: GroupView, isHidden: true, parent: ({ path }) => ["rollouts", path[1]] },

@@ -1,5 +1,6 @@
 // What surrounds every view: the list of views, the theme, the keys.
 import { html, useEffect, useErrorBoundary, useRef, useState } from "../lib/ui.js";
+import { SAVED } from "../lib/api.js";
 import { scrollTo, wantHeading } from "../lib/focus.js";
 import { useKeys } from "../lib/keys.js";
 import { goTo, linkTo, useRoute } from "../lib/route.js";
@@ -46,6 +47,7 @@ export function Shell() {
           )}
         </nav>
         <span class="grow"></span>
+        ${SAVED && html`<p class="small pale">${SAVED.note}</p>`}
         <div class="small">
           <button type="button" onClick=${() => setTheme(other)} title="t">${other === "dark" ? "Dark" : "Light"}</button>
           <button type="button" onClick=${() => setHelping(true)} title="?">Keys</button>

@@ -1,6 +1,6 @@
 // Marks a rollout as an example to keep, with a note.
 import { html, useEffect, useState } from "../lib/ui.js";
-import { fetchJson, useApi } from "../lib/api.js";
+import { SAVED, fetchJson, useApi } from "../lib/api.js";
 import { useKeys } from "../lib/keys.js";
 import { TypedInput } from "./typed_input.js";
 
@@ -23,7 +23,8 @@ export function StarButton({ run, rollout, validation = false }) {
         setError(problem);
       });
   };
-  useKeys({ "*": ["star", () => store(!isStarred, note)] });
+  useKeys(SAVED ? {} : { "*": ["star", () => store(!isStarred, note)] });
+  if (SAVED) return null;
   return html`<span>
     <button type="button" aria-pressed=${isStarred ? "true" : "false"} onClick=${() => store(!isStarred, note)} title="*">${isStarred ? "★ starred" : "☆ star"}</button>
     ${isStarred && html` <${TypedInput} type="text" placeholder="note" aria-label="Note of the star" value=${note} onCommit=${(text) => {
