@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
-from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
+from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
 from strop.learner.base import ColumnSource
 from strop.learner.client import AsyncColumnSource
 from strop.learner.torch.scorer import NetworkScorer, offload
@@ -124,6 +124,15 @@ def test_most_likely_tokens_are_chosen_among_those_the_student_knows_with_the_te
     wanted = alone(teacher, groups)[:, :20].topk(4)
     assert torch.equal(found[CANDIDATES], wanted.indices)
     assert torch.allclose(found[TEACHER_CANDIDATES], wanted.values, atol=1e-4)
+
+
+def test_a_student_that_is_the_teacher_has_its_candidates() -> None:
+    """The student's network and the teacher's columns mean the same tokens at the same places."""
+    teacher, groups = teacher_of(), make_groups(GROUPS, 0)
+    batch = pack_for(groups, TopKDistillation()).with_columns(columns(TeacherTopK(teacher, 6), groups))
+    outputs = teacher.network.outputs(batch, Sampling())
+    assert outputs.candidates is not None
+    assert torch.allclose(outputs.candidates, batch.column(TEACHER_CANDIDATES), atol=1e-5)
 
 
 @pytest.mark.parametrize("count", [0, VOCABULARY + 1])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from strop.models.quantization.number_format import FP8_BLOCK, FP8_GROUP_POW2, NUMBER_FORMATS
+from strop.models.quantization.number_format import FP8_BLOCK, FP8_GROUP_POW2, NUMBER_FORMATS, round_trip
 from strop.models.quantization.quantization_plan import INPUT_FORMATS, make_plan
 
 LINEARS = [f"model.layers.{layer}.{name}.weight" for layer in range(4) for name in ("self_attn.q_proj", "mlp.down_proj")]
@@ -36,6 +36,11 @@ def test_layers_of_a_vision_tower_are_not_counted_as_layers_of_the_decoder() -> 
     tower = [f"model.visual.blocks.{number}.mlp.fc1.weight" for number in range(9)]
     found = make_plan(FP8_BLOCK, last_layers=1).select([*LINEARS, *tower])
     assert {name for name in found if "visual" not in name} == set(LINEARS[:-2]) and set(tower) < found
+
+
+def test_a_matrix_is_rounded_and_a_vector_is_not() -> None:
+    plan, matrix, vector = make_plan(FP8_BLOCK), torch.randn(3, 5), torch.randn(5)
+    assert torch.equal(plan.round_weight(matrix), round_trip(matrix, FP8_BLOCK)) and plan.round_weight(vector) is vector
 
 
 @pytest.mark.parametrize("name", INPUT_FORMATS)
