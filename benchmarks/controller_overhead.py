@@ -70,16 +70,16 @@ def recipe(options: argparse.Namespace, folder: Path, ranks: int) -> Any:
 async def measure(options: argparse.Namespace, folder: Path, ranks: int) -> list[Step]:
     """Measure a run on ``ranks`` ranks; 0 means one process."""
     from strop.monitoring.trackers.jsonl import read_metrics
+    from strop.runs.algorithm.run_algorithm import make_run_algorithm
     from strop.runs.cluster.cluster_run import open_cluster
     from strop.runs.lifecycle import make_tracker
-    from strop.runs.training_run import build_run
+    from strop.runs.open_run import open_run
     from strop.trainer.train import train
 
     config = recipe(options, folder, ranks)
     tracker = make_tracker(config)
     worked: list[float] = []
-    async with open_cluster(config, tracker) as cluster:
-        run, generator = await build_run(config, tracker, cluster)
+    async with open_cluster(config, tracker) as cluster, open_run(config, make_run_algorithm(config), tracker, cluster) as run:
         if ranks:
             group = run.learners["policy"].caller.group  # type: ignore[attr-defined]
             release = run.stream.release
@@ -89,12 +89,7 @@ async def measure(options: argparse.Namespace, folder: Path, ranks: int) -> list
                 worked.append(max(group.call_all_sync("get_busy_seconds")))
 
             run.stream.release = noted  # type: ignore[method-assign]
-        try:
-            await train(run)
-        finally:
-            await run.stream.close()
-            if generator is not None:
-                await generator.close()
+        await train(run)
     tracker.close()
     found = []
     for place, (_, line) in enumerate(read_metrics(folder / "metrics.jsonl")):

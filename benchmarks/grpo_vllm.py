@@ -163,18 +163,14 @@ def recipe(options: argparse.Namespace, folder: Path, steps: int, **changes: Any
 
 
 async def begin(config: Any, tracker: Recorder, baton: Baton | None, quiet: float) -> None:
-    from strop.runs.training_run import build_run
+    from strop.runs.algorithm.run_algorithm import make_run_algorithm
+    from strop.runs.open_run import open_run
     from strop.trainer.train import train
 
-    run, generator = await build_run(config, tracker)
-    if baton is not None:
-        run.stream = Stream(run.stream, tracker.side, baton, tracker, quiet)
-    try:
+    async with open_run(config, make_run_algorithm(config), tracker) as run:
+        if baton is not None:
+            run.stream = Stream(run.stream, tracker.side, baton, tracker, quiet)
         await train(run)
-    finally:
-        await run.stream.close()
-        if generator is not None:
-            await generator.close()
 
 
 async def engines(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

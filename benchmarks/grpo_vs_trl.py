@@ -282,11 +282,12 @@ def strop_side(settings: Settings, baton: Connection) -> None:
     from strop.generation.torch.torch_engine import TorchEngine
     from strop.models.chat_template import ChatTemplate
     from strop.monitoring.trackers.base import NullTracker
-    from strop.runs.lifecycle import make_tracker, seed_everything
-    from strop.runs.training_run import build_run
-    from strop.trainer.run import TrainingRun
+    from strop.runs.algorithm.run_algorithm import make_run_algorithm
+    from strop.runs.lifecycle import make_tracker
+    from strop.runs.open_run import open_run
     from strop.trainer.train import train
     from strop.types import Batch, Group, Message
+    from strop.weight_sync.in_process import InProcessWeights
 
     config = strop_config(settings, settings.model)
     laps = TurnTimer()
@@ -396,27 +397,27 @@ def strop_side(settings: Settings, baton: Connection) -> None:
             foreign=laps.foreign(),
         )
 
-    async def run_all(run: TrainingRun, generator: TorchEngine) -> None:
-        await train(run)
-        await run.stream.close()
-        await generator.close()
+    async def run_all() -> TorchEngine:
+        async with open_run(config, make_run_algorithm(config), Turns()) as run:
+            assert isinstance(run.weights, InProcessWeights)
+            (generator,) = run.weights.generators
+            assert isinstance(generator, TorchEngine)
+            run.stream, run.weights = Stream(run.stream), Weights(run.weights)
+            run.learners = {"policy": Learner(run.learners["policy"])}
+            if settings.same_work:
+                generator.stop_ids = frozenset()
+            template = ChatTemplate(generator.tokenizer)
+            asked = [[Message(**message) for message in row["prompt"]] for row in training_rows(settings)[: settings.prompts]]
+            prompts = [template.encode_prompt(messages) for messages in asked]
+            baton.send(Ready(memory("VmRSS"), prompts, sorted(generator.stop_ids), to_tree(config)))
+            baton.recv()
+            reset_peak_memory()
+            laps.start()
+            await train(run)
+        return generator
 
     tracker = make_tracker(config)
-    seed_everything(config.grpo.seed)
-    run, generator = asyncio.run(build_run(config, Turns()))
-    run.stream, run.weights = Stream(run.stream), Weights(run.weights)
-    run.learners = {"policy": Learner(run.learners["policy"])}
-    assert isinstance(generator, TorchEngine)
-    if settings.same_work:
-        generator.stop_ids = frozenset()
-    template = ChatTemplate(generator.tokenizer)
-    asked = [[Message(**message) for message in row["prompt"]] for row in training_rows(settings)[: settings.prompts]]
-    prompts = [template.encode_prompt(messages) for messages in asked]
-    baton.send(Ready(memory("VmRSS"), prompts, sorted(generator.stop_ids), to_tree(config)))
-    baton.recv()
-    reset_peak_memory()
-    laps.start()
-    asyncio.run(run_all(run, generator))
+    generator = asyncio.run(run_all())
     tracker.close()
     baton.recv()
     save(generator.runner.network.model, generator.tokenizer, f"{settings.folder}/trained_strop")  # type: ignore[attr-defined]
@@ -457,7 +458,7 @@ def model_shape(folder: str) -> ModelShape:
 def held_out_reward(settings: Settings, model: str, tasks: int, samples: int) -> tuple[float, float]:
     """Return the mean reward on held-out sums at temperature 1, sampled by Strop's engine, and its standard error over tasks."""
     from strop.generation.torch.torch_engine import make_torch_engine
-    from strop.runs.jobs.episode_rules import make_episode_rules
+    from strop.runs.jobs.evaluation_job import make_episode_rules
     from strop.runs.models import load_policy
     from strop.runs.tasks import make_validation_tasks
     from strop.sampling import Sampling

@@ -491,9 +491,9 @@ def run_strop(race: Race, turns: TurnTaker) -> None:
     """Train with Strop's own loop, returning the turn after each logged step."""
     from strop.base_config import to_tree
     from strop.monitoring.trackers.base import NullTracker
+    from strop.runs.algorithm.run_algorithm import make_run_algorithm
     from strop.runs.lifecycle import make_tracker
-    from strop.runs.training_run import build_run
-    from strop.trainer.run import TrainingRun
+    from strop.runs.open_run import open_run
     from strop.trainer.train import train
     from strop.types import Batch, Group
 
@@ -560,15 +560,13 @@ def run_strop(race: Race, turns: TurnTaker) -> None:
         )
 
     async def run_all() -> None:
-        run: TrainingRun
-        run, _ = await build_run(config, Steps())
-        run.stream = Stream(run.stream)
-        run.learners = {"policy": Learner(run.learners["policy"])}
-        turns.begin(Ready(memory("VmRSS"), to_tree(config)))
-        reset_peak_memory()
-        laps.start()
-        await train(run)
-        await run.stream.close()
+        async with open_run(config, make_run_algorithm(config), Steps()) as run:
+            run.stream = Stream(run.stream)
+            run.learners = {"policy": Learner(run.learners["policy"])}
+            turns.begin(Ready(memory("VmRSS"), to_tree(config)))
+            reset_peak_memory()
+            laps.start()
+            await train(run)
 
     tracker = make_tracker(config)
     asyncio.run(run_all())

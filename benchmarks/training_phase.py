@@ -95,22 +95,25 @@ def divide(events: Sequence[Any]) -> dict[str, float]:
 def measure(model: str, dtype: str, options: argparse.Namespace) -> Phase:
     """Train some steps on the made-up batch, in this process."""
     from strop.monitoring.trackers.base import NullTracker
-    from strop.runs.lifecycle import seed_everything
-    from strop.runs.training_run import build_run
+    from strop.runs.algorithm.run_algorithm import make_run_algorithm
+    from strop.runs.open_run import open_run
     from support.rollouts import pack_for, simple_groups
 
     with tempfile.TemporaryDirectory(prefix="strop-bench-") as folder:
         benchmark = parse(["--threads", str(options.threads), "--max-tokens", str(options.completion), "--dtype", dtype])
         settings = settings_of(benchmark, dtype, model, folder)
         config = strop_config(settings, model)
-        seed_everything(config.grpo.seed)
-        run, generator = asyncio.run(build_run(config, NullTracker()))
+        algorithm = make_run_algorithm(config)
         groups = simple_groups(*[(options.prompt, (options.completion,) * 8)] * 4)
-        batch = run.algorithm.token_credit(pack_for(groups, run.algorithm))
+        batch = algorithm.token_credit(pack_for(groups, algorithm))
         vocabulary = model_shape(model).vocabulary
         batch = replace(batch, tokens=batch.tokens % vocabulary, target=batch.target % vocabulary)
-        seconds, steps, profile = asyncio.run(_train(run, batch, options.steps))
-        asyncio.run(generator.close())
+
+        async def train() -> tuple[list[float], list[float], dict[str, float]]:
+            async with open_run(config, algorithm, NullTracker()) as run:
+                return await _train(run, batch, options.steps)
+
+        seconds, steps, profile = asyncio.run(train())
     shape = model_shape(model)
     pairs = tree_pairs(batch.segment_length.tolist(), batch.segment_parent.tolist())
     whole = median(seconds)

@@ -61,6 +61,23 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) 
     return folder
 
 
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[str]:
+    """The path of a Python whose processes are forks with torch, transformers and Strop imported (``support.forked_interpreter``)."""
+    from support.forked_interpreter import forked_interpreter
+
+    with forked_interpreter() as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def workers_are_forks(interpreter: str) -> Iterator[None]:
+    """What is started by ``sys.executable`` begins as such a fork: Ray's workers, and those that tokenize."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", interpreter)
+        yield
+
+
 @pytest.fixture
 def local_hub(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of local copies of the hub's data sets, which are read in place of the hub during the test."""

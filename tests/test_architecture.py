@@ -352,6 +352,55 @@ def _lines(tree: ast.Module, name: str) -> int:
     raise AssertionError(f"there is no function {name}")
 
 
+# Folders of parts that are found by their file name, or listed by the one module that knows them all: a file a part.
+PARTS = (
+    "algorithms",
+    "cli.starters",
+    "config.recipes.nemo_rl",
+    "data.builtin",
+    "environments.games",
+    "learner.megatron.families",
+    "monitoring.trackers",
+    "tools.formats",
+)
+# Modules under 60 lines whose only importer is in their own folder, each with the reason why it is a file of its own.
+SHORT = {
+    "cli.config_command": "a command of its own, as each is",
+    "config.load.named_files": "where the files are looked for that a recipe names",
+    "config.recipes.trl.trl_services": "the services of another library",
+    "config.recipes.verl.verl_megatron": "the keys of another library",
+    "distributed.ipc_trial": "a process of its own",
+    "environments.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
+    "generation.torch.drafting.draft_rejection": "a formula with its paper",
+    "generation.vllm.engine_stats": "what vLLM counts, under Strop's names",
+    "monitoring.hacking.e_process": "a statistical test with its paper",
+    "monitoring.notebook_figure": "it inherits from matplotlib, which is imported where something is drawn",
+    "rollouts.tokenizing_worker": "a process of its own",
+    "runs.data_check.compared_rows": "what overlaps are looked for in",
+    "runs.data_check.token_counts": "what is counted by the run's own tokenizer",
+    "runs.replay.earlier_settings": "the settings of an earlier step, which is read of two files",
+    "runs.replay.equal_passes": "a listener of the loop",
+    "tools.python_tool": "a tool of its own",
+    "trainer.publish": "a stage of the loop",
+}
+
+
+def test_a_short_module_with_one_reader_is_part_of_its_reader() -> None:
+    """A reader has to open both; what is found by its file name, or has a reason of its own to be a file, is named above."""
+    readers: dict[str, set[str]] = defaultdict(set)
+    for found in internal_imports():
+        readers[found.target].add(found.module)
+    short = {
+        module.removeprefix("strop.")
+        for path in sources()
+        if len(path.read_text(encoding="utf-8").splitlines()) < 60 and (module := module_name(path)) not in packages()
+        if len(readers[module]) == 1 and folder(next(iter(readers[module]))) == folder(module)
+    }
+    short = {module for module in short if not module.startswith(tuple(f"{each}." for each in PARTS))}
+    assert not short - set(SHORT), f"put {sorted(short - set(SHORT))} into the module that imports it, or name it in SHORT"
+    assert not set(SHORT) - short, f"delete {sorted(set(SHORT) - short)} from SHORT: it is gone, longer, or has other readers"
+
+
 def test_the_loop_fits_on_a_screen() -> None:
     assert _lines(sources()[PACKAGE / "trainer/train.py"], "train") <= 25
 

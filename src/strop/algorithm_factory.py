@@ -11,7 +11,7 @@ from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from strop.algorithms.base import Algorithm
-from strop.algorithms.catalogue import all_algorithms, all_parts, part_name
+from strop.algorithms.catalogue import algorithm_of_file, all_algorithms, all_parts, part_name
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.parts import Advantage, Correction, Objective, Part, Selection, Shaping
 from strop.user_code import import_attribute, suggest_names
@@ -103,7 +103,7 @@ def make_algorithm(name: str, kwargs: Mapping[str, Any], settings: Iterable[Algo
 
 def find_algorithm(name: str) -> type[Algorithm]:
     """Return the algorithm class for a file name in ``strop.algorithms`` or for ``module:Class``. Raises ValueError."""
-    kind = import_attribute(name) if ":" in name else all_algorithms().get(name)
+    kind = import_attribute(name) if ":" in name else algorithm_of_file(name)
     if kind is None:
         raise ValueError(
             f"algorithm.name: {name!r} is neither one of Strop's algorithms nor module:Class{suggest_names(name, all_algorithms())}"

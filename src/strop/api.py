@@ -79,7 +79,7 @@ def train(
     from strop.config import TRAINING_RUNS, load_config
     from strop.runs.algorithm.sections import find_section
     from strop.runs.dry_run.examine import examine_loaded
-    from strop.runs.training_run import train_as_configured
+    from strop.runs.train import train_as_configured
 
     name, options = (algorithm, {}) if isinstance(algorithm, str) else name_options(algorithm)
     section = find_section(name)

@@ -41,6 +41,19 @@ def _reject_float16(value: object) -> object:
 Precision = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_reject_float16)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", examples=["auto", "cpu", "cuda", "cuda:1"])]
 
+
+def _write_texts(variables: object) -> object:
+    """Write numbers and switches as the texts that they are for a process."""
+    if not isinstance(variables, Mapping):
+        return {} if variables is None else variables
+    return {
+        name: "" if value is None else str(value) if isinstance(value, bool | int | float) else value
+        for name, value in variables.items()
+    }
+
+
+EnvironmentVariables = Annotated[dict[str, str], BeforeValidator(_write_texts)]
+
 SectionT = TypeVar("SectionT", bound="BaseConfig")
 
 

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from conformance import formulas_policy as formulas
-from conformance.cases import STEPS, Sample, Step
+from conformance.cases import STEPS, Step
 from conformance.compose import part, policy_gradient
 from conformance.formulas_common import AGGREGATIONS, Row, Scalar, constant, constant_length
 from conformance.harness import Leaves, assert_same, through_formula, through_strop
 from conformance.objectives import OBJECTIVES, ObjectiveCase
-from strop.algorithms.kl import Kl
 from support.each import each
 
 STEP = each("step", STEPS.values(), ids=STEPS)
@@ -78,27 +77,3 @@ def test_the_share_of_clipped_tokens_is_logged(objective: str, step: Step) -> No
             held += (log > math.log(1.28) and row.advantage[0] > 0) or (log < math.log(0.9) and row.advantage[0] < 0)
     assert found["ratio_outside_clip"] == pytest.approx(outside / tokens, abs=1e-9)
     assert found["ratio_clipped"] == pytest.approx(held / tokens, abs=1e-9)
-
-
-def impossible(one: Sample) -> Sample:
-    """In turn: all policies find the token likely, and one of the three finds it impossible."""
-    likely, never = [-0.3 - t / 10 for t in range(one.length)], [-2000.0 - t for t in range(one.length)]
-
-    def column(turn: int) -> list[float]:
-        return [never[t] if t % 4 == turn else likely[t] for t in range(one.length)]
-
-    return replace(one, now=column(1), before=column(2), sampler=column(3), reference=column(0))
-
-
-@pytest.mark.parametrize("case", OBJECTIVES, ids=str)
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("filtered", [False, True])
-def test_a_token_that_one_policy_finds_impossible_gives_a_finite_gradient(
-    case: ObjectiveCase, sign: float, filtered: bool
-) -> None:
-    """Also where the rollout does not count: an infinity times a mask of 0 would be a nan."""
-    step = STEPS["log ratios of 5"].map(lambda one: replace(impossible(one), advantage=sign, truncated=filtered))
-    algorithm = policy_gradient(objective=part(case.part, **case.options), aggregation=case.aggregation, kl=Kl())
-    found = through_strop(algorithm, step, given=True)
-    assert math.isfinite(found.value)
-    assert bool(found.gradients["logprobs"].isfinite().all())

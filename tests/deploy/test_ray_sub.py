@@ -187,12 +187,14 @@ def test_a_node_that_dies_ends_the_job_with_its_exit_code(job: Job) -> None:
     assert job.left_behind() == []
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_cannot_start_ends_the_job_before_the_command(job: Job) -> None:
     assert job.with_stand_in_for_ray().run(COMMAND="echo ran", RAY_FAILS="node1") == 9, job.everything()
     assert "ran" not in job.log("ray-driver.log").split()
     assert job.left_behind() == []
 
 
+@pytest.mark.exhaustive
 def test_nodes_that_do_not_join_in_time_end_the_job(job: Job) -> None:
     job.with_stand_in_for_ray()
     (job.folder / "dummy" / "ray.py").write_text(RAY_MODULE.replace("return [{", "return [] and [{"))

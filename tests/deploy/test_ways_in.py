@@ -17,8 +17,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from strop.packages import install_command
-
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -84,11 +82,6 @@ def test_both_files_pin_the_same_versions() -> None:
     assert {"torch", "triton", "transformers", "ray", "megatron-core", "torchao"} <= cpu.keys() & gpu.keys()
 
 
-def test_the_triton_that_is_pinned_is_the_one_that_torchs_builds_for_gpus_ask_for() -> None:
-    """A build of torch for CPUs asks for none, so an environment with it takes any, and says nothing of a pin that fits no GPU."""
-    assert (pins("gpu")["torch"], pins("gpu")["triton"]) == ("2.13.0", "3.7.1"), "look up what the new torch asks for"
-
-
 # --- what is written -----------------------------------------------------------------------------------------------
 
 
@@ -110,35 +103,12 @@ def test_nothing_asks_an_index_for_strop_which_is_on_none() -> None:
     assert not asked, "\n".join(asked)
 
 
-def test_the_extras_that_commands_name_are_there() -> None:
-    pattern = re.compile(r"'\.\[([a-z,-]+)\]'|install_command\(['\"]([\w-]+)['\"]\)")
-    for file in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.py"), *ROOT.glob("examples/**/*.yaml")]:
-        for found in pattern.finditer(file.read_text()):
-            assert set((found[1] or found[2]).split(",")) <= EXTRAS.keys(), f"{file.relative_to(ROOT)}: {found[0]}"
-    assert install_command("lora") == "pip install -e '.[lora]' in Strop's checkout"
-
-
 def test_the_install_page_has_three_ways_with_pins() -> None:
     commands = pip_commands(INSTALL)
     assert all("-c" in command for command in commands)
     ways = [extras_of(command) for command in commands if "constraints/gpu.txt" in command]
     assert {"vllm"} < ways[0] and any("megatron" in way for way in ways)
     assert any("constraints/cpu.txt" in command for command in commands)
-
-
-def test_the_table_of_versions_has_those_that_are_pinned() -> None:
-    rows = dict(re.findall(r"^\| (\w[\w ]*?) \| ([\d.]+)", INSTALL, re.MULTILINE))
-    pinned = pins("gpu")
-    names = {
-        "torch": "torch",
-        "Triton": "triton",
-        "vLLM": "vllm",
-        "Transformers": "transformers",
-        "Megatron Core": "megatron-core",
-    }
-    names |= {"Transformer Engine": "transformer-engine", "torchao": "torchao", "Ray": "ray", "FlashInfer": "flashinfer-python"}
-    assert {row: rows[row] for row in names} == {row: Version(pinned[name]).base_version for row, name in names.items()}
-    assert f"sglang=={rows['SGLang']}" in EXTRAS["sglang"]
 
 
 # --- the image -----------------------------------------------------------------------------------------------
@@ -153,24 +123,6 @@ def test_the_image_takes_the_pins_of_its_device(device: str, megatron: str, tmp_
     assert f"torch=={pins(device)['torch']}" in torch and "ray[default]" in rest
     extras = extras_of(rest)
     assert extras <= EXTRAS.keys() and ("megatron" in extras) is (megatron == "true") and ("vllm" in extras) is (device == "gpu")
-
-
-def test_transformer_engine_is_compiled_against_the_images_torch_and_for_gpus_only(tmp_path: Path) -> None:
-    *_, command = docker_commands(tmp_path, DEVICE="gpu", MEGATRON="true", TRANSFORMER_ENGINE="true")
-    assert {"--no-build-isolation", "constraints/gpu.txt", "transformer-engine[core-cu13,pytorch]"} <= set(command)
-    assert command[1:] == next(asked for asked in pip_commands(INSTALL) if "--no-build-isolation" in asked)
-
-
-@pytest.mark.parametrize("mistake", [{"MEGATRON": "yes"}, {"TRANSFORMER_ENGINE": "true", "DEVICE": "cpu"}])
-def test_a_build_argument_that_means_nothing_ends_the_build(mistake: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"set (true or )?false"):
-        docker_commands(tmp_path, **mistake)
-
-
-def test_the_image_leaves_variables_to_the_job() -> None:
-    """Under pyxis those of the image hide the job's, and RAY_AUTH_MODE takes away the token of the cluster that a run starts for itself."""
-    text = (ROOT / "deploy" / "Dockerfile").read_text()
-    assert re.findall(r"(\w+)=", "".join(re.findall(r"^ENV (.*)$", text, re.MULTILINE))) == ["PATH", "OMP_NUM_THREADS"]
 
 
 def test_the_image_has_the_cuda_that_torch_was_built_for() -> None:

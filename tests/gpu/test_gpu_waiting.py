@@ -21,6 +21,7 @@ from support.algorithms import grpo
 from support.learners import make_torch_learner
 from support.models import build
 from support.rollouts import make_group, make_rollout, make_turn, pack_for, pack_grpo, simple_groups
+from support.sweep import sweep_rows
 from support.torch_engine import Request, make_engine, make_paged_runner, make_runner, run_requests
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(KIND != "sim", reason="counted on the simulated GPU (pytest --simulated-gpu)")]
@@ -33,8 +34,13 @@ def crossings(counts: dict[str, int]) -> tuple[int, ...]:
     return tuple(counts[name] for name in ("host reads", "downloads", "pageable uploads", "pinned uploads"))
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_k=40, top_p=0.9, min_p=0.01, entropy=True)])
+FILTERS = Sampling(temperature=0.7, top_k=40, top_p=0.9, min_p=0.01, entropy=True)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "graphs"),
+    sweep_rows([(each, graphs) for each in (Sampling(), FILTERS) for graphs in (False, True)], (FILTERS, False), (FILTERS, True)),
+)
 def test_a_decoding_step_reads_once_and_sends_twice(sampling: Sampling, graphs: bool) -> None:
     engine: Any = make_engine(make_runner(Network(build("llama").to(KIND)), slots=4, cuda_graphs=graphs))
     step, steps = engine._step, []
@@ -50,7 +56,14 @@ def test_a_decoding_step_reads_once_and_sends_twice(sampling: Sampling, graphs: 
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("algorithm", [grpo(), grpo(kl_penalty=0.2, entropy_bonus=0.1), SFT()], ids=["grpo", "terms", "sft"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param(grpo(), id="grpo", marks=pytest.mark.exhaustive),
+        pytest.param(grpo(kl_penalty=0.2, entropy_bonus=0.1), id="terms"),
+        pytest.param(SFT(), id="sft", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_micro_batches_are_sent_in_one_copy_and_read_when_the_last_is_done(algorithm: Any, precision: torch.dtype) -> None:
     """The places of their attention are a second copy: of each in bfloat16, in float32 of those with several segments."""
     batch = pack_for(simple_groups(*SHAPES), grpo())

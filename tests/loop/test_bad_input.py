@@ -13,6 +13,7 @@ import pytest
 
 from loop.runs import Environ, Outcome, grpo, metrics_of, overrides, strop
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from support.sweep import one_in
 
 pytestmark = pytest.mark.slow
 
@@ -106,11 +107,17 @@ def test_a_cache_that_holds_no_sequence_says_what_to_raise(refused):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [
-        ("\n\n", "'rows.jsonl' has no rows"),
-        (GOOD + '{"question": "x", "answer": "2"}\n', "rows.jsonl:2 has no key 'problem'; its keys are ['answer', 'question']"),
-        (GOOD + '{"problem": " ", "answer": "2"}\n', "rows.jsonl:2: 'problem' is empty"),
-    ],
+    one_in(
+        3,
+        [
+            ("\n\n", "'rows.jsonl' has no rows"),
+            (
+                GOOD + '{"question": "x", "answer": "2"}\n',
+                "rows.jsonl:2 has no key 'problem'; its keys are ['answer', 'question']",
+            ),
+            (GOOD + '{"problem": " ", "answer": "2"}\n', "rows.jsonl:2: 'problem' is empty"),
+        ],
+    ),
 )
 def test_data_that_cannot_be_used_is_refused_by_line(refused, text, said):
     assert said in refused(1, {"rows.jsonl": text}, **ROWS)
@@ -172,6 +179,7 @@ def test_an_environment_that_has_no_tasks_to_give_is_refused(refused):
     assert "env.mine: Mine.tasks raised KeyError: 'the table of answers is gone'" in message
 
 
+@pytest.mark.exhaustive
 def test_whoever_asks_is_shown_where_an_error_was_raised(tiny, tmp_path):
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
     outcome = grpo(tiny, tmp_path, before=Environ({"STROP_LOG": "debug"}), **MINE)
@@ -226,6 +234,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_can_be_used(tiny,
     assert metrics_of(tmp_path / "logs")[2]["train/loss"] == before[2]["train/loss"]
 
 
+@pytest.mark.exhaustive
 def test_starting_over_in_the_same_folders_writes_over_nothing(tiny, tmp_path):
     changes = {"grpo.max_num_steps": 2, "logger.console": "plain"}
     assert grpo(tiny, tmp_path, **changes).code == 0

@@ -80,6 +80,7 @@ def test_a_learning_rate_that_spoils_the_weights_stops_the_run(tiny: Path, tmp_p
     assert list(logged) == [1, 2, 3, 4, 5] and logged[4]["health/skipped_steps"] == 1
 
 
+@pytest.mark.exhaustive
 def test_held_out_rows_that_are_never_used_are_mentioned(tiny: Path, tmp_path: Path) -> None:
     outcome = train("sft", tiny, tmp_path, **{"sft.val_period": 100, "sft.max_num_steps": 2, "logger.console": "plain"})
     assert outcome.code == 0, outcome.err

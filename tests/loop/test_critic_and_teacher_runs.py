@@ -16,7 +16,7 @@ from loop.kinds import assert_same_run, refusal_message, sampling_config, train,
 from loop.runs import metrics_of
 from loop.tiny import build_tiny, tiny_model, tiny_tokenizer
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from support.sweep import sweep
+from support.sweep import one_in, sweep
 
 pytestmark = pytest.mark.slow
 
@@ -169,16 +169,19 @@ def test_two_teachers_each_teach_their_own_environment(tiny: Path, teacher: Path
 
 @pytest.mark.parametrize(
     ("changes", "code", "said"),
-    [
-        ({"teacher.model_name": "self"}, 2, "teacher.demonstration: found null"),
-        (
-            {"teacher.model_name": "self", "teacher.demonstration": "x", "teacher.self_weights": "ema"},
-            2,
-            "policy.ema.enabled=true",
-        ),
-        ({"teacher.environments": ["graded", "gradde"]}, 2, "teacher.environments: found ['gradde'], but env has"),
-        ({"loss_fn.kl_type": "backward"}, 2, "loss_fn.kl_type: found 'backward'"),
-    ],
+    one_in(
+        4,
+        [
+            ({"teacher.model_name": "self"}, 2, "teacher.demonstration: found null"),
+            (
+                {"teacher.model_name": "self", "teacher.demonstration": "x", "teacher.self_weights": "ema"},
+                2,
+                "policy.ema.enabled=true",
+            ),
+            ({"teacher.environments": ["graded", "gradde"]}, 2, "teacher.environments: found ['gradde'], but env has"),
+            ({"loss_fn.kl_type": "backward"}, 2, "loss_fn.kl_type: found 'backward'"),
+        ],
+    ),
 )
 def test_a_teacher_that_cannot_teach_is_refused(
     changes: Mapping[str, Any], code: int, said: str, tiny: Path, tmp_path: Path

@@ -61,6 +61,7 @@ def read(folder: Path) -> Any:
     return json.loads((folder / "evaluation" / "step_000000.json").read_text())
 
 
+@pytest.mark.exhaustive
 def test_an_evaluation_that_is_killed_continues_to_the_same_bytes(tiny: Path, tmp_path: Path) -> None:
     one_by_one = {"generation__num_prompts_per_step": 1}
     assert evaluate(tiny, tmp_path / "whole", **one_by_one).code == 0

@@ -129,6 +129,7 @@ def test_steps_are_replayed_to_the_last_digit_and_the_ledger_sums_to_the_loss(
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before, "a replay wrote into the run"
 
 
+@pytest.mark.exhaustive
 def test_a_step_with_rollouts_that_cannot_be_scored_is_the_same_however_it_is_cut_and_replayed(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from loop import long_streams
 from loop.killing import Kill
 from loop.kinds import SUMS, assert_same_run, conversation, preference, start_run, train, train_to_end, write_rows
 from loop.runs import grpo, heed_interrupts, metrics_of, repeatable
-from support.forked_interpreter import Forked, forked_interpreter
+from support.forked_interpreter import Forked
 from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
@@ -60,13 +60,6 @@ KILLED: Mapping[str, tuple[str, Mapping[str, Any], list[Kill]]] = {
     "kto, in order": ("dpo", {"algorithm.name": "kto", "data.shuffle": False, "data.prefetch": 0}, [Kill("at the log", 3)]),
     "grpo": ("grpo", GRPO, [Kill("at the optimizer step", 4)]),
 }
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[str]:
-    """For workers, which would import transformers before they tokenize a line."""
-    with forked_interpreter() as interpreter:
-        yield interpreter
 
 
 @pytest.mark.parametrize("name", sweep(KILLED, "sft in workers"))

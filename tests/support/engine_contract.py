@@ -72,14 +72,28 @@ def planted(room: BackgroundLoop, served: ServedModel, fault: str) -> Iterator[N
         assert disagreement(room, served) < 2e-4
 
 
-async def while_running(served: ServedModel, sampling: Sampling, count: int, change: Callable[[], None], **options: Any) -> Any:
+async def start_requests(served: ServedModel, sampling: Sampling, count: int, prompt: tuple[int, ...] = PROMPT) -> list[Any]:
+    """Start requests, and return when all are sampled from: others of a single token, asked for after them, have been answered."""
+    requests = [asyncio.create_task(served.pool.generate(prompt, sampling=sampling, seed=seed)) for seed in range(count)]
+    await asyncio.sleep(0)  # so that they are sent before the others
+    for seed in range(count, count + 2):
+        await served.pool.generate(prompt, sampling=replace(sampling, max_new_tokens=1), seed=seed)
+    return requests
+
+
+async def while_running(
+    served: ServedModel,
+    sampling: Sampling,
+    count: int,
+    change: Callable[[], None],
+    prompt: tuple[int, ...] = PROMPT,
+    **options: Any,
+) -> Any:
     """Publish a change of the weights while requests run. Returns what became of them."""
     before = served.weights.options
     served.weights.options = replace(before, in_flight=True, **options)
     try:
-        requests = [asyncio.create_task(served.pool.generate(PROMPT, sampling=sampling, seed=seed)) for seed in range(count)]
-        while not served.engine.counters()["running"]:
-            await asyncio.sleep(0.02)
+        requests = await start_requests(served, sampling, count, prompt)
         change()
         await served.weights.publish(served.weights.version + 1)
         return [await request for request in requests]

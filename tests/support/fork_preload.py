@@ -33,7 +33,7 @@ OTHERS = [
 STROP = [
     "strop.runs.dry_run.examine",
     "strop.runs.evaluate",
-    "strop.runs.training_run",  # with all that it builds
+    "strop.runs.train",  # with all that it builds
     "strop.cli",
     "strop.config",
     "strop.environments.arithmetic",

@@ -5,11 +5,11 @@ import os
 import socket
 import sys
 
-FORKED = ("-P -m strop.rollouts.tokenizing_worker", "setup_worker.py")  # otherwise an interpreter begins as any other
+MODULES = ("strop.rollouts.tokenizing_worker", "strop.distributed.ipc_trial")  # these, Ray's workers and code (-c) are forked
 
 arguments = sys.argv[1:]
-command = " ".join(arguments)
-if not (command.startswith(FORKED[0]) or os.path.basename(arguments[0]) == FORKED[1]):
+module = arguments[arguments.index("-m") + 1] if "-m" in arguments[:2] else None
+if not (module in MODULES or arguments[0] == "-c" or os.path.basename(arguments[0]) == "setup_worker.py"):
     os.execv(sys.executable, [sys.executable, *arguments])
 request = json.dumps({"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}).encode()
 server = socket.socket(socket.AF_UNIX)

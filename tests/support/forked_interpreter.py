@@ -130,6 +130,8 @@ def run_and_exit(request: dict[str, Any], files: Sequence[int], others: Sequence
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -166,10 +168,14 @@ def _become(request: dict[str, Any], files: Sequence[int], others: Sequence[int]
 
 
 def _run(arguments: Sequence[str]) -> None:
-    """Run ``-P -m MODULE ...``, or a script with its arguments."""
-    if arguments[:2] == ["-P", "-m"]:
-        sys.argv = list(arguments[2:])
-        runpy.run_module(arguments[2], run_name="__main__", alter_sys=True)
+    """Run ``[-P] -m MODULE ...``, ``-c CODE ...`` or a script with its arguments."""
+    if "-m" in arguments[:2]:
+        sys.argv = list(arguments[arguments.index("-m") + 1 :])
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        return
+    if arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(arguments[1], {"__name__": "__main__"})
         return
     script, *rest = arguments
     sys.argv = [script, *rest]

@@ -25,6 +25,14 @@ def sweep_rows(cases: Iterable[tuple[Any, ...]], *kept: tuple[Any, ...]) -> list
     return [pytest.param(*case, marks=() if case in kept else pytest.mark.exhaustive) for case in cases]
 
 
+def one_in(step: int, cases: Iterable[Any]) -> list[Any]:
+    """The values of a ``parametrize`` of alike cases: each ``step``-th is for `make test`, from the first on; tuples are several names."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.exhaustive if place % step else ())
+        for place, case in enumerate(cases)
+    ]
+
+
 def draw_fewer_examples(item: pytest.Item) -> None:
     """Have a property of hypothesis be tried with two fifths of its examples."""
     test = getattr(item, "obj", None)

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from strop.generation.generation_config import GenerationConfig
+from strop.generation.generation_config import GenerationConfig, RolloutQuantizationConfig
 from strop.generation.pool import EnginePool
-from strop.generation.quantization_config import RolloutQuantizationConfig
 from strop.generation.quantized_rollouts import make_weight_rounding
 from strop.generation.vllm.engine_args import VllmLaunch
 from strop.generation.vllm.vllm_config import VllmConfig
@@ -137,6 +136,7 @@ def make_canary_scorer(
     return score
 
 
+FAULTY = "support.faulty_worker.FaultyWorker"  # a worker that can be told to go wrong
 ALWAYS = WeightSyncConfig(proof="always")
 PROMPTS = (tuple(range(10, 90)), tuple(range(200, 120, -1)))  # more than two blocks of the prefix cache
 
@@ -200,3 +200,19 @@ def serve(
     )
     replicas.restart_engine = weights.restart_engine
     return ServedModel(model, tokenizer, engines, replicas, weights)
+
+
+def serve_vllm(
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    adapters: AdapterSource | None = None,
+    tolerance: float = 0.002,
+    drafted: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
+    **keys: Any,
+) -> ServedModel:
+    """Serve a model with one engine, which has no weights before the first publish. ``keys``: as of ``make_launch``."""
+    launch = make_launch(save_model_folder(model, tokenizer, folder), **keys)
+    engine = VllmEngine("engine 0", launch, tokenizer, stop_ids=(tokenizer.eos_token_id,))
+    return serve(model, tokenizer, [engine], adapters=adapters, tolerance=tolerance, drafted=drafted)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import subprocess
 import sys
 import threading
@@ -17,14 +16,11 @@ import strop
 from strop import cli
 from strop.algorithm_factory import make_algorithm, name_options
 from strop.algorithms.catalogue import all_algorithms
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip
 from strop.api import _run
 from strop.config import ConfigError, dump_config
-from strop.monitoring.metrics_table import make_metrics_table
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.runs import evaluate, training_run
+from strop.runs import train as training
 from strop.runs.algorithm.sections import find_section
-from strop.runs.algorithm.settings import collect_settings
 from support.each import each
 
 SURFACE = [
@@ -62,7 +58,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         (folder / "config.yaml").write_text(dump_config(config))
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(training_run, "train_as_configured", train)
+    monkeypatch.setattr(training, "train_as_configured", train)
     return configs
 
 
@@ -77,19 +73,6 @@ def test_the_stable_names_are_these_and_no_others() -> None:
 def test_the_page_documents_every_stable_name() -> None:
     page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
     assert [name for name in SURFACE if f"`strop.{name}`" not in page and name != "__version__"] == []
-
-
-def test_arguments_are_settings_and_settings_may_be_dotted_or_nested(trained: list[Any]) -> None:
-    run = strop.train(
-        "dapo", model="m", data=ROWS, reward=correct, folder="out", policy={"optimizer": {"kwargs": {"lr": 1e-6}}},
-        **{"grpo.max_num_steps": 3, "algorithm.objective.high": 0.3},
-    )  # fmt: skip
-    (config,) = trained
-    assert (config.section, config.algorithm.name, config.policy.model_name) == ("grpo", "dapo", "m")
-    assert (config.grpo.max_num_steps, config.policy.optimizer.kwargs["lr"]) == (3, 1e-6)
-    assert config.data.train[0].rows is ROWS and config.env["task"].options["reward"] is correct
-    assert config.algorithm.options == {"objective": {"high": 0.3}}
-    assert run.folder == Path("out") and config.checkpointing.checkpoint_dir == str(Path("out/checkpoints"))
 
 
 def test_a_run_without_a_folder_gets_a_new_one_each_time(trained: list[Any]) -> None:
@@ -165,25 +148,12 @@ def test_python_refuses_before_anything_is_loaded_what_the_command_line_refuses(
     assert all(problem.message in printed for problem in refused.value.problems)
 
 
-def test_python_refuses_an_evaluation_before_anything_is_loaded(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "evaluate_any", lambda evaluation: pytest.fail("it was evaluated"))
-    with pytest.raises(ConfigError, match="chat_template"):
-        strop.evaluate(tiny_model_folder, data=ROWS, reward=correct, **{"tokenizer.chat_template": "{% if %}"})
-
-
 @each("name", sorted(all_algorithms()))
 def test_an_algorithm_object_is_the_same_as_its_name_and_options(name: str) -> None:
     algorithm = all_algorithms()[name]()
     found, options = name_options(algorithm)
     assert found == name and make_algorithm(found, options) == algorithm
     assert find_section(name) in ("grpo", "ppo", "distillation", "sft", "dpo", "rm")
-
-
-def test_an_algorithm_object_arrives_with_its_options(trained: list[Any]) -> None:
-    strop.train(GRPO(objective=Clip(high=0.28), drop_constant_groups=True), model="m", data=ROWS, reward=correct)
-    config = trained[-1]
-    made = make_algorithm(config.algorithm.name, config.algorithm.kwargs, collect_settings(config))
-    assert made == GRPO(objective=Clip(high=0.28), drop_constant_groups=True)
 
 
 def test_a_running_event_loop_is_no_obstacle() -> None:
@@ -229,13 +199,6 @@ except KeyboardInterrupt:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["cancelled", "interrupted"], done.stderr
-
-
-def test_metrics_are_a_data_frame_whose_columns_end_in_the_last_logged_value() -> None:
-    table = make_metrics_table([(1, {"a": 0.5}), (2, {"a": 0.75, "b": 3.0}), (3, {"a": 1.0}), (3, {"c": 1.0})])
-    assert list(table.index) == [1, 2, 3] and table["a"][-1] == 1.0 and table["b"][-1] == 3.0 and table["a"][2] == 0.75
-    assert math.isnan(table["b"][1]) and table["a"].mean() == 0.75 and table.loc[3, "c"] == 1.0
-    assert table[["a", "b"]].rolling(2).mean()["a"][-1] == 0.875
 
 
 def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from strop import __version__, cli, runs
 from strop.cli.commands import GROUPS
-from strop.cli.train_command import TRAINING
 from strop.config import GrpoRunConfig
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.stopping import RunStopped
@@ -40,12 +39,6 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--version"])
     assert capsys.readouterr().out.strip() == f"strop {__version__}"
-
-
-def test_an_unknown_command_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["grop"])
-    assert "there is no command 'grop'; did you mean 'grpo'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -92,17 +85,6 @@ def test_a_dry_run_prints_the_configuration_and_what_would_run(
     assert assembly.grpo == []
 
 
-def test_an_evaluation_is_started(assembly: SimpleNamespace) -> None:
-    assert cli.main(["eval", "generation.model_name=m", "env.math={}"]) == 0
-    assert assembly.evaluation[0].generation.model_name == "m"
-
-
-def test_a_mistake_is_printed_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["grpo", *RUN, "grpo.num_promts_per_step=8"]) == 2
-    error = capsys.readouterr().err
-    assert "Did you mean grpo.num_prompts_per_step?" in error and "Traceback" not in error
-
-
 def test_a_warning_goes_to_stderr(assembly: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["grpo", *RUN, "cluster.roles.learner.num_cpus=2"]) == 0
     assert "warning: command line: cluster.roles.learner.num_cpus: it has no effect" in capsys.readouterr().err
@@ -130,60 +112,6 @@ def test_an_interrupted_run_without_checkpoints_says_so(assembly: SimpleNamespac
     assembly.raises = KeyboardInterrupt()
     assert cli.main(["grpo", *RUN, "checkpointing.enabled=false"]) == 130
     assert "starts from the beginning" in capsys.readouterr().err
-
-
-def test_plot_names_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plot", "no/such/run"]) == 2
-    assert "there is no folder no/such/run" in capsys.readouterr().err
-
-
-def test_plot_prints_the_picture_it_wrote(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module: Any = ModuleType("strop.monitoring.plot")
-    module.plot_run = lambda run, output: output or run / "curves.png"
-    monkeypatch.setitem(sys.modules, "strop.monitoring.plot", module)
-    assert cli.main(["plot", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "curves.png")
-
-
-@pytest.mark.parametrize(
-    ("schema", "key"),
-    [
-        ("grpo", "num_prompts_per_step: 32"),
-        ("ppo", "ppo_epochs: 1"),
-        ("sft", "only_unmask_final: false"),
-        ("dpo", "precompute_reference: false"),
-        ("rm", "use_margin: false"),
-        ("distillation", "topk_logits_k: 64"),
-        ("eval", "metric: pass@k"),
-    ],
-)
-def test_config_lists_the_keys(schema: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["config", schema]) == 0
-    assert key in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("script", "section", "model"),
-    [
-        ("run_sft.py", "sft", "meta-llama/Llama-3.2-1B"),
-        ("run_dpo.py", "dpo", "meta-llama/Llama-3.2-1B-Instruct"),
-        ("run_rm.py", "rm", "meta-llama/Llama-3.2-1B-Instruct"),
-        ("run_ppo.py", "ppo", "Qwen/Qwen2.5-1.5B"),
-        ("run_distillation.py", "distillation", "Qwen/Qwen3-1.7B-Base"),
-    ],
-)
-def test_every_kind_of_training_has_a_script(
-    assembly: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, script: str, section: str, model: str
-) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", [f"examples/{script}", f"{section}.seed=3"])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_path(f"examples/{script}", run_name="__main__")
-    (config,) = assembly.grpo
-    assert type(config) is TRAINING_RUNS[section]
-    assert (config.policy.model_name, config.training.seed) == (model, 3)
 
 
 MINIMAL = {
@@ -217,24 +145,6 @@ def test_help_gives_each_command_one_line_of_80_columns_in_its_group(capsys: pyt
     for title, group in GROUPS.items():
         found = lines[lines.index(f"{title}:") + 1 :][: len(group)]
         assert [line.split()[0] for line in found] == list(group) and all(len(line) <= 80 for line in found)
-
-
-def test_help_names_every_kind_of_training(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["--help"])
-    text = capsys.readouterr().out
-    assert set(TRAINING) == set(TRAINING_RUNS) and all(section in text for section in TRAINING_RUNS)
-
-
-@pytest.mark.parametrize("section", TRAINING_RUNS)
-def test_a_dry_run_refuses_what_cannot_be_composed(capsys: pytest.CaptureFixture[str], section: str) -> None:
-    """Without loading a model: the reason is the algorithm's."""
-    other = "sft" if section != "sft" else "grpo"
-    words = [section, "policy.model_name=m", "policy.device=cpu", *MINIMAL[section], f"algorithm.name={other}", "--dry-run"]
-    words += ["loss_fn.kl_type=mixed"] if section == "distillation" else []
-    assert cli.main(words) == 2
-    error = capsys.readouterr().err
-    assert f"run strop {other}" in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize("script", ["run_grpo.py", "run_grpo_math.py"])
@@ -271,12 +181,6 @@ def test_a_dry_run_on_a_cluster_says_who_is_where(capsys: pytest.CaptureFixture[
     assert "engines     1 engine of 1 device on node 0" in output and "warning" not in output
 
 
-def test_a_layout_that_does_not_fit_is_a_mistake_in_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["grpo", *RUN, *CLUSTER, "policy.generation.torch_cfg.num_engines=9", "--dry-run"]) == 2
-    error = capsys.readouterr().err
-    assert "num_engines is 9" in error and "Traceback" not in error
-
-
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The configurations that a cluster was checked for, by a stand-in that finds problems."""
@@ -303,11 +207,3 @@ def test_a_mistake_about_the_machines_is_found_before_they_are_asked(
     assert "Did you mean cluster.num_nodes?" in capsys.readouterr().err
     assert cli.main(["cluster", "check", *CLUSTER, "policy.dtensor_cfg.tensor_parallel_size=3"]) == 2
     assert checked == []
-
-
-def test_help_of_the_cluster_command_says_what_it_looks_at(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["cluster", "--help"])
-    assert "shared folders" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["cluster", "mend"])

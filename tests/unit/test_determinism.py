@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -26,7 +25,7 @@ def _put_back() -> Iterator[None]:
     set_deterministic(False)
 
 
-def test_a_process_and_what_it_starts_compute_deterministically_until_it_is_switched_off() -> None:
+def test_a_process_and_what_it_starts_compute_deterministically_until_it_is_switched_off(interpreter: str) -> None:
     assert not deterministic_variables()
     set_deterministic(True)
     assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -36,7 +35,7 @@ def test_a_process_and_what_it_starts_compute_deterministically_until_it_is_swit
         "from strop.runs.models import prepare_device; import torch, os; prepare_device('cpu', None); "
         "print(torch.are_deterministic_algorithms_enabled(), os.environ['CUBLAS_WORKSPACE_CONFIG'], torch.cuda.is_initialized())"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run([interpreter, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.split() == ["True", ":4096:8", "False"]
     set_deterministic(False)
     assert not torch.are_deterministic_algorithms_enabled() and not ENVIRONMENT.keys() & os.environ.keys()

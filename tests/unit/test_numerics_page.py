@@ -1,4 +1,4 @@
-"""The page of numbers: its rows are those that the program measures, and a few of each section are measured here."""
+"""The page of numbers: its rows are those that the program measures, and a few of each section are measured here (`make test-all`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from support.each import each
-from support.sweep import sweep
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "numerics.md"
@@ -45,7 +44,7 @@ def assert_within_bounds(section: Any, row: Any) -> None:
         assert number is None or (math.isfinite(number) and number <= bound), (row.option, numbers)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @each("title", QUICK)
 def test_rows_of_each_section_are_within_its_bounds(title: str, sections: dict[str, Any]) -> None:
     pytest.importorskip("trl")
@@ -54,8 +53,8 @@ def test_rows_of_each_section_are_within_its_bounds(title: str, sections: dict[s
         assert_within_bounds(sections[title], row)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("title", sweep(SLOW, "Twenty steps beside TRL's trainers"))
+@pytest.mark.exhaustive
+@each("title", SLOW)
 def test_a_whole_run_and_a_training_on_ranks_are_within_their_bounds(title: str, sections: dict[str, Any]) -> None:
     pytest.importorskip("trl")
     (row,) = (row for row in sections[title].rows if row.option == SLOW[title])

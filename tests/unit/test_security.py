@@ -268,8 +268,8 @@ for family in ("tcp", "tcp6"):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
-def test_everything_of_strop_that_listens_in_one_process_listens_on_loopback() -> None:
-    outcome = subprocess.run([sys.executable, "-c", LISTENERS], capture_output=True, text=True, timeout=100, env=os.environ)
+def test_everything_of_strop_that_listens_in_one_process_listens_on_loopback(interpreter: str) -> None:
+    outcome = subprocess.run([interpreter, "-c", LISTENERS], capture_output=True, text=True, timeout=100, env=os.environ)
     assert outcome.returncode == 0, outcome.stderr
     lines = outcome.stdout.split("\n")[:-1]
     assert len(lines) == 2 and all(line.startswith("tcp 0100007F:") for line in lines), lines

@@ -10,7 +10,6 @@ import pytest
 from support.simulated_device import find_obstacle
 from support.simulated_device.in_process import ROOT, run_tests
 from support.simulated_device.not_simulated import REASONS
-from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 QUICK = [f"test_gpu_{name}.py" for name in ("costs", "engine", "learner", "offload", "router_replay", "waiting")]
@@ -23,9 +22,18 @@ def compiler() -> None:
         pytest.skip(obstacle)
 
 
-@pytest.mark.parametrize("file", sweep([file for file in FILES if file not in REASONS], *QUICK))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("file", [file for file in FILES if file not in REASONS])
 def test_what_runs_on_a_gpu_runs_on_the_simulated_one(file: str, tmp_path: Path) -> None:
-    code, said = run_tests([f"tests/gpu/{file}"], tmp_path)
+    run_simulated([file], tmp_path)
+
+
+def test_the_telling_cases_of_a_gpu_run_on_the_simulated_one(tmp_path: Path) -> None:
+    run_simulated(QUICK, tmp_path, "-m", "not exhaustive")
+
+
+def run_simulated(files: list[str], folder: Path, *options: str) -> None:
+    code, said = run_tests([*(f"tests/gpu/{file}" for file in files), *options], folder)
     assert code == 0, said
     skipped = [line for line in said.splitlines() if line.startswith("SKIPPED")]
     assert all(re.search("not simulated: |needs two GPUs|needs a GPU for each rank", line) for line in skipped), said

@@ -9,7 +9,6 @@ import ast
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,17 +29,17 @@ def call_row_kernels() -> None:
     from strop.models.logprobs.row_kernels import TritonRows
 
     rows = TritonRows()
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for vocabulary in (4096, 50257):  # Triton knows whether a stride is a multiple of 16
-            product = torch.zeros(2, vocabulary, dtype=dtype)
-            summary = rows.summarize(product, 0.7)
-            column = summary.log_normalizer
-            for of_entropy in (None, column):
-                place = torch.zeros(2, dtype=torch.int64)
-                rows.differentiate(product, 0.7, RowSlopes(column, column, of_entropy, shift=column, place=place, chosen=column))
+    # Triton knows whether a stride is a multiple of 16.
+    for dtype, vocabulary in ((torch.float32, 50257), (torch.bfloat16, 4096), (torch.float16, 50257)):
+        product = torch.zeros(2, vocabulary, dtype=dtype)
+        summary = rows.summarize(product, 0.7)
+        column = summary.log_normalizer
+        for of_entropy in (None, column):
+            place = torch.zeros(2, dtype=torch.int64)
+            rows.differentiate(product, 0.7, RowSlopes(column, column, of_entropy, shift=column, place=place, chosen=column))
 
 
-# What calls the kernels of each module with every dtype and branch that a run can reach.
+# What calls the kernels of each module with every dtype, alignment and branch that a run can reach.
 CALLERS: dict[str, Callable[[], None]] = {"strop.models.logprobs.row_kernels": call_row_kernels}
 
 
@@ -57,16 +56,6 @@ def test_every_kernel_compiles_as_it_is_called(monkeypatch: pytest.MonkeyPatch, 
             assert variants, f"{kernel} was not compiled for sm_{architecture}: let a function of CALLERS call it"
             for name, values in _switches(variants).items():
                 assert values == {False, True}, f"{kernel}, sm_{architecture}: only {name}={values} was compiled"
-
-
-def test_an_annotation_that_triton_does_not_know_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    source = "import triton\nfrom typing import Any\n\n@triton.jit\ndef kernel(place: Any):\n    value: Any = 1\n"
-    (tmp_path / "annotated.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    record_compilations(monkeypatch, tmp_path / "cache")
-    stand_for_gpu(monkeypatch, 0)
-    with pytest.raises(Exception, match="Any"):
-        import_module("annotated").kernel[(1,)](torch.zeros(1))
 
 
 def find_kernels() -> Iterator[str]:

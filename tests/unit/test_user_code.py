@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from strop.runs.exit_codes import run_command
 from strop.safety.exits import RunExited, contain_exits, exit_process, run_coroutine
 from strop.sampling import Sampling
 from strop.types import Ending, Group, Messages, Rollout, Task, user
-from strop.user_code import UserCodeError, import_attribute, suggest_names
+from strop.user_code import UserCodeError, import_attribute
 
 TOKENIZER = tiny_tokenizer()
 TEMPLATE = ChatTemplate(TOKENIZER)
@@ -153,11 +152,6 @@ def test_a_real_ctrl_c_passes_even_the_second_one_that_interrupts_the_reward_its
         asyncio.run(main())
 
 
-def test_ctrl_c_passes_under_pythons_own_handler() -> None:
-    with pytest.raises(KeyboardInterrupt), contain_exits():
-        signal.raise_signal(signal.SIGINT)
-
-
 def test_where_ctrl_c_is_ignored_a_keyboard_interrupt_is_of_the_code_itself() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -165,34 +159,6 @@ def test_where_ctrl_c_is_ignored_a_keyboard_interrupt_is_of_the_code_itself() ->
             raise KeyboardInterrupt("of the code")
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_closing_a_coroutine_that_nobody_awaits_passes() -> None:
-    seen: list[str] = []
-
-    @types.coroutine
-    def suspend() -> Any:
-        yield
-
-    async def work() -> None:
-        try:
-            with contain_exits():
-                await suspend()
-        except GeneratorExit:
-            seen.append("closed")
-            raise
-
-    async def main() -> None:
-        started = work()
-
-        async def begin() -> None:
-            started.send(None)
-
-        await asyncio.create_task(begin())
-        started.close()
-
-    asyncio.run(main())
-    assert seen == ["closed"]
 
 
 def test_an_exit_where_no_rollout_can_record_it_is_an_error_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,8 +278,3 @@ def test_a_fork_that_stays_is_killed_with_the_run() -> None:
     assert len(forks._children) == 2
     forks.end_forks()
     assert not forks._children and forks._list_children() <= others
-
-
-def test_of_very_many_names_only_the_nearest_are_listed():
-    said = suggest_names("game_77x", [f"game_{index}" for index in range(500)])
-    assert "did you mean 'game_77'?" in said and "game_77, " in said and said.endswith(" and 490 others") and len(said) < 200

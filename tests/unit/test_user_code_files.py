@@ -95,15 +95,6 @@ def test_an_edited_neighbour_is_loaded_again(tmp_path: Path) -> None:
     assert (first, import_attribute(f"{reward}:f")()) == (1, 2)
 
 
-def test_an_edited_module_of_the_working_directory_is_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "names_rewards_part.py", "VALUE = 1\n")
-    write(tmp_path / "names_rewards.py", "import names_rewards_part\n\n\ndef f():\n    return names_rewards_part.VALUE\n")
-    first = import_attribute("names_rewards:f")()
-    write(tmp_path / "names_rewards_part.py", "VALUE = 22\n")
-    assert (first, import_attribute("names_rewards:f")()) == (1, 22)
-
-
 def test_a_file_that_is_broken_and_mended_is_loaded_again(tmp_path: Path) -> None:
     reward = write(tmp_path / "reward.py", "def f(:\n")
     with pytest.raises(UserCodeError, match="SyntaxError"):

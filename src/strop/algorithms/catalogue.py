@@ -10,7 +10,6 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
 
@@ -22,23 +21,28 @@ from strop.algorithms.policy_gradient.parts import Part
 @cache
 def all_algorithms() -> dict[str, type[Algorithm]]:
     """Return every algorithm of the package by the name of its file."""
-    algorithms: dict[str, type[Algorithm]] = {}
-    for name, module in _modules():
-        classes = [
-            cls for cls in _classes_defined_in(module, Algorithm) if not inspect.isabstract(cls) and not _is_incomplete(cls)
-        ]
-        if len(classes) > 1:
-            raise TypeError(f"strop.algorithms.{name} defines {[cls.__name__ for cls in classes]}: define one algorithm per file")
-        if classes:
-            algorithms[name] = classes[0]
-    return algorithms
+    return {name: algorithm for name in _files() if (algorithm := algorithm_of_file(name)) is not None}
+
+
+@cache
+def algorithm_of_file(name: str) -> type[Algorithm] | None:
+    """Return the algorithm of the file with this name, and import no other; None if there is no such file, or no algorithm in it."""
+    classes = [
+        cls
+        for file in _files().get(name, ())
+        for cls in _classes_defined_in(importlib.import_module(file), Algorithm)
+        if not inspect.isabstract(cls) and not _is_incomplete(cls)
+    ]
+    if len(classes) > 1:
+        raise TypeError(f"strop.algorithms.{name} defines {[cls.__name__ for cls in classes]}: define one algorithm per file")
+    return classes[0] if classes else None
 
 
 @cache
 def all_parts() -> dict[str, type[Part]]:
     """Return every part of the package by its name."""
     parts: dict[str, type[Part]] = {}
-    for _, module in _modules():
+    for module in (importlib.import_module(name) for names in _files().values() for name in names):
         for cls in _classes_defined_in(module, Part):
             if not inspect.isabstract(cls) and cls is not Part:
                 if (name := part_name(cls)) in parts:
@@ -57,11 +61,15 @@ def _is_incomplete(kind: type[Algorithm]) -> bool:
     return any(field.default is inspect.Parameter.empty for field in inspect.signature(kind).parameters.values())
 
 
-def _modules() -> Iterator[tuple[str, ModuleType]]:
+@cache
+def _files() -> dict[str, list[str]]:
+    """Return the modules of the package by the names of their files, in alphabetical order."""
+    files: dict[str, list[str]] = {}
     names = (info.name for info in pkgutil.walk_packages(strop.algorithms.__path__, "strop.algorithms.") if not info.ispkg)
     for name in sorted(names, key=lambda name: name.rpartition(".")[2]):
         if name != __name__:
-            yield name.rpartition(".")[2], importlib.import_module(name)
+            files.setdefault(name.rpartition(".")[2], []).append(name)
+    return files
 
 
 def _classes_defined_in(module: ModuleType, base: type) -> list[type]:

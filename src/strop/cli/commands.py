@@ -8,34 +8,16 @@ reads the output, 143 stopped by SIGTERM or the time limit and can be continued.
 from __future__ import annotations
 
 import argparse
+import importlib
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from strop import __version__
-from strop.cli.checks.cluster_command import cluster
-from strop.cli.checks.data_command import data
-from strop.cli.checks.doctor_command import doctor
-from strop.cli.checks.env_command import env
-from strop.cli.checks.sandbox_command import sandbox
-from strop.cli.compare_command import compare
-from strop.cli.config_command import config
-from strop.cli.eval_command import evaluate
-from strop.cli.explain.ledger_command import ledger
-from strop.cli.explain.replay_command import replay
-from strop.cli.export_command import export
-from strop.cli.init_command import init
-from strop.cli.plan_command import plan
-from strop.cli.plot_command import plot
-from strop.cli.reports.report_command import report
-from strop.cli.rollouts_command import rollouts
-from strop.cli.serve_command import serve
-from strop.cli.train_command import TRAINING, train_run
-from strop.cli.translate_command import translate
-from strop.cli.view_command import view
+from strop.cli.train_command import TRAINING
 from strop.monitoring.console.message_style import discard_output
 from strop.user_code import suggest_names
 
@@ -44,40 +26,48 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 @dataclass(frozen=True)
 class Command:
-    """What ``strop NAME`` calls, with its arguments and the whole command line, and its line in ``strop --help``."""
+    """What ``strop NAME`` calls (module:function), which is imported when it is, and its line in ``strop --help``."""
 
-    run: Callable[[Sequence[str], str], int]
+    target: str
     meaning: str
+
+    def run(self, *arguments: Any) -> int:
+        """Call the command with its arguments and the whole command line. Return its exit code."""
+        module, _, name = self.target.partition(":")
+        code: int = getattr(importlib.import_module(module), name)(*arguments)
+        return code
 
 
 GROUPS: dict[str, dict[str, Command]] = {
     "start": {
-        "init": Command(init, "write a starter: configuration, sample data, a reward or a tool"),
-        "config": Command(config, "list every key with its default and what it does"),
-        "translate": Command(translate, "print a recipe of another library in Strop's keys"),
+        "init": Command("strop.cli.init_command:init", "write a starter: configuration, sample data, a reward or a tool"),
+        "config": Command("strop.cli.config_command:config", "list every key with its default and what it does"),
+        "translate": Command("strop.cli.translate_command:translate", "print a recipe of another library in Strop's keys"),
     },
-    "train": {section: Command(partial(train_run, section), meaning) for section, meaning in TRAINING.items()},
+    "train": {section: Command("strop.cli.train_command:train_run", meaning) for section, meaning in TRAINING.items()},
     "look": {
-        "view": Command(view, "show runs in the browser: curves, rollouts, tokens"),
-        "rollouts": Command(rollouts, "read what a run sampled, turn by turn, with rewards"),
-        "ledger": Command(ledger, "say what each term of the loss was at each token of a rollout"),
-        "replay": Command(replay, "train a step again, as it was or with other settings"),
-        "plot": Command(plot, "draw the metrics of one run or several"),
-        "report": Command(report, "write a report of a run as one HTML file"),
+        "view": Command("strop.cli.view_command:view", "show runs in the browser: curves, rollouts, tokens"),
+        "rollouts": Command("strop.cli.rollouts_command:rollouts", "read what a run sampled, turn by turn, with rewards"),
+        "ledger": Command(
+            "strop.cli.explain.ledger_command:ledger", "say what each term of the loss was at each token of a rollout"
+        ),
+        "replay": Command("strop.cli.explain.replay_command:replay", "train a step again, as it was or with other settings"),
+        "plot": Command("strop.cli.plot_command:plot", "draw the metrics of one run or several"),
+        "report": Command("strop.cli.reports.report_command:report", "write a report of a run as one HTML file"),
     },
     "use": {
-        "eval": Command(evaluate, "evaluate a run, a checkpoint or a model"),
-        "compare": Command(compare, "say whether one run is better than another, on the same tasks"),
-        "export": Command(export, "write a checkpoint as a Hugging Face folder"),
-        "serve": Command(serve, "answer OpenAI's HTTP API with a checkpoint"),
+        "eval": Command("strop.cli.eval_command:evaluate", "evaluate a run, a checkpoint or a model"),
+        "compare": Command("strop.cli.compare_command:compare", "say whether one run is better than another, on the same tasks"),
+        "export": Command("strop.cli.export_command:export", "write a checkpoint as a Hugging Face folder"),
+        "serve": Command("strop.cli.serve_command:serve", "answer OpenAI's HTTP API with a checkpoint"),
     },
     "check": {
-        "doctor": Command(doctor, "say whether a run is alive, and what went wrong"),
-        "sandbox": Command(sandbox, "check or serve what runs programs that a model wrote"),
-        "env": Command(env, "check tasks and rewards without a model: strop env check"),
-        "data": Command(data, "check data before a run: strop data check"),
-        "cluster": Command(cluster, "check the nodes before a run: strop cluster check"),
-        "plan": Command(plan, "say what a run will need: memory, time, cost"),
+        "doctor": Command("strop.cli.checks.doctor_command:doctor", "say whether a run is alive, and what went wrong"),
+        "sandbox": Command("strop.cli.checks.sandbox_command:sandbox", "check or serve what runs programs that a model wrote"),
+        "env": Command("strop.cli.checks.env_command:env", "check tasks and rewards without a model: strop env check"),
+        "data": Command("strop.cli.checks.data_command:data", "check data before a run: strop data check"),
+        "cluster": Command("strop.cli.checks.cluster_command:cluster", "check the nodes before a run: strop cluster check"),
+        "plan": Command("strop.cli.plan_command:plan", "say what a run will need: memory, time, cost"),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
@@ -93,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.command not in COMMANDS:
         parser.error(f"there is no command {options.command!r}{suggest_names(options.command, COMMANDS)}")
-    return _heed_broken_pipe(lambda: COMMANDS[options.command].run(options.arguments, f"strop {shlex.join(arguments)}"))
+    section = [options.command] if options.command in TRAINING else []
+    return _heed_broken_pipe(lambda: COMMANDS[options.command].run(*section, options.arguments, f"strop {shlex.join(arguments)}"))
 
 
 def _heed_broken_pipe(command: Callable[[], int]) -> int:
@@ -111,9 +102,8 @@ def run_script(command: str, default_config: Path) -> int:
     """Run ``strop COMMAND`` for a script of examples/, with ``default_config`` if no ``--config`` is given."""
     arguments = sys.argv[1:]
     typed = f"python {shlex.join([sys.argv[0], *arguments])}"
-    if command == "eval":
-        return _heed_broken_pipe(lambda: evaluate(arguments, typed, default_config))
-    return _heed_broken_pipe(lambda: train_run(command, arguments, typed, default_config))
+    section = [command] if command in TRAINING else []
+    return _heed_broken_pipe(lambda: COMMANDS[command].run(*section, arguments, typed, default_config))
 
 
 def _make_parser() -> argparse.ArgumentParser:

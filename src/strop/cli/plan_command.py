@@ -74,29 +74,27 @@ def _make(options: argparse.Namespace) -> Any:
     from strop.planning.make_plan import make_plan
     from strop.runs.dry_run.run_plan_inputs import read_inputs
 
-    config = _load(options)
+    config, notes = _load(options)
     device = _find_device(config, options.hardware)
     model = _read_model(config, options.model_config)
     inputs = read_inputs(config, model, device, _read_sizes_beside(config))
     if inputs.node is not None:
         inputs = replace(inputs, node=replace(inputs.node, memory_gib=options.node_memory))
-    if options.devices is not None:
-        size, source = _find_node_size(_load(argparse.Namespace(**{**vars(options), "devices": None})))
-        inputs = replace(inputs, assumptions=(*inputs.assumptions, f"a node has {size} GPUs ({source})"))
-    return make_plan(inputs)
+    return make_plan(replace(inputs, assumptions=(*inputs.assumptions, *notes)))
 
 
-def _load(options: argparse.Namespace) -> TrainingRunConfig:
-    """Load the configuration of a training run of any kind, with the devices that are asked for. Raises ConfigError, ValueError."""
+def _load(options: argparse.Namespace) -> tuple[TrainingRunConfig, list[str]]:
+    """Load the configuration of a training run of any kind, with the devices that are asked for, and return what they were taken to be.
+
+    Raises ConfigError for what a run refuses, and ValueError."""
     from strop.config import load_config
-    from strop.config.load.auto_backend import resolve_auto_backend
     from strop.config.load.load import find_training_root
     from strop.config.source.yaml_source import read_config_file
 
-    overrides = list(options.overrides)
+    overrides, notes = list(options.overrides), []
     root = find_training_root(read_config_file(options.config).values, overrides)
+    given: TrainingRunConfig = load_config(options.config, overrides, root=root, check=False).config
     if options.devices is not None:
-        given: TrainingRunConfig = load_config(options.config, overrides, root=root, check=False).config
         size, source = _find_node_size(given)
         per_node = min(options.devices, size)
         if options.devices % per_node:
@@ -105,8 +103,10 @@ def _load(options: argparse.Namespace) -> TrainingRunConfig:
                 "is, or cluster.gpus_per_node to the GPUs of a node"
             )
         overrides += [f"cluster.gpus_per_node={per_node}", f"cluster.num_nodes={options.devices // per_node}"]
-    config: TrainingRunConfig = load_config(options.config, overrides, root=root, check=False).config
-    return resolve_auto_backend(config, has_gpus=_name_device(config, options.hardware) != THIS_MACHINE)
+        notes = [f"a node has {size} GPUs ({source})"]
+        given = load_config(options.config, overrides, root=root, check=False).config
+    has_gpus = _name_device(given, options.hardware) != THIS_MACHINE
+    return load_config(options.config, overrides, root=root, has_gpus=has_gpus).config, notes
 
 
 def _find_node_size(config: TrainingRunConfig) -> tuple[int, str]:

@@ -15,6 +15,7 @@ from strop.data.curriculum.curriculum_config import CurriculumConfig
 from strop.data.prompt_template import AUTO_PROMPT
 from strop.data.sources.dataset_class import is_dataset_class
 from strop.data.sources.files import FILE_SUFFIXES, is_url
+from strop.packages import are_assumed
 from strop.problems import Problem
 
 
@@ -163,6 +164,8 @@ class DataEntryConfig(BaseConfig):
     def _check_files(self, key: str) -> Iterator[Problem]:
         for name in ("prompt_file", "system_prompt_file", *(("dataset_name",) if self.is_file else ())):
             path = getattr(self, name)
+            if are_assumed() and name == "dataset_name":
+                continue  # the data of a run on other machines need not be here
             if path is not None and not (name == "prompt_file" and path == AUTO_PROMPT) and not _is_file(path):
                 beside = "" if name == "dataset_name" else ", nor in the folder of the configuration that names it or one above"
                 where = "" if Path(path).is_absolute() else f" in the working directory {Path.cwd()}{beside}"

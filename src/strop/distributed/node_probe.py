@@ -1,15 +1,12 @@
-"""Inspect a node from a process on it: installed packages, GPUs, visible folders and models, the speed of an all-reduce."""
+"""Inspect a node from a process on it: installed packages, GPUs, visible folders, the speed of an all-reduce."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
-import os
 import platform
-import shutil
 import socket
 import subprocess
-import sys
 import time
 import uuid
 from importlib import metadata
@@ -18,7 +15,6 @@ from typing import Any
 
 from strop.distributed.preflight import FolderStatus, Gpu, NodeInfo
 from strop.distributed.rendezvous import serve_store
-from strop.gpus import VISIBLE
 
 GIB = 2.0**30
 TOKEN_FILE = "driver"
@@ -26,22 +22,16 @@ FOLDER_TIMEOUT = 5.0  # until the driver's file must be visible
 PACKAGES = ("torch", "transformers", "ray")
 
 
-def probe_node(
-    packages: tuple[str, ...], models: tuple[str, ...], folders: tuple[str, ...], token: str, cuda_ipc: bool = False
-) -> NodeInfo:
-    """Report the hardware and software of this node, and what it can read.
+def probe_node(packages: tuple[str, ...], folders: tuple[str, ...], token: str) -> NodeInfo:
+    """Report the packages and GPUs of this node, and whether it sees ``folders``.
 
-    The driver has written ``token`` to a subfolder of this name in each of ``folders``. ``cuda_ipc``: try it, if there are GPUs.
+    The driver has written ``token`` to a subfolder of this name in each of them.
     """
-    gpus = list_gpus()
     return NodeInfo(
         host=socket.gethostname(),
         versions=get_versions(packages),
-        shm=_disk_size(Path("/dev/shm")),
-        gpus=gpus,
-        models={name: find_model_error(name) for name in models},
+        gpus=list_gpus(),
         folders={folder: check_folder(Path(folder), token) for folder in folders},
-        cuda_ipc=try_in_process("cuda") if cuda_ipc and gpus else "",
     )
 
 
@@ -85,29 +75,6 @@ def list_gpus() -> tuple[Gpu, ...]:
     return tuple(Gpu(name, float(memory) / 1024 if memory.isdigit() else 0.0, driver) for name, memory, driver in rows)
 
 
-def try_in_process(device: str) -> str:
-    """Run ``ipc_trial`` on this node, on its first GPU, which Ray hides from a process that computes nothing. Return why it failed."""
-    visible = {} if os.environ.get(VISIBLE) else {VISIBLE: "0"}
-    command = [sys.executable, "-m", "strop.distributed.ipc_trial", device]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **visible})
-    except (OSError, subprocess.SubprocessError) as error:
-        return str(error)
-    lines = (done.stderr or done.stdout).strip().splitlines()
-    return "" if done.returncode == 0 else lines[-1] if lines else f"its process ended with {done.returncode}"
-
-
-def find_model_error(name: str) -> str:
-    """Return why a model cannot be read on this node; empty text if it can be."""
-    try:
-        from strop.models.loading import locate_model
-
-        locate_model(name)
-    except Exception as error:  # also report, for example, that torch cannot be imported
-        return str(error) or type(error).__name__
-    return ""
-
-
 def check_folder(folder: Path, token: str) -> FolderStatus:
     """Read the driver's file in a folder, and write a file of this node next to it."""
     subfolder, node_file = folder / token, f"node-{uuid.uuid4().hex}"
@@ -121,23 +88,12 @@ def check_folder(folder: Path, token: str) -> FolderStatus:
             return FolderStatus(False, error="another file is in its place")
         (subfolder / node_file).write_text(token)
     except OSError as error:
-        return FolderStatus(True, free=_free_space(folder), error=format_os_error(error))
-    return FolderStatus(True, node_file, _free_space(folder))
+        return FolderStatus(True, error=format_os_error(error))
+    return FolderStatus(True, node_file)
 
 
 def format_os_error(error: OSError) -> str:
     return error.strerror or type(error).__name__
-
-
-def _disk_size(path: Path) -> float:
-    try:
-        return shutil.disk_usage(path).total / GIB
-    except OSError:
-        return 0.0
-
-
-def _free_space(path: Path) -> float:
-    return shutil.disk_usage(path).free / GIB
 
 
 class AllReduceProbe:

@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-SMALL_SHM = 1.0  # GiB; NCCL and Ray share memory through /dev/shm, which has 0.06 GiB in a container by default
-SMALL_DISK = 5.0  # GiB
 SLOW_GPU_LINK = 2e9  # bytes/s between nodes; below it NCCL has most likely fallen back to TCP
 
 
@@ -31,10 +29,8 @@ class RunNeeds:
 
     devices: int
     packages: tuple[str, ...] = ()  # of the driver's versions
-    models: tuple[str, ...] = ()  # to read: folders or names on the hub
     folder_keys: Mapping[str, str] = field(default_factory=dict)  # folders that all nodes share, each with the key that sets it
     environment: Mapping[str, str] = field(default_factory=dict)  # of the learner's processes
-    cuda_ipc: bool = False  # whether weights go to the engines through GPU memory that processes share
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,6 @@ class FolderStatus:
 
     shared: bool  # whether the node can read the driver's file
     file: str = ""  # name of the file that the node wrote
-    free: float = 0.0  # GiB
     error: str = ""
 
 
@@ -60,11 +55,8 @@ class NodeInfo:
 
     host: str
     versions: Mapping[str, str]  # package -> version; empty: not installed
-    shm: float  # GiB of /dev/shm; 0: does not exist
     gpus: tuple[Gpu, ...] = ()
-    models: Mapping[str, str] = field(default_factory=dict)  # name -> why it cannot be read; empty: it can be
     folders: Mapping[str, FolderStatus] = field(default_factory=dict)
-    cuda_ipc: str = ""  # why one process cannot read the GPU memory of another; empty: it can, or nobody needs it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +107,6 @@ def find_problems(survey: ClusterSurvey) -> list[Finding]:
         *check_versions(survey),
         *check_gpus(survey),
         *check_folders(survey),
-        *check_models(survey),
-        *check_shared_memory(survey),
-        *check_cuda_ipc(survey),
         *check_all_reduce(survey),
     ]
     return sorted(findings, key=lambda finding: not finding.fatal)
@@ -190,7 +179,6 @@ def check_gpus(survey: ClusterSurvey) -> Iterator[Finding]:
 
 
 def check_folders(survey: ClusterSurvey) -> Iterator[Finding]:
-    free: dict[str, float] = {}
     for folder, reason in survey.unwritable.items():
         key = survey.needs.folder_keys[folder]
         yield Finding(key, f"{folder} cannot be written from here ({reason})", f"Set {key} to a writable folder.")
@@ -210,48 +198,6 @@ def check_folders(survey: ClusterSurvey) -> Iterator[Finding]:
                     + (f" ({status.error})" if status.error else ""),
                     "Let the user that runs Ray write there, and mount it read-write.",
                 )
-            free[folder] = status.free
-    for folder, free_gib in free.items():
-        if 0 < free_gib < SMALL_DISK:
-            yield Finding(
-                survey.needs.folder_keys[folder],
-                f"{free_gib:.1f} GiB are free in {folder}",
-                "Free some space, or keep fewer checkpoints (checkpointing.keep_top_k).",
-                fatal=False,
-            )
-
-
-def check_models(survey: ClusterSurvey) -> Iterator[Finding]:
-    for node, info in _reporting_nodes(survey):
-        for name, reason in info.models.items():
-            if reason:
-                yield Finding(
-                    node.name,
-                    f"cannot read the model {name}: {reason}",
-                    "Put it on a shared disk under the same absolute path on every node, or into each node's hub cache (HF_HOME).",
-                )
-
-
-def check_shared_memory(survey: ClusterSurvey) -> Iterator[Finding]:
-    for node, info in _reporting_nodes(survey):
-        if info.shm < SMALL_SHM:
-            yield Finding(
-                node.name,
-                f"/dev/shm has {info.shm:.2f} GiB, and the processes of a node exchange tensors through it",
-                "Start the container with more (docker --shm-size=16g; an emptyDir with medium: Memory on Kubernetes).",
-                fatal=False,
-            )
-
-
-def check_cuda_ipc(survey: ClusterSurvey) -> Iterator[Finding]:
-    for report in survey.nodes:
-        if report.info and report.info.cuda_ipc:
-            yield Finding(
-                report.name,
-                f"a process cannot read the GPU memory of another (CUDA IPC), as engines read weights: {report.info.cuda_ipc}",
-                "Start containers with --ipc=host, and learner and engines in one PID namespace (Kubernetes: hostIPC, or one pod), or set "
-                "policy.generation.weight_sync.transport=memory.",
-            )
 
 
 def check_all_reduce(survey: ClusterSurvey) -> Iterator[Finding]:
@@ -287,28 +233,25 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def format_survey(survey: ClusterSurvey) -> list[str]:
-    """Format a table with one line per node, and what was found about versions, folders, models and the interconnect."""
+    """Format a table with one line per node, and what was found about versions, folders and the interconnect."""
     rows = [("versions", ", ".join(f"{name} {version or 'not installed'}" for name, version in survey.driver.items()))]
     rows += [(key, f"{folder}{_format_folder(survey, folder)}") for folder, key in survey.needs.folder_keys.items()]
-    for name in survey.needs.models:
-        readers = sum(info.models.get(name) == "" for _, info in _reporting_nodes(survey))
-        rows.append(("model", f"{name}: readable on {readers} of {len(survey.nodes)} nodes"))
     if survey.all_reduce is not None:
         rows.append(("interconnect", _format_all_reduce(survey.all_reduce)))
     elif not survey.all_reduce_failure:
         rows.append(("interconnect", "not measured" + ("" if survey.placement_error else ": there is only one device")))
-    table = [("node", "address", "host", "/dev/shm", "GPUs"), *(_format_node(node) for node in survey.nodes)]
+    table = [("node", "address", "host", "GPUs"), *(_format_node(node) for node in survey.nodes)]
     return [*align_columns(table), "", *align_columns(rows)]
 
 
 def _format_node(node: NodeReport) -> tuple[str, ...]:
     number, info = str(node.number), node.info
     if info is None:
-        return number, node.address, "no answer", "?", f"{node.gpus} (Ray)"
+        return number, node.address, "no answer", f"{node.gpus} (Ray)"
     gpus = [f"{count} x {_format_gpu(gpu)}" for gpu, count in Counter(info.gpus).items()]
     if node.gpus != len(info.gpus):
         gpus.append(f"{node.gpus} for Ray")
-    return number, node.address, info.host, f"{info.shm:.1f} GiB", "; ".join(gpus) or "none"
+    return number, node.address, info.host, "; ".join(gpus) or "none"
 
 
 def _format_gpu(gpu: Gpu) -> str:
@@ -317,8 +260,7 @@ def _format_gpu(gpu: Gpu) -> str:
 
 def _format_folder(survey: ClusterSurvey, folder: str) -> str:
     statuses = [info.folders[folder] for _, info in _reporting_nodes(survey) if folder in info.folders]
-    free = [status.free for status in statuses if status.shared]
-    return f": shared by {len(free)} of {len(survey.nodes)} nodes" + (f", {min(free):.0f} GiB free" if free else "")
+    return f": shared by {sum(status.shared for status in statuses)} of {len(survey.nodes)} nodes"
 
 
 def _format_all_reduce(speed: AllReduceSpeed) -> str:

@@ -81,7 +81,7 @@ async def survey_cluster(connected: ConnectedCluster, needs: RunNeeds) -> Cluste
 
 
 async def _probe_nodes(nodes: Sequence[Node], needs: RunNeeds, folders: tuple[str, ...], token: str) -> list[NodeReport]:
-    answers = await run_on_every_node(probe_node, needs.packages, needs.models, folders, token, needs.cuda_ipc)
+    answers = await run_on_every_node(probe_node, needs.packages, folders, token)
     results = {node.id: result for node, result in answers}
     gone = RuntimeError("the node has left the cluster")
     return [_make_report(number, node, results.get(node.id, gone)) for number, node in enumerate(nodes)]

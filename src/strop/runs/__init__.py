@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from strop.runs.evaluate import run_evaluation as run_evaluation
-    from strop.runs.training_run import run_training as run_training
+    from strop.runs.train import run_training as run_training
 
-_MODULES = {"run_evaluation": "strop.runs.evaluate", "run_training": "strop.runs.training_run"}
+_MODULES = {"run_evaluation": "strop.runs.evaluate", "run_training": "strop.runs.train"}
 __all__ = ["run_evaluation", "run_training"]
 
 

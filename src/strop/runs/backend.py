@@ -28,6 +28,8 @@ from strop.learner.learner_thread import LearnerThread
 from strop.learner.torch.reference_store import model_fingerprint
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork
 from strop.monitoring.trackers.base import Tracker
+from strop.runs.cluster.ray_backend import make_ray_backend
+from strop.runs.contents.model_check import check_model
 from strop.runs.engines import GeneratorSpec, make_generator, make_past_selves, offloads_learner
 from strop.runs.models import (
     LoadedPolicy,
@@ -129,14 +131,10 @@ def describe_origin(model_name: str) -> str:
 async def make_backend(config: TrainingRunConfig, cluster: Cluster | None, tracker: Tracker) -> Backend:
     """Make the backend of a run and load the policy. Raises ModelNotFound, ValueError."""
     tracker.progress(f"loading the model: {config.policy.model_name} {describe_origin(config.policy.model_name)}")
+    backend: Backend
     if cluster is None:
-        return LocalBackend(config, load_training_policy(config))
-    if config.policy.draft.enabled and not config.policy.uses_megatron:
-        raise ValueError(
-            "policy.draft.enabled is true, but the models of the run are in a cluster of processes (cluster), where a head is trained "
-            "beside Megatron Core alone: leave one process with one device (cluster.num_nodes=1, cluster.gpus_per_node=1), set "
-            "policy.megatron_cfg.enabled=true, or this to false"
-        )
-    from strop.runs.cluster.ray_backend import make_ray_backend
-
-    return await make_ray_backend(config, cluster, tracker)
+        backend = LocalBackend(config, load_training_policy(config))
+    else:
+        backend = await make_ray_backend(config, cluster, tracker)
+    check_model(config, backend.bundle, tracker.note)
+    return backend

@@ -14,7 +14,7 @@ from strop.distributed.base import ActorDied
 from strop.environments.base import EnvironmentConfigError
 from strop.learner.budget.out_of_memory import DeviceMemoryFull
 from strop.models.loading import ModelNotFound
-from strop.monitoring.console.message_style import configure_messages, reader_is_gone
+from strop.monitoring.console.message_style import configure_messages, discard_output, reader_is_gone
 from strop.safety.exits import RunExited, run_coroutine
 from strop.safety.printable import make_printable
 from strop.sandbox.base import SandboxError
@@ -50,14 +50,14 @@ USER_ERRORS = (
 )
 
 
-def run_command(work: Coroutine[Any, Any, None]) -> int:
-    """Run a command. Return 0 on success, 1 after printing an error that the user can fix.
+def run_command(work: Coroutine[Any, Any, object], *, quiet: bool = False) -> int:
+    """Run a command and print what it returns, unless that is None. Return 0 on success, 1 after printing an error that the user can fix.
 
     Raises BrokenPipeError if nobody reads the output.
     """
     configure_messages()
     try:
-        run_coroutine(work)
+        said = run_coroutine(work)
     except USER_ERRORS as error:
         if isinstance(error, BrokenPipeError) and reader_is_gone():
             raise
@@ -68,6 +68,11 @@ def run_command(work: Coroutine[Any, Any, None]) -> int:
             raise
         _print_error(error)
         return 1
+    if said is not None and not quiet:
+        try:
+            print(said, flush=True)
+        except BrokenPipeError:  # what was run is fine
+            discard_output()
     return 0
 
 

@@ -1,29 +1,35 @@
-"""What every training run needs: trackers, checkpoints, seeds and the watchdog."""
+"""What is around every training run: trackers, checkpoints, seeds and the watchdog."""
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import numpy
 import torch
 
+from strop.algorithms.base import Algorithm
 from strop.checkpointing.background import BackgroundCheckpointer
 from strop.checkpointing.base import Checkpointer
 from strop.checkpointing.folders import FolderCheckpointer
 from strop.config import TrainingRunConfig, dump_config
+from strop.config.load.auto_backend import resolve_auto_backend
+from strop.determinism import set_deterministic
 from strop.distributed.base import Cluster
 from strop.monitoring.console.console import open_console
-from strop.monitoring.profiling.step_profiler import ProfiledProcess, StepProfiler
 from strop.monitoring.trackers.background_tracker import BackgroundTracker
 from strop.monitoring.trackers.base import CompositeTracker, Tracker
 from strop.monitoring.trackers.jsonl import JsonlTracker
 from strop.monitoring.watchdog.watchdog import Watchdog, WatchdogTimeout, schedule_exit
 from strop.runs.contents.run_contents import find_contents, write_contents
 from strop.runs.monitors.tracker_services import make_services
+from strop.runs.summary import summarize
 from strop.stopping import EarlyStop
+from strop.trainer.cadence import announce_checkpoint
+from strop.trainer.run import TrainingRun
 
 # NeMo-RL's names -> Strop's.
 METRIC_ALIASES = {
@@ -89,21 +95,30 @@ def make_saver(config: TrainingRunConfig, folders: FolderCheckpointer) -> Checkp
     return BackgroundCheckpointer(folders) if config.checkpointing.async_save else folders
 
 
-def make_profiler(config: TrainingRunConfig, tracker: Tracker, cluster: Cluster | None) -> StepProfiler:
-    """Make what records the time line of the steps that ``logger.profile`` names, in this process and in those of ``cluster``."""
-    profile = config.logger.profile
-    return StepProfiler(
-        folder=Path(config.logger.log_dir).absolute(),
-        steps=frozenset(profile.steps),
-        operators=profile.operators,
-        note=tracker.note,
-        processes=(lambda: _list_working(cluster)) if cluster is not None else tuple,
-    )
+def begin_run(config: TrainingRunConfig, algorithm: Algorithm, tracker: Tracker, cluster: Cluster | None) -> TrainingRunConfig:
+    """Set up this process and note what is run. Return the configuration as it holds on the devices of the cluster."""
+    if cluster is not None:
+        config = resolve_auto_backend(config, has_gpus=not cluster.on_cpu)
+    seed_everything(config.training.seed)
+    set_deterministic(config.policy.deterministic)
+    for line in summarize(config, algorithm, on_cpu=None if cluster is None else cluster.on_cpu).splitlines():
+        tracker.note(line)
+    return config
 
 
-def _list_working(cluster: Cluster) -> list[ProfiledProcess]:
-    """Return the processes of a run that take part in its steps: all but those that watch the machines."""
-    return [process for process in cluster.list_processes() if not process.name.startswith("monitor-")]
+@asynccontextmanager
+async def finish_at_end(run: TrainingRun) -> AsyncIterator[TrainingRun]:
+    """Complete the checkpoint that is being written when the context ends, in an error too, and end the listeners."""
+    try:
+        yield run
+        if run.checkpoints is not None:
+            await asyncio.to_thread(run.checkpoints.finish)
+        announce_checkpoint(run)
+    finally:
+        if run.checkpoints is not None:
+            with suppress(Exception):  # may fail for the same reason; but no write may overlap with the next attempt
+                await asyncio.to_thread(run.checkpoints.finish)
+        await run.listeners.on_end(run.tracker)
 
 
 def seed_everything(seed: int) -> None:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -189,12 +188,12 @@ def _may_send_by_ipc(config: TrainingRunConfig) -> bool:
 class ModelLoader(Protocol):
     """Loads a model in this process, which may be one of several ranks that shard it."""
 
-    def load_model(self, load: Callable[..., Any], device: torch.device) -> Any:
-        """Return ``load(device=...)``."""
+    def load_model(self, load: Callable[..., Any], name: str, device: torch.device, **options: Any) -> Any:
+        """Return ``load(name, device=..., **options)``."""
         ...
 
-    def make_network(self, model: Any, make: Callable[..., Any]) -> Any:
-        """Return ``make(model)``, or ``make(model, packed=...)`` if another rank has determined whether the model supports packed rows."""
+    def make_network(self, kind: Callable[..., Any], model: Any, **options: Any) -> Any:
+        """Return ``kind(model, **options)``, with ``packed`` if another rank has determined whether the model supports packed rows."""
         ...
 
     def measure(self, find: Callable[[], Any]) -> Any:
@@ -205,11 +204,11 @@ class ModelLoader(Protocol):
 class LocalLoader:
     """Loads the whole model in this process."""
 
-    def load_model(self, load: Callable[..., Any], device: torch.device) -> Any:
-        return load(device=str(device))
+    def load_model(self, load: Callable[..., Any], name: str, device: torch.device, **options: Any) -> Any:
+        return load(name, device=str(device), **options)
 
-    def make_network(self, model: Any, make: Callable[..., Any]) -> Any:
-        return make(model)
+    def make_network(self, kind: Callable[..., Any], model: Any, **options: Any) -> Any:
+        return kind(model, **options)
 
     def measure(self, find: Callable[[], Any]) -> Any:
         return find()
@@ -218,8 +217,8 @@ class LocalLoader:
 class HostLoader(LocalLoader):
     """Loads the whole model in CPU memory: a device need not hold it in float32 where its weights are rounded."""
 
-    def load_model(self, load: Callable[..., Any], device: torch.device) -> Any:
-        return load(device="cpu")
+    def load_model(self, load: Callable[..., Any], name: str, device: torch.device, **options: Any) -> Any:
+        return load(name, device="cpu", **options)
 
 
 LOCAL_LOADER = LocalLoader()
@@ -232,14 +231,12 @@ def load_policy(config: ModelConfig, seed: int = 0, loader: ModelLoader = LOCAL_
     Raises ModelNotFound, ValueError.
     """
     device = prepare_device(config.device, config.num_threads)
-    load = partial(
-        load_model, config.model_name, overrides=config.hf_config_overrides, dequantize=config.dequantize_base_checkpoint
-    )
-    model = loader.load_model(load, device)
+    overrides, dequantize = config.hf_config_overrides, config.dequantize_base_checkpoint
+    model = loader.load_model(load_model, config.model_name, device, overrides=overrides, dequantize=dequantize)
     for name in disable_dropout(model):
         log.warning("dropout of %s is disabled: with it, generator and learner would compute different log-probabilities", name)
     tokenizer = load_tokenizer(config.tokenizer.name, chat_template=config.tokenizer.chat_template, key=tokenizer_key(config))
-    network = _make_network(partial(Network, chunk=config.logprob_chunk_size or 1 << 40), model, config, loader)
+    network = _make_network(Network, model, config, loader, chunk=config.logprob_chunk_size or 1 << 40)
     template = make_template(config, tokenizer, model.config)
     if template.vision is not None:
         network.enable_vision(template.vision)
@@ -397,31 +394,36 @@ def make_each_learner(
 
 def _load_value_network(config: ModelConfig, seed: int, loader: ModelLoader, init_std: float | None = None) -> ValueNetwork:
     device = prepare_device(config.device, config.num_threads)
-    load = partial(
+    model = loader.load_model(
         load_classifier,
         config.model_name,
+        device,
         overrides=config.hf_config_overrides,
         seed=seed,
         init_std=init_std,
         dequantize=config.dequantize_base_checkpoint,
     )
-    model = loader.load_model(load, device)
     disable_dropout(model)
     network: ValueNetwork = _make_network(ValueNetwork, model, config, loader)
     return network
 
 
-def _make_network(make: Callable[..., Any], model: Any, config: ModelConfig, loader: ModelLoader) -> Any:
-    """Return ``make(model)`` with the configured precisions. The model is probed for packed rows before its weights are rounded."""
+def _make_network(kind: Callable[..., Any], model: Any, config: ModelConfig, loader: ModelLoader, **options: Any) -> Any:
+    """Return ``kind(model, ...)`` with the configured precisions. The model is probed for packed rows before its weights are rounded."""
     fix_rotary_length(model, config.max_total_sequence_length)
-    make = partial(make, precision=PRECISIONS[config.precision], attention_kernel=config.attention_kernel)
-    network = loader.make_network(model, make) if config.sequence_packing.enabled else make(model, packed=False)
+    options |= {"precision": PRECISIONS[config.precision], "attention_kernel": config.attention_kernel}
+    make = loader.make_network if config.sequence_packing.enabled else _make_padded
+    network = make(kind, model, **options)
     cast_weights(model, PRECISIONS[config.weights_dtype])
     if config.freeze_moe_router:
         log.info("%d routers of experts are frozen", len(freeze_routers(model)))
     if config.freeze_vision_tower and is_vision_config(model.config):
         log.info("the vision tower is frozen: %s weights", f"{freeze_tower(model):,}")
     return network
+
+
+def _make_padded(kind: Callable[..., Any], model: Any, **options: Any) -> Any:
+    return kind(model, packed=False, **options)
 
 
 def _apply_lora(network: Network, config: ModelConfig, seed: int) -> None:

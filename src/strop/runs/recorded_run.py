@@ -1,17 +1,17 @@
-"""Build a run on recorded data: SFT, preferences, reward models. Such a run has no engine."""
+"""A run on recorded data: SFT, preferences, reward models. It has no engine."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
 from strop.algorithms.base import Algorithm
-from strop.checkpointing.base import Restorable
-from strop.config import RecordedRunConfig
+from strop.checkpointing.base import Restorable, RunState
+from strop.config import RecordedRunConfig, TrainingRunConfig
 from strop.config.schema.recorded_config import MOST_EXAMPLES, RmConfig, SftConfig
 from strop.data.data_config import DataEntryConfig
 from strop.data.data_state import DataState
@@ -20,8 +20,7 @@ from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, Part
 from strop.data.sources.streaming.streamed import count_items, has_item, is_streamed
-from strop.distributed.base import Cluster
-from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.learner.client import LearnerClient
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import make_failed_group
 from strop.rollouts.groups_ahead import GroupsAhead
@@ -35,23 +34,15 @@ from strop.rollouts.recorded import (
 from strop.rollouts.recorded_tokens import ExampleTooLong, RecordedRules
 from strop.rollouts.stream import RolloutStream, StreamState
 from strop.rollouts.tokenizing_pool import TokenizingPool, choose_num_workers
-from strop.runs.backend import make_backend
-from strop.runs.contents.model_check import check_model
-from strop.runs.lifecycle import make_checkpoints, make_early_stop, make_saver
+from strop.runs.backend import Backend
 from strop.runs.models import TokenizerBundle
-from strop.runs.monitors.instruments import RolloutRecorder
-from strop.runs.monitors.run_listeners import make_health
-from strop.runs.resume.restore import restore_checkpoint, resume_run
-from strop.runs.resume.token_budgets import make_token_budgets, settle_token_budgets
-from strop.runs.scorers import count_optimizer_steps, make_scorers
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.health.health_rules import HealthFinding
 from strop.trainer.health.start_checks import check_epochs, check_validation
-from strop.trainer.listeners import Listeners
 from strop.trainer.loss_validation import LossValidator
-from strop.trainer.run import DATA, TrainingRun, TrainOptions
+from strop.trainer.run import DATA, GroupSupply, TrainOptions
 from strop.types import Group, Task
 from strop.weight_sync.in_process import InProcessWeights
 
@@ -143,82 +134,84 @@ class RecordedExamples:
         return [self.make_group(index, part, position) for index, (part, position) in enumerate(pairs)]
 
 
-async def build_recorded_run(
-    config: RecordedRunConfig, algorithm: Algorithm, tracker: Tracker, cluster: Cluster | None = None
-) -> TrainingRun:
-    """Build a run on recorded data, restored from its newest checkpoint if there is one."""
-    tracker.progress("reading examples")  # before the model loads, which takes longer than to find what is wrong with them
-    parts = read_examples(config, config.data.train, "train", algorithm)
-    held_out_parts = read_validation_examples(config, algorithm)
-    backend = await make_backend(config, cluster, tracker)
-    check_model(config, backend.bundle, tracker.note)
-    examples = join_examples(config, config.data.train, parts, algorithm, backend.bundle)
-    validation_groups = make_validation_groups(config, held_out_parts, algorithm, backend.bundle, tracker)
-    held_out = f", {len(validation_groups)} to validate on" if validation_groups else ""
-    counted = "examples of a stream" if examples.epoch_size is None else f"{examples.epoch_size} examples"
-    tracker.note(f"{counted} to train on{held_out}")
-    share_prefixes = config.policy.sequence_packing.prefix_sharing and backend.packed
-    options = make_recorded_options(config, examples.epoch_size, share_prefixes=share_prefixes)
-    learners = await backend.build_learners(algorithm, Sampling(), count_optimizer_steps(options, examples.size))
-    scorers = await make_scorers(
-        config, backend, algorithm, learners, tracker, lambda: [*examples.read_all(), *validation_groups]
-    )
-    columns = ColumnSources(algorithm.requires, scorers)
+@dataclass(kw_only=True)
+class RecordedSource:
+    """Groups of recorded examples."""
 
-    checkpoints = make_checkpoints(config, backend.bundle.save)
-    store = make_recorded_store(config, backend.bundle)
-    parts_with_state: dict[str, Restorable] = {DATA: DataState(examples)} if examples.resumable else {}
-    parts_with_state |= make_token_budgets(config)
-    state = restore_checkpoint(config, checkpoints, {**learners, **parts_with_state}, tracker, store)
-    await settle_token_budgets(config, learners, parts_with_state, tracker)
-    ahead = make_examples_ahead(config, examples, options)
-    evaluator = None
-    if validation_groups:
+    config: RecordedRunConfig
+    algorithm: Algorithm
+    tracker: Tracker
+    train: tuple[Sequence[Task], ...]  # of each data entry
+    validation: tuple[Sequence[Task], ...] = ()
+    examples: RecordedExamples = field(init=False)
+    validation_groups: list[Group] = field(init=False)
+    sampling = Sampling()  # of nothing
+
+    @property
+    def size(self) -> int | None:
+        return self.examples.size
+
+    def prepare(self, backend: Backend) -> TrainOptions:
+        """Cut the examples by the policy's tokenizer. Return the options of the loop."""
+        config, bundle = self.config, backend.bundle
+        self.examples = join_examples(config, config.data.train, self.train, self.algorithm, bundle)
+        self.validation_groups = make_validation_groups(config, self.validation, self.algorithm, bundle, self.tracker)
+        held_out = f", {len(self.validation_groups)} to validate on" if self.validation_groups else ""
+        count = self.examples.epoch_size
+        self.tracker.note(f"{'examples of a stream' if count is None else f'{count} examples'} to train on{held_out}")
+        share_prefixes = config.policy.sequence_packing.prefix_sharing and backend.packed
+        return make_recorded_options(config, count, share_prefixes=share_prefixes)
+
+    def read_all(self) -> Sequence[Group]:
+        return [*self.examples.read_all(), *self.validation_groups]
+
+    def make_parts(self, backend: Backend) -> Mapping[str, Restorable]:
+        return {DATA: DataState(self.examples)} if self.examples.resumable else {}
+
+    def find_at_start(self, options: TrainOptions) -> Iterator[HealthFinding]:
+        yield from check_validation(options, self.size, held_out=bool(self.config.data.validation_entries))
+        yield from check_epochs(options, self.size, self.config.training.max_num_epochs)
+
+    @asynccontextmanager
+    async def open(
+        self,
+        backend: Backend,
+        options: TrainOptions,
+        policy: LearnerClient,
+        columns: ColumnSources,
+        state: RunState | None,
+    ) -> AsyncIterator[GroupSupply]:
+        """Start to read ahead."""
+        ahead = make_examples_ahead(self.config, self.examples, options)
+        stream = make_recorded_stream(self.examples, options, None if state is None else state.stream, ahead)
         evaluator = LossValidator(
-            groups=validation_groups,
-            algorithm=algorithm,
-            learner=learners["policy"],
+            groups=self.validation_groups,
+            algorithm=self.algorithm,
+            learner=policy,
             columns=columns,
-            share_prefixes=share_prefixes,
+            share_prefixes=options.share_prefixes,
         )
-    run = TrainingRun(
-        options=options,
+        try:
+            yield GroupSupply(
+                stream=stream, weights=InProcessWeights([]), evaluator=evaluator if self.validation_groups else None
+            )
+        finally:
+            await stream.close()
+            if ahead is not None:
+                await ahead.close()
+
+
+def read_recorded(config: TrainingRunConfig, algorithm: Algorithm, tracker: Tracker) -> RecordedSource:
+    """Read the examples of a run. Raises DataError for an entry without any that the algorithm can learn from."""
+    assert isinstance(config, RecordedRunConfig)
+    tracker.progress("reading examples")
+    return RecordedSource(
+        config=config,
         algorithm=algorithm,
-        stream=make_recorded_stream(examples, options, state.stream if state else None, ahead),
-        learners=learners,
-        parts=parts_with_state,
-        columns=columns,
-        weights=InProcessWeights([]),
         tracker=tracker,
-        evaluator=evaluator,
-        early_stop=make_early_stop(config),
-        checkpoints=make_saver(config, checkpoints),
-        listeners=Listeners(
-            [
-                RolloutRecorder(
-                    store=store,
-                    algorithm=algorithm,
-                    token_columns=config.logger.rollouts != "none" and config.logger.token_columns == "all",
-                ),
-                make_health(config, find_at_start(config, options, examples.size)),
-            ]
-        ),
+        train=read_examples(config, config.data.train, "train", algorithm),
+        validation=read_validation_examples(config, algorithm),
     )
-    if ahead is not None:
-        run.on_close.append(ahead.close)
-    return resume_run(run, state)
-
-
-def find_at_start(config: RecordedRunConfig, options: TrainOptions, examples: int | None) -> Iterator[HealthFinding]:
-    """Find what most likely is not as intended, before the first step. ``examples``: those of all epochs."""
-    yield from check_validation(options, examples, held_out=bool(config.data.validation_entries))
-    yield from check_epochs(options, examples, config.training.max_num_epochs)
-
-
-def make_recorded_store(config: RecordedRunConfig, bundle: TokenizerBundle) -> RolloutStore:
-    """Make the store of examples, which the data holds already: it is used where the columns of their tokens are stored."""
-    stored = config.logger.rollouts if config.logger.token_columns == "all" else "none"
-    return RolloutStore(Path(config.logger.log_dir), stored, decode=bundle.tokenizer.decode)
 
 
 def make_recorded_rules(config: RecordedRunConfig, bundle: TokenizerBundle) -> RecordedRules:

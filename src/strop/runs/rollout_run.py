@@ -1,13 +1,17 @@
-"""Build a run that learns from its own rollouts: GRPO and its family, PPO, distillation."""
+"""A run that learns from its own rollouts, GRPO and its family, PPO, distillation: its tasks, engine, stream and validation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from strop.algorithms.base import Algorithm
-from strop.checkpointing.base import Restorable
+from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
+from strop.checkpointing.base import Restorable, RunState
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import RolloutRunConfig
 from strop.config.checks.device_counts import count_devices
@@ -20,96 +24,234 @@ from strop.generation.torch.torch_engine import TorchEngine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
 from strop.learner.client import LearnerClient
 from strop.models.chat_template import ChatTemplate
-from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
+from strop.problems import raise_problems
+from strop.rollouts.episode import EpisodeRules, make_failed_group, run_group
+from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.prompts_ahead import PromptsAhead
+from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
 from strop.rollouts.tool_turns import describe_tool_calls
 from strop.runs.algorithm.run_algorithm import count_steps_per_batch
-from strop.runs.backend import Backend, LocalBackend, make_backend
-from strop.runs.contents.model_check import check_model
+from strop.runs.backend import Backend, LocalBackend
+from strop.runs.cluster.ray_backend import make_remote_environments
+from strop.runs.contents.model_check import note_empty_answers
+from strop.runs.dry_run.examined_templates import find_conversation_problems
 from strop.runs.engines import GeneratorSpec
 from strop.runs.jobs.evaluation_identity import identify_entries
-from strop.runs.jobs.evaluation_job import make_validation_job
-from strop.runs.lifecycle import make_checkpoints, make_early_stop, make_saver
-from strop.runs.monitors.run_listeners import make_hacking_monitor, make_rollout_listeners
-from strop.runs.resume.restore import restore_checkpoint, resume_run
-from strop.runs.resume.token_budgets import make_token_budgets, settle_token_budgets
-from strop.runs.rollout_stream import Episodes, make_rollout_stream
-from strop.runs.run_tasks import RunTasks, read_tasks
-from strop.runs.scorers import count_optimizer_steps, make_scorers
+from strop.runs.jobs.evaluation_job import make_episode_rules, make_validation_job
+from strop.runs.tasks import count_slots, list_reward_marks, make_training_tasks, make_validation_tasks
+from strop.safety.exits import contain_exits
 from strop.sampling import Sampling
+from strop.sandbox.sandbox_pool import try_sandbox
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
-from strop.trainer.run import DATA, PAST_SELVES, DrainBefore, TrainingRun, TrainOptions
+from strop.trainer.health.health_rules import HealthFinding
+from strop.trainer.health.start_checks import check_epochs, check_reward_weights, check_turns, check_validation
+from strop.trainer.run import DATA, PAST_SELVES, DrainBefore, GroupSupply, TrainOptions
+from strop.types import Group
 from strop.weight_sync.snapshots import SnapshottedWeights
 
 UNFILTERED = 1 << 60  # groups generated for a step, of an algorithm that drops none
 
 
-async def build_rollout_run(
-    config: RolloutRunConfig, algorithm: Algorithm, tracker: Tracker, cluster: Cluster | None = None
-) -> tuple[TrainingRun, Generator]:
-    """Build a run on rollouts and its generator, restored from the newest checkpoint if there is one."""
-    tasks = await read_tasks(config, cluster, tracker)
-    monitor = make_hacking_monitor(config)
-    backend = await make_backend(config, cluster, tracker)
-    bundle = backend.bundle
-    check_model(config, bundle, tracker.note)
-    sampling = Sampling(**config.policy.generation.sampling_options())
-    options = make_train_options(
-        config,
-        share_prefixes=config.policy.sequence_packing.prefix_sharing and backend.packed,
-        filters=getattr(algorithm, "drop_constant_groups", type(algorithm).keep is not Algorithm.keep),
-        tasks=tasks.train.epoch_size,
+@dataclass(kw_only=True)
+class SampledSource:
+    """Groups of rollouts that the policy samples in environments."""
+
+    config: RolloutRunConfig
+    algorithm: Algorithm
+    tracker: Tracker
+    train: Mixture
+    validation: Mixture | None = None
+    selves: TorchPastSelves | None = None  # earlier ones of the policy, which environments play against
+
+    @property
+    def environments(self) -> list[Environment[Any]]:
+        """The environments of both, an environment as often as it is named."""
+        mixtures = [self.train] if self.validation is None else [self.train, self.validation]
+        return [component.environment for mixture in mixtures for component in mixture.components]
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(**self.config.policy.generation.sampling_options())
+
+    @property
+    def size(self) -> int | None:
+        return self.train.size
+
+    def prepare(self, backend: Backend) -> TrainOptions:
+        """Return the options of the loop; note how tool calls are written, and what a filter changes about the shares of the data."""
+        config = self.config
+        if said := describe_tool_calls(self.environments, backend.bundle.template, config.policy.tokenizer.tool_call_format):
+            self.tracker.note(said)
+        filters: bool = getattr(self.algorithm, "drop_constant_groups", type(self.algorithm).keep is not Algorithm.keep)
+        if filters and any(entry.prompts_per_step for entry in config.data.train):
+            self.tracker.note(
+                "prompts_per_step is of the groups begun: those that the algorithm drops are replaced by the next in turn"
+            )
+        share_prefixes = config.policy.sequence_packing.prefix_sharing and backend.packed
+        return make_train_options(config, share_prefixes=share_prefixes, filters=filters, tasks=self.train.epoch_size)
+
+    def read_all(self) -> Sequence[Group]:
+        return ()
+
+    def make_parts(self, backend: Backend) -> Mapping[str, Restorable]:
+        self.selves = make_past_selves(backend, self.environments)
+        return {
+            **({} if self.selves is None else {PAST_SELVES: self.selves.pool}),
+            **({DATA: DataState(self.train)} if self.train.resumable else {}),
+        }
+
+    def find_at_start(self, options: TrainOptions) -> Iterator[HealthFinding]:
+        config, advantage = self.config, getattr(self.algorithm, "advantage", None)
+        environments = {component.name: component.environment for component in self.train.components}
+        yield from check_turns(environments, config.rollout_training.max_rollout_turns, config.section)
+        if isinstance(advantage, DecoupledRewards):
+            weights = advantage.weights if isinstance(advantage.weights, Mapping) else {}
+            yield from check_reward_weights(list_reward_marks(config), weights, "algorithm.kwargs.advantage.weights")
+        yield from check_validation(options, self.train.size, held_out=bool(config.data.validation_entries))
+        yield from check_epochs(options, self.train.size, config.training.max_num_epochs)
+
+    @asynccontextmanager
+    async def open(
+        self,
+        backend: Backend,
+        options: TrainOptions,
+        policy: LearnerClient,
+        columns: ColumnSources,
+        state: RunState | None,
+    ) -> AsyncIterator[GroupSupply]:
+        """Start the engine and the stream of groups."""
+        config, template, selves = self.config, backend.bundle.template, self.selves
+        async with AsyncExitStack() as stack:
+            self.tracker.progress(f"starting the {config.policy.generation.engine_name} engine")
+            synced = await backend.build_generator(make_generator_spec(config, options, self.sampling, policy, self.tracker))
+            stack.push_async_callback(synced.generator.close)
+            ahead = make_prompts_ahead(config, self.train, template)
+            for each in (selves, ahead):
+                if each is not None:
+                    stack.push_async_callback(each.close)
+            baseline = self.algorithm.greedy_baseline
+            episodes = Episodes(config, self.train, synced.generator, template, self.sampling, baseline, selves)
+            stream = make_rollout_stream(episodes, options, state, ahead)
+            stack.push_async_callback(stream.close)
+            yield GroupSupply(
+                stream=stream,
+                weights=synced.weights if selves is None else SnapshottedWeights(synced.weights, selves.pool),
+                evaluator=make_evaluator(config, self.validation, synced.generator, template, self.tracker, past=selves),
+            )
+
+
+async def read_tasks(config: RolloutRunConfig, algorithm: Algorithm, cluster: Cluster | None, tracker: Tracker) -> SampledSource:
+    """Make the environments of a run and read its tasks; try the sandbox if one needs it. Raises ConfigError, EnvironmentConfigError."""
+    remote = {} if cluster is None else make_remote_environments(config, cluster)
+    tracker.progress("reading tasks")
+    train, validation = make_training_tasks(config, remote), make_validation_tasks(config, remote)
+    held_out = "" if validation is None else f", {len(validation)} to validate on"
+    counted = "tasks of a stream" if train.epoch_size is None else f"{train.epoch_size} tasks"
+    tracker.note(f"{counted} to train on{held_out}{describe_order(config)}")
+    note_empty_answers(train, tracker.note)
+    source = SampledSource(config=config, algorithm=algorithm, tracker=tracker, train=train, validation=validation)
+    if any(each.needs_sandbox for each in source.environments):
+        tracker.progress("trying the sandbox")
+        tracker.note(await try_sandbox())
+    raise_problems(find_conversation_problems(config, source.environments))
+    return source
+
+
+def describe_order(config: RolloutRunConfig) -> str:
+    """Say what a curriculum changes; empty without one."""
+    name, limit = config.data.curriculum.name, config.training.max_num_epochs
+    if not config.data.curriculum.enabled:
+        return ""
+    epochs = "" if limit is None else f", {limit} (max_num_epochs) in all"
+    return f"; the curriculum {name} draws them with replacement, and an epoch is as many draws as there are tasks{epochs}"
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Samples the group of the task at a position of the stream."""
+
+    config: RolloutRunConfig
+    source: Mixture
+    generator: Generator
+    template: ChatTemplate
+    sampling: Sampling
+    greedy_baseline: bool = False
+    past: PastSelves | None = None
+
+    @cached_property
+    def rules(self) -> EpisodeRules:
+        return make_episode_rules(self.config)
+
+    async def run(self, index: int) -> Group:
+        try:
+            with contain_exits():
+                name, environment, task = self.source.at(index)
+        except Exception as error:
+            group = make_failed_group(index, self.generator.version, error)
+        else:
+            group = await run_group(
+                index,
+                name,
+                environment,
+                task,
+                samples=self.config.rollout_training.num_generations_per_prompt,
+                generator=self.generator,
+                template=self.template,
+                sampling=self.sampling,
+                rules=self.rules,
+                seed=self.config.rollout_training.seed,
+                greedy_baseline=self.greedy_baseline,
+                past=self.past,
+            )
+        self.source.observe(group)
+        return group
+
+
+def make_rollout_stream(
+    episodes: Episodes, options: TrainOptions, state: RunState | None, ahead: PromptsAhead | None = None
+) -> RolloutStream:
+    """Make the stream, from where a checkpoint left it. ``ahead`` None: a prompt is made when its group begins."""
+    order = make_order(episodes.config, options)
+
+    async def run(index: int) -> Group:
+        if ahead is not None:
+            ahead.advance(index)
+        return await episodes.run(index)
+
+    return RolloutStream(
+        run,
+        slots=count_slots(episodes.config),
+        size=episodes.source.size,
+        has=episodes.source.has,
+        state=None if state is None else resume_stream(state, options, order),
+        refill_on_release=options.max_staleness > 0,
+        order=order,
+        version=lambda: episodes.generator.version,
     )
-    note_choices(config, options, tasks, bundle.template, tracker)
-    learners = await backend.build_learners(algorithm, sampling, count_optimizer_steps(options, tasks.train.size))
-    scorers = await make_scorers(config, backend, algorithm, learners, tracker, last_metrics=lambda: run.last_metrics)
-    selves = make_past_selves(backend, tasks.environments)
-    parts = make_saved_parts(config, tasks, selves)
-    checkpoints = make_checkpoints(config, bundle.save)
-    store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=bundle.tokenizer.decode)
-    state = restore_checkpoint(config, checkpoints, {**learners, **parts}, tracker, store)
-    await settle_token_budgets(config, learners, parts, tracker)
-    tracker.progress(f"starting the {config.policy.generation.engine_name} engine")
-    synced = await backend.build_generator(make_generator_spec(config, options, sampling, learners["policy"], tracker))
-    episodes = Episodes(config, tasks.train, synced.generator, bundle.template, sampling, algorithm.greedy_baseline, selves)
-    ahead = make_prompts_ahead(config, tasks.train, bundle.template)
-    run = TrainingRun(
-        options=options,
-        algorithm=algorithm,
-        stream=make_rollout_stream(episodes, options, state, ahead),
-        learners=learners,
-        parts=parts,
-        columns=ColumnSources(algorithm.requires, scorers),
-        weights=synced.weights if selves is None else SnapshottedWeights(synced.weights, selves.pool),
-        tracker=tracker,
-        evaluator=make_evaluator(config, tasks.validation, synced.generator, bundle.template, tracker, past=selves),
-        early_stop=make_early_stop(config),
-        checkpoints=make_saver(config, checkpoints),
-        listeners=make_rollout_listeners(config, options, tasks, algorithm, store, bundle.tokenizer.decode, monitor),
+
+
+def resume_stream(state: RunState, options: TrainOptions, order: GroupOrder) -> StreamState:
+    """Return the stream's state of a checkpoint, without groups that are too old for this run."""
+    return requeue_stale(
+        state.stream,
+        step=state.step,
+        groups_per_step=options.groups_per_step,
+        max_staleness=options.max_staleness,
+        order=order,
     )
-    run.on_close += [each.close for each in (selves, ahead) if each is not None]
-    return resume_run(run, state), synced.generator
 
 
-def note_choices(
-    config: RolloutRunConfig, options: TrainOptions, tasks: RunTasks, template: ChatTemplate, tracker: Tracker
-) -> None:
-    """Note how tool calls are written, and what a filter changes about the shares of the data."""
-    if said := describe_tool_calls(tasks.environments, template, config.policy.tokenizer.tool_call_format):
-        tracker.note(said)
-    if options.max_groups_per_step < UNFILTERED and any(entry.prompts_per_step for entry in config.data.train):
-        tracker.note("prompts_per_step is of the groups begun: those that the algorithm drops are replaced by the next in turn")
-
-
-def make_saved_parts(config: RolloutRunConfig, tasks: RunTasks, selves: TorchPastSelves | None) -> dict[str, Restorable]:
-    """Return what a checkpoint holds besides the learners and the state of the loop, by name."""
-    return {
-        **make_token_budgets(config),
-        **({} if selves is None else {PAST_SELVES: selves.pool}),
-        **({DATA: DataState(tasks.train)} if tasks.train.resumable else {}),
-    }
+def make_order(config: RolloutRunConfig, options: TrainOptions) -> GroupOrder:
+    """Return the order in which finished groups are trained on. A synchronous run is always FIFO: all groups have the newest version."""
+    section = config.rollout_training.async_config
+    if options.drop_stale:
+        return DropTooOld()
+    if options.max_staleness and section.order == "windowed":
+        window = options.groups_per_step if section.window is None else section.window
+        return Windowed(window=window, groups_per_step=options.groups_per_step, max_staleness=options.max_staleness)
+    return Fifo()
 
 
 def make_generator_spec(

@@ -29,16 +29,8 @@ from strop.learner.torch.reference_store import load_or_compute_reference
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.algorithm.run_algorithm import count_steps_per_batch
 from strop.runs.teachers import combine_teachers, find_teacher_columns
-from strop.trainer.column_sources import AdaptedKlWeight
-from strop.trainer.run import TrainOptions
+from strop.trainer.column_sources import AdaptedKlWeight, ColumnSources
 from strop.types import Group
-
-
-def count_optimizer_steps(options: TrainOptions, tasks: int | None) -> int | None:
-    """Return the largest number of optimizer steps of a run; None if neither its steps nor its ``tasks`` are limited."""
-    limits = [options.max_steps] if options.max_steps < 1_000_000 else []
-    limits += [] if tasks is None else [tasks // options.groups_per_step]
-    return min(limits) * options.steps_per_batch * options.update_epochs if limits else None
 
 
 class ScoringModels(Protocol):
@@ -61,7 +53,7 @@ class ScoringModels(Protocol):
         ...
 
 
-async def make_scorers(
+async def make_columns(
     config: TrainingRunConfig,
     models: ScoringModels,
     algorithm: Algorithm,
@@ -69,7 +61,7 @@ async def make_scorers(
     tracker: Tracker,
     groups: Callable[[], Sequence[Group]] = list,
     last_metrics: Callable[[], Mapping[str, float]] = dict,
-) -> dict[str, AsyncColumnSource]:
+) -> ColumnSources:
     """Make the sources of the columns that the algorithm requires. Call it before a checkpoint is loaded.
 
     ``groups()`` returns every group that a run on recorded data will read, for reference log-probabilities that are computed once, before
@@ -100,7 +92,7 @@ async def make_scorers(
     if unknown := sorted(algorithm.requires - set(scorers)):
         name = config.algorithm.name
         raise ValueError(f"algorithm.name: {name} requires the columns {unknown}, which strop {config.section} does not provide")
-    return scorers
+    return ColumnSources(algorithm.requires, scorers)
 
 
 def moves_away_from_sampler(config: TrainingRunConfig) -> bool:

@@ -9,7 +9,7 @@ from strop.algorithm_factory import format_algorithm, format_changes
 from strop.algorithms.base import Algorithm
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
-from strop.config.checks.run_checks import check_chosen_device
+from strop.config.checks.policy_checks import check_chosen_device
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, environment_alias
 from strop.data.data_config import DataEntryConfig, EvalSetConfig

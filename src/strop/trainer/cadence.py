@@ -41,14 +41,10 @@ async def after_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, re
         run.last_metrics = await run.listeners.on_step(step)
     check_ending(run, run.last_metrics)
     with run.timer.span("validation"):
-        validated = await validate_if_due(run)
-    run.last_metrics = {**run.last_metrics, **validated}
-    check_ending(run, validated)
+        check_ending(run, await validate_if_due(run))
     with run.timer.span("checkpointing"):
         await save_if_due(run, run.stream.state())
-    timing = run.timer.metrics(tokens_read=len(batch.tokens), tokens_sampled=count_sampled(run, step))
-    run.tracker.log(run.step, await run.listeners.on_log(replace(step, metrics={**run.last_metrics, **timing})))
-    announce_checkpoint(run)
+    await log_step(run, step)
     run.listeners.check()
 
 
@@ -67,6 +63,13 @@ def view_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, result: U
         timer=run.timer,
         tracker=run.tracker,
     )
+
+
+async def log_step(run: TrainingRun, step: StepView) -> None:
+    """Log the metrics of a step, with its times."""
+    timing = run.timer.metrics(tokens_read=len(step.batch.tokens), tokens_sampled=count_sampled(run, step))
+    run.tracker.log(run.step, await run.listeners.on_log(replace(step, metrics={**run.last_metrics, **timing})))
+    announce_checkpoint(run)
 
 
 def count_sampled(run: TrainingRun, step: StepView) -> int | None:
@@ -100,7 +103,6 @@ async def finish_without_tasks(run: TrainingRun, left_over_groups: int) -> None:
     run.ending = "finished"
     already_validated = any(name.startswith("validation/") for name in run.last_metrics)
     validated = {} if already_validated else await validate_if_due(run)
-    run.last_metrics = {**run.last_metrics, **validated}
     if run.saved.step < run.step:
         assert run.collected.stream is not None
         await save_if_due(run, run.collected.stream)
@@ -109,13 +111,15 @@ async def finish_without_tasks(run: TrainingRun, left_over_groups: int) -> None:
 
 
 async def validate_if_due(run: TrainingRun) -> dict[str, float]:
-    """Validate the policy, if due after this step, and return the metrics; empty if not due."""
+    """Validate the policy, if due after this step, and return the metrics, which are the step's too; empty if not due."""
     options = run.options
     periodic = options.val_period and run.step % options.val_period == 0 and run.step >= options.val_start_at
     last = options.val_at_end and run.ending == "finished"
     if run.evaluator is None or not (periodic or last):
         return {}
-    return await run.evaluator.evaluate(run.step, run.tracker)
+    validated = await run.evaluator.evaluate(run.step, run.tracker)
+    run.last_metrics = {**run.last_metrics, **validated}
+    return validated
 
 
 async def save_if_due(run: TrainingRun, stream: StreamState) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -61,6 +61,21 @@ class TrainOptions:
     share_prefixes: bool = True
     tasks_per_epoch: int | None = None  # for the metric train/epoch; None: unknown
 
+    def count_optimizer_steps(self, tasks: int | None) -> int | None:
+        """Return the largest number of optimizer steps of a run; None if neither its steps nor its ``tasks`` are limited."""
+        limits = [self.max_steps] if self.max_steps < 1_000_000 else []
+        limits += [] if tasks is None else [tasks // self.groups_per_step]
+        return min(limits) * self.steps_per_batch * self.update_epochs if limits else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSupply:
+    """What a run gets its groups from, at work."""
+
+    stream: GroupStream
+    weights: WeightSync  # of what generates
+    evaluator: Validator | None
+
 
 @dataclass
 class Saved:
@@ -97,7 +112,6 @@ class TrainingRun:
     stop_request: StopRequest = field(default_factory=StopRequest)
     checkpoints: Checkpointer | None = None
     listeners: Listeners = field(default_factory=Listeners)
-    on_close: list[Callable[[], Awaitable[None]]] = field(default_factory=list)  # called when the run has ended
     step: int = 0
     ending: RunEnding | None = None  # None: there is a further step
     saved: Saved = field(default_factory=Saved)

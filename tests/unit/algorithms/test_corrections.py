@@ -1,4 +1,4 @@
-"""What holds for every correction: finite, without gradient, harmless where nothing differs, and the same however a batch is cut."""
+"""What holds for every correction: without gradient, harmless where nothing differs, and the same however a batch is cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.catalogue import all_parts
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.parts import Correction
+from strop.algorithms.policy_gradient.corrections.kpop import Kpop
+from strop.algorithms.policy_gradient.corrections.opsm import Opsm
+from strop.algorithms.policy_gradient.corrections.rejection import GeometricRejection, K3Rejection
+from strop.algorithms.policy_gradient.parts import Correction, Mismatch
 from strop.data.splitting import split_micro_batches
 from support.algorithms import grpo
 from support.drawn import check_draws
@@ -22,6 +25,8 @@ from support.mismatch import make_mismatch
 from support.rollouts import make_groups, pack_grpo, shapes_to_cut
 
 EXACT = 1e-12
+
+
 REWEIGHTING = {
     "importance": [{}, {"level": "sequence"}],
     "tis": [{}, {"cap": 1.1, "floor": 0.9}, {"level": "sequence"}],
@@ -29,6 +34,8 @@ REWEIGHTING = {
     "icepop": [{}, {"low": 0.9, "high": 1.3}],
     "sequence_mask_tis": [{}, {"low": 0.9, "high": 1.2, "cap": 1.1}],
 }
+
+
 DROPPING = {
     "geometric_rejection": [{}, {"low": 0.9, "high": 1.2}],
     "k3_rejection": [{}, {"cap": 0.05}],
@@ -42,6 +49,8 @@ DROPPING = {
     "opsm": [{"delta": 0.0}, {}],
     "kpop": [{"phi": 0.02}, {}],
 }
+
+
 CORRECTIONS = [
     pytest.param(name, options, id=f"{name}-{place}")
     for name, all_options in {**REWEIGHTING, **DROPPING}.items()
@@ -121,3 +130,22 @@ def test_what_is_dropped_still_counts_in_what_the_loss_is_divided_by() -> None:
     found, metrics = gradient_of(algorithm, batch, learner, 10**9)
     assert found.tolist() == pytest.approx([-0.25, -0.25, 0.0, 0.0])
     assert metrics["geometric_rejection_cut"] == pytest.approx(0.5)
+
+
+def found_by(correction: Correction, mismatch: Mismatch) -> tuple[list[float], dict[str, list[float]]]:
+    weights, logged = correction.weights(mismatch)
+    return weights.tolist(), {name: column.tolist() for name, column in logged.items()}
+
+
+def test_kpop_does_not_take_rounding_near_certainty_for_a_divergence() -> None:
+    """The sampler's float32 says exactly 1 and the learner's 1 - 1e-6: the plain formula divides by zero."""
+    kept, logged = found_by(Kpop(), make_mismatch([-1e-6, 0.0], rollout_logprob=0.0))
+    assert kept == [1.0, 1.0]
+    assert logged["kpop_divergence"][1] == 0.0
+    assert logged["kpop_divergence"][0] < 1e-4
+
+
+def test_the_default_bounds_keep_a_sampler_and_a_learner_that_agree() -> None:
+    mismatch = make_mismatch([1e-6, -1e-6, 0.0], [0.0], credit=[-1.0, 1.0], dtype=torch.float32)
+    for correction in (GeometricRejection(), K3Rejection(), Opsm(), Kpop()):
+        assert set(found_by(correction, mismatch)[0]) == {1.0}, correction

@@ -1,14 +1,18 @@
-"""Distillation by a per-token advantage: what a token earns, how rewards are mixed in, what is refused."""
+"""Distillation: what it requires and reports, on sampled tokens and on the teacher's most likely ones."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from strop.algorithms.base import Plan
+from strop.algorithms.base import CANDIDATES, Plan, TokenOutputs
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation, ReverseKl
+from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
 from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
@@ -42,3 +46,100 @@ def test_it_reports_how_far_the_policy_is_from_its_teacher_on_counted_tokens() -
     apart = (batch.rollout_logprobs - batch.column(TEACHER_LOGPROBS))[batch.sequence != 2]
     assert Distillation().report(batch)["train/teacher_kl"] == pytest.approx(float(apart.mean()))
     assert Distillation().report(replace(batch, mask=torch.zeros(11))) == {}
+
+
+KINDS: list[dict[str, Any]] = [
+    {"kl_type": "forward"},
+    {"kl_type": "reverse"},
+    {"kl_type": "mixed", "mixed_kl_weight": 0.3},
+    {"kl_type": "jsd", "beta": 0.2},
+]
+
+
+OUTSIDE = ("bucket", "renormalise")
+
+
+TOKENS = 6
+
+
+def kl(p: list[float], q: list[float]) -> float:
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+def by_formula(p: list[float], q: list[float], kl_type: str, mixed_kl_weight: float = 0.5, beta: float = 0.5) -> float:
+    """From whole distributions of teacher p and student q."""
+    if kl_type == "forward":
+        return kl(p, q)
+    if kl_type == "reverse":
+        return kl(q, p)
+    if kl_type == "mixed":
+        return mixed_kl_weight * kl(p, q) + (1 - mixed_kl_weight) * kl(q, p)
+    mixture = [beta * a + (1 - beta) * b for a, b in zip(p, q, strict=True)]
+    return beta * kl(p, mixture) + (1 - beta) * kl(q, mixture)
+
+
+def coarse(probabilities: list[float], outside: str) -> list[float]:
+    mass = sum(probabilities)
+    return [*probabilities, 1 - mass] if outside == "bucket" else [value / mass for value in probabilities]
+
+
+def distributions(count: int, vocabulary: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Logits of the student, log-probabilities of the teacher, [count, vocabulary] float64."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.randn(2, count, vocabulary, generator=generator, dtype=torch.float64) * 1.5
+    return draw[0], draw[1].log_softmax(-1)
+
+
+def with_candidates(teacher: Tensor, ids: Tensor) -> Batch:
+    assert len(ids) == TOKENS
+    batch = pack_for(simple_groups((3, (4, 2))), TopKDistillation())
+    return batch.with_columns({CANDIDATES: ids, TEACHER_CANDIDATES: teacher.gather(1, ids)})
+
+
+def outputs(logits: Tensor, ids: Tensor) -> TokenOutputs:
+    logs = logits.log_softmax(-1)
+    return TokenOutputs(logs[:, 0], torch.zeros(len(logs)), logs.gather(1, ids))
+
+
+@pytest.mark.parametrize("outside", OUTSIDE)
+@pytest.mark.parametrize("options", KINDS, ids=lambda options: options["kl_type"])
+def test_it_is_the_divergence_of_its_formula(options: dict[str, Any], outside: Any) -> None:
+    logits, teacher = distributions(TOKENS, 9, 0)
+    ids = teacher.topk(4).indices
+    batch = with_candidates(teacher, ids)
+    loss, logged = TopKDistillation(**options, outside=outside).loss(outputs(logits, ids), batch)
+    p, q = teacher.gather(1, ids).exp().tolist(), logits.softmax(-1).gather(1, ids).tolist()
+    pairs = [(coarse(a, outside), coarse(b, outside)) for a, b in zip(p, q, strict=True)]
+    assert float(loss) == pytest.approx(sum(by_formula(a, b, **options) for a, b in pairs) / TOKENS, rel=1e-9)
+    assert logged["kl_forward"].value == pytest.approx(sum(kl(a, b) for a, b in pairs) / TOKENS, rel=1e-9)
+    assert logged["kl_reverse"].value == pytest.approx(sum(kl(b, a) for a, b in pairs) / TOKENS, rel=1e-9)
+    assert logged["teacher_mass"].value == pytest.approx(sum(map(sum, p)) / TOKENS, rel=1e-9)
+    assert logged["student_mass"].value == pytest.approx(sum(map(sum, q)) / TOKENS, rel=1e-9)
+
+
+@pytest.mark.parametrize("outside", OUTSIDE)
+@pytest.mark.parametrize("options", KINDS, ids=lambda options: options["kl_type"])
+def test_tokens_that_one_of_them_rules_out_leave_everything_finite(options: dict[str, Any], outside: Any) -> None:
+    """A filter gives the student -inf; a peaked teacher has all of its mass on one token; a peaked student too."""
+    nothing = float("-inf")
+    teacher = torch.tensor([[0.0, nothing, nothing], [-0.1, -3.0, -4.0]] * 3).log_softmax(-1)
+    logits = torch.tensor([[nothing, 0.0, 1.0], [200.0, 0.0, nothing]] * 3, requires_grad=True)
+    ids = torch.tensor([[0, 1, 2]] * TOKENS)
+    loss, logged = TopKDistillation(**options, outside=outside).loss(outputs(logits, ids), with_candidates(teacher, ids))
+    loss.backward()
+    assert math.isfinite(loss.item())
+    assert all(math.isfinite(metric.value) for metric in logged.values())
+    assert logits.grad is not None
+    assert bool(torch.isfinite(logits.grad).all())
+
+
+def test_rewards_are_not_learned_from() -> None:
+    assert not pack_for(simple_groups((3, (4, 2))), TopKDistillation()).advantages.any()
+    assert TopKDistillation().requires == {TEACHER_CANDIDATES}
+
+
+def test_a_network_that_was_not_asked_for_candidates_is_an_error_that_says_so() -> None:
+    logits, teacher = distributions(TOKENS, 9, 7)
+    ids = teacher.topk(2).indices
+    with pytest.raises(ValueError, match="no column CANDIDATES"):
+        TopKDistillation().loss(TokenOutputs(logits[:, 0], logits[:, 0]), with_candidates(teacher, ids))

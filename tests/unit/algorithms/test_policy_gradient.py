@@ -1,4 +1,4 @@
-"""What holds for every algorithm of the family, whatever its parts: idle rollouts, filters, extreme and empty ones."""
+"""What holds for every algorithm of the family, whatever its parts, and the covariance of tokens."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.objectives.clip_cov import CovarianceClip
+from strop.algorithms.policy_gradient.objectives.kl_cov import CovarianceKl
 from strop.types import Batch, Ending, Group
 from support.each import each
 from support.rollouts import make_group, make_rollout, pack_for, sampled_turn
+from support.tokens import Step, evaluate_objective, make_step
 
 NEEDED: dict[str, dict[str, Any]] = {
     "dr_grpo": {"constant_length": 7},
     "gdpo": {"advantage": DecoupledRewards(weights={"first": 1.0, "second": 0.5})},
     "clip_cov": {"objective": CovarianceClip(share=0.2, lowest=0.1)},
 }
+
+
 FAMILY: dict[str, PolicyGradient] = {
     name: kind(**NEEDED.get(name, {})) for name, kind in all_algorithms().items() if issubclass(kind, PolicyGradient)
 }
@@ -87,3 +91,32 @@ def test_the_order_of_rollouts_and_groups_does_not_matter(name: str) -> None:
         return sorted(rows)
 
     assert credit([first, second]) == credit([second[::-1], [first[1], first[0], first[2]]])
+
+
+def spread(size: int = 40) -> Step:
+    """Two rollouts, one praised and one blamed, log-probabilities falling from 0 to -8."""
+    falling = [-8 * place / size for place in range(size)]
+    return make_step([falling, falling], [2.0, -2.0])
+
+
+def test_the_draw_is_the_same_in_a_repeated_run_and_another_for_other_tokens() -> None:
+    step = spread()
+    again = evaluate_objective(CovarianceClip(share=0.05), spread()).columns
+    torch.manual_seed(1)
+    assert evaluate_objective(CovarianceClip(share=0.05), step).columns == again
+    other = replace(step, batch=replace(step.batch, target=step.batch.target + 3))
+    assert evaluate_objective(CovarianceClip(share=0.05), other).columns != again
+
+
+def test_tokens_the_clip_already_holds_are_not_chosen() -> None:
+    now = [[0.0, -4.0, -4.0], [0.0, -4.0, -4.0]]
+    step = make_step(now, [2.0, -2.0], old=[[-1.0, -4.0, -4.0], [0.0, -4.0, -4.0]])
+    found = evaluate_objective(CovarianceClip(share=1.0, lowest=0.1, highest=99.0), step)
+    assert found.columns["ratio_clipped"][0] == 1.0
+    assert found.columns["covariance_clipped"] == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
+
+
+def test_at_least_one_token_is_held_back_in_the_smallest_step() -> None:
+    step = make_step([[-0.1, -4.0], [-0.1, -4.0]], [2.0, -2.0], old=[[-0.1, -4.0], [-0.1, -4.0]])
+    assert sum(evaluate_objective(CovarianceKl(), step).columns["covariance_penalised"]) == 1
+    assert sum(evaluate_objective(CovarianceClip(), step).columns["covariance_clipped"]) == 1

@@ -7,20 +7,27 @@ import math
 import pytest
 import torch
 
-from strop.algorithms.base import TokenOutputs
+from strop.algorithms.base import Plan, TokenOutputs
+from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.preference.base import PairwisePreference
 from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.preference.ipo import IPO
-from strop.algorithms.preference.reference_free.orpo import ORPO
+from strop.algorithms.preference.online.online_dpo import OnlineDPO
+from strop.algorithms.preference.reference_free.orpo import ORPO, log_odds
 from strop.algorithms.preference.reference_free.simpo import SimPO
 from strop.algorithms.supervised.sft import SFT
 from strop.data.splitting import select_rollouts
+from strop.runs.algorithm.sections import find_section
 from strop.types import Batch, Group
 from support.recorded import recorded_group
-from support.rollouts import make_group, make_rollout, pack_for
+from support.rollouts import make_group, make_rollout, pack_for, sampled_turn
 
 GROUPS = [recorded_group([4, 5], [6, 7], [8]), recorded_group([9], [10], [11, 12, 13], index=1)]
+
+
 LOGPROBS = [-1.0, -0.5, -2.0, -0.25, -1.0, -2.0, -3.0]  # (-1.5, -2) and (-0.25, -6)
+
+
 REFERENCE = [-1.5, -1.0, -1.5, -0.5, -1.0, -2.0, -2.0]  # h: (1.0, -0.5) and (0.25, -1.0)
 
 
@@ -141,3 +148,61 @@ def test_a_margin_of_rounding_is_no_hit() -> None:
     for shift, expected in ((0.0, 0.0), (1e-3, 1.0), (-1e-3, 0.0)):
         reference = logprobs + noise - shift * (batch.sequence % 2 == 0)
         assert loss_of(DPO(beta=0.1), batch.with_column("reference_logprobs", reference), logprobs)[1]["accuracy"] == expected
+
+
+def test_the_log_odds_keep_their_digits_near_certainty_and_near_impossibility() -> None:
+    assert float(log_odds(torch.tensor(-1e-6, dtype=torch.float64))) == pytest.approx(math.log(1e6) - 5e-7, rel=1e-9)
+    assert float(log_odds(torch.tensor(-800.0, dtype=torch.float64))) == pytest.approx(-800.0)
+    assert float(log_odds(torch.tensor(math.log(0.5), dtype=torch.float64))) == pytest.approx(0.0, abs=1e-15)
+    certain = torch.tensor([0.0, -800.0, -0.6, -0.8], dtype=torch.float64, requires_grad=True)
+    log_odds(certain).sum().backward()
+    assert certain.grad is not None
+    assert bool(torch.isfinite(certain.grad).all())
+    assert certain.grad[2:].tolist() == pytest.approx([1 / (1 - math.exp(-0.6)), 1 / (1 - math.exp(-0.8))], rel=1e-12)
+
+
+def group(*rewards: float) -> Group:
+    return make_group(*(make_rollout([1, 2], sampled_turn([3, 4]), reward=reward) for reward in rewards))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "sides"),
+    [
+        ((0.0, 1.0), [-1, 1]),
+        ((0.5, 1.0, 0.0, 0.7), [0, 1, -1, 0]),
+        ((1.0, 0.0, 1.0, 0.0), [1, -1, 0, 0]),  # the first of equal ones
+        ((1.0, 1.0, 1.0), [0, 0, 0]),
+        ((0.1 + 0.2, 0.3), [0, 0]),  # a rounding error is no preference
+    ],
+)
+def test_the_best_rollout_of_a_group_is_chosen_and_the_worst_rejected(rewards: tuple[float, ...], sides: list[int]) -> None:
+    algorithm = OnlineDPO()
+    assert algorithm.advantages(group(*rewards)).tolist() == sides
+    assert algorithm.rollout_mask(group(*rewards)).tolist() == [side != 0 for side in sides]
+
+
+def test_a_group_without_a_difference_does_not_count_and_is_replaced_on_request() -> None:
+    algorithm = OnlineDPO()
+    batch = pack_for([group(1.0, 0.0), group(1.0, 1.0), group(0.0, 2.0)], algorithm)
+    assert batch.totals.groups == 2 and algorithm.report(batch) == {"train/pairs": 2.0}
+    assert algorithm.zero_gradient(batch).tolist() == [False, False, True, True, False, False]
+    assert algorithm.keep(group(1.0, 1.0))
+    dynamic = OnlineDPO(drop_constant_groups=True)
+    assert not dynamic.keep(group(1.0, 1.0)) and dynamic.keep(group(1.0, 0.0))
+
+
+def test_it_learns_from_rollouts_and_needs_two_of_a_group() -> None:
+    assert find_section("online_dpo") == "grpo" and all_algorithms()["online_dpo"] is OnlineDPO
+    assert list(OnlineDPO().validate(Plan(group_size=2))) == []
+    (problem,) = OnlineDPO().validate(Plan(group_size=1))
+    assert "raise num_generations_per_prompt to 2 or more" in problem
+
+
+def test_a_step_without_any_pair_has_a_loss_of_zero() -> None:
+    from strop.algorithms.base import TokenOutputs
+
+    algorithm = OnlineDPO()
+    batch = pack_for([group(1.0, 1.0)], algorithm)
+    logprobs = torch.full((4,), -0.5, requires_grad=True)
+    loss, logged = algorithm.loss(TokenOutputs(logprobs, logprobs), batch.with_column("reference_logprobs", torch.zeros(4)))
+    assert loss.item() == 0 and logged["accuracy"].value == 0

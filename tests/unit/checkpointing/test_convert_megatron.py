@@ -55,17 +55,6 @@ def test_there_and_back_are_the_same_bytes(tmp_path: Path, tokenizer: Any, famil
     assert read_files(tmp_path / "back") == read_files(source)
 
 
-def test_the_scripts_take_the_arguments_of_nemo_rl(tmp_path: Path, tokenizer: Any) -> None:
-    source = save_model(tmp_path / "hf", "llama", tokenizer)
-    arguments = ["--hf-model-name", str(source), "--megatron-ckpt-path", str(tmp_path / "step_170" / "policy" / "weights")]
-    assert load_script("convert_hf_to_megatron.py").main(arguments) is None
-    (tmp_path / "step_170" / "config.yaml").write_text("policy:\n  model_name: nowhere/at-all\n")
-    command = ["--config", tmp_path / "step_170/config.yaml", "--megatron-ckpt-path"]
-    command += [tmp_path / "step_170/policy/weights/iter_0000000", "--hf-ckpt-path", tmp_path / "back"]
-    assert load_script("convert_megatron_to_hf.py").main([str(each) for each in command]) is None
-    assert read_files(tmp_path / "back") == read_files(source)
-
-
 def test_what_is_no_checkpoint_of_megatron_is_refused_with_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     answer = load_script("convert_megatron_to_hf.py").main(
@@ -84,16 +73,6 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, tokenizer: Any) ->
         with pytest.raises(ValueError, match="another model"):
             convert_model(find_saved_model(tmp_path / "megatron"), tmp_path / "back")
     assert not (tmp_path / "back").exists()
-
-
-def test_a_checkpoint_is_found_by_any_of_its_names(tmp_path: Path, tokenizer: Any) -> None:
-    save_model(tmp_path / "hf", "llama", tokenizer)
-    weights = tmp_path / "results" / "step_3" / "policy" / "weights"
-    convert_to_megatron(str(tmp_path / "hf"), weights)
-    (tmp_path / "results" / "step_3" / "config.yaml").write_text("policy: {}\n")
-    for name in (weights / "iter_0000000", weights, weights.parent, weights.parent.parent, tmp_path / "results"):
-        found = find_saved_model(name)
-        assert (found.layout, found.step, Path(found.weights)) == ("megatron", 3, weights)
 
 
 def test_a_run_of_the_torch_learner_says_how_to_use_it(tmp_path: Path, tokenizer: Any) -> None:

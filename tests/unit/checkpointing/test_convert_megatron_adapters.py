@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -96,24 +95,3 @@ def test_a_checkpoint_of_a_run_is_merged_into_the_base_in_either_format(tmp_path
     written, plain = (load_model(str(tmp_path / name)).state_dict() for name in ("one", "hf"))
     changed = {name for name, value in plain.items() if not torch.equal(written[name], value)}
     assert changed == {name for name in plain if "_proj" in name}
-
-
-def test_what_cannot_be_converted_is_said(tmp_path: Path, tokenizer: Any) -> None:
-    base = save_model(tmp_path / "hf", "llama", tokenizer)
-    asked = {"hf_model_name": base, "hf_ckpt_path": tmp_path / "out"}
-    (tmp_path / "empty").mkdir()
-    assert "run_config.yaml, as NeMo-RL" in str(convert(adapter_ckpt=tmp_path / "empty", **asked))
-    save_shards(tmp_path / "iter_0000005", build("llama"))
-    (tmp_path / "iter_0000005" / "run_config.yaml").write_text(f"peft: {{dim: {DIM + 1}, alpha: 1}}\n")
-    assert "needs rank 4" in str(convert(adapter_ckpt=tmp_path / "iter_0000005", **asked))
-    (tmp_path / "iter_0000005" / "run_config.yaml").write_text("model: {}\n")
-    assert "no section peft" in str(convert(adapter_ckpt=tmp_path / "iter_0000005", **asked))
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("option", ["adapter_ckpt", "hf_model_name"])
-def test_arguments_that_are_needed(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = {"adapter_ckpt": "a", "hf_model_name": "b", "hf_ckpt_path": "c"}
-    with pytest.raises(SystemExit):
-        convert(**{name: value for name, value in given.items() if name != option})
-    assert f"--{option.replace('_', '-')}" in capsys.readouterr().err

@@ -116,17 +116,14 @@ def test_recipes_of_a_folder_are_tried_as_if_their_packages_were_here(laptop: Pa
     [
         (["policy.generation.backend=vllm"], "vllm", "vLLM is not installed"),
         (["policy.generation.backend=sglang"], "sglang", "has no SGLang"),
-        (
-            ["policy.generation.backend=sglang", "policy.generation.sglang_cfg.python=/no/python"],
-            "sglang",
-            "/no/python, which is not a",
-        ),
+        (["policy.generation.backend=sglang", "policy.generation.sglang_cfg.python=/no/python"], "sglang",
+         "/no/python, which is not a"),
         (["policy.megatron_cfg.enabled=true"], "megatron-core", "megatron-core is not installed"),
         (["policy.fp8.enabled=true"], "torchao", "torchao is not installed"),
         (["policy.dtensor_cfg.lora_cfg.enabled=true"], "peft", "peft is not installed"),
         (["logger.mlflow_enabled=true"], "mlflow", "mlflow is not installed"),
     ],
-)
+)  # fmt: skip
 def test_a_package_is_assumed_with_gpus_and_asked_for_without(
     words: list[str], package: str, refusal: str, laptop: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 
 from strop.cli import main
-from strop.runs.data_check.data_report import ROW_CHECKS
-
-PAGE = Path(__file__).parents[3] / "docs" / "data_check.md"
 
 
 @pytest.fixture
@@ -47,12 +44,6 @@ def test_what_is_lost_is_exit_code_1_and_stands_in_the_json(config, capsys: pyte
     assert finding["examples"][0]["location"] == "rows.jsonl:31" and finding["fix"]
 
 
-def test_warnings_fail_a_strict_check_only(config) -> None:
-    file = config({"prompt": "What is 3 times 3?", "completion": "It is 9."})
-    assert main(["data", "check", file, "--against", "none"]) == 0
-    assert main(["data", "check", file, "--against", "none", "--strict"]) == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -74,8 +65,3 @@ def test_data_that_cannot_be_opened_is_exit_code_2(config, capsys: pytest.Captur
     Path("broken.parquet").write_text("no parquet")
     assert main(["data", "check", file, "data.validation={dataset_name: broken.parquet}", "--against", "none"]) == 2
     assert "UNCHECKED data.validation: broken.parquet cannot be read as Parquet" in capsys.readouterr().out
-
-
-def test_the_page_has_every_check_with_its_level() -> None:
-    page = re.findall(r"^\| `(\w+)` \| (error|warning) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert dict(page) == ROW_CHECKS

@@ -35,68 +35,32 @@ def refuse(capsys: pytest.CaptureFixture[str], *words: str, section: str = "grpo
 
 CASES: list[tuple[str, dict[str, Any], list[str], str]] = [
     # family, changes of its configuration, overrides, what is said
-    (
-        "gpt2",
-        {},
-        [*RANKS, SHORT, f"{D}.tensor_parallel_size=2"],
-        f"{D}.tensor_parallel_size: GPT2LMHeadModel has no tensor-parallel plan",
-    ),
-    (
-        "gpt2",
-        {},
-        [*RANKS, SHORT, f"{D}.pipeline_parallel_size=2"],
-        f"{D}.pipeline_parallel_size: GPT2Model of GPT2LMHeadModel is not an",
-    ),
+    ("gpt2", {}, [*RANKS, SHORT, f"{D}.tensor_parallel_size=2"],
+     f"{D}.tensor_parallel_size: GPT2LMHeadModel has no tensor-parallel plan"),
+    ("gpt2", {}, [*RANKS, SHORT, f"{D}.pipeline_parallel_size=2"],
+     f"{D}.pipeline_parallel_size: GPT2Model of GPT2LMHeadModel is not an"),
     ("llama", {}, [*RANKS, f"{D}.tensor_parallel_size=4"], "does not divide the 2 key-value heads of LlamaForCausalLM"),
-    (
-        "llama",
-        {"intermediate_size": 49},
-        [*RANKS, f"{D}.tensor_parallel_size=2"],
-        "does not divide the 49 outputs of model.layers.0",
-    ),
+    ("llama", {"intermediate_size": 49}, [*RANKS, f"{D}.tensor_parallel_size=2"],
+     "does not divide the 49 outputs of model.layers.0"),
     ("llama", {}, [*RANKS, f"{D}.expert_parallel_size=2"], "expert_parallel_size is 2 and LlamaForCausalLM has no expert layers"),
     ("qwen3_moe", {"num_local_experts": 6}, [*RANKS, f"{D}.expert_parallel_size=4"], "4 does not divide the 6 experts"),
     ("llama", {}, [*RANKS, f"{D}.pipeline_parallel_size=4"], "pipeline_parallel_size: found 4, which needs 4 stages"),
-    (
-        "llama",
-        {},
-        [*RANKS, f"{D}.tensor_parallel_size=2", f"{D}.custom_parallel_plan=no_such:PLAN"],
-        "no_such of 'no_such:PLAN' cannot be imported",
-    ),
-    (
-        "llama",
-        {},
-        [f"{D}.lora_cfg.enabled=true", f"{D}.lora_cfg.target_modules=[q_prj]"],
-        "'q_prj' matches nothing; did you mean 'q_proj'?",
-    ),
-    (
-        "llama",
-        {"quantization_config": {"quant_method": "awq"}},
-        [],
-        "policy.model_name: the weights of model are quantised (awq)",
-    ),
+    ("llama", {}, [*RANKS, f"{D}.tensor_parallel_size=2", f"{D}.custom_parallel_plan=no_such:PLAN"],
+     "no_such of 'no_such:PLAN' cannot be imported"),
+    ("llama", {}, [f"{D}.lora_cfg.enabled=true", f"{D}.lora_cfg.target_modules=[q_prj]"],
+     "'q_prj' matches nothing; did you mean 'q_proj'?"),
+    ("llama", {"quantization_config": {"quant_method": "awq"}}, [],
+     "policy.model_name: the weights of model are quantised (awq)"),
     ("llama", {}, ["policy.hf_config_overrides.rope=1"], "policy.hf_config_overrides.rope: LlamaConfig has no such field"),
-    (
-        "llama",
-        {"model_type": "lama"},
-        [*RANKS, f"{D}.tensor_parallel_size=2"],
-        "policy.model_name: The checkpoint you are trying",
-    ),
-    (
-        "llama",
-        {"auto_map": {"AutoConfig": "own.OwnConfig"}, "model_type": "own"},
-        [*RANKS, f"{D}.tensor_parallel_size=2"],
-        "trust_remote_code",
-    ),
+    ("llama", {"model_type": "lama"}, [*RANKS, f"{D}.tensor_parallel_size=2"],
+     "policy.model_name: The checkpoint you are trying"),
+    ("llama", {"auto_map": {"AutoConfig": "own.OwnConfig"}, "model_type": "own"}, [*RANKS, f"{D}.tensor_parallel_size=2"],
+     "trust_remote_code"),
     ("llama", {"attention_bias": True}, [f"{M}.enabled=true"], "attention_bias and mlp_bias are not in Megatron Core's Llama"),
-    (
-        "qwen3_moe",
-        {},
-        [f"{M}.enabled=true", f"{M}.moe_router_enable_expert_bias=true"],
-        f"{M}.moe_router_enable_expert_bias: found true, but the model's weights have no such bias",
-    ),
+    ("qwen3_moe", {}, [f"{M}.enabled=true", f"{M}.moe_router_enable_expert_bias=true"],
+     f"{M}.moe_router_enable_expert_bias: found true, but the model's weights have no such bias"),
     ("qwen3_moe", {}, [f"{M}.enabled=true", f"{M}.moe_token_dispatcher_type=flex"], "found flex, which needs DeepEP"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.slow

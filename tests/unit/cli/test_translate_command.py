@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from strop import cli
-from strop.config import ConfigError, load_config
-from strop.config.load.translated_recipe import TranslatedRecipe, translate_recipe
+from strop.config import load_config
 from strop.config.recipes import recipe_format
 from strop.config.recipes.difference import Difference, Effect
 from strop.config.recipes.recipe_format import ReadRecipe, RecipeFormat, find_format
 from strop.config.schema.run_config import GrpoRunConfig
 from strop.config.source.yaml_source import ConfigSource
-from strop.problems import Problem
-from strop.runs.dry_run import recipe_folder
 
 BASE = """
 policy:
@@ -84,11 +80,6 @@ def test_a_refused_recipe_says_why_and_exits_with_2(recipes: Path, capsys: pytes
     assert "no key says where they are" in captured.err and "grpo.use_best_at_k" in captured.err
 
 
-def test_a_file_of_no_run_is_refused(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["translate", str(recipes / "quant/weights.yaml")]) == 2
-    assert "the file configures no run" in capsys.readouterr().err
-
-
 def test_a_folder_is_counted_by_outcome_and_reason(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["translate", "--all", str(recipes)]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
@@ -107,27 +98,6 @@ def test_a_folder_is_counted_by_outcome_and_reason(recipes: Path, capsys: pytest
     assert len(reasons) == 3 and any(reason.startswith("1      1") and "tensor_parallel_size" in reason for reason in reasons)
 
 
-def test_json_has_every_recipe_with_its_reasons_and_differences(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["translate", "--all", str(recipes), "--json"]) == 0
-    found = {recipe["file"]: recipe for recipe in json.loads(capsys.readouterr().out)}
-    assert len(found) == len(FILES) and found["quant/weights.yaml"]["outcome"] == "no_run"
-    assert found["small/faults.yaml"]["outcome"] == "translated" and found["small/faults.yaml"]["kind"] == "grpo"
-    assert {difference["effect"] for difference in found["small/faults.yaml"]["differences"]} == {"changed", "renamed", "unused"}
-    assert found["small/gym.yaml"]["problems"][0]["origin"].endswith("gym.yaml, line 2")
-
-
-def test_a_recipe_of_megatron_core_is_tried_with_the_torch_learner(recipes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def translate(path: Path, overrides: list[str], library: str) -> TranslatedRecipe:
-        if recipe_folder.TORCH_LEARNER not in overrides:
-            raise ConfigError([Problem("policy.megatron_cfg.enabled", "found true, but it is not in this version")])
-        return translate_recipe(path, [override for override in overrides if override != recipe_folder.TORCH_LEARNER], library)
-
-    monkeypatch.setattr(recipe_folder, "translate_recipe", translate)
-    found = recipe_folder.examine_recipe(recipes / "base.yaml")
-    assert found.outcome is recipe_folder.Outcome.WITH_TORCH and found.kind == "grpo"
-    assert recipe_folder.examine_recipe(recipes / "small/gym.yaml").outcome is recipe_folder.Outcome.REFUSED
-
-
 def test_another_library_is_a_format_that_reads_its_files(
     recipes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,12 +114,3 @@ def test_another_library_is_a_format_that_reads_its_files(
     assert find_format(path) is other and find_format(recipes / "base.yaml").name == "nemo-rl"
     assert cli.main(["translate", str(path), "grpo.val_period=0", "checkpointing.metric_name=null"]) == 0
     assert "differs in meaning: trainer.save_freq: it counts batches here" in capsys.readouterr().out
-
-
-def test_all_takes_a_folder_with_yaml_files(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["translate", "--all", str(recipes / "base.yaml")])
-    assert "--all takes a folder" in capsys.readouterr().err
-    (recipes / "empty").mkdir()
-    assert cli.main(["translate", "--all", str(recipes / "empty")]) == 2
-    assert "there is no YAML file below" in capsys.readouterr().err

@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 
 from strop import gpus, packages
-from strop.config import EvalRunConfig, GrpoRunConfig, dump_config, load_config
+from strop.config import GrpoRunConfig, dump_config, load_config
 from strop.config.identity import find_changes
 from strop.config.load import auto_backend
-from strop.config.load.evaluated_run import load_evaluated_run
 from strop.generation.vllm import supported_models
-from strop.runs import summary
-from strop.runs.dry_run.assumed_cluster import describe_assumed
 from strop.runs.rollout_run import engine_shares_module
 from strop.runs.summary import summarize
 from support.overrides import RUN
@@ -85,10 +82,6 @@ def test_rules_about_an_engine_are_those_of_the_one_that_auto_stands_for() -> No
     assert "vLLM does not read policy.generation.torch_cfg.max_num_seqs" in str(warning)
 
 
-def test_a_sampling_mask_is_recorded_by_vllm_too() -> None:
-    assert load(f"{G}keep_sampling_mask=true", f"{G}top_k=64").config.policy.generation.uses_vllm
-
-
 def test_a_model_whose_class_vllm_lacks_is_sampled_by_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supported_models, "list_supported_models", lambda: frozenset({"LlamaForCausalLM"}))
     for name, classes in (("own", ["OwnForCausalLM"]), ("llama", ["LlamaForCausalLM"]), ("silent", None)):
@@ -108,28 +101,10 @@ def test_the_classes_of_a_hub_model_are_read_from_its_cache(tmp_path: Path, monk
     assert supported_models.read_architectures("owner/other") == []
 
 
-def test_the_registry_of_the_installed_vllm_is_read() -> None:
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    assert {"LlamaForCausalLM", "Qwen3ForCausalLM", "Olmo3ForCausalLM"} <= supported_models.list_supported_models()
-
-
-def test_mig_slices_are_left_to_the_torch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(gpus.VISIBLE, "MIG-7fd34c5e")
-    assert "MIG slices" in load().warnings[0].message
-
-
 def test_what_auto_stands_for_is_not_saved_and_is_no_change_to_a_run() -> None:
     here, there = load().config, load("policy.device=cpu").config
     assert "backend: auto" in dump_config(here) and "auto_engine" not in dump_config(here)
     assert [change.key for change in find_changes(here, there)] == ["policy.device"]
-
-
-def test_a_dry_run_with_assumed_gpus_says_what_auto_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "has_gpu", lambda: False)
-    config = load("cluster.gpus_per_node=8", has_gpus=True).config
-    assert "vLLM engines, bfloat16 (backend auto: there are GPUs and vLLM)" in summarize(config, on_cpu=False)
-    lines = list(describe_assumed(config))
-    assert any(line.startswith("weights     memory") for line in lines) and any(line.startswith("vllm ") for line in lines)
 
 
 def test_a_cluster_decides_for_a_driver_that_sees_other_devices() -> None:
@@ -138,18 +113,3 @@ def test_a_cluster_decides_for_a_driver_that_sees_other_devices() -> None:
     assert auto_backend.resolve_auto_backend(config, has_gpus=True).policy.generation.uses_vllm
     explicit = load(f"{G}backend=torch").config
     assert auto_backend.resolve_auto_backend(explicit, has_gpus=True) is explicit
-
-
-def test_evaluations_resolve_auto_too_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(None, ["generation.model_name=m", "env.math={}"], root=EvalRunConfig).config
-    assert config.generation.uses_vllm
-    monkeypatch.setattr(summary, "resolve_device_name", lambda _: "cpu")
-    assert "engine      vLLM (backend auto: a GPU and vLLM are here)" in summarize(config)
-    file = tmp_path / "config.yaml"
-    file.write_text(dump_config(load("data.validation.env_name=arithmetic").config))
-    assert load_evaluated_run(file).config.policy.generation.uses_vllm
-
-
-def test_what_auto_stands_for_is_no_key() -> None:
-    with pytest.raises(Exception, match="auto_engine"):
-        load(f"{G}auto_engine=vllm")

@@ -95,10 +95,7 @@ def test_a_batch_that_cuts_groups_or_leaves_a_rest_is_refused_with_the_sizes_tha
         ("data.train.dataset_name=no/such/tasks.jsonl", "there is no file no/such/tasks.jsonl"),
         ("~data.train", "nothing to train on"),
         ("policy.megatron_cfg={enabled: true, tensor_model_parallel_size: 8}", "8 ranks do not divide the 1 devices"),
-        (
-            "policy.megatron_cfg={enabled: true, peft: {enabled: true, dropout: 0.1}}",
-            "rollouts are sampled without dropout",
-        ),
+        ("policy.megatron_cfg={enabled: true, peft: {enabled: true, dropout: 0.1}}", "rollouts are sampled without dropout"),
         ("policy.dtensor_cfg.enabled=false", "which leaves no learner"),
         ("policy.dtensor_cfg.tensor_parallel_size=8", "8 ranks do not divide the one device"),
         ("policy.dtensor_cfg.context_parallel_size=2", "2 ranks do not divide the one device"),
@@ -113,7 +110,7 @@ def test_a_batch_that_cuts_groups_or_leaves_a_rest_is_refused_with_the_sizes_tha
         ("policy.dtensor_cfg.pipeline_parallel_size=2", "2 ranks do not divide the one device"),
         ("policy.dtensor_cfg.pipeline_parallel_layers_per_stage=2", "but with the schedule 1F1B the layers are split evenly"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_work_is_refused(override: str, reason: str) -> None:
     error = refusal(override)
     assert reason in str(error) and all(problem.fix for problem in error.problems)
@@ -184,21 +181,14 @@ def test_adapters_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["value.train_global_batch_size=4"], "the critic takes its optimizer steps with the policy"),
         (["value.head_only=true", "value.dtensor_cfg.lora_cfg.enabled=true"], "which has no adapters"),
-        (
-            [
-                *("value.head_only=true", "cluster.backend=ray", "cluster.gpus_per_node=2"),
-                "policy.dtensor_cfg.pipeline_parallel_size=2",
-            ],
-            "only the last stage has the hidden states",
-        ),
+        ([*("value.head_only=true", "cluster.backend=ray", "cluster.gpus_per_node=2"), "policy.dtensor_cfg.pipeline_parallel_size=2"],
+         "only the last stage has the hidden states"),
         (["value.optimizer.kwargs={weight_decay: 0}"], "value.optimizer.kwargs: it has no lr"),
-        (
-            ["value.sequence_packing.train_mb_tokens=100"],
-            "value.sequence_packing.train_mb_tokens: found 100, but a single rollout may have",
-        ),
+        (["value.sequence_packing.train_mb_tokens=100"],
+         "value.sequence_packing.train_mb_tokens: found 100, but a single rollout may have"),
         (["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dropout=0.1"], "sampled without dropout"),
     ],
-)
+)  # fmt: skip
 def test_a_critic_that_cannot_learn_is_refused(overrides: list[str], reason: str) -> None:
     base = [*RUN[:3], "ppo.val_period=0", "checkpointing.metric_name=null"]
     with pytest.raises(ConfigError) as caught:
@@ -353,17 +343,12 @@ def test_a_teacher_that_cannot_teach_is_refused_before_a_model_is_loaded(overrid
     [
         ["teachers.second.model_name=t", "algorithm.name=distillation"],
         ["teachers.second.model_name=t", "teacher.environments=[arithmetic]"],
-        [
-            "teacher.model_name=self",
-            "teacher.demonstration=x",
-            "teacher.self_weights=ema",
-            "policy.ema.enabled=true",
-        ],
+        ["teacher.model_name=self", "teacher.demonstration=x", "teacher.self_weights=ema", "policy.ema.enabled=true"],
         ["cluster.gpus_per_node=4", "teacher.dtensor_cfg.tensor_parallel_size=4", "policy.dtensor_cfg.context_parallel_size=2"],
         ["cluster.gpus_per_node=4", "teacher.hosts=2"],
         ["teacher.dtensor_cfg.cpu_offload=true"],
     ],
-)
+)  # fmt: skip
 def test_teachers_that_can_are_not(overrides: list[str]) -> None:
     assert teacher_problems(*overrides) == []
 

@@ -40,26 +40,18 @@ def test_quotas_that_add_up_to_a_step_are_the_shares() -> None:
             "data.train.0.prompts_per_step: the entries of data.train have 3 + 1 = 4 of a step, and grpo.num_prompts_per_step is 8 Set "
             "grpo.num_prompts_per_step=4, or prompts_per_step of the entries so that they add up to 8.",
         ),
-        (
-            ["data.train=[{env_name: arithmetic, prompts_per_step: 3}, {env_name: arithmetic}]"],
-            "data.train: some entries have prompts_per_step and some do not ([3, None])",
-        ),
-        (
-            ["data.train.prompts_per_step=4", "data.train.weight=2", "grpo.num_prompts_per_step=4"],
-            "data.train.weight: found 2.0, beside prompts_per_step=4",
-        ),
-        (
-            ["data.curriculum.name=success"],
-            "data.curriculum.name: found 'success', which is no curriculum; did you mean 'success_rate'?",
-        ),
+        (["data.train=[{env_name: arithmetic, prompts_per_step: 3}, {env_name: arithmetic}]"],
+         "data.train: some entries have prompts_per_step and some do not ([3, None])"),
+        (["data.train.prompts_per_step=4", "data.train.weight=2", "grpo.num_prompts_per_step=4"],
+         "data.train.weight: found 2.0, beside prompts_per_step=4"),
+        (["data.curriculum.name=success"],
+         "data.curriculum.name: found 'success', which is no curriculum; did you mean 'success_rate'?"),
         (["data.curriculum.name=difficulty"], "data.curriculum.difficulty.by: found null"),
-        (
-            ["data.curriculum.name=success_rate", "data.curriculum.success_rate.decay=0"],
-            "data.curriculum.success_rate.decay: found 0",
-        ),
+        (["data.curriculum.name=success_rate", "data.curriculum.success_rate.decay=0"],
+         "data.curriculum.success_rate.decay: found 0"),
         (["data.curriculum.success_rate.repeat=3"], "repeats"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_work_says_what_to_set(overrides: list[str], said: str) -> None:
     assert said in refused(*overrides)
 

@@ -91,26 +91,17 @@ def test_what_vllm_can_do_is_accepted_without_a_word(overrides: list[str]) -> No
         ([HEAD, f"{C}speculation.method=eagle3", "policy.sequence_packing.enabled=false"], "the head reads packed rows"),
         ([HEAD, f"{C}speculation.method=eagle3", "policy.compile=true"], "which compiled ones may not show"),
         ([HEAD, f"{C}speculation.method=eagle3", "policy.dtensor_cfg.tensor_parallel_size=2", *GPUS], "beside a whole policy"),
-        (
-            [HEAD, f"{C}speculation.method=eagle3", "policy.draft.aux_layer_indices=[3,1]"],
-            "in the order of the model and each once",
-        ),
-        (
-            [HEAD, f"{C}speculation.method=eagle3", "policy.dtensor_cfg.lora_cfg.enabled=true"],
-            "sent with the policy's whole weights",
-        ),
+        ([HEAD, f"{C}speculation.method=eagle3", "policy.draft.aux_layer_indices=[3,1]"],
+         "in the order of the model and each once"),
+        ([HEAD, f"{C}speculation.method=eagle3", "policy.dtensor_cfg.lora_cfg.enabled=true"],
+         "sent with the policy's whole weights"),
         ([APART, f"{G}colocated.resources.gpus_per_node=4"], "policy.generation.vllm_cfg.num_engines=4 or it to 1 or null"),
-        (
-            [APART, f"{C}tensor_parallel_size=2", f"{G}colocated.resources.gpus_per_node=3"],
-            "Set it to 2 or null",
-        ),
-        (
-            [APART, f"{C}tensor_parallel_size=2", f"{C}pipeline_parallel_size=2", f"{G}colocated.resources.gpus_per_node=2"],
-            "1 engines of 4 ranks use 4 GPUs",
-        ),
+        ([APART, f"{C}tensor_parallel_size=2", f"{G}colocated.resources.gpus_per_node=3"], "Set it to 2 or null"),
+        ([APART, f"{C}tensor_parallel_size=2", f"{C}pipeline_parallel_size=2", f"{G}colocated.resources.gpus_per_node=2"],
+         "1 engines of 4 ranks use 4 GPUs"),
         ([APART, f"{G}colocated.resources.num_nodes=2"], "this run uses one machine"),
     ],
-)
+)  # fmt: skip
 def test_what_vllm_cannot_do_is_refused_with_the_way_out(overrides: list[str], reason: str) -> None:
     error = refusal(VLLM, *overrides)
     assert reason in str(error) and len(error.problems) == 1 and error.problems[0].fix
@@ -212,14 +203,10 @@ def test_the_coldest_temperature_is_the_one_that_requests_are_refused_below() ->
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (
-            ["cluster.gpus_per_node=8", "cluster.num_nodes=4", f"{C}tensor_parallel_size=12"],
-            "found 12, but .* 8 GPUs of a node generate",
-        ),
-        (
-            [APART, "cluster.gpus_per_node=8", f"{G}colocated.resources.gpus_per_node=2", f"{C}tensor_parallel_size=4"],
-            "found 4, but 2 GPUs generate, 2 of a node",
-        ),
+        (["cluster.gpus_per_node=8", "cluster.num_nodes=4", f"{C}tensor_parallel_size=12"],
+         "found 12, but .* 8 GPUs of a node generate"),
+        ([APART, "cluster.gpus_per_node=8", f"{G}colocated.resources.gpus_per_node=2", f"{C}tensor_parallel_size=4"],
+         "found 4, but 2 GPUs generate, 2 of a node"),
         (
             [
                 APART,
@@ -232,7 +219,7 @@ def test_the_coldest_temperature_is_the_one_that_requests_are_refused_below() ->
             "found 4 x pipeline_parallel_size = 4, but 8 GPUs generate, 4 of a node",
         ),
     ],
-)
+)  # fmt: skip
 def test_an_engine_that_whole_nodes_do_not_hold_is_refused_in_one_sentence_at_its_key(overrides: list[str], said: str) -> None:
     (problem,) = refusal(VLLM, *overrides).problems
     assert problem.key == f"{C}tensor_parallel_size" and problem.origin is not None and problem.fix.startswith("Set it to")
@@ -244,15 +231,10 @@ def test_an_engine_that_whole_nodes_do_not_hold_is_refused_in_one_sentence_at_it
     [
         ["cluster.gpus_per_node=8", "cluster.num_nodes=4", f"{C}tensor_parallel_size=16"],
         ["cluster.gpus_per_node=8", "cluster.num_nodes=4", f"{C}tensor_parallel_size=8", f"{C}pipeline_parallel_size=2"],
-        [
-            APART,
-            "cluster.gpus_per_node=4",
-            "cluster.num_nodes=3",
-            f"{G}colocated.resources.num_nodes=2",
-            f"{C}tensor_parallel_size=8",
-        ],
+        [APART, "cluster.gpus_per_node=4", "cluster.num_nodes=3", f"{G}colocated.resources.num_nodes=2",
+         f"{C}tensor_parallel_size=8"],
     ],
-)
+)  # fmt: skip
 def test_an_engine_may_have_several_whole_nodes(overrides: list[str]) -> None:
     assert warnings(VLLM, *overrides) == []
 

@@ -111,10 +111,8 @@ COMMANDS: list[tuple[str, set[str]]] = [
     ("examples/run_grpo.py", set()),
     ("examples/run_grpo_math.py", set()),
     ("examples/run_grpo.py --config examples/configs/grpo_math_1B_megatron.yaml", set()),
-    (
-        "examples/run_grpo.py --config examples/configs/grpo_math_1B_megatron.yaml cluster.num_nodes=4 cluster.gpus_per_node=8",
-        set(),
-    ),
+    ("examples/run_grpo.py --config examples/configs/grpo_math_1B_megatron.yaml cluster.num_nodes=4 cluster.gpus_per_node=8",
+     set()),
     ("examples/run_grpo_math.py cluster.gpus_per_node=8", set()),
     (
         'examples/run_grpo_math.py policy.model_name="meta-llama/Llama-3.2-1B-Instruct" '
@@ -158,11 +156,8 @@ COMMANDS: list[tuple[str, set[str]]] = [
         'checkpointing.checkpoint_dir="results/llama_dpo_sft" logger.wandb_enabled=True logger.wandb.name="llama-dpo-sft"',
         set(),
     ),
-    (
-        "examples/run_dpo.py --config examples/configs/dpo.yaml cluster.num_nodes=2 cluster.gpus_per_node=8 "
-        "dpo.val_global_batch_size=32",
-        set(),
-    ),
+    ("examples/run_dpo.py --config examples/configs/dpo.yaml cluster.num_nodes=2 cluster.gpus_per_node=8 " "dpo.val_global_batch_size=32",
+     set()),
     ("examples/run_rm.py cluster.gpus_per_node=8", set()),
     ("examples/run_ppo.py", set()),
     ("examples/run_ppo.py value.head_only=true algorithm.name=vapo", set()),
@@ -176,7 +171,7 @@ COMMANDS: list[tuple[str, set[str]]] = [
         set(),
     ),
     ("examples/run_grpo.py cluster.num_nodes=2", set()),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("command", "refused"), COMMANDS, ids=[command[9:70] for command, _ in COMMANDS])
@@ -230,31 +225,6 @@ AS_IN_NEMO_RL: dict[str, dict[str, object]] = {
     "evals/math_eval": {"generation.model_name": "Qwen/Qwen2.5-7B-Instruct", "data.dataset_name": "math"},
 }
 
-# What they set otherwise on purpose: theirs -> ours, and why.
-DIFFERENT_ON_PURPOSE: dict[str, dict[str, tuple[object, object]]] = {
-    # vLLM where there is a GPU and vLLM; the same files also start on a laptop
-    **{name: {"policy.generation.backend": ("vllm", "auto")} for name in ("grpo_math_1B", "ppo_math_1B")},
-    "evals/eval": {"generation.backend": ("vllm", "auto")},
-    # one device, with what more of them need in a comment; a checkpoint is ranked by the validation of its step
-    "distillation_math": {
-        "policy.generation.backend": ("vllm", "auto"),
-        "cluster.gpus_per_node": (8, 1),
-        "policy.dtensor_cfg.tensor_parallel_size": (2, 1),
-        "checkpointing.save_period": (10, 20),
-    },
-    # an 8B model fits one node with activations computed again, at long lengths too
-    "grpo_math_8B": {"policy.dtensor_cfg.activation_checkpointing": (False, True)},
-    # rows are packed, which changes no gradient; the metric of one validation set has no name of the set in it
-    **{
-        name: {"policy.sequence_packing.enabled": (False, True), "checkpointing.metric_name": (metric, "val:loss")}
-        for name, metric in (
-            ("sft", "val:val_loss"),
-            ("dpo", "val:validation-default_loss"),
-            ("rm", "val:validation-default_loss"),
-        )
-    },
-}
-
 
 def value_of(name: str, key: str) -> object:
     path = CONFIGS / f"{name}.yaml"
@@ -272,10 +242,3 @@ def value_of(name: str, key: str) -> object:
 @pytest.mark.parametrize("name", AS_IN_NEMO_RL)
 def test_an_example_agrees_with_that_of_the_same_name(name: str) -> None:
     assert {key: value_of(name, key) for key in AS_IN_NEMO_RL[name]} == AS_IN_NEMO_RL[name]
-
-
-@pytest.mark.parametrize("name", DIFFERENT_ON_PURPOSE)
-def test_what_an_example_sets_otherwise_is_listed(name: str) -> None:
-    listed = DIFFERENT_ON_PURPOSE[name]
-    assert {key: value_of(name, key) for key in listed} == {key: ours for key, (_, ours) in listed.items()}
-    assert all(theirs != ours for theirs, ours in listed.values())

@@ -32,17 +32,14 @@ def test_a_recipe_of_nemo_rl_is_the_default_spelled_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"target_modules": ["q_proj"], "match_all_linear": True},
-            "target_modules is q_proj, but match_all_linear=true selects",
-        ),
+        ({"target_modules": ["q_proj"], "match_all_linear": True}, "target_modules is q_proj, but match_all_linear=true selects"),
         ({"match_all_linear": False}, "selects no layer"),
         ({"dropout": 1.0}, "less than 1"),
         ({"dim": 0}, "greater than or equal to 1"),
         ({"lora_A_init": "zeros"}, "'xavier' or 'uniform'"),
         ({"rank": 8}, "rank"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_meant_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LoraConfig(**changes)

@@ -16,6 +16,7 @@ MEANT = {
     "grpo.num_prompts": "grpo.num_prompts_per_step",
     "grpo.num_generations": "grpo.num_generations_per_prompt",
     "grpo.max_steps": "grpo.max_num_steps",
+    "grpo.max_step": "grpo.max_num_steps",
     "grpo.sed": "grpo.seed",
     "grpo.val_perid": "grpo.val_period",
     "grpo.max_new_tokens": "policy.generation.max_new_tokens",
@@ -110,11 +111,8 @@ def test_names_are_compared_word_by_word(name: str, other: str, close: bool) -> 
         ("dpo", "dpo.beta=0.2", "TRL's beta: dpo.reference_policy_kl_penalty=0.2 here."),
         ("grpo", "max_completion_length=64", "TRL's max_completion_length: policy.generation.max_new_tokens=64 here."),
         ("grpo", "grpo.scale_rewards=false", "algorithm.advantage.name=group_relative here, with normalize=false."),
-        (
-            "grpo",
-            "gradient_accumulation_steps=2",
-            "policy.train_global_batch_size=16 here. That is with TRL's defaults for the rest.",
-        ),
+        ("grpo", "gradient_accumulation_steps=2",
+         "policy.train_global_batch_size=16 here. That is with TRL's defaults for the rest."),
         ("grpo", "per_device_train_batch_size=4", "Look at policy.train_global_batch_size and policy.train_micro_batch_size."),
         ("sft", "max_length=512", "TRL's max_length: policy.max_total_sequence_length=512 here"),
         ("sft", "logging_steps=1", "TRL's logging_steps: every step is logged"),
@@ -124,7 +122,7 @@ def test_names_are_compared_word_by_word(name: str, other: str, close: bool) -> 
         ("grpo", "policy.generation.max_completion_length=64", "The keys of policy.generation are"),
         ("ppo", "scale_rewards=false", "The sections are"),
     ],
-)
+)  # fmt: skip
 def test_a_word_of_trl_is_told_what_it_is_here(section: str, written: str, hint: str) -> None:
     given = ["policy.model_name=m", "data.train.env_name=arithmetic", "env.arithmetic={}"]
     with pytest.raises(ConfigError) as refused:

@@ -88,11 +88,6 @@ def test_a_verifier_of_the_math_environment_is_the_same_here(options: str, verif
     assert f"env.math.verifier={verifier} here" in renamed.values() and not differences(loaded, Effect.CHANGED)
 
 
-def test_an_unknown_verifier_is_refused_with_those_there_are() -> None:
-    (said,) = refusals("grpo", "env.math.math_verify_impl=prime")
-    assert "env.math.math_verify_impl: found 'prime'; NeMo-RL has hf_math_verify and dapo_math_verify" in said
-
-
 def test_the_interpreter_and_the_overlap_of_words_are_environments_here() -> None:
     loaded = load("grpo", "data.default.env_name=code", "env.code={num_workers: 4, terminate_on_evaluation: false}")
     assert loaded.config.env["code"].type_of("code") == "code_interpreter"
@@ -116,12 +111,6 @@ def test_a_reward_model_keeps_what_changes_its_scores() -> None:
     assert loaded.config.env["reward_model"].options == options
     assert "its own chat template" in differences(loaded, Effect.CHANGED)["env.reward_model"]
     assert "gives it one of its own" in differences(loaded, Effect.UNUSED)["env.reward_model.resources"]
-
-
-def test_a_translated_reward_model_is_not_translated_again() -> None:
-    own = "{model_name: rm, precision: bfloat16, batch_size: 4, max_length: 2048}"
-    loaded = load("grpo", "data.default.env_name=reward_model", f"env.reward_model={own}")
-    assert not [difference for difference in loaded.differences if "reward_model" in difference.key]
 
 
 @pytest.mark.parametrize("size", ["tensor_parallel_size", "context_parallel_size"])
@@ -177,35 +166,22 @@ def test_preferences_are_read_by_rank_or_from_three_columns() -> None:
         assert (pair.prompt, pair.chosen, pair.rejected) == ((user("2+2?"),), (assistant("4"),), (assistant("5"),))
 
 
-def test_a_tie_of_ranks_says_what_to_do() -> None:
-    same = {"rank": 0, "completion": [{"role": "assistant", "content": "4"}]}
-    path = write_rows("pairs.jsonl", {"context": "2+2?", "completions": [same, same]})
-    with pytest.raises(ValueError, match="both completions have the rank 0, so there is no preference"):
-        preferences(DataSource(dataset_name=path))
-
-
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["data.train.dataset_name=ResponseDataset"], "data.train.dataset_name: found ResponseDataset, but no data_path to read"),
         (["data.train.dataset_name=arrow_text"], "data.train.dataset_name: found arrow_text, but no data_files to read"),
-        (
-            ["data.train.dataset_name=NuminaMath-1.5", "data.train.require_valid=false"],
-            "data.train.require_valid: found False, but NuminaMath-1.5 is read without the rows that cannot be checked",
-        ),
+        (["data.train.dataset_name=NuminaMath-1.5", "data.train.require_valid=false"],
+         "data.train.require_valid: found False, but NuminaMath-1.5 is read without the rows that cannot be checked"),
         (["data.default.processor=my_processor"], "data.default.processor: found 'my_processor': a processor is code of NeMo-RL"),
         (["data.use_multiple_dataloader=true", "data.custom_dataloader=a.b.mine"], "drawn by weight, not by code"),
-        (
-            ["data.use_multiple_dataloader=true", "data.custom_dataloader=a.example_custom_dataloader_with_chosen_task"],
-            "it is told by a changed training loop of which entries a step is (set_records)",
-        ),
+        (["data.use_multiple_dataloader=true", "data.custom_dataloader=a.example_custom_dataloader_with_chosen_task"],
+         "it is told by a changed training loop of which entries a step is (set_records)"),
         (["data.use_multiple_dataloader=true"], "data.custom_dataloader is not set, without which NeMo-RL does not run either"),
-        (
-            ["data.use_multiple_dataloader=true", "data.custom_dataloader=a.example_custom_dataloader"],
-            "data.num_prompts_per_dataloader is not set",
-        ),
+        (["data.use_multiple_dataloader=true", "data.custom_dataloader=a.example_custom_dataloader"],
+         "data.num_prompts_per_dataloader is not set"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_here_is_refused_once_by_the_true_reason(overrides: list[str], said: str) -> None:
     (problem,) = refusals("grpo", *overrides)
     assert said in problem
@@ -220,20 +196,6 @@ def test_a_set_of_nemo_rl_has_the_same_name_here(name: str) -> None:
     assert loaded.config.data.train[0].dataset_name == name and not differences(loaded, Effect.CHANGED)
 
 
-def test_options_that_say_what_a_built_in_set_is_anyway_are_left_out() -> None:
-    options = ["data.train.dataset_name=NuminaMath-1.5", "data.train.verifiable_only=true", "data.train.require_valid=true"]
-    loaded = load("grpo", *options)
-    assert set(differences(loaded, Effect.UNUSED)) >= {"data.train.verifiable_only", "data.train.require_valid"}
-    assert "data.train.extract_answer" in differences(load("grpo", "data.train.extract_answer=true"), Effect.UNUSED)
-
-
-def test_whole_solutions_of_gsm8k_are_those_of_the_set_of_the_hub(local_hub: Path) -> None:
-    (entry,) = load("sft", "data.train.dataset_name=gsm8k", "data.train.extract_answer=false").config.data.train
-    assert (entry.dataset_name, entry.subset, entry.input_key, entry.output_key) == ("openai/gsm8k", "main", "question", "answer")
-    (first, _) = conversations(DataSource.from_entry(entry, seed=0, part="train"))
-    assert first.answer == "5 - 2 = <<5-2=3>>3 apples.\n#### 3"
-
-
 def test_raw_text_is_read_from_its_files_and_joined_as_it_says() -> None:
     path = write_rows("rows.jsonl", {"body": "one"}, {"body": "two"}, {"body": "three"})
     options = [f"data.train.data_files={path}", "data.train.text_key=body", "data.train.characters_per_sample=5"]
@@ -243,15 +205,6 @@ def test_raw_text_is_read_from_its_files_and_joined_as_it_says() -> None:
     assert [each.answer for each in conversations(DataSource.from_entry(entry, seed=0, part="train"))] == ["one\ntwo", "three"]
     (entry,) = load("sft", "data.train.dataset_name=arrow_text", f"data.train.data_files={path}").config.data.train
     assert entry.text_key == "text" and entry.characters_per_sample is None
-
-
-def test_the_preferred_responses_of_helpsteer3_are_not_written_into_the_prompt() -> None:
-    processor = "data.default.processor=helpsteer3_data_processor"
-    loaded = load(
-        "grpo", "data.train.dataset_name=HelpSteer3", processor, "data.default.env_name=code_jaccard", "env={code_jaccard: {}}"
-    )
-    assert loaded.config.data.train[0].dataset_name == "HelpSteer3"
-    assert "writes that response into the prompt" in differences(loaded, Effect.CHANGED)["data.default.processor"]
 
 
 def test_entries_of_a_recipe_are_joined_or_take_equal_turns_as_it_says() -> None:
@@ -284,12 +237,6 @@ def test_several_loaders_give_as_many_prompts_of_each_entry_in_every_step() -> N
     assert [entry.prompts_per_step for entry in one.data.train] == [2]
     (problem,) = refusals("grpo", two, *loaders, "data.num_prompts_per_dataloader=2")
     assert "have 2 + 2 = 4 of a step, and grpo.num_prompts_per_step is 2" in problem
-
-
-def test_a_number_of_samples_becomes_a_size_and_says_how_it_differs() -> None:
-    loaded = load("sft", "data.train={dataset_name: tulu3_sft_mixture, max_samples: 100}")
-    assert loaded.config.data.train[0].size == 100
-    assert "takes the first rows" in differences(loaded, Effect.CHANGED)["data.train.max_samples"]
 
 
 @pytest.mark.parametrize(
@@ -342,12 +289,6 @@ def test_a_prompt_file_is_found_beside_the_recipe_or_above_it_and_the_working_di
     )
 
 
-def test_a_prompt_file_with_braces_is_formatted_as_python_formats_it() -> None:
-    Path("math.txt").write_text("Solve, in \\\\boxed{{}}.\n\n{}\n\n")
-    template = DataSource(prompt_file="math.txt").load_template()
-    assert template.render("1+1?") == (user("Solve, in \\\\boxed{{}}.\n\n{}\n\n".format("1+1?")),)
-
-
 def test_a_chat_template_is_read_from_its_file_which_the_run_then_does_not_need() -> None:
     def template_of(value: str) -> str | None:
         return load("grpo", f"policy.tokenizer.chat_template='{value}'").config.policy.tokenizer.chat_template
@@ -360,18 +301,6 @@ def test_a_chat_template_is_read_from_its_file_which_the_run_then_does_not_need(
     for value in ("missing.jinja", "/no/such/file", "templates"):
         (said,) = refusals("grpo", f"policy.tokenizer.chat_template={value}")
         assert "policy.tokenizer.chat_template" in said and "neither a Jinja template nor a file with one" in said
-
-
-def test_a_null_template_of_a_recipe_says_what_it_means_here() -> None:
-    loaded = load("grpo", "policy.tokenizer.chat_template=null")
-    assert "which is passthrough here" in differences(loaded, Effect.CHANGED)["policy.tokenizer.chat_template"]
-
-
-def test_add_bos_and_add_generation_prompt_are_keys_of_recorded_data() -> None:
-    data = load("sft", "data.train.dataset_name=squad").config.data
-    assert (data.add_bos, data.add_eos, data.add_generation_prompt) == (True, True, False)
-    data = load("dpo", "data.train.dataset_name=HelpSteer3").config.data
-    assert (data.add_bos, data.add_eos, data.add_generation_prompt) == (False, True, True)
 
 
 def test_an_evaluation_is_asked_and_graded_as_there_and_not_as_the_set_is_reported_here() -> None:

@@ -30,22 +30,9 @@ def test_a_section_that_overrides_replaces_that_of_the_base(tmp_path: Path) -> N
     assert ("data", "shuffle") not in source.origins and ("data", "_override_") not in source.origins
 
 
-def test_two_bases_may_replace_each_others_sections(tmp_path: Path) -> None:
-    path = write(
-        tmp_path, a="env: {x: {n: 1}}", b="env: {_override_: true, y: {}}", recipe=f"defaults: [a.yaml, {tmp_path}/b.yaml]"
-    )
-    assert read_config_file(path).values == {"env": {"y": {}}}
-
-
 def test_below_the_top_a_section_merges_as_it_does_there(tmp_path: Path) -> None:
     path = write(tmp_path, base="a: {b: {c: 1}}", recipe="defaults: base.yaml\na: {b: {_override_: true, d: 2}}")
     assert read_config_file(path).values == {"a": {"b": {"c": 1, "_override_": True, "d": 2}}}
-
-
-def test_reading_a_file_twice_gives_values_of_their_own(tmp_path: Path) -> None:
-    path = write(tmp_path, recipe="a: {b: [1]}")
-    read_config_file(path).values["a"]["b"].append(2)
-    assert read_config_file(path).values == {"a": {"b": [1]}}
 
 
 def test_resolvers_of_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,18 +48,6 @@ def test_resolvers_of_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolved == {"a": 3, "b": 8, "c": 1.5, "d": "/data/x", "e": "y"} and not errors
 
 
-@pytest.mark.parametrize("text", ["${oc.env:NOT_SET_ANYWHERE}", "${env:NOT_SET_ANYWHERE}/x"])
-def test_an_unset_variable_says_what_to_export(text: str, tmp_path: Path) -> None:
-    path = write(
-        tmp_path, recipe=f"policy: {{model_name: '{text}'}}\ndata: {{train: {{env_name: arithmetic}}}}\nenv: {{arithmetic: {{}}}}"
-    )
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, root=GrpoRunConfig)
-    (problem,) = [problem for problem in caught.value.problems if problem.key == "policy.model_name"]
-    assert problem.message.endswith("the environment variable NOT_SET_ANYWHERE is not set")
-    assert problem.fix == "Run export NOT_SET_ANYWHERE=..., or write a default: ${oc.env:NOT_SET_ANYWHERE,DEFAULT}."
-
-
 def test_a_value_that_is_left_open_is_the_problem(tmp_path: Path) -> None:
     path = write(tmp_path, recipe="policy: {model_name: '???', tokenizer: {name: '${policy.model_name}'}}\ngrpo: {seed: 1}")
     with pytest.raises(ConfigError) as caught:
@@ -81,12 +56,3 @@ def test_a_value_that_is_left_open_is_the_problem(tmp_path: Path) -> None:
     assert problem.key == "policy.model_name" and "???" in problem.message and "policy.model_name=" in problem.fix
     rest = ["policy.model_name=m", "data.train.env_name=arithmetic", "env.arithmetic={}"]
     assert load_config(path, rest, root=GrpoRunConfig, check=False).config.policy.tokenizer.name == "m"
-
-
-def test_what_a_caller_changes_in_resolved_values_is_not_in_those_of_the_next() -> None:
-    values = {"section": {"sizes": [1, 2]}, "same": "${section}", "sizes": "${section.sizes}"}
-    resolved, _ = resolve_interpolations(values)
-    resolved["same"]["sizes"].append(3)
-    resolved["sizes"].append(3)
-    again, errors = resolve_interpolations(values)
-    assert again == {"section": {"sizes": [1, 2]}, "same": {"sizes": [1, 2]}, "sizes": [1, 2]} and not errors

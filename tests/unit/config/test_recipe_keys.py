@@ -34,12 +34,6 @@ def test_raw_logprobs_of_another_distribution_are_refused_by_what_changes_it(cha
         load(f"{MODE}=raw_logprobs", f"policy.generation.{changed}")
 
 
-def test_environment_variables_of_engines_may_be_numbers_or_null() -> None:
-    variables = load("policy.generation.vllm_cfg.env_vars={A: 1, B: x, C: 0.5}").config.policy.generation.vllm_cfg.env_vars
-    assert variables == {"A": "1", "B": "x", "C": "0.5"}
-    assert load("policy.generation.vllm_cfg.env_vars=null").config.policy.generation.vllm_cfg.env_vars == {}
-
-
 @pytest.mark.parametrize(("saved", "often", "every"), [(10, 1, 1), (10, 5, 5), (10, 4, 2), (0, 3, 3)])
 def test_checkpoints_against_faults_are_saved_as_often(saved: int, often: int, every: int) -> None:
     keys = (f"checkpointing.save_period={saved}", f"checkpointing.ft_save_period={often}", "checkpointing.ft_keep_latest_k=1")
@@ -49,27 +43,6 @@ def test_checkpoints_against_faults_are_saved_as_often(saved: int, often: int, e
         "checkpointing.ft_save_period": Effect.CHANGED,
         "checkpointing.ft_keep_latest_k": Effect.UNUSED,
     }
-
-
-def test_saving_beside_training_and_the_team_of_a_tracker_are_carried_over() -> None:
-    config = load("checkpointing.is_async=true", "logger.wandb.entity=team").config
-    assert config.checkpointing.async_save and config.logger.wandb.entity == "team"
-
-
-def test_how_batches_and_weights_travel_is_left_out() -> None:
-    loaded = load(
-        "data_plane={enabled: true, impl: transfer_queue}",
-        "policy.generation.refit_transport=nixl",
-        "policy.generation.refit_cfg={nixl: {device: cuda}}",
-        "policy.refit_buffer_size_gb=8",
-        "grpo.debug_payload_metrics=true",
-    )
-    assert set(effects(loaded).values()) == {Effect.UNUSED} and len(loaded.differences) == 5
-
-
-@pytest.mark.parametrize("key", ["cap_max_tokens_to_context=true", "enable_thinking=true", "enforce_monotonicity=false"])
-def test_keys_of_the_engine_that_nothing_reads_are_left_out(key: str) -> None:
-    assert list(effects(load(f"policy.generation.vllm_cfg.{key}")).values()) == [Effect.UNUSED]
 
 
 def test_the_fused_adam_of_transformer_engine_is_the_one_of_torch() -> None:

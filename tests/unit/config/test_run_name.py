@@ -39,12 +39,6 @@ def test_a_folder_that_is_named_beside_the_name_stays_and_one_of_an_earlier_file
     assert folders("run_name=c", file=file) == ("c", "logs/c", "/big/c/steps")
 
 
-def test_a_sweep_is_one_loop_and_each_of_its_runs_has_folders_of_its_own(file: Path) -> None:
-    found = [folders(f"policy.optimizer.kwargs.lr={lr}", "run_name=sweep_{overrides}", file=file) for lr in ("1e-6", "3e-6")]
-    assert [log_dir for _, log_dir, _ in found] == [f"logs/sweep_policy.optimizer.kwargs.lr={lr}" for lr in ("1e-6", "3e-6")]
-    assert folders("run_name={overrides}", "grpo.seed=2", file=file)[0] == "grpo.seed=2"
-
-
 def test_overrides_in_a_name_do_not_depend_on_their_order_and_leave_out_what_makes_no_other_run() -> None:
     given = ["grpo.seed=2", "+policy.precision=float32", "grpo.seed=3"]
     others = [
@@ -82,14 +76,6 @@ def test_the_names_of_a_sweep_show_what_is_swept_beside_many_shared_settings(swe
         assert f"={value}" in name and len(name) <= LONGEST + 9
         assert all(f"={text.partition('=')[2]}" in name for text in shared if "=" in text)
     assert len(set(names)) == len(names) and names[0] == format_overrides([f"{key}={values[0]}", *reversed(shared)])
-
-
-def test_overrides_in_a_name_are_safe_for_files_bounded_and_never_the_same_for_different_ones() -> None:
-    names = [format_overrides([f"data.train.dataset_name={value}"]) for value in ("a/b", "a b", "a_b", "../a", "a;b", "$(a)")]
-    assert len(set(names)) == len(names)
-    long = [format_overrides([f"data.default.system_prompt={'long ' * 60}{end}"]) for end in "ab"]
-    assert long[0] != long[1] and max(map(len, long)) <= LONGEST + 9
-    assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_.=-") for name in (*names, *long))
 
 
 def test_a_name_that_is_no_folder_or_nothing_is_refused() -> None:

@@ -98,23 +98,6 @@ def test_a_recipe_shows_one_problem_for_one_cause(recipe: str, key: str, why: st
     assert problem.origin is not None and problem.origin.source == tmp_path / "recipe.yaml"
 
 
-def test_teachers_with_another_tokenizer_are_one_problem(tmp_path: Path) -> None:
-    recipe = """
-distillation: {max_num_steps: 3}
-teachers: [{model_name: t, projection_matrix_path: null, weight: 1.0}, {model_name: u}]
-loss_fn: {xtoken_loss: false, uncommon_topk: 8192, kd_loss_mode: sum, temperature: 1.0}
-"""
-    (problem,) = refusals(tmp_path, recipe.replace("grpo", "distillation"), "~grpo", kind="distillation")
-    assert problem.key == "teachers" and "found a list of 2" in problem.message and "another tokenizer" in problem.message
-
-
-def test_two_causes_are_two_problems(tmp_path: Path) -> None:
-    assert [problem.key for problem in refusals(tmp_path, GYM + "async_rl: {sampler: {name: custom}}\n")] == [
-        "env.should_use_nemo_gym",
-        "async_rl.sampler.name",
-    ]
-
-
 def test_what_is_switched_off_is_left_out(tmp_path: Path) -> None:
     loaded = load(
         tmp_path,
@@ -152,12 +135,6 @@ def test_a_recipe_of_nemo_gym_translates_where_it_says_where_the_servers_are(tmp
     assert {"env.should_use_nemo_gym", "env.nemo_gym.config_paths", "policy.generation.vllm_cfg.expose_http_server"} <= left_out
 
 
-def test_an_environment_of_ones_own_may_be_named_nemo_gym(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def right(task, rollout):\n    return 1.0\n")
-    recipe = f"env: {{nemo_gym: {{reward: '{tmp_path}/mine.py:right'}}}}\ndata: {{train: {{env_name: math}}}}"
-    assert not load(tmp_path, recipe).differences
-
-
 def test_a_recipe_of_images_is_trained_with_the_same_rewards_and_the_models_own_template(tmp_path: Path) -> None:
     loaded = load(tmp_path, IMAGES)
     environment = loaded.config.env["clevr-cogent"]
@@ -167,16 +144,6 @@ def test_a_recipe_of_images_is_trained_with_the_same_rewards_and_the_models_own_
     assert train.dataset_name == "clevr-cogent" and validation.media_data_dir == "/mmpr"
     assert loaded.config.policy.tokenizer.chat_template == "default"
     assert not [difference for difference in loaded.differences if difference.effect is Effect.CHANGED]
-
-
-def test_vllm_engines_of_the_same_sizes_stand_for_megatron_core_s(tmp_path: Path) -> None:
-    options = "mcore_generation_config: {tensor_model_parallel_size: 2, expert_model_parallel_size: 4, max_tokens: 9}"
-    loaded = load(tmp_path, engine("megatron", options))
-    generation = loaded.config.policy.generation
-    assert generation.backend == "vllm"
-    assert (generation.vllm_cfg.tensor_parallel_size, generation.vllm_cfg.expert_parallel_size) == (2, 4)
-    (changed,) = [difference for difference in loaded.differences if difference.effect is Effect.CHANGED]
-    assert changed.key == "policy.generation.backend" and "sampled by vLLM" in changed.text
 
 
 def test_images_on_megatron_core_are_trained_by_the_torch_learner_unless_megatron_is_insisted_on(tmp_path: Path) -> None:
@@ -189,20 +156,6 @@ def test_images_on_megatron_core_are_trained_by_the_torch_learner_unless_megatro
     assert problem.key == "policy.is_vlm" and "Megatron Core trains models of text alone" in problem.message
     assert "Set policy.backend=torch" in problem.fix
     assert load(tmp_path, recipe, "policy.backend=torch").config.policy.dtensor_cfg.enabled
-
-
-def test_tokens_of_images_need_not_be_forbidden_and_other_words_cannot(tmp_path: Path) -> None:
-    loaded = load(tmp_path, "policy: {generation: {bad_words: ['<image>', '</img>', '<so_start>']}}")
-    (difference,) = [each for each in loaded.differences if each.effect is Effect.CHANGED]
-    assert difference.key == "policy.generation.bad_words" and "stands for no image" in difference.text
-    (problem,) = refusals(tmp_path, "policy: {generation: {bad_words: ['<image>', 'no']}}")
-    assert "words cannot be forbidden" in problem.message
-
-
-def test_an_environment_that_nothing_names_is_left_out(tmp_path: Path) -> None:
-    """NeMo-RL has no environment ``dapo`` either, and reads only those that its data name."""
-    loaded = load(tmp_path, "env: {dapo: {num_workers: 16}}")
-    assert "dapo" not in loaded.config.env  # type: ignore[union-attr]
 
 
 def test_a_cache_in_fp8_has_other_scales_than_in_nemo_rl_and_that_is_said(tmp_path: Path) -> None:

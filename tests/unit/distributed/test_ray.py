@@ -22,7 +22,7 @@ from strop.distributed.actor_group import ActorGroup, ActorGroupDied
 from strop.distributed.base import ActorDied, ActorOptions
 from strop.distributed.cluster_config import ClusterConfig, RoleConfig
 from strop.distributed.placement import PlacementError
-from strop.distributed.ray import RayActor, RayCluster, connect, is_process_alive, run_on_every_node
+from strop.distributed.ray import RayActor, RayCluster, connect, is_process_alive
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ class Room:
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
+def room(tmp_path_factory: pytest.TempPathFactory, workers_are_forks: None) -> Iterator[Room]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "AUTH_CHOSEN", False)  # by whoever runs the tests
         room = Room(tmp_path_factory.mktemp("workers"))
@@ -130,12 +130,6 @@ def test_what_is_shared_once_arrives_as_it_was(room: Room) -> None:
     assert room.run(thing.call("size", reference)) == 1000
 
 
-def test_what_a_process_writes_is_in_a_file_of_its_own(room: Room) -> None:
-    thing = room.thing(10)
-    room.run(thing.call("say", "a word from ten"))
-    assert "a word from ten" in (room.output / "thing-10.log").read_text()
-
-
 def test_a_group_that_loses_a_member_ends_and_names_it(room: Room) -> None:
     members = [room.thing(number) for number in (20, 21, 22)]
     group = ActorGroup("learner", members)
@@ -199,21 +193,9 @@ def test_two_processes_have_packages_of_their_own(room: Room, tmp_path: Path) ->
     assert found == ["1.0", "2.0"]
 
 
-def test_something_can_be_asked_of_every_node(room: Room) -> None:
-    [(node, answer)] = room.run(run_on_every_node(Thing(3).add, 4))
-    assert answer == 7 and node.address == room.cluster.members[0].address
-
-
 def test_more_nodes_than_there_are_are_refused_with_what_was_found(room: Room) -> None:
     from strop.distributed.placement import choose_nodes
     from strop.distributed.ray import list_nodes
 
     with pytest.raises(PlacementError, match=r"cluster\.num_nodes is 4"):
         choose_nodes(list_nodes(), 4, 2, on_cpu=True)
-
-
-def test_actors_read_the_local_copies_that_the_driver_reads(local_hub: Path) -> None:
-    cluster = object.__new__(RayCluster)
-    cluster.on_cpu = True
-    variables = cluster._actor_options(ActorOptions(name="environment-0"))["runtime_env"]["env_vars"]
-    assert variables["STROP_DATASETS"] == str(local_hub)

@@ -17,7 +17,7 @@ from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.placement import PlacementError
 from strop.distributed.ray import connect
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("workers_are_forks")]
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 

@@ -18,6 +18,7 @@ from strop.environments.answers import (
     extract_last_tagged,
     normalize_answer,
 )
+from support.sweep import one_in
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def seconds(read: Callable[[str], object], text: str) -> float:
     return min(once() for _ in range(3))
 
 
-@pytest.mark.parametrize("unit", HOSTILE)
+@pytest.mark.parametrize("unit", one_in(4, HOSTILE))
 def test_ten_times_the_text_takes_ten_times_as_long(unit: str) -> None:
     """For every pattern that runs on a model's text: what is quadratic takes a hundred times as long."""
     for name, read in READERS.items():

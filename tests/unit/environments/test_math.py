@@ -17,6 +17,7 @@ from strop.data.sources.source import DataSource
 from strop.environments.base import PromptedTask, RewardError, compute_rewards
 from strop.environments.math import MathEnvironment
 from strop.environments.scoring.scoring_pool import ScoringError, ScoringPool, get_scoring_pool
+from support.sweep import sweep
 
 ENVIRONMENT = MathEnvironment(num_workers=1, timeout_s=1.0)
 IMPATIENT = MathEnvironment(num_workers=1, timeout_s=0.3)
@@ -142,7 +143,7 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["exit", "kill"])
+@pytest.mark.parametrize("end", sweep(["exit", "kill"], "kill"))
 def test_no_worker_outlives_its_parent(end):
     script = PARENT.replace("END", repr(end))
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

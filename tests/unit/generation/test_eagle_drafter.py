@@ -171,6 +171,7 @@ def test_a_draft_is_kept_as_often_as_the_distributions_overlap(seed: int) -> Non
     assert abs(kept - overlap) < 3.3 * (overlap * (1 - overlap) / draws) ** 0.5
 
 
+@pytest.mark.exhaustive
 def test_rejection_keeps_more_drafts_and_gives_the_log_probabilities_of_the_policy(network: Network) -> None:
     coupled, rejecting = make_drafting(network), make_drafting(network, rejection=True)
     sampling = Sampling(temperature=0.7)

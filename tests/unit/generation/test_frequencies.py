@@ -67,7 +67,7 @@ def drawn_counts(logits: Tensor, sampling: Sampling, *, seed: int = 0, draws: in
 
 VOCABULARIES = [5, 256, 307, 1000]  # below one block of the sampler, one, between, several
 # Each sampling with one vocabulary, and all filters at once, and none, with each.
-FEW = {*((name, 307) for name in SAMPLINGS), *((name, size) for name in ("everything", "plain") for size in VOCABULARIES)}
+FEW = {*((name, 307) for name in SAMPLINGS), *(("everything", size) for size in VOCABULARIES)}
 
 
 CASES = sweep([(name, size) for name in SAMPLINGS for size in VOCABULARIES], *FEW)
@@ -135,21 +135,6 @@ def test_the_reported_entropy_is_that_of_the_filtered_distribution() -> None:
         drawn = sample_tokens(logits[None], [replace(sampling, entropy=True)], [0.3])
         assert float(drawn.entropies) == pytest.approx(float(wanted), abs=2e-5)
         assert float(sample_tokens(logits[None], [sampling], [0.3]).entropies) == 0.0
-
-
-def test_the_chi_square_has_teeth() -> None:
-    """A temperature off by 15 %, a filter off by one token and a swap of two tokens are all found."""
-    logits = 1.5 * torch.randn(307, generator=torch.Generator().manual_seed(10))
-    counts = drawn_counts(logits, Sampling())
-    assert is_consistent(counts, logits.softmax(-1))
-    assert not is_consistent(counts, (logits / 1.15).softmax(-1))
-    cut = drawn_counts(logits, Sampling(top_k=7))
-    assert not is_consistent(cut, torch.tensor(reference_probabilities(logits, Sampling(top_k=6))))
-    assert not is_consistent(cut, torch.tensor(reference_probabilities(logits, Sampling(top_k=8))))
-    order = logits.argsort(descending=True)
-    swapped = logits.clone()
-    swapped[order[0]], swapped[order[5]] = logits[order[5]], logits[order[0]]
-    assert not is_consistent(counts, swapped.softmax(-1))
 
 
 def test_the_engine_samples_pairs_of_tokens_as_often_as_the_model_says() -> None:

@@ -174,16 +174,6 @@ def test_weights_may_be_sent_narrower_than_the_module_that_takes_them() -> None:
     run(found, work)
 
 
-def test_copies_in_another_precision_are_proven_as_casts_of_what_came() -> None:
-    found = pair(build("llama"), apart(lambda: build("llama", seed=9), precision=torch.bfloat16, prepack=True), canary=False)
-
-    async def work() -> None:
-        metrics = await found.weights.publish(0)
-        assert metrics["weights/tensors_not_read_back"].value == 0
-
-    run(found, work)
-
-
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layer", ["lm_head", "model.layers.1.mlp.down_proj"])
 def test_a_layer_whose_copy_is_not_refreshed_is_found_by_name(layer: str, precision: torch.dtype) -> None:

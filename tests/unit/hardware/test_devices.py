@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strop.hardware.devices import DEVICES, device_named, find_device
+from strop.hardware.devices import device_named, find_device
 
 
 @pytest.mark.parametrize(
@@ -29,13 +29,6 @@ def test_a_device_is_found_by_what_the_driver_calls_it(reported: str, name: str)
     assert device.name == name
 
 
-@pytest.mark.parametrize(
-    "reported", ["NVIDIA GH200 480GB", "NVIDIA GeForce RTX 3090", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA L40", "CPU"]
-)
-def test_a_device_that_the_table_lacks_is_not_taken_for_another(reported: str) -> None:
-    assert find_device(reported) is None
-
-
 def test_a_user_names_a_device_as_he_likes() -> None:
     assert device_named("h100").name == "H100"
     assert device_named("rtx 4090").name == "RTX-4090"
@@ -47,10 +40,3 @@ def test_a_rate_that_a_device_lacks_is_refused() -> None:
     assert device_named("H100").peak_flops("bfloat16") == 989e12
     with pytest.raises(ValueError, match="A100 has no rate for 'fp8': it has bfloat16, float16, float32"):
         device_named("A100").peak_flops("fp8")
-
-
-def test_every_device_of_the_table_is_plausible() -> None:
-    for device in DEVICES:
-        assert device.fp32_tflops < device.bf16_tflops
-        assert device.fp8_tflops is None or 1.9 < device.fp8_tflops / device.bf16_tflops < 2.1
-        assert 20 < device.memory_gib < 200

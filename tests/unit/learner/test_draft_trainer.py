@@ -97,15 +97,6 @@ def test_rollouts_without_an_advantage_train_the_head() -> None:
     assert min(float(gradient.abs().max()) for gradient in head_gradients(learner, batch).values()) > 0
 
 
-def test_the_head_learns_its_policy() -> None:
-    learner = make_learner()
-    for group in learner.optimizer.param_groups:
-        group["lr"] = 0.0
-    learner.scheduler = None
-    losses = [train(learner, range(1))[0] for _ in range(60)]
-    assert losses[-1] < losses[0] - 0.5
-
-
 @pytest.mark.parametrize("staged", [False, True], ids=["saved", "staged"])
 def test_a_run_continues_to_the_bit(tmp_path: Path, staged: bool) -> None:
     whole = make_learner()

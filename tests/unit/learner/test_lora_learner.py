@@ -192,6 +192,7 @@ def test_grpo_steps_raise_the_probability_of_what_was_rewarded_and_kl_holds_them
     assert distance[5.0] < distance[0.0] / 2
 
 
+@pytest.mark.exhaustive
 def test_a_supervised_run_learns_under_adapter_dropout_and_is_measured_without_it() -> None:
     model = build("llama")
     add_adapters(model, LoraConfig(dropout=0.1), base="base")

@@ -17,28 +17,9 @@ from torch import Tensor
 
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.algorithms.catalogue import all_algorithms
-from strop.algorithms.preference.apo_down import APODown
-from strop.algorithms.preference.apo_zero import APOZero
-from strop.algorithms.preference.bco_pair import BCOPair
-from strop.algorithms.preference.cdpo import CDPO
-from strop.algorithms.preference.discopop import DiscoPOP
 from strop.algorithms.preference.dpo import DPO
-from strop.algorithms.preference.exo_pair import EXOPair
-from strop.algorithms.preference.ipo import IPO
-from strop.algorithms.preference.nca_pair import NCAPair
 from strop.algorithms.preference.online.online_dpo import OnlineDPO
-from strop.algorithms.preference.optimal_transport.aot import AOT
-from strop.algorithms.preference.optimal_transport.aot_unpaired import AOTUnpaired
-from strop.algorithms.preference.reference_free.alphapo import AlphaPO
-from strop.algorithms.preference.reference_free.cpo import CPO
-from strop.algorithms.preference.reference_free.orpo import ORPO
-from strop.algorithms.preference.reference_free.simpo import SimPO
-from strop.algorithms.preference.robust_dpo import RobustDPO
-from strop.algorithms.preference.slic import SLiC
-from strop.algorithms.preference.sppo_hard import SPPOHard
-from strop.algorithms.preference.unpaired.apo_zero_unpaired import APOZeroUnpaired
 from strop.algorithms.preference.unpaired.kto import KTO
-from strop.algorithms.supervised.reward_model import RewardModel
 from strop.algorithms.supervised.sft import SFT
 from strop.models.network import Network
 from strop.models.value_network import ValueNetwork
@@ -54,6 +35,12 @@ from support.sweep import sweep
 pytestmark = pytest.mark.slow
 
 EXACT = 1e-9
+
+
+def named(name: str, **options: Any) -> Algorithm:
+    return all_algorithms()[name](**options)
+
+
 ALGORITHMS: dict[str, Algorithm] = {
     "sft": SFT(),
     "sft_per_sequence": SFT(aggregation="sequence_mean"),
@@ -62,30 +49,30 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dpo_of_means": DPO(average_log_probs=True),
     "dpo_with_sft": DPO(sft_weight=0.3, sft_aggregation="token_mean"),
     "dpo_with_sft_sums": DPO(sft_weight=0.3, sft_aggregation="sequence_sum"),
-    "cdpo": CDPO(),
-    "robust_dpo": RobustDPO(),
-    "ipo": IPO(),
-    "ipo_of_sums": IPO(average_log_probs=False),
-    "slic": SLiC(beta=0.3),
-    "simpo": SimPO(),
-    "orpo": ORPO(preference_weight=0.5),
-    "apo_zero": APOZero(),
-    "apo_down": APODown(),
+    "cdpo": named("cdpo"),
+    "robust_dpo": named("robust_dpo"),
+    "ipo": named("ipo"),
+    "ipo_of_sums": named("ipo", average_log_probs=False),
+    "slic": named("slic", beta=0.3),
+    "simpo": named("simpo"),
+    "orpo": named("orpo", preference_weight=0.5),
+    "apo_zero": named("apo_zero"),
+    "apo_down": named("apo_down"),
     "kto": KTO(beta=0.3, undesirable_weight=0.6),
     "dpo_weighted": DPO(beta=0.3, use_weighting=True, ld_alpha=0.4, f_divergence_type="js_divergence"),
-    "aot": AOT(beta=0.3, label_smoothing=0.1, ld_alpha=0.4),
-    "aot_unpaired": AOTUnpaired(beta=0.3),
-    "cpo": CPO(),
-    "alphapo": AlphaPO(),
-    "exo_pair": EXOPair(beta=0.3),
-    "nca_pair": NCAPair(beta=0.3),
-    "bco_pair": BCOPair(beta=0.3),
-    "sppo_hard": SPPOHard(beta=0.3),
-    "discopop": DiscoPOP(beta=0.3),
-    "apo_zero_unpaired": APOZeroUnpaired(beta=0.3, undesirable_weight=0.6),
-    "reward_model": RewardModel(),
-    "reward_model_with_margin_and_centering": RewardModel(use_margin=True, centering=0.1),
-    "reward_model_of_scores": RewardModel(kind="regression"),
+    "aot": named("aot", beta=0.3, label_smoothing=0.1, ld_alpha=0.4),
+    "aot_unpaired": named("aot_unpaired", beta=0.3),
+    "cpo": named("cpo"),
+    "alphapo": named("alphapo"),
+    "exo_pair": named("exo_pair", beta=0.3),
+    "nca_pair": named("nca_pair", beta=0.3),
+    "bco_pair": named("bco_pair", beta=0.3),
+    "sppo_hard": named("sppo_hard", beta=0.3),
+    "discopop": named("discopop", beta=0.3),
+    "apo_zero_unpaired": named("apo_zero_unpaired", beta=0.3, undesirable_weight=0.6),
+    "reward_model": named("reward_model"),
+    "reward_model_with_margin_and_centering": named("reward_model", use_margin=True, centering=0.1),
+    "reward_model_of_scores": named("reward_model", kind="regression"),
 }
 
 

@@ -272,7 +272,7 @@ def test_a_package_that_is_missing_is_named_with_how_to_install_it(package: str,
         make_named_optimizer(f"{package}.optim.AdamW8bit", network(), {"lr": 0.1})
 
 
-@pytest.mark.parametrize("package", ["bitsandbytes", pytest.param("torchao", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("package", ["bitsandbytes", pytest.param("torchao", marks=[pytest.mark.slow, pytest.mark.exhaustive])])
 def test_an_8_bit_optimizer_trains_like_adamw_and_continues_bit_for_bit(package: str, tmp_path: Any) -> None:
     """128 x 64 weights: large enough for 8-bit moments in both. torchao compiles its step, which takes a while.
 

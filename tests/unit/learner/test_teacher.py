@@ -14,10 +14,10 @@ from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
-from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
+from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
 from strop.learner.base import ColumnSource
 from strop.learner.client import AsyncColumnSource
-from strop.learner.torch.scorer import NetworkScorer, offload, on_device
+from strop.learner.torch.scorer import NetworkScorer, offload
 from strop.learner.torch.teacher import (
     MixedTeachers,
     RoutedTeachers,
@@ -107,13 +107,6 @@ def test_a_teacher_gives_the_sampled_tokens_what_it_would_give_them_alone(temper
     assert torch.allclose(found, wanted, atol=1e-4)
 
 
-def test_a_frozen_scorer_is_a_teacher_too() -> None:
-    teacher, groups = teacher_of(), make_groups(GROUPS, 0)
-    frozen = NetworkScorer(Network(build("llama", seed=1)), Sampling(), score_tokens=50)
-    found = columns(TeacherLogprobs(frozen), groups)[TEACHER_LOGPROBS]
-    assert torch.allclose(found, columns(TeacherLogprobs(teacher), groups)[TEACHER_LOGPROBS], atol=1e-5)
-
-
 @pytest.mark.parametrize(("family", "options"), [("llama", {}), ("gemma2", {}), ("llama", {"packed": False})])
 def test_a_teachers_most_likely_tokens_are_those_of_its_distribution(family: str, options: dict[str, Any]) -> None:
     teacher, groups = teacher_of(family, temperature=0.8, **options), make_groups(GROUPS, 0)
@@ -131,15 +124,6 @@ def test_most_likely_tokens_are_chosen_among_those_the_student_knows_with_the_te
     wanted = alone(teacher, groups)[:, :20].topk(4)
     assert torch.equal(found[CANDIDATES], wanted.indices)
     assert torch.allclose(found[TEACHER_CANDIDATES], wanted.values, atol=1e-4)
-
-
-def test_a_student_that_is_the_teacher_has_its_candidates() -> None:
-    """The student's network and the teacher's columns mean the same tokens at the same places."""
-    teacher, groups = teacher_of(), make_groups(GROUPS, 0)
-    batch = pack_for(groups, TopKDistillation()).with_columns(columns(TeacherTopK(teacher, 6), groups))
-    outputs = teacher.network.outputs(batch, Sampling())
-    assert outputs.candidates is not None
-    assert torch.allclose(outputs.candidates, batch.column(TEACHER_CANDIDATES), atol=1e-5)
 
 
 @pytest.mark.parametrize("count", [0, VOCABULARY + 1])
@@ -172,16 +156,6 @@ def replace_during(teacher: NetworkScorer) -> NetworkScorer:
     return NetworkScorer(teacher.network, teacher.sampling, teacher.score_tokens)
 
 
-def test_a_teacher_that_waits_elsewhere_is_brought_and_taken_away() -> None:
-    teacher = teacher_of()
-    moves: list[str] = []
-    original = teacher.network.model.to
-    teacher.network.model.to = lambda device: (moves.append(str(device)), original(device))[1]
-    brought = replace(teacher, context=lambda: on_device(teacher.network))
-    columns(TeacherLogprobs(brought), make_groups(GROUPS, 0))
-    assert moves == ["cpu", "cpu"]
-
-
 def test_a_network_is_offloaded_when_its_scorer_is_made_unless_it_is_on_the_cpu() -> None:
     network = teacher_of().network
     moves: list[str] = []
@@ -210,17 +184,6 @@ def test_each_group_goes_to_the_teacher_of_its_environment() -> None:
     found = columns(routed, groups)[TEACHER_LOGPROBS]
     assert found.tolist() == [-1.0] * 6 + [-2.0] * 5 + [-3.0] + [-1.0] * 2
     assert seen == {"a": [[0, 3]], "b": [[1]], "rest": [[2]]}
-
-
-def test_routing_gives_every_token_what_its_teacher_alone_would() -> None:
-    groups = [replace(group, environment=name) for group, name in zip(make_groups(GROUPS, 0), "ab", strict=True)]
-    one, other = teacher_of(seed=1), teacher_of(seed=2)
-    found = columns(RoutedTeachers({"a": column_client(TeacherTopK(one, 3)), "b": column_client(TeacherTopK(other, 3))}), groups)
-    owner = batch_of(groups).group[batch_of(groups).sequence]
-    for place, teacher in enumerate((one, other)):
-        wanted = columns(TeacherTopK(teacher, 3), groups)
-        for name in (CANDIDATES, TEACHER_CANDIDATES):
-            assert torch.allclose(found[name][owner == place], wanted[name][owner == place], atol=1e-5), name
 
 
 def test_a_group_without_a_teacher_is_an_error_that_names_its_environment() -> None:
@@ -266,14 +229,6 @@ def test_a_teacher_that_is_shown_how_reads_the_same_tokens_after_another_prompt(
     wanted = alone(teacher, others).gather(1, batch_of(groups).target[:, None]).squeeze(1)
     assert torch.allclose(found, wanted, atol=1e-4)
     assert not torch.allclose(found, columns(TeacherLogprobs(teacher), groups)[TEACHER_LOGPROBS], atol=1e-2)
-
-
-def test_a_demonstration_that_shows_nothing_new_changes_nothing() -> None:
-    teacher, groups = teacher_of(), simple_groups((4, (3, 5)), (2, (6,)))
-    shown = SelfTeacher(TeacherTopK(teacher, 4), lambda group: group.rollouts[0].prompt.tolist())
-    found, wanted = columns(shown, groups), columns(TeacherTopK(teacher, 4), groups)
-    assert torch.equal(found[CANDIDATES], wanted[CANDIDATES])
-    assert torch.allclose(found[TEACHER_CANDIDATES], wanted[TEACHER_CANDIDATES], atol=1e-6)
 
 
 def test_what_the_environment_said_is_read_and_empty_rollouts_are_harmless() -> None:

@@ -15,7 +15,6 @@ from strop.monitoring.rollout_store.rollout_record import RolloutRecord, make_re
 from strop.monitoring.rollout_store.rollout_store import RolloutStore, StoreFormat
 from strop.monitoring.rollout_store.step_sums import read_step_sums
 from strop.monitoring.rollout_store.token_columns import NAMES, TokenColumns
-from strop.results import Run
 from strop.types import Group, observation_turn
 from support.each import each
 from support.rollouts import make_agent_groups, make_group, make_rollout, sampled_turn
@@ -97,12 +96,6 @@ def test_a_column_at_the_last_token_stands_there(form: StoreFormat, tmp_path: Pa
     assert first.mask_reason == ("not_predicted", "not_predicted", "environment", "environment", "")
 
 
-@each("form", FORMATS)
-def test_rollouts_without_columns_are_read_as_before(form: StoreFormat, tmp_path: Path) -> None:
-    for record in store(tmp_path / form, form, None):
-        assert all(not getattr(record, name) for name in NAMES)
-
-
 def test_files_of_earlier_versions_have_no_columns(tmp_path: Path) -> None:
     import pyarrow.parquet  # type: ignore[import-untyped,unused-ignore]
 
@@ -164,13 +157,6 @@ def test_the_command_prints_a_table_json_and_csv(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out.splitlines()[0].startswith("position,token,sampled")
     assert main(["ledger", str(tmp_path), "2", "9/9"]) == 2
     assert "stored no rollout 9/9" in capsys.readouterr().err
-
-
-def test_a_run_returns_the_ledger_as_a_data_frame(tmp_path: Path) -> None:
-    store(tmp_path, "parquet", columns())
-    frame = Run(tmp_path).ledger(2, 3, 0)
-    assert list(frame["token"]) == [5, 6, 7, 8, 9] and frame["kl"].sum() == 0.5
-    assert frame.attrs["totals"]["objective"] == 1.0 and frame.attrs["difference"] == 0.0
 
 
 def test_rollouts_of_agents_with_branches_have_their_columns_too(tmp_path: Path) -> None:

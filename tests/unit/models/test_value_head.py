@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,13 @@ import torch
 
 from strop.algorithms.critic.gae import RETURNS, VALUES
 from strop.algorithms.critic.ppo import PPO
-from strop.learner.base import Learner
-from strop.learner.client import ValueColumn
 from strop.learner.torch.learner import TorchLearner
 from strop.models.network import Network
 from strop.models.value_head import ScalarHead, ValueHead
 from strop.sampling import Sampling
 from strop.types import Batch
-from support.clients import scorer_client
 from support.learners import make_torch_learner
-from support.models import build, copy_gradients, to_float64
+from support.models import build, copy_gradients
 from support.rollouts import pack_for, simple_groups
 
 
@@ -62,17 +58,6 @@ def test_its_values_are_the_head_of_the_hidden_state_each_token_is_predicted_fro
     assert torch.allclose(found, wanted, atol=1e-5)
 
 
-def test_packed_and_padded_rows_have_the_same_values() -> None:
-    model, found = to_float64(build("llama")), []
-    for packed in (True, False):
-        network = ValueHead(Network(model, precision=torch.float64, packed=packed))
-        assert network.packed == packed
-        torch.nn.init.normal_(network.model.score.weight, generator=torch.Generator().manual_seed(1))
-        found.append(network.outputs(batch_of(), Sampling()).values)
-    assert found[0].dtype == torch.float64
-    assert torch.allclose(*found, atol=1e-10)
-
-
 def test_only_the_head_is_trained_and_the_policy_feels_nothing() -> None:
     trunk = Network(build("llama"))
     before = {name: tensor.clone() for name, tensor in trunk.model.state_dict().items()}
@@ -82,25 +67,6 @@ def test_only_the_head_is_trained_and_the_policy_feels_nothing() -> None:
     assert losses[-1] < 0.5 * losses[0]
     assert all(torch.equal(tensor, before[name]) for name, tensor in trunk.model.state_dict().items())
     assert not any(tensor.any() for tensor in copy_gradients(trunk.model).values())
-
-
-def test_the_policys_training_goes_on_beside_it() -> None:
-    """Two learners on one trunk: each steps its own weights, and the head sees the trunk as it is now."""
-    trunk = Network(build("llama"))
-    policy: Learner = make_torch_learner(trunk, Sampling(), optimizer_kwargs={"lr": 1e-2})
-    critic = learner_on(trunk)
-    train(critic, 3)
-
-    async def both() -> tuple[torch.Tensor, torch.Tensor]:
-        column = ValueColumn(VALUES, scorer_client(critic))
-        batch = PPO().token_credit(batch_of())
-        before = (await column.columns(batch, []))[VALUES]
-        policy.forward_backward(batch, PPO().loss)
-        policy.step()
-        return before, (await column.columns(batch, []))[VALUES]
-
-    before, after = asyncio.run(both())
-    assert not torch.allclose(before, after)
 
 
 def test_it_is_saved_alone_and_continues_bit_for_bit(tmp_path: Path) -> None:
@@ -130,11 +96,6 @@ def test_a_saved_head_is_a_head_again(tmp_path: Path) -> None:
 def test_a_head_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="reads 7 features and LlamaForCausalLM has 32"):
         ValueHead(Network(build("llama")), ScalarHead(7))
-
-
-def test_activation_checkpointing_has_nothing_to_do() -> None:
-    learner = learner_on(Network(build("llama")), activation_checkpointing=True)
-    assert train(learner) == train(learner_on(Network(build("llama"))))
 
 
 def test_half_precision_trunks_have_a_head_in_full_precision() -> None:

@@ -16,11 +16,6 @@ def test_own_names_win_over_aliases() -> None:
     assert shown["critic/score/mean"] == 1.0
 
 
-def test_a_run_on_recorded_data_has_no_actor() -> None:
-    shown = add_aliases({"train/loss": 0.7, "train/grad_norm": 1.0, "train/accuracy": 0.5})
-    assert shown.keys() - {"train/loss", "train/grad_norm", "train/accuracy"} == {"train/rewards/accuracies"}
-
-
 def test_no_two_metrics_share_an_alias() -> None:
     for table in (TRL, VERL):
         assert len(set(table.values())) == len(table)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.monitoring.console.closing import Closing, format_size
+from strop.monitoring.console.closing import Closing
 
 GRPO = Closing(section="grpo", log_dir=Path("logs/x"), stores_rollouts=True, checkpoint=None, seconds=754, tokens=1234567)
 
@@ -56,11 +56,3 @@ def test_the_last_lines_say_what_the_run_did_and_what_was_wrong(tmp_path: Path) 
         f"    strop export {tmp_path}/step_30 OUT",
         f"    strop serve {tmp_path}/step_30",
     ]
-
-
-def test_a_folder_with_a_space_is_quoted_in_a_command() -> None:
-    assert replace(GRPO, log_dir=Path("logs/my run")).commands()[0] == "strop plot 'logs/my run'"
-
-
-def test_sizes_are_written_as_people_read_them() -> None:
-    assert [format_size(size) for size in (812, 317_000, 1.6e9, 256e9, 4e12)] == ["812 B", "317 KB", "1.6 GB", "256 GB", "4.0 TB"]

@@ -13,7 +13,6 @@ from rich.console import Console
 from strop.monitoring.console.columns import (
     COLUMNS_BY_SECTION,
     format_fixed,
-    phase_times,
 )
 from strop.monitoring.console.console import PlainConsole, open_console
 from strop.monitoring.console.live import LiveConsole
@@ -59,12 +58,6 @@ def last_drawing(console: Console) -> str:
     return text[text.rindex("╭") :] if "╭" in text else text
 
 
-def test_a_phase_list_accounts_for_the_whole_step() -> None:
-    parts = phase_times(METRICS)
-    assert [part.name for part in parts] == ["generation", "training", "weights", "other"]
-    assert sum(part.seconds for part in parts) == pytest.approx(4.0)
-
-
 def test_time_left_is_known_from_the_first_step_and_follows_the_wall_clock() -> None:
     clock = Clock()
     pace = Progress(10, clock)
@@ -108,15 +101,6 @@ def test_a_plain_console_writes_one_aligned_ascii_line_a_step() -> None:
     assert lines[0].startswith("step   1/100") and "generation 50%" in lines[0]
 
 
-def test_the_header_of_a_plain_console_comes_again_now_and_then_and_when_there_are_new_columns() -> None:
-    out = io.StringIO()
-    console = PlainConsole(100, out=out)
-    for step in range(1, 50):
-        console.log(step, {"train/reward": 0.5, **({"validation/loss": 2.0} if step == 5 else {})})
-    headers = [number for number, line in enumerate(rows_of(out)) if "reward" in line]
-    assert headers == [0, 5, 26, 47]
-
-
 def test_a_step_that_was_shown_before_the_run_was_resumed_is_not_shown_again() -> None:
     out = io.StringIO()
     console = PlainConsole(4, out=out)
@@ -154,20 +138,6 @@ def test_each_kind_of_run_has_columns_of_its_own(section: str, metrics: list[str
     table = StepTable(COLUMNS_BY_SECTION[section], 10)
     header, _ = table.format_rows(1, dict.fromkeys(metrics, 0.5))
     assert re.split(r"  +", header.strip()) == labels
-
-
-def test_recorded_data_is_read_and_not_generated() -> None:
-    parts = phase_times({"timing/train/generation": 1.0, "timing/train/policy_training": 1.0, "train/examples": 4.0})
-    assert [part.name for part in parts] == ["reading data", "training"]
-
-
-def test_a_plain_console_keeps_the_place_of_a_metric_that_is_missing() -> None:
-    out = io.StringIO()
-    console = PlainConsole(None, out=out)
-    console.log(1, {"train/reward": 1.0, "validation/accuracy": 0.5, "performance/tokens_per_sec": 7.0})
-    console.log(2, {"train/reward": 1.0, "performance/tokens_per_sec": 7.0})
-    header, first, second = rows_of(out)
-    assert "accuracy" in header and "0.500" in first and second.split()[-2:] == ["-", "7"] and len(first) == len(second)
 
 
 def test_a_plain_console_speaks_up_in_a_long_step_and_is_silent_in_a_short_one() -> None:
@@ -223,22 +193,6 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(
     console = open_console()
     assert type(console) is kind
     console.close()
-
-
-def test_no_color_in_the_environment_leaves_no_colour_in_the_panel(monkeypatch: pytest.MonkeyPatch) -> None:
-    coloured = re.compile(r"\x1b\[[0-9;]*3[0-9]")
-    for value, found in ((None, True), ("1", False)):
-        monkeypatch.setenv("NO_COLOR", value) if value else monkeypatch.delenv("NO_COLOR", raising=False)
-        screen = terminal()
-        console = LiveConsole(5, console=screen)
-        console.log(1, METRICS)
-        console.close()
-        assert bool(coloured.search(drawn(screen))) == found
-
-
-def test_an_unknown_console_is_an_error_that_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="auto, live, plain, none"):
-        open_console("fancy")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("width", "height"), [(200, 50), (100, 40), (64, 40), (50, 40), (30, 20), (12, 5), (100, 5)])
@@ -302,39 +256,3 @@ def test_closing_gives_the_cursor_back_and_later_calls_are_harmless() -> None:
     console.log(2, METRICS)
     console.progress("training")
     assert drawn(screen).rindex("\x1b[?25h") > drawn(screen).rindex("\x1b[?25l")
-
-
-def test_every_step_leaves_a_line_in_the_scrollback_of_a_live_console() -> None:
-    screen = terminal(80)
-    console = LiveConsole(5, console=screen)
-    for step in range(1, 4):
-        console.log(step, METRICS)
-    console.close()
-    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn(screen)).splitlines()
-    assert [line for line in lines if re.match(r"\d\d:\d\d:\d\d  step \d/5 ", line) and "0.531" in line and len(line) <= 80] != []
-    assert all(any(f"step {step}/5 " in line and "│" not in line for line in lines) for step in (1, 2, 3))
-
-
-@pytest.mark.parametrize("width", [40, 30])
-def test_a_narrow_terminal_shows_the_reward_and_the_bar(width: int) -> None:
-    screen = terminal(width, 24)
-    console = LiveConsole(60, console=screen)
-    console.log(30, METRICS)
-    shown = "".join(part.text for part in screen.render(console.render()))
-    assert "step 30/60" in shown and "━" in shown and "reward 0.531" in shown
-    console.close()
-
-
-def test_a_resized_terminal_is_drawn_anew() -> None:
-    screen = terminal(100, 40)
-    console = LiveConsole(60, console=screen)
-    console.log(1, METRICS)
-    before = len(drawn(screen))
-    screen.size = (70, 40)  # type: ignore[assignment]
-    console._live.refresh()  # type: ignore[union-attr]
-    after = drawn(screen)[before:]
-    assert "\x1b[2J\x1b[H" in after and "step  1/60" in after and max(map(len, last_drawing(screen).splitlines())) <= 70
-    again = len(drawn(screen))
-    console._live.refresh()  # type: ignore[union-attr]
-    assert "\x1b[2J" not in drawn(screen)[again:]
-    console.close()

@@ -19,7 +19,7 @@ from strop import cli
 from strop.monitoring.rollout_store.rollout_record import make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.jsonl import JsonlTracker
-from strop.monitoring.watchdog.doctor import RunNotFound, diagnose, find_run, format_diagnosis, format_tree
+from strop.monitoring.watchdog.doctor import RunNotFound, diagnose, find_run, format_diagnosis
 from strop.monitoring.watchdog.status import LogEntry, Status, process_start_time, read_status, write_status
 from strop.monitoring.watchdog.waits import Wait
 from strop.storage.folder_lock import FolderLock
@@ -153,11 +153,6 @@ def test_a_run_is_found_by_its_folder_or_a_file_in_it_and_otherwise_said_where_t
         find_run(tmp_path / "nowhere")
 
 
-def test_many_waits_are_cut(tmp_path: Path) -> None:
-    lines = list(format_tree([wait(number) for number in range(100)]))
-    assert len(lines) == 41 and lines[-1] == "... and 60 more"
-
-
 def test_the_command_prints_text_or_json_and_its_exit_code_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = a_run(tmp_path / "logs")
     assert cli.main(["doctor", str(run)]) == 0
@@ -168,36 +163,6 @@ def test_the_command_prints_text_or_json_and_its_exit_code_tells(tmp_path: Path,
     assert cli.main(["doctor", str(tmp_path / "failed")]) == 1
     assert cli.main(["doctor", str(tmp_path / "nothing")]) == 2
     assert "there is no" in capsys.readouterr().err
-
-
-def test_a_run_is_named_by_its_configuration_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = a_run(tmp_path / "logs")
-    (tmp_path / "run.yaml").write_text(f"logger: {{log_dir: {run}}}\n")
-    (tmp_path / "step_3").mkdir()
-    (tmp_path / "step_3" / "config.yaml").write_text(f"logger: {{log_dir: {run}}}\n")
-    assert cli.main(["doctor", str(tmp_path / "run.yaml")]) == cli.main(["doctor", str(tmp_path / "step_3")]) == 0
-    (tmp_path / "run.yaml").write_text("logger: [\n")
-    assert cli.main(["doctor", str(tmp_path / "run.yaml")]) == 2
-    (tmp_path / "run.yaml").write_text("logger:\n")
-    assert cli.main(["doctor", str(tmp_path / "run.yaml")]) == 2
-    capsys.readouterr()
-
-
-def test_its_text_names_the_process_the_waits_the_last_notes_and_the_stacks(tmp_path: Path) -> None:
-    notes = tuple(LogEntry(time.time(), f"note {number}") for number in range(7))
-    changes: dict[str, Any] = {
-        "waits": (wait(1),),
-        "troubles": ("[bold] is no markup",),
-        "notes": notes,
-        "stacks": "logs/stacks_1.txt",
-    }
-    rows = format_diagnosis(diagnose(a_run(tmp_path, **changes))).splitlines()
-    labels = [row[:13].strip() for row in rows if row[:13].strip()]
-    shown = ["run", "state", "last step", "doing", "waits", "over limits", "mismatch", "checkpoint", "stacks"]
-    assert labels == [*shown, "last notes", "process", "what to do"]
-    text = "\n".join(rows)
-    assert "OVER ITS LIMIT" in text and "[bold] is no markup" in text and f"pid {os.getpid()} on" in text
-    assert "note 2" in text and "note 1" not in text, "the last five"
 
 
 def test_metrics_that_are_cut_in_the_middle_of_a_line_are_an_error_with_its_number(

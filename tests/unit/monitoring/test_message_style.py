@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -36,10 +35,3 @@ def test_a_warning_of_python_says_which_package_it_is_from(capsys: pytest.Captur
     show_warning("slow", UserWarning, "/usr/lib/python3/site-packages/torch/nn/functional.py", 3)
     show_warning("unused key", UserWarning, "/home/me/reward.py", 3)
     assert capsys.readouterr().err.splitlines() == ["warning (torch): slow", "warning: unused key"]
-
-
-def test_the_handler_writes_to_the_standard_error_of_the_moment(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    """A live console puts a stream of its own there."""
-    with warnings.catch_warnings():
-        logging.getLogger("strop").warning("one")
-    assert capsys.readouterr().err == "warning: one\n"

@@ -74,11 +74,6 @@ def test_an_earlier_step_is_refused_and_the_error_says_what_to_do(tmp_path: Path
     assert steps_in(tmp_path) == [0, 1, 2, 3, 4]
 
 
-def test_a_metric_cannot_be_called_step(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be called 'step'"):
-        JsonlTracker(tmp_path).log(2, {"step": 1.0})
-
-
 def test_resume_drops_the_steps_that_will_run_again(tmp_path: Path) -> None:
     write(tmp_path, range(10)).close()
     tracker = JsonlTracker(tmp_path)
@@ -86,17 +81,6 @@ def test_resume_drops_the_steps_that_will_run_again(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [0, 1, 2, 3, 4, 5, 6]
     tracker.log(7, {})
     assert steps_in(tmp_path) == [0, 1, 2, 3, 4, 5, 6, 7]
-
-
-def test_resume_before_the_first_step_leaves_an_empty_record(tmp_path: Path) -> None:
-    write(tmp_path, range(3)).close()
-    JsonlTracker(tmp_path).resume(-1)
-    assert steps_in(tmp_path) == []
-
-
-def test_resume_without_a_record_is_harmless(tmp_path: Path) -> None:
-    JsonlTracker(tmp_path).resume(5)
-    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("cut", [1, 2, 10, 25])
@@ -166,21 +150,6 @@ def test_steps_that_a_full_disk_refuses_are_written_in_order_when_there_is_room(
     assert caplog.text.count("cannot be written: the disk is full") == 1 and "3 steps that had to wait" in caplog.text
 
 
-def test_steps_that_never_find_room_are_named_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("strop.monitoring.trackers.jsonl.MOST_WAITING", 2)
-    disk, tracker = FullDisk(tmp_path, monkeypatch), JsonlTracker(tmp_path)
-    disk.full = True
-    for step in (1, 2, 3):
-        tracker.log(step, {"a": 1.0})
-    assert "the metrics of step 1 are lost" in caplog.text
-    with pytest.raises(ValueError, match="step 2 was logged after step 3"):
-        tracker.log(2, {})
-    tracker.close()
-    assert "lacks the steps 2, 3: they could not be written" in caplog.text
-
-
 def test_a_metrics_file_that_was_deleted_beside_a_checkpoint_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tracker = JsonlTracker(tmp_path)
     tracker.log(1, {"a": 1.0})
@@ -202,15 +171,3 @@ def test_a_metrics_file_that_is_deleted_while_the_run_writes_it_is_said_and_begi
     tracker.close()
     assert steps_in(tmp_path / "logs") == list(range(next_step, 6))
     assert caplog.text.count("was deleted while the run writes it") == 1
-
-
-def test_a_change_of_the_working_directory_does_not_move_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    tracker = JsonlTracker(Path("logs"))
-    tracker.log(1, {"a": 1.0})
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    tracker.log(2, {"a": 2.0})
-    tracker.log(2, {"b": 2.0})
-    tracker.close()
-    assert [step for step, _ in read_metrics(tmp_path / "logs" / "metrics.jsonl")] == [1, 2]

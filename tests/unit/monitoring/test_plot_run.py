@@ -9,7 +9,7 @@ import pytest
 
 from strop.monitoring.console.columns import format_number
 from strop.monitoring.plot import NothingToPlot, find_metrics, make_run_figure, plot_run
-from strop.monitoring.run_lines import SMOOTH_ABOVE, smooth
+from strop.monitoring.run_lines import SMOOTH_ABOVE
 from strop.monitoring.trackers.jsonl import JsonlTracker
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -34,11 +34,6 @@ def test_a_run_is_drawn_into_its_folder(tmp_path: Path) -> None:
     path = plot_run(a_run(tmp_path / "run"))
     assert path == tmp_path / "run" / "curves.png"
     assert path.read_bytes().startswith(PNG)
-
-
-def test_the_picture_can_go_somewhere_else(tmp_path: Path) -> None:
-    path = plot_run(a_run(tmp_path / "run"), tmp_path / "new" / "picture.png")
-    assert path == tmp_path / "new" / "picture.png" and path.exists()
 
 
 def test_a_run_is_found_by_its_folder_its_file_and_the_folder_above(tmp_path: Path) -> None:
@@ -88,8 +83,3 @@ def test_a_folder_of_several_runs_asks_which(tmp_path: Path) -> None:
     a_run(tmp_path / "two", steps=1)
     with pytest.raises(NothingToPlot, match=r"2 runs \(one, two\)"):
         plot_run(tmp_path)
-
-
-def test_smoothing_keeps_length_and_constants() -> None:
-    assert smooth([3.0] * 50) == [3.0] * 50
-    assert smooth([0.0, 3.0, 0.0]) == [1.5, 1.0, 1.5]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import random
 import threading
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 
 from strop.base_config import validate_section
-from strop.config import ConfigError, GrpoRunConfig, load_config
 from strop.monitoring.profiling import span_recorder
 from strop.monitoring.profiling.clock_exchange import ClockOffset, exchange_clocks
 from strop.monitoring.profiling.operator_trace import OperatorTrace
@@ -116,15 +114,6 @@ def test_processes_with_other_clocks_are_on_one_time_line() -> None:
     assert said == {"spans": 2, "lost": 2, "clock_offset_seconds": -4900.0, "clock_error_seconds": 1e-4}
 
 
-def test_what_began_before_the_step_is_cut_and_says_so() -> None:
-    process = ProcessSpans(
-        name="driver", spans=[Span("groups", "group 1", 99.0, 101.0, "task 7"), Span("groups", "old", 98.0, 99.5)]
-    )
-    early, cut = sorted(check_trace(make_trace(1, 100.0, 102.0, [process])), key=lambda span: span.dur)
-    assert (cut.ts, cut.dur, cut.detail) == (0.0, 1e6, "task 7; began 1.000 s before the step")
-    assert (early.ts, early.dur) == (0.0, 0.0)
-
-
 class FakeProcess:
     """Another process, whose clock is ahead, in this one."""
 
@@ -198,11 +187,6 @@ def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     assert notes[0].startswith("warning: the profile of step 2 is not written: ")
 
 
-def test_nothing_is_asked_of_other_processes_in_other_steps(tmp_path: Path) -> None:
-    profile_steps(tmp_path, [FakeProcess("engine-0", fails="clock")], steps=())
-    assert not (tmp_path / "profiles").exists() and not RECORDER.is_recording
-
-
 def test_operators_of_all_threads_are_inside_the_spans_that_ran_them(tmp_path: Path) -> None:
     import torch
 
@@ -236,22 +220,6 @@ def test_a_second_profiler_of_a_process_is_a_sentence_and_not_the_end_of_the_run
     assert control_profile("end").operators is None
 
 
-def test_the_reader_of_traces_finds_what_breaks_the_format() -> None:
-    process = ProcessSpans(name="driver", spans=[Span("a", "x", 0.0, 2.0), Span("a", "y", 0.5, 1.0)])
-    for break_it in (
-        lambda event: event.pop("dur"),
-        lambda event: event.update(ts="now"),
-        lambda event: event.update(dur=-1),
-        lambda event: event.update(tid=99),
-        lambda event: event.update(dur=5e6),
-    ):
-        trace = json.loads(json.dumps(make_trace(1, 0.0, 2.0, [process])))
-        check_trace(trace)
-        break_it(next(event for event in trace["traceEvents"] if event["name"] == "y"))
-        with pytest.raises(AssertionError):
-            check_trace(trace)
-
-
 @pytest.mark.parametrize(
     ("values", "key"),
     [({"steps": [0]}, "steps"), ({"steps": list(range(1, 60))}, "steps"), ({"operators": True}, "operators")],
@@ -261,23 +229,6 @@ def test_settings_that_cannot_work_are_refused(values: dict[str, Any], key: str)
     problems = list(validate_section(ProfileConfig, values).errors("logger.profile"))
     assert [problem.key for problem in problems] == [f"logger.profile.{key}"]
     assert not list(validate_section(ProfileConfig, {"steps": [3, 4], "operators": True}).errors("logger.profile"))
-
-
-def test_steps_are_given_on_the_command_line_as_a_list() -> None:
-    config = load_config(None, ["policy.model_name=m", "logger.profile.steps=[3,4]"], root=GrpoRunConfig, check=False).config
-    assert config.logger.profile.steps == (3, 4) and not config.logger.profile.operators
-    with pytest.raises(ConfigError, match="steps"):
-        load_config(None, ["policy.model_name=m", "logger.profile.steps=three"], root=GrpoRunConfig, check=False)
-
-
-def test_a_trace_is_the_same_bytes_for_the_same_spans(tmp_path: Path) -> None:
-    from strop.monitoring.profiling.trace_file import write_trace
-
-    trace = make_trace(1, 0.0, 2.0, [ProcessSpans(name="driver", spans=[Span("a", "x", 0.0, 2.0)])])
-    for name in ("a", "b"):
-        write_trace(tmp_path / name, trace)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    assert json.loads(gzip.decompress((tmp_path / "a").read_bytes())) == trace
 
 
 def test_operators_that_overlap_are_on_rows_of_their_own_and_those_of_other_times_are_left_out() -> None:

@@ -16,7 +16,6 @@ from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, make_records, split_by_rollout
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.step_sums import read_step_sums
-from strop.monitoring.rollout_store.token_ratios import MAX_TOKENS
 from strop.types import Batch, Ending, Group, Message, Rollout, Task, Totals, Turn, observation_turn
 from support.full_disk import FullDisk
 from support.stored_steps import inflate
@@ -75,16 +74,6 @@ def test_a_record_says_what_was_read_written_earned_and_thought() -> None:
     assert not dropped.kept and dropped.dropped_because == "error"
 
 
-def test_the_prompt_can_be_shown_as_the_model_read_it() -> None:
-    record = make_records(1, [a_group()], decode=lambda tokens: f"<{tokens}>")[0]
-    assert record.prompt == "<[1, 2, 3]>"
-
-
-def test_learner_logprobs_of_the_wrong_length_are_an_error() -> None:
-    with pytest.raises(ValueError, match="3 learner log-probs for a rollout of 2 tokens"):
-        make_records(1, [a_group()], learner_logprobs={(7, 0): torch.zeros(3)})
-
-
 def test_a_rollout_that_failed_before_its_first_turn_has_a_record() -> None:
     group = a_group()
     empty = replace(group.rollouts[0], turns=(), messages=group.rollouts[0].messages[:3], ending=Ending.ERROR, error="no prompt")
@@ -116,14 +105,6 @@ def test_a_step_without_rollouts_is_a_file_without_rows(tmp_path: Path, format: 
     store = RolloutStore(tmp_path, format)  # type: ignore[arg-type]
     store.write(1, [])
     assert store.read(1) == [] and store.steps() == [1]
-
-
-def test_all_steps_are_read_in_order(tmp_path: Path) -> None:
-    store = RolloutStore(tmp_path, "jsonl")
-    for step in (1_000_000, 2, 11):
-        store.write(step, some_records(step))
-    assert store.steps() == [2, 11, 1_000_000]
-    assert [record.step for record in store.read_all()] == [2] * 4 + [11] * 4 + [1_000_000] * 4
 
 
 def test_a_step_that_runs_again_replaces_its_file_also_in_another_format(tmp_path: Path) -> None:
@@ -182,26 +163,6 @@ def test_the_table_of_ratios_has_the_tokens_that_differ_most_with_what_stands_be
     assert second.log_ratio == pytest.approx(1.9) and second.sampler_logprob == -2.0
     assert all(abs(left.log_ratio) >= abs(right.log_ratio) for left, right in pairwise(store.read_ratios(12)))
     assert {row.group for row in store.read_ratios(12)} == {7}, "the learner never saw the dropped group"
-
-
-def test_the_table_of_ratios_is_bounded_and_goes_where_there_is_nothing_to_say(tmp_path: Path) -> None:
-    store, record = RolloutStore(tmp_path, "jsonl"), some_records()[0]
-    many = replace(
-        record, tokens=tuple(range(100)), sampled=(True,) * 100, sampler_logprobs=(0.0,) * 100, versions=(3,) * 100,
-        learner_logprobs=(*([-1.0] * 50), float("nan"), *([0.5] * 49)),
-    )  # fmt: skip
-    store.write(12, [many])
-    rows = store.read_ratios(12)
-    assert len(rows) == MAX_TOKENS and math.isnan(rows[0].log_ratio) and [row.token for row in rows[1:4]] == [0, 1, 2]
-    store.write(12, [replace(record, learner_logprobs=record.sampler_logprobs)])
-    assert store.read_ratios(12) == [] and store.steps() == [12]
-
-
-def test_none_stores_nothing(tmp_path: Path) -> None:
-    store = RolloutStore(tmp_path, "none")
-    assert store.write(1, some_records()) is None
-    store.resume(0)
-    assert store.steps() == [] and list(tmp_path.iterdir()) == []
 
 
 def test_errors_say_what_there_is(tmp_path: Path) -> None:

@@ -103,17 +103,6 @@ def test_turns_and_metrics_come_back_as_they_were(tmp_path: Path, format: str) -
     assert store.read(1) == [*records, *other] and store.read(1, "other") == other and store.read(1, "none") == []
 
 
-def test_turns_are_a_column_that_other_tools_read(tmp_path: Path) -> None:
-    path = RolloutStore(tmp_path).write(1, make_records(1, [a_group()]))
-    (row,) = pyarrow.parquet.read_table(path).to_pylist()
-    assert [(turn["role"], turn["text"]) for turn in row["turns"]][1] == ("tool", "4824")
-    assert dict(row["metrics"]) == {"calls": 1.0} and row["prompt_messages"][0] == {
-        "role": "system",
-        "content": "Use the tool.",
-        "reasoning": None,
-    }
-
-
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])
 def test_files_of_earlier_versions_read(tmp_path: Path, format: str) -> None:
     store = RolloutStore(tmp_path, format)  # type: ignore[arg-type]
@@ -156,14 +145,6 @@ def test_the_state_that_a_turn_was_taken_in_is_stored_and_shown(tmp_path: Path, 
     spoofed = replace(record.turns[0], state="\x1b[2J" + "x" * 99)
     note = next(each.note for each in show_rollout(replace(record, turns=(spoofed,)), None).messages if each.sampled)
     assert "\x1b" not in note and "characters ..." in note
-
-
-def test_a_rollout_that_failed_keeps_the_metrics_that_can_be_stored() -> None:
-    group = a_group()
-    odd = {"calls": 2, "huge": 10**400, "text": "x", "nan": float("nan"), "off\udc80": 1.0}
-    failed = replace(group.rollouts[0], error="no", metrics=odd)  # type: ignore[arg-type]
-    (record,) = make_records(1, [replace(group, rollouts=(failed,))], dropped={0: "error"})
-    assert record.metrics == {"calls": 2.0}
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])

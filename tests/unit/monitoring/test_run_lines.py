@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from strop.monitoring.plot import NothingToPlot, plot_run, plot_runs
-from strop.monitoring.run_lines import BandPoint, LoggedRun, flatten_settings, make_lines
+from strop.monitoring.plot import NothingToPlot, plot_runs
+from strop.monitoring.run_lines import BandPoint, LoggedRun, make_lines
 from strop.monitoring.trackers.jsonl import encode_line
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -44,17 +44,6 @@ def test_lines_are_named_by_what_differs_as_shortly_as_it_can_be_said() -> None:
     ]  # policy.optimizer.kwargs.lr=..., value.optimizer... is too long
 
 
-def test_runs_that_differ_in_much_or_in_nothing_known_are_named_by_their_folders() -> None:
-    unknown = [LoggedRun("x", [], {}), LoggedRun("y", [], {})]
-    assert [line.label for line in make_lines(unknown)] == ["x", "y"]
-    far = [a_run("a", seed=1, **{"policy.model_name": "m" * 60}), a_run("b", seed=1, **{"policy.model_name": "n"})]
-    assert [line.label for line in make_lines(far)] == ["a", "b"]
-
-
-def test_settings_are_compared_by_dotted_keys() -> None:
-    assert flatten_settings({"a": {"b": {"c": 1}, "d": [1, 2]}, "e": None}) == {"a.b.c": 1, "a.d": [1, 2], "e": None}
-
-
 def write_run(folder: Path, metrics: dict[str, float], steps: int = 14) -> Path:
     folder.mkdir(parents=True)
     lines = [encode_line(step, {name: value * step for name, value in metrics.items()}) for step in range(1, steps + 1)]
@@ -80,29 +69,3 @@ def test_metrics_that_nobody_logged_are_named_with_near_ones(tmp_path: Path) -> 
     (tmp_path / "b" / "metrics.jsonl").touch()
     with pytest.raises(NothingToPlot, match=r"b/metrics\.jsonl is empty"):
         plot_runs([run, tmp_path / "b"], [{}, {}], tmp_path / "a.png")
-
-
-def axis_ranges(run: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[float, float]]:
-    found: dict[str, tuple[float, float]] = {}
-
-    def keep(figure: Any, target: Path, dpi: int) -> None:
-        found.update({axis.get_title(loc="left"): axis.get_ylim() for axis in figure.axes})
-
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", keep)
-    plot_run(run)
-    return found
-
-
-def test_noise_does_not_fill_an_axis_and_shares_have_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = {"train/loss": -0.001, "train/reward": 0.001, "train/groups_without_signal": 0.02, "train/truncated": 0.0}
-    ranges = axis_ranges(write_run(tmp_path / "a", {**metrics, "train/reward_std_in_group": 0.1}), monkeypatch)
-    loss, reward = ranges["Loss"], ranges["Reward"]
-    assert loss[1] - loss[0] == pytest.approx(0.1) and reward[1] >= 0.1 and -0.01 < reward[0] <= 0
-    assert ranges["Groups without signal, share"] == ranges["Truncated rollouts, share"] == (-0.03, 1.03)
-    assert "Reward spread within groups" in ranges
-
-
-def test_accuracy_and_margin_of_pairs_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = {"train/loss": 0.1, "train/accuracy": 0.01, "train/margin": 0.2, "validation/margin": 0.1}
-    ranges = axis_ranges(write_run(tmp_path / "a", metrics), monkeypatch)
-    assert ranges.keys() == {"Loss", "Accuracy of the pairs", "Margin, chosen - rejected", "Validation margin"}

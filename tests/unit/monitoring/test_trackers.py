@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import logging
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -50,18 +48,6 @@ def test_every_tracker_hears_everything_in_order() -> None:
     assert one.calls == two.calls == [("resume", 3), ("log", 4, {"train/loss": 1.0}), ("note", "saved"), ("close",)]
 
 
-def test_a_tracker_that_fails_is_warned_about_once_and_off_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
-    broken, healthy = Broken(ConnectionError("no network")), Recorder()
-    trackers = CompositeTracker([broken, healthy])
-    with caplog.at_level(logging.WARNING):
-        trackers.log(1, {})
-        trackers.log(2, {})
-    assert broken.calls == 1
-    assert [call[1] for call in healthy.calls] == [1, 2]
-    assert len(caplog.records) == 1
-    assert "Broken failed and is off" in caplog.text and "no network" in caplog.text
-
-
 def test_ctrl_c_inside_a_tracker_is_not_swallowed() -> None:
     with pytest.raises(KeyboardInterrupt):
         CompositeTracker([Broken(KeyboardInterrupt())]).log(1, {})
@@ -84,11 +70,3 @@ def test_importing_a_tracker_loads_no_heavy_library(module: str) -> None:
 
 def test_importing_the_rollout_store_does_not_load_pyarrow() -> None:
     assert "pyarrow" not in loaded_by("strop.monitoring.rollout_store.rollout_store")
-
-
-def test_a_tracker_on_a_full_disk_is_warned_about_once_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    broken = Broken(OSError(errno.ENOSPC, "No space left on device"))
-    trackers = CompositeTracker([broken])
-    trackers.log(1, {})
-    trackers.log(2, {})
-    assert broken.calls == 2 and caplog.text.count("is tried again at the next step") == 1

@@ -5,9 +5,7 @@ The packages are stand-ins here; `make test-adapters` has the real ones without 
 
 from __future__ import annotations
 
-import errno
 import logging
-import sqlite3
 import sys
 import threading
 import time
@@ -132,57 +130,6 @@ def test_one_service_that_fails_costs_one_warning_and_nothing_else(
     assert [step for step, _ in read_metrics(tmp_path / METRICS_FILE)] == [1, 2, 3]
     for other in set(SERVICES) - {service}:
         assert stands[other].log.call_count >= 3 and stands[other].finish.call_count == 1
-
-
-def test_all_services_that_fail_at_once_are_named_each(
-    stands: dict[str, Stand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for stand in stands.values():
-        stand.open.side_effect = ConnectionError("the network is down")
-    failures = run(tmp_path, monkeypatch).failures
-    assert sorted(failure.partition(" ")[0] for failure in failures) == sorted(CLASSES.values())
-    assert [step for step, _ in read_metrics(tmp_path / METRICS_FILE)] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("service", ["wandb", "mlflow"])
-def test_a_full_disk_is_said_once_and_the_service_goes_on_when_there_is_room(
-    service: str, stands: dict[str, Stand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    full = sqlite3.OperationalError("database or disk is full")
-    full.sqlite_errorname = "SQLITE_FULL"
-    error = full if service == "mlflow" else OSError(errno.ENOSPC, "No space left on device")
-    room = [error, error, *[MagicMock()] * 1000]
-    stands[service].log.side_effect = room
-    with caplog.at_level(logging.WARNING):
-        (failure,) = run(tmp_path, monkeypatch).failures
-    assert failure == f"{CLASSES[service]} found the disk full: 2 calls are not in it"
-    assert caplog.text.count("could not write and is tried again") == 1
-    assert stands[service].finish.call_count == 1
-
-
-def test_a_folder_that_cannot_be_made_is_said(stands: dict[str, Stand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("swanlab", "trackio", "tensorboard"):  # a file is where the folder would be
-        (tmp_path / name).touch()
-    failures = {failure.partition(" ")[0] for failure in run(tmp_path, monkeypatch).failures}
-    assert failures == {CLASSES["swanlab"], CLASSES["trackio"]}  # the stand-ins of the other two make none
-
-
-def test_retries_of_a_service_that_is_down_are_not_warned_about_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
-    from strop.monitoring.trackers.background_tracker import BackgroundTracker
-    from strop.monitoring.trackers.base import NullTracker
-
-    urllib3 = logging.getLogger("urllib3.connectionpool")
-
-    class Retrying(NullTracker):
-        def log(self, step: int, metrics: Any) -> None:
-            urllib3.warning("Retrying (%r) after connection broken by %r: %s", 1, 2, "/")
-            urllib3.warning("something else")
-
-    tracker = BackgroundTracker(Retrying())
-    tracker.log(1, {})
-    tracker.close()
-    urllib3.warning("Retrying (%r) of somebody else", 1)
-    assert [record.getMessage() for record in caplog.records] == ["something else", "Retrying (1) of somebody else"]
 
 
 # The real packages, with nobody at the other end.

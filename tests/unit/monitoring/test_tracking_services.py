@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from strop.config import GrpoRunConfig, load_config
-from strop.monitoring.trackers.base import CompositeTracker
 from strop.monitoring.trackers.tensorboard import TensorBoardTracker
 from strop.monitoring.trackers.wandb import ID_FILE, WandbTracker
 from strop.runs.lifecycle import make_tracker
@@ -22,16 +21,6 @@ def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
 
     reader = EventAccumulator(str(folder)).Reload()
     return [(event.step, event.value) for event in reader.Scalars(tag)]
-
-
-def test_tensorboard_gets_every_metric_under_its_tag(tmp_path: Path) -> None:
-    tracker = TensorBoardTracker(tmp_path)
-    tracker.log(1, {"train/reward": 0.5, "train/loss": 2.0})
-    tracker.note("checkpoint saved")
-    tracker.log(2, {"train/reward": 0.75})
-    tracker.close()
-    tracker.close()
-    assert scalars(tmp_path, "train/reward") == [(1, 0.5), (2, 0.75)]
 
 
 def test_tensorboard_gets_the_names_of_other_libraries_too_if_they_are_asked_for(tmp_path: Path) -> None:
@@ -57,18 +46,6 @@ def test_tensorboard_forgets_the_steps_that_run_again_also_after_a_cut_file(tmp_
     second.log(4, {"train/reward": 1.0})
     second.close()
     assert scalars(tmp_path, "train/reward") == [(1, 0.0), (2, 0.0), (3, 0.0), (4, 1.0)]
-
-
-def test_notes_before_the_first_step_are_of_step_0(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    tracker = TensorBoardTracker(tmp_path)
-    tracker.resume(-1)
-    tracker.note("loading")
-    tracker.log(1, {"train/reward": 0.5})
-    tracker.note("saved")
-    tracker.close()
-    assert [event.step for event in EventAccumulator(str(tmp_path)).Reload().Tensors("notes/text_summary")] == [0, 1]
 
 
 def test_a_missing_package_is_an_error_that_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,23 +159,6 @@ def test_wandb_without_a_key_says_so_instead_of_asking_for_one(tmp_path: Path, m
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(key=None))
     with pytest.raises(ValueError, match="WANDB_MODE=offline"):
         WandbTracker(tmp_path, project="test")
-
-
-@pytest.mark.usefixtures("online")
-def test_a_service_that_goes_away_does_not_stop_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    service = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", service)
-    trackers = CompositeTracker([WandbTracker(tmp_path, project="test")])
-
-    def refuse(**options: Any) -> Any:
-        raise ConnectionError("the network is down")
-
-    service.init = refuse
-    trackers.log(1, {"train/loss": 1.0})
-    trackers.log(2, {"train/loss": 1.0})
-    assert caplog.text.count("the network is down") == 1
 
 
 @pytest.mark.usefixtures("online")

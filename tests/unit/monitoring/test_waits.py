@@ -109,37 +109,3 @@ def test_a_wait_is_over_its_limit_when_it_has_lasted_longer() -> None:
         assert not snapshot_waits()[0].overdue
         time.sleep(0.02)
         assert snapshot_waits()[0].overdue and snapshot_waits()[0].seconds >= 0.02
-
-
-def test_the_registry_survives_many_threads() -> None:
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            for number in range(2000):
-                with waiting("thread", on=str(number)):
-                    pass
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        for wait in snapshot_waits():
-            assert wait.who == "thread"
-    assert not failures and snapshot_waits() == ()
-
-
-def test_a_wait_costs_microseconds() -> None:
-    async def best() -> float:
-        fastest = 1e9
-        for _ in range(20):
-            started = time.thread_time()
-            for _ in range(500):
-                with waiting("sample 3", on="engine, turn 1", kind="generation"):
-                    pass
-            fastest = min(fastest, (time.thread_time() - started) / 500)
-        return fastest
-
-    assert asyncio.run(best()) < 5e-6

@@ -29,7 +29,6 @@ from support.learners import make_torch_learner
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 BOUND = 0.1
-PARTS = 6  # of the grid, of which each takes less than a minute
 LLAMA_8B = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -63,16 +62,6 @@ def test_the_peak_of_a_small_step_is_planned_within_a_tenth(bench, options):
     peak = bench.measure(bench.Case(**{"hidden": 192, "mlp": 512, "vocabulary": 2048} | options))
 
     assert abs(peak.error) <= BOUND, f"measured {peak.measured:,.0f} bytes, planned {peak.planned:,.0f}"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("part", range(PARTS))
-def test_the_peak_of_every_shape_of_the_grid_is_planned_within_a_tenth(bench, part):
-    cases = bench.list_cases()
-    peaks = [bench.measure(case) for case in cases[part::PARTS]]
-
-    assert len(cases) >= 40
-    assert {str(peak.case): round(peak.error, 3) for peak in peaks if abs(peak.error) > BOUND} == {}
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -144,10 +133,6 @@ def test_the_plan_counts_with_the_sizes_that_the_models_use():
     assert learner_memory.EAGER_SCORES == plain_attention.MAX_EAGER_SCORES
     assert learner_memory.MOST_KEPT_LOGITS == tiled_logprobs.MOST_KEPT_LOGITS
     assert (learner_memory.TILE_ROWS, learner_memory.TILE_COLUMNS) == (logit_tiles.CPU_ROWS, logit_tiles.CPU_COLUMNS)
-
-
-def test_weights_of_the_shape_are_those_of_the_model():
-    assert MODEL.weights == pytest.approx(8.03e9, rel=0.001)
 
 
 def test_shards_divide_weights_gradients_and_optimizer():

@@ -35,6 +35,7 @@ from support.models import build, copy_gradients, largest_difference, to_float64
 from support.packed import described, expected, path_rows
 from support.recorded import demonstration_group, preference_group, prepare_step
 from support.rollouts import with_columns
+from support.sweep import one_in
 from support.tokenizer import build_tokenizer
 
 pytest.importorskip("trl")
@@ -154,7 +155,7 @@ def talks(draw: st.DrawFn, calls: bool) -> list[Message]:
 
 
 @pytest.mark.filterwarnings("ignore:the chat template opens a turn")
-@pytest.mark.parametrize("name", REWRITING)
+@pytest.mark.parametrize("name", one_in(4, REWRITING))
 @given(data=st.data())
 @settings(max_examples=20, deadline=None)
 def test_every_taught_turn_is_what_the_policy_would_write_after_what_it_would_read(name, data):

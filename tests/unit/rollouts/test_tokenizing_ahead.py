@@ -38,7 +38,7 @@ def template() -> ChatTemplate:
 
 
 @pytest.fixture
-def pool(template: ChatTemplate) -> Iterator[TokenizingPool]:
+def pool(template: ChatTemplate, workers_are_forks: None) -> Iterator[TokenizingPool]:
     made = TokenizingPool(template, RULES, 1)
     made.wait_until_ready()
     yield made
@@ -54,7 +54,9 @@ def test_a_worker_gives_the_tokens_and_errors_of_the_loop_and_survives_its_death
     assert [pool.tokenize(group) for group in groups] == wanted
     assert str(wanted[2]).startswith("ExampleTooLong: it has")
     (pid,) = pool.pids
+    (worker,) = pool._processes
     os.kill(pid, signal.SIGKILL)
+    assert worker.stdout is not None and worker.stdout.read() == b"", "it has gone, and the fork that it stood for"
     assert pool.tokenize(groups[0]) == wanted[0]
     assert f"the process {pid} that tokenizes ended with exit status -9; another one is started" in caplog.text
     assert pool.pids and pid not in pool.pids

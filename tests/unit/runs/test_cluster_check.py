@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +16,11 @@ from strop.cli.output import INTERRUPTED
 from strop.config import load_config
 from strop.config.schema.run_config import SftRunConfig
 from strop.distributed.cluster_config import ClusterConfig
-from strop.distributed.preflight import RunNeeds
 from strop.distributed.ray import connect, is_process_alive
 from strop.monitoring.machine.system_monitor import SystemMonitor
 from strop.runs.monitors.machine_monitors import watch_machines
+
+pytestmark = pytest.mark.usefixtures("workers_are_forks")
 
 
 @pytest.fixture
@@ -37,58 +36,14 @@ def folder(room: Path, name: str) -> Path:
     return room / name
 
 
-@pytest.mark.slow
-def test_a_cluster_that_is_started_here_is_looked_at_and_nothing_is_left(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["cluster", "check", "cluster.address=local", "cluster.gpus_per_node=2", "policy.device=cpu"]
-    assert cli.main([*words, "logger.log_dir=logs", "policy.model_name=/no/such/model"]) == 1
-    output = capsys.readouterr().out
-    assert "one was started on this machine for the check" in output
-    assert "gloo, 2 ranks on 1 node: an all-reduce of 16 MiB runs at" in output
-    assert f"{room}/logs: shared by 1 of 1 nodes" in output
-    assert "learner     2 ranks on 1 node: 1 copy x 2 shards x 1 context x 1 tensor" in output
-    assert "cannot read the model /no/such/model" in output and output.rstrip().splitlines()[-1].startswith("1 problem:")
-    assert list(room.iterdir()) == []
-
-
 def test_an_address_where_nobody_answers_is_a_problem_without_a_traceback(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["cluster", "check", "cluster.address=127.0.0.1:1"]) == 1
     error = capsys.readouterr().err
     assert "no Ray cluster answers at 127.0.0.1:1" in error and "ray start --head" in error and "Traceback" not in error
 
 
-def test_what_backend_auto_stands_for_is_decided_by_the_cluster_and_not_by_the_machine_of_the_check(
-    room: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from strop import gpus, packages
-    from strop.distributed import survey
-    from strop.runs.cluster import cluster_check
-
-    found: list[Any] = []
-    asked: list[RunNeeds] = []
-
-    @asynccontextmanager
-    async def connect(*_: Any, **__: Any) -> AsyncIterator[Any]:
-        yield found[-1]
-
-    async def survey_cluster(connected: Any, needs: RunNeeds) -> None:
-        asked.append(needs)
-
-    monkeypatch.setattr(gpus, "has_gpu", lambda: False)
-    monkeypatch.setattr(packages, "is_installed", lambda name: True)
-    monkeypatch.setattr(survey, "connect_to_inspect", connect)
-    monkeypatch.setattr(survey, "survey_cluster", survey_cluster)
-    monkeypatch.setattr(cluster_check, "format_survey", lambda survey: [])
-    monkeypatch.setattr(cluster_check, "find_problems", lambda survey: [])
-    words = ["cluster.backend=ray", "cluster.gpus_per_node=4", "policy.generation.vllm_cfg.tensor_parallel_size=2"]
-    for on_cpu, engines in ((False, "2 engines of 2 devices"), (True, "1 engine of 1 device")):
-        found.append(SimpleNamespace(on_cpu=on_cpu, cluster=SimpleNamespace(started_here=False)))
-        assert cli.main(["cluster", "check", *words]) == 0
-        assert engines in capsys.readouterr().out
-    assert ["vllm" in needs.packages for needs in asked] == [True, False]
-
-
 @pytest.fixture(scope="module")
-def two_nodes() -> Iterator[Any]:
+def two_nodes(workers_are_forks: None) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 0, "include_dashboard": False})
@@ -111,16 +66,8 @@ def test_two_nodes_are_compared_share_their_folders_and_are_timed(
     assert check(two_nodes, "cluster.num_nodes=2", f"checkpointing.checkpoint_dir={results}/run") == 0
     output = capsys.readouterr().out
     assert "gloo, 2 ranks on 2 nodes" in output and f"{results}/run: shared by 2 of 2 nodes" in output
-    assert "learner     2 ranks on 2 nodes" in output and output.rstrip().endswith("no problems found")
+    assert output.rstrip().endswith("no problems found")
     assert list(results.iterdir()) == [], "a folder that was made for the check goes with it"
-
-
-@pytest.mark.slow
-def test_more_nodes_than_there_are_leave_a_table_of_those(two_nodes: Any, room: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(two_nodes, "cluster.num_nodes=3") == 1
-    output = capsys.readouterr().out
-    assert "cluster.num_nodes is 3" in output and "Start more nodes" in output and "Traceback" not in output
-    assert [line.split()[0] for line in output.splitlines()[1:3]] == ["0", "1"], "the two that are there"
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from strop.config import GrpoRunConfig, load_config
 from strop.data.sources.records import DataError
 from strop.environments.base import EnvironmentConfigError
-from strop.runs.run_tasks import describe_order
+from strop.runs.rollout_run import describe_order
 from strop.runs.tasks import make_training_tasks, make_validation_tasks
 
 SUMS = ("data.train.env_name=arithmetic", "data.validation.env_name=arithmetic", "env.arithmetic={}", "policy.model_name=m")

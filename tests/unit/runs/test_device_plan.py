@@ -46,13 +46,6 @@ def test_the_layout_of_megatron_core_has_stages() -> None:
     assert found["learner"] == "8 ranks on 2 nodes: Megatron Core, 2 data x 2 stages x 1 context x 2 tensor"
 
 
-def test_on_cpus_processes_stand_for_gpus_and_one_engine_is_enough() -> None:
-    found = lines(*TWO_NODES, "cluster.environment_hosts=1", on_cpu=True)
-    assert found["cluster"] == "2 nodes of a Ray cluster, 4 CPU processes instead of GPUs on each"
-    assert found["engines"].startswith("1 engine of 1 device on node 0")
-    assert found["env"] == "1 process for each environment, spread over 1 node"
-
-
 def test_engines_apart_are_on_devices_of_their_own() -> None:
     wide = ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.tensor_parallel_size=2"]
     found = lines(*TWO_NODES, *APART, *wide)
@@ -62,24 +55,6 @@ def test_engines_apart_are_on_devices_of_their_own() -> None:
         ("0", "0-1", "engine 0: 2-3"),
         ("1", "0-1", "engine 1: 2-3"),
     ]
-
-
-def test_nodes_that_only_generate_train_nothing() -> None:
-    apart = [APART[0], "policy.generation.colocated.resources.num_nodes=1"]
-    first, second = rows(*TWO_NODES, *apart)
-    assert first == ("0", "0-3", "none") and second[:2] == ("1", "none") and "engine 3: 3" in second[2]
-
-
-def test_experts_and_the_critics_own_layout_are_said() -> None:
-    assert lines(*TWO_NODES, "policy.dtensor_cfg.expert_parallel_size=4")["learner"].endswith("1 tensor, experts 4 ways")
-    critic = format_placement(
-        config(*TWO_NODES, "value.model_name=c", "value.dtensor_cfg.context_parallel_size=2", section="ppo"), on_cpu=True
-    )
-    assert "            the critic: 1 copy x 4 shards x 2 context x 1 tensor" in critic
-
-
-def test_recorded_data_takes_no_engines() -> None:
-    assert set(lines(*TWO_NODES, section="sft")) == {"cluster", "learner"}
 
 
 def test_more_engines_than_fit_are_refused() -> None:

@@ -43,22 +43,3 @@ def test_other_threads_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> Non
     for threads in (1, 2, 1):
         measured_peak.measure_peak(threads)
     assert len(asked) == 2
-
-
-def test_figures_of_a_busy_machine_are_said_to_be_so_and_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(measured_peak, "AGREE", -1.0)
-    assert "while it was busy: rounds differed by" in measured_peak.measure_peak(1).source
-    assert not list(tmp_path.rglob("peak-*.json"))
-
-
-def test_a_cache_that_cannot_be_written_is_no_obstacle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert measured_peak.measure_peak(1).peak("bfloat16") > 0
-
-
-def test_the_best_of_the_rounds_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured_peak, "AGREE", 0.06)
-    rates = iter([1.0, 5.0, 3.0, 4.9, 2.0, 2.0, 9.0, 9.0])
-    found, spread = measured_peak._measure_rounds({"a": lambda: next(rates), "b": lambda: 7.0})
-    assert found == {"a": 5.0, "b": 7.0} and spread == pytest.approx(1 - 4.9 / 5)

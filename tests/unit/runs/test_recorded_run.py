@@ -6,7 +6,6 @@ import asyncio
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +81,6 @@ def test_every_epoch_has_every_example_once_and_the_stream_ends(tmp_path: Path, 
     assert after.errors and "lies outside the stream" in after.errors[0]
 
 
-def test_rows_in_memory_give_the_groups_of_a_file(tmp_path: Path, policy: LoadedPolicy) -> None:
-    path = conversations(tmp_path / "rows.jsonl", 7)
-    of_file = config("sft", f"data.train.dataset_name={path}")
-    entry = of_file.data.train[0].with_rows([json.loads(line) for line in path.read_text().splitlines()])
-    in_memory = replace(of_file, data=replace(of_file.data, train=(entry,)))
-    wanted, found = (examples(each, SFT(), policy) for each in (of_file, in_memory))
-    assert [said(wanted.read_group(index)) for index in range(14)] == [said(found.read_group(index)) for index in range(14)]
-    assert found.names == ("rows",)
-
-
 def test_a_group_follows_from_its_position(tmp_path: Path, policy: LoadedPolicy) -> None:
     rows = conversations(tmp_path / "rows.jsonl", 9)
     runs = [
@@ -102,13 +91,6 @@ def test_a_group_follows_from_its_position(tmp_path: Path, policy: LoadedPolicy)
     orders = [[run.read_group(index).task.id for index in (30, 3, 17, 4, 5)] for run in runs]
     assert orders[0] == orders[1] != orders[2]
     assert runs[0].read_group(30).index == 30 and runs[0].read_group(30).version == -1
-
-
-def test_without_shuffling_examples_come_as_they_stand(tmp_path: Path, policy: LoadedPolicy) -> None:
-    rows = conversations(tmp_path / "rows.jsonl", 3)
-    found = examples(config("sft", f"data.train.dataset_name={rows}", "data.shuffle=false"), SFT(), policy)
-    assert [said(found.read_group(index)) for index in range(3)] == ["0!", "1!", "2!"]
-    assert [said(group) for group in found.read_all()] == ["0!", "1!", "2!"]
 
 
 def test_entries_are_mixed_by_weight_and_named(tmp_path: Path, policy: LoadedPolicy) -> None:
@@ -157,14 +139,6 @@ def _without_template(tokenizer: Any) -> Any:
 
 
 PAIRS = [{"prompt": f"{n}?", "chosen": f"{n}!", "rejected": f"{n}."} for n in range(6)]
-
-
-def test_a_pair_is_one_group_with_one_prompt(tmp_path: Path, policy: LoadedPolicy) -> None:
-    rows = write(tmp_path / "pairs.jsonl", PAIRS)
-    group = examples(config("dpo", f"data.train.dataset_name={rows}", "data.shuffle=false"), DPO(), policy).read_group(4)
-    chosen, rejected = group.rollouts
-    assert (chosen.text, rejected.text) == ("4!", "4.") and chosen.prompt is rejected.prompt
-    assert group.rewards.tolist() == [1.0, 0.0]
 
 
 def test_the_unrelated_completion_of_a_judgement_belongs_to_another_prompt(tmp_path: Path, policy: LoadedPolicy) -> None:
@@ -227,15 +201,6 @@ def measured(found: RecordedRunConfig, policy: LoadedPolicy, notes: Recorder | N
         said(group)
         for group in make_validation_groups(found, read_validation_examples(found, SFT()), SFT(), policy, notes or Recorder())
     ]
-
-
-def test_nothing_is_measured_where_no_validation_is_due(tmp_path: Path, policy: LoadedPolicy) -> None:
-    rows = conversations(tmp_path / "rows.jsonl", 4)
-    entries = [f"data.train.dataset_name={rows}", f"data.validation.dataset_name={rows}"]
-    assert measured(config("sft", *entries), policy) == []
-    for due in ("val_period=5", "val_at_start=true", "val_at_end=true"):
-        assert len(measured(config("sft", *entries, f"sft.{due}"), policy)) == 4
-    assert measured(config("sft", entries[0], "sft.val_period=5"), policy) == []
 
 
 def test_batches_of_validation_are_the_first_examples_that_can_be_used(tmp_path: Path, policy: LoadedPolicy) -> None:

@@ -16,23 +16,18 @@ from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip, GroupRelative
 from strop.checkpointing.base import RunState
 from strop.config import GrpoRunConfig, load_config
-from strop.config.identity import find_changes
 from strop.environments.base import EnvironmentConfigError
 from strop.learner.client import InlineCaller, ThreadCaller
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.rollouts.order import DropTooOld, Fifo, Windowed
 from strop.rollouts.stream import StreamState
-from strop.runs import rollout_run
+from strop.runs import open_run, rollout_run
 from strop.runs.algorithm.run_algorithm import make_rollout_algorithm
 from strop.runs.backend import LocalBackend
 from strop.runs.engines import offloads_learner
-from strop.runs.jobs.episode_rules import make_episode_rules
 from strop.runs.lifecycle import make_checkpoints, make_tracker, resolve_metric
 from strop.runs.resume.restore import restore_checkpoint
-from strop.runs.rollout_run import (
-    make_train_options,
-)
-from strop.runs.rollout_stream import make_order
+from strop.runs.rollout_run import make_order, make_train_options
 from strop.runs.tasks import count_slots, make_training_tasks, make_validation_tasks
 
 
@@ -77,18 +72,23 @@ def test_the_loop_is_set_as_the_configuration_says():
     assert found.max_groups_per_step == 30 and found.save_period == 7 and not found.share_prefixes
 
 
+async def opened(config: GrpoRunConfig, tracker: Any) -> None:
+    async with open_run.open_run(config, make_rollout_algorithm(config), tracker):
+        pass
+
+
 def test_options_of_an_environment_are_checked_before_a_model_is_loaded(monkeypatch, tmp_path):
     async def load(*_: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(rollout_run, "make_backend", load)
+    monkeypatch.setattr(open_run, "make_backend", load)
     tracker = SimpleNamespace(progress=lambda _: None, note=lambda _: None)
     for option in ("{max_operandd: 3}", "{max_operand: many}"):
         wrong = config(f"env.arithmetic={option}")
         with pytest.raises(EnvironmentConfigError, match="max_operand"):
-            asyncio.run(rollout_run.build_rollout_run(wrong, make_rollout_algorithm(wrong), tracker))
+            asyncio.run(opened(wrong, tracker))
     with pytest.raises(AssertionError, match="a model was loaded"):
-        asyncio.run(rollout_run.build_rollout_run(config(), make_rollout_algorithm(config()), tracker))
+        asyncio.run(opened(config(), tracker))
 
 
 ASYNCHRONOUS = ("grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=2", "grpo.num_prompts_per_step=4")
@@ -147,17 +147,6 @@ def test_learners_and_columns_beside_the_engines_share_one_thread(overrides, bes
     assert len({id(getattr(caller, "thread", None)) for caller in callers}) == 1
 
 
-def test_a_run_is_synchronous_and_unfiltered_unless_it_is_asked_otherwise():
-    found = make_train_options(config("grpo.async_grpo.max_trajectory_age_steps=3"), share_prefixes=True)
-    assert found.max_staleness == 0 and found.steps_per_batch == 1 and found.max_groups_per_step > 10**9
-
-
-def test_rewards_are_scaled_only_where_that_is_on():
-    assert make_episode_rules(config()).scaling is None
-    scaling = make_episode_rules(config("grpo.reward_scaling.enabled=true", "grpo.reward_scaling.target_max=5.0")).scaling
-    assert scaling is not None and scaling(1.0) == 5.0
-
-
 def test_the_sections_of_the_configuration_are_the_fields_of_grpo():
     found = make_rollout_algorithm(
         config(
@@ -197,11 +186,6 @@ def test_what_training_holds_out_is_validated_on(tmp_path):
     assert not questions[0] & questions[1] and len(questions[0] | questions[1]) == 20
 
 
-def test_there_is_no_validation_where_nothing_is_held_out():
-    found = config()
-    assert make_validation_tasks(found) is None
-
-
 def test_several_entries_are_mixed_by_weight():
     entries = '[{"env_name": "easy", "weight": 1.0, "size": 50}, {"env_name": "hard", "weight": 3.0, "size": 50}]'
     base = ["policy.model_name=m", "grpo.val_period=0", "checkpointing.metric_name=null"]
@@ -224,12 +208,6 @@ def test_a_data_sets_own_configuration_reaches_the_data(monkeypatch):
 
 
 # --- what a run continues from ----------------------------------------------------------------------------------------------------
-
-
-def test_settings_that_changed_since_a_checkpoint_are_named():
-    old, now = config("grpo.seed=1", "env.arithmetic.max_operand=9"), config("grpo.seed=2", "env.arithmetic={}")
-    assert [str(change) for change in find_changes(old, now)] == ["env.arithmetic.max_operand 9 -> None", "grpo.seed 1 -> 2"]
-    assert find_changes(old, config("grpo.seed=1", "env.arithmetic.max_operand=9")) == []
 
 
 def saved(path: Path) -> None:

@@ -65,22 +65,7 @@ def test_a_gpu_has_the_peak_of_the_table_and_a_user_may_give_one() -> None:
     assert find("logger.peak_tflops=1") == run_throughput.DevicePeak(1e12, "logger.peak_tflops")
 
 
-def test_the_run_says_what_its_peak_is(monkeypatch: pytest.MonkeyPatch, measured: list[int | None]) -> None:
-    notes: list[str] = []
-    monkeypatch.setattr(run_throughput, "read_dimensions", lambda name: object())
-    found = run_throughput.make_throughput(load("logger.peak_tflops=measure"), [], notes.append, on_cpu=True)
-    assert found.peak_flops == 4e9
-    assert notes == ["perf/mfu: of 0.004 TFLOP/s in float32, the peak of the device that trains (p, measured)"]
-    assert run_throughput.make_throughput(load(), [], notes.append, on_cpu=True).peak_flops is None and len(notes) == 1
-
-
 @pytest.mark.parametrize("value", ["0", "-1", "fast"])
 def test_a_peak_that_is_none_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match="peak_tflops"):
         load(f"logger.peak_tflops={value}")
-
-
-def test_a_gpu_cannot_be_measured() -> None:
-    keys = [*KEYS, "logger.peak_tflops=measure", "policy.device=cuda"]
-    with pytest.raises(ConfigError, match="found measure, which measures processors"):
-        load_config(None, keys, root=SftRunConfig)

@@ -30,7 +30,7 @@ from strop.models.value_head import ValueHead
 from strop.models.value_network import ValueNetwork
 from strop.runs.backend import LocalBackend
 from strop.runs.models import LoadedPolicy, load_policy, make_learners, make_trained_networks
-from strop.runs.scorers import count_optimizer_steps, make_scorers
+from strop.runs.scorers import make_columns
 from strop.sampling import Sampling
 from strop.trainer.run import TrainOptions
 from strop.types import Batch, Group
@@ -58,7 +58,7 @@ def rollouts(section: str, model: Path, *overrides: str) -> RolloutRunConfig:
 
 
 def learners(config: TrainingRunConfig, policy: LoadedPolicy, algorithm: Algorithm) -> dict[str, TorchLearner]:
-    return make_learners(config, make_trained_networks(config, policy), algorithm, SAMPLING, count_optimizer_steps(OPTIONS, None))
+    return make_learners(config, make_trained_networks(config, policy), algorithm, SAMPLING, OPTIONS.count_optimizer_steps(None))
 
 
 def backend_with_scorers(
@@ -72,7 +72,8 @@ def backend_with_scorers(
 
     async def build() -> dict[str, Any]:
         made = await backend.build_learners(algorithm, SAMPLING, None)
-        return dict(await make_scorers(config, backend, algorithm, made, notes or Recorder(), groups))
+        found = await make_columns(config, backend, algorithm, made, notes or Recorder(), groups)
+        return dict(found.sources)
 
     return backend, asyncio.run(build())
 
@@ -107,7 +108,7 @@ def disturb(policy: LoadedPolicy) -> None:
 )
 def test_a_schedule_is_as_long_as_steps_and_tasks_allow(max_steps: int, tasks: int | None, wanted: int | None) -> None:
     options = TrainOptions(max_steps=max_steps, groups_per_step=2, steps_per_batch=2, update_epochs=3)
-    assert count_optimizer_steps(options, tasks) == wanted
+    assert options.count_optimizer_steps(tasks) == wanted
 
 
 def test_the_run_s_steps_are_the_length_of_a_schedule_that_sets_none(tiny_model_folder: Path) -> None:

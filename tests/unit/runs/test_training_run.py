@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from strop.config import GrpoRunConfig, load_config
-from strop.runs.training_run import make_closing
+from strop.runs.train import make_closing
 from strop.trainer.health.health_monitor import HealthMonitor
 from strop.trainer.listeners import Listeners
 

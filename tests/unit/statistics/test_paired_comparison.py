@@ -18,6 +18,7 @@ from strop.statistics.paired_comparison import (
     forecast_tasks,
 )
 from strop.statistics.task_results import pass_at_k
+from support.sweep import one_in
 
 SHARE = (0.0, 1.0)
 PAIRS = 1000
@@ -84,7 +85,7 @@ REGIMES = {
 }
 
 
-@pytest.mark.parametrize("name", REGIMES)
+@pytest.mark.parametrize("name", one_in(3, REGIMES))
 def test_the_interval_covers_and_false_positives_are_few_in_a_thousand_pairs(name: str) -> None:
     regime = REGIMES[name]
     found, truth = simulate(regime), regime.difference
@@ -92,23 +93,6 @@ def test_the_interval_covers_and_false_positives_are_few_in_a_thousand_pairs(nam
     assert covered >= 0.95 - slack(0.95, PAIRS), covered
     if regime.gain == 0:
         assert share_decided(found) <= 0.05 + slack(0.05, PAIRS)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("tasks", [5, 10, 30, 100, 300, 1000])
-@pytest.mark.parametrize("samples, k", [(1, None), (4, None), (16, None), (8, 4), (8, 8)])
-@pytest.mark.parametrize("shape", [(2, 2), (0.3, 0.7), (0.5, 0.5), (9, 1), (19, 1), (1, 30)])
-def test_the_interval_covers_everywhere(shape: tuple[float, float], samples: int, k: int | None, tasks: int) -> None:
-    """And is not too wide: where there are many tasks, and enough that differ, it misses as often as it says."""
-    for gain in (0.0, 0.1):
-        regime = Regime(*shape, tasks, samples, gain, k)
-        found, truth = simulate(regime), regime.difference
-        covered = sum(truth in each.interval for each in found) / PAIRS
-        assert covered >= 0.95 - slack(0.95, PAIRS), (gain, covered)
-        differing = np.mean([each.higher + each.lower for each in found])
-        assert differing < 50 or covered <= 0.95 + slack(0.95, PAIRS) + 0.006, (gain, covered)
-        if gain == 0:
-            assert share_decided(found) <= 0.05 + slack(0.05, PAIRS), share_decided(found)
 
 
 # The power at the forecast number of tasks. The exact test of single samples is conservative.
@@ -126,21 +110,11 @@ def power_at_forecast(regime: Regime, pairs: int) -> float:
     return share_decided(simulate(regime, pairs, tasks=tasks))
 
 
-@pytest.mark.parametrize("name", FORECASTS)
+@pytest.mark.parametrize("name", one_in(2, FORECASTS))
 def test_the_forecast_number_of_tasks_decides_four_times_of_five(name: str) -> None:
     regime, above, below = FORECASTS[name]
     power = power_at_forecast(regime, 300)
     assert 0.8 - below - slack(0.8, 300) <= power <= 0.8 + above + slack(0.8, 300), power
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("gain", [0.05, 0.1, 0.2])
-@pytest.mark.parametrize("samples", [1, 4, 16])
-@pytest.mark.parametrize("shape", [(2, 2), (0.5, 0.5), (9, 1)])
-def test_the_forecast_comes_true_everywhere(shape: tuple[float, float], samples: int, gain: float) -> None:
-    regime = Regime(*shape, 0, samples, gain)
-    power = power_at_forecast(regime, 1000)
-    assert 0.8 - 0.08 - slack(0.8, 1000) <= power <= 0.8 + 0.05 + slack(0.8, 1000), power
 
 
 def test_the_forecast_number_of_samples_decides_four_times_of_five() -> None:
@@ -163,14 +137,6 @@ def test_the_variance_of_samples_is_told_from_that_of_tasks() -> None:
     assert found.variance - found.sampling_variance == pytest.approx(np.var(second - first), rel=0.1)
 
 
-def test_no_number_of_samples_decides_where_tasks_differ_too_much() -> None:
-    values = PairedValues(
-        a=[0.0, 1.0] * 10, b=[1.0, 0.0] * 9 + [1.0, 1.0], a_noise=[0.001] * 20, b_noise=[0.001] * 20, bounds=SHARE
-    )
-    found = compare_paired(values)
-    assert found.more_samples is None and found.more_tasks is not None and found.more_tasks > 1000
-
-
 def test_runs_that_are_equal_do_not_differ_and_the_interval_says_how_little_is_known() -> None:
     for count in (1, 2, 30, 400):
         found = compare_paired(PairedValues(a=[1.0] * count, b=[1.0] * count, bounds=SHARE))
@@ -180,14 +146,6 @@ def test_runs_that_are_equal_do_not_differ_and_the_interval_says_how_little_is_k
     found = compare_paired(PairedValues(a=[1.0] * 100, b=[1.0] * 100, bounds=SHARE))
     assert found.interval.high > 1 - 0.05 ** (1 / 100) - 0.005  # a share of tasks that B loses and 100 do not show
     assert not found.is_equivalent(0.01) and found.is_equivalent(0.1) and 0.03 < found.detectable < 0.05
-
-
-def test_a_few_wins_are_not_enough() -> None:
-    for wins, decided in ((5, False), (6, True)):  # 2 ** -4 and 2 ** -5
-        found = compare_paired(PairedValues(a=[0.0] * wins, b=[1.0] * wins, bounds=SHARE))
-        assert (found.higher_one == "b") is decided
-    found = compare_paired(PairedValues(a=[0.0] * 3, b=[1.0] * 3, bounds=SHARE))
-    assert found.more_tasks == 3
 
 
 def test_lengths_have_no_bounds() -> None:

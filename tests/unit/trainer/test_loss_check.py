@@ -24,6 +24,7 @@ from strop.trainer.loss_check import check_loss
 from strop.types import Batch
 from support.recorded import random_groups
 from support.rollouts import make_groups, pack_for, shapes_to_cut, simple_groups, with_columns
+from support.sweep import one_in
 
 NEEDED: dict[str, dict[str, Any]] = {
     "dr_grpo": {"constant_length": 7},
@@ -56,7 +57,7 @@ KINDS = {name: kind for name, kind in all_algorithms().items() if issubclass(kin
 OTHER_ROLLOUTS = {"gdpo", "remax"}  # with named rewards, with a greedy one
 
 
-@pytest.mark.parametrize("name", sorted(KINDS.keys() - OTHER_ROLLOUTS))
+@pytest.mark.parametrize("name", one_in(4, sorted(KINDS.keys() - OTHER_ROLLOUTS)))
 @given(shapes=shapes_to_cut(rollouts=3), seed=st.integers(0, 50))
 @settings(max_examples=12, deadline=None)
 def test_an_algorithm_that_keeps_the_rule_is_not_refused(name, shapes, seed):

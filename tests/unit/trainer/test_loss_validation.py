@@ -6,8 +6,6 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -141,13 +139,6 @@ def test_examples_with_errors_are_left_out_and_counted() -> None:
         validation(SFT(), learner, [failed(0), failed(1)])
     with pytest.raises(ValueError, match="none of the 0 validation examples"):
         validation(SFT(), learner, [])
-
-
-def test_progress_is_told() -> None:
-    said: list[str] = []
-    tracker: Any = SimpleNamespace(progress=said.append)
-    asyncio.run(validation(SFT(), learner_for(SFT())).evaluate(0, tracker))
-    assert said == ["validating on 7 examples"]
 
 
 def test_what_a_learner_says_of_a_whole_batch_is_what_was_measured() -> None:

@@ -107,19 +107,6 @@ def test_swapped_elements_and_rows_are_seen(case: tuple[int, int, torch.dtype, i
     assert (fingerprint(shuffled) == fingerprint(tensor)) == torch.equal(shuffled.view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_a_single_bit_is_seen_wherever_it_is() -> None:
-    tensor = torch.zeros(3, 40, dtype=torch.bfloat16)
-    raw = tensor.view(torch.uint8).flatten()
-    found = set()
-    for place in range(raw.numel()):
-        for bit in range(8):
-            raw[place] = 1 << bit
-            found.add(fingerprint(tensor))
-            raw[place] = 0
-    assert len(found) == 8 * raw.numel()
-    assert 0 not in found
-
-
 def test_zeros_of_both_signs_differ_and_so_do_nans() -> None:
     assert fingerprint(torch.zeros(2, 2)) != fingerprint(-torch.zeros(2, 2))
     nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.algorithms.functional import POLICY_COLUMNS, POLICY_LOGPROBS, Aggregation, aggregate, bounded_difference
 from strop.algorithms.kl import Kl
+from strop.algorithms.loss_terms import CLIPPED, CORRECTION, SELECTED, LossTerm, LossTerms
+from strop.algorithms.policy_gradient.bounded_objective import BoundedObjective
+from strop.algorithms.policy_gradient.corrections.step_weights import correction_weights
 from strop.algorithms.policy_gradient.part_checks import has_no_gradient_without_advantage
 from strop.algorithms.policy_gradient.parts import Advantage, Correction, Mismatch, Objective, PolicyTokens, Selection, Shaping
 from strop.algorithms.policy_gradient.process.turn_advantages import replace_advantages
@@ -108,3 +112,28 @@ class Composition(Algorithm):
             log_ratio=learner - batch.rollout_logprobs, current_log_ratio=logprobs.detach() - batch.rollout_logprobs,
             advantages=batch.advantages, batch=batch,
         )  # fmt: skip
+
+
+def split_terms(
+    algorithm: Composition, outputs: TokenOutputs, batch: Batch, terms: Sequence[LossTerm], columns: Mapping[str, Tensor]
+) -> LossTerms:
+    """Return the terms of a loss with the objective divided into what it is without a clip, and what each part changes.
+
+    A stage that cannot change anything, because the algorithm has no such part, is left out. ``columns``: what the loss logs, [N] each.
+    """
+    objective, *others = terms
+    stages = dict(objective.stages)
+    known: dict[str, Tensor] = {}
+    if isinstance(algorithm.objective, BoundedObjective):
+        unbounded = algorithm.objective.unbounded(algorithm.policy_tokens(outputs, batch))
+        stages = {"objective": unbounded, "clip": stages.pop("objective"), **stages}
+        known[CLIPPED] = sum((columns[name] for name in algorithm.objective.bound_columns), 0 * outputs.logprobs).clamp(max=1)
+    if algorithm.corrections:
+        known[CORRECTION] = correction_weights(algorithm.corrections, algorithm.mismatch(outputs.logprobs, batch))[0]
+    else:
+        del stages["correction"]
+    if "tokens_selected" in columns:
+        known[SELECTED] = columns["tokens_selected"]
+    return LossTerms(
+        terms=[replace(objective, stages=stages), *others], columns={name: each.detach() for name, each in known.items()}
+    )

@@ -212,7 +212,6 @@ MACHINE_CHECKS = (
     check_ray_installed,
     check_environment_hosts,
 )
-ERROR_CHECKS = (*MACHINE_CHECKS, check_teacher_processes, check_resources)
 
 
 def find_machine_errors(config: TrainingRunConfig) -> list[Problem]:

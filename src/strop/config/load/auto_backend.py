@@ -7,7 +7,8 @@ from typing import TypeVar
 
 from strop import gpus, packages
 from strop.base_config import BaseConfig
-from strop.config.checks import run_checks
+from strop.config.checks.policy_checks import check_engine_device
+from strop.config.checks.run_checks import find_errors
 from strop.config.schema.run_config import (
     EvalRunConfig,
     RecordedRunConfig,
@@ -16,7 +17,6 @@ from strop.config.schema.run_config import (
     generation_section,
 )
 from strop.generation.auto_engine import AutoEngine
-from strop.generation.vllm.supported_models import find_missing_model, read_architectures
 from strop.problems import Problem
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
@@ -40,6 +40,8 @@ def _choose(config: TrainingRunConfig | EvalRunConfig, has_gpus: bool | None) ->
         return AutoEngine(reason="vLLM is not installed")
     if has_gpus is None and gpus.sees_mig_slices():
         return AutoEngine(reason=f"{gpus.VISIBLE} names MIG slices, on which vLLM has not been tried", lacking=True)
+    from strop.generation.vllm.supported_models import find_missing_model, read_architectures
+
     model = config.policy.model_name if isinstance(config, TrainingRunConfig) else config.generation.model_name
     if missing := find_missing_model(read_architectures(model)):
         return AutoEngine(reason=f"the installed vLLM has no model of the class {missing}", lacking=True)
@@ -52,8 +54,8 @@ def _choose(config: TrainingRunConfig | EvalRunConfig, has_gpus: bool | None) ->
 
 
 def _find_errors(config: TrainingRunConfig | EvalRunConfig) -> list[Problem]:
-    device = list(run_checks.check_engine_device(config, "cuda")) if isinstance(config, RolloutRunConfig) else []
-    return [*run_checks.find_errors(config), *device]
+    device = list(check_engine_device(config, "cuda")) if isinstance(config, RolloutRunConfig) else []
+    return [*find_errors(config), *device]
 
 
 def _device(config: TrainingRunConfig | EvalRunConfig) -> str:

@@ -26,7 +26,7 @@ from strop.base_config import (
 )
 from strop.config.checks import cluster_checks, run_checks
 from strop.config.load.auto_backend import resolve_auto_backend
-from strop.config.load.consequences import drop_consequences
+from strop.config.load.named_files import find_named_files
 from strop.config.load.run_name import name_run
 from strop.config.recipes.difference import Difference
 from strop.config.recipes.translation import translate_source
@@ -104,7 +104,7 @@ def load_source(
     source, unnamed = name_run(source, overrides)
     source, contradictions = resolve_synonyms(source, root)
     translation = translate_source(source, root)
-    source, warnings = translation.source, translation.warnings
+    source, warnings = find_named_files(translation.source, root), translation.warnings
     config, invalid = validate_source(source, root)
     invalid = [problem for problem in invalid if not translation.explains(problem.key)]
     problems += unnamed + contradictions + translation.problems + invalid + ([] if invalid else find_infinite_numbers(source))
@@ -114,7 +114,7 @@ def load_source(
         errors = [problem for problem in run_checks.find_errors(config) if not translation.explains(problem.key)]
         problems += [_with_origin(problem, source) for problem in errors]
     if config is None or problems:
-        raise ConfigError(drop_consequences(problems, source, root))
+        raise ConfigError(problems)
     if check:
         warnings += [_with_origin(problem, source) for problem in run_checks.find_warnings(config)]
     return LoadedConfig(config, tuple(warnings), source.files, tuple(overrides), translation.differences, source)

@@ -5,8 +5,9 @@ A rule is only about keys that Strop does not have, except the functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from strop.config.recipes.recipe import Recipe
@@ -64,11 +65,6 @@ class Refused:
 Rule: TypeAlias = Callable[[Recipe], None]
 
 
-def apply_rules(recipe: Recipe, rules: Iterable[Rule]) -> None:
-    for rule in rules:
-        rule(recipe)
-
-
 def foreign_keys(recipe: Recipe, pattern: str) -> Iterator[str]:
     """Yield the keys that a pattern matches and Strop does not have."""
     yield from [key for key in recipe.find(pattern) if key.startswith("env.") or not recipe.is_own_key(key)]
@@ -99,3 +95,40 @@ def _fill(to: str, pattern: str, key: str) -> str:
         return to
     before, _, after = pattern.partition("*")
     return to.replace("*", key[len(before) : len(key) - len(after)] if after else key[len(before) :])
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """One refusal for all keys about one thing, at the first that asks for it; nothing else is said of them.
+
+    ``asked_by`` are patterns of keys, as in ``fnmatch``, which ask unless they are switched off; or with ``=``, and a pattern of the value
+    that asks. ``details`` are patterns of keys that only say how; where nothing asks, those that Strop does not have are unused.
+    ``hides`` are patterns of keys that it shares with other things.
+    """
+
+    asked_by: Sequence[str]
+    why: str  # "replaying the engine's routing is not in this version"
+    fix: str
+    details: Sequence[str] = ()
+    hides: Sequence[str] = ()
+
+    def __call__(self, recipe: Recipe) -> None:
+        asking = [key for pattern in self.asked_by for key in _asking_keys(recipe, pattern)]
+        about = [*(pattern for pattern in self.asked_by if "=" not in pattern), *self.details]
+        if asking:
+            recipe.refuse(asking[0], f"found {describe(recipe.value(asking[0]))}, but {self.why}", self.fix)
+            recipe.explained += [*asking, *about, *self.hides]
+        for key in dict.fromkeys(key for pattern in about for key in foreign_keys(recipe, pattern)):
+            if asking:
+                recipe.drop(key)
+            else:
+                off = is_switched_off(recipe.value(key))
+                recipe.unused(key, "it is switched off" if off else f"nothing in the recipe asks for it, and {self.why}")
+
+
+def _asking_keys(recipe: Recipe, pattern: str) -> Iterator[str]:
+    key_pattern, has_value, wanted = pattern.partition("=")
+    for key in recipe.find(key_pattern):
+        value = recipe.value(key)
+        if fnmatchcase(str(value), wanted) if has_value else not is_switched_off(value):
+            yield key

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.builtin_dataset import Grader
 from strop.data.data_config import DataEntryConfig
 from strop.environments.environment_config import EnvironmentConfig
@@ -24,6 +23,8 @@ def assign_graders(
     ``env_name`` of an entry holds, and so does the only environment of ``env`` unless it is of the default type or of the grader's. Else a
     built-in set is graded as it is usually reported, with the options of an alias of the same type laid over those of its grader.
     """
+    from strop.data.builtin.all_sets import BUILTIN_DATASETS  # some hundred sets, of which a run seldom names one
+
     graded: list[Entry] = []
     known = dict(env)
     for entry in entries:

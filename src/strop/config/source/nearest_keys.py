@@ -69,8 +69,8 @@ def _is_shortened(name: str, other: str) -> bool:
     """Return whether a name leaves out the end of another, or words of it: num_generations of num_generations_per_prompt."""
     words, others = name.split("_"), other.split("_")
     if len(words) > 1 and len(words) < len(others):
-        leading = zip(words, others, strict=False)
-        return set(words) < set(others) or all(_is_close(word, near) for word, near in leading)
+        leading = all(_is_close(word, near) for word, near in zip(words, others, strict=False))
+        return leading or all(any(near.startswith(word) for near in others) for word in words)  # max_step of max_num_steps
     return len(name) > 3 and other.startswith(name)
 
 

@@ -19,7 +19,6 @@ KeyPath = tuple[str, ...]
 
 _ODD_SPACE = re.compile(r"^(?:\s*[\w.-]+:)?[ \t]*(?P<space>[\u00a0\u2000-\u200b\u202f\u3000])(?=[^#\n]*\S)", re.MULTILINE)
 _CORE = "tag:yaml.org,2002:"
-_TAGS = {f"{_CORE}{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "timestamp", "value")}
 
 
 class YamlError(Exception):
@@ -102,12 +101,8 @@ def parse(text: str) -> tuple[Any, dict[KeyPath, int]]:
         raise YamlError(str(error)) from error
 
 
-def _key_lines(node: Any, prefix: KeyPath = (), around: tuple[Any, ...] = ()) -> Iterator[tuple[KeyPath, int]]:
-    """Yield the path and line of everything inside a node. ``around``: the nodes that it is in."""
-    where = node.start_mark.line + 1, node.start_mark.column + 1
-    if any(node is other for other in around):
-        raise YamlError(f"{'.'.join(prefix)} is an anchor that contains itself", *where)
-    _check_tag(node, where)
+def _key_lines(node: Any, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]:
+    """Yield the path and line of everything inside a node."""
     if isinstance(node, MappingNode):
         seen: dict[str, int] = {}
         for key, value in node.value:
@@ -120,19 +115,11 @@ def _key_lines(node: Any, prefix: KeyPath = (), around: tuple[Any, ...] = ()) ->
                 )
             seen[name] = line
             yield (*prefix, name), line
-            yield from _key_lines(value, (*prefix, name), (*around, node))
+            yield from _key_lines(value, (*prefix, name))
     elif isinstance(node, SequenceNode):
         for index, value in enumerate(node.value):
             yield (*prefix, str(index)), value.start_mark.line + 1
-            yield from _key_lines(value, (*prefix, str(index)), (*around, node))
-
-
-def _check_tag(node: Any, where: tuple[int, int]) -> None:
-    tag = str(node.tag)
-    if tag not in _TAGS:
-        raise YamlError(
-            f"the tag {tag:.80} is not one of a configuration; write plain texts, numbers, lists and mappings", *where
-        )
+            yield from _key_lines(value, (*prefix, str(index)))
 
 
 def _key_name(key: Any, prefix: KeyPath) -> str:
@@ -141,7 +128,6 @@ def _key_name(key: Any, prefix: KeyPath) -> str:
         kind = "null" if isinstance(key, ScalarNode) else "a list or a mapping"
         inside = f" in {'.'.join(prefix)}" if prefix else ""
         raise YamlError(f"a key{inside} is {kind}; a key is a text", *where)
-    _check_tag(key, where)
     return str(key.value)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from strop import packages
-from strop.base_config import BaseConfig, PathText, Precision, follows, subsection
+from strop.base_config import BaseConfig, EnvironmentVariables, PathText, Precision, follows, subsection
 from strop.problems import Problem
 
 PYTHON_VARIABLE = "STROP_SGLANG_PYTHON"  # the interpreter with SGLang, where sglang_cfg.python does not say it
@@ -100,7 +100,9 @@ class SglangConfig(BaseConfig):
         3, ge=0, description="Restarts in a row of an engine whose process died, before the run stops (restarts)."
     )
     startup_seconds: float = Field(600.0, gt=0, description="How long an engine may take to become ready (seconds).")
-    env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the engine processes only.")
+    env_vars: EnvironmentVariables = Field(
+        default_factory=dict, description="Environment variables of the engine processes only."
+    )
     sglang_server_config: SglangServerConfig = subsection(SglangServerConfig)
 
     @property

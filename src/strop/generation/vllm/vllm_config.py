@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from strop import packages
-from strop.base_config import BaseConfig, PathText, Precision, default_of, follows, subsection
+from strop.base_config import BaseConfig, EnvironmentVariables, PathText, Precision, default_of, follows, subsection
 from strop.generation.vllm.versions import describe_checked, unchecked_version
 from strop.problems import Problem
 
@@ -160,7 +160,9 @@ class VllmConfig(BaseConfig):
         3, ge=0, description="Restarts in a row of an engine whose process died, before the run stops (restarts)."
     )
     startup_seconds: float = Field(600.0, gt=0, description="How long an engine may take to become ready (seconds).")
-    env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the engine processes only.")
+    env_vars: EnvironmentVariables = Field(
+        default_factory=dict, description="Environment variables of the engine processes only."
+    )
 
     @property
     def dtype(self) -> Precision:

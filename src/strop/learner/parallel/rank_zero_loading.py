@@ -6,6 +6,7 @@ Host memory then holds one copy of the model instead of one per rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,11 @@ dist: Any = torch.distributed
 class RankZeroLoader:
     """Loads a model on the first rank; the others hold it on the meta device until it is sharded."""
 
-    def load_model(self, load: Callable[..., Any], device: torch.device) -> Any:
-        return load_on_rank_zero(lambda: load(device="cpu"))
+    def load_model(self, load: Callable[..., Any], name: str, device: torch.device, **options: Any) -> Any:
+        return load_on_rank_zero(lambda: load(name, device="cpu", **options))
 
-    def make_network(self, model: Any, make: Callable[..., Any]) -> Any:
-        return probe_on_rank_zero(model, make)
+    def make_network(self, kind: Callable[..., Any], model: Any, **options: Any) -> Any:
+        return probe_on_rank_zero(model, partial(kind, **options))
 
     def measure(self, find: Callable[[], Any]) -> Any:
         return broadcast_from_rank_zero(find)

@@ -111,11 +111,7 @@ class TorchLearner:
         self._train_tokens: int | None = None if budget == "auto" else budget  # None: until ``set_train_tokens``
         self.model: nn.Module = network.model
         self._activations = self._limit_activations(section)
-        if isinstance(network, Network):  # a value head runs the layers of its trunk
-            sharded = not isinstance(self.parallelism, SingleDevice)
-            choose_layer_compilation(network, config.compile, section, sharded=sharded)
-            if config.router_losses.observes:
-                network.observe_routers(config.router_losses, section)
+        self._prepare_layers(section)
         self.trainable_parameters = self.parallelism.trainable_parameters()
         self.masters = MasterWeights(self.trainable_parameters)
         self.parameters = self.masters.parameters
@@ -126,11 +122,8 @@ class TorchLearner:
         schedule_unit = ScheduleUnit(config.scheduler_unit, steps_per_batch)
         length = schedule_unit.count_steps(total_steps) if config.scheduler and total_steps is not None else None
         self.scheduler = make_scheduler(config.scheduler or CONSTANT, self.optimizer, total_steps=length, section=section)
-        self.average: AveragedWeights | None = None
-        if config.ema.enabled:
-            self.average = AveragedWeights(
-                self.masters.named_parameters, decay=config.ema.decay, start_step=config.ema.start_step
-            )
+        ema, named = config.ema, self.masters.named_parameters
+        self.average = AveragedWeights(named, decay=ema.decay, start_step=ema.start_step) if ema.enabled else None
         self.state = TrainingState(
             trainable_parameters=self.trainable_parameters,
             masters=self.masters,
@@ -144,6 +137,13 @@ class TorchLearner:
         self._steps = 0
         self.weight_offload = TensorOffload(self.parallelism.weight_tensors, network.device)
         self.state_offload = TensorOffload(self._state_tensors, network.device, self._coming_state)
+
+    def _prepare_layers(self, section: str) -> None:
+        if isinstance(self.network, Network):  # a value head runs the layers of its trunk
+            sharded = not isinstance(self.parallelism, SingleDevice)
+            choose_layer_compilation(self.network, self.config.compile, section, sharded=sharded)
+            if self.config.router_losses.observes:
+                self.network.observe_routers(self.config.router_losses, section)
 
     def _make_draft(self, schedule_unit: ScheduleUnit, length: int | None, section: str) -> DraftTrainer | None:
         """Return what trains the network's draft head, if it has one."""

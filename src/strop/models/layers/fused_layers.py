@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
-from strop.models.layers.gated_activation import activation_kind, gated_activation
 from strop.models.layers.joined_linear import are_plain, joined_linear
 from strop.models.layers.rms_norm import RmsNormSpec, rms_norm, rms_norm_spec
-from strop.models.layers.rotary import rotate
 from strop.models.layers.weight_copies import WeightCopies
 
 # Attention modules of Transformers by the options that they pass to the attention function, which are attributes of theirs.
@@ -42,6 +41,7 @@ _MLPS = frozenset(
     f"{family}MLP" for family in ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "SmolLM3", "Granite")
 )
 _STATE = "_strop_fused"
+SILU, GELU_TANH, GELU = "silu", "tanh", "none"  # the last two as the argument ``approximate`` of torch's GELU
 
 
 class FusedLayers:
@@ -232,3 +232,77 @@ def _product_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype of autocast's matrix products; None without autocast."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def activation_kind(module: object) -> str | None:
+    """Return the kind of an activation of Transformers; None for one that is not known."""
+    name = type(module).__name__
+    if isinstance(module, nn.SiLU) or name == "SiLUActivation":
+        return SILU
+    if isinstance(module, nn.GELU):
+        return module.approximate
+    if name == "GELUTanh" and getattr(module, "act", None) is not None:
+        return GELU_TANH
+    return None
+
+
+def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """activation(gate) * up, as SwiGLU and GeGLU (arXiv 2002.05202): [T, I] and [T, I] -> [T, I], with the roundings of both operators."""
+    apply: Any = _GatedActivation.apply
+    result: Tensor = apply(gate, up, kind)
+    return result
+
+
+class _GatedActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        activated = _activate(gate, kind)
+        ctx.save_for_backward(gate, up, activated)
+        ctx.kind = kind
+        return activated * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gate, up, activated = ctx.saved_tensors
+        grad_up = activated * grad
+        outer = grad * up
+        if ctx.kind == SILU:
+            return torch.ops.aten.silu_backward(outer, gate), grad_up, None
+        return torch.ops.aten.gelu_backward(outer, gate, approximate=ctx.kind), grad_up, None
+
+
+def _activate(gate: Tensor, kind: str) -> Tensor:
+    return F.silu(gate) if kind == SILU else F.gelu(gate, approximate=kind)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rotary position embedding (arXiv 2104.09864), which keeps nothing but the angles: rotate [..., T, D] by those of [..., T, D].
+
+    In the dtype of the angles, which need no gradient; returns ``dtype``. Pairs as Transformers does: entry i < D / 2 with entry i + D / 2,
+    which have the same angle.
+    """
+    apply: Any = _Rotate.apply
+    rotated: Tensor = apply(x, cos, sin, dtype)
+    return rotated
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = x.dtype
+        return _turn(x, cos, sin, 1.0).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, -1.0).to(ctx.dtype), None, None, None  # the other way round
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
+    half = x.shape[-1] // 2
+    turned = wide * cos
+    turned[..., :half].sub_(wide[..., half:] * sin[..., :half], alpha=sign)  # rounds the product first, as Transformers does
+    turned[..., half:].add_(wide[..., :half] * sin[..., half:], alpha=sign)
+    return turned

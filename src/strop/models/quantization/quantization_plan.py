@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from strop.models.quantization.number_format import (
@@ -90,15 +89,6 @@ def make_plan(
     if pow2_inputs and inputs is FP8_GROUP:
         inputs = FP8_GROUP_POW2
     return QuantizationPlan(weight_format, inputs, ignored, first_layers, last_layers, fp8_cache)
-
-
-@torch.no_grad()
-def round_weights(plan: QuantizationPlan, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-    """Yield a model's weights, the selected ones rounded to the format and back."""
-    weights = list(weights)
-    selected = plan.select(name for name, _ in weights)
-    for name, tensor in weights:
-        yield name, plan.round_weight(tensor) if name in selected else tensor
 
 
 def _layer_number(name: str) -> int | None:

@@ -10,16 +10,20 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from strop.monitoring.hacking.base import HackingDetector, Reading, mean
-from strop.monitoring.hacking.diversity_detector import DiversityDetector
-from strop.monitoring.hacking.duplicate_answers_detector import DuplicateAnswersDetector
+from strop.monitoring.hacking.detectors import (
+    DiversityDetector,
+    DuplicateAnswersDetector,
+    FormatDetector,
+    HackingDetector,
+    JudgesDetector,
+    LengthDetector,
+    Reading,
+    RepetitionDetector,
+    SecondGraderDetector,
+    TemplatesDetector,
+    mean,
+)
 from strop.monitoring.hacking.e_process import EProcess
-from strop.monitoring.hacking.format_detector import FormatDetector
-from strop.monitoring.hacking.judges_detector import JudgesDetector
-from strop.monitoring.hacking.length_detector import LengthDetector
-from strop.monitoring.hacking.repetition_detector import RepetitionDetector
-from strop.monitoring.hacking.second_grader_detector import SecondGraderDetector
-from strop.monitoring.hacking.templates_detector import TemplatesDetector
 from strop.monitoring.hacking.watched_rollout import SHOWN, GradedRollout, RolloutName, WatchedStep
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.trackers.base import Tracker

@@ -64,7 +64,7 @@ class RolloutStore:
         self._noted_surrogates = False
         self._files = RecordFiles("rollouts")
         self.images = StoredImages(self.folder)
-        self._decode = decode or (lambda tokens: " ".join(map(str, tokens)))
+        self.decode = decode or (lambda tokens: " ".join(map(str, tokens)))
 
     def write(self, step: int, records: Sequence[RolloutRecord], tokens: TokenColumns | None = None) -> Path | None:
         """Store the rollouts of ``step``, replacing earlier ones of this step. Returns the path.
@@ -157,7 +157,7 @@ class RolloutStore:
         return self.folder / f"step_{step:06d}_ratios.jsonl"
 
     def _write_ratios(self, step: int, records: Sequence[RolloutRecord]) -> None:
-        path, rows = self._ratios_path(step), find_largest_ratios(records, self._decode)
+        path, rows = self._ratios_path(step), find_largest_ratios(records, self.decode)
         if not rows:
             path.unlink(missing_ok=True)
             return

@@ -8,7 +8,7 @@ from strop.algorithm_factory import AlgorithmSetting, make_algorithm
 from strop.algorithms.critic.gae import Gae
 from strop.base_config import default_of, fields_of, iter_sections, option_set_by
 from strop.config import TrainingRunConfig
-from strop.config.schema.grpo_config import LossConfig
+from strop.config.schema.grpo_config import AlgorithmConfig, LossConfig
 from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, GrpoRunConfig, PpoRunConfig, RmRunConfig
 from strop.trainer.training_config import RewardShapingConfig
 
@@ -51,7 +51,7 @@ def _part_settings(config: TrainingRunConfig) -> Iterator[AlgorithmSetting]:
             if (name := config.grpo.adv_estimator.name) is not None:
                 yield AlgorithmSetting("grpo.adv_estimator.name", "advantage", ADVANTAGE_NAMES.get(name, name))
             yield from _shaping_settings("grpo", config.grpo.reward_shaping)
-            yield from _policy_loss_settings(config.loss_fn, kl_in_reward="reward")
+            yield from _policy_loss_settings(config.loss_fn, config.algorithm, kl_in_reward="reward")
         case PpoRunConfig():
             yield from _lambda_settings(config)
             estimator = config.ppo.adv_estimator
@@ -60,7 +60,7 @@ def _part_settings(config: TrainingRunConfig) -> Iterator[AlgorithmSetting]:
             if (clip := config.value_loss_fn.cliprange) != default_of(config.value_loss_fn, "cliprange"):
                 yield AlgorithmSetting("value_loss_fn.cliprange", "value_clip", clip or None)
             yield from _shaping_settings("ppo", config.ppo.reward_shaping)
-            yield from _policy_loss_settings(config.loss_fn, kl_in_reward="token_reward")
+            yield from _policy_loss_settings(config.loss_fn, config.algorithm, kl_in_reward="token_reward")
         case DistillationRunConfig():
             if config.algorithm.name == "topk_distillation":  # the only one with a divergence
                 loss = config.loss_fn
@@ -101,24 +101,31 @@ def _shaping_settings(section: str, shaping: RewardShapingConfig) -> Iterator[Al
         options = {
             "name": "soft_overlong",
             "buffer": shaping.overlong_buffer_length,
-            "penalty": shaping.overlong_buffer_penalty,
+            "penalty": shaping.overlong_buffer_penalty if shaping.stop_properly_penalty_coef is None else 0.0,
             "max_length": shaping.max_response_length,
             "truncated_factor": shaping.stop_properly_penalty_coef,
         }
         yield AlgorithmSetting(f"{section}.reward_shaping", "shaping", options)
 
 
-def _policy_loss_settings(loss: LossConfig, *, kl_in_reward: str) -> Iterator[AlgorithmSetting]:
+def _policy_loss_settings(loss: LossConfig, algorithm: AlgorithmConfig, *, kl_in_reward: str) -> Iterator[AlgorithmSetting]:
     yield from _objective_settings(loss)
     yield from _correction_settings(loss)
     if loss.resolved_aggregation is not None:
         yield AlgorithmSetting("loss_fn.aggregation", "aggregation", loss.resolved_aggregation)
     if loss.use_kl_in_reward:
         yield AlgorithmSetting("loss_fn.use_kl_in_reward", "kl.place", kl_in_reward)
+    elif loss.use_on_policy_kl_approximation is False and loss.reference_policy_kl_penalty and _is_kl_in_loss(algorithm):
+        yield AlgorithmSetting("loss_fn.use_on_policy_kl_approximation", "kl.score_gradient", True)
     for key in ("input_clamp", "output_clamp"):
         name, value = f"kl_{key}_value", getattr(loss, f"kl_{key}_value")
         if loss.reference_policy_kl_penalty or value != default_of(loss, name):
             yield AlgorithmSetting(f"loss_fn.{name}", f"kl.{key}", value)
+
+
+def _is_kl_in_loss(algorithm: AlgorithmConfig) -> bool:
+    kl = algorithm.options.get("kl")
+    return not isinstance(kl, dict) or kl.get("place", "loss") == "loss"
 
 
 def _objective_settings(loss: LossConfig) -> Iterator[AlgorithmSetting]:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from strop.config import TrainingRunConfig
-from strop.config.checks.device_counts import count_devices
 from strop.config.load.auto_backend import resolve_auto_backend
-from strop.config.load.load import PLACEHOLDER_MODEL
-from strop.config.schema.run_config import DistillationRunConfig, list_trained_models
 from strop.distributed.node_probe import PACKAGES
-from strop.distributed.placement import PlacementError, plan_devices
-from strop.distributed.preflight import Finding, RunNeeds, align_columns, find_problems, format_findings, format_survey
+from strop.distributed.placement import PlacementError
+from strop.distributed.preflight import Finding, RunNeeds, find_problems, format_findings, format_survey
 from strop.runs.cluster.cluster_run import compute_reserved_cpus, runs_on_cpu
-from strop.runs.cluster.device_plan import format_device_rows, format_placement
 
 NODE_WAIT_SECONDS = 30.0  # for nodes to join and resources to be free; a run waits for cluster.wait_seconds
 
@@ -35,31 +31,23 @@ async def _check(config: TrainingRunConfig) -> int:
         cpus = compute_reserved_cpus(config)
         async with connect_to_inspect(cluster, on_cpu=runs_on_cpu(config), cpus_per_node=cpus) as connected:
             config = resolve_auto_backend(config, has_gpus=not connected.on_cpu)  # the driver's machine may have none
-            survey = await survey_cluster(connected, _list_needs(config, on_cpu=connected.on_cpu))
+            survey = await survey_cluster(connected, _list_needs(config))
     except (ConnectionError, PlacementError, ImportError, RuntimeError) as error:
         print(f"problem  {error}", file=sys.stderr)
         return 1
     if connected.cluster.started_here:
         print("No Ray cluster is running: one was started on this machine for the check, as a run would do.\n")
     print(*format_survey(survey), sep="\n")
-    return _print_findings([*find_problems(survey), *_check_layout(config, on_cpu=connected.on_cpu)])
+    return _print_findings(find_problems(survey))
 
 
-def _list_needs(config: TrainingRunConfig, *, on_cpu: bool) -> RunNeeds:
+def _list_needs(config: TrainingRunConfig) -> RunNeeds:
     return RunNeeds(
         devices=config.cluster.gpus_per_node,
         packages=_required_packages(config),
-        models=_model_names(config),
         folder_keys=_shared_folders(config),
         environment=config.cluster.roles.learner.env_vars,
-        cuda_ipc=not on_cpu and _uses_cuda_ipc(config),
     )
-
-
-def _uses_cuda_ipc(config: TrainingRunConfig) -> bool:
-    """Whether an engine may get the weights through GPU memory: it is colocated, and no other transport is named."""
-    generation = config.policy.generation
-    return generation.uses_engines and generation.colocated.enabled and generation.weight_sync.transport in ("auto", "cuda_ipc")
 
 
 def _required_packages(config: TrainingRunConfig) -> tuple[str, ...]:
@@ -76,33 +64,12 @@ def _required_packages(config: TrainingRunConfig) -> tuple[str, ...]:
     return (*PACKAGES, generation.engine_name.lower())
 
 
-def _model_names(config: TrainingRunConfig) -> tuple[str, ...]:
-    names = [model.model_name for _, model in list_trained_models(config)]
-    if isinstance(config, DistillationRunConfig):
-        names += [teacher.model_name for teacher in (config.teacher, *config.teachers.values())]
-    return tuple(dict.fromkeys(name for name in names if name not in (PLACEHOLDER_MODEL, "self")))
-
-
 def _shared_folders(config: TrainingRunConfig) -> dict[str, str]:
     """Return the folders that all nodes must share, each with the key that sets it."""
     folders = {str(Path(config.logger.log_dir).resolve()): "logger.log_dir"}
     if config.checkpointing.enabled:
         folders[str(Path(config.checkpointing.checkpoint_dir).resolve())] = "checkpointing.checkpoint_dir"
     return folders
-
-
-def _check_layout(config: TrainingRunConfig, *, on_cpu: bool) -> Iterator[Finding]:
-    """Print which devices train and which generate; yield a finding if the layout does not fit."""
-    if not count_devices(config).uses_ray:
-        print("\nThis configuration trains on one device, in one process, without Ray (cluster.backend).")
-        return
-    try:
-        lines = format_placement(config, on_cpu=on_cpu)
-        rows = format_device_rows(plan_devices(count_devices(config), on_cpu=on_cpu), config.cluster.num_nodes)
-    except ValueError as error:
-        yield Finding("layout", str(error), "The run's own command with `--dry-run` reports the same without a cluster.")
-        return
-    print("", *lines, "", *align_columns([("node", "devices that train", "devices that generate"), *rows]), sep="\n")
 
 
 def _print_findings(findings: Sequence[Finding]) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from strop.checkpointing.step_folders import list_steps
 from strop.config import RolloutRunConfig, TrainingRunConfig
@@ -18,7 +18,6 @@ from strop.distributed.placement import DeviceCounts
 from strop.monitoring.trackers.base import Tracker
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 RECOVERABLE_ERRORS = (ActorGroupDied, ActorDied)
 
@@ -74,32 +73,45 @@ def _max_per_node(processes: int, devices: DeviceCounts) -> int:
     return -(-processes // devices.nodes)
 
 
-async def run_with_restarts(config: TrainingRunConfig, tracker: Tracker, run_attempt: Callable[[], Awaitable[T]]) -> T:
-    """Run an attempt; if a process dies, run another from the newest checkpoint, up to ``cluster.max_restarts`` times. Return its result.
+class Restarts:
+    """The attempts of a run: if a process dies, another one goes on from the newest checkpoint, ``cluster.max_restarts`` times.
 
-    The count starts over whenever an attempt saves a later step than all earlier ones. Raises the last error when no restart is left.
+    The count starts over whenever an attempt saves a later step than all earlier ones.
     """
-    remaining = allowed = config.cluster.max_restarts
-    checkpoints = Path(config.checkpointing.checkpoint_dir).absolute()  # a reward may change the working directory
-    furthest = -1 if config.checkpointing.resume == "never" else find_newest_step(config, checkpoints)
-    while True:
+
+    def __init__(self, config: TrainingRunConfig, tracker: Tracker) -> None:
+        self.due = True  # a first attempt, or another one
+        self._config, self._tracker = config, tracker
+        self._remaining = config.cluster.max_restarts
+        self._checkpoints = Path(config.checkpointing.checkpoint_dir).absolute()  # a reward may change the working directory
+        self._furthest = -1 if config.checkpointing.resume == "never" else find_newest_step(config, self._checkpoints)
+
+    @contextmanager
+    def attempt(self) -> Iterator[TrainingRunConfig]:
+        """Contain the death of a process inside the context, which yields the configuration to run. Raises it if no restart is left."""
         try:
-            return await run_attempt()
+            yield self._config
         except RECOVERABLE_ERRORS as error:
-            newest = find_newest_step(config, checkpoints)
-            if newest > furthest:
-                remaining, furthest = allowed, newest
-            if remaining == 0:
-                raise type(error)(
-                    f"{error}; the run was restarted {allowed} times without saving another step (cluster.max_restarts), so another "
-                    f"restart is unlikely to help: see the output of the process in {Path(config.logger.log_dir) / 'workers'}"
-                ) from error
-            remaining -= 1
-            origin = f"from the checkpoint of step {newest}" if newest >= 0 else "from the beginning: there is no checkpoint yet"
-            tracker.note(
-                f"warning: {error}. The learner restarts {origin}; {remaining} more restarts are allowed until another step is saved"
-            )
-            log.debug("where the error was raised", exc_info=error)
+            self._restart(error)
+        else:
+            self.due = False
+
+    def _restart(self, error: Exception) -> None:
+        allowed, newest = self._config.cluster.max_restarts, find_newest_step(self._config, self._checkpoints)
+        if newest > self._furthest:
+            self._remaining, self._furthest = allowed, newest
+        if self._remaining == 0:
+            raise type(error)(
+                f"{error}; the run was restarted {allowed} times without saving another step (cluster.max_restarts), so another "
+                f"restart is unlikely to help: see the output of the process in {Path(self._config.logger.log_dir) / 'workers'}"
+            ) from error
+        self._remaining -= 1
+        origin = f"from the checkpoint of step {newest}" if newest >= 0 else "from the beginning: there is no checkpoint yet"
+        self._tracker.note(
+            f"warning: {error}. The learner restarts {origin}; {self._remaining} more restarts are allowed until another step is saved"
+        )
+        log.debug("where the error was raised", exc_info=error)
+        self._config = replace(self._config, checkpointing=replace(self._config.checkpointing, resume="auto"))
 
 
 def find_newest_step(config: TrainingRunConfig, checkpoints: Path) -> int:

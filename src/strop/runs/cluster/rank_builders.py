@@ -23,21 +23,21 @@ from strop.weight_sync.transports.choose import EngineLocations, make_sender_fac
 
 @dataclass(frozen=True)
 class RankBuilders:
-    """The functions that build the models of one learner backend on a rank. They are picklable."""
+    """The functions that build the models of one learner backend on a rank. They are picklable, and take the run's configuration."""
 
-    load_policy: Callable[[], RankPolicy]
-    build_models: Callable[[Algorithm, Sampling, int | None, Any, str, int], RankModels]  # (..., policy, device, world)
+    load_policy: Callable[[TrainingRunConfig], RankPolicy]
+    build_models: Callable[
+        [TrainingRunConfig, Algorithm, Sampling, int | None, Any, str, int], RankModels
+    ]  # policy, device, world
     write_model_folder: Callable[..., Path]  # (policy, folder): what engines build the model from
 
 
 def choose_rank_builders(config: TrainingRunConfig) -> RankBuilders:
     """Return the functions of the learner backend that the configuration names."""
     if config.policy.uses_megatron:
-        return RankBuilders(
-            partial(load_megatron_policy, config), partial(_build_megatron_models, config), write_megatron_model_folder
-        )
+        return RankBuilders(load_megatron_policy, _build_megatron_models, write_megatron_model_folder)
     write = partial(write_model_folder, length=config.policy.max_total_sequence_length)
-    return RankBuilders(partial(load_rank_policy, config), partial(build_rank_models, config), write)
+    return RankBuilders(load_rank_policy, build_rank_models, write)
 
 
 def _build_megatron_models(config: TrainingRunConfig, *arguments: Any) -> RankModels:

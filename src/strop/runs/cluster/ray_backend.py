@@ -68,7 +68,7 @@ class RayBackend:
 
     async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, LearnerClient]:
         self._sampling = sampling
-        build = partial(choose_rank_builders(self.config).build_models, algorithm, sampling, total_steps)
+        build = partial(choose_rank_builders(self.config).build_models, self.config, algorithm, sampling, total_steps)
         names = (await self.group.call_all("build_models", build))[0]
         self._share_requests = await self.group.call_all("share_requests")
         return {name: RemoteLearner(self._caller(name)) for name in names}
@@ -115,21 +115,47 @@ class RayBackend:
     async def build_generator(self, spec: GeneratorSpec) -> SyncedGenerator:
         assert isinstance(self.config, RolloutRunConfig)
         options, slots = self.config.policy.generation, self.device_plan.generation
-        uses_vllm = options.uses_vllm
         adapters = options.sends_adapters and self.config.policy.adapter_rank is not None
-        folder = (spec.output_folder / "model").resolve()
-        await self.group.call_one(
-            0, "call_with_policy", partial(choose_rank_builders(self.config).write_model_folder, folder=folder)
+        folder = await self._write_model_folders(spec.output_folder.resolve())
+        senders = await self._open_export(spec, adapters)
+        make = (
+            self._make_sglang_engine
+            if options.uses_sglang
+            else self._make_vllm_engine
+            if options.uses_vllm
+            else self._make_torch_engine
         )
+        engines = [make(number, slot, folder, spec.output_folder.resolve(), adapters) for number, slot in enumerate(slots)]
+        offloads = offloads_learner(self.config, on_cpu=self.policy_info.on_cpu, shares_module=False)
+        return pool_engines(
+            engines,
+            RemoteExporter(self.group, senders),
+            self.bundle,
+            self.config.policy,
+            spec,
+            adapters=adapters,
+            allow_shrink=self.config.cluster.shrink_on_lost_node,
+            memory=RemoteMemory(self.group) if offloads else None,
+        )
+
+    async def _write_model_folders(self, outputs: Path) -> Path:
+        """Write the folders that engines build the policy, and the head that they draft with, from. Return the policy's."""
+        folder = outputs / "model"
+        write = choose_rank_builders(self.config).write_model_folder
+        await self.group.call_one(0, "call_with_policy", partial(write, folder=folder))
         if sends_draft(self.config):
-            await self.group.call_one(0, "call_with_policy", partial(write_draft_folder, folder=folder.parent / "draft"))
+            await self.group.call_one(0, "call_with_policy", partial(write_draft_folder, folder=outputs / "draft"))
+        return folder
+
+    async def _open_export(self, spec: GeneratorSpec, adapters: bool) -> Sequence[int]:
+        """Open the exporter on every rank. Return the ranks that send weights."""
+        options, hosts = self.config.policy.generation, [actor.address for actor in self.group.actors]
         locations = EngineLocations(
-            count=len(slots),
+            count=len(self.device_plan.generation),
             colocated=options.colocated.enabled,
             same_machine=self.device_plan.on_one_machine,
-            host=self.group.actors[0].address,
+            host=hosts[0],
         )
-        hosts = [actor.address for actor in self.group.actors]
         device = torch.device("cpu" if self.policy_info.on_cpu else "cuda")
         senders = choose_senders(options.weight_sync, device, locations, hosts)
         if len(senders) > 1:
@@ -144,21 +170,7 @@ class RayBackend:
             senders={rank: hosts[rank] for rank in senders},
         )
         await self.group.call_all("open_export", make_exporter)
-        make = (
-            self._make_sglang_engine if options.uses_sglang else self._make_vllm_engine if uses_vllm else self._make_torch_engine
-        )
-        engines = [make(number, slot, folder, spec.output_folder.resolve(), adapters) for number, slot in enumerate(slots)]
-        offloads = offloads_learner(self.config, on_cpu=self.policy_info.on_cpu, shares_module=False)
-        return pool_engines(
-            engines,
-            RemoteExporter(self.group, senders),
-            self.bundle,
-            self.config.policy,
-            spec,
-            adapters=adapters,
-            allow_shrink=self.config.cluster.shrink_on_lost_node,
-            memory=RemoteMemory(self.group) if offloads else None,
-        )
+        return senders
 
     def _make_vllm_engine(self, number: int, slot: DeviceSlot, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
         config = self.config.policy
@@ -251,6 +263,12 @@ def is_time_shared(config: TrainingRunConfig, plan: DevicePlan) -> bool:
 
 async def make_ray_backend(config: TrainingRunConfig, cluster: Cluster, tracker: Tracker) -> RayBackend:
     """Start the ranks and load the policy on them. Raises ModelNotFound, ValueError, ActorGroupDied."""
+    if config.policy.draft.enabled and not config.policy.uses_megatron:
+        raise ValueError(
+            "policy.draft.enabled is true, but the models of the run are in a cluster of processes (cluster), where a head is trained "
+            "beside Megatron Core alone: leave one process with one device (cluster.num_nodes=1, cluster.gpus_per_node=1), set "
+            "policy.megatron_cfg.enabled=true, or this to false"
+        )
     device_plan = plan_devices(count_devices(config), on_cpu=cluster.on_cpu)
     role, world, device = config.cluster.roles.learner, len(device_plan.training), config.policy.device
     threads = make_thread_env(
@@ -265,7 +283,7 @@ async def make_ray_backend(config: TrainingRunConfig, cluster: Cluster, tracker:
     address = actors[0].address
     port = await group.call_one(0, "open_store", address)
     await group.call_all("init_process_group", address, port, COLLECTIVE_TIMEOUT)
-    policy_info = (await group.call_all("load_policy", choose_rank_builders(config).load_policy))[0]
+    policy_info = (await group.call_all("load_policy", partial(choose_rank_builders(config).load_policy, config)))[0]
     tracker.note(f"learner: ranks 0 to {world - 1} are the processes {_format_pids(actors)}")
     if policy_info.fallback is not None:
         tracker.note(f"warning: the policy reads padded rows: {policy_info.fallback}")

@@ -7,7 +7,7 @@ scheduler whose arguments are not known without it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ from strop.config import EvalRunConfig, LoadedConfig, RolloutRunConfig, Training
 from strop.config.checks.device_counts import count_devices
 from strop.config.load.located import locate_problems
 from strop.config.schema.run_config import generation_section
+from strop.environments.base import Environment
 from strop.generation.sglang.require_sglang import require_sglang
 from strop.packages import are_assumed
 from strop.problems import ConfigError, Problem
 from strop.runs.algorithm.run_algorithm import make_run_algorithm
 from strop.runs.cluster.device_plan import format_placement
 from strop.runs.contents.examined_sizes import find_size_problems
-from strop.runs.dry_run.examined_data import DataExamination, examine_data
 from strop.runs.dry_run.examined_folders import find_folder_problems
 from strop.runs.dry_run.examined_models import find_model_problems, list_models_elsewhere
 from strop.runs.dry_run.examined_networks import find_network_problems
@@ -62,14 +62,20 @@ def examine(config: TrainingRunConfig | EvalRunConfig, *, data: bool = True) -> 
         _collect(problems, _place, config)
     if isinstance(config, RolloutRunConfig | EvalRunConfig):
         _collect(problems, _require_sglang, config)
-    rows = examine_data(config) if data else DataExamination()
-    found = [*find_model_problems(config), *rows.problems]
+    found = list(find_model_problems(config))
+    environments: Mapping[str, Environment[Any]] = {}
+    notes: Sequence[str] = ()
+    if data:
+        from strop.runs.dry_run.examined_data import examine_data  # readers of every kind of data, which a run has no need of
+
+        rows = examine_data(config)
+        found, environments, notes = [*found, *rows.problems], rows.environments, rows.notes
     problems += [problem for problem in found if not any(problem.message in other.message for other in problems)]
     problems += find_template_problems(config)
     misfits, doubts = find_size_problems(config)
     problems += misfits
     if not problems and isinstance(config, RolloutRunConfig | EvalRunConfig):
-        problems += find_conversation_problems(config, rows.environments.values())
+        problems += find_conversation_problems(config, environments.values())
     folders: list[Problem] = []
     if not isinstance(config, EvalRunConfig):
         folders += find_folder_problems(config) if data else ()
@@ -81,9 +87,9 @@ def examine(config: TrainingRunConfig | EvalRunConfig, *, data: bool = True) -> 
         raise ConfigError(problems)
     checkpoints = [] if isinstance(config, EvalRunConfig) or not data else _describe_checkpoints(config)
     if isinstance(config, RolloutRunConfig):
-        for finding in check_turns(rows.environments, config.rollout_training.max_rollout_turns, config.section):
+        for finding in check_turns(environments, config.rollout_training.max_rollout_turns, config.section):
             log.warning("%s", finding.message)
-    return Examination(algorithm, (*elsewhere, *rows.notes, *(" ".join(str(doubt).split()) for doubt in doubts), *checkpoints))
+    return Examination(algorithm, (*elsewhere, *notes, *(" ".join(str(doubt).split()) for doubt in doubts), *checkpoints))
 
 
 def _collect(problems: list[Problem], check: Callable[[Any], Any], config: TrainingRunConfig | EvalRunConfig) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strop.base_config import to_tree
 from strop.checkpointing.saved_model import RUN_CONFIG
@@ -18,9 +18,11 @@ from strop.data.sources.local_copies import find_copy
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.models.loading import find_commit
-from strop.runs.jobs.evaluation_job import EvaluationJob, EvaluationSet
 from strop.runs.tasks import name_data, resolve_alias
 from strop.safety.redaction import redact_secrets
+
+if TYPE_CHECKING:  # every run is identified, few are evaluations
+    from strop.runs.jobs.evaluation_job import EvaluationJob, EvaluationSet
 
 # Keys of an entry that its samples do not depend on, or that are listed apart
 WITHOUT_INFLUENCE = ("weight", "dataset_name", "name", "num_tests_per_prompt", "sets", "max_input_seq_length")

@@ -16,6 +16,7 @@ from strop.checkpointing.saved_model import SavedModel
 from strop.config import EvalRunConfig, RolloutRunConfig
 from strop.config.load.evaluated_run import EvaluatedRun
 from strop.config.schema.evaluation_config import EvalConfig
+from strop.config.schema.run_config import GrpoRunConfig
 from strop.data.builtin.builtin_dataset import Purpose
 from strop.data.data_config import DataEntryConfig, EvalSetConfig
 from strop.distributed.cluster_config import ClusterConfig
@@ -24,7 +25,6 @@ from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
 from strop.models.lora_config import LoraConfig
 from strop.rollouts.episode import EpisodeRules
-from strop.runs.jobs.episode_rules import make_episode_rules
 from strop.runs.tasks import name_data, resolve_alias
 from strop.sampling import Sampling
 from strop.sandbox.sandbox_config import SandboxConfig
@@ -212,3 +212,18 @@ def _check_rewards(env: Mapping[str, EnvironmentConfig]) -> None:
                 f"env.{alias}: the reward of this run was a function given in Python, which its configuration cannot hold; give it again: "
                 f"strop.evaluate(run, reward=...), or on the command line env.{alias}.reward=FILE.py:FUNCTION"
             )
+
+
+def make_episode_rules(config: RolloutRunConfig) -> EpisodeRules:
+    """Make the rules of a run's episodes."""
+    scaling = config.rollout_training.reward_scaling
+    penalties = config.reward_penalties if isinstance(config, GrpoRunConfig) else None
+    return EpisodeRules(
+        max_turns=config.rollout_training.max_rollout_turns,
+        max_length=config.policy.max_total_sequence_length,
+        max_prompt_length=config.data.max_input_seq_length,
+        scaling=scaling if scaling.enabled else None,
+        penalties=penalties if penalties is not None and penalties.enabled else None,
+        gateway=config.gateway,
+        tool_call_format=config.policy.tokenizer.tool_call_format,
+    )

@@ -15,9 +15,8 @@ from strop.runs.backend import LocalBackend
 from strop.runs.jobs.evaluation_report import EvaluationReport
 from strop.runs.models import load_training_policy
 from strop.runs.recorded_run import make_validation_groups, read_validation_examples
-from strop.runs.scorers import make_scorers
+from strop.runs.scorers import make_columns
 from strop.sampling import Sampling
-from strop.trainer.column_sources import ColumnSources
 from strop.trainer.loss_validation import LossValidator
 
 
@@ -31,13 +30,13 @@ async def evaluate_loss(config: RecordedRunConfig, model: SavedModel, note: Call
     groups = make_validation_groups(config, parts, algorithm, backend.bundle, tracker)
     learners = await backend.build_learners(algorithm, Sampling(), None)
     backend.learners["policy"].masters.release()
-    scorers = await make_scorers(config, backend, algorithm, learners, tracker)  # of the model before training
+    columns = await make_columns(config, backend, algorithm, learners, tracker)  # of the model before training
     load_weights(backend.policy.network.model, Path(model.weights))
     validator = LossValidator(
         groups=groups,
         algorithm=algorithm,
         learner=learners["policy"],
-        columns=ColumnSources(algorithm.requires, scorers),
+        columns=columns,
         share_prefixes=config.policy.sequence_packing.prefix_sharing and backend.packed,
     )
     metrics = await validator.evaluate(0)

@@ -2,45 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from strop.algorithms.base import Algorithm
-from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
 from strop.config import RolloutRunConfig, TrainingRunConfig
+from strop.distributed.base import Cluster
 from strop.environments.verifiers.held_out_grader import VerifierGrader, make_grader
 from strop.monitoring.hacking.hacking_monitor import DETECTORS, HackingMonitor
+from strop.monitoring.profiling.step_profiler import ProfiledProcess, StepProfiler
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
-from strop.runs.monitors.instruments import HackingWatch, RolloutRecorder
-from strop.runs.run_tasks import RunTasks
-from strop.runs.tasks import list_reward_marks
+from strop.runs.local_device import resolve_device_name
+from strop.runs.monitors.instruments import HackingWatch, MachineWatch, ProfileRecorder, RolloutRecorder, ThroughputMeter
+from strop.runs.monitors.machine_monitors import watch_machines
+from strop.runs.monitors.run_throughput import make_throughput
 from strop.trainer.health.health_monitor import HealthMonitor
 from strop.trainer.health.health_rules import HealthFinding
-from strop.trainer.health.start_checks import check_epochs, check_reward_weights, check_turns, check_validation
 from strop.trainer.listeners import Listeners
 from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.run import TrainOptions
 
 
-def make_rollout_listeners(
-    config: RolloutRunConfig,
-    options: TrainOptions,
-    tasks: RunTasks,
+async def make_listeners(
+    config: TrainingRunConfig,
     algorithm: Algorithm,
+    options: TrainOptions,
     store: RolloutStore,
-    decode: Callable[[list[int]], str],
-    monitor: HackingMonitor | None,
+    hacking: HackingMonitor | None,
+    at_start: Iterable[HealthFinding],
+    cluster: Cluster | None,
+    tracker: Tracker,
 ) -> Listeners:
-    """Make the listeners of a run on rollouts, in the order in which they see a step: the health rules read the mismatch."""
+    """Make the listeners of a run, in the order in which they see a step: the health rules read the mismatch."""
+    machines = await watch_machines(config, cluster)
+    on_cpu = resolve_device_name(config.policy.device) == "cpu" if cluster is None else cluster.on_cpu
+    throughput = make_throughput(config, machines.gpu_names, tracker.note, on_cpu=on_cpu)
     return Listeners(
         [
-            make_mismatch_guard(config),
-            make_recorder(config, algorithm, store, decode),
-            make_health(config, find_at_start(config, options, tasks, algorithm)),
-            *([] if monitor is None else [HackingWatch(monitor=monitor, store=store)]),
+            *([make_mismatch_guard(config)] if isinstance(config, RolloutRunConfig) else []),
+            make_recorder(config, algorithm, store),
+            make_health(config, at_start),
+            *([] if hacking is None else [HackingWatch(monitor=hacking, store=store)]),
+            ThroughputMeter(throughput=throughput, algorithm=algorithm, options=options),
+            MachineWatch(monitor=machines),
+            ProfileRecorder(profiler=make_profiler(config, tracker, cluster)),
         ]
     )
+
+
+def make_store(config: TrainingRunConfig, decode: Callable[[list[int]], str]) -> RolloutStore:
+    """Make the store of rollouts. What is recorded is in the data already, and stored only with the columns of its tokens."""
+    stored = isinstance(config, RolloutRunConfig) or config.logger.token_columns == "all"
+    return RolloutStore(Path(config.logger.log_dir), config.logger.rollouts if stored else "none", decode=decode)
 
 
 def make_mismatch_guard(config: RolloutRunConfig) -> MismatchGuard:
@@ -48,14 +63,15 @@ def make_mismatch_guard(config: RolloutRunConfig) -> MismatchGuard:
     return MismatchGuard(policy.generation.mismatch, exact=policy.exact_on_policy and not policy.generation.uses_engines)
 
 
-def make_recorder(
-    config: RolloutRunConfig, algorithm: Algorithm, store: RolloutStore, decode: Callable[[list[int]], str]
-) -> RolloutRecorder:
+def make_recorder(config: TrainingRunConfig, algorithm: Algorithm, store: RolloutStore) -> RolloutRecorder:
     logger = config.logger
+    if not isinstance(config, RolloutRunConfig):
+        columns = logger.rollouts != "none" and logger.token_columns == "all"
+        return RolloutRecorder(store=store, algorithm=algorithm, token_columns=columns)
     return RolloutRecorder(
         store=store,
         algorithm=algorithm,
-        decode=decode,
+        decode=store.decode,
         stored_routes=logger.routes,
         token_columns=logger.rollouts != "none" and logger.token_columns != "none",
         tracked_samples=logger.shown_samples,
@@ -71,25 +87,28 @@ def make_health(config: TrainingRunConfig, at_start: Iterable[HealthFinding]) ->
     return monitor
 
 
-def find_at_start(
-    config: RolloutRunConfig, options: TrainOptions, tasks: RunTasks, algorithm: Algorithm
-) -> Iterator[HealthFinding]:
-    """Find what most likely is not as intended, before the first step."""
-    environments = {component.name: component.environment for component in tasks.train.components}
-    yield from check_turns(environments, config.rollout_training.max_rollout_turns, config.section)
-    advantage = getattr(algorithm, "advantage", None)
-    if isinstance(advantage, DecoupledRewards):
-        weights = advantage.weights if isinstance(advantage.weights, Mapping) else {}
-        yield from check_reward_weights(list_reward_marks(config), weights, "algorithm.kwargs.advantage.weights")
-    yield from check_validation(options, tasks.train.size, held_out=bool(config.data.validation_entries))
-    yield from check_epochs(options, tasks.train.size, config.training.max_num_epochs)
+def make_profiler(config: TrainingRunConfig, tracker: Tracker, cluster: Cluster | None) -> StepProfiler:
+    """Make what records the time line of the steps that ``logger.profile`` names, in this process and in those of ``cluster``."""
+    profile = config.logger.profile
+    return StepProfiler(
+        folder=Path(config.logger.log_dir).absolute(),
+        steps=frozenset(profile.steps),
+        operators=profile.operators,
+        note=tracker.note,
+        processes=(lambda: _list_working(cluster)) if cluster is not None else tuple,
+    )
 
 
-def make_hacking_monitor(config: RolloutRunConfig) -> HackingMonitor | None:
+def _list_working(cluster: Cluster) -> list[ProfiledProcess]:
+    """Return the processes of a run that take part in its steps: all but those that watch the machines."""
+    return [process for process in cluster.list_processes() if not process.name.startswith("monitor-")]
+
+
+def make_hacking_monitor(config: TrainingRunConfig) -> HackingMonitor | None:
     """Make the monitor of reward hacking; None if it is off. Raises EnvironmentConfigError for a grader that cannot be made."""
-    section = config.monitor
-    if not section.enabled or not section.active:
+    if not isinstance(config, RolloutRunConfig) or not config.monitor.enabled or not config.monitor.active:
         return None
+    section = config.monitor
     judges = [make_grader(each, "monitor.judges") for each in section.judges]
     second = None if section.second_grader is None else make_grader(section.second_grader, "monitor.second_grader")
     for grader in (second, *judges):

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from strop.config import ConfigError, RolloutRunConfig
 from strop.runs.dry_run.examined_optimizers import find_optimizer_problems
-from strop.runs.replay.compared_metrics import ComparedMetrics, compare_metrics
-from strop.runs.replay.equal_passes import EqualPasses, compare_passes, passes_may_differ
+from strop.runs.replay.compared_metrics import ComparedMetrics, EqualPasses, compare_metrics, compare_passes, passes_may_differ
 from strop.runs.replay.original_machine import find_start, keep_threads, list_differences
 from strop.runs.replay.replay_plan import Configured, ReplayPlan, Weights, plan_replay
 from strop.runs.replay.replayed_run import Beginning, open_replayed_run, read_stored

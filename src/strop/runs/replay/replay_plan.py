@@ -12,13 +12,18 @@ from strop.algorithms.base import Algorithm
 from strop.checkpointing.saved_model import find_checkpoints
 from strop.checkpointing.step_folders import list_steps
 from strop.config import TRAINING_RUNS, RolloutRunConfig, TrainingRunConfig, load_config
+from strop.config.identity import flatten
 from strop.config.source import yaml_text
+from strop.monitoring.config_history import read_changes, read_first_config
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.run_starts import read_run_starts
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 from strop.runs.algorithm.run_algorithm import make_run_algorithm
-from strop.runs.replay.earlier_settings import find_earlier_settings
-from strop.runs.replay.replay_error import ReplayError
+
+
+class ReplayError(ValueError):
+    """A step cannot be replayed. The message says why, and which steps can."""
+
 
 Weights = Literal["exact", "nearest"]
 Configured = tuple[TrainingRunConfig, Algorithm]
@@ -136,3 +141,14 @@ class _Beginnings:
 def _describe(steps: Sequence[int], what: str = "steps that can be replayed exactly:") -> str:
     shown = ", ".join(map(str, steps[:12])) + (f", ... {steps[-1]}" if len(steps) > 12 else "")
     return f"{what} {shown or 'none'}"
+
+
+def find_earlier_settings(folder: Path, step: int) -> tuple[str, ...]:
+    """Return the overrides that make the newest configuration in a log folder that of ``step``."""
+    known = {key for key, _ in flatten(read_first_config(folder))}
+    then: dict[str, object] = {}
+    for first, changed in read_changes(folder):
+        for key, (old, _) in changed.items() if first > step else ():
+            then.setdefault(key, old)
+    # A key that the first configuration lacks was added to a section that takes any key: it is removed, not set to null.
+    return tuple(f"~{key}" if old is None and key not in known else f"{key}={json.dumps(old)}" for key, old in then.items())

@@ -8,28 +8,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strop.algorithms.base import Algorithm
-from strop.checkpointing.base import Restorable, RunState
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
-from strop.data.data_state import DataState
 from strop.determinism import set_deterministic
-from strop.learner.client import LearnerClient
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import NullTracker, Tracker
 from strop.rollouts.stream import RolloutStream
 from strop.runs.backend import make_backend
 from strop.runs.lifecycle import make_checkpoints, seed_everything
-from strop.runs.models import TokenizerBundle
-from strop.runs.recorded_run import join_examples, make_recorded_options, make_recorded_stream, read_examples
+from strop.runs.recorded_run import RecordedSource, make_recorded_stream, read_examples
 from strop.runs.replay.original_machine import find_start, use_threads
-from strop.runs.replay.replay_error import ReplayError
+from strop.runs.replay.replay_plan import ReplayError
 from strop.runs.replay.stored_groups import LearnerReads, StoredStep, rebuild_groups
 from strop.runs.resume.token_budgets import make_token_budgets, settle_token_budgets
-from strop.runs.rollout_run import make_train_options
-from strop.runs.scorers import count_optimizer_steps, make_scorers
+from strop.runs.rollout_run import SampledSource
+from strop.runs.scorers import make_columns
 from strop.runs.tasks import make_training_tasks
 from strop.sampling import Sampling
-from strop.trainer.column_sources import ColumnSources
-from strop.trainer.run import DATA, TrainingRun, TrainOptions
+from strop.trainer.run import TrainingRun
 from strop.trainer.train import collect
 from strop.types import Group
 from strop.weight_sync.in_process import InProcessWeights
@@ -69,15 +64,51 @@ async def open_replayed_run(
     seed_everything(config.training.seed)
     set_deterministic(config.policy.deterministic)
     tracker = NullTracker()
-    if isinstance(config, RolloutRunConfig):
-        run = await _build_rollouts(beginning, config, algorithm, tracker)
+    source = _read_training_data(config, algorithm, tracker)
+    backend = await make_backend(config, None, tracker)
+    options = source.prepare(backend)
+    learners = await backend.build_learners(algorithm, source.sampling, options.count_optimizer_steps(source.size))
+    columns = await make_columns(
+        config, backend, algorithm, learners, tracker, source.read_all, last_metrics=lambda: run.last_metrics
+    )
+    parts = {**make_token_budgets(config), **({} if isinstance(source, SampledSource) else source.make_parts(backend))}
+    state = None
+    if beginning.checkpoint is not None:
+        checkpoints = replace(make_checkpoints(config, backend.bundle.save), folder=beginning.checkpoint.parent)
+        state = checkpoints.load(beginning.checkpoint, {**learners, **parts})
+    await settle_token_budgets(config, learners, parts, tracker)
+    if isinstance(source, SampledSource):
+        stream = RolloutStream(_refuse_to_sample, slots=0, size=0)
     else:
-        assert isinstance(config, RecordedRunConfig)
-        run = await _build_recorded(beginning, config, algorithm, tracker)
+        stream = make_recorded_stream(source.examples, options, None if state is None else state.stream)
+    run = TrainingRun(
+        options=options,
+        algorithm=algorithm,
+        stream=stream,
+        learners=learners,
+        parts=parts,
+        columns=columns,
+        weights=InProcessWeights([]),
+        tracker=tracker,
+        step=beginning.step,
+        last_metrics=beginning.last_metrics,
+    )
     try:
         yield ReplayedRun(folder=folder, run=run, config=config)
     finally:
-        await run.stream.close()
+        await stream.close()
+
+
+def _read_training_data(config: TrainingRunConfig, algorithm: Algorithm, tracker: Tracker) -> SampledSource | RecordedSource:
+    if isinstance(config, RolloutRunConfig):
+        return SampledSource(config=config, algorithm=algorithm, tracker=tracker, train=make_training_tasks(config))
+    assert isinstance(config, RecordedRunConfig)
+    train = read_examples(config, config.data.train, "train", algorithm)
+    return RecordedSource(config=config, algorithm=algorithm, tracker=tracker, train=train)
+
+
+async def _refuse_to_sample(index: int) -> Group:
+    raise ReplayError("a replay samples no rollouts")
 
 
 def read_stored(folder: Path, step: int, config: RolloutRunConfig, algorithm: Algorithm) -> StoredStep:
@@ -93,81 +124,4 @@ def find_reads(config: RolloutRunConfig, algorithm: Algorithm) -> LearnerReads:
         routes=config.policy.router_replay.enabled,
         kept_tokens=sampling.records_sampling_mask,
         baseline=algorithm.greedy_baseline,
-    )
-
-
-async def _build_rollouts(beginning: Beginning, config: RolloutRunConfig, algorithm: Algorithm, tracker: Tracker) -> TrainingRun:
-    tasks = make_training_tasks(config)
-    backend = await make_backend(config, None, tracker)
-    packed = config.policy.sequence_packing.prefix_sharing and backend.packed
-    options = make_train_options(config, share_prefixes=packed, tasks=tasks.epoch_size)
-    sampling = Sampling(**config.policy.generation.sampling_options())
-    learners = await backend.build_learners(algorithm, sampling, count_optimizer_steps(options, tasks.size))
-    scorers = await make_scorers(config, backend, algorithm, learners, tracker, last_metrics=lambda: run.last_metrics)
-
-    async def no_group(index: int) -> Group:
-        raise ReplayError("a replay samples no rollouts")
-
-    parts: dict[str, Restorable] = {**make_token_budgets(config)}
-    await _restore(beginning, config, backend.bundle, learners, parts, tracker)
-    columns = ColumnSources(algorithm.requires, scorers)
-    stream = RolloutStream(no_group, slots=0, size=0)
-    run = _make_run(beginning, options, algorithm, learners, parts, columns, stream, tracker)
-    return run
-
-
-async def _build_recorded(beginning: Beginning, config: RecordedRunConfig, algorithm: Algorithm, tracker: Tracker) -> TrainingRun:
-    examples_of = read_examples(config, config.data.train, "train", algorithm)
-    backend = await make_backend(config, None, tracker)
-    examples = join_examples(config, config.data.train, examples_of, algorithm, backend.bundle)
-    packed = config.policy.sequence_packing.prefix_sharing and backend.packed
-    options = make_recorded_options(config, examples.epoch_size, share_prefixes=packed)
-    learners = await backend.build_learners(algorithm, Sampling(), count_optimizer_steps(options, examples.size))
-    scorers = await make_scorers(config, backend, algorithm, learners, tracker, examples.read_all)
-    parts: dict[str, Restorable] = {DATA: DataState(examples)} if examples.resumable else {}
-    parts |= make_token_budgets(config)
-    state = await _restore(beginning, config, backend.bundle, learners, parts, tracker)
-    stream = make_recorded_stream(examples, options, None if state is None else state.stream)
-    columns = ColumnSources(algorithm.requires, scorers)
-    return _make_run(beginning, options, algorithm, learners, parts, columns, stream, tracker)
-
-
-async def _restore(
-    beginning: Beginning,
-    config: TrainingRunConfig,
-    bundle: TokenizerBundle,
-    learners: dict[str, LearnerClient],
-    parts: dict[str, Restorable],
-    tracker: Tracker,
-) -> RunState | None:
-    """Load the checkpoint into the learners, in place; None for the initial model."""
-    state = None
-    if beginning.checkpoint is not None:
-        checkpoints = replace(make_checkpoints(config, bundle.save), folder=beginning.checkpoint.parent)
-        state = checkpoints.load(beginning.checkpoint, {**learners, **parts})
-    await settle_token_budgets(config, learners, parts, tracker)
-    return state
-
-
-def _make_run(
-    beginning: Beginning,
-    options: TrainOptions,
-    algorithm: Algorithm,
-    learners: dict[str, LearnerClient],
-    parts: dict[str, Restorable],
-    columns: ColumnSources,
-    stream: RolloutStream,
-    tracker: Tracker,
-) -> TrainingRun:
-    return TrainingRun(
-        options=options,
-        algorithm=algorithm,
-        stream=stream,
-        learners=learners,
-        parts=parts,
-        columns=columns,
-        weights=InProcessWeights([]),
-        tracker=tracker,
-        step=beginning.step,
-        last_metrics=beginning.last_metrics,
     )

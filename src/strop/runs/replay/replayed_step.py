@@ -14,7 +14,7 @@ from strop.data.packing import pack
 from strop.learner.client import LearnerClient
 from strop.metrics import Metrics
 from strop.runs.monitors.instruments import trace_tokens
-from strop.runs.replay.replay_error import ReplayError
+from strop.runs.replay.replay_plan import ReplayError
 from strop.runs.replay.stored_groups import StoredStep
 from strop.trainer.mismatch import measure_mismatch
 from strop.trainer.run import TrainingRun

@@ -14,7 +14,7 @@ from strop.monitoring.rollout_store.learner_inputs import PROMPT, read_routes
 from strop.monitoring.rollout_store.rollout_record import DropReason, RolloutRecord
 from strop.monitoring.rollout_store.stored_images import StoredImages, image_name
 from strop.monitoring.rollout_store.turn_record import TurnRecord
-from strop.runs.replay.replay_error import ReplayError
+from strop.runs.replay.replay_plan import ReplayError
 from strop.sampling import pad_kept_tokens
 from strop.types import Branch, Ending, Group, PromptImage, Rollout, StepReward, Task, Turn
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strop.base_config import to_tree
-from strop.checkpointing.base import Restorable, RunState
+from strop.checkpointing.base import Checkpointer, Restorable, RunState
 from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
 from strop.config import TrainingRunConfig, dump_config
 from strop.config.schema.run_config import RecordedRunConfig
+from strop.learner.client import LearnerClient
 from strop.monitoring.config_history import HISTORY_FILE, End, record_finish, record_start
 from strop.monitoring.profiling.step_profiler import PROFILES_FOLDER
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
@@ -19,7 +20,11 @@ from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE
 from strop.rollouts.stream import StreamState
 from strop.runs.contents.run_contents import CONTENTS_FILE, Content, find_contents, write_contents
+from strop.runs.lifecycle import make_checkpoints, make_saver
+from strop.runs.models import TokenizerBundle
 from strop.runs.resume.resume_plan import CONFIG_FILE, ResumePlan, plan_resume
+from strop.runs.resume.token_budgets import make_token_budgets, settle_token_budgets
+from strop.runs.run_folders import check_checkpoint_space
 from strop.safety.redaction import describe_command, redact_secrets
 from strop.stopping import EarlyStop
 from strop.storage.folder_probe import explain_folder
@@ -38,6 +43,34 @@ RECORDS = (
     PROFILES_FOLDER,
     "curves.png",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What a run begins with."""
+
+    state: RunState | None  # None: it begins at the start
+    parts: Mapping[str, Restorable]  # what else has a state that is saved, by name
+    checkpoints: Checkpointer | None  # None: it saves none
+
+
+async def restore_run(
+    config: TrainingRunConfig,
+    bundle: TokenizerBundle,
+    learners: Mapping[str, LearnerClient],
+    parts: Mapping[str, Restorable],
+    store: RolloutStore,
+    tracker: Tracker,
+) -> Restored:
+    """Load the newest checkpoint into learners and parts, in place, and give the learners their token budgets.
+
+    Raises ResumeError, CheckpointError, StorageError, MemoryTooSmall."""
+    parts = {**make_token_budgets(config), **parts}
+    checkpoints = make_checkpoints(config, bundle.save)
+    state = restore_checkpoint(config, checkpoints, {**learners, **parts}, tracker, store)
+    await settle_token_budgets(config, learners, parts, tracker)
+    check_checkpoint_space(config, learners, tracker)
+    return Restored(state=state, parts=parts, checkpoints=make_saver(config, checkpoints))
 
 
 def restore_checkpoint(
@@ -65,17 +98,7 @@ def restore_checkpoint(
     tracker.resume(last)
     store.resume(last)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_FILE).write_text(dump_config(config))
-        contents = find_contents(config)
-        (folder / CONTENTS_FILE).write_text(write_contents(contents), encoding="utf-8")
-        record_start(
-            folder,
-            step=last,
-            config=redact_secrets(to_tree(config)),
-            changed={change.key: (change.old, change.new) for change in plan.changes},
-        )
-        record_run_start(folder, _describe_start(contents, last))
+        _record_start(config, plan, last)
     except OSError as error:
         raise StorageError(f"logger.log_dir: {explain_folder(folder, error)}") from error
     if state is None:
@@ -84,6 +107,17 @@ def restore_checkpoint(
     if not changes_rollouts(config, plan):
         return state
     return replace(state, stream=_restart_groups(state.stream))
+
+
+def _record_start(config: TrainingRunConfig, plan: ResumePlan, last: int) -> None:
+    """Write down what begins after step ``last``: settings, contents of the data, versions and machine."""
+    folder, contents = Path(config.logger.log_dir), find_contents(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).write_text(dump_config(config))
+    (folder / CONTENTS_FILE).write_text(write_contents(contents), encoding="utf-8")
+    changed = {change.key: (change.old, change.new) for change in plan.changes}
+    record_start(folder, step=last, config=redact_secrets(to_tree(config)), changed=changed)
+    record_run_start(folder, _describe_start(contents, last))
 
 
 def _describe_start(contents: Mapping[str, Content], last: int) -> RunStart:

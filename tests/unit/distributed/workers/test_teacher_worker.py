@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from strop.algorithms.base import Algorithm
@@ -22,11 +20,9 @@ from strop.config import load_config
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.base import ActorDied, ActorOptions, spread_over_nodes
 from strop.distributed.cluster_config import RoleConfig
-from strop.distributed.workers.column_shards import split_groups
 from strop.distributed.workers.teacher_worker import TeacherWorker, spawn_teachers
 from strop.learner.client import AsyncColumnSource
 from strop.problems import ConfigError
-from strop.runs.cluster.cluster_run import compute_reserved_cpus
 from strop.runs.models import LoadedPolicy, load_policy, make_learners, make_trained_networks
 from strop.runs.teachers import (
     combine_teachers,
@@ -200,14 +196,6 @@ def test_a_host_answers_with_the_columns_it_was_made_for(tiny_model_folder: Path
     assert set(found) == {TEACHER_LOGPROBS} and found[TEACHER_LOGPROBS].shape == batch.target.shape
 
 
-@given(groups=st.integers(0, 40), of=st.integers(1, 12))
-def test_shares_are_contiguous_even_and_leave_no_group_out(groups: int, of: int) -> None:
-    shares = [split_groups(groups, place, of) for place in range(of)]
-    assert [number for share in shares for number in range(share.start, share.stop)] == list(range(groups))
-    sizes = [share.stop - share.start for share in shares]
-    assert max(sizes) - min(sizes) <= 1
-
-
 # --- what is asked for -------------------------------------------------------------------------------------------------------------
 
 
@@ -235,9 +223,3 @@ def test_processes_take_turns_on_the_nodes_and_those_with_gpus_are_on_whichever_
 
     assert nodes(0.0) == [0, 1, 0] and nodes(0.0, first=3) == [1, 0, 1]
     assert nodes(0.5) == [None, None, None]
-
-
-def test_what_hosts_reserve_is_reserved_with_the_nodes(tiny_model_folder: Path) -> None:
-    asked = ["teacher.hosts=3", "cluster.roles.teacher.num_cpus=2", "cluster.num_nodes=2", "cluster.environment_hosts=1"]
-    assert compute_reserved_cpus(config_of(tiny_model_folder, *asked)) == 4.0  # two of three on one node
-    assert compute_reserved_cpus(config_of(tiny_model_folder, *asked, "cluster.roles.environment.num_cpus=0.5")) == 4.5

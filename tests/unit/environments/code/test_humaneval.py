@@ -34,6 +34,7 @@ def fenced(written: dict[str, str]) -> dict[str, str]:
     return {name: f"Here it is:\n```python\n{PROBLEMS[name]['prompt']}{body}\n```" for name, body in written.items()}
 
 
+@pytest.mark.exhaustive
 def test_reference_solutions_of_a_sample_pass_and_empty_ones_do_not(wrote) -> None:
     completion, instruct = HumanEval(style="completion"), HumanEval()
     assert count_correct(wrote, completion, {name: f"{body}\n\ndef more(" for name, body in replies(SAMPLE).items()}) == len(

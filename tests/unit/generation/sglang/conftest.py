@@ -23,14 +23,14 @@ def room() -> Iterator[BackgroundLoop]:
 @pytest.fixture(scope="session")
 def served(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[ServedModel]:
     """One engine in float32, whose weights can be told to go wrong, with weights published once. Tests leave it in order."""
-    from support.sglang_engines import make_sglang_engine
+    from support.sglang_engines import LIMIT, make_sglang_engine
     from support.vllm_engines import save_model_folder, serve, served_model
 
     model = served_model()
     folder = save_model_folder(model, tokenizer, tmp_path_factory.mktemp("served"))
     served = serve(model, tokenizer, [make_sglang_engine(folder, tokenizer, faulty=True)])
     try:
-        room.run(served.weights.publish(0), seconds=300)
+        room.run(served.weights.publish(0), seconds=LIMIT)
         yield served
     finally:
         room.run(served.close())

@@ -27,7 +27,7 @@ from support.engine_contract import (  # noqa: F401
     test_the_base_is_sent_once_and_the_adapters_each_time,
 )
 from support.lora import with_random_adapters
-from support.sglang_engines import make_sglang_engine, needs_sglang
+from support.sglang_engines import LIMIT, make_sglang_engine, needs_sglang
 from support.vllm_engines import compute_logprobs, save_model_folder, serve, served_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(900)]
@@ -51,7 +51,7 @@ def serve_adapters(
     adapters = LaunchedAdapters.of_layers(RANK, (layer.name for layer in lora_layers(model)))
     engine = make_sglang_engine(save_model_folder(model, tokenizer, folder), tokenizer, faulty=True, adapters=adapters, **keys)
     served = serve(model, tokenizer, [engine], adapters=LocalAdapterSource(model), tolerance=tolerance)
-    room.run(served.weights.publish(0), seconds=600)
+    room.run(served.weights.publish(0), seconds=LIMIT)
     return served
 
 

@@ -31,6 +31,7 @@ from support.engine_contract import (  # noqa: F401
     planted,
     publish,
     same_weights_to_begin_with,
+    start_requests,
     test_a_later_turn_finds_its_conversation_in_the_prefix_cache,
     test_a_prompt_that_cannot_fit_is_refused_with_what_to_set,
     test_a_stop_string_ends_a_completion_and_is_in_its_text,
@@ -42,10 +43,10 @@ from support.engine_contract import (  # noqa: F401
     test_the_tokens_that_each_one_was_drawn_from_are_recorded,
     test_weights_arrive_by_every_transport,
 )
-from support.sglang_engines import TESTS, make_sglang_engine, needs_sglang
+from support.sglang_engines import LIMIT, TESTS, make_sglang_engine, needs_sglang
 from support.vllm_engines import compute_logprobs, perturb, save_model_folder, serve, served_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 needs_sglang()
 
 if TYPE_CHECKING:
@@ -90,8 +91,9 @@ def test_a_cancelled_request_ends_in_the_engine(room: BackgroundLoop, served: Se
 
     async def cancel() -> float:
         long = Sampling(max_new_tokens=230, stop_token_ids=())
-        tasks = [asyncio.create_task(served.pool.generate(PROMPT, sampling=long, seed=seed)) for seed in range(40)]
-        await asyncio.sleep(0.3)
+        tasks = await start_requests(served, long, 15)
+        tasks += [asyncio.create_task(served.pool.generate(PROMPT, sampling=long, seed=seed)) for seed in range(15, 40)]
+        await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -208,7 +210,7 @@ def test_requests_that_are_given_up_during_a_publish_do_not_hold_it_up(
         before = served.weights.options
         served.weights.options = replace(before, in_flight=True, recompute=False)
         long = Sampling(max_new_tokens=230, stop_token_ids=())
-        requests = [asyncio.create_task(served.pool.generate(PROMPT, sampling=long, seed=seed)) for seed in range(8)]
+        requests = await start_requests(served, long, 8)
 
         async def give_up_and_load(*arguments: Any) -> Any:
             assert served.engine.counters()["running"] == 8
@@ -219,7 +221,6 @@ def test_requests_that_are_given_up_during_a_publish_do_not_hold_it_up(
 
         monkeypatch.setattr(served.engine, "load", give_up_and_load)
         try:
-            await asyncio.sleep(0.2)
             started = time.perf_counter()
             await served.weights.publish(served.weights.version + 1)
             return time.perf_counter() - started
@@ -240,13 +241,12 @@ def test_an_engine_that_is_killed_comes_back_with_its_weights_and_its_requests(
     expected = [ask(room, served, sampling, seed).tokens.tolist() for seed in range(3)]
 
     async def kill() -> list[list[int]]:
-        requests = [asyncio.create_task(served.pool.generate(PROMPT, sampling=sampling, seed=seed)) for seed in range(3)]
-        await asyncio.sleep(0.2)
+        requests = await start_requests(served, sampling, 3)
         assert served.engine.process is not None
         os.kill(served.engine.process, signal.SIGKILL)
         return [(await request).tokens.tolist() for request in requests]
 
-    assert room.run(kill(), seconds=390) == expected
+    assert room.run(kill(), seconds=LIMIT) == expected
     assert served.pool.restarts == 1 and disagreement(room, served) < 2e-4
 
 
@@ -287,7 +287,7 @@ def test_an_argument_that_sglang_does_not_have_is_refused_with_the_nearest(
     engine = make_sglang_engine(folder, tokenizer)
     engine.launch = replace(engine.launch, config=replace(engine.launch.config, sglang_kwargs={"schedule_polcy": "lpm"}))
     with pytest.raises(ValueError, match="has no such argument; did you mean schedule_policy"):
-        room.run(engine.start(), seconds=300)
+        room.run(engine.start(), seconds=LIMIT)
 
 
 def test_sglangs_own_sampler_reports_the_distribution_over_what_it_kept(
@@ -298,7 +298,7 @@ def test_sglangs_own_sampler_reports_the_distribution_over_what_it_kept(
     folder = save_model_folder(model, tokenizer, tmp_path / "model")
     own = serve(model, tokenizer, [make_sglang_engine(folder, tokenizer, sampler="sglang")])
     try:
-        said = room.run(own.weights.publish(0), seconds=300)
+        said = room.run(own.weights.publish(0), seconds=LIMIT)
         assert said["weights/tensors_not_read_back"].value == 0
         for sampling in (Sampling(max_new_tokens=20), Sampling(temperature=0.8, top_k=9, max_new_tokens=20)):
             completion = ask(room, own, sampling)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -49,18 +48,9 @@ def room() -> Iterator[BackgroundLoop]:
 @pytest.fixture(scope="session")
 def served(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[ServedModel]:
     """One engine in float32, whose worker can be told to go wrong, with weights published once. Tests leave it in order."""
-    from strop.generation.vllm.vllm_engine import VllmEngine
-    from support.vllm_engines import make_launch, save_model_folder, serve, served_model
+    from support.vllm_engines import FAULTY, serve_vllm, served_model
 
-    model = served_model()
-    folder: Path = save_model_folder(model, tokenizer, tmp_path_factory.mktemp("served"))
-    engine = VllmEngine(
-        "engine 0",
-        make_launch(folder, worker_extension="support.faulty_worker.FaultyWorker"),
-        tokenizer,
-        stop_ids=(tokenizer.eos_token_id,),
-    )
-    served = serve(model, tokenizer, [engine])
+    served = serve_vllm(served_model(), tokenizer, tmp_path_factory.mktemp("served"), worker_extension=FAULTY)
     room.run(served.weights.publish(0))
     yield served
     room.run(served.close())

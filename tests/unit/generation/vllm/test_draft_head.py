@@ -35,8 +35,7 @@ class Drafted:
 
 @pytest.fixture(scope="module")
 def drafted(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[Drafted]:
-    from strop.generation.vllm.vllm_engine import VllmEngine
-    from support.vllm_engines import make_launch, save_model_folder, serve, served_model
+    from support.vllm_engines import serve_vllm, served_model
 
     model = served_model(layers=4)
     network = Network(model)
@@ -47,13 +46,11 @@ def drafted(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, toke
     head = make_learned_head(network, steps=60, groups=[known])
     network.use_native_attention()
     folder = tmp_path_factory.mktemp("eagle")
-    launch = make_launch(
-        save_model_folder(model, tokenizer, folder),
-        draft=str(save_head(head, folder / "draft")),
-        speculation=SpeculationConfig(method="eagle3", num_speculative_tokens=3),
-    )
-    engine = VllmEngine("engine 0", launch, tokenizer, stop_ids=(tokenizer.eos_token_id,))
-    served = serve(model, tokenizer, [engine], drafted=lambda: published_weights(head))
+    keys = {
+        "draft": str(save_head(head, folder / "draft")),
+        "speculation": SpeculationConfig(method="eagle3", num_speculative_tokens=3),
+    }
+    served = serve_vllm(model, tokenizer, folder, drafted=lambda: published_weights(head), **keys)
     room.run(served.weights.publish(0))
     yield Drafted(served, network)
     room.run(served.close())

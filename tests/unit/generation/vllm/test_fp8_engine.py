@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from strop.generation.quantization_config import RolloutQuantizationConfig
+from strop.generation.generation_config import RolloutQuantizationConfig
 from strop.models.quantization.number_format import FP8_BLOCK, NUMBER_FORMATS
-from strop.models.quantization.quantization_plan import make_plan, round_weights
+from strop.models.quantization.quantization_plan import make_plan
 from strop.sampling import Sampling
 from support.models import VOCABULARY
 from support.tokenizer import END
-from support.vllm_engines import compute_logprobs, make_launch, perturb, save_model_folder, serve
+from support.vllm_engines import compute_logprobs, perturb, serve_vllm
 
 if TYPE_CHECKING:
     from support.vllm_engines import BackgroundLoop, ServedModel
@@ -64,12 +63,7 @@ def small_model() -> Any:
 def quantized(
     request: pytest.FixtureRequest, room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any
 ) -> Iterator[tuple[str, ServedModel]]:
-    from strop.generation.vllm.vllm_engine import VllmEngine
-
-    model = small_model()
-    folder: Path = save_model_folder(model, tokenizer, tmp_path_factory.mktemp("fp8"))
-    engine = VllmEngine("engine 0", make_launch(folder, **MODES[request.param]), tokenizer, stop_ids=(END,))
-    served = serve(model, tokenizer, [engine], tolerance=0.5)
+    served = serve_vllm(small_model(), tokenizer, tmp_path_factory.mktemp("fp8"), tolerance=0.5, **MODES[request.param])
     room.run(served.weights.publish(0))
     yield request.param, served
     room.run(served.close())
@@ -81,8 +75,8 @@ def rounded(model: Any, mode: str) -> Any:
     plan = make_plan(NUMBER_FORMATS["nvfp4"]) if mode == "nvfp4" else plan
     twin = copy.deepcopy(model) if mode == "nvfp4" else copy.deepcopy(model).bfloat16()
     with torch.no_grad():
-        for name, tensor in round_weights(plan, list(twin.named_parameters())):
-            twin.get_parameter(name).copy_(tensor)
+        for name in plan.select(name for name, _ in twin.named_parameters()):
+            twin.get_parameter(name).copy_(plan.round_weight(twin.get_parameter(name)))
     return twin
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from strop.sampling import Sampling
 from strop.weight_sync.verification import VerificationFailed
+from support.engine_contract import planted, publish
 from support.vllm_engines import compute_logprobs, perturb, served_model
 
 if TYPE_CHECKING:
@@ -23,18 +24,11 @@ LAST = "model.layers.2.self_attn.q_proj.weight"  # of the second stage
 
 
 def serve_stages(room: BackgroundLoop, folder: Path, tokenizer: Any, *, tied: bool = False, **keys: Any) -> ServedModel:
-    from strop.generation.vllm.vllm_engine import VllmEngine
-    from support.vllm_engines import make_launch, save_model_folder, serve
+    from support.vllm_engines import FAULTY, serve_vllm
 
     model = served_model(layers=3, tied=tied)
     perturb(model, 1)
-    launch = make_launch(
-        save_model_folder(model, tokenizer, folder),
-        worker_extension="support.faulty_worker.FaultyWorker",
-        pipeline_parallel_size=2,
-        **keys,
-    )
-    return serve(model, tokenizer, [VllmEngine("engine 0", launch, tokenizer, stop_ids=(tokenizer.eos_token_id,))])
+    return serve_vllm(model, tokenizer, folder, worker_extension=FAULTY, pipeline_parallel_size=2, **keys)
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +37,6 @@ def staged(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, token
     room.run(served.weights.publish(0))
     yield served
     room.run(served.close())
-
-
-def publish(room: BackgroundLoop, served: ServedModel) -> dict[str, float]:
-    published = room.run(served.weights.publish(served.weights.version + 1))
-    return {name: metric.value for name, metric in published.items()}
 
 
 def disagreement(room: BackgroundLoop, served: ServedModel, requests: int = 6) -> float:
@@ -76,13 +65,8 @@ def test_every_stage_takes_a_publish_and_all_layers_are_read_back(room: Backgrou
 
 def test_a_tensor_that_the_last_stage_did_not_update_is_caught(room: BackgroundLoop, staged: ServedModel) -> None:
     perturb(staged.model, 3)
-    room.run(staged.engine._call_workers("plant", f"second rank drops {LAST}"))
-    try:
-        with pytest.raises(VerificationFailed, match=LAST.replace(".", r"\.")):
-            publish(room, staged)
-    finally:
-        room.run(staged.engine._call_workers("plant", ""))
-    publish(room, staged)
+    with planted(room, staged, f"second rank drops {LAST}"), pytest.raises(VerificationFailed, match=LAST.replace(".", r"\.")):
+        publish(room, staged)
     assert disagreement(room, staged) < 2e-5
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from strop.generation.generation_config import GenerationConfig
-from strop.generation.quantization_config import RolloutQuantizationConfig
+from strop.generation.generation_config import GenerationConfig, RolloutQuantizationConfig
 from strop.generation.quantized_rollouts import PlannedPrecision
 from strop.generation.vllm.quantized.quantized_load import quantize_arriving
 from strop.generation.vllm.vllm_config import VllmConfig

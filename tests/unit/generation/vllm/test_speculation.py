@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from strop.generation.vllm.vllm_config import SpeculationConfig
 from strop.sampling import Sampling, filtered_logits
+from support.engine_contract import while_running
 from support.statistics import is_consistent
 from support.sweep import sweep
 from support.vllm_engines import compute_logprobs, perturb
@@ -29,17 +29,9 @@ KIND = pytest.mark.parametrize("fixture", sweep(["ngram", "drafted"], "drafted")
 
 
 def serve_with(room: BackgroundLoop, folder: Any, tokenizer: Any, speculation: SpeculationConfig) -> ServedModel:
-    from strop.generation.vllm.vllm_engine import VllmEngine
-    from support.vllm_engines import make_launch, save_model_folder, serve, served_model
+    from support.vllm_engines import serve_vllm, served_model
 
-    model = served_model()
-    engine = VllmEngine(
-        "engine 0",
-        make_launch(save_model_folder(model, tokenizer, folder), speculation=speculation),
-        tokenizer,
-        stop_ids=(tokenizer.eos_token_id,),
-    )
-    served = serve(model, tokenizer, [engine])
+    served = serve_vllm(served_model(), tokenizer, folder, speculation=speculation)
     room.run(served.weights.publish(0))
     return served
 
@@ -118,8 +110,8 @@ def assert_distribution_is_unchanged(room: BackgroundLoop, served: ServedModel, 
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(max_new_tokens=24),
-        Sampling(temperature=0.6, max_new_tokens=24),
+        pytest.param(Sampling(max_new_tokens=24), marks=pytest.mark.exhaustive),
+        pytest.param(Sampling(temperature=0.6, max_new_tokens=24), marks=pytest.mark.exhaustive),
         Sampling(temperature=0.8, top_k=20, top_p=0.8, max_new_tokens=24),
         Sampling(temperature=0.0, max_new_tokens=24),
     ],
@@ -146,6 +138,7 @@ def test_the_distribution_is_that_of_the_policy(room: BackgroundLoop, request: p
     assert rate > 0.2
 
 
+@pytest.mark.exhaustive
 @KIND
 def test_equal_seeds_give_equal_tokens(room: BackgroundLoop, request: pytest.FixtureRequest, fixture: str) -> None:
     served: ServedModel = request.getfixturevalue(fixture)
@@ -183,21 +176,8 @@ def test_a_publish_changes_the_policy_and_not_the_draft(room: BackgroundLoop, dr
 @pytest.mark.exhaustive
 def test_tokens_know_their_version_where_weights_change_under_drafts(room: BackgroundLoop, ngram: ServedModel) -> None:
     prompt, sampling = looping(ngram.model), Sampling(max_new_tokens=120)
-
-    async def in_flight() -> list[Any]:
-        before = ngram.weights.options
-        ngram.weights.options = replace(before, in_flight=True, recompute=True)
-        try:
-            requests = [asyncio.create_task(ngram.pool.generate(prompt, sampling=sampling, seed=seed)) for seed in range(3)]
-            await asyncio.sleep(0.3)
-            perturb(ngram.model, 61)
-            await ngram.weights.publish(ngram.weights.version + 1)
-            return [await request for request in requests]
-        finally:
-            ngram.weights.options = before
-
     first = ngram.weights.version
-    completions = room.run(in_flight())
+    completions = room.run(while_running(ngram, sampling, 3, lambda: perturb(ngram.model, 61), prompt, recompute=True))
     rows = [completion.versions.tolist() for completion in completions]
     assert all(row == sorted(row) and set(row) <= {first, first + 1} for row in rows)
     assert any(set(row) == {first, first + 1} for row in rows), "at least one was running"

@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from strop.sampling import Sampling
 from strop.weight_sync.verification import VerificationFailed
+from support.engine_contract import disagreement, planted, publish
 from support.expert_models import SIZES, experts_family
-from support.vllm_engines import compute_logprobs, perturb
+from support.vllm_engines import perturb
 
 if TYPE_CHECKING:
     from support.vllm_engines import BackgroundLoop, ServedModel
 
 pytestmark = pytest.mark.slow
-
-PROMPT = tuple(range(40, 60))
-SAMPLING = Sampling(temperature=0.8, max_new_tokens=8)
 
 
 def family(name: str) -> Any:
@@ -41,15 +38,9 @@ def family(name: str) -> Any:
 def serve_family(
     room: BackgroundLoop, name: str, folder: Path, tokenizer: Any, tolerance: float = 0.002, **changes: Any
 ) -> ServedModel:
-    from strop.generation.vllm.vllm_engine import VllmEngine
-    from support.vllm_engines import make_launch, save_model_folder, serve
+    from support.vllm_engines import FAULTY, serve_vllm
 
-    model = family(name)
-    settings = make_launch(
-        save_model_folder(model, tokenizer, folder), worker_extension="support.faulty_worker.FaultyWorker", **changes
-    )
-    engine = VllmEngine("engine 0", settings, tokenizer, stop_ids=(tokenizer.eos_token_id,))
-    return serve(model, tokenizer, [engine], tolerance=tolerance)
+    return serve_vllm(family(name), tokenizer, folder, tolerance=tolerance, worker_extension=FAULTY, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +48,6 @@ def cut(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokenize
     served = serve_family(room, "qwen2", tmp_path_factory.mktemp("cut"), tokenizer, tensor_parallel_size=2)
     yield served
     room.run(served.close())
-
-
-def publish(room: BackgroundLoop, served: ServedModel) -> dict[str, float]:
-    published = room.run(served.weights.publish(served.weights.version + 1))
-    return {name: metric.value for name, metric in published.items()}
-
-
-def disagreement(room: BackgroundLoop, served: ServedModel) -> float:
-    completion = room.run(served.pool.generate(PROMPT, sampling=SAMPLING, seed=1))
-    expected = compute_logprobs(served.model, PROMPT, completion.tokens, SAMPLING)
-    return float((completion.logprobs - expected).abs().max())
 
 
 def test_two_ranks_take_every_publish_and_all_of_it_is_read_back(room: BackgroundLoop, cut: ServedModel) -> None:
@@ -96,14 +76,8 @@ def test_ranks_hold_regions_of_the_whole(room: BackgroundLoop, cut: ServedModel)
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"])
 def test_a_tensor_that_one_rank_alone_did_not_update_is_caught(room: BackgroundLoop, cut: ServedModel, name: str) -> None:
     perturb(cut.model, 31)
-    room.run(cut.engine._call_workers("plant", f"second rank drops {name}"))
-    try:
-        with pytest.raises(VerificationFailed, match=name.replace(".", r"\.")):
-            publish(room, cut)
-    finally:
-        room.run(cut.engine._call_workers("plant", ""))
-    publish(room, cut)
-    assert disagreement(room, cut) < 2e-4
+    with planted(room, cut, f"second rank drops {name}"), pytest.raises(VerificationFailed, match=name.replace(".", r"\.")):
+        publish(room, cut)
 
 
 @pytest.mark.exhaustive

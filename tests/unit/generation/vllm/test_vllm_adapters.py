@@ -40,22 +40,11 @@ def serve_adapters(
     lora: dict[str, Any] | None = None,
     **changes: Any,
 ) -> ServedModel:
-    from strop.generation.vllm.vllm_engine import VllmEngine
-    from support.vllm_engines import make_launch, save_model_folder, serve, served_model
+    from support.vllm_engines import FAULTY, serve_vllm, served_model
 
     model = with_random_adapters(served_model(), **{"dim": RANK, "alpha": 8, "spread": 0.1, **(lora or {})})
-    engine = VllmEngine(
-        "engine 0",
-        make_launch(
-            save_model_folder(model, tokenizer, folder),
-            worker_extension="support.faulty_worker.FaultyWorker",
-            max_lora_rank=RANK,
-            **changes,
-        ),
-        tokenizer,
-        stop_ids=(tokenizer.eos_token_id,),
-    )
-    served = serve(model, tokenizer, [engine], adapters=LocalAdapterSource(model), tolerance=tolerance)
+    keys = {"worker_extension": FAULTY, "max_lora_rank": RANK, **changes}
+    served = serve_vllm(model, tokenizer, folder, adapters=LocalAdapterSource(model), tolerance=tolerance, **keys)
     room.run(served.weights.publish(0))
     return served
 

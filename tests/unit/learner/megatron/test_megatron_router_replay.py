@@ -42,7 +42,7 @@ CASES = {
     "tensor 2, stages 2, experts 2": replayed(4, tp=2, sp=True, pp=2, ep=2),
     "context 2, stages 2": replayed(4, cp=2, pp=2),
 }
-KEPT = ("experts 2, tensor 2", "stages 2 x 2, routers recomputed", "groups of experts")
+KEPT = ("experts 2, tensor 2", "stages 2 x 2, routers recomputed")
 
 
 @cache

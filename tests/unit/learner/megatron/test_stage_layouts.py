@@ -108,6 +108,7 @@ def test_one_rank_has_the_numbers_of_every_family() -> None:
     check(1, [(name, {}) for name in FAMILIES])
 
 
+@pytest.mark.exhaustive
 def test_two_ranks() -> None:
     """Each way of dividing, of some families; and one that is not divided, on ranks that read the same row."""
     divided: list[Case] = [
@@ -120,28 +121,3 @@ def test_two_ranks() -> None:
         ("deepseek_v2", {"pp": 2, "vp": 2}),
     ]
     check(2, [("qwen2_moe", {}), *divided])
-
-
-def sizes_of(name: str, sizes: Sizes) -> Sizes:
-    """Return sizes with what tensor-parallel mixtures need: sequence parallelism, and experts divided too."""
-    return sizes | {"sp": True, "etp": sizes["tp"]} if name in MIXTURES and "tp" in sizes else sizes
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_layout_of_two(name: str) -> None:
-    layouts: list[Sizes] = [{"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2}, {"pp": 2, "vp": 2}]
-    layouts += [
-        {"pp": 2, "num_layers_in_first_pipeline_stage": 1},
-        {"pp": 2, "num_layers_in_last_pipeline_stage": 1},
-    ]
-    layouts += [{"ep": 2}, {"tp": 2, "sp": True, "ep": 2}] if name in MIXTURES else []
-    check(2, [(name, sizes_of(name, sizes) if "ep" not in sizes else sizes) for sizes in layouts])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_layout_of_four(name: str) -> None:
-    layouts: list[Sizes] = [{"tp": 2, "pp": 2}, {"tp": 4}, {"pp": 4}]  # heads of keys and values: fewer than ranks
-    mixtures: list[Sizes] = [{"tp": 2, "sp": True, "etp": 2, "ep": 2}, {"pp": 2, "ep": 2}]
-    check(4, [(name, sizes_of(name, sizes)) for sizes in layouts] + [(name, each) for each in mixtures if name in MIXTURES])

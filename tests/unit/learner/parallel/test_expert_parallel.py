@@ -162,6 +162,7 @@ def several_implementations(rank: int) -> dict[str, tuple[float, float, str]]:
     return {name: in_float32(rank, name) for name in ("grouped_mm", "batched_mm", "eager")}
 
 
+@pytest.mark.exhaustive
 def test_every_implementation_of_experts_serves_a_rank_that_has_some_of_them() -> None:
     for found in run_on_ranks(2, several_implementations):
         assert {name: worst for name, worst in found.items() if max(worst[:2]) > 1e-4} == {}

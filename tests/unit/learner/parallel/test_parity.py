@@ -61,6 +61,19 @@ CASES: dict[str, Case] = {
     ),
     "tensor 2, quantised, scales of rows": Case(sizes=ParallelDims(tensor=2), quant_cfg="FP8_PER_CHANNEL_PER_TOKEN_CFG"),
     "experts 2, quantised": Case(sizes=ParallelDims(shard=2, expert=2), family="qwen3_moe", quant_cfg="W4A16_NVFP4_CFG"),
+    "quantised, fsdp 2, weights": Case(sizes=ParallelDims(shard=2), quant_cfg="W4A16_NVFP4_CFG"),
+    "quantised, fsdp 2, inputs, experts": Case(sizes=ParallelDims(shard=2), family="qwen3_moe", quant_cfg="W4A16_NVFP4_CFG"),
+    "quantised, fsdp 2, lora": Case(sizes=ParallelDims(shard=2), lora=True, rate=1e-3, quant_cfg="MXFP8_DEFAULT_CFG"),
+    "quantised, fsdp 2, loaded once": Case(
+        sizes=ParallelDims(shard=2), family="qwen2", rank_zero_loading=True, quant_cfg="MXFP8_DEFAULT_CFG"
+    ),
+    "quantised, tensor 2, weights": Case(sizes=ParallelDims(tensor=2), quant_cfg="W4A16_NVFP4_CFG"),
+    "quantised, tensor 2, static inputs, sequence": Case(
+        sizes=ParallelDims(tensor=2, sequence=True), family="qwen2", quant_cfg="FP8_DEFAULT_CFG"
+    ),
+    "quantised, tensor 2, blocks that are cut": Case(sizes=ParallelDims(tensor=2), quant_cfg="MXFP8_DEFAULT_CFG"),
+    "quantised, stages 2, weights": Case(sizes=ParallelDims(pipeline=2), quant_cfg="NVFP4_DEFAULT_CFG"),
+    "quantised, context 2, inputs": Case(sizes=ParallelDims(context=2), quant_cfg="MXFP8_DEFAULT_CFG"),
     "fsdp 2, loaded once, tied": Case(sizes=ParallelDims(shard=2), family="qwen2", rank_zero_loading=True),
     "fsdp 2, loaded once, lora": Case(sizes=ParallelDims(shard=2), lora=True, rank_zero_loading=True, rate=1e-3),
     "copies 2": Case(sizes=ParallelDims(replicate=2)),
@@ -122,27 +135,21 @@ BOUNDS = {**{name: (case, EXACT) for name, case in CASES.items()}, **COARSE}
 
 KEPT = (  # each way of dividing, each kind of model and of loss at least once
     "fsdp 2, tied, sequence ratios",
-    "fsdp 2, experts, frozen routers",
     "fsdp 2, experts, replayed, padded rows",
     "stages 2, experts, replayed",
-    "fsdp 2, sft",
     "fsdp 2, lora",
     "fsdp 2, critic",
     "fsdp 2, quantised, static inputs, checkpointing",
     "tensor 2, quantised, scales of rows",
     "fsdp 2, loaded once, tied",
-    "copies 2",
     "context 2, window",
     "context 2, critic on the policy",
-    "context 2, filters",
     "context 3, ring, branches, tied, checkpointing",
     "fsdp 4, fewer pairs than ranks",
     "hsdp 2 x 2, checkpointing",
-    "fsdp 2, context 2, tied, checkpointing",
     "context 2, tensor 2, tied, checkpointing",
     "fsdp 2, tensor 2, experts 4, loaded once",
     "fsdp 2, bfloat16 weights, loaded once",
-    "fsdp 2, lora on bfloat16",
 )
 
 

@@ -259,6 +259,7 @@ def test_a_checkpoint_moves_through_pipeline_stages_without_changing_a_bit(names
             assert differences(whole_state(learner), wanted[name]) == [], (name, layout)
 
 
+@pytest.mark.exhaustive
 def test_pieces_have_no_gaps_and_are_written_once(tmp_path: Path) -> None:
     run_on_ranks(4, train_and_save, ParallelDims(replicate=2, shard=2), {"tied": FORMS["tied"]}, tmp_path)
     model = build("qwen2")

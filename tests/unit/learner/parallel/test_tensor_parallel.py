@@ -173,6 +173,7 @@ def all_dropouts(rank: int) -> list[tuple[bool, bool, list[str]]]:
     return [with_dropout(rank, sequence, position) for sequence in (False, True) for position in ("pre", "post")]
 
 
+@pytest.mark.exhaustive
 def test_tensor_ranks_agree_under_dropout_when_their_generators_do() -> None:
     for found in run_on_ranks(2, all_dropouts):
         assert found == [(True, True, [])] * 4

@@ -47,6 +47,7 @@ def test_memory_is_linear_in_the_tokens(kernel: str, window: int | None) -> None
     assert long <= 10.5 * queries
 
 
+@pytest.mark.exhaustive
 def test_plain_products_are_not_linear() -> None:
     """The measure sees what it is about."""
     assert attention_peak("plain", 2048) > 2 * 8 * attention_peak("plain", 256)

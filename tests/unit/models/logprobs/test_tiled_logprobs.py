@@ -178,19 +178,6 @@ def test_without_a_backward_pass_no_logits_are_kept(monkeypatch: pytest.MonkeyPa
     assert budgets == [0, 3 * 7 * 4, module.MOST_KEPT_LOGITS], "chunk rows of float32, and never more than a fixed size"
 
 
-def test_half_precision_rounds_the_products_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under autocast: from the logits as bfloat16 rounds them, all is float32."""
-    use_tiles(monkeypatch, 8, 16)
-    whole = make_problem(21, 50, 6, bias=False)
-    hidden, weight = (leaf.detach().float() for leaf in whole.leaves)
-    with torch.autocast("cpu", torch.bfloat16):
-        logprobs, entropy = tiled_logprobs(hidden, whole.target, weight, None, 0.8, NO_CHUNKS)
-    logs = ((hidden.bfloat16() @ weight.bfloat16().t()).double() / 0.8).log_softmax(-1)
-    assert logprobs.dtype == entropy.dtype == torch.float32
-    assert float((logprobs - logs.gather(1, whole.target[:, None]).squeeze(1)).abs().max()) < 2e-6
-    assert float((entropy + (logs.exp() * logs).sum(-1)).abs().max()) < 4e-6
-
-
 def test_gradients_under_autocast_keep_the_dtypes_of_the_weights() -> None:
     hidden, weight = torch.randn(9, 6).requires_grad_(), torch.randn(50, 6).bfloat16().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from strop.models.quantization.number_format import (
     FP8_BLOCK,
-    FP8_BLOCK_POW2,
-    FP8_ROW,
     FP8_TENSOR,
     MXFP4,
     MXFP8,
@@ -76,14 +74,6 @@ def test_equals_the_published_formula_in_numpy(number_format: NumberFormat) -> N
 
 
 @name
-def test_rounding_is_within_half_a_step_of_the_largest_of_its_block(number_format: NumberFormat) -> None:
-    matrix = torch.randn(140, 150, generator=torch.Generator().manual_seed(2))
-    error = (round_trip(matrix, number_format) - matrix).norm() / matrix.norm()
-    bound = {"e4m3": 0.04, "e5m2": 0.08, "e2m1": 0.16}[number_format.element.name]
-    assert 0.005 < error < bound
-
-
-@name
 def test_shape_and_data_type_stay_for_vectors_scalars_and_empty_tensors(number_format: NumberFormat) -> None:
     for shape in ((7,), (), (0, 5), (4, 0), (2, 3, 33), (1, 1)):
         tensor = torch.ones(shape, dtype=torch.bfloat16)
@@ -108,18 +98,6 @@ def test_an_infinity_or_nan_is_not_hidden_by_the_rounding(number_format: NumberF
         assert rounded[2, :16].isnan().all()
         if number_format.columns is not None:
             assert rounded[2, 128:].eq(1).logical_or(rounded[2, 128:].sub(1).abs() < 0.01).all()
-
-
-@name
-def test_zeros_stay_zeros(number_format: NumberFormat) -> None:
-    assert torch.equal(round_trip(torch.zeros(130, 40), number_format), torch.zeros(130, 40))
-
-
-@pytest.mark.parametrize("number_format", [FP8_BLOCK_POW2, MXFP8], ids=lambda each: each.name)
-def test_rounding_twice_is_rounding_once_where_scales_are_powers_of_two(number_format: NumberFormat) -> None:
-    for matrix in matrices():
-        once = round_trip(matrix, number_format)
-        assert torch.equal(round_trip(once, number_format), once)
 
 
 @name
@@ -154,12 +132,6 @@ def test_a_calibrated_amax_makes_the_scale_static(number_format: NumberFormat) -
 
 def test_a_static_scale_does_not_hide_an_infinity() -> None:
     assert round_trip(torch.tensor([[1.0, math.inf]]), FP8_TENSOR, amax=torch.tensor(2.0)).isnan().all()
-
-
-def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
-    matrix = torch.randn(5, 64, generator=torch.Generator().manual_seed(5))
-    for number_format in (FP8_ROW, MXFP8, NUMBER_FORMATS["fp8_group"]):
-        assert torch.equal(round_trip(matrix, number_format)[2:4], round_trip(matrix[2:4], number_format))
 
 
 def test_the_bits_of_a_value_count_its_share_of_the_scales() -> None:

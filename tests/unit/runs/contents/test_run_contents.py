@@ -116,11 +116,16 @@ def other_tokens(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "key", "said"),
     [
-        (edit_answer, "data.train.dataset_name", "rows.jsonl has other rows"),
+        pytest.param(edit_answer, "data.train.dataset_name", "rows.jsonl has other rows", marks=pytest.mark.exhaustive),
         (append_row, "data.train.dataset_name", r"rows.jsonl has other rows \(68 bytes, now 102 bytes\)"),
-        (swap_rows, "data.train.dataset_name", "rows.jsonl has other rows"),
+        pytest.param(swap_rows, "data.train.dataset_name", "rows.jsonl has other rows", marks=pytest.mark.exhaustive),
         (other_weights, "policy.model_name", "model has other weights"),
-        (lambda folder: write_model(folder / "model", seed=3), "policy.model_name", "model has other weights"),
+        pytest.param(
+            lambda folder: write_model(folder / "model", seed=3),
+            "policy.model_name",
+            "model has other weights",
+            marks=pytest.mark.exhaustive,
+        ),
         (other_template, "policy.tokenizer.chat_template", "model has another chat template"),
         (other_tokens, "policy.tokenizer.name", "model has other tokens or settings"),
         (
@@ -128,7 +133,12 @@ def other_tokens(folder: Path) -> None:
             "data.train.prompt_file",
             "prompt.txt has another text",
         ),
-        (lambda folder: (folder / "system.txt").write_text(""), "data.train.system_prompt_file", "system.txt has another text"),
+        pytest.param(
+            lambda folder: (folder / "system.txt").write_text(""),
+            "data.train.system_prompt_file",
+            "system.txt has another text",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_other_contents_under_the_same_name_are_refused_until_a_key_accepts_them(

@@ -12,8 +12,7 @@ import pytest
 from strop.config import EvalRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.runs.data_check.data_check import DataCheckOptions, check_data
-from strop.runs.data_check.data_report import ROW_CHECKS, DataReport
-from strop.runs.data_check.evaluation_questions import _join_names
+from strop.runs.data_check.data_report import DataReport
 from strop.runs.data_check.report_text import format_report
 from support.vision_models import draw_image, save_vision_model
 
@@ -242,17 +241,6 @@ def test_rows_of_two_entries_are_compared(check: Check) -> None:
     ]
 
 
-def test_a_faulty_row_where_rows_are_held_out_does_not_hide_the_others(check: Check) -> None:
-    rows = [*chats(10), {"messages": []}, chat("Hi", LONG)]
-    assert set(found(check("sft", rows, "data.train.split_validation_size=2"))) >= {"too_long", "empty"}
-
-
-def test_a_sample_is_drawn_by_the_seed_and_said(check: Check) -> None:
-    reports = [check("sft", chats(200), options={"rows": 20}).entries[0] for _ in range(2)]
-    assert reports[0] == reports[1] and reports[0].looked_at == 20
-    assert reports[0].notes == ["20 of 200 rows were looked at, drawn at random: repeated rows are found in part"]
-
-
 def test_of_a_stream_the_first_rows_are_looked_at(check: Check) -> None:
     rows = [*chats(30), "{", *chats(1), *chats(20, first=50)]
     (entry,) = check("sft", rows, "data.train.streaming=true", options={"rows": 40}).entries
@@ -329,18 +317,3 @@ def test_images_are_read_and_tell_equal_questions_apart(check: Check, tmp_path: 
     assert found(report) == {"image": 1}
     assert "gone.png cannot be read" in next(each.message for each in report.findings if each.check == "image")
     assert found(check("grpo", rows))["template"] == 3
-
-
-def test_every_check_is_planted_somewhere() -> None:
-    planted = {name for _, _, _, expected, _ in FAULTS.values() for name in expected} | {"overlap", "contamination", "image"}
-    assert planted == set(ROW_CHECKS)
-
-
-def test_a_split_that_leaves_one_part_empty_is_no_fault_of_a_row(check: Check) -> None:
-    report = check("grpo", problems(5), "data.train.split_validation_size=0.05")
-    assert "0.05 of 5 rows holds 0 out" in str(report.entries[0].error) and not found(report)
-
-
-def test_a_long_list_of_compared_sets_is_cut() -> None:
-    assert _join_names(list("abc")) == "a, b, c"
-    assert _join_names(list("abcdefghij")) == "a, b, c, d, e, f and 4 others that are on this machine"

@@ -24,7 +24,7 @@ from strop.learner.model_config import ModelConfig
 from strop.runs.jobs.chat_server import ChatServer
 from strop.runs.models import load_policy
 from strop.safety.http_server import listening
-from support.hostile_bodies import DEEP, REFUSED, draw_bodies, send
+from support.hostile_bodies import REFUSED, send
 
 KEY, NAME, LENGTH = "secret", "mine/tiny", 96
 HELLO = [{"role": "user", "content": "1+1="}]
@@ -181,26 +181,6 @@ def test_no_request_in_valid_json_stops_the_server(served: Served) -> None:
     for path, body in REFUSED:
         status, answer = served.post(body, path=path)
         assert 400 <= status < 500 and answer["error"]["type"] == "invalid_request_error", (path, body, answer)
-    still_answers(served)
-
-
-def test_a_fuzz_of_requests_is_answered_or_refused(served: Served) -> None:
-    statuses = [served.post(body, path=path)[0] if not body.get("stream") else 200 for path, body in draw_bodies(34, 150)]
-    assert set(statuses) <= {200, 400} and statuses.count(200) > 20, statuses
-    still_answers(served)
-
-
-def test_odd_headers_and_deep_json_are_errors_of_the_request(served: Served) -> None:
-    key = {"Authorization": f"Bearer {KEY}"}
-    for kind in ("application/json; charset=bogus", "application/json; charset=zlib", "application/json; charset=utf-7"):
-        assert (
-            send(served.address, "/v1/chat/completions", {"messages": HELLO, "max_tokens": 1}, {**key, "Content-Type": kind})[0]
-            == 200
-        )
-    for given in ("Bearer \udcff", "Bearer schlüssel", "Bearer", ""):
-        assert send(served.address, "/v1/chat/completions", {"messages": HELLO}, {"Authorization": given})[0] == 401
-    assert send(served.address, "/v1/chat/completions", DEEP, key)[0] == 400
-    assert send(served.address, "/v1/chat/completions", b"\xff\xfe", key)[0] == 400
     still_answers(served)
 
 

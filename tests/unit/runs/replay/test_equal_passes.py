@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from strop.runs.replay import equal_passes
-from strop.runs.replay.compared_metrics import compare_metrics
-from strop.runs.replay.equal_passes import EqualPasses, compare_passes, passes_may_differ
+from strop.runs.replay.compared_metrics import EqualPasses, compare_metrics, compare_passes, passes_may_differ
 
 FIRST = {"loss": 0.5, "grad_norm": 1.50, "entropy": 2.0, "reward": 1.0}
 SECOND = {"loss": 0.5001, "grad_norm": 1.53, "entropy": 2.0, "reward": 1.0}

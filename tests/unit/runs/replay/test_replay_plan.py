@@ -10,9 +10,7 @@ import pytest
 
 from strop.monitoring.config_history import record_start
 from strop.monitoring.run_starts import RunStart, record_run_start
-from strop.runs.replay.earlier_settings import find_earlier_settings
-from strop.runs.replay.replay_error import ReplayError
-from strop.runs.replay.replay_plan import ReplayPlan, plan_replay
+from strop.runs.replay.replay_plan import ReplayError, ReplayPlan, find_earlier_settings, plan_replay
 
 STEPS = 8
 

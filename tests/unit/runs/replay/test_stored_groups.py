@@ -13,7 +13,7 @@ from strop.algorithms.policy_gradient.process.turn_advantages import make_turn_a
 from strop.data.packing import pack
 from strop.monitoring.rollout_store.rollout_record import make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.runs.replay.replay_error import ReplayError
+from strop.runs.replay.replay_plan import ReplayError
 from strop.runs.replay.stored_groups import rebuild_groups
 from strop.types import Batch, Ending, Group, StepReward, observation_turn
 from support.rollouts import make_agent_groups, make_group, make_rollout, pack_grpo, sampled_turn, simple_groups

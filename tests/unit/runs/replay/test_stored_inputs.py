@@ -13,7 +13,7 @@ import torch
 from strop.data.packing import pack
 from strop.monitoring.rollout_store.rollout_record import list_images, make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore, StoreFormat
-from strop.runs.replay.replay_error import ReplayError
+from strop.runs.replay.replay_plan import ReplayError
 from strop.runs.replay.stored_groups import LearnerReads, rebuild_groups
 from strop.sampling import pad_kept_tokens
 from strop.types import Batch, Branch, Ending, Group, PromptImage, Rollout, Turn, observation_turn

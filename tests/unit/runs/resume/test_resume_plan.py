@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,16 +22,14 @@ from strop.config import TRAINING_RUNS, ConfigError, TrainingRunConfig, load_con
 from strop.config.identity import Change, role_of
 from strop.config.load.reference import iter_sections
 from strop.config.source.keys import entry_model, find_field, iter_keys
-from strop.monitoring.config_history import HISTORY_FILE, read_finish, record_finish
+from strop.monitoring.config_history import HISTORY_FILE, record_finish
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.rollouts.stream import StreamState
 from strop.runs.lifecycle import make_checkpoints
-from strop.runs.resume.restore import finish_run, restore_checkpoint, resume_run
+from strop.runs.resume.restore import restore_checkpoint, resume_run
 from strop.runs.resume.resume_plan import ResumeError, plan_resume, refuse_other_run
-from strop.runs.training_run import train_as_configured
+from strop.runs.train import train_as_configured
 from strop.stopping import EarlyStop
-from strop.storage.storage_error import StorageError
-from support.full_disk import FullDisk
 
 BASE: dict[str, list[str]] = {
     "grpo": ["env.arithmetic={}"],
@@ -236,19 +232,6 @@ def test_a_checkpoint_of_a_version_that_cannot_be_read_is_continued_and_that_is_
 # --- resume: auto, must, never, previous ------------------------------------------------------------------------------------------
 
 
-def test_true_and_false_of_older_files_are_auto_and_never(tmp_path: Path) -> None:
-    for value, wanted in (("true", "auto"), ("false", "never"), ("must", "must"), ("previous", "previous")):
-        assert configure(tmp_path, f"checkpointing.resume={value}").checkpointing.resume == wanted
-
-
-def test_must_without_a_checkpoint_names_the_folder(tmp_path: Path) -> None:
-    config = configure(tmp_path, "checkpointing.resume=must")
-    with pytest.raises(ResumeError, match=f"resume is must, and {tmp_path / 'results'} holds no checkpoint"):
-        plan_resume(config)
-    save(config)
-    assert plan_resume(config).checkpoint == tmp_path / "results" / "step_4"
-
-
 def test_a_checkpoint_that_must_be_there_needs_checkpoints(tmp_path: Path) -> None:
     found = configure(tmp_path, "checkpointing.resume=must", "checkpointing.enabled=false").checkpointing.errors("checkpointing")
     assert ["found must, but checkpointing.enabled is false" in problem.message for problem in found] == [True]
@@ -318,16 +301,6 @@ def test_the_history_says_from_which_step_which_settings_held(tmp_path: Path) ->
     assert [line["from_step"] for line in lines()] == [1, 5]
     restore(third)
     assert [line["from_step"] for line in lines()] == [1, 5, 7]
-
-
-def test_records_without_room_at_the_start_are_an_error_that_names_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = configure(tmp_path)
-    (tmp_path / "logs").mkdir()
-    FullDisk(tmp_path / "logs", monkeypatch).full = True
-    with pytest.raises(StorageError, match=rf"^logger\.log_dir: {tmp_path / 'logs'} cannot be written: the disk is full"):
-        restore(config)
 
 
 def test_groups_made_with_other_sampling_options_are_begun_again(tmp_path: Path) -> None:
@@ -431,20 +404,3 @@ def test_fewer_steps_than_a_run_has_done_are_refused(tmp_path: Path) -> None:
     save(configure(tmp_path, "grpo.max_num_steps=30"), 12)
     with pytest.raises(ResumeError, match=r"finished at step 12.*grpo.max_num_steps 30 -> 10"):
         plan_resume(configure(tmp_path, "grpo.max_num_steps=10"))
-
-
-def test_a_run_that_goes_on_is_not_recorded_as_finished(tmp_path: Path) -> None:
-    again = finished_run(tmp_path)
-    restore(again("grpo.max_num_steps=40"))
-    assert read_finish(tmp_path / "logs") is None
-
-
-def test_a_full_disk_of_logs_does_not_fail_a_run_that_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("strop.runs.resume.restore.record_finish", refuse)
-    recorder = Recorder()
-    run: Any = SimpleNamespace(early_stop=None, step=3, options=SimpleNamespace(max_steps=3), tracker=recorder)
-    finish_run(tmp_path, run)
-    assert "cannot record that this run is finished: the disk is full" in recorder.notes[0]

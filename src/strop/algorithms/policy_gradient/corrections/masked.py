@@ -33,3 +33,15 @@ class Mis(Correction):
         kept = (ratios >= self.low) & (ratios <= self.high)
         weights = torch.where(kept, ratios, 0.0).to(dtype)
         return weights, {f"{self.name}_weight": weights, f"{self.name}_cut": (~kept).to(dtype)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Icepop(Mis):
+    """Mis of tokens with the wide band of IcePop (Ling team, "Small leak can sink a great ship", 2025).
+
+    Logs ``icepop_weight`` and ``icepop_cut``.
+    """
+
+    name: ClassVar[str] = "icepop"
+    low: float = 0.5
+    high: float = 5.0

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from strop.base_config import fields_of
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.nemo_rl.environment_rules import has_nemo_gym_servers
-from strop.config.recipes.nemo_rl.media.media_rules import IMAGE_DATASETS, SOUND_DATASETS, note_image_options
+from strop.config.recipes.nemo_rl.media_rules import IMAGE_DATASETS, SOUND_DATASETS, note_image_options
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule, Unused, is_switched_off
 from strop.config.source.yaml_source import get_at
 from strop.data.data_config import DataEntryConfig
-from strop.data.prompt_template import AUTO_PROMPT
 from strop.data.sources.dataset_class import is_dataset_class
 
 PROMPT = "prompt_file, the system prompt and the chat template make a prompt of a question, as it does"
@@ -287,35 +285,6 @@ def warn_of_null_template(recipe: Recipe) -> None:
             recipe.note(key, Effect.CHANGED, text)
 
 
-def find_named_files(recipe: Recipe) -> None:
-    """Find files that are not in the working directory beside the recipe that names them, or in a folder above it.
-
-    One that is nowhere is left to the checks, which a saved run is read without.
-    """
-    patterns = ("data*.prompt_file", "data*.system_prompt_file", "*tokenizer.chat_template")
-    for key in [key for pattern in patterns for key in recipe.find(pattern)]:
-        value = get_at(recipe.source.values, tuple(key.split(".")))
-        value = recipe.value(key) if isinstance(value, str) and "${" in value else value
-        if not isinstance(value, str) or not _is_missing_path(value, template=key.endswith("chat_template")):
-            continue
-        origin = recipe.source.find_origin(tuple(key.split(".")))
-        if origin is None or not isinstance(origin.source, Path):
-            continue
-        folder = origin.source.resolve().parent
-        found = next((above / value for above in (folder, *folder.parents) if (above / value).is_file()), None)
-        if found is not None:
-            recipe.set(key, str(found), because=key)
-
-
-def _is_missing_path(value: str, *, template: bool) -> bool:
-    if value == AUTO_PROMPT:
-        return False
-    try:
-        return (not template or value.endswith(".jinja")) and "\n" not in value and not Path(value).is_file()
-    except (OSError, ValueError):  # a name that no file can have
-        return False
-
-
 def _place(recipe: Recipe, key: str, option: str) -> str:
     """Return the key that sets an option of an entry: its own, or that of ``data.default``."""
     places = (f"{at}.{option}" for at in (key, "data.default"))
@@ -328,7 +297,6 @@ DATA_RULES: tuple[Rule, ...] = (
     translate_preference_validation,
     translate_entries,
     drop_stray_keys,
-    find_named_files,
     warn_of_null_template,
     Unused("data.add_system_prompt", "only the game of NeMo-RL's sliding puzzle reads it"),
     Unused("data.default.video_*", "models read no video"),

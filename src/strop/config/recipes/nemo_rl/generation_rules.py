@@ -1,4 +1,4 @@
-"""Sections ``policy.generation`` (``generation`` of an evaluation) and how weights reach the engines."""
+"""Sections ``policy.generation`` (``generation`` of an evaluation): engines, and how weights reach them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.recipe import Recipe
-from strop.config.recipes.rules import Refused, Rule, Unused, foreign_keys
+from strop.config.recipes.rules import Refused, Rule, Unused, foreign_keys, is_switched_off
 
 SPECULATION_KEYS = {"model": "model_name"}  # vLLM's names of options, and Strop's
 SPECULATION_READ = frozenset(
@@ -36,18 +36,6 @@ def translate_logprobs_mode(recipe: Recipe) -> None:
                 "log-probabilities",
                 "Set it to processed_logprobs.",
             )
-
-
-def translate_env_vars(recipe: Recipe) -> None:
-    """Write the values of environment variables as texts, which they are for a process."""
-    for key in list(recipe.find("*generation.vllm_cfg.env_vars")):
-        variables = recipe.value(key, {})
-        if isinstance(variables, Mapping) and not all(isinstance(value, str) for value in variables.values()):
-            for name, value in variables.items():
-                if not isinstance(value, str):
-                    recipe.set(f"{key}.{name}", "" if value is None else str(value), because=f"{key}.{name}")
-        elif variables == {} and recipe.is_set(key):
-            recipe.drop(key)
 
 
 def translate_sglang_model(recipe: Recipe) -> None:
@@ -174,7 +162,6 @@ GENERATION_RULES: tuple[Rule, ...] = (
     note_cache_scales,
     *SGLANG_RULES,
     translate_logprobs_mode,
-    translate_env_vars,
     translate_speculation,
     Unused("*generation.port_range_*", "free ports are chosen automatically"),
     Unused("*generation.refit_*", WEIGHT_SYNC),
@@ -194,3 +181,34 @@ GENERATION_RULES: tuple[Rule, ...] = (
     Unused("*generation.vllm_cfg.enforce_monotonicity", "NeMo-RL does not read it"),
     Unused("*generation.vllm_cfg.enable_expert_parallel", "NeMo-RL does not read it; expert_parallel_size says it"),
 )
+
+
+# Megatron Core as the engine of rollouts (backend: megatron), for which vLLM stands here.
+ENGINE_SIZES = {"tensor_model_parallel_size": "tensor_parallel_size", "expert_model_parallel_size": "expert_parallel_size"}
+
+
+def sample_with_vllm(recipe: Recipe) -> None:
+    """Sample with vLLM engines of the same sizes: with the same weights and options the distribution is the same.
+
+    Whoever asks for Megatron Core on the command line is told that it does not sample in this version.
+    """
+    for key in list(recipe.find("*generation.backend")):
+        if recipe.value(key) == "megatron" and not recipe.is_on_command_line(key):
+            _translate_backend(recipe, key)
+    for key in list(recipe.find("*generation.mcore_generation_config")):
+        recipe.unused(key, "it is for Megatron Core's engine; vllm_cfg is for vLLM's")
+
+
+def _translate_backend(recipe: Recipe, key: str) -> None:
+    section = key.removesuffix(".backend")
+    for option in list(recipe.find(f"{section}.mcore_generation_config.*")):
+        size = ENGINE_SIZES.get(option.rpartition(".")[2])
+        if size is not None and not is_switched_off(recipe.value(option)):
+            recipe.rename(option, f"{section}.vllm_cfg.{size}", text="vLLM samples")
+    recipe.set(key, "vllm", because=key)
+    recipe.note(
+        key,
+        Effect.CHANGED,
+        "rollouts are sampled by vLLM and not by Megatron Core, from the same weights with the same options: probabilities differ by "
+        "rounding, and the learner's ratio is to what vLLM sampled",
+    )

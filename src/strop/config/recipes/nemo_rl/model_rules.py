@@ -1,4 +1,4 @@
-"""Trained models (``policy``, ``value``): batching, tokenizer, the torch learner."""
+"""Models (``policy``, ``value``, ``teacher``): batching, tokenizer, the torch learner, optimizers of other packages."""
 
 from __future__ import annotations
 
@@ -80,5 +80,56 @@ MODEL_RULES: tuple[Rule, ...] = (
         ("policy.reward_model_cfg",),
         "this run trains a language model",
         "Use strop rm to train a reward model, or set enabled=false.",
+    ),
+)
+
+
+# Of Transformer Engine's optimizer: in which type it keeps what, which torch's keeps as the weights.
+STORAGE = (
+    "master_weights", "master_weight_dtype", "store_param_remainders", "exp_avg_dtype", "exp_avg_sq_dtype", "set_grad_none",
+    "capturable", "use_decoupled_grad",
+)  # fmt: skip
+
+
+def translate_fused_adam(recipe: Recipe) -> None:
+    """Take torch's AdamW, the same formula, for Transformer Engine's fused one."""
+    for key in list(recipe.find("*.optimizer.name")):
+        if not str(recipe.value(key)).startswith("transformer_engine.") or not str(recipe.value(key)).endswith(".FusedAdam"):
+            continue
+        options = f"{key.removesuffix('.name')}.kwargs"
+        decoupled = recipe.value(f"{options}.adam_w_mode", True)
+        name = "torch.optim.AdamW" if decoupled else "torch.optim.Adam"
+        recipe.set(key, name, because=key)
+        for option in (*STORAGE, "adam_w_mode"):
+            recipe.drop(f"{options}.{option}")
+        if recipe.value(f"{options}.weight_decay") is None:
+            recipe.set(f"{options}.weight_decay", 0.0, because=key)  # its default
+        recipe.note(key, Effect.CHANGED, f"{name} here, the same formula, with moments in the type of the trained weights")
+
+
+OPTIMIZER_RULES: tuple[Rule, ...] = (translate_fused_adam,)
+
+
+CUTS = "teacher.logprob_mb_tokens cuts what the teacher reads"
+WHY_UNUSED = {
+    "train_*": "the teacher is not trained",
+    "optimizer*": "the teacher is not trained",
+    "scheduler": "the teacher is not trained",
+    "max_grad_norm": "the teacher is not trained",
+    "offload_optimizer_for_logprob": "the teacher is not trained",
+    "hf_config_overrides.router_aux_loss_coef": "the teacher is not trained",
+    "generation*": "the teacher does not sample",
+    "logprob_*": CUTS,
+    "dynamic_batching*": CUTS,
+    "sequence_packing*": CUTS,
+    "make_sequence_length_divisible_by": "rows are packed without padding",
+    "max_total_sequence_length": "the teacher reads the student's rollouts whole",
+}
+TEACHER_RULES: tuple[Rule, ...] = (
+    *(Unused(f"teacher.{key}", why) for key, why in WHY_UNUSED.items()),
+    Refused(
+        ("teacher.hf_config_overrides",),
+        "a teacher is read with the configuration in its folder",
+        "Change config.json in a copy of its folder, and set teacher.model_name to the copy. Remove the key.",
     ),
 )

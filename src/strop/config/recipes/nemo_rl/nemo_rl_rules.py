@@ -6,16 +6,13 @@ from strop.config.recipes.nemo_rl.advantage_rules import ADVANTAGE_RULES
 from strop.config.recipes.nemo_rl.data_rules import DATA_RULES
 from strop.config.recipes.nemo_rl.environment_rules import ENVIRONMENT_RULES
 from strop.config.recipes.nemo_rl.generation_rules import GENERATION_RULES
-from strop.config.recipes.nemo_rl.loss_rules import LOSS_RULES
-from strop.config.recipes.nemo_rl.media.media_rules import MEDIA_RULES
+from strop.config.recipes.nemo_rl.media_rules import MEDIA_RULES
 from strop.config.recipes.nemo_rl.megatron.megatron_rules import MEGATRON_RULES
-from strop.config.recipes.nemo_rl.model_rules import MODEL_RULES
-from strop.config.recipes.nemo_rl.optimizer_rules import OPTIMIZER_RULES
-from strop.config.recipes.nemo_rl.quantization.modelopt_rules import translate_modelopt
+from strop.config.recipes.nemo_rl.model_rules import MODEL_RULES, OPTIMIZER_RULES, TEACHER_RULES
+from strop.config.recipes.nemo_rl.modelopt_rules import translate_modelopt
 from strop.config.recipes.nemo_rl.run_rules import RUN_RULES
 from strop.config.recipes.nemo_rl.single_controller_rules import SINGLE_CONTROLLER_RULES
-from strop.config.recipes.nemo_rl.teacher_rules import TEACHER_RULES
-from strop.config.recipes.nemo_rl.training_rules import TRAINING_RULES
+from strop.config.recipes.nemo_rl.training_rules import LOSS_RULES, TRAINING_RULES
 from strop.config.recipes.nemo_rl.unsupported_rules import UNSUPPORTED_RULES, explain_learner
 from strop.config.recipes.rules import Rule
 

@@ -1,4 +1,5 @@
-"""The training sections (``grpo``, ``ppo``, ``distillation``, ``sft``, ``dpo``, ``rm``): lengths, validation, filters, penalties."""
+"""The training sections (``grpo``, ``ppo``, ``distillation``, ``sft``, ``dpo``, ``rm``): lengths, validation, filters, penalties; and
+``loss_fn``."""
 
 from __future__ import annotations
 
@@ -75,18 +76,6 @@ def translate_failures(recipe: Recipe) -> None:
                 recipe.rename(key, f"{section}.max_errors_in_a_row", max(tolerated, 0) + 1)
 
 
-def translate_shaping(recipe: Recipe) -> None:
-    """In NeMo-RL the factor of truncated rollouts replaces the punishment of long ones."""
-    for section in ("grpo", "ppo", "distillation"):
-        shaping = f"{section}.reward_shaping"
-        factor, penalty = f"{shaping}.stop_properly_penalty_coef", f"{shaping}.overlong_buffer_penalty"
-        if not (recipe.is_own_key(shaping) and recipe.is_set(factor) and recipe.value(f"{shaping}.enabled")):
-            continue
-        if recipe.value(factor) is not None and recipe.value(penalty, 0) != 0:
-            recipe.set(penalty, 0.0, because=penalty if recipe.is_set(penalty) else factor)
-            recipe.note(factor, Effect.RENAMED, f"{penalty}=0 here: this factor replaces the punishment of long rollouts")
-
-
 def translate_best_of(recipe: Recipe) -> None:
     """Drop best@k training, which NeMo-RL's recipes have switched off and its code no longer reads."""
     on = [key for key in ("grpo.use_best_at_k", "grpo.use_combined_training") if recipe.is_set(key) and recipe.value(key)]
@@ -123,7 +112,6 @@ def _is_below(recipe: Recipe, key: str, bound: int) -> bool:
 TRAINING_RULES: tuple[Rule, ...] = (
     translate_lengths,
     translate_failures,
-    translate_shaping,
     translate_best_of,
     translate_message_penalties,
     Unused("*.val_batch_size", "validation goes through the same engine, which batches by itself"),
@@ -146,3 +134,38 @@ TRAINING_RULES: tuple[Rule, ...] = (
         "groups in flight when a checkpoint was saved are sampled again by the run that continues",
     ),
 )
+
+
+CLIPS = ("ratio_clip_min", "ratio_clip_max", "ratio_clip_c")
+
+
+def drop_clips_without_ratio(recipe: Recipe) -> None:
+    """Drop what REINFORCE has no use for: it has no ratio to clip or to set to 1."""
+    key = "loss_fn.disable_ppo_ratio"
+    if not (recipe.is_set(key) and recipe.value(key)):
+        return
+    for name in CLIPS:
+        if recipe.is_set(f"loss_fn.{name}"):
+            recipe.unused(f"loss_fn.{name}", "disable_ppo_ratio leaves no ratio to clip")
+    if recipe.value("loss_fn.force_on_policy_ratio", False):
+        recipe.unused("loss_fn.force_on_policy_ratio", "with disable_ppo_ratio there is no ratio, and the gradient is the same")
+
+
+def translate_kl_place(recipe: Recipe) -> None:
+    """Put the KL term where the estimator of the recipe reads it."""
+    key = "loss_fn.use_kl_in_reward"
+    if not (recipe.is_own_key("grpo") and recipe.is_set(key) and recipe.value(key)):
+        return
+    if not recipe.value("loss_fn.reference_policy_kl_penalty", 0):
+        return
+    name = recipe.value("grpo.adv_estimator.name")
+    if name == "reinforce_plus_plus":
+        recipe.set("algorithm.kl.place", "token_credit", because=key)
+        recipe.note(key, Effect.RENAMED, "algorithm.kl.place=token_credit here")
+        recipe.drop(key)
+    elif name in ("grpo", "gdpo"):
+        text = f"the KL estimate is subtracted from the reward; NeMo-RL's {name} does not read it, and trains without a KL term"
+        recipe.note(key, Effect.CHANGED, text)
+
+
+LOSS_RULES: tuple[Rule, ...] = (drop_clips_without_ratio, translate_kl_place)

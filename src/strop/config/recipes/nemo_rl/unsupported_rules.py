@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.nemo_rl.environment_rules import has_nemo_gym_servers, translate_nemo_gym
-from strop.config.recipes.nemo_rl.media.media_rules import UNSUPPORTED_MEDIA
-from strop.config.recipes.nemo_rl.megatron.megatron_generation import sample_with_vllm
+from strop.config.recipes.nemo_rl.generation_rules import sample_with_vllm
+from strop.config.recipes.nemo_rl.media_rules import UNSUPPORTED_MEDIA
 from strop.config.recipes.recipe import Recipe
-from strop.config.recipes.rules import Rule
-from strop.config.recipes.unsupported import Unsupported
+from strop.config.recipes.rules import Rule, Unsupported
 from strop.config.source.yaml_source import get_at
 
 NEMO_GYM = Unsupported(

@@ -1,16 +1,33 @@
-"""The families, and the one of a configuration."""
+"""What a family of models has to say, the families, and the one of a configuration."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
 
+from strop.learner.megatron.families.architecture import Architecture
 from strop.learner.megatron.families.deepseek_family import DeepSeek
-from strop.learner.megatron.families.family import Family
 from strop.learner.megatron.families.gemma import Gemma, Gemma2
 from strop.learner.megatron.families.llama import Llama
 from strop.learner.megatron.families.mistral import Mistral, Mixtral
 from strop.learner.megatron.families.nemotron import Nemotron
 from strop.learner.megatron.families.qwen import Qwen, QwenMoe
+from strop.learner.megatron.families.weight_rules import WeightRule
+
+
+class Family(Protocol):
+    """Models with one way to read a Hugging Face configuration and to name weights."""
+
+    model_types: ClassVar[tuple[str, ...]]  # of Hugging Face configurations
+
+    def architecture(self, hf_config: Any) -> Architecture:
+        """Return what the model is made of. Raises ValueError for what Megatron Core's model cannot do."""
+        ...
+
+    def rules(self, hf_config: Any) -> Sequence[WeightRule]:
+        """Return where the weights of the Hugging Face model are in Megatron Core's."""
+        ...
+
 
 FAMILIES: tuple[Family, ...] = (Llama(), Qwen(), QwenMoe(), Mistral(), Mixtral(), Gemma(), Gemma2(), DeepSeek(), Nemotron())
 

@@ -10,10 +10,9 @@ import pytest
 from strop.algorithm_factory import format_algorithm, make_algorithm
 from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
 from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
-from strop.algorithms.policy_gradient.advantages.reinforce import PlainReward
 from strop.algorithms.policy_gradient.advantages.reinforce_pp import BatchWhitened
 from strop.algorithms.policy_gradient.parts import Advantage
-from strop.config import ConfigError, LoadedConfig, dump_config, load_config
+from strop.config import ConfigError, LoadedConfig, load_config
 from strop.config.recipes.difference import Effect
 from strop.config.schema.run_config import GrpoRunConfig
 from strop.runs.algorithm.settings import collect_settings
@@ -59,14 +58,6 @@ def test_an_option_of_the_estimator_wins_over_the_section_s_and_holds_on_the_com
     assert "leave_one_out=False, normalize=False, deviation=unbiased" in outline
 
 
-def test_strop_s_own_keys_alone_keep_the_deviation_of_the_population(tmp_path: Path) -> None:
-    own = "policy: {model_name: m}\ngrpo: {normalize_rewards: true, use_leave_one_out_baseline: true}\n"
-    assert advantage(load(tmp_path, recipe=own)) == GroupRelative(leave_one_out=True)
-    assert advantage(load(tmp_path, "grpo.adv_estimator.deviation=others", recipe=own)) == GroupRelative(
-        leave_one_out=True, deviation="others"
-    )
-
-
 def test_options_without_a_name_are_those_of_grpo_and_absent_ones_have_nemo_rl_s_defaults(tmp_path: Path) -> None:
     bare = "policy: {model_name: m}\ngrpo: {adv_estimator: {normalize_rewards: false}}\n"
     assert advantage(load(tmp_path, recipe=bare)) == GroupRelative(leave_one_out=True, normalize=False, deviation="others")
@@ -88,19 +79,6 @@ def test_reinforce_plus_plus_reads_only_its_baseline(tmp_path: Path) -> None:
     assert advantage(plain) == BatchWhitened()
 
 
-def test_raw_reward_is_the_plain_reward_whitened_or_not(tmp_path: Path) -> None:
-    assert advantage(load(tmp_path, "grpo.adv_estimator.name=raw_reward")) == BatchWhitened()
-    plain = load(tmp_path, "grpo.adv_estimator.name=raw_reward", "grpo.adv_estimator.normalize_advantages=false")
-    assert advantage(plain) == PlainReward()
-
-
-def test_an_advantage_of_strop_s_own_has_none_of_these_options(tmp_path: Path) -> None:
-    loaded = load(tmp_path, "grpo.adv_estimator.name=group_relative")
-    assert advantage(loaded) == GroupRelative(leave_one_out=True)
-    (said,) = {d.text for d in loaded.differences if d.key == "grpo.adv_estimator.normalize_rewards"}
-    assert said == "group_relative does not read it"
-
-
 def test_distillation_by_several_teachers_is_refused_once_for_what_it_needs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, "grpo.adv_estimator.name=opd")
@@ -110,10 +88,3 @@ def test_distillation_by_several_teachers_is_refused_once_for_what_it_needs(tmp_
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, "grpo.adv_estimator.name=opd", "on_policy_distillation.enabled=true")
     assert [problem.key for problem in caught.value.problems] == ["on_policy_distillation"]
-
-
-def test_what_is_saved_of_a_translated_recipe_loads_back_equal(tmp_path: Path) -> None:
-    for name in ("grpo", "gdpo", "reinforce_plus_plus"):
-        loaded = load(tmp_path, f"grpo.adv_estimator.name={name}", "loss_fn.reference_policy_kl_penalty=0.01")
-        again = load(tmp_path, recipe=dump_config(loaded.config))
-        assert again.config == loaded.config and not again.differences

@@ -9,7 +9,7 @@ import pytest
 from strop.algorithm_factory import make_algorithm
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.advantages.reinforce import Reinforce
-from strop.algorithms.policy_gradient.corrections.icepop import Icepop
+from strop.algorithms.policy_gradient.corrections.masked import Icepop
 from strop.algorithms.policy_gradient.objectives.gspo import SequenceClip
 from strop.config import LoadedConfig, dump_config, load_config
 from strop.config.recipes.difference import Effect

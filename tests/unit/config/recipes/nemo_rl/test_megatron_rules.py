@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from strop import packages
-from strop.config import ConfigError, LoadedConfig, dump_config, load_config
+from strop.config import ConfigError, LoadedConfig, load_config
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.nemo_rl.megatron.megatron_rules import make_schedule_section
 from strop.config.schema.run_config import TRAINING_RUNS
@@ -86,38 +86,6 @@ def test_the_section_is_carried_over_for_megatron_core(recipe: Path) -> None:
     assert not [difference for difference in loaded.differences if difference.effect is Effect.CHANGED]
 
 
-@pytest.mark.parametrize(
-    ("option", "meant"),
-    [
-        ("tensor_model_paralel_size=2", "tensor_model_parallel_size"),
-        ("pipeline_parallel_size=2", "pipeline_model_parallel_size"),
-        ("optimizer.weight_decy=2", "optimizer.weight_decay"),
-    ],
-)
-def test_the_option_that_a_misspelled_one_may_be_is_named(recipe: Path, option: str, meant: str) -> None:
-    for backend in ((), (TORCH,)):
-        (message,) = refusals(recipe, *backend, f"policy.megatron_cfg.{option}").values()
-        assert f"Did you mean policy.megatron_cfg.{meant}?" in message
-
-
-def test_a_learning_rate_of_the_torch_learner_is_refused_with_megatron_s_key(recipe: Path) -> None:
-    (message,) = refusals(recipe, "policy.optimizer.kwargs.lr=1e-3").values()
-    assert "Set policy.megatron_cfg.optimizer.lr, or policy.backend=torch." in message
-
-
-def test_what_is_saved_of_a_run_with_megatron_core_loads_back_without_differences(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "strop.config.load.load.redact_secrets", lambda tree: tree
-    )  # the values of env_vars are left out otherwise
-    config = load(recipe).config
-    saved = tmp_path / "saved.yaml"
-    saved.write_text(dump_config(config))
-    again = load(saved)
-    assert again.config == config and not [difference for difference in again.differences if "_cfg" in difference.key]
-
-
 def test_policy_value_and_teacher_have_one_learner() -> None:
     base = ["policy.model_name=m", "data.train.env_name=math", "env.math={}"]
     on = [f"{model}.{key}" for model in ("policy", "value") for key in ("megatron_cfg.enabled=true", "dtensor_cfg.enabled=false")]
@@ -167,49 +135,10 @@ def test_a_model_that_both_learners_are_to_train_is_refused_as_by_nemo_rl(recipe
     assert both.megatron_cfg.enabled and not both.dtensor_cfg.enabled
 
 
-@pytest.mark.parametrize(
-    ("key", "instead"),
-    [
-        ("policy.optimizer.kwargs.lr=1e-4", "Set policy.megatron_cfg.optimizer"),
-        ("policy.scheduler={name: cosine}", "Set policy.megatron_cfg.scheduler"),
-        ("policy.dtensor_cfg.tensor_parallel_size=4", "Set policy.megatron_cfg.tensor_model_parallel_size"),
-        ("policy.dtensor_cfg.lora_cfg.dim=9", "Set policy.megatron_cfg.peft"),
-    ],
-)
-def test_what_the_torch_learner_would_read_is_refused_on_the_command_line(recipe: Path, key: str, instead: str) -> None:
-    refused = refusals(recipe, key)
-    assert all(instead in problem for problem in refused.values()) and len(refused) == 1
-
-
 def test_the_backend_alone_asks_for_megatron_core() -> None:
     base = ["policy.model_name=m", "data.train.env_name=math", "env.math={}", "policy.backend=megatron"]
     policy = load_config(None, [*base, "cluster.gpus_per_node=2"], root=TRAINING_RUNS["grpo"]).config.policy
     assert policy.megatron_cfg.enabled and not policy.dtensor_cfg.enabled
-
-
-def test_megatron_core_that_is_not_installed_is_named(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "is_installed", lambda package: package != "megatron.core")
-    assert "pip install -e '.[megatron]'" in refusals(recipe)["policy.megatron_cfg.enabled"]
-
-
-CARRIED = [
-    ({"moe_token_dispatcher_type": "allgather"}, "moe_token_dispatcher_type", "alltoall"),
-    ({"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}, "moe_token_dispatcher_type", "alltoall"),
-    ({"attention_backend": "flash"}, "attention_backend", "speed"),
-    ({"checkpoint": "{async_save: true}"}, "checkpoint", "checkpointing.async_save"),
-    ({"mtp_num_layers": 2, "mtp_detach_heads": "true", "mtp_loss_scaling_factor": 0.3}, "mtp_num_layers", "not trained"),
-    (
-        {"moe_router_load_balancing_type": "aux_loss", "expert_model_parallel_size": 2},
-        "moe_router_load_balancing_type",
-        "no loss that balances",
-    ),
-]
-
-
-@pytest.mark.parametrize(("options", "key", "text"), CARRIED)
-def test_what_only_nemo_rl_s_workers_have_is_said(recipe: Path, options: Mapping[str, Any], key: str, text: str) -> None:
-    loaded = load(recipe, *(f"policy.megatron_cfg.{name}={value}" for name, value in options.items()))
-    assert text in {d.key: d.text for d in loaded.differences}[f"policy.megatron_cfg.{key}"]
 
 
 @pytest.mark.parametrize(
@@ -264,30 +193,6 @@ def test_the_torch_learner_trains_with_megatron_s_rate_warm_up_and_sizes(recipe:
     assert not [difference for difference in loaded.differences if difference.effect is Effect.CHANGED]
     reasons = {difference.text for difference in loaded.differences if "megatron_cfg" in difference.key}
     assert len(reasons) > 8, "each group of keys has a reason of its own"
-
-
-def test_a_translated_recipe_loads_back_without_differences_of_the_learner(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "strop.config.load.load.redact_secrets", lambda tree: tree
-    )  # the values of env_vars are left out otherwise
-    config = load(recipe, TORCH).config
-    saved = tmp_path / "saved.yaml"
-    saved.write_text(dump_config(config))
-    again = load(saved)
-    assert again.config == config and not [difference for difference in again.differences if "_cfg" in difference.key]
-
-
-def test_keys_set_beside_the_one_key_win_over_the_recipe_s(recipe: Path, tmp_path: Path) -> None:
-    own = ["policy.optimizer.kwargs.lr=1e-6", "policy.dtensor_cfg.tensor_parallel_size=4", "policy.dtensor_cfg.cpu_offload=true"]
-    policy = load(recipe, TORCH, *own, "policy.scheduler=null").config.policy
-    assert policy.optimizer.kwargs["lr"] == 1e-6 and policy.optimizer.kwargs["betas"] == [0.9, 0.95]
-    assert policy.dtensor_cfg.tensor_parallel_size == 4 and policy.dtensor_cfg.cpu_offload and policy.scheduler is None
-    derived = tmp_path / "own.yaml"
-    derived.write_text(f"defaults: {recipe.name}\npolicy: {{backend: torch, max_grad_norm: 2.0}}\n")
-    policy = load(derived, "policy.megatron_cfg.optimizer.lr=2e-6").config.policy
-    assert policy.max_grad_norm == 2.0 and policy.optimizer.kwargs["lr"] == 2e-6
 
 
 def test_a_recipe_without_an_optimizer_of_megatron_s_keeps_the_policy_s(recipe: Path) -> None:
@@ -361,11 +266,6 @@ def test_a_loss_of_multi_token_prediction_that_trains_the_model_is_refused(recip
     assert list(refusals(recipe, TORCH, *options)) == ["policy.megatron_cfg.mtp_num_layers"]
 
 
-@pytest.mark.parametrize("key", ["policy.megatron_cfg=7", "policy.megatron_cfg.enabled=perhaps"])
-def test_a_section_of_the_wrong_kind_is_refused_as_it_is_of_other_sections(recipe: Path, key: str) -> None:
-    assert list(refusals(recipe, key)) == [key.partition("=")[0]]
-
-
 def test_adapters_of_fused_layers_become_adapters_of_their_parts(recipe: Path) -> None:
     peft = (
         "{enabled: true, dim: 16, alpha: 64, dropout: 0.0, lora_A_init_method: uniform, target_modules: [linear_qkv, linear_fc2]}"
@@ -379,13 +279,6 @@ def test_adapters_of_fused_layers_become_adapters_of_their_parts(recipe: Path) -
         recipe, TORCH, "policy.megatron_cfg.peft={enabled: true, target_modules: [], exclude_modules: ['*.linear_proj']}"
     )
     assert everything.config.policy.dtensor_cfg.lora_cfg.exclude_modules == ("*.o_proj",)
-
-
-def test_the_section_says_nothing_while_it_is_switched_off(recipe: Path) -> None:
-    off = ["policy.megatron_cfg.enabled=false", "policy.dtensor_cfg.enabled=true", "policy.optimizer={kwargs: {lr: 0.5}}"]
-    loaded = load(recipe, *off)
-    assert loaded.config.policy.optimizer.kwargs["lr"] == 0.5 and loaded.config.policy.dtensor_cfg.tensor_parallel_size == 1
-    assert {d.effect for d in loaded.differences if "megatron_cfg" in d.key} == {Effect.UNUSED}
 
 
 # --- schedules -------------------------------------------------------------------------------------------------------------

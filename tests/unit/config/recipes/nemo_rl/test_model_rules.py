@@ -41,11 +41,6 @@ def test_dynamic_batching_cuts_by_its_tokens_and_packs() -> None:
     assert critic.sequence_packing.enabled and critic.batching.train_mb_tokens == 1024
 
 
-def test_without_packing_and_dynamic_batching_rows_stay_padded() -> None:
-    policy = load("policy.sequence_packing.enabled=false", "policy.dynamic_batching.enabled=false").config.policy
-    assert policy.batching is policy.dynamic_batching
-
-
 def test_environment_variables_go_to_the_learner_s_processes_as_text() -> None:
     loaded = load(
         "cluster.backend=ray",
@@ -91,28 +86,3 @@ def test_a_key_about_speed_or_memory_changes_nothing(key: str) -> None:
 )
 def test_a_key_that_asks_for_something_else_is_refused_with_what_to_set(key: str, said: str) -> None:
     assert said in refusal(key)
-
-
-def test_the_old_key_of_recomputation_is_the_torch_learner_s() -> None:
-    assert load("policy.activation_checkpointing_enabled=true").config.policy.dtensor_cfg.activation_checkpointing
-    assert not load("policy.activation_checkpointing_enabled=false").config.policy.dtensor_cfg.activation_checkpointing
-
-
-def test_sequence_parallelism_over_one_rank_is_a_warning() -> None:
-    loaded = load("policy.dtensor_cfg.sequence_parallel=true")
-    assert any("sequence_parallel: it has no effect" in str(warning) for warning in loaded.warnings)
-
-
-def test_excluded_layers_alone_mean_all_others() -> None:
-    options = "{enabled: true, target_modules: [], exclude_modules: ['*out_proj*'], match_all_linear: false, dim: 8}"
-    lora = load(f"policy.dtensor_cfg.lora_cfg={options}").config.policy.dtensor_cfg.lora_cfg
-    assert lora.exclude_modules == ("*out_proj*",) and lora.target_modules == ()
-
-
-def test_a_conflict_within_a_section_is_said_without_printing_the_section() -> None:
-    text = refusal("policy.dtensor_cfg.lora_cfg={enabled: true, target_modules: [q_proj], match_all_linear: true}")
-    assert "match_all_linear=true selects every linear layer" in text and "{" not in text
-
-
-def test_the_torch_learner_is_asked_for_by_one_key_even_where_it_is_switched_off() -> None:
-    assert load("policy.backend=torch", "policy.dtensor_cfg.enabled=false").config.policy.dtensor_cfg.enabled

@@ -54,17 +54,6 @@ def test_the_engine_samples_with_what_the_learner_rounds(tmp_path: Path) -> None
     assert found["policy.disable_modelopt_layer_spec"] is Effect.UNUSED
 
 
-def test_an_engine_with_another_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the engine samples with the weights that the learner rounds"):
-        load(tmp_path, engine="FP8_DEFAULT_CFG")
-
-
-def test_nothing_is_quantised_where_both_are_null(tmp_path: Path) -> None:
-    loaded = load(tmp_path, quant_cfg="null", real="false")
-    assert loaded.config.policy.quant_cfg is None
-    assert Effect.CHANGED not in {effect for key, effect in effects(loaded).items() if "quant" in key}
-
-
 def test_a_file_is_found_from_the_folder_that_the_library_is_run_from(tmp_path: Path) -> None:
     file = tmp_path / "examples" / "quant.yaml"
     file.parent.mkdir()
@@ -73,12 +62,6 @@ def test_a_file_is_found_from_the_folder_that_the_library_is_run_from(tmp_path: 
     recipes.mkdir()
     loaded = load(recipes, quant_cfg="examples/quant.yaml", calib_data="null")
     assert loaded.config.policy.quant_cfg == str(file)
-
-
-def test_inputs_with_static_scales_need_texts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="which texts must find before training"):
-        load(tmp_path, calib_data="null")
-    assert load(tmp_path, quant_cfg="W4A16_NVFP4_CFG", calib_data="null").config.policy.quant_calib_data is None
 
 
 def test_the_torch_learner_trains_what_megatron_core_cannot_round(tmp_path: Path) -> None:

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from strop.algorithms.policy_gradient.base import PolicyGradient
+from strop.algorithms.policy_gradient.overlong import SoftOverlong
 from strop.config import ConfigError, LoadedConfig, load_config
 from strop.config.recipes.difference import Effect
 from strop.config.schema.run_config import TRAINING_RUNS
+from strop.runs.algorithm.run_algorithm import make_run_algorithm
 
 NEEDED = {"distillation": ["teacher.model_name=t"]}
 
@@ -34,11 +37,6 @@ def test_minus_one_turns_validation_off_and_leaves_the_number_of_epochs_open_in_
     assert (loaded.config.training.val_period, loaded.config.training.max_num_epochs) == (0, None)
     assert f"{section}.val_period" in of(loaded, Effect.RENAMED)
     assert "trains nothing unless" in of(loaded, Effect.CHANGED)[f"{section}.max_num_epochs"]
-
-
-def test_asynchronous_recipes_have_no_number_of_epochs() -> None:
-    loaded = load("ppo", "ppo.max_num_epochs=-1", "ppo.async_ppo.enabled=true")
-    assert loaded.config.ppo.max_num_epochs is None and not of(loaded, Effect.CHANGED)
 
 
 @pytest.mark.parametrize("section", ["sft", "dpo", "rm"])
@@ -77,10 +75,11 @@ def test_failures_that_are_tolerated_are_one_less_than_those_that_end_the_run() 
 
 def test_the_factor_of_truncated_rollouts_replaces_the_punishment_of_long_ones() -> None:
     shaping = ("grpo.reward_shaping.enabled=true", "grpo.reward_shaping.overlong_buffer_penalty=1")
-    both = load("grpo", *shaping, "grpo.reward_shaping.stop_properly_penalty_coef=0.1")
-    found = both.config.grpo.reward_shaping
-    assert (found.stop_properly_penalty_coef, found.overlong_buffer_penalty) == (0.1, 0.0)
-    assert load("grpo", *shaping).config.grpo.reward_shaping.overlong_buffer_penalty == 1.0
+    both = make_run_algorithm(load("grpo", *shaping, "grpo.reward_shaping.stop_properly_penalty_coef=0.1").config)
+    assert isinstance(both, PolicyGradient) and isinstance(both.shaping, SoftOverlong)
+    assert (both.shaping.truncated_factor, both.shaping.penalty) == (0.1, 0.0)
+    alone = make_run_algorithm(load("grpo", *shaping).config)
+    assert isinstance(alone, PolicyGradient) and isinstance(alone.shaping, SoftOverlong) and alone.shaping.penalty == 1.0
 
 
 def test_what_only_changes_the_speed_or_is_not_read_is_left_out() -> None:
@@ -103,13 +102,6 @@ def test_what_only_changes_the_speed_or_is_not_read_is_left_out() -> None:
     assert len(of(lead, Effect.UNUSED)) == 2
 
 
-def test_a_filter_that_is_nowhere_defined_is_refused_with_the_one_that_is() -> None:
-    (said,) = refusals("grpo", "grpo.zero_variance_prompt_filtering=true")
-    assert "grpo.use_dynamic_sampling=true" in said
-    (said,) = refusals("grpo", "grpo.use_best_at_k=true", "grpo.use_combined_training=true", "grpo.best_at_k_k=8")
-    assert "algorithm.name=pass_at_k" in said
-
-
 def test_penalties_on_messages_are_penalties_on_turns() -> None:
     loaded = load("grpo", "grpo.invalid_tool_call_advantage=-5.0", "grpo.malformed_thinking_advantage=-3.0")
     penalties = loaded.config.reward_penalties
@@ -117,11 +109,6 @@ def test_penalties_on_messages_are_penalties_on_turns() -> None:
     assert len(of(loaded, Effect.RENAMED)) == 2
     off = load("grpo", "grpo.invalid_tool_call_advantage=null", "grpo.malformed_thinking_advantage=null")
     assert len(of(off, Effect.UNUSED)) == 2
-
-
-def test_rollouts_are_left_out_by_the_threshold_of_a_recipe() -> None:
-    assert load("grpo", "grpo.seq_logprob_error_threshold=2").config.grpo.seq_logprob_error_threshold == 2.0
-    assert load("ppo", "ppo.seq_logprob_error_threshold=2.0").config.ppo.seq_logprob_error_threshold == 2.0
 
 
 def test_a_teacher_s_training_keys_each_have_their_reason_and_what_would_change_it_is_refused() -> None:
@@ -137,8 +124,3 @@ def test_a_teacher_s_training_keys_each_have_their_reason_and_what_would_change_
     }
     (refused,) = refusals("distillation", "teacher.hf_config_overrides.rope_scaling={factor: 4}")
     assert "set teacher.model_name to the copy" in refused
-
-
-def test_ppo_without_a_critic_is_another_kind_of_run() -> None:
-    (said,) = refusals("ppo", "ppo.adv_estimator.name=raw_reward")
-    assert "has no critic" in said and "Use strop grpo with grpo.adv_estimator.name=raw_reward" in said

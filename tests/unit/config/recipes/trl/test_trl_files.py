@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 
-from strop import cli, packages
 from strop.config import ConfigError
 from strop.config.load.load import load_config
 from strop.config.load.translated_recipe import TranslatedRecipe, render_recipe, translate_recipe
-from strop.config.recipes.difference import Effect
 from strop.config.recipes.key_table import find_entry
-from strop.config.recipes.recipe_format import find_format
 from strop.config.recipes.trl.trl_defaults import COMMON, SCRIPT, TRAINERS
 from strop.config.recipes.trl.trl_keys import TRL_KEYS
 from strop.config.schema.run_config import TRAINING_RUNS
@@ -60,14 +57,6 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 @pytest.mark.parametrize("command", [command for command in TRL_KEYS if command != "online_dpo"])
 def test_every_argument_of_a_trainer_is_in_the_table_with_its_default(command: str, trainers: dict[str, Any]) -> None:
     compare_with_table(command, trainers[command])
-
-
-@pytest.mark.exhaustive  # importing it takes ten seconds
-def test_every_argument_of_online_dpo_is_in_the_table_with_its_default() -> None:
-    pytest.importorskip("trl")
-    from trl.experimental.online_dpo import OnlineDPOConfig
-
-    compare_with_table("online_dpo", OnlineDPOConfig)
 
 
 def compare_with_table(command: str, kind: Any) -> None:
@@ -125,18 +114,6 @@ def test_batches_count_devices_accumulation_and_generations(
     config = translate(GRPO + "".join(f"{key}: {value}\n" for key, value in options.items()), gpus=gpus).loaded.config
     assert (config.grpo.num_prompts_per_step, config.policy.train_global_batch_size, config.grpo.update_epochs) == expected
     assert config.cluster.gpus_per_node == gpus
-
-
-def test_max_steps_counts_optimizer_steps(translate: Translate) -> None:
-    found = translate(f"{GRPO}max_steps: 100\nsteps_per_generation: 4\nnum_iterations: 2\nsave_steps: 40\n")
-    config = found.loaded.config
-    assert config.grpo.max_num_steps == 13 and config.grpo.max_num_epochs is None and config.checkpointing.save_period == 5
-    assert any(difference.key == "max_steps" and difference.effect is Effect.CHANGED for difference in found.differences)
-
-
-def test_a_dump_knows_its_number_of_processes(translate: Translate) -> None:
-    config = translate(f"{GRPO}generation_batch_size: 64\nsteps_per_generation: 2\n").loaded.config
-    assert config.cluster.gpus_per_node == 4 and config.grpo.num_prompts_per_step == 16
 
 
 @pytest.mark.parametrize(
@@ -233,11 +210,6 @@ def test_a_preference_loss_has_its_algorithm_and_beta(translate: Translate, loss
     assert (config.dpo.preference_loss_weight, config.dpo.sft_loss_weight) == (0.8, 0.2)
 
 
-def test_label_smoothing_makes_dpo_conservative(translate: Translate) -> None:
-    values = translate(f"{BASE}label_smoothing: 0.1\n", command="dpo").loaded.source.values
-    assert values["algorithm"] == {"name": "cdpo", "label_smoothing": 0.1}
-
-
 def test_rloo_charges_the_kl_to_the_reward_and_trains_once_on_a_batch(translate: Translate) -> None:
     values = translate(f"{RLOO}reward_clip_range: [-1.0, 1.0]\n", command="rloo").loaded.source.values
     assert values["algorithm"]["name"] == "rloo" and values["grpo"]["reward_scaling"]["source_min"] == -1.0
@@ -272,54 +244,6 @@ def test_online_dpo_kto_and_reward_models_have_their_runs(translate: Translate) 
 def test_what_cannot_run_is_refused_at_the_key_that_asks_for_it(translate: Translate, line: str, key: str) -> None:
     text = GRPO + line + "\n"
     assert list(reasons(translate, text, "grpo")) == [key]
-
-
-def test_a_file_for_several_trainers_asks_which(translate: Translate, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="which of TRL's trainers") as caught:
-        translate(BASE + "learning_rate: 1.0e-5\nmax_length: 512\n")
-    assert "--from trl-sft" in caught.value.problems[0].fix and "--from trl-dpo" in caught.value.problems[0].fix
-    assert find_format(tmp_path / "trl.yaml").name == "trl"
-    (tmp_path / "trl.yaml").rename(tmp_path / "sft_config.yaml")
-    assert translate_recipe(tmp_path / "sft_config.yaml").kind == "sft"
-
-
-def test_gpus_are_said_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "sft.yaml"
-    path.write_text(f"{BASE}packing: true\n")
-    assert cli.main(["translate", str(path), "--gpus", "4"]) == 0
-    assert "train_global_batch_size: 32" in capsys.readouterr().out
-    assert cli.main(["translate", str(path)]) == 0
-    assert "--gpus N" in capsys.readouterr().out.replace("\n#     ", " ")
-    path.write_text("grpo: {}\n")
-    assert cli.main(["translate", str(path), "--gpus", "4"]) == 2
-    assert "says itself how many GPUs" in capsys.readouterr().err
-
-
-def test_services_get_the_names_that_trl_gives_them(translate: Translate) -> None:
-    found = translate(
-        f"{GRPO}report_to: [trackio, swanlab, mlflow, comet_ml]\nrun_name: first\nproject: adding\ntrackio_space_id: me/x\n"
-    )
-    logger = found.loaded.config.logger
-    assert logger.services == ("mlflow", "swanlab", "trackio")
-    assert logger.mlflow.run_name == logger.swanlab.name == logger.trackio.name == "first"
-    assert logger.trackio.project == "adding" and logger.trackio.space_id == "me/x"
-    assert logger.swanlab.project is None and logger.mlflow.experiment_name is None  # TRL reads them from the environment
-    (text,) = [difference.text for difference in found.differences if difference.key == "report_to"]
-    assert "there is no tracker comet_ml here" in text and "logger.trackio_enabled=true" in text
-
-
-def test_all_services_are_those_that_are_installed(translate: Translate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "is_here", lambda name: name in ("wandb", "tensorboard"))
-    assert translate(f"{GRPO}report_to: all\n").loaded.config.logger.services == ("tensorboard", "wandb")
-    assert translate(f"{GRPO}report_to: none\n").loaded.config.logger.services == ()
-
-
-def test_names_for_services_that_are_off_are_left_out(translate: Translate) -> None:
-    found = translate(f"{GRPO}report_to: tensorboard\nrun_name: first\nwandb_project: adding\n")
-    left = {difference.key for difference in found.differences if difference.effect is Effect.UNUSED}
-    assert {"run_name", "wandb_project"} <= left
-    config = translate(f"{GRPO}report_to: wandb\nrun_name: first\nwandb_project: adding\nwandb_entity: team\n").loaded.config
-    assert (config.logger.wandb.name, config.logger.wandb.project, config.logger.wandb.entity) == ("first", "adding", "team")
 
 
 def test_a_pickle_of_arguments_is_not_read(tmp_path: Path) -> None:

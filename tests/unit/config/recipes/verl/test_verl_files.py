@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from strop import cli, packages
 from strop.config import ConfigError
 from strop.config.load.load import load_config
 from strop.config.load.translated_recipe import TranslatedRecipe, render_recipe, translate_recipe
@@ -19,7 +17,6 @@ from strop.config.recipes.verl.shell_script import read_script
 from strop.config.recipes.verl.verl_format import is_verl
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.learner.torch.schedules import make_schedule
-from strop.monitoring.logger_config import SERVICES
 
 SCRIPT = """#!/usr/bin/env bash
 set -x
@@ -240,18 +237,6 @@ def test_what_cannot_run_is_refused_once_at_the_key_that_asks_for_it(translate: 
     assert list(refused(translate, override)) == [key]
 
 
-def test_experts_of_the_rollout_are_replayed_as_the_recipe_says(translate: Translate) -> None:
-    mode, asked = "actor_rollout_ref.actor.router_replay.mode", "actor_rollout_ref.rollout.enable_rollout_routing_replay"
-    assert translate(f"{mode}=R3", f"{asked}=True").loaded.config.policy.router_replay.enabled
-    assert translate(f"{mode}=R3").loaded.config.policy.router_replay.enabled
-    assert not translate(f"{mode}=disabled", f"{asked}=True").loaded.config.policy.router_replay.enabled
-
-
-def test_images_are_read_from_their_column(translate: Translate) -> None:
-    found = translate("data.image_key=pictures")
-    assert found.loaded.config.data.train[0].image_key == "pictures"
-
-
 def test_sft_trains_on_two_columns_or_on_messages(translate: Translate) -> None:
     text = """torchrun --standalone --nnodes=1 --nproc_per_node=4 -m verl.trainer.fsdp_sft_trainer data.train_files=t.parquet \\
         data.val_files=v.parquet data.prompt_key=extra_info data.response_key=extra_info data.prompt_dict_keys=['question'] \\
@@ -285,16 +270,6 @@ trainer: {project_name: p, experiment_name: e, default_local_dir: "ckpt/${traine
     assert not is_verl({"grpo": {}})
 
 
-def test_a_configuration_of_ones_own_is_read_beside_the_script(tmp_path: Path, translate: Translate) -> None:
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "mine.yaml").write_text(
-        "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {actor: {entropy_coeff: 0.5}}"
-    )
-    text = SCRIPT.replace("main_ppo \\", "main_ppo --config-path=config --config-name=mine \\")
-    assert translate(text=text).loaded.config.loss_fn.entropy_bonus == 0.5
-    assert list(refused(lambda *extra: translate(*extra, text=text.replace("=mine", "=other")))) == ["--config-name"]
-
-
 def test_every_kind_of_variable_of_a_shell_is_expanded_or_named() -> None:
     script = read_script(
         """
@@ -315,38 +290,3 @@ python3 $cmd x.a=$A x.b="$B" x.c=${C} x.sum=$(((A + 1) * 4 / 3)) x.home=$HOME/da
         "x.first": "one", "x.plus": "1", "x.array": "1",
     }  # fmt: skip
     assert {key: script.overrides[key] for key in expected} == expected
-
-
-def test_services_get_the_names_of_project_and_experiment(translate: Translate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "is_installed", lambda name: True)
-    names = ("trainer.project_name=adding", "trainer.experiment_name=first")
-    every = 'trainer.logger=\'["console","tracking","mlflow","swanlab","trackio","tensorboard","clearml","file"]\''
-    found = translate(*names, every)
-    logger = found.loaded.config.logger
-    assert logger.services == SERVICES
-    assert logger.wandb.project == logger.mlflow.experiment_name == logger.swanlab.project == logger.trackio.project == "adding"
-    assert logger.wandb.name == logger.mlflow.run_name == logger.swanlab.name == logger.trackio.name == "first"
-    (text,) = [difference.text for difference in found.differences if difference.key == "trainer.logger"]
-    assert text.startswith("there is no tracker clearml here")
-    alone = translate(*names, "trainer.logger=console").loaded
-    assert alone.config.logger.services == () and alone.config.checkpointing.checkpoint_dir == "checkpoints/adding/first"
-
-
-def test_a_script_that_trains_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "generate.sh"
-    path.write_text("python3 -m verl.trainer.main_generation data.path=x.parquet\n")
-    assert cli.main(["translate", str(path)]) == 2
-    assert "trains nothing" in capsys.readouterr().err
-    path.write_text("echo hello\n")
-    assert cli.main(["translate", str(path)]) == 2
-    assert "no command of verl's" in capsys.readouterr().err
-
-
-def test_a_folder_of_scripts_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str], translate: Translate) -> None:
-    translate()
-    (tmp_path / "videos.sh").write_text(
-        (tmp_path / "run.sh").read_text().replace("trainer.n_gpus", "data.video_key=videos trainer.n_gpus")
-    )
-    assert cli.main(["translate", "--all", str(tmp_path), "--from", "verl"]) == 0
-    printed: Any = capsys.readouterr().out
-    assert "2 run configurations" in printed and "1 are refused" in printed and "models read text and images" in printed

@@ -83,6 +83,7 @@ def standard_names(stage: Any) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.exhaustive
 def test_folders_are_megatron_core_s_own(tmp_path: Path) -> None:
     run_on_ranks(2, exchange, str(tmp_path), LAYOUTS)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from strop.config.recipes.difference import Effect
-from strop.config.recipes.nemo_rl.media.media_rules import find_images
+from strop.config.recipes.nemo_rl.media_rules import find_images
 from strop.config.recipes.nemo_rl.megatron.megatron_options import (
     SIZES,
     refuse_wrong_switch,

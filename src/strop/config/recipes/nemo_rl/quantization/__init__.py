@@ -1,1 +1,0 @@
-"""Low precision in NeMo-RL's recipes."""
