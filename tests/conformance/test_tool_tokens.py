@@ -12,6 +12,7 @@ import torch
 
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, reward
+from strop.environments.handle import LocalEnvironment
 from strop.generation.base import Completion
 from strop.models.chat_template import ChatTemplate, ConversationError
 from strop.rollouts.episode import EpisodeRules, run_episode
@@ -77,7 +78,14 @@ def run(template: ChatTemplate, script: Sequence[Sequence[int]], **options: Any)
     rules = EpisodeRules(max_turns=len(script), max_length=100_000)
     rollout = asyncio.run(
         run_episode(
-            Sums(tools=[add], **options), TASK, 0, 0, generator=engine, template=template, sampling=Sampling(), rules=rules
+            LocalEnvironment(Sums(tools=[add], **options)),
+            TASK,
+            0,
+            0,
+            generator=engine,
+            template=template,
+            sampling=Sampling(),
+            rules=rules,
         )
     )
     assert rollout.error is None, rollout.error

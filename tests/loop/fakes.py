@@ -17,6 +17,7 @@ from strop.algorithms.base import Algorithm, LossFn, TokenOutputs
 from strop.checkpointing.base import RunState
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
+from strop.environments.handle import EnvironmentHandle, LocalEnvironment
 from strop.generation.base import Completion
 from strop.learner.base import BackwardResult
 from strop.metrics import Metrics
@@ -231,7 +232,7 @@ class Tasks:
     def __len__(self) -> int:
         return len(self.tasks)
 
-    def at(self, index: int) -> tuple[str, Environment[Any], Task]:
+    def at(self, index: int) -> tuple[str, EnvironmentHandle[Any], Task]:
         return "letters", self.environment, self.tasks[index % len(self.tasks)]
 
 
@@ -256,7 +257,7 @@ def make_run(
     environment, algorithm = environment or Letters(), algorithm or grpo()
     generator = FakeGenerator(tokenizer, latency=latency)
     template, sampling, rules = ChatTemplate(tokenizer), Sampling(max_new_tokens=8), EpisodeRules(max_length=200)
-    source = Tasks(environment, environment.tasks(DataSource(size=tasks)))
+    source = Tasks(LocalEnvironment(environment), environment.tasks(DataSource(size=tasks)))
 
     async def group(index: int) -> Group:
         name, env, task = source.at(index)

@@ -20,6 +20,7 @@ from strop.algorithms.base import Algorithm, LossFn
 from strop.checkpointing.base import RunState
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment
+from strop.environments.handle import LocalEnvironment
 from strop.generation.base import Completion
 from strop.learner.base import BackwardResult
 from strop.metrics import Metrics
@@ -161,7 +162,7 @@ def separate_run(
     environment: Environment[Any] = Dialogue(broken=(2, 11, 23), constant=(4, 5, 9, 14, 30), clock=times, pace=pace)
     template, sampling = ChatTemplate(tokenizer), Sampling(max_new_tokens=8)
     rules = EpisodeRules(max_length=200, max_turns=3, scaling=scaling)
-    source = Tasks(environment, environment.tasks(DataSource(size=tasks)))
+    source = Tasks(LocalEnvironment(environment), environment.tasks(DataSource(size=tasks)))
 
     async def group(index: int) -> Group:
         name, env, task = source.at(index)

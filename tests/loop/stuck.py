@@ -12,7 +12,7 @@ from typing import Any, Literal
 from loop.killing import replace_function
 
 POINTS = {
-    "environment": "strop.environments.base:compute_rewards",
+    "environment": "strop.environments.handle:compute_rewards",
     "engine": "strop.generation.torch.torch_engine:TorchEngine.generate",
     "learner": "strop.learner.client:LearnerClient.step",
 }

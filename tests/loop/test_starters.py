@@ -13,6 +13,8 @@ import torch
 from loop.runs import metrics_of, strop
 from strop.cli.init_command import FOLDER
 from strop.data.sources.source import DataSource
+from strop.environments.compute_rewards import compute_rewards
+from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment
 from strop.tools.base import ParsedReply
 from strop.tools.toolbox import METRICS
@@ -72,13 +74,14 @@ def test_the_tool_of_the_starter_computes_and_its_rewards_read_the_rollout() -> 
     async def play() -> Rollout:
         one = torch.ones(1)
         turn = Turn(author="policy", tokens=one.long(), text="3,344", logprobs=one, versions=one.int())
+        local = LocalEnvironment(environment)
         rollout = Rollout(task=task, sample=0, seed=0, messages=(), prompt=one.long(), metrics=dict.fromkeys(METRICS, 0.0))
-        async with environment.episode(task):
+        async with local.open(task):
             call = ToolCall("calculate", {"left": 38, "operator": "*", "right": 88}, id="c00000000")
-            answers = await environment.answer_calls(rollout, ParsedReply("", calls=(call,)))
+            answers = await local.answer_calls(rollout, ParsedReply("", calls=(call,)))
             assert answers is not None and answers[0].content == "3344"
             rollout = rollout.with_turn(turn, *answers)
-            return replace(rollout, reward=(await environment.score_rollout(task, rollout)).reward)
+            return replace(rollout, reward=(await compute_rewards(environment, task, rollout)).reward)
 
     assert run(play()).reward == 1.2
 
@@ -99,7 +102,7 @@ def test_the_calculator_of_the_starter_answers_between_the_turns() -> None:
     assert refused.content.startswith("error: a call is")
     done = said("<calc>38 * 88</calc>", "There are 3,344 pens.")
     assert run(environment.respond(task, done)) is None
-    result = run(environment.score_rollout(task, done))
+    result = run(compute_rewards(environment, task, done))
     assert result.rewards == {"correct": 1.0, "asked": 1.0} and result.reward == 1.2
 
 

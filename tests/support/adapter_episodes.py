@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from strop.data.sources.source import DataSource
-from strop.environments.base import Environment, RewardResult
+from strop.environments.base import Environment
+from strop.environments.compute_rewards import compute_rewards
+from strop.environments.handle import LocalEnvironment
+from strop.environments.rewards import RewardResult
 from strop.types import Rollout, Task, Turn, user
 
 Policy = Sequence[str] | Callable[[str], str]  # the texts, or what follows an observation
@@ -27,7 +30,7 @@ async def episode(
     """Play a task. Return what the policy saw, None at the end of a game, and its rewards."""
     task: Task = environment.tasks(DataSource(size=100, seed=seed, split=split))[index]
     async with environment.session(task):
-        messages = await environment.first_messages(task)
+        messages = await LocalEnvironment(environment).prompt(task)
         rollout = Rollout(task=task, sample=0, seed=0, messages=tuple(messages), prompt=torch.tensor([1]))
         seen: list[str | None] = [messages[-1].content]
         for turn in range(turns if callable(policy) else len(policy)):
@@ -37,7 +40,7 @@ async def episode(
             seen.append(None if answer is None else answer[-1].content)
             if answer is None:
                 break
-        return seen, await environment.score_rollout(task, rollout)
+        return seen, await compute_rewards(environment, task, rollout)
 
 
 def play(environment: Environment[Any], policy: Policy, **options: Any) -> tuple[list[str | None], RewardResult]:

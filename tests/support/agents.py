@@ -13,6 +13,7 @@ from loop.tiny import tiny_tokenizer
 from strop.base_config import validate_section
 from strop.environments.agents.external_agent import ExternalAgent
 from strop.environments.base import PromptedTask
+from strop.environments.handle import LocalEnvironment
 from strop.gateway.agent_session import AgentSession
 from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.base import Completion
@@ -71,7 +72,7 @@ async def play_async(
     if agent is not None:
         options = {"agent": agent, **options}
     return await run_episode(
-        ExternalAgent(**options),
+        LocalEnvironment(ExternalAgent(**options)),
         TASK,
         0,
         SEED,

@@ -11,6 +11,8 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
+from strop.environments.base import Environment
+from strop.environments.handle import EnvironmentHandle, LocalEnvironment
 from strop.environments.remote import (
     CallResult,
     EnvironmentDescription,
@@ -145,3 +147,7 @@ async def _serve_requests(
         task = asyncio.create_task(answered(*request))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+
+
+def handle_of(environment: Environment[Any] | EnvironmentHandle[Any]) -> EnvironmentHandle[Any]:
+    return environment if isinstance(environment, EnvironmentHandle) else LocalEnvironment(environment)

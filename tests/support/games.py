@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from strop.environments.base import Environment
+from strop.environments.handle import LocalEnvironment
 from strop.generation.base import Completion
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_episode
@@ -49,7 +50,7 @@ def run_script(
 ) -> Rollout:
     return asyncio.run(
         run_episode(
-            environment, task, 0, seed, generator=generator, template=ChatTemplate(generator.tokenizer),
+            LocalEnvironment(environment), task, 0, seed, generator=generator, template=ChatTemplate(generator.tokenizer),
             sampling=Sampling(max_new_tokens=100_000, stop_strings=tuple(stops)),
             rules=EpisodeRules(max_turns=len(generator.texts), max_length=1_000_000),
         )

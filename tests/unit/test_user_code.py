@@ -16,6 +16,7 @@ from loop.fakes import FakeGenerator
 from loop.tiny import tiny_tokenizer
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, reward
+from strop.environments.handle import LocalEnvironment
 from strop.environments.remote import EnvironmentDescription, EnvironmentServer
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
@@ -79,7 +80,7 @@ async def group(environment: Environment[Any]) -> Group:
     return await run_group(
         0,
         "exits",
-        environment,
+        LocalEnvironment(environment),
         TASK,
         samples=2,
         generator=says(),

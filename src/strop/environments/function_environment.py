@@ -18,16 +18,8 @@ from functools import cached_property
 from typing import Any
 
 from strop.data.sources.source import DataSource
-from strop.environments.base import (
-    DatasetEnvironment,
-    Environment,
-    EnvironmentConfigError,
-    PromptedTask,
-    RewardFunction,
-    RewardMark,
-    import_user_code,
-    takes_rollouts,
-)
+from strop.environments.base import DatasetEnvironment, Environment, EnvironmentConfigError, PromptedTask, import_user_code
+from strop.environments.rewards import RewardFunction, RewardMark, takes_rollouts
 from strop.environments.verifier_registry import VerifierReward, make_verifier
 from strop.environments.verifiers.base import Verifier
 from strop.environments.verifiers.mark_options import MARK_OPTIONS, order_by_gates, read_mark

@@ -19,7 +19,8 @@ from strop.data.curriculum.task_chooser import TaskChooser
 from strop.data.data_state import Resumable
 from strop.data.interleaving import Interleaving
 from strop.data.sources.streaming.streamed import count_items, has_item, is_streamed
-from strop.environments.base import Environment, EnvironmentConfigError, PromptedTask
+from strop.environments.base import EnvironmentConfigError, PromptedTask
+from strop.environments.handle import EnvironmentHandle
 from strop.safety.exits import contain_exits
 from strop.types import Group, Messages, Rollout, Task
 
@@ -35,7 +36,7 @@ class TaskSource(Protocol):
         """Return the number of tasks of one epoch."""
         ...
 
-    def at(self, index: int) -> tuple[str, Environment[Any], Task]:
+    def at(self, index: int) -> tuple[str, EnvironmentHandle[Any], Task]:
         """Return the environment's name, the environment and the task at ``index``. Raises IndexError after the last epoch."""
         ...
 
@@ -43,7 +44,7 @@ class TaskSource(Protocol):
 @dataclass(frozen=True)
 class Component:
     name: str
-    environment: Environment[Any]
+    environment: EnvironmentHandle[Any]
     tasks: Sequence[Task]
     weight: float | None = None  # share of the stream; None for all components: proportional to their numbers of tasks
     set_name: str = ""  # of the data set
@@ -95,7 +96,7 @@ class Mixture:
         component_index, task_index = self._interleaving.locate(index)
         return has_item(self.components[component_index].tasks, task_index, self.max_epochs)
 
-    def at(self, index: int) -> tuple[str, Environment[Any], Task]:
+    def at(self, index: int) -> tuple[str, EnvironmentHandle[Any], Task]:
         component_index, task_index = (self.chooser or self._interleaving).locate(index)
         component = self.components[component_index]
         with self._reading:
@@ -110,7 +111,7 @@ class Mixture:
             return None
         component_index, task_index = self._interleaving.locate(index)
         component = self.components[component_index]
-        if not component.environment.prompts_are_of_rows:
+        if not component.environment.traits.prompts_are_of_rows:
             return None
         with self._reading:
             tasks = component.tasks
@@ -159,14 +160,14 @@ class Mixture:
             rollout.metrics.update({f"{CURRICULUM}/{name}": value for name, value in placed.metrics.items()})
         self.chooser.record(group.index, self._score(environment, [rollout for rollout in valid if not rollout.unscored]))
 
-    def _score(self, environment: Environment[Any], rollouts: Sequence[Rollout]) -> list[float]:
+    def _score(self, environment: EnvironmentHandle[Any], rollouts: Sequence[Rollout]) -> list[float]:
         """Return the score of each rollout; none if the environment cannot say."""
         try:
             with contain_exits():
                 if self.scored_by is None:
                     return [float(environment.accuracy(rollout)) for rollout in rollouts]
         except Exception as error:  # an environment of a user's own may override it
-            log.warning("the curriculum has no result of a group: %s.accuracy raised %r", environment.title, error)
+            log.warning("the curriculum has no result of a group: %s.accuracy raised %r", environment.traits.title, error)
             return []
         return [rollout.rewards[self.scored_by] for rollout in rollouts if self.scored_by in rollout.rewards]
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from inspect import isroutine
 from typing import Any
 
-from strop.environments.base import Environment, EnvironmentConfigError, RewardMark, import_user_code
+from strop.environments.base import Environment, EnvironmentConfigError, import_user_code
+from strop.environments.rewards import RewardMark
 from strop.environments.verifiers.options import build_from_options
 from strop.user_code import suggest_names
 
@@ -44,16 +45,6 @@ ENVIRONMENTS = {
 def make_environment(name: str, options: Mapping[str, Any] | None = None) -> Environment[Any]:
     """Build the environment ``name``. Raises EnvironmentConfigError for an unknown name and for unknown, ill-typed or missing options."""
     return build_from_options(environment_class(name), f"the environment {name}", options or {})
-
-
-def list_rewards(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the rewards of an environment. Raises EnvironmentConfigError."""
-    return environment_class(name).list_rewards(options)
-
-
-def list_step_rewards(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the rewards of an environment that are of steps of a rollout. Raises EnvironmentConfigError."""
-    return environment_class(name).list_step_rewards(options)
 
 
 def list_marks(name: str, options: Mapping[str, Any]) -> Mapping[str, RewardMark]:

@@ -1,9 +1,9 @@
 """Environments in other processes: ``EnvironmentServer`` on the server side, ``RemoteEnvironment`` on the client side.
 
     client                                            server
-    RemoteEnvironment, an Environment  - Transport -> EnvironmentServer.answer(method, arguments) -> CallResult
-    RemoteTask (part, index, texts)                   the environment's own task, created from part and index
-    the name of an open session                       environment.session(task), open in its own asyncio task
+    RemoteEnvironment, a handle - Transport -> EnvironmentServer.answer(method, arguments) -> CallResult
+    RemoteTask (part, index, texts)            the environment's own task, created from part and index
+    the name of an open session                LocalEnvironment.open(task), open in its own asyncio task
 
 A ``Transport`` carries the calls. An exception from the environment returns as a ``CallResult`` and is raised on the client under its
 original type name, so that a rollout records the same error as with a local environment. Tasks and sessions are never sent: the client
@@ -19,16 +19,18 @@ import logging
 import secrets
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, overload
 
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
-from strop.environments.base import Environment, EnvironmentConfigError, Grade, RewardError, RewardResult
+from strop.environments.base import EnvironmentConfigError
 from strop.environments.forks import run_in_one_process
+from strop.environments.handle import EnvironmentHandle, Grade, LocalEnvironment, Traits
 from strop.environments.registry import make_environment
+from strop.environments.rewards import RewardError, RewardResult
 from strop.safety.exits import contain_exits
 from strop.safety.printable import shorten
 from strop.sandbox.sandbox_config import SandboxConfig
@@ -43,15 +45,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Method = Literal[
-    "spec",
+    "traits",
     "task_count",
     "tasks",
     "open",
-    "offer_tools",
     "prompt",
-    "stops",
+    "stop_strings",
     "run_agent",
     "respond",
+    "offer_tools",
     "answer_calls",
     "score",
     "score_group",
@@ -114,23 +116,6 @@ class CallResult:
         raise error
 
 
-@dataclass(frozen=True)
-class EnvironmentSpec:
-    """Properties of an environment, fetched once: methods that it does not override need no calls."""
-
-    title: str
-    has_group_rewards: bool
-    declares_accuracy: bool
-    accuracy: str | None  # name of the reward marked accuracy=True; None: the total reward
-    overrides_accuracy: bool  # overrides Environment.accuracy
-    has_respond: bool  # overrides Environment.respond
-    is_agent: bool  # an agent drives its episodes
-    has_session: bool  # overrides Environment.session
-    has_answer_key: bool  # overrides Environment.answer_key
-    has_tools: bool = False
-    has_stop_strings: bool = False  # overrides Environment.stop_strings
-
-
 @dataclass(frozen=True, kw_only=True)
 class RemoteTask(Task):
     """The client's view of a task."""
@@ -155,10 +140,10 @@ class EnvironmentServer:
         self._get_task = functools.lru_cache(maxsize=CACHE_SIZE)(lambda part, index: self._load_tasks(part)[index])
 
     @functools.cached_property
-    def environment(self) -> Environment[Any]:
+    def environment(self) -> LocalEnvironment[Any]:
         configure_sandbox(self.description.sandbox)
         try:
-            return make_environment(self.description.name, self.description.options)
+            return LocalEnvironment(make_environment(self.description.name, self.description.options))
         except EnvironmentConfigError as error:
             raise EnvironmentConfigError(f"env.{self.description.alias}: {error}") from error
 
@@ -171,23 +156,9 @@ class EnvironmentServer:
             log.debug("%s of the environment %s failed", method, self.description.alias, exc_info=error)
             return CallResult.from_exception(error)
 
-    async def spec(self) -> EnvironmentSpec:
-        kind, rewards = type(self.environment), self.environment.reward_functions
-        return EnvironmentSpec(
-            title=self.environment.title,
-            has_group_rewards=self.environment.has_group_rewards,
-            declares_accuracy=self.environment.declares_accuracy,
-            accuracy=next((name for name, each in rewards.items() if each.mark.accuracy), None),
-            overrides_accuracy=kind.accuracy is not Environment.accuracy,
-            has_respond=self.environment.responds,
-            is_agent=self.environment.is_agent,
-            has_session=self.environment.has_tools
-            or self.environment.is_agent  # its rewards see its result
-            or kind.session is not Environment.session,
-            has_answer_key=kind.answer_key is not Environment.answer_key,
-            has_tools=self.environment.has_tools,
-            has_stop_strings=kind.stop_strings is not Environment.stop_strings,
-        )
+    async def traits(self) -> Traits:
+        """Return the environment's traits without those that hold in its own process only."""
+        return replace(self.environment.traits, needs_sandbox=False, prompts_are_of_rows=False, past_selves=None)
 
     async def task_count(self, part: int) -> int:
         """Return the number of tasks. Raises DataError or EnvironmentConfigError."""
@@ -207,7 +178,7 @@ class EnvironmentServer:
 
     async def prompt(self, task: RemoteTask, session: str = "") -> tuple[Message, ...]:
         local_task = self._get_task(task.part, task.index)
-        return tuple(await self._run_in_session(session, lambda: self.environment.first_messages(local_task)))
+        return tuple(await self._run_in_session(session, lambda: self.environment.prompt(local_task)))
 
     async def run_agent(self, task: RemoteTask, endpoint: Any, session: str = "") -> Any:
         local_task = self._get_task(task.part, task.index)
@@ -224,13 +195,9 @@ class EnvironmentServer:
         messages = await self._run_in_session(session, lambda: self.environment.answer_calls(local, reply))
         return None if messages is None else tuple(messages), rollout.metrics
 
-    async def stops(self, task: RemoteTask, rollout: Rollout, session: str = "") -> tuple[str, ...]:
-        local_task = self._get_task(task.part, task.index)
-        return tuple(
-            await self._run_in_session(
-                session, lambda: self.environment.next_stop_strings(local_task, replace(rollout, task=local_task))
-            )
-        )
+    async def stop_strings(self, task: RemoteTask, rollout: Rollout, session: str = "") -> tuple[str, ...]:
+        local = replace(rollout, task=self._get_task(task.part, task.index))
+        return tuple(await self._run_in_session(session, lambda: self.environment.stop_strings(local.task, local)))
 
     async def respond(
         self, task: RemoteTask, rollout: Rollout, session: str = ""
@@ -244,9 +211,7 @@ class EnvironmentServer:
 
     async def score(self, task: RemoteTask, rollout: Rollout, session: str = "") -> RewardResult:
         local_task = self._get_task(task.part, task.index)
-        return await self._run_in_session(
-            session, lambda: self.environment.score_rollout(local_task, replace(rollout, task=local_task))
-        )
+        return await self._run_in_session(session, lambda: self.environment.score(local_task, replace(rollout, task=local_task)))
 
     async def score_group(self, task: RemoteTask, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
         local_task = self._get_task(task.part, task.index)
@@ -271,7 +236,7 @@ class EnvironmentServer:
         if not session:
             return await work()
         if (episode := self._sessions.get(session)) is None:
-            raise SessionLost(f"{self.environment.title} has no session {session}: it was closed, or its process died")
+            raise SessionLost(f"{self.environment.traits.title} has no session {session}: it was closed, or its process died")
         return await episode.run(work)
 
     def _load_tasks(self, part: int) -> Sequence[Task]:
@@ -282,7 +247,7 @@ class EnvironmentServer:
             except (DataError, EnvironmentConfigError):
                 raise
             except Exception as error:  # user code may raise anything
-                where = f"env.{self.description.alias}: {self.environment.title}.tasks"
+                where = f"env.{self.description.alias}: {self.environment.traits.title}.tasks"
                 raise EnvironmentConfigError(
                     f"{where} raised {type(error).__name__}: {shorten(str(error), MAX_ERROR_TEXT)}"
                 ) from error
@@ -310,7 +275,7 @@ _Work = Callable[[], Coroutine[Any, Any, Any]]
 class _OpenSession:
     """An open session. One asyncio task runs its calls in sequence, so that they see the context variables that the session sets."""
 
-    def __init__(self, environment: Environment[Any], task: Task) -> None:
+    def __init__(self, environment: LocalEnvironment[Any], task: Task) -> None:
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue: asyncio.Queue[tuple[_Work, asyncio.Future[Any]]] = asyncio.Queue()
         self._reported: Exception | None = None  # an exception that a caller has already received
@@ -343,10 +308,10 @@ class _OpenSession:
             if error is not self._reported:
                 raise
 
-    async def _serve_forever(self, environment: Environment[Any], task: Task) -> None:
+    async def _serve_forever(self, environment: LocalEnvironment[Any], task: Task) -> None:
         try:
             with contain_exits():
-                session = environment.episode(task)
+                session = environment.open(task)
                 await session.__aenter__()
         except Exception as error:
             self._reported = error
@@ -392,25 +357,21 @@ class Transport:
 
 def connect(description: EnvironmentDescription, transports: Sequence[Transport]) -> RemoteEnvironment:
     """Connect to servers that all serve ``description``. Raises the server's exception if it cannot build the environment."""
-    spec: EnvironmentSpec = _call_remote_sync(transports[0], "spec", ())
-    return RemoteEnvironment(description=description, spec=spec, transports=tuple(transports))
+    traits: Traits = _call_remote_sync(transports[0], "traits", ())
+    return RemoteEnvironment(description=description, traits=traits, transports=tuple(transports))
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteEnvironment(Environment[RemoteTask]):
-    """An environment whose methods run in other processes. Calls are distributed round-robin; a session stays in its process.
+class RemoteEnvironment(EnvironmentHandle[RemoteTask]):
+    """An environment in other processes. Calls are distributed round-robin; a session stays in its process.
 
     A call outside of a session is retried once if its process died. A session in that process is lost: SessionLost.
     """
 
     description: EnvironmentDescription
-    spec: EnvironmentSpec
+    traits: Traits
     transports: tuple[Transport, ...] = field(repr=False)
     _round_robin: itertools.count[int] = field(default_factory=itertools.count, init=False, repr=False, compare=False)
-
-    @property
-    def title(self) -> str:
-        return self.spec.title
 
     def tasks(self, data: DataSource) -> RemoteTasks:
         if data not in self.description.sources:
@@ -421,30 +382,27 @@ class RemoteEnvironment(Environment[RemoteTask]):
         part, transport = self.description.sources.index(data), self._next_transport()
         return RemoteTasks(transport, part, _call_remote_sync(transport, "task_count", (part,)))
 
-    def prompt(self, task: RemoteTask) -> Messages:
-        messages: Messages = _call_remote_sync(self._next_transport(), "prompt", (task,))
-        return messages
+    def open(self, task: RemoteTask) -> AbstractAsyncContextManager[Any]:
+        return _RemoteSession(self, self._next_transport(), task) if self.traits.has_session else nullcontext()
 
-    async def first_messages(self, task: RemoteTask) -> Messages:
+    async def prompt(self, task: RemoteTask) -> Messages:
         messages: Messages = await self._call("prompt", task)
         return messages
 
-    async def run_agent(self, task: RemoteTask, endpoint: Any) -> Any:
-        return await self._call("run_agent", task, endpoint)
+    async def stop_strings(self, task: RemoteTask, rollout: Rollout) -> Sequence[str]:
+        stops: Sequence[str] = await self._call("stop_strings", task, rollout) if self.traits.has_stop_strings else ()
+        return stops
 
-    @property
-    def is_agent(self) -> bool:
-        return self.spec.is_agent
-
-    @property
-    def has_tools(self) -> bool:
-        return self.spec.has_tools
-
-    def episode(self, task: RemoteTask) -> AbstractAsyncContextManager[Any]:
-        return self.session(task)
+    async def respond(self, task: RemoteTask, rollout: Rollout) -> Messages | None:
+        if not self.traits.responds:
+            return None
+        messages: Messages | None
+        messages, metrics = await self._call("respond", task, rollout)
+        rollout.metrics.update(metrics)
+        return messages
 
     async def offer_tools(self) -> ToolOffer | None:
-        offer: ToolOffer | None = await self._call("offer_tools") if self.has_tools else None
+        offer: ToolOffer | None = await self._call("offer_tools") if self.traits.has_tools else None
         return offer
 
     async def answer_calls(self, rollout: Rollout, reply: ParsedReply) -> Messages | None:
@@ -453,36 +411,13 @@ class RemoteEnvironment(Environment[RemoteTask]):
         rollout.metrics.update(metrics)
         return messages
 
-    async def next_stop_strings(self, task: RemoteTask, rollout: Rollout) -> Sequence[str]:
-        if not self.spec.has_stop_strings:
-            return ()
-        stops: tuple[str, ...] = await self._call("stops", task, rollout)
-        return stops
+    async def run_agent(self, task: RemoteTask, endpoint: Any) -> Any:
+        return await self._call("run_agent", task, endpoint)
 
-    async def respond(self, task: RemoteTask, rollout: Rollout) -> Messages | None:
-        if not self.spec.has_respond:
-            return None
-        messages: Messages | None
-        messages, metrics = await self._call("respond", task, rollout)
-        rollout.metrics.update(metrics)
-        return messages
-
-    async def score_rollout(self, task: RemoteTask, rollout: Rollout) -> RewardResult:
+    async def score(self, task: RemoteTask, rollout: Rollout) -> RewardResult:
         result: RewardResult = await self._call("score", task, rollout)
         rollout.metrics.update(result.metrics)
         return result
-
-    @property
-    def has_group_rewards(self) -> bool:
-        return self.spec.has_group_rewards
-
-    @property
-    def responds(self) -> bool:
-        return self.spec.has_respond
-
-    @property
-    def declares_accuracy(self) -> bool:
-        return self.spec.declares_accuracy
 
     async def score_group(self, task: RemoteTask, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
         results: Sequence[RewardResult] = await _call_remote(self._next_transport(), "score_group", (task, rollouts))
@@ -490,26 +425,18 @@ class RemoteEnvironment(Environment[RemoteTask]):
             rollout.metrics.update(result.metrics)
         return results
 
-    def session(self, task: RemoteTask) -> AbstractAsyncContextManager[Any]:
-        return _RemoteSession(self, self._next_transport(), task) if self.spec.has_session else super().session(task)
-
     async def grade(self, task: RemoteTask, rollout: Rollout) -> Grade:
-        if not (self.spec.has_answer_key or self.spec.overrides_accuracy):
+        if not (self.traits.has_answer_key or self.traits.overrides_accuracy):
             return Grade(self.accuracy(rollout), None)
         grade: Grade = await _call_remote(self._next_transport(), "grade", (task, rollout))
         return grade
 
     def accuracy(self, rollout: Rollout) -> float:
-        if self.spec.overrides_accuracy:
-            return self._grade_sync(rollout).accuracy
-        return rollout.reward if self.spec.accuracy is None else rollout.rewards.get(self.spec.accuracy, 0.0)
-
-    def answer_key(self, task: RemoteTask, rollout: Rollout) -> str | None:
-        return self._grade_sync(rollout).answer if self.spec.has_answer_key else None
-
-    def _grade_sync(self, rollout: Rollout) -> Grade:
-        grade: Grade = _call_remote_sync(self._next_transport(), "grade", (rollout.task, rollout))
-        return grade
+        if self.traits.overrides_accuracy:
+            grade: Grade = _call_remote_sync(self._next_transport(), "grade", (rollout.task, rollout))
+            return grade.accuracy
+        name = self.traits.accuracy_reward
+        return rollout.reward if name is None else rollout.rewards.get(name, 0.0)
 
     def _next_transport(self) -> Transport:
         return self.transports[next(self._round_robin) % len(self.transports)]
@@ -540,7 +467,7 @@ class _RemoteSession(AbstractAsyncContextManager["None"]):
             result = await self.transport.call(method, (*arguments, self._name))
         except EnvironmentServerDied as error:
             raise SessionLost(
-                f"the process of the environment {self.environment.title} died during an episode's session ({error}); the session's "
+                f"the process of the environment {self.environment.traits.title} died during an episode's session ({error}); the session's "
                 "state is lost"
             ) from error
         return result.unwrap()

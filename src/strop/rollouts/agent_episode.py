@@ -8,7 +8,7 @@ from typing import Any
 
 from strop import packages
 from strop.base_config import validate_section
-from strop.environments.base import Environment
+from strop.environments.handle import EnvironmentHandle
 from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
@@ -26,7 +26,7 @@ class AgentMadeNoRequest(RuntimeError):
 
 
 async def run_agent(
-    environment: Environment[Any],
+    environment: EnvironmentHandle[Any],
     rollout: Rollout,
     generator: Generator,
     template: ChatTemplate,
@@ -39,7 +39,9 @@ async def run_agent(
 ) -> Rollout:
     """Run the agent of a rollout. Raises what the agent raises, unless that follows from a refused request: then it is truncated."""
     if not packages.is_installed("aiohttp"):
-        raise ImportError(f"{environment.title} needs the gateway, and that the package aiohttp: {install_command('serve')}")
+        raise ImportError(
+            f"{environment.traits.title} needs the gateway, and that the package aiohttp: {install_command('serve')}"
+        )
     from strop.gateway.agent_session import AgentSession
     from strop.gateway.gateway import get_gateway
 
@@ -73,8 +75,8 @@ async def run_agent(
     return replace(finished, output=result.output, ending=finished.ending or Ending.STOP)
 
 
-def _explain(environment: Environment[Any], rollout: Rollout) -> str:
+def _explain(environment: EnvironmentHandle[Any], rollout: Rollout) -> str:
     return (
-        f"the agent of {environment.title} ended on task {rollout.task.id!r} without a completion: let it send its requests to "
+        f"the agent of {environment.traits.title} ended on task {rollout.task.id!r} without a completion: let it send its requests to "
         "endpoint.base_url with endpoint.api_key (OPENAI_BASE_URL and OPENAI_API_KEY of a command)"
     )

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from strop.environments.base import Environment, RewardResult
 from strop.environments.forks import run_in_one_process
 from strop.environments.games.policy_client import NoPolicyError, serve_policy
+from strop.environments.handle import EnvironmentHandle
+from strop.environments.rewards import RewardResult
 from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.base import Generator, PastGenerator, PastSelf, PastSelves
 from strop.generation.policy_turn import make_policy_turn
@@ -54,7 +55,7 @@ class PromptTooLong(ValueError):
 async def run_group(
     index: int,
     name: str,
-    environment: Environment[Any],
+    environment: EnvironmentHandle[Any],
     task: Task,
     *,
     samples: int,
@@ -72,7 +73,7 @@ async def run_group(
     ``past``: earlier selves of the policy, of which all rollouts meet the same one.
     """
     version = generator.version
-    compares = environment.has_group_rewards
+    compares = environment.traits.has_group_rewards
     episodes = (
         run_in_one_process(
             run_episode,
@@ -103,12 +104,12 @@ async def run_group(
 
 
 async def _score_group(
-    environment: Environment[Any], task: Task, rollouts: Sequence[Rollout], scaling: RewardScalingConfig | None
+    environment: EnvironmentHandle[Any], task: Task, rollouts: Sequence[Rollout], scaling: RewardScalingConfig | None
 ) -> list[Rollout]:
     """Return the rollouts with the rewards of their group. An error is recorded on each rollout that had none."""
     valid = [rollout for rollout in rollouts if rollout.error is None]
     try:
-        where = f"environment {environment.title}, rewards of the group"
+        where = f"environment {environment.traits.title}, rewards of the group"
         with contain_exits(), waiting(f"group of task {task.id}", on=where, kind="environment"):
             results = await contain_cancellation(environment.score_group(task, valid)) if valid else ()
         scored = [_with_rewards(rollout, result, scaling) for rollout, result in zip(valid, results, strict=True)]
@@ -152,7 +153,7 @@ def make_failed_group(index: int, version: int, error: Exception) -> Group:
 
 
 async def run_episode(
-    environment: Environment[Any],
+    environment: EnvironmentHandle[Any],
     task: Task,
     sample: int,
     seed: int,
@@ -176,7 +177,7 @@ async def run_episode(
 
 
 async def _run_episode(
-    environment: Environment[Any],
+    environment: EnvironmentHandle[Any],
     rollout: Rollout,
     generator: Generator,
     template: ChatTemplate,
@@ -189,7 +190,7 @@ async def _run_episode(
         with contain_exits():
             async with _WatchedSession(environment, rollout):
                 tools = None
-                if environment.is_agent:
+                if environment.traits.is_agent:
                     with _wait_for_environment(environment, rollout, "its agent"):
                         rollout = await run_agent(
                             environment,
@@ -206,7 +207,7 @@ async def _run_episode(
                     offer = await environment.offer_tools()
                     tools = None if offer is None else ToolTurns.make(offer, template, rules.tool_call_format)
                     rollout.metrics.update(dict.fromkeys(() if tools is None else METRICS, 0.0))
-                    messages = _check_text(await environment.first_messages(task), environment)
+                    messages = _check_text(await environment.prompt(task), environment)
                     rollout = _start_rollout(rollout, messages, template, rules, tools)
                 while rollout.ending is None:
                     wanted = await _stop_where_asked(rollout, environment, sampling)
@@ -216,9 +217,11 @@ async def _run_episode(
                     else:
                         rollout = await _environment_turn(rollout, environment, template, rules)
                 with _wait_for_environment(environment, rollout, "rewards"):
-                    scored = await environment.score_rollout(task, rollout)
+                    scored = await environment.score(task, rollout)
         if scored is None:
-            raise RuntimeError(f"{environment.title}.session swallowed an exception; let it propagate, so that it is recorded")
+            raise RuntimeError(
+                f"{environment.traits.title}.session swallowed an exception; let it propagate, so that it is recorded"
+            )
     except EngineDied:
         raise  # after its restarts: no fault of the rollout, which an evaluation would count as wrong
     except Exception as error:
@@ -228,11 +231,11 @@ async def _run_episode(
 
 
 class _WatchedSession:
-    """``environment.episode``, with its opening and closing registered as waits with the watchdog."""
+    """``environment.open``, with its opening and closing registered as waits with the watchdog."""
 
-    def __init__(self, environment: Environment[Any], rollout: Rollout) -> None:
+    def __init__(self, environment: EnvironmentHandle[Any], rollout: Rollout) -> None:
         self._environment, self._rollout = environment, rollout
-        self._session = environment.episode(rollout.task)
+        self._session = environment.open(rollout.task)
 
     async def __aenter__(self) -> Any:
         with _wait_for_environment(self._environment, self._rollout, "opening its session"):
@@ -243,11 +246,11 @@ class _WatchedSession:
             return await self._session.__aexit__(*error)
 
 
-def _wait_for_environment(environment: Environment[Any], rollout: Rollout, what: str) -> waiting:
+def _wait_for_environment(environment: EnvironmentHandle[Any], rollout: Rollout, what: str) -> waiting:
     """Register a wait for the environment with the watchdog."""
     return waiting(
         f"sample {rollout.sample}",
-        on=f"environment {environment.title}, {what}",
+        on=f"environment {environment.traits.title}, {what}",
         kind="environment",
         detail=f"task {rollout.task.id}",
     )
@@ -269,24 +272,26 @@ def _start_rollout(
     return replace(rollout, messages=tuple(messages), prompt=torch.tensor(prompt, dtype=torch.int64), images=encoded.images)
 
 
-def _check_text(messages: Messages, environment: Environment[Any]) -> Messages:
+def _check_text(messages: Messages, environment: EnvironmentHandle[Any]) -> Messages:
     """Return the messages. Raises ValueError for one that no tokenizer can read."""
     for message in messages:
         try:
             message.content.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"{environment.title} gave a message ({message.role}) with a lone surrogate, {error.object[error.start]!r} at position "
-                f"{error.start}, which is not text; decode what it reads with errors='replace'"
+                f"{environment.traits.title} gave a message ({message.role}) with a lone surrogate, {error.object[error.start]!r} at "
+                f"position {error.start}, which is not text; decode what it reads with errors='replace'"
             ) from None
     return messages
 
 
-async def _stop_where_asked(rollout: Rollout, environment: Environment[Any], sampling: Sampling) -> Sampling:
+async def _stop_where_asked(rollout: Rollout, environment: EnvironmentHandle[Any], sampling: Sampling) -> Sampling:
     """Return the sampling of the next turn, which also ends at the environment's stop strings."""
-    stops = await environment.next_stop_strings(rollout.task, rollout)
+    stops = await environment.stop_strings(rollout.task, rollout)
     if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise ValueError(f"{environment.title}.stop_strings returned {stops!r:.80}; return a list of texts that are not empty")
+        raise ValueError(
+            f"{environment.traits.title}.stop_strings returned {stops!r:.80}; return a list of texts that are not empty"
+        )
     return replace(sampling, stop_strings=tuple(dict.fromkeys((*sampling.stop_strings, *stops)))) if stops else sampling
 
 
@@ -322,7 +327,7 @@ async def _policy_turn(
 
 
 async def _tool_turn(
-    rollout: Rollout, environment: Environment[Any], tools: ToolTurns, reply: ParsedReply, rules: EpisodeRules
+    rollout: Rollout, environment: EnvironmentHandle[Any], tools: ToolTurns, reply: ParsedReply, rules: EpisodeRules
 ) -> Rollout:
     if rollout.ending is not None:  # a call that was cut off is not run
         return rollout
@@ -334,7 +339,7 @@ async def _tool_turn(
 
 
 async def _environment_turn(
-    rollout: Rollout, environment: Environment[Any], template: ChatTemplate, rules: EpisodeRules
+    rollout: Rollout, environment: EnvironmentHandle[Any], template: ChatTemplate, rules: EpisodeRules
 ) -> Rollout:
     if rollout.ending is not None:
         return rollout

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from strop.environments.base import Environment
+from strop.environments.handle import EnvironmentHandle
 from strop.models.chat_template import ChatTemplate
 from strop.models.vision.encoded_prompt import EncodedPrompt
 from strop.sampling import Sampling
@@ -24,13 +24,13 @@ def find_format(template: ChatTemplate, name: str | None) -> ToolCallFormat:
     return choose_format(name, template.write_call)
 
 
-def describe_tool_calls(environments: Iterable[Environment[Any]], template: ChatTemplate, name: str | None) -> str | None:
+def describe_tool_calls(environments: Iterable[EnvironmentHandle[Any]], template: ChatTemplate, name: str | None) -> str | None:
     """Return how a run's tools are called, in words; None without tools. Raises ToolConfigError if they cannot be."""
-    with_tools = [environment for environment in environments if environment.has_tools]
-    if not with_tools:
+    continuations = sorted({continuation for each in environments if (continuation := each.traits.tool_continuation)})
+    if not continuations:
         return None
-    for environment in with_tools:
-        found = ToolTurns.make(ToolOffer((), environment.tool_continuation), template, name).format
+    for continuation in continuations:
+        found = ToolTurns.make(ToolOffer((), continuation), template, name).format
     chosen = "as the chat template writes them" if name is None else "policy.tokenizer.tool_call_format"
     described = "" if template.describes_tools else "; a system message describes the tools, since the chat template does not"
     return f"tool calls in the format {found.name} ({chosen}){described}"

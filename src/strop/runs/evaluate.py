@@ -106,7 +106,7 @@ async def evaluate_job(
     identity = identify_entries(job).to_json()
     sources = [make_mixture(each.entries, job.env, "validation", seed=job.task_seed, purpose=job.purpose) for each in job.sets]
     environments = [component.environment for source in sources for component in source.components]
-    if any(each.needs_sandbox for each in environments):
+    if any(each.traits.needs_sandbox for each in environments):
         note(await try_sandbox())
     for warning in warn_of_trained_questions(job.trained_on, sources, seed=job.task_seed):
         note(warning)
@@ -165,7 +165,7 @@ def _choose_turns(job: EvaluationJob, source: Mixture) -> int:
     """Return the most turns of the policy: those that are configured, else as many as fit if an environment answers."""
     if job.max_turns is not None:
         return job.max_turns
-    answers = any(each.environment.responds or each.environment.has_tools for each in source.components)
+    answers = any(each.environment.traits.responds for each in source.components)
     return job.rules.max_length if answers else 1
 
 

@@ -17,7 +17,7 @@ from strop.config import RolloutRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.data.data_state import DataState
 from strop.distributed.base import Cluster
-from strop.environments.base import Environment
+from strop.environments.handle import EnvironmentHandle
 from strop.environments.mixture import Mixture
 from strop.generation.base import Generator, PastSelves
 from strop.generation.torch.torch_engine import TorchEngine
@@ -66,7 +66,7 @@ class SampledSource:
     selves: TorchPastSelves | None = None  # earlier ones of the policy, which environments play against
 
     @property
-    def environments(self) -> list[Environment[Any]]:
+    def environments(self) -> list[EnvironmentHandle[Any]]:
         """The environments of both, an environment as often as it is named."""
         mixtures = [self.train] if self.validation is None else [self.train, self.validation]
         return [component.environment for mixture in mixtures for component in mixture.components]
@@ -152,7 +152,7 @@ async def read_tasks(config: RolloutRunConfig, algorithm: Algorithm, cluster: Cl
     tracker.note(f"{counted} to train on{held_out}{describe_order(config)}")
     note_empty_answers(train, tracker.note)
     source = SampledSource(config=config, algorithm=algorithm, tracker=tracker, train=train, validation=validation)
-    if any(each.needs_sandbox for each in source.environments):
+    if any(each.traits.needs_sandbox for each in source.environments):
         tracker.progress("trying the sandbox")
         tracker.note(await try_sandbox())
     raise_problems(find_conversation_problems(config, source.environments))
@@ -276,9 +276,9 @@ def make_prompts_ahead(config: RolloutRunConfig, source: Mixture, template: Chat
     return PromptsAhead(source.peek_messages, template, ahead=prefetch) if prefetch else None
 
 
-def make_past_selves(backend: Backend, environments: Sequence[Environment[Any]]) -> TorchPastSelves | None:
+def make_past_selves(backend: Backend, environments: Sequence[EnvironmentHandle[Any]]) -> TorchPastSelves | None:
     """Make the earlier selves of the policy that environments play against, None if none does. Raises ValueError if they do not agree."""
-    rules = {environment.past_selves for environment in environments} - {None}
+    rules = {environment.traits.past_selves for environment in environments} - {None}
     if len(rules) > 1:
         raise ValueError(
             f"environments play against earlier selves of the policy and keep different ones: {', '.join(sorted(map(str, rules)))}; set "

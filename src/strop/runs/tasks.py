@@ -13,18 +13,20 @@ from strop.data.builtin.builtin_dataset import Purpose
 from strop.data.data_config import DataEntryConfig
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, Part
-from strop.environments.base import Environment, EnvironmentConfigError, RewardMark
+from strop.environments.base import EnvironmentConfigError
 from strop.environments.environment_config import EnvironmentConfig
+from strop.environments.handle import EnvironmentHandle, LocalEnvironment
 from strop.environments.mixture import Component, Mixture
-from strop.environments.registry import gives_turn_states, list_marks, list_rewards, list_step_rewards, make_environment
+from strop.environments.registry import gives_turn_states, list_marks, make_environment
 from strop.environments.remote import EnvironmentDescription
+from strop.environments.rewards import RewardMark
 from strop.safety.exits import contain_exits
 from strop.sandbox.sandbox_pool import configure_sandbox
 from strop.user_code import suggest_names
 
 T = TypeVar("T")
 EnvironmentConfigs = Mapping[str, EnvironmentConfig]
-RemoteEnvironments = Mapping[str, Environment[Any]]
+RemoteEnvironments = Mapping[str, EnvironmentHandle[Any]]
 """Environments in other processes, by alias; the others are made in this process."""
 
 
@@ -44,7 +46,7 @@ def make_training_tasks(config: RolloutRunConfig, remote: RemoteEnvironments = M
 def _check_scores(config: RolloutRunConfig) -> None:
     """Raise EnvironmentConfigError if an environment lacks the reward that the curriculum sees."""
     wanted = config.data.curriculum.reward
-    for alias, names in _ask_environments(config, list_rewards).items():
+    for alias, names in list_reward_marks(config).items():
         if wanted is not None and wanted not in names:
             raise EnvironmentConfigError(
                 f"data.curriculum.reward is {wanted!r}, and env.{alias} has no such reward{suggest_names(wanted, names)}"
@@ -117,14 +119,16 @@ def _make_component(
 ) -> Component:
     alias = resolve_alias(entry, env)
     config = _environment_config(env, alias)
-    environment = remote.get(alias) or _call_for_alias(alias, make_environment, config.type_of(alias), config.options)
+    environment: EnvironmentHandle[Any] | None = remote.get(alias)
+    if environment is None:
+        environment = LocalEnvironment(_call_for_alias(alias, make_environment, config.type_of(alias), config.options))
     try:
         with contain_exits():
             tasks = environment.tasks(source)
     except (DataError, EnvironmentConfigError):
         raise
     except Exception as error:  # user-defined environments may raise anything
-        where = f"env.{alias}: {environment.title}.tasks"
+        where = f"env.{alias}: {environment.traits.title}.tasks"
         raise EnvironmentConfigError(f"{where} raised {type(error).__name__}: {error}") from error
     return Component(alias, environment, tasks, weight, name_data(entry) or alias)
 
@@ -139,8 +143,8 @@ def name_data(entry: DataEntryConfig) -> str:
 
 def list_reward_names(config: RolloutRunConfig, of_steps: bool = False) -> tuple[str, ...]:
     """Return the names of the rewards that the environments of the training tasks give; ``of_steps``: those of steps of a rollout only."""
-    listed = _ask_environments(config, list_step_rewards if of_steps else list_rewards).values()
-    return tuple(dict.fromkeys(name for names in listed for name in names))
+    listed = list_reward_marks(config).values()
+    return tuple(dict.fromkeys(name for marks in listed for name, mark in marks.items() if mark.per_turn or not of_steps))
 
 
 def list_reward_marks(config: RolloutRunConfig) -> Mapping[str, Mapping[str, RewardMark]]:

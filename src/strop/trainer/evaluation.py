@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from strop.environments.base import Environment, EnvironmentConfigError, Grade
+from strop.environments.base import EnvironmentConfigError
+from strop.environments.handle import EnvironmentHandle, Grade
 from strop.environments.mixture import TaskSource
 from strop.generation.base import Generator, PastSelves
 from strop.models.chat_template import ChatTemplate
@@ -100,7 +101,7 @@ class Evaluator:
         voters = ((self.samples,) if multiple else ()) if self.voters is None else self.voters
         results = [read_result(task) for task in tasks]
         metrics = {**summarize_results(results, ks, voters, self.majorities), **summarize_samples(tasks)}
-        if not any(environment.declares_accuracy for environment in environments.values()):
+        if not any(environment.traits.declares_accuracy for environment in environments.values()):
             metrics["score"] = metrics["accuracy"]  # what the accuracy is where no reward is declared to be one
         for name in environments if len(environments) > 1 else ():
             means = summarize_results([result for result in results if result.environment == name], ks, voters, self.majorities)
@@ -134,7 +135,7 @@ class Evaluator:
         self.last_groups = [groups[index] for index in sorted(groups)]
         return [tasks[index] for index in range(self.size)]
 
-    async def _sample_group(self, index: int) -> tuple[Group, Environment[Any]]:
+    async def _sample_group(self, index: int) -> tuple[Group, EnvironmentHandle[Any]]:
         try:
             with contain_exits():
                 name, environment, task = self.source.at(index)
@@ -164,7 +165,7 @@ class Evaluator:
             if index not in sampled:
                 continue
             rollout, (_, environment, _) = sampled[index].rollouts[0], self.source.at(index)
-            score = "accuracy" if environment.declares_accuracy else "reward"
+            score = "accuracy" if environment.traits.declares_accuracy else "reward"
             turns = f", {len(rollout.policy_turns)} turns" if len(rollout.policy_turns) > 1 else ""
             accuracy = self.last_tasks[index]["samples"][0]["accuracy"]
             tracker.note(f"{_find_question(rollout)!r} -> {rollout.text!r} ({score} {accuracy:.4g}{turns})")
@@ -202,11 +203,11 @@ def _find_question(rollout: Rollout) -> str:
     return questions[-1] if questions else rollout.task.question
 
 
-async def _grade_group(group: Group, environment: Environment[Any]) -> TaskResult:
+async def _grade_group(group: Group, environment: EnvironmentHandle[Any]) -> TaskResult:
     grades = await asyncio.gather(*(_grade(rollout, environment) for rollout in group.rollouts))
     return TaskResult(group.environment, tuple(grade.accuracy for grade in grades), tuple(grade.answer for grade in grades))
 
 
-async def _grade(rollout: Rollout, environment: Environment[Any]) -> Grade:
+async def _grade(rollout: Rollout, environment: EnvironmentHandle[Any]) -> Grade:
     failed = rollout.error is not None or rollout.unscored
     return Grade(0.0, None) if failed else await environment.grade(rollout.task, rollout)

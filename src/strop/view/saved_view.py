@@ -92,7 +92,9 @@ def collect_answers(run: ViewedRun) -> dict[str, Any]:
     held = "; ".join(f"{name} {', '.join(map(str, some))}" for name, some in parts if some)
     note = f"Saved {time.strftime('%Y-%m-%d %H:%M')} by strop report {__version__}"
     note += f", with {held}. strop view shows all." if held else "."
-    return clean_json({"note": note, "validations": validated, "images": _collect_images(run, answers), "answers": answers})
+    images = _collect_images(run, answers)
+    saved: dict[str, Any] = clean_json({"note": note, "validations": validated, "images": images, "answers": answers})
+    return saved
 
 
 def _collect_rollouts(run: ViewedRun, steps: list[int], texts: TokenTexts, about: str) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.arithmetic import Arithmetic, evaluate_expression
-from strop.environments.base import EnvironmentConfigError, compute_rewards
+from strop.environments.base import EnvironmentConfigError
+from strop.environments.compute_rewards import compute_rewards
 
 DATA = DataSource(size=300, seed=1)
 

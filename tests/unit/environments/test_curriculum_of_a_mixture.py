@@ -15,6 +15,7 @@ import torch
 from strop.data.curriculum.curriculum_config import CurriculumConfig, DifficultyConfig, SuccessRateConfig
 from strop.data.data_state import DataState
 from strop.environments.arithmetic import Arithmetic
+from strop.environments.handle import LocalEnvironment
 from strop.environments.mixture import Component, Mixture
 from strop.rollouts.episode import make_failed_group
 from strop.trainer.step_metrics import environment_metrics
@@ -29,7 +30,9 @@ class Overridden(Arithmetic):
 
 
 def component(name: str, size: int, weight: float | None = None, environment: Any = SUMS) -> Component:
-    return Component(name, environment, [Task(id=f"{name}{n}", metadata={"level": n}) for n in range(size)], weight)
+    return Component(
+        name, LocalEnvironment(environment), [Task(id=f"{name}{n}", metadata={"level": n}) for n in range(size)], weight
+    )
 
 
 def mixture(*components: Component, slots: int = 4, groups: int = 4, **options: Any) -> Mixture:

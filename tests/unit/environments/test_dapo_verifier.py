@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from strop.environments.base import PromptedTask, compute_rewards
+from strop.environments.base import PromptedTask
+from strop.environments.compute_rewards import compute_rewards
 from strop.environments.math import MathEnvironment
 from strop.environments.scoring.dapo_verifier import extract_dapo_answer, score_dapo
 

@@ -9,15 +9,10 @@ from dataclasses import dataclass
 import pytest
 
 from strop.data.sources.source import DataSource
-from strop.environments.base import (
-    Environment,
-    EnvironmentConfigError,
-    GeneratedTasks,
-    RewardError,
-    compute_group_rewards,
-    compute_rewards,
-    reward,
-)
+from strop.environments.base import Environment, EnvironmentConfigError, GeneratedTasks, reward
+from strop.environments.compute_rewards import compute_group_rewards, compute_rewards
+from strop.environments.handle import LocalEnvironment
+from strop.environments.rewards import RewardError
 from strop.types import Rollout, Task
 
 TASK = Task(id="t1", question="Say yes.")
@@ -112,8 +107,8 @@ def test_a_method_of_rollouts_is_called_once_for_the_group(wrote):
             return [attempt is attempts[0] for attempt in attempts]
 
     environment = Compared(reward_weights={"first": 3.0})
-    assert environment.has_group_rewards and not Yes().has_group_rewards
-    assert environment.list_rewards({}) == ("correct", "polite", "logged", "longest", "first")
+    assert LocalEnvironment(environment).traits.has_group_rewards and not LocalEnvironment(Yes()).traits.has_group_rewards
+    assert tuple(environment.list_marks({})) == ("correct", "polite", "logged", "longest", "first")
     rollouts = [wrote(TASK, "yes"), wrote(TASK, "indeed")]
     assert set(asyncio.run(compute_rewards(environment, TASK, rollouts[0])).rewards) == {"correct", "polite", "logged"}
     scored = asyncio.run(compute_group_rewards(environment, TASK, rollouts))
@@ -141,3 +136,9 @@ def test_generated_tasks_are_made_when_asked_for_and_bounded():
     assert tasks[-1] == 2 and tasks[0:2] == [0, 1] and list(tasks) == [0, 1, 2]
     with pytest.raises(IndexError):
         tasks[3]
+
+
+@pytest.mark.parametrize("name", ["first_messages", "next_stop_strings", "episode"])
+def test_a_method_of_an_earlier_version_is_refused_with_its_new_name(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"Mine\.{name} is not called: rename it to (prompt|stop_strings|session)"):
+        type("Mine", (Yes,), {name: lambda self, task: ()})

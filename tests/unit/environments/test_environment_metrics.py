@@ -16,16 +16,17 @@ import torch
 from loop.fakes import FakeGenerator
 from loop.tiny import tiny_tokenizer
 from strop.data.sources.source import DataSource
-from strop.environments.base import Environment, reward, to_number
+from strop.environments.base import Environment, reward
 from strop.environments.function_environment import FunctionEnvironment
 from strop.environments.registry import make_environment
 from strop.environments.remote import EnvironmentDescription, connect
+from strop.environments.rewards import to_number
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.sampling import Sampling
 from strop.trainer.step_metrics import environment_metrics, group_metrics
 from strop.types import Group, Messages, Rollout, Task, user
-from support.environment_servers import EnvironmentServerThread
+from support.environment_servers import EnvironmentServerThread, handle_of
 
 TOKENIZER = tiny_tokenizer()
 DATA = DataSource(size=3)
@@ -83,7 +84,7 @@ class Sets(Environment[Task]):
 def group_of(environment: Any, task: Any = None, *, samples: int = 4) -> Group:
     return asyncio.run(
         run_group(
-            0, "mine", environment, task or environment.tasks(DATA)[0], samples=samples,
+            0, "mine", handle_of(environment), task or environment.tasks(DATA)[0], samples=samples,
             generator=FakeGenerator(TOKENIZER), template=ChatTemplate(TOKENIZER), sampling=Sampling(max_new_tokens=6),
             rules=EpisodeRules(max_turns=3, max_length=400), seed=5,
         )

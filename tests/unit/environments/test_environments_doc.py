@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strop.data.sources.source import DataSource
-from strop.environments.base import compute_group_rewards, compute_rewards
+from strop.environments.compute_rewards import compute_group_rewards, compute_rewards
 from strop.environments.registry import make_environment
 from strop.types import Task
 

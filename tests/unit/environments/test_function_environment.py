@@ -10,9 +10,12 @@ from dataclasses import replace
 import pytest
 
 from strop.data.sources.source import DataSource
-from strop.environments.base import EnvironmentConfigError, RewardError, compute_group_rewards, compute_rewards, reward
+from strop.environments.base import EnvironmentConfigError, reward
+from strop.environments.compute_rewards import compute_group_rewards, compute_rewards
 from strop.environments.function_environment import FunctionEnvironment
-from strop.environments.registry import list_rewards, make_environment
+from strop.environments.handle import LocalEnvironment
+from strop.environments.registry import list_marks, make_environment
+from strop.environments.rewards import RewardError
 from strop.types import Task
 
 TASK = Task(id="t1", question="1+1?", answer="2", metadata={"level": 3})
@@ -51,7 +54,7 @@ def test_one_function_scores_by_its_own_name_and_is_the_accuracy(wrote):
     scored = score(environment, rollout)
     assert (scored.reward, scored.rewards) == (1.0, {"correct": 1.0})
     assert environment.accuracy(replace(rollout, rewards=scored.rewards)) == 1.0
-    assert not environment.has_group_rewards
+    assert not LocalEnvironment(environment).traits.has_group_rewards
 
 
 def test_several_functions_have_names_and_weights(wrote):
@@ -84,7 +87,7 @@ def test_the_accuracy_is_what_is_marked_else_what_returns_bools_else_the_only_on
 def test_a_function_of_rollouts_sees_all_completions_of_the_prompt(wrote):
     environment = FunctionEnvironment(rewards=[correct, best, marked])
     rollouts = [replace(wrote(TASK, text), reward=1.0, rewards={"correct": 1.0}) for text in ("2", "22", "12")]
-    assert environment.has_group_rewards
+    assert LocalEnvironment(environment).traits.has_group_rewards
     assert score(environment, rollouts[0]).rewards == {"correct": 1.0}
     scored = asyncio.run(compute_group_rewards(environment, TASK, rollouts))
     assert [dict(result.rewards) for result in scored] == [
@@ -133,7 +136,7 @@ def test_functions_are_named_by_file_and_by_module(tmp_path, monkeypatch, wrote)
     monkeypatch.chdir(tmp_path)
     options = {"rewards": {"right": {"function": "rewards_of_mine:correct", "weight": 2}}}
     assert score(make_environment("reward_function", options), wrote(TASK, "2")).reward == 2.0
-    assert list_rewards("reward_function", options) == ("right",)
+    assert [*list_marks("reward_function", options)] == ["right"]
 
 
 def test_the_whole_row_is_in_reach_and_data_needs_no_answers(wrote):

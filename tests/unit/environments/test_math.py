@@ -14,8 +14,10 @@ import time
 import pytest
 
 from strop.data.sources.source import DataSource
-from strop.environments.base import PromptedTask, RewardError, compute_rewards
+from strop.environments.base import PromptedTask
+from strop.environments.compute_rewards import compute_rewards
 from strop.environments.math import MathEnvironment
+from strop.environments.rewards import RewardError
 from strop.environments.scoring.scoring_pool import ScoringError, ScoringPool, get_scoring_pool
 from support.sweep import sweep
 

@@ -10,6 +10,7 @@ from strop.data.interleaving import permute_index
 from strop.data.sources.source import DataSource
 from strop.environments.arithmetic import Arithmetic
 from strop.environments.base import EnvironmentConfigError
+from strop.environments.handle import LocalEnvironment
 from strop.environments.mixture import Component, Mixture
 from strop.types import Task
 
@@ -17,7 +18,7 @@ ENVIRONMENT = Arithmetic()
 
 
 def component(name: str, size: int, weight: float | None = None) -> Component:
-    return Component(name, ENVIRONMENT, [Task(id=f"{name}{index}") for index in range(size)], weight)
+    return Component(name, LocalEnvironment(ENVIRONMENT), [Task(id=f"{name}{index}") for index in range(size)], weight)
 
 
 def ids(mixture: Mixture, start: int, end: int) -> list[str]:
@@ -50,8 +51,8 @@ def test_the_stream_ends_after_the_last_epoch():
 
 def test_far_positions_are_found_at_once():
     tasks = ENVIRONMENT.tasks(DataSource(size=10**9))
-    name, environment, task = Mixture((Component("sums", ENVIRONMENT, tasks),)).at(10**12)
-    assert name == "sums" and environment is ENVIRONMENT and task.answer
+    name, environment, task = Mixture((Component("sums", LocalEnvironment(ENVIRONMENT), tasks),)).at(10**12)
+    assert name == "sums" and environment == LocalEnvironment(ENVIRONMENT) and task.answer
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from strop.data.sources.source import DataSource
-from strop.environments.base import EnvironmentConfigError, compute_rewards
+from strop.environments.base import EnvironmentConfigError
+from strop.environments.compute_rewards import compute_rewards
 from strop.environments.reasoning_gym import ReasoningGym
 
 pytest.importorskip("reasoning_gym")

@@ -17,6 +17,7 @@ from loop.tiny import tiny_tokenizer
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.base import EnvironmentConfigError
+from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment
 from strop.environments.remote import (
     EnvironmentDescription,
@@ -168,7 +169,7 @@ def test_rollouts_are_those_of_the_environment_in_this_process(
     notes: str, threads: list[EnvironmentServerThread], hosts: int
 ) -> None:
     """Many episodes at once, each with a notebook of its own, over one host or several."""
-    here, there = make_environment(notes, {"pages": 3}), remote(threads, notes, hosts, pages=3)
+    here, there = LocalEnvironment(make_environment(notes, {"pages": 3})), remote(threads, notes, hosts, pages=3)
 
     async def all_of(environment: Any) -> list[Group]:
         return list(await asyncio.gather(*(group_of(environment, place) for place in range(5))))
@@ -176,8 +177,8 @@ def test_rollouts_are_those_of_the_environment_in_this_process(
     wanted, found = asyncio.run(all_of(here)), asyncio.run(all_of(there))
     assert [seen(group) for group in found] == [seen(group) for group in wanted]
     assert all(rollout.rewards["pages_written"] == 4 and rollout.error is None for group in found for rollout in group.rollouts)
-    assert there.title == "Notes"
-    assert there.answer_key(there.tasks(DATA)[0], found[0].rollouts[0]) == found[0].rollouts[0].text
+    assert there.traits.title == "Notes"
+    assert asyncio.run(there.grade(there.tasks(DATA)[0], found[0].rollouts[0])).answer == found[0].rollouts[0].text
     for thread in threads:
         assert thread.calls.count("open") == thread.calls.count("close") > 0
 
@@ -193,7 +194,7 @@ BY_TURN = """
 def test_rewards_of_turns_come_back_with_the_step_that_each_is_of(tmp_path: Path, threads: list[EnvironmentServerThread]) -> None:
     (tmp_path / "notes.py").write_text(NOTES.replace("    def answer_key(", BY_TURN.lstrip("\n")))
     name = f"{tmp_path / 'notes.py'}:Notes"
-    here, there = make_environment(name, {"pages": 2}), remote(threads, name, pages=2)
+    here, there = LocalEnvironment(make_environment(name, {"pages": 2})), remote(threads, name, pages=2)
     wanted, found = asyncio.run(group_of(here, 0)), asyncio.run(group_of(there, 0))
     assert seen(found) == seen(wanted)
     assert all(len(rollout.step_rewards) > len(rollout.policy_turns) > 1 for rollout in found.rollouts)
@@ -214,10 +215,10 @@ def test_functions_score_there_as_they_would_here(threads: list[EnvironmentServe
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     data = DataSource(rows=[{"prompt": f"{n}+0", "answer": n, "level": 2} for n in range(6)])
     options = {"rewards": {"right": f"{tmp_path}/mine.py:correct", "short": f"{tmp_path}/mine.py:shorter"}}
-    here = make_environment("reward_function", options)
+    here = LocalEnvironment(make_environment("reward_function", options))
     threads += [EnvironmentServerThread(description("reward_function", (data,), **options)) for _ in range(2)]
     there = connect(threads[0].description, [thread.transport for thread in threads])
-    assert there.has_group_rewards
+    assert there.traits.has_group_rewards
 
     async def all_of(environment: Any) -> list[Group]:
         tasks = environment.tasks(data)
@@ -249,7 +250,7 @@ def test_a_reward_of_none_there_leaves_out_its_rollout_as_it_would_here(
     data = DataSource(rows=[{"prompt": f"{n}+0", "answer": n} for n in range(3)])
     for names, unscored in ((["one"], {1}), (["all"], {0, 3}), (["one", "all"], {0, 1, 3}), (["all", "none"], {0, 1, 2, 3})):
         options = {"rewards": {name: f"{tmp_path}/mine.py:{name}" for name in names}}
-        here = make_environment("reward_function", options)
+        here = LocalEnvironment(make_environment("reward_function", options))
         threads.append(EnvironmentServerThread(description("reward_function", (data,), **options)))
         there = connect(threads[-1].description, [threads[-1].transport])
         wanted, found = (asyncio.run(group_of(each, each.tasks(data)[1])) for each in (here, there))
@@ -259,7 +260,7 @@ def test_a_reward_of_none_there_leaves_out_its_rollout_as_it_would_here(
 
 @pytest.mark.parametrize("fails", ["open", "respond", "reward", "fine", "close"])
 def test_an_error_there_is_recorded_as_it_would_be_here(notes: str, threads: list[EnvironmentServerThread], fails: str) -> None:
-    here, there = make_environment(notes, {"fails": fails}), remote(threads, notes, fails=fails)
+    here, there = LocalEnvironment(make_environment(notes, {"fails": fails})), remote(threads, notes, fails=fails)
     wanted, found = asyncio.run(group_of(here, 2, samples=2)), asyncio.run(group_of(there, 2, samples=2))
     assert seen(found) == seen(wanted)
     assert all("lost its notes" in error for error in found.errors) and len(found.errors) == 2
@@ -322,7 +323,7 @@ def test_a_call_outside_of_a_session_is_made_again_where_the_host_died(
 ) -> None:
     there = remote(threads, "arithmetic", max_operand=3)
     threads[0].deaths.append(method)
-    wanted = asyncio.run(group_of(make_environment("arithmetic", {"max_operand": 3}), 4))
+    wanted = asyncio.run(group_of(LocalEnvironment(make_environment("arithmetic", {"max_operand": 3})), 4))
     assert seen(asyncio.run(group_of(there, 4))) == seen(wanted) and threads[0].num_servers == 2
 
 
@@ -400,7 +401,7 @@ def test_another_process_that_is_killed_in_the_middle_is_replaced(notes: str) ->
     process = EnvironmentServerProcess(description(notes))
     try:
         there = connect(process.description, [process.transport])
-        wanted = asyncio.run(group_of(make_environment(notes), 3))
+        wanted = asyncio.run(group_of(LocalEnvironment(make_environment(notes)), 3))
         assert seen(asyncio.run(group_of(there, 3))) == seen(wanted)
         asked: list[Request] = []
         generator = letters()

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from strop.data.sources.source import DataSource
-from strop.environments.base import Environment, EnvironmentConfigError, PromptedTask, compute_rewards
+from strop.environments.base import Environment, EnvironmentConfigError, PromptedTask
+from strop.environments.compute_rewards import compute_rewards
 from strop.environments.registry import make_environment
 from strop.models.reward_scorer import RewardScorer, ScorerLimits
 from strop.types import Message, Messages, Rollout, assistant, user
@@ -60,7 +61,7 @@ TASK = PromptedTask(id="a", question="q", messages=())
 
 def scores(environment: Environment[Any], talks: list[Messages]) -> list[float]:
     async def run() -> list[float]:
-        found = await asyncio.gather(*(environment.score_rollout(TASK, rollout(talk)) for talk in talks))
+        found = await asyncio.gather(*(compute_rewards(environment, TASK, rollout(talk)) for talk in talks))
         return [each.rewards["score"] for each in found]
 
     return asyncio.run(run())

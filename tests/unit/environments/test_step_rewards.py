@@ -12,8 +12,10 @@ from strop.algorithms.base import Plan
 from strop.algorithms.policy_gradient.process.process_supervision import StepRelative
 from strop.data.sources.source import DataSource
 from strop.environments.arithmetic import Arithmetic
-from strop.environments.base import Environment, EnvironmentConfigError, RewardError, RewardResult, reward
+from strop.environments.base import Environment, EnvironmentConfigError, reward
+from strop.environments.compute_rewards import compute_rewards
 from strop.environments.function_environment import FunctionEnvironment
+from strop.environments.rewards import RewardError, RewardResult
 from strop.rollouts.episode import _with_rewards
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
 from strop.types import Rollout, StepReward, Task, observation_turn
@@ -46,7 +48,7 @@ def rollout() -> Rollout:
 
 
 def score(given: Any) -> RewardResult:
-    return asyncio.run(Steps(given=given).score_rollout(TASK, rollout()))
+    return asyncio.run(compute_rewards(Steps(given=given), TASK, rollout()))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_a_function_may_reward_turns() -> None:
         return [1.0] * len(rollout.policy_turns)
 
     environment = FunctionEnvironment(reward={"function": steps, "per_turn": True, "weight": 0.5})
-    found = asyncio.run(environment.score_rollout(TASK, rollout()))
+    found = asyncio.run(compute_rewards(environment, TASK, rollout()))
     assert [(step.token, step.reward) for step in found.step_rewards] == [(2, 0.5), (4, 0.5)]
 
 
@@ -111,8 +113,8 @@ def test_a_reward_is_not_of_a_group_and_per_turn_at_once() -> None:
 
 
 def test_credit_for_steps_is_refused_where_nothing_rewards_them() -> None:
-    assert Steps.list_step_rewards({}) == ("steps",) and Arithmetic.list_step_rewards({}) == ()
+    assert Steps.list_marks({})["steps"].per_turn and not any(mark.per_turn for mark in Arithmetic.list_marks({}).values())
     given = {"rewards": {"a": {"function": lambda task, rollout: [], "per_turn": True}, "b": lambda task, rollout: 0.0}}
-    assert FunctionEnvironment.list_step_rewards(given) == ("a",)
+    assert [name for name, mark in FunctionEnvironment.list_marks(given).items() if mark.per_turn] == ["a"]
     (problem,) = StepRelative().validate(Plan(group_size=4, step_rewards=False))
     assert "no environment of this run rewards steps; mark a reward with per_turn=True" in problem

@@ -23,7 +23,7 @@ from strop.rollouts.episode import EpisodeRules, run_group
 from strop.sampling import Sampling
 from strop.types import Group, Rollout
 from support.agents import SEED, TASK, TEMPLATE, Recorder, play
-from support.environment_servers import EnvironmentServerThread
+from support.environment_servers import EnvironmentServerThread, handle_of
 
 
 def post(endpoint: Any, messages: list[dict[str, str]], path: str = "chat/completions", **options: Any) -> Any:
@@ -50,7 +50,7 @@ def run(task, endpoint):
 
 async def group_of(environment: Any, data: DataSource) -> Group:
     return await run_group(
-        0, "mine", environment, environment.tasks(data)[1], samples=4, generator=Recorder(), template=TEMPLATE,
+        0, "mine", handle_of(environment), environment.tasks(data)[1], samples=4, generator=Recorder(), template=TEMPLATE,
         sampling=Sampling(max_new_tokens=20), rules=EpisodeRules(max_turns=4, max_length=400), seed=5,
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ def test_group_rewards_see_the_rollouts_of_agents() -> None:
         run_group(
             0,
             "mine",
-            environment,
+            handle_of(environment),
             TASK,
             samples=6,
             generator=Recorder(),

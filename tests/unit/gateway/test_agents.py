@@ -22,7 +22,7 @@ from strop.environments.agents.endpoint import Endpoint
 from strop.environments.agents.external_agent import ExternalAgent
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.environment_config import EnvironmentConfig
-from strop.environments.registry import list_rewards, make_environment
+from strop.environments.registry import list_marks, make_environment
 from strop.types import Ending, Rollout
 from support.agents import TASK, Recorder, check_tree, play, play_async
 
@@ -273,9 +273,9 @@ def test_functions_that_block_do_not_wait_for_each_other() -> None:
 
 def test_the_configuration_says_what_an_agent_is() -> None:
     config = validate_section(EnvironmentConfig, {"command": ["node", "agent.js"]})
-    assert config.type_of("mine") == "agent" and list_rewards("agent", config.options) == ("score",)
+    assert config.type_of("mine") == "agent" and tuple(list_marks("agent", config.options)) == ("score",)
     assert isinstance(make_environment("agent", config.options), ExternalAgent)
-    assert list_rewards("agent", {"agent": "a.py:run", "rewards": {"short": len_reward}}) == ("short",)
+    assert tuple(list_marks("agent", {"agent": "a.py:run", "rewards": {"short": len_reward}})) == ("short",)
     with pytest.raises(EnvironmentConfigError, match="set agent to a function"):
         make_environment("agent", {})
     with pytest.raises(EnvironmentConfigError, match="not both"):

@@ -11,6 +11,7 @@ import pytest
 
 from loop.fakes import FakeGenerator
 from strop.environments.agents.external_agent import ExternalAgent
+from strop.environments.handle import LocalEnvironment
 from strop.rollouts.episode import EpisodeRules, run_episode
 from strop.sampling import Sampling
 from strop.types import Rollout, ToolCall
@@ -63,7 +64,8 @@ def test_conversations_with_tools_and_reasoning_are_stored_as_they_were_sampled(
 
     rollout: Rollout = asyncio.run(
         run_episode(
-            ExternalAgent(agent=agent, reward=lambda task, rollout: 1.0), TASK, 0, SEED, generator=generator, template=template,
+            LocalEnvironment(ExternalAgent(agent=agent, reward=lambda task, rollout: 1.0)), TASK, 0, SEED,
+            generator=generator, template=template,
             sampling=Sampling(max_new_tokens=200), rules=EpisodeRules(max_turns=3, max_length=4000),
         )
     )  # fmt: skip

@@ -16,6 +16,7 @@ from loop.tiny import tiny_tokenizer
 from strop.base_config import validate_section
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, reward
+from strop.environments.handle import LocalEnvironment
 from strop.generation.base import Completion
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_episode, run_group
@@ -101,7 +102,7 @@ def play(
 ) -> Rollout:
     return asyncio.run(
         run_episode(
-            environment,
+            LocalEnvironment(environment),
             TASK,
             1,
             seed,
@@ -125,7 +126,7 @@ async def run_talk(
 ) -> Group:
     """Run a group of the task, and with ``baseline`` a greedy rollout beside it."""
     return await run_group(
-        index, "talk", environment, TASK, samples=samples, generator=generator, template=TEMPLATE, seed=seed,
+        index, "talk", LocalEnvironment(environment), TASK, samples=samples, generator=generator, template=TEMPLATE, seed=seed,
         sampling=Sampling(max_new_tokens=9), rules=EpisodeRules(**{"max_length": 100, **rules}), greedy_baseline=baseline,
     )  # fmt: skip
 
@@ -490,7 +491,7 @@ def test_a_cancellation_from_outside_ends_an_episode_and_what_it_waits_for() -> 
         environment = Cancelling(where="respond", how=lambda: asyncio.sleep(30))
         episode = asyncio.ensure_future(
             run_episode(
-                environment, TASK, 1, 3, generator=says("12"), template=TEMPLATE, sampling=Sampling(max_new_tokens=20),
+                LocalEnvironment(environment), TASK, 1, 3, generator=says("12"), template=TEMPLATE, sampling=Sampling(max_new_tokens=20),
                 rules=EpisodeRules(max_length=200),
             )
         )  # fmt: skip

@@ -10,6 +10,7 @@ from loop.fakes import FakeGenerator, Request
 from loop.tiny import tiny_tokenizer
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, reward
+from strop.environments.handle import LocalEnvironment
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.order import DropTooOld
@@ -49,7 +50,7 @@ def test_a_slow_reward_holds_only_its_own_slot_while_others_are_generated_and_sc
         return await run_group(
             index,
             "slow",
-            environment,
+            LocalEnvironment(environment),
             tasks[index],
             samples=2,
             generator=generator,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from strop.data.sources.source import DataSource
+from strop.environments.handle import LocalEnvironment
 from strop.environments.math import MathEnvironment
 from strop.environments.mixture import Component, Mixture
 from strop.models.chat_template import ChatTemplate
@@ -122,7 +123,12 @@ def mixture(tmp_path: Path, **options: Any) -> Mixture:
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"problem": "{n}?", "answer": "{n}"}}\n' for n in range(12)))
     environment = MathEnvironment(**options)
     return Mixture(
-        (Component("math", environment, environment.tasks(DataSource(dataset_name=str(tmp_path / "rows.jsonl")))),), max_epochs=1
+        (
+            Component(
+                "math", LocalEnvironment(environment), environment.tasks(DataSource(dataset_name=str(tmp_path / "rows.jsonl")))
+            ),
+        ),
+        max_epochs=1,
     )
 
 
@@ -148,7 +154,7 @@ def test_a_prompt_that_an_environment_makes_itself_is_not_made_ahead(tmp_path: P
 
     source = mixture(tmp_path)
     tasks = source.components[0].tasks
-    assert Mixture((Component("own", Own(), tasks),)).peek_messages(0) is None
+    assert Mixture((Component("own", LocalEnvironment(Own()), tasks),)).peek_messages(0) is None
     assert source.peek_messages(0) and source.peek_messages(99) is None
 
 

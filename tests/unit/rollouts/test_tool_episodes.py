@@ -15,6 +15,7 @@ import torch
 from loop.tiny import tiny_model
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, reward
+from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment
 from strop.environments.remote import EnvironmentDescription, connect
 from strop.generation.base import Completion
@@ -25,7 +26,7 @@ from strop.rollouts.tool_turns import describe_tool_calls
 from strop.sampling import Sampling
 from strop.tools.base import ToolConfigError
 from strop.types import Ending, Message, Messages, Rollout, Task, user
-from support.environment_servers import EnvironmentServerThread
+from support.environment_servers import EnvironmentServerThread, handle_of
 from support.tokenizer import build_tokenizer
 from support.tool_families import TOOL_FAMILIES
 from support.torch_engine import make_engine, make_runner
@@ -68,7 +69,9 @@ def run(environment: Environment[Any], template: ChatTemplate, engine: Any, turn
     task = environment.tasks(DATA)[0]
     limits = EpisodeRules(max_turns=turns, max_length=4000, **rules)
     sampling = Sampling(max_new_tokens=24)
-    return asyncio.run(run_episode(environment, task, 0, 1, generator=engine, template=template, sampling=sampling, rules=limits))
+    return asyncio.run(
+        run_episode(handle_of(environment), task, 0, 1, generator=engine, template=template, sampling=sampling, rules=limits)
+    )
 
 
 @pytest.fixture
@@ -82,10 +85,10 @@ QWEN = TOOL_FAMILIES["qwen2.5"].make_template()
 
 
 def test_a_remote_environment_calls_its_tools_in_its_own_process(mine: str) -> None:
-    options = {"tools": [mine], "max_tool_calls": 1}
+    options = {"tools": [mine], "max_tool_calls": 1, "tool_continuation": "turn"}
     served = EnvironmentServerThread(EnvironmentDescription(alias="sums", name="arithmetic", options=options, sources=(DATA,)))
     remote = connect(served.description, [served.transport])
-    assert remote.has_tools and remote.responds
+    assert remote.traits.tool_continuation == "turn" and remote.traits.responds
     script = [f"{CALL}<|im_end|>", f"{CALL}<|im_end|>", "<tool_call>hm</tool_call><|im_end|>", "42<|im_end|>"]
     there = run(remote, QWEN, Scripted(QWEN.tokenizer, script))
     here = run(make_environment("arithmetic", options), QWEN, Scripted(QWEN.tokenizer, script))
@@ -131,19 +134,22 @@ def test_the_same_message_goes_on_after_a_result() -> None:
 def test_a_format_that_ends_the_message_cannot_go_on_in_it() -> None:
     environment = make_environment("arithmetic", {"tools": [twice], "tool_continuation": "message"})
     with pytest.raises(ToolConfigError, match="tool_continuation is message, but calls in the format llama3_json end a message"):
-        describe_tool_calls([environment], TOOL_FAMILIES["llama3.1"].make_template(), None)
+        describe_tool_calls([LocalEnvironment(environment)], TOOL_FAMILIES["llama3.1"].make_template(), None)
 
 
 def test_how_tools_are_called_is_said_when_a_run_starts() -> None:
     environment = make_environment("arithmetic", {"tools": [twice]})
-    assert describe_tool_calls([make_environment("arithmetic", {})], QWEN, None) is None
-    assert describe_tool_calls([environment], QWEN, None) == "tool calls in the format hermes (as the chat template writes them)"
+    assert describe_tool_calls([LocalEnvironment(make_environment("arithmetic", {}))], QWEN, None) is None
+    assert (
+        describe_tool_calls([LocalEnvironment(environment)], QWEN, None)
+        == "tool calls in the format hermes (as the chat template writes them)"
+    )
     plain = ChatTemplate(build_tokenizer())
     with pytest.raises(ToolConfigError, match=r"set policy\.tokenizer\.tool_call_format"):
-        describe_tool_calls([environment], plain, None)
+        describe_tool_calls([LocalEnvironment(environment)], plain, None)
     with pytest.raises(ToolConfigError, match="did you mean 'hermes'"):
-        describe_tool_calls([environment], plain, "herms")
-    said = describe_tool_calls([environment], plain, "xml")
+        describe_tool_calls([LocalEnvironment(environment)], plain, "herms")
+    said = describe_tool_calls([LocalEnvironment(environment)], plain, "xml")
     assert said is not None and "a system message describes the tools" in said
 
 

@@ -61,7 +61,7 @@ def test_a_reward_without_a_type_is_an_environment_of_functions(tmp_path: Path) 
     for env in (config.env, {"mine": EnvironmentConfig(type=None, rewards={"correct": {"function": correct, "weight": 2.0}})}):
         given = replace(config, env=env, data=replace(config.data, train=(entry,), shuffle=False))
         name, environment, task = make_training_tasks(given).at(1)
-        assert name == "mine" and isinstance(environment, FunctionEnvironment)
+        assert name == "mine" and isinstance(environment.environment, FunctionEnvironment)
         assert (task.question, task.answer) == ("1+1", "2")
         assert list_reward_names(given) == ("correct",)
     saved = dump_config(replace(config, env=env))

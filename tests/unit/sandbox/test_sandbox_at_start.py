@@ -11,6 +11,7 @@ import pytest
 from strop.base_config import validate_section
 from strop.config import GrpoRunConfig, load_config
 from strop.environments.code.grade_code import CHECKER, COMPILER
+from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment
 from strop.problems import ConfigError
 from strop.runs.dry_run.examine import examine
@@ -36,7 +37,7 @@ def test_what_runs_programs_of_the_policy_says_so():
             "arithmetic": {"tools": ["calculator", "python"]},
         }.items()
     }
-    assert [name for name, environment in named.items() if environment.needs_sandbox] == [
+    assert [name for name, environment in named.items() if LocalEnvironment(environment).traits.needs_sandbox] == [
         "code",
         "code_interpreter",
         "arithmetic",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from strop.environments.base import EnvironmentConfigError
+from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment
 from strop.sandbox.base import SandboxError
 from strop.tools.base import ParsedReply, Tool, ToolConfigError, ToolError
@@ -153,7 +154,7 @@ def test_tools_are_named_in_every_environment(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text('def twice(number: int) -> int:\n    """Double it."""\n    return 2 * number\n')
     environment = make_environment("arithmetic", {"tools": [f"{file}:twice"], "max_tool_calls": 3, "tool_timeout_s": 5})
-    assert environment.has_tools and environment.responds and [name for name, _ in environment.tool_sets] == ["twice"]
+    assert LocalEnvironment(environment).traits.responds and [name for name, _ in environment.tool_sets] == ["twice"]
     assert not make_environment("arithmetic", {}).has_tools
 
 

@@ -13,6 +13,7 @@ from loop.fakes import FakeGenerator, Letters, Recorder, Tasks
 from loop.tiny import tiny_tokenizer
 from strop.data.sources.source import DataSource
 from strop.environments.base import reward
+from strop.environments.handle import LocalEnvironment
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.validation_samples import ValidationSamples
 from strop.rollouts.episode import EpisodeRules
@@ -86,7 +87,7 @@ def evaluator(folder=None, *, environment=None, size=6, samples=3, **changes) ->
     environment = environment or Voting(broken=(2,))
     return Evaluator(
         **{
-            "source": Tasks(environment, environment.tasks(DataSource(size=size))),
+            "source": Tasks(LocalEnvironment(environment), environment.tasks(DataSource(size=size))),
             "size": size,
             "samples": samples,
             "generator": FakeGenerator(TOKENIZER),
@@ -207,7 +208,7 @@ def test_the_environments_of_a_mixture_are_reported_each(tmp_path):
 
         def at(self, index):
             name = "high" if index % 2 else "low"
-            return name, environments[name], environments[name].tasks(DataSource())[index]
+            return name, LocalEnvironment(environments[name]), environments[name].tasks(DataSource())[index]
 
     found = asyncio.run(evaluator(source=Two(), size=4).evaluate(0))
     assert found["validation/high/accuracy"] == 1 and found["validation/low/accuracy"] < 1

@@ -18,7 +18,8 @@ from strop.data.sources.source import DataSource
 from strop.environments.agents.agent_environment import AgentEnvironment, AgentFailed, current_result
 from strop.environments.agents.agent_result import AgentResult
 from strop.environments.agents.endpoint import Endpoint
-from strop.environments.base import EnvironmentConfigError, GeneratedTasks, RewardFunction, RewardMark, to_number
+from strop.environments.base import EnvironmentConfigError, GeneratedTasks
+from strop.environments.rewards import RewardFunction, RewardMark, to_number
 from strop.types import Rollout, Task
 from strop.user_code import suggest_names
 

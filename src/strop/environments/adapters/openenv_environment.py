@@ -14,7 +14,8 @@ from typing import Any
 
 from strop.environments.adapters.stepped_environment import SeededTask, SteppedAnswer, SteppedEnvironment
 from strop.environments.answers import extract_last_tagged
-from strop.environments.base import EnvironmentConfigError, to_number
+from strop.environments.base import EnvironmentConfigError
+from strop.environments.rewards import to_number
 from strop.packages import install_command
 from strop.safety.printable import shorten
 from strop.user_code import suggest_names

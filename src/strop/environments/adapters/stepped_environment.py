@@ -106,10 +106,10 @@ class SteppedEnvironment(Environment[SeededTask]):
         finally:
             await game.close()
 
-    async def first_messages(self, task: SeededTask) -> Messages:
+    async def prompt(self, task: SeededTask) -> Messages:
         if (play := _current_play.get(None)) is None:  # somebody looks at the task, and plays no episode
             async with self.session(task):
-                return await self.first_messages(task)
+                return await self.prompt(task)
         opening = user(play.opening)
         return (system(self.system_prompt), opening) if self.system_prompt else (opening,)
 

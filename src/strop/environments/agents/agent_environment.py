@@ -15,7 +15,8 @@ from typing import Any
 
 from strop.environments.agents.agent_result import AgentResult
 from strop.environments.agents.endpoint import Endpoint
-from strop.environments.base import Environment, EnvironmentConfigError, TaskT, to_number
+from strop.environments.base import Environment, EnvironmentConfigError, TaskT
+from strop.environments.rewards import to_number
 from strop.user_code import describe_value
 
 _result: ContextVar[AgentResult | None] = ContextVar("strop_agent_result", default=None)
@@ -49,14 +50,6 @@ class AgentEnvironment(Environment[TaskT]):
         Returns an ``AgentResult``, a number (the reward that ``current_result()`` has), a text (its output), a mapping of ``reward``,
         ``output`` and ``metrics``, or None. A mapping whose ``reward`` is None says that the episode cannot be scored.
         """
-
-    @property
-    def is_agent(self) -> bool:
-        return True
-
-    @property
-    def responds(self) -> bool:
-        return True
 
     async def run_agent(self, task: TaskT, endpoint: Endpoint) -> AgentResult:
         """Run one episode within the time limit. Raises AgentTimeout, AgentFailed, and what the agent raises."""

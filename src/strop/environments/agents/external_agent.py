@@ -15,8 +15,9 @@ from typing import Any, Literal
 from strop.environments.agents.agent_command import run_command_agent
 from strop.environments.agents.agent_environment import AgentEnvironment, AgentFailed, current_result
 from strop.environments.agents.endpoint import Endpoint
-from strop.environments.base import EnvironmentConfigError, PromptedTask, RewardFunction, RewardMark, import_user_code
+from strop.environments.base import EnvironmentConfigError, PromptedTask, import_user_code
 from strop.environments.function_environment import FunctionEnvironment
+from strop.environments.rewards import RewardFunction, RewardMark
 from strop.packages import find_program
 from strop.types import Rollout, Task
 

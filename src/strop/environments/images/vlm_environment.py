@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from strop.environments.answers import extract_last_boxed
-from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask, RewardFunction, RewardMark
+from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask
 from strop.environments.images.answer_rewards import (
     OPTIONS,
     AnswerScore,
@@ -19,6 +19,7 @@ from strop.environments.images.answer_rewards import (
     score_format,
     score_geometry,
 )
+from strop.environments.rewards import RewardFunction, RewardMark
 from strop.environments.scoring.scoring_pool import ScoringResult
 from strop.environments.verifiers.math_verifier import verify_math
 from strop.types import Rollout

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from strop.environments.base import EnvironmentConfigError, to_number
+from strop.environments.base import EnvironmentConfigError
+from strop.environments.rewards import to_number
 from strop.environments.verifiers.base import Reply, Verifier, check_positive, read_path
 from strop.types import Task
 

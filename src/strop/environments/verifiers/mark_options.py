@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from strop.environments.base import EnvironmentConfigError, RewardFunction, RewardMark, is_finite
+from strop.environments.base import EnvironmentConfigError
+from strop.environments.rewards import RewardFunction, RewardMark, is_finite
 from strop.environments.verifiers.gate import Gate, sort_by_gates
 from strop.environments.verifiers.weight_schedule import WeightSchedule
 from strop.user_code import suggest_names

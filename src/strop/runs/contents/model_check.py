@@ -8,6 +8,7 @@ from contextlib import suppress
 from strop.config.schema.run_config import EvalRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.data.sources.streaming.streamed import is_streamed
 from strop.environments.base import DatasetEnvironment, PromptedTask
+from strop.environments.handle import LocalEnvironment
 from strop.environments.mixture import Mixture
 from strop.problems import Problem, raise_problems
 from strop.runs.contents.examined_sizes import find_size_problems
@@ -54,14 +55,17 @@ def note_turn_end(bundle: TokenizerBundle, sampling: Sampling, section: str, not
 def note_empty_answers(source: Mixture, note: Callable[[str], object]) -> None:
     """Note rows whose expected answer is empty: a reward that looks for it in a reply finds it in every one."""
     for component in source.components:
-        if is_streamed(component.tasks) or not isinstance(component.environment, DatasetEnvironment):
+        local = component.environment
+        if is_streamed(component.tasks) or not (
+            isinstance(local, LocalEnvironment) and isinstance(local.environment, DatasetEnvironment)
+        ):
             continue
         checked: list[PromptedTask] = []
         for index in range(min(len(component.tasks), MOST_CHECKED)):
             with suppress(Exception):  # raised again, and counted, when its turn comes
                 checked.append(component.tasks[index])  # type: ignore[arg-type]
         empty = [task for task in checked if not task.answer.strip()]
-        has_answers = len(empty) < len(checked) or component.environment.needs_answers
+        has_answers = len(empty) < len(checked) or local.environment.needs_answers
         if empty and (has_answers or "answer" in (empty[0].metadata or {})):
             note(
                 f"warning: {component.name}: the expected answer is empty in {len(empty)} of {len(checked)} tasks, first in "

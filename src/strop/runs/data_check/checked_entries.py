@@ -24,6 +24,7 @@ from strop.data.sources.streaming.streamed import StreamedRecords
 from strop.environments.base import DatasetEnvironment, Environment, EnvironmentConfigError
 from strop.environments.environment_config import EnvironmentConfig
 from strop.environments.function_environment import FunctionEnvironment
+from strop.environments.handle import read_prompt
 from strop.environments.registry import make_environment
 from strop.environments.reward_model_environment import RewardModelEnvironment
 from strop.runs.data_check.data_report import DataKind
@@ -83,7 +84,7 @@ class OpenedEntry:
         """Return the prompt of a task of a rollout. Raises whatever the environment does."""
         assert self.environment is not None
         with contain_exits():
-            return tuple(self.environment.prompt(task))
+            return tuple(read_prompt(self.environment, task))
 
 
 def list_entries(config: CheckableConfig) -> Iterator[EntryPlace]:

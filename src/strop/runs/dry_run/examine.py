@@ -18,7 +18,7 @@ from strop.config import EvalRunConfig, LoadedConfig, RolloutRunConfig, Training
 from strop.config.checks.device_counts import count_devices
 from strop.config.load.located import locate_problems
 from strop.config.schema.run_config import generation_section
-from strop.environments.base import Environment
+from strop.environments.handle import EnvironmentHandle
 from strop.generation.sglang.require_sglang import require_sglang
 from strop.packages import are_assumed
 from strop.problems import ConfigError, Problem
@@ -63,7 +63,7 @@ def examine(config: TrainingRunConfig | EvalRunConfig, *, data: bool = True) -> 
     if isinstance(config, RolloutRunConfig | EvalRunConfig):
         _collect(problems, _require_sglang, config)
     found = list(find_model_problems(config))
-    environments: Mapping[str, Environment[Any]] = {}
+    environments: Mapping[str, EnvironmentHandle[Any]] = {}
     notes: Sequence[str] = ()
     if data:
         from strop.runs.dry_run.examined_data import examine_data  # readers of every kind of data, which a run has no need of

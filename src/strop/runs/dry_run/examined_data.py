@@ -19,7 +19,8 @@ from strop.data.sources.peek import Peek, peek_dataset, peek_file
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, is_local
 from strop.data.sources.streaming.file_shards import is_pattern, list_files
-from strop.environments.base import DatasetEnvironment, Environment, EnvironmentConfigError
+from strop.environments.base import DatasetEnvironment, EnvironmentConfigError
+from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment
 from strop.environments.verifiers.held_out_grader import make_grader
 from strop.models.chat_template import images_of
@@ -35,7 +36,7 @@ class DataExamination:
 
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    environments: dict[str, Environment[Any]] = field(default_factory=dict)
+    environments: dict[str, LocalEnvironment[Any]] = field(default_factory=dict)
 
 
 def examine_data(
@@ -142,7 +143,7 @@ def _make_environments(config: RolloutRunConfig | EvalRunConfig, found: DataExam
     """Make the environments of a run, which checks their options and imports their code."""
     for alias, section in config.env.items():
         try:
-            found.environments[alias] = make_environment(section.type_of(alias), section.options)
+            found.environments[alias] = LocalEnvironment(make_environment(section.type_of(alias), section.options))
         except EnvironmentConfigError as error:
             _add_error(f"env.{alias}", error, found)
 
@@ -150,7 +151,7 @@ def _make_environments(config: RolloutRunConfig | EvalRunConfig, found: DataExam
 def _look_for_sandbox(config: RolloutRunConfig | EvalRunConfig, found: DataExamination) -> None:
     """Find out whether this machine can keep apart what the policy writes, where that is run here."""
     elsewhere = config.sandbox.url or (isinstance(config, RolloutRunConfig) and config.cluster.environment_hosts)
-    needed = not elsewhere and any(each.needs_sandbox for each in found.environments.values())
+    needed = not elsewhere and any(each.traits.needs_sandbox for each in found.environments.values())
     if needed and (missing := find_missing(config.sandbox.level)) and not packages.assume("sandbox"):
         found.problems.append(Problem("sandbox.level", missing))
 
@@ -167,8 +168,9 @@ def _make_graders(config: RolloutRunConfig, found: DataExamination) -> None:
             found.problems.append(Problem(f"monitor.{key}", str(error).removeprefix(f"monitor.{key}: ")))
 
 
-def _read_tasks(environment: Environment[Any] | None, source: DataSource) -> list[Any]:
+def _read_tasks(local: LocalEnvironment[Any] | None, source: DataSource) -> list[Any]:
     """Return the first tasks of an environment that reads rows. Raises DataError for rows that are none."""
+    environment = None if local is None else local.environment
     if not isinstance(environment, DatasetEnvironment):
         return []
     tasks: Sequence[Any] = DatasetEnvironment.tasks(environment, source)  # what a subclass adds may load models

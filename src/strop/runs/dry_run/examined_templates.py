@@ -8,7 +8,7 @@ from typing import Any
 
 from strop.base_config import BaseConfig, iter_sections
 from strop.config import EvalRunConfig, RolloutRunConfig
-from strop.environments.base import Environment
+from strop.environments.handle import EnvironmentHandle
 from strop.models.local_files import find_local_file
 from strop.models.tokenizer_config import TokenizerConfig
 from strop.problems import Problem
@@ -46,13 +46,13 @@ def find_template_problems(config: BaseConfig) -> Iterator[Problem]:
 
 
 def find_conversation_problems(
-    config: RolloutRunConfig | EvalRunConfig, environments: Iterable[Environment[Any]]
+    config: RolloutRunConfig | EvalRunConfig, environments: Iterable[EnvironmentHandle[Any]]
 ) -> Iterator[Problem]:
     """Yield why the chat template of a tokenizer that is here cannot render the tools or the turns of environments."""
     section, key = (
         (config.tokenizer, "tokenizer") if isinstance(config, EvalRunConfig) else (config.policy.tokenizer, "policy.tokenizer")
     )
-    speaking = [each for each in environments if each.responds or each.has_tools]
+    speaking = [each for each in environments if each.traits.responds]
     file = find_local_file(section.name, "tokenizer_config.json") if speaking else None
     if file is None:
         return

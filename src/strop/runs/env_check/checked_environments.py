@@ -9,6 +9,7 @@ from typing import Any, overload
 from strop.config import EvalRunConfig, RolloutRunConfig
 from strop.config.schema.run_config import DistillationRunConfig, GrpoRunConfig, PpoRunConfig
 from strop.environments.base import Environment
+from strop.environments.handle import LocalEnvironment
 from strop.environments.mixture import Component, Mixture
 from strop.runs.tasks import make_mixture
 from strop.types import Task
@@ -70,7 +71,8 @@ def make_checked_environments(config: CheckedConfig, only: str | None = None) ->
         def rebuild(position: int = position) -> Sequence[Task]:
             return _make_parts(config)[0][position].tasks
 
-        checked.append(CheckedEnvironment(name, component.environment, component.tasks, held_out, rebuild))
+        assert isinstance(component.environment, LocalEnvironment)
+        checked.append(CheckedEnvironment(name, component.environment.environment, component.tasks, held_out, rebuild))
     return checked
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from strop.base_config import to_tree
 from strop.config import EvalRunConfig
 from strop.config.schema.run_config import generation_section
+from strop.environments.agents.agent_environment import AgentEnvironment
 from strop.runs.env_check.check_report import EPISODE_CHECKS, EnvironmentReport
 from strop.runs.env_check.checked_environments import CHECKED_RUNS, CheckedConfig, CheckedEnvironment, make_checked_environments
 from strop.runs.env_check.reward_checks import RewardChecker, ScoringLimits
@@ -52,7 +53,7 @@ def check_environment(
     each: CheckedEnvironment, options: EnvironmentCheckOptions, limits: ScoringLimits
 ) -> tuple[EnvironmentReport, tuple[list[CheckedTask], list[str]]]:
     """Check one environment. Return the report, and the tasks that were looked at with their digests."""
-    report = EnvironmentReport(each.name, each.environment.title, len(each.tasks), len(each.validation), 0)
+    report = EnvironmentReport(each.name, type(each.environment).__name__, len(each.tasks), len(each.validation), 0)
     report.not_checked = dict.fromkeys(options.skip, "skipped")
     read = read_tasks(each.environment, each.tasks, spread(len(each.tasks), options.tasks), report)
     report.looked_at = len(read)
@@ -63,7 +64,7 @@ def check_environment(
         check_splits(compared, read_prompts(each.environment, each.validation, report), report)
     if not each.validation:
         report.not_checked.setdefault("splits", "there are no validation tasks")
-    if each.environment.is_agent:
+    if isinstance(each.environment, AgentEnvironment):
         report.leave_out(EPISODE_CHECKS, "an agent drives the episodes, and there is no model that could answer it")
     elif read:
         with warnings.catch_warnings():

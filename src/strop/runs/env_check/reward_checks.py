@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from strop.environments.base import Environment
+from strop.environments.compute_rewards import compute_group_rewards
 from strop.runs.env_check.check_report import EnvironmentReport, PolicyScore
 from strop.runs.env_check.degenerate_policies import (
     ANSWER_FORMS,
@@ -134,10 +135,10 @@ class RewardChecker:
     async def _with_group_rewards(self, each: CheckedTask, episodes: list[PlayedEpisode]) -> list[PlayedEpisode]:
         """Add the rewards of the group, to which all episodes of the task belong."""
         valid = [episode for episode in episodes if episode.error is None]
-        if not self.environment.has_group_rewards or not valid:
+        if not any(each.mark.group for each in self.environment.reward_functions.values()) or not valid:
             return episodes
         try:
-            results = await self.environment.score_group(each.task, [episode.rollout for episode in valid])
+            results = await compute_group_rewards(self.environment, each.task, [episode.rollout for episode in valid])
         except Exception as error:
             failed = describe_error(error)
             return [replace(episode, error=episode.error or failed) for episode in episodes]

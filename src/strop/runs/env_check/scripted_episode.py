@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from strop.environments.base import Environment, RewardResult
+from strop.environments.base import Environment
 from strop.environments.games.policy_client import serve_policy
+from strop.environments.handle import LocalEnvironment
+from strop.environments.rewards import RewardResult
 from strop.safety.exits import contain_exits
 from strop.types import Ending, Messages, Rollout, Task, Turn, assistant, observation_turn
 from strop.user_code import describe_error
@@ -53,7 +55,7 @@ async def play(environment: Environment[Any], task: Task, script: Script, *, max
     """Play one episode, its rewards included. An error is returned, not raised."""
     rollout = Rollout(task=task, sample=sample, seed=sample, messages=(), prompt=torch.zeros(1, dtype=torch.int64))
     texts = (script,) if isinstance(script, str) else tuple(script)
-    episode = _Episode(environment, rollout, texts, max_turns)
+    episode = _Episode(LocalEnvironment(environment), rollout, texts, max_turns)
     try:
         with contain_exits(), serve_policy(_SamePolicy(texts[-1])):
             return await asyncio.wait_for(episode.run(), LIMIT_S)
@@ -78,24 +80,24 @@ class _SamePolicy:
 
 
 class _Episode:
-    def __init__(self, environment: Environment[Any], rollout: Rollout, texts: tuple[str, ...], max_turns: int) -> None:
+    def __init__(self, environment: LocalEnvironment[Any], rollout: Rollout, texts: tuple[str, ...], max_turns: int) -> None:
         self.environment, self.rollout, self.texts, self.max_turns = environment, rollout, texts, max_turns
         self.responses: list[tuple[tuple[str, str], ...] | None] = []
 
     async def run(self) -> PlayedEpisode:
         environment, task = self.environment, self.rollout.task
         played: PlayedEpisode | None = None
-        async with environment.episode(task):
-            messages = tuple(await environment.first_messages(task))
+        async with environment.open(task):
+            messages = tuple(await environment.prompt(task))
             self.rollout = replace(self.rollout, messages=messages, prompt=torch.arange(_count_tokens(messages)))
             while self.rollout.ending is None:
                 await self._take_turn()
-            result = await environment.score_rollout(task, self.rollout)
+            result = await environment.score(task, self.rollout)
             self.rollout = replace(self.rollout, reward=result.reward, rewards=result.rewards, step_rewards=result.step_rewards)
             accuracy = (await environment.grade(task, self.rollout)).accuracy
             played = PlayedEpisode(self.rollout, self.texts, tuple(self.responses), result, accuracy)
         if played is None:
-            raise RuntimeError(f"{environment.title}.session swallowed an exception")
+            raise RuntimeError(f"{environment.traits.title}.session swallowed an exception")
         return played
 
     async def _take_turn(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import random
 import time
@@ -13,9 +12,10 @@ from typing import Any
 
 from strop.data.folded_text import fold_text
 from strop.environments.base import Environment
+from strop.environments.handle import read_prompt
 from strop.runs.env_check.check_report import EnvironmentReport
 from strop.runs.env_check.task_digests import digest_task
-from strop.types import Messages, Task
+from strop.types import Task
 from strop.user_code import describe_error
 
 OVERLAP = 0.01  # share of validation tasks above which those that training sees, too, are a fault
@@ -69,14 +69,6 @@ def digest_images(environment: Environment[Any], task: Task) -> str:
     """Return a digest of the images of a prompt; empty without any."""
     sources = [image.source for message in read_prompt(environment, task) for image in message.images]
     return hashlib.sha256("\0".join(sources).encode()).hexdigest() if sources else ""
-
-
-def read_prompt(environment: Environment[Any], task: Task) -> Messages:
-    """Return the messages of a prompt; those with which an episode begins, where they are known only then."""
-    messages = environment.prompt(task)
-    if any(message.content.strip() for message in messages) or type(environment).first_messages is Environment.first_messages:
-        return messages
-    return asyncio.run(environment.first_messages(task))
 
 
 def check_same(

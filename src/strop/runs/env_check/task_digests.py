@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from strop.environments.base import Environment
+from strop.environments.handle import read_prompt
 from strop.types import Task
 
 SECONDS = 300  # that the other process may need
@@ -25,7 +26,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 def digest_task(environment: Environment[Any], task: Task) -> str:
     """Return a digest of everything in a task and of its prompt."""
-    messages = [message.as_dict() for message in environment.prompt(task)]
+    messages = [message.as_dict() for message in read_prompt(environment, task)]
     return hashlib.sha256(repr((_canonical(task), _canonical(messages))).encode(errors="surrogatepass")).hexdigest()[:16]
 
 

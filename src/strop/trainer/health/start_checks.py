@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from strop.environments.base import Environment, RewardMark
+from strop.environments.handle import EnvironmentHandle
+from strop.environments.rewards import RewardMark
 from strop.trainer.health.health_rules import HealthFinding
 
 if TYPE_CHECKING:  # it imports torch, which the turns do not need
@@ -14,17 +15,17 @@ if TYPE_CHECKING:  # it imports torch, which the turns do not need
 UNLIMITED_STEPS = 1_000_000  # from here on, a number of steps is no limit that somebody chose
 
 
-def check_turns(environments: Mapping[str, Environment[Any]], max_turns: int, section: str) -> Iterator[HealthFinding]:
+def check_turns(environments: Mapping[str, EnvironmentHandle[Any]], max_turns: int, section: str) -> Iterator[HealthFinding]:
     for name, environment in environments.items():
-        if max_turns == 1 and (environment.responds or environment.has_tools):
+        if max_turns == 1 and environment.traits.responds:
             why, end = "answers the policy (respond)", "every episode ends after the policy's first turn"
-            if environment.is_agent:
+            if environment.traits.is_agent:
                 why, end = "runs an agent", "every request of it after the first is refused"
-            elif environment.has_tools:
+            elif environment.traits.has_tools:
                 why = "has tools"
             yield HealthFinding(
                 "single_turn",
-                f"env.{name}: {environment.title} {why}, but {section}.max_rollout_turns is 1, so {end}; set "
+                f"env.{name}: {environment.traits.title} {why}, but {section}.max_rollout_turns is 1, so {end}; set "
                 f"{section}.max_rollout_turns=N to allow N turns",
             )
 

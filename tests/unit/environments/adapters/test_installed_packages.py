@@ -15,6 +15,7 @@ from strop.data.sources.source import DataSource
 from strop.environments.adapters.nemo_gym_environment import NemoGymEnvironment
 from strop.environments.adapters.openenv_environment import OpenEnvEnvironment
 from strop.environments.base import Environment, EnvironmentConfigError
+from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment
 from strop.rollouts.episode import EpisodeRules, run_episode
 from strop.sampling import Sampling
@@ -31,7 +32,7 @@ def solve(environment: Environment, data: DataSource, *texts: str, index: int = 
     generator = Recorder(*texts)
     rollout = asyncio.run(
         run_episode(
-            environment,
+            LocalEnvironment(environment),
             environment.tasks(data)[index],
             0,
             1,
@@ -182,7 +183,7 @@ def test_strop_eval_asks_a_task_of_lm_eval_and_reports_its_own_metric(tmp_path, 
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "answers.py").write_text(
         "import asyncio, json\n"
-        "from strop.environments.base import compute_rewards\n"
+        "from strop.environments.compute_rewards import compute_rewards\n"
         "from strop.environments.registry import make_environment\n"
         "from strop.data.sources.source import DataSource\n"
         "from support.adapter_episodes import policy_turn\n"

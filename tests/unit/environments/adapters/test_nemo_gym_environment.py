@@ -10,7 +10,8 @@ import pytest
 from strop.data.sources.source import DataSource
 from strop.environments.adapters.nemo_gym_environment import NemoGymEnvironment, ResourceServer
 from strop.environments.base import EnvironmentConfigError
-from strop.environments.registry import list_rewards, make_environment
+from strop.environments.handle import LocalEnvironment
+from strop.environments.registry import list_marks, make_environment
 from strop.rollouts.episode import EpisodeRules, run_episode
 from strop.sampling import Sampling
 from strop.types import Rollout
@@ -36,7 +37,7 @@ def solve(environment: NemoGymEnvironment, row: dict, *texts: str, **rules: int)
     generator = Recorder(*texts)
     rollout = asyncio.run(
         run_episode(
-            environment,
+            LocalEnvironment(environment),
             environment.tasks(DataSource(rows=[row]))[0],
             0,
             1,
@@ -77,7 +78,7 @@ def test_errors_of_a_tool_are_told_to_the_policy(url):
 
 def test_components_of_the_reward_are_rewards_of_their_own(url):
     options = {"servers": {"counter": {"url": url}}, "components": ["correct", "called"]}
-    assert list_rewards("nemo_gym", options) == ("correct", "called")
+    assert tuple(list_marks("nemo_gym", options)) == ("correct", "called")
     assert solve(make_environment("nemo_gym", options), ROW, call("get_counter_value"), "3").rewards == {
         "correct": 0.0,
         "called": 1.0,

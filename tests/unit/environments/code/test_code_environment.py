@@ -10,6 +10,7 @@ from loop.fakes import FakeGenerator
 from loop.tiny import tiny_tokenizer
 from strop.data.sources.source import DataSource
 from strop.environments.code.code_environment import CodeEnvironment
+from strop.environments.handle import LocalEnvironment
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.sampling import Sampling
@@ -32,7 +33,7 @@ def run(environment: CodeEnvironment) -> Group:
         run_group(
             0,
             "code",
-            environment,
+            LocalEnvironment(environment),
             task,
             samples=len(REPLIES),
             generator=FakeGenerator(tokenizer, lambda request: (tokenizer(next(replies))["input_ids"], True)),

@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from strop.data.sources.source import DataSource
-from strop.environments.base import EnvironmentConfigError, PromptedTask, compute_rewards
+from strop.environments.base import EnvironmentConfigError, PromptedTask
 from strop.environments.code.code_interpreter import CodeInterpreter
 from strop.environments.code.code_jaccard import CodeJaccard, compare_words
+from strop.environments.compute_rewards import compute_rewards
 
 TASK = PromptedTask(id="t", answer="42", messages=())
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from strop.data.sources.source import DataSource
-from strop.environments.base import EnvironmentConfigError, RewardResult
+from strop.environments.base import EnvironmentConfigError
+from strop.environments.compute_rewards import compute_rewards
 from strop.environments.function_environment import FunctionEnvironment
+from strop.environments.rewards import RewardResult
 from strop.environments.verifier_registry import make_verifier
 from strop.types import Rollout, Turn, assistant
 
@@ -24,7 +26,7 @@ def score(row: dict, reply: str, rewards: dict) -> RewardResult:
     task = environment.tasks(DataSource(rows=[row], input_key="text" if "text" in row else "question"))[0]
     turn = Turn(author="policy", tokens=torch.tensor([1]), text=reply, logprobs=torch.zeros(1), versions=torch.zeros(1).int())
     rollout = Rollout(task=task, sample=0, seed=0, messages=task.messages, prompt=torch.tensor([1]))
-    return asyncio.run(environment.score_rollout(task, rollout.with_turn(turn, assistant(reply))))
+    return asyncio.run(compute_rewards(environment, task, rollout.with_turn(turn, assistant(reply))))
 
 
 def test_tests_of_a_row_are_a_reward_beside_others() -> None:

@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
-from strop.environments.base import compute_rewards
 from strop.environments.code.code_environment import CodeEnvironment
 from strop.environments.code.code_problem import AssertTest, CallTest, CodeProblem, CodeTask, StdioTest
 from strop.environments.code.grade_code import CodeGrade, CodeTestError, GradingRules, grade_code
+from strop.environments.compute_rewards import compute_rewards
 from strop.sandbox.base import Limits
 from strop.sandbox.sandbox_pool import get_sandbox
 from support.sweep import sweep

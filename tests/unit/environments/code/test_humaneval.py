@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from strop.data.sources.source import DataSource
-from strop.environments.base import EnvironmentConfigError, compute_rewards
+from strop.environments.base import EnvironmentConfigError
 from strop.environments.code.humaneval import HumanEval, read_human_eval
+from strop.environments.compute_rewards import compute_rewards
 
 PROBLEMS = read_human_eval()
 SAMPLE = ["HumanEval/0", "HumanEval/32", "HumanEval/38", "HumanEval/50", "HumanEval/53"]  # helpers, random tests, one line

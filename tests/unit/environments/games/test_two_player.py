@@ -21,7 +21,7 @@ from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.sampling import Sampling
 from strop.types import Group, Task
-from support.environment_servers import EnvironmentServerThread
+from support.environment_servers import EnvironmentServerThread, handle_of
 from support.games import ScriptedGenerator, played, run_script
 from support.llm_server import llm_server
 
@@ -38,7 +38,8 @@ def play_group(
 ) -> Group:
     return asyncio.run(
         run_group(
-            0, "game", environment, task, samples=samples, generator=generator, template=ChatTemplate(generator.tokenizer),
+            0, "game", handle_of(environment), task, samples=samples, generator=generator,
+            template=ChatTemplate(generator.tokenizer),
             sampling=Sampling(max_new_tokens=50), rules=EpisodeRules(max_turns=9, max_length=100_000), seed=seed, past=past,
         )
     )  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from strop.environments.base import EnvironmentConfigError, PromptedTask
+from strop.environments.compute_rewards import compute_rewards
 from strop.environments.images.answer_rewards import find_tagged, score_box
 from strop.environments.registry import list_marks, make_environment
 from strop.types import Rollout, Turn, user
@@ -26,7 +27,7 @@ def score(rewards: list[dict], text: str, answer: str) -> tuple[float, float]:
     """Return the reward and the accuracy of a reply."""
     environment = make_environment("vlm", {"rewards": rewards})
     task, rollout = reply(text, answer)
-    scored = asyncio.run(environment.score_rollout(task, rollout))
+    scored = asyncio.run(compute_rewards(environment, task, rollout))
     return scored.reward, scored.rewards["correct"]
 
 

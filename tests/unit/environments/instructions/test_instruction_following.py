@@ -10,9 +10,11 @@ import torch
 
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
-from strop.environments.base import Environment, EnvironmentConfigError, RewardResult
+from strop.environments.base import Environment, EnvironmentConfigError
+from strop.environments.compute_rewards import compute_rewards
 from strop.environments.function_environment import FunctionEnvironment
 from strop.environments.instructions.instruction_following import InstructionFollowing
+from strop.environments.rewards import RewardResult
 from strop.types import Rollout, Turn, assistant
 
 ROWS = [
@@ -32,7 +34,7 @@ def score(environment: Environment[Any], reply: str, row: int = 0) -> tuple[Rewa
     turn = Turn(author="policy", tokens=torch.tensor([1]), text=reply, logprobs=torch.zeros(1), versions=torch.zeros(1).int())
     rollout = Rollout(task=task, sample=0, seed=0, messages=task.messages, prompt=torch.tensor([1]))
     rollout = rollout.with_turn(turn, assistant(reply))
-    return asyncio.run(environment.score_rollout(task, rollout)), rollout
+    return asyncio.run(compute_rewards(environment, task, rollout)), rollout
 
 
 def test_rewards_are_strict_and_loose_of_a_prompt_and_its_instructions() -> None:

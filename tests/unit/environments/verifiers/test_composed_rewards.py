@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 
 from strop.data.sources.source import DataSource
-from strop.environments.base import EnvironmentConfigError, compute_group_rewards, compute_rewards
+from strop.environments.base import EnvironmentConfigError
+from strop.environments.compute_rewards import compute_group_rewards, compute_rewards
 from strop.environments.function_environment import FunctionEnvironment
-from strop.environments.registry import list_rewards, list_step_rewards, make_environment
+from strop.environments.registry import list_marks, make_environment
 from strop.environments.remote import EnvironmentDescription, EnvironmentServer, Transport, connect
 from strop.environments.verifiers.weight_schedule import WeightSchedule
 from strop.types import Task
@@ -72,7 +73,7 @@ def test_verifiers_and_functions_stand_side_by_side_and_each_is_logged_raw_and_w
     assert scored.reward == pytest.approx(1 + 0.5 + 0.2 + 0.5)
     weighted = {name: value for name, value in scored.metrics.items() if name.startswith("weighted/")}
     assert weighted == {"weighted/right": 1.0, "weighted/format": 0.5, "weighted/short": pytest.approx(0.2)}
-    assert list_rewards("reward_function", {"rewards": rewards}) == ("right", "format", "short", "own")
+    assert tuple(list_marks("reward_function", {"rewards": rewards})) == ("right", "format", "short", "own")
     heavier = score(rewards, talk(TASK, GOOD), reward_weights={"short": 2.0})
     assert heavier.reward == pytest.approx(1 + 0.5 + 2 + 0.5) and heavier.metrics["weighted/short"] == 2.0
 
@@ -132,7 +133,9 @@ def test_a_verifier_of_each_turn_gives_steps_and_a_closed_gate_gives_none(talk):
     assert [(step.token, step.reward) for step in scored.step_rewards] == [(2, 0.5), (5, 0.0), (8, 0.5)] and scored.reward == 1.5
     closed = score({"step": {**steps, "gate": "own"}, "own": costly}, rollout)
     assert closed.step_rewards == () and closed.rewards == {"own": 0.5, "step": 0.0}
-    assert list_step_rewards("reward_function", {"rewards": {"step": steps, "own": costly}}) == ("step",)
+    assert [
+        name for name, mark in list_marks("reward_function", {"rewards": {"step": steps, "own": costly}}).items() if mark.per_turn
+    ] == ["step"]
 
 
 @pytest.mark.parametrize(
@@ -239,8 +242,8 @@ def test_verifiers_work_in_processes_of_their_own(talk, tmp_path):
     transport = Transport(server.answer, lambda method, arguments: loop.run_until_complete(server.answer(method, arguments)))
     remote = connect(description, [transport])
     task = remote.tasks(source)[0]
-    scored = asyncio.run(remote.score_rollout(task, talk(task, "it is 2", version=7)))
+    scored = asyncio.run(remote.score(task, talk(task, "it is 2", version=7)))
     assert scored.rewards == {"right": 1.0, "format": 0.0} and scored.reward == 3.0 and scored.metrics["weighted/right"] == 3.0
-    assert asyncio.run(remote.score_rollout(task, talk(task, "3", version=7))).rewards == {"right": 0.0}
-    assert remote.answer_key(task, talk(task, "it is 2")) == "2"
+    assert asyncio.run(remote.score(task, talk(task, "3", version=7))).rewards == {"right": 0.0}
+    assert asyncio.run(remote.grade(task, talk(task, "it is 2"))).answer == "2"
     loop.close()

@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from strop.environments.base import RewardError, RewardResult, import_user_code
+from strop.environments.base import import_user_code
+from strop.environments.compute_rewards import compute_rewards
 from strop.environments.function_environment import FunctionEnvironment
+from strop.environments.rewards import RewardError, RewardResult
 from strop.environments.verifiers.base import Reply, Score, Verifier
 from strop.types import Task
 
@@ -63,7 +65,7 @@ def waits(**options: Any) -> dict[str, Any]:
 
 
 def score(rewards: dict[str, Any], rollout: Any) -> RewardResult:
-    return asyncio.run(FunctionEnvironment(rewards=rewards).score_rollout(TASK, rollout))
+    return asyncio.run(compute_rewards(FunctionEnvironment(rewards=rewards), TASK, rollout))
 
 
 def plain(task: Task, rollout: Any) -> float:

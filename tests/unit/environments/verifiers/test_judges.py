@@ -8,9 +8,11 @@ import re
 
 import pytest
 
-from strop.environments.base import EnvironmentConfigError, RewardError, compute_group_rewards, compute_rewards
+from strop.environments.base import EnvironmentConfigError
+from strop.environments.compute_rewards import compute_group_rewards, compute_rewards
 from strop.environments.function_environment import FunctionEnvironment
 from strop.environments.llm import llm_client
+from strop.environments.rewards import RewardError
 from strop.environments.verifier_registry import make_verifier
 from strop.environments.verifiers.judges.judge_prompt import JudgePrompt, UnreadableVerdict, find_verdict, read_scores
 from strop.types import Task

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from strop.environments.base import compute_rewards
+from strop.environments.compute_rewards import compute_rewards
 from strop.environments.llm.llm_endpoint import ENDPOINT_OPTIONS
 from strop.environments.registry import make_environment
 from strop.environments.verifier_registry import VERIFIERS

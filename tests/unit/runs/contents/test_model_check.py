@@ -10,6 +10,7 @@ import pytest
 
 from strop.config import TRAINING_RUNS, load_config
 from strop.data.sources.source import DataSource
+from strop.environments.handle import LocalEnvironment
 from strop.environments.mixture import Component, Mixture
 from strop.environments.registry import make_environment
 from strop.models.chat_template import ChatTemplate
@@ -121,5 +122,5 @@ def test_an_empty_reference_is_said_at_the_start_with_its_row(answers: list[str]
     environment = make_environment("reward_function", {"reward": lambda task, rollout: float(task.answer in rollout.text)})
     tasks = environment.tasks(DataSource(rows=[{"problem": f"q{index}", "answer": each} for index, each in enumerate(answers)]))
     notes: list[str] = []
-    note_empty_answers(Mixture((Component("mine", environment, tasks),)), notes.append)
+    note_empty_answers(Mixture((Component("mine", LocalEnvironment(environment), tasks),)), notes.append)
     assert said in " ".join(notes) and bool(notes) == bool(said)

@@ -11,6 +11,7 @@ from strop.data.sources.source import DataSource
 from strop.environments.agents.external_agent import ExternalAgent
 from strop.environments.arithmetic import Arithmetic
 from strop.environments.base import Environment, reward
+from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import list_marks
 from strop.trainer.health.start_checks import check_epochs, check_reward_weights, check_turns, check_validation
 from strop.trainer.run import TrainOptions
@@ -31,11 +32,13 @@ class Calculator(Environment[Task]):
 
 
 def test_an_environment_that_answers_needs_more_than_one_turn() -> None:
-    environments = {"calculator": Calculator(), "sums": Arithmetic()}
+    environments = {"calculator": LocalEnvironment(Calculator()), "sums": LocalEnvironment(Arithmetic())}
     (found,) = check_turns(environments, 1, "grpo")
     assert found.name == "single_turn" and found.message.startswith("env.calculator: Calculator answers the policy (respond)")
     assert "set grpo.max_rollout_turns=N" in found.message
-    assert not list(check_turns(environments, 2, "grpo")) and not list(check_turns({"sums": Arithmetic()}, 1, "grpo"))
+    assert not list(check_turns(environments, 2, "grpo")) and not list(
+        check_turns({"sums": LocalEnvironment(Arithmetic())}, 1, "grpo")
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +66,8 @@ def test_weights_that_replace_those_of_a_class_do_not_reach_an_algorithm_either(
 
 
 def test_tools_and_agents_need_more_than_one_turn() -> None:
-    environments = {"sums": Arithmetic(tools="calculator"), "agent": ExternalAgent(agent=print)}
+    made = {"sums": Arithmetic(tools="calculator"), "agent": ExternalAgent(agent=print)}
+    environments = {name: LocalEnvironment(environment) for name, environment in made.items()}
     tools, agent = check_turns(environments, 1, "grpo")
     assert tools.message.startswith("env.sums: Arithmetic has tools, but grpo.max_rollout_turns is 1")
     assert agent.message.startswith("env.agent: ExternalAgent runs an agent") and "after the first is refused" in agent.message

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
-from strop.environments.base import EnvironmentConfigError, is_finite
+from strop.environments.base import EnvironmentConfigError
 from strop.environments.llm.llm_client import LlmClient, LlmReply, get_llm_client
 from strop.environments.llm.llm_endpoint import make_endpoint
+from strop.environments.rewards import is_finite
 from strop.environments.verifiers.base import Reply, Score, Verifier
 from strop.environments.verifiers.judges.judge_prompt import (
     SYSTEM_PROMPT,

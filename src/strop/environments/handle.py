@@ -1,0 +1,201 @@
+"""An environment as episodes and evaluations call it: in this process (``LocalEnvironment``) or in another one
+(``strop.environments.remote.RemoteEnvironment``).
+
+    open(task): session and tools          prompt -> policy turn -> respond | answer_calls -> score           grade
+                                                  (or run_agent, where an agent drives the episode)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, Literal
+
+from strop.data.sources.source import DataSource
+from strop.environments.agents.agent_environment import AgentEnvironment
+from strop.environments.base import DatasetEnvironment, Environment, TaskT
+from strop.environments.compute_rewards import compute_group_rewards, compute_rewards
+from strop.environments.games.policy_client import PastSelvesRule
+from strop.environments.rewards import RewardResult
+from strop.tools.base import ParsedReply
+from strop.tools.toolbox import ToolOffer, current_toolbox
+from strop.types import Messages, Rollout
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What an evaluation needs of a rollout that has its rewards."""
+
+    accuracy: float
+    answer: str | None  # normalized, for majority voting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What an environment is and has. It is read once, so that what it does not have needs no call."""
+
+    title: str  # for messages
+    has_group_rewards: bool
+    declares_accuracy: bool
+    responds: bool  # episodes have more than one turn of the policy, where they are allowed
+    is_agent: bool  # an agent drives its episodes (strop.environments.agents)
+    tool_continuation: Literal["turn", "message"] | None  # where the policy goes on after a call; None: it has no tools
+    has_session: bool  # or tools, or a result of an agent: something that is open during an episode
+    has_stop_strings: bool
+    has_answer_key: bool
+    accuracy_reward: str | None  # name of the reward that is the accuracy; None: the total reward
+    overrides_accuracy: bool  # has an ``accuracy`` of its own
+    needs_sandbox: bool = False  # this process's sandbox runs programs that the policy writes
+    prompts_are_of_rows: bool = (
+        False  # the messages of a PromptedTask are its prompt as it stands, so that it may be tokenized ahead
+    )
+    past_selves: PastSelvesRule | None = None  # which earlier selves of the policy it plays against
+
+    @property
+    def has_tools(self) -> bool:
+        return self.tool_continuation is not None
+
+
+class EnvironmentHandle(ABC, Generic[TaskT]):
+    """What episodes and evaluations call. Every method may raise what the environment's code raises."""
+
+    traits: Traits
+
+    @abstractmethod
+    def tasks(self, data: DataSource) -> Sequence[TaskT]: ...
+
+    @abstractmethod
+    def open(self, task: TaskT) -> AbstractAsyncContextManager[Any]:
+        """Return what is open during one episode and its rewards: the session, and the tools in it."""
+
+    @abstractmethod
+    async def prompt(self, task: TaskT) -> Messages: ...
+
+    @abstractmethod
+    async def stop_strings(self, task: TaskT, rollout: Rollout) -> Sequence[str]: ...
+
+    @abstractmethod
+    async def respond(self, task: TaskT, rollout: Rollout) -> Messages | None: ...
+
+    @abstractmethod
+    async def offer_tools(self) -> ToolOffer | None:
+        """Return what the open episode offers to the policy; None without tools."""
+
+    @abstractmethod
+    async def answer_calls(self, rollout: Rollout, reply: ParsedReply) -> Messages | None:
+        """Return the results of the calls of the policy's last turn, and what could not be read of it; None ends the episode."""
+
+    @abstractmethod
+    async def run_agent(self, task: TaskT, endpoint: Any) -> Any:
+        """Run one episode of an agent. Returns an ``AgentResult``."""
+
+    @abstractmethod
+    async def score(self, task: TaskT, rollout: Rollout) -> RewardResult:
+        """Compute the rewards of a rollout. Raises RewardError."""
+
+    @abstractmethod
+    async def score_group(self, task: TaskT, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
+        """Add the group's rewards to those that the rollouts of a task have. Raises RewardError."""
+
+    @abstractmethod
+    async def grade(self, task: TaskT, rollout: Rollout) -> Grade: ...
+
+    @abstractmethod
+    def accuracy(self, rollout: Rollout) -> float: ...
+
+
+@dataclass(frozen=True)
+class LocalEnvironment(EnvironmentHandle[TaskT]):
+    """An environment in this process."""
+
+    environment: Environment[TaskT]
+
+    @cached_property
+    def traits(self) -> Traits:  # type: ignore[override]
+        return read_traits(self.environment)
+
+    def tasks(self, data: DataSource) -> Sequence[TaskT]:
+        return self.environment.tasks(data)
+
+    def open(self, task: TaskT) -> AbstractAsyncContextManager[Any]:
+        return self._open_with_tools(task) if self.traits.has_tools else self.environment.session(task)
+
+    @asynccontextmanager
+    async def _open_with_tools(self, task: TaskT) -> AsyncIterator[None]:
+        async with self.environment.session(task), self.environment.open_tools():
+            yield
+
+    async def prompt(self, task: TaskT) -> Messages:
+        messages = self.environment.prompt(task)
+        return await messages if inspect.isawaitable(messages) else messages
+
+    async def stop_strings(self, task: TaskT, rollout: Rollout) -> Sequence[str]:
+        return self.environment.stop_strings(task, rollout)
+
+    async def respond(self, task: TaskT, rollout: Rollout) -> Messages | None:
+        return await self.environment.respond(task, rollout)
+
+    async def offer_tools(self) -> ToolOffer | None:
+        toolbox = current_toolbox.get() if self.traits.has_tools else None
+        return None if toolbox is None else toolbox.offer
+
+    async def answer_calls(self, rollout: Rollout, reply: ParsedReply) -> Messages | None:
+        toolbox = current_toolbox.get()
+        if toolbox is None:
+            raise RuntimeError(f"{self.traits.title} has no open tools")
+        return await toolbox.answer(reply, rollout.metrics)
+
+    async def run_agent(self, task: TaskT, endpoint: Any) -> Any:
+        if not isinstance(self.environment, AgentEnvironment):
+            raise NotImplementedError(f"{self.traits.title} is no environment of an agent")
+        return await self.environment.run_agent(task, endpoint)
+
+    async def score(self, task: TaskT, rollout: Rollout) -> RewardResult:
+        return await compute_rewards(self.environment, task, rollout)
+
+    async def score_group(self, task: TaskT, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
+        return await compute_group_rewards(self.environment, task, rollouts)
+
+    async def grade(self, task: TaskT, rollout: Rollout) -> Grade:
+        return Grade(self.environment.accuracy(rollout), self.environment.answer_key(task, rollout))
+
+    def accuracy(self, rollout: Rollout) -> float:
+        return self.environment.accuracy(rollout)
+
+
+def read_prompt(environment: Environment[TaskT], task: TaskT) -> Messages:
+    """Return the prompt of a task outside of an episode and of an event loop."""
+
+    async def wait(messages: Awaitable[Messages]) -> Messages:
+        return await messages
+
+    messages = environment.prompt(task)
+    return asyncio.run(wait(messages)) if inspect.isawaitable(messages) else messages
+
+
+def read_traits(environment: Environment[Any]) -> Traits:
+    kind, rewards = type(environment), environment.reward_functions
+    is_agent = isinstance(environment, AgentEnvironment)
+    has_tools = environment.has_tools
+    tools_run_programs = any(getattr(each, "needs_sandbox", False) for _, each in environment.tool_sets)
+    return Traits(
+        title=kind.__name__,
+        has_group_rewards=any(each.mark.group for each in rewards.values()),
+        declares_accuracy=environment.declares_accuracy,
+        responds=is_agent or has_tools or kind.respond is not Environment.respond,
+        is_agent=is_agent,
+        tool_continuation=environment.tool_continuation if has_tools else None,
+        has_session=has_tools or is_agent or kind.session is not Environment.session,
+        has_stop_strings=kind.stop_strings is not Environment.stop_strings,
+        has_answer_key=kind.answer_key is not Environment.answer_key,
+        accuracy_reward=next((name for name, each in rewards.items() if each.mark.accuracy), None),
+        overrides_accuracy=kind.accuracy is not Environment.accuracy,
+        needs_sandbox=getattr(environment, "needs_sandbox", False) or tools_run_programs,
+        prompts_are_of_rows=kind.prompt is DatasetEnvironment.prompt and not (has_tools or is_agent),
+        past_selves=getattr(environment, "past_selves", None),
+    )

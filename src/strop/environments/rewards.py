@@ -1,0 +1,105 @@
+"""What a reward of an environment is: a marked method or a function, with how it counts."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, TypeVar
+
+from strop.environments.verifiers.gate import Gate
+from strop.environments.verifiers.weight_schedule import WeightSchedule
+from strop.types import StepReward
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+
+class RewardError(Exception):
+    """A reward method raised, or returned something other than a finite number. The message names the environment and the method."""
+
+
+@dataclass(frozen=True)
+class RewardMark:
+    weight: float = 1.0
+    accuracy: bool = False
+    group: bool = False  # called once for all rollouts of a task
+    per_turn: bool = False  # a process reward: one for each turn of the policy
+    schedule: WeightSchedule | None = None  # the weight by step, in place of ``weight``
+    gates: tuple[Gate, ...] = ()  # all must open
+    log_weighted: bool = False  # as the metric ``weighted/NAME``, too
+    concurrent: bool = False  # it may run beside others: it shares no state with them
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A reward of an environment: ``function(task, rollout)``, or ``function(task, rollouts)`` if it is a group's."""
+
+    function: Callable[[Any, Any], Any]
+    mark: RewardMark
+    source: str  # where it is defined, for messages
+
+
+def reward(
+    weight: float = 1.0, *, accuracy: bool = False, group: bool | None = None, per_turn: bool = False
+) -> Callable[[MethodT], MethodT]:
+    """Mark a method ``(self, task, rollout) -> float | bool``, sync or async, as a reward that is logged under its name.
+
+    The rollout's reward is the weighted sum of its rewards; a reward of weight 0 is only logged. Evaluation reports the reward
+    marked ``accuracy=True`` as accuracy. With ``group`` the method is called once for all rollouts of a task, as
+    ``(self, task, rollouts) -> Sequence[float | bool]``; None: if it has a parameter ``rollouts``. A plain function that is a reward
+    (``strop.environments.function_environment``) may be marked too.
+
+    With ``per_turn`` it is a process reward, ``(self, task, rollout) -> Sequence``, with one item for each of ``rollout.policy_turns``:
+    a number, None for no reward, or for steps inside the turn a mapping from the index of a step's last token in the turn to a number. The
+    sum over all steps is the rollout's reward of that name; algorithms that give credit to tokens see each step
+    (``strop.algorithms.policy_gradient.process.steps``).
+    """
+    if callable(weight):
+        raise TypeError("write @reward() or @reward(weight=...), with parentheses")
+
+    def mark(method: MethodT) -> MethodT:
+        of_group = takes_rollouts(method) if group is None else group
+        if of_group and per_turn:
+            raise TypeError("a reward is of a group or per_turn, not both: a per_turn reward sees one rollout")
+        method.__reward__ = RewardMark(weight, accuracy, of_group, per_turn)  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+def reward_marks(kind: type) -> dict[str, RewardMark]:
+    """Return the rewards of an environment class in definition order, parents first."""
+    names = dict.fromkeys(name for base in reversed(kind.__mro__) for name in vars(base))
+    marks = ((name, getattr(getattr(kind, name, None), "__reward__", None)) for name in names)
+    return {name: mark for name, mark in marks if isinstance(mark, RewardMark)}
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    reward: float  # the weighted sum of ``rewards``
+    rewards: Mapping[str, float]
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the rollout, checked
+    step_rewards: tuple[StepReward, ...] = ()  # the parts of ``reward`` that belong to steps
+    turn_states: tuple[str | None, ...] = ()  # of each turn of the policy, or empty
+    unscored: bool = False  # a reward returned None, so that the rollout counts nowhere
+
+
+def to_number(value: Any) -> float | None:
+    """Return a finite number, a bool, or an array or tensor of one element as a float; None for anything else."""
+    try:
+        item = value.item() if hasattr(value, "item") else value
+        number = float(item) if isinstance(item, Real) else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # several elements; an integer above all floats
+        return None
+    return number if math.isfinite(number) else None
+
+
+def is_finite(value: Any) -> bool:
+    return to_number(value) is not None
+
+
+def takes_rollouts(function: Callable[..., Any]) -> bool:
+    """Whether a reward has a parameter ``rollouts``, and so wants all rollouts of a task at once."""
+    return "rollouts" in inspect.signature(function).parameters
