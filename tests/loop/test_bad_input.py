@@ -13,7 +13,6 @@ import pytest
 
 from loop.runs import Environ, Outcome, grpo, metrics_of, overrides, strop
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from support.sweep import one_in
 
 pytestmark = pytest.mark.slow
 
@@ -103,24 +102,6 @@ def test_a_cache_that_holds_no_sequence_says_what_to_raise(refused):
 
 
 # --- data -----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    one_in(
-        3,
-        [
-            ("\n\n", "'rows.jsonl' has no rows"),
-            (
-                GOOD + '{"question": "x", "answer": "2"}\n',
-                "rows.jsonl:2 has no key 'problem'; its keys are ['answer', 'question']",
-            ),
-            (GOOD + '{"problem": " ", "answer": "2"}\n', "rows.jsonl:2: 'problem' is empty"),
-        ],
-    ),
-)
-def test_data_that_cannot_be_used_is_refused_by_line(refused, text, said):
-    assert said in refused(1, {"rows.jsonl": text}, **ROWS)
 
 
 def test_prompts_that_are_all_too_long_stop_the_run_with_the_limit(refused):
