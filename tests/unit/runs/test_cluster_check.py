@@ -70,6 +70,7 @@ def test_two_nodes_are_compared_share_their_folders_and_are_timed(
     assert list(results.iterdir()) == [], "a folder that was made for the check goes with it"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_folder_that_other_nodes_do_not_see_is_a_problem(
     two_nodes: Any, room: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -91,6 +92,7 @@ def test_a_folder_that_other_nodes_do_not_see_is_a_problem(
     assert list(room.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_interrupting_a_check_leaves_no_process(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from strop.distributed import survey
