@@ -103,7 +103,12 @@ def test_each_right_row_has_a_vote_unless_it_has_no_answer_to_find() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "make"), [("math_verify", make_math_verify), ("simple_evals", make_simple_evals), ("lm_eval", make_lm_eval)]
+    ("name", "make"),
+    [
+        pytest.param("math_verify", make_math_verify, marks=pytest.mark.exhaustive),
+        ("simple_evals", make_simple_evals),
+        ("lm_eval", make_lm_eval),
+    ],
 )
 def test_what_the_table_says_of_a_library_is_so(name: str, make: Callable[[], Callable[[AnswerPair], bool] | None]) -> None:
     decide_as = make()
