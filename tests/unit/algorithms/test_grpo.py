@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from strop.algorithms.base import TokenOutputs
+from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.types import Batch, Ending, Group
 from support.algorithms import grpo
@@ -81,6 +82,7 @@ def test_the_kl_penalty_is_added_to_the_loss_and_logged() -> None:
     algorithm = grpo(kl_penalty=0.5, kl_estimator="k2")
     assert algorithm.requires == {"reference_logprobs"}
     assert grpo().requires == frozenset()
+    assert replace(grpo(), kl=Kl(place="token_reward")).requires == {"reference_logprobs", "policy_logprobs"}
     batch = pack_for([rewarded(1.0, 1.0)], algorithm).with_column("reference_logprobs", torch.tensor([-1.0, -2.0, -4.0]))
     value, logged = loss_of(algorithm, batch, torch.tensor([-1.0, -3.0, -2.0]))
     kl = (0 + 0.5 + 2.0) / 3

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from strop.models.quantization.number_format import (
     FP8_BLOCK,
+    FP8_BLOCK_POW2,
     FP8_TENSOR,
     MXFP4,
     MXFP8,
@@ -98,6 +99,13 @@ def test_an_infinity_or_nan_is_not_hidden_by_the_rounding(number_format: NumberF
         assert rounded[2, :16].isnan().all()
         if number_format.columns is not None:
             assert rounded[2, 128:].eq(1).logical_or(rounded[2, 128:].sub(1).abs() < 0.01).all()
+
+
+@pytest.mark.parametrize("number_format", [FP8_BLOCK_POW2, MXFP8], ids=lambda each: each.name)
+def test_rounding_twice_is_rounding_once_where_scales_are_powers_of_two(number_format: NumberFormat) -> None:
+    for matrix in matrices():
+        once = round_trip(matrix, number_format)
+        assert torch.equal(round_trip(once, number_format), once)
 
 
 @name
