@@ -110,11 +110,13 @@ def test_prompts_that_are_all_too_long_stop_the_run_with_the_limit(refused):
     assert "at most 60 fit (data.max_input_seq_length, policy.max_total_sequence_length)" in said
 
 
+@pytest.mark.exhaustive
 def test_a_few_prompts_that_are_all_too_long_do_not_pass_for_a_finished_run(refused):
     said = refused(1, {"rows.jsonl": LONG * 5}, **ROWS)
     assert "nothing was trained" in said and "5 groups were dropped" in said and "PromptTooLong" in said
 
 
+@pytest.mark.exhaustive
 def test_fewer_tasks_than_a_step_needs_do_not_pass_for_a_finished_run(refused):
     said = refused(1, {"rows.jsonl": GOOD * 3}, **ROWS)
     assert "nothing was trained" in said and "grpo.num_prompts_per_step" in said and "grpo.max_num_epochs" in said

@@ -23,8 +23,9 @@ def test_rewards_change_nothing_and_tokens_of_others_are_not_taught() -> None:
     batch = pack_for([make_group(rollout)], SFT())
     assert batch.target.tolist() == [6, 7, 11]
     assert batch.totals.tokens == 3
-    value, _ = SFT().loss(TokenOutputs(torch.tensor([-1.0, -2.0, -3.0]), torch.zeros(3)), batch)
-    assert float(value) == pytest.approx(2.0)
+    outputs = TokenOutputs(torch.tensor([-1.0, -2.0, -3.0]), torch.zeros(3))
+    assert float(SFT().loss(outputs, batch)[0]) == pytest.approx(2.0)
+    assert SFT(dft=True).loss(outputs, batch)[1]["nll"].value == pytest.approx(2.0)
 
 
 def test_a_part_without_a_taught_token_has_a_loss_of_zero() -> None:

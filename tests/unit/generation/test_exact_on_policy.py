@@ -105,10 +105,11 @@ def test_a_pass_with_gradients_has_the_bits_of_one_without_and_of_checkpointed_l
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
-def test_the_gradient_is_that_of_an_ordinary_network() -> None:
+@pytest.mark.parametrize("family", ["gemma2", "qwen2"])  # qwen2 has biases
+def test_the_gradient_is_that_of_an_ordinary_network(family: str) -> None:
     sampling, gradients = SAMPLINGS["plain"], []
     for exact in (True, False):
-        network = Network(build("gemma2"))
+        network = Network(build(family))
         if exact:
             network.make_exact()
             batch, _ = sample(make_runner(network), sampling)

@@ -58,6 +58,7 @@ def check(cluster: Any, *words: str) -> int:
     return cli.main(["cluster", "check", *fixed, *words])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_nodes_are_compared_share_their_folders_and_are_timed(
     two_nodes: Any, room: Path, capsys: pytest.CaptureFixture[str]
@@ -111,6 +112,7 @@ def test_interrupting_a_check_leaves_no_process(room: Path, monkeypatch: pytest.
     assert processes and not any(is_process_alive(process) for process in processes) and list(room.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_every_node_of_a_run_is_watched_and_one_whose_monitor_dies_is_said(
     two_nodes: Any, room: Path, caplog: pytest.LogCaptureFixture

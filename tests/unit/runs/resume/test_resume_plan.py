@@ -263,6 +263,7 @@ def test_a_continued_run_says_so_first_and_then_shows_the_step_it_continues_from
     assert events == [f"continuing after step 4, from {path}", "step 4", resumed]
 
 
+@pytest.mark.exhaustive
 def test_the_history_says_from_which_step_which_settings_held(tmp_path: Path) -> None:
     def lines() -> list[dict[str, Any]]:
         return [json.loads(line) for line in (tmp_path / "logs" / HISTORY_FILE).read_text().splitlines()]
