@@ -105,7 +105,8 @@ def count(root: Path) -> dict[str, object]:
     lengths = sorted(
         ((node.end_lineno or 0) - node.lineno + 1, node.name) for tree in parsed.values() for node in functions_of(tree)
     )
-    wiring = [path for path in parsed if path.name in ("rollout_run.py", "open_run.py")]
+    opened = [path for path in parsed if path.name == "open_run.py"]  # earlier checkouts build runs in rollout_run.py
+    wiring = opened or [path for path in parsed if path.name == "rollout_run.py"]
     by_room = {room: [path for path in parsed if path.relative_to(source / "strop").parts[0] == room] for room in ROOMS}
     run, environment = class_of(parsed, "TrainingRun"), class_of(parsed, "Environment")
     classes = [node for tree in parsed.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
@@ -131,7 +132,8 @@ def count(root: Path) -> dict[str, object]:
 
 def count_words(docs: Path) -> int:
     left_out = {"log.md", "configuration.md", "numerics.md"}
-    return sum(len(path.read_text(encoding="utf-8").split()) for path in docs.rglob("*.md") if path.name not in left_out)
+    pages = (path for path in docs.rglob("*.md") if path.name not in left_out and path.parent.name != "log")
+    return sum(len(path.read_text(encoding="utf-8").split()) for path in pages)
 
 
 def main() -> None:

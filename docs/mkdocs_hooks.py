@@ -29,6 +29,8 @@ def on_files(files: Files, *, config: Any) -> Files:
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     if page.file.src_uri in OUTSIDE.values():
         return markdown
+    if page.file.src_uri.startswith("log/"):
+        page.meta["search"] = {"exclude": True}  # a search is for how things are, not for how they were
     return turn_links(markdown, f"docs/{page.file.src_uri}")
 
 

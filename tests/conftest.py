@@ -107,9 +107,9 @@ def what_is_here_stays() -> Iterator[None]:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where pytest runs with ``-n``."""
-    from support.schedule import LongestFirst
+    from support.schedule import FileByFile
 
-    return LongestFirst(config, log)
+    return FileByFile(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -6,7 +6,7 @@
 
 Needs this checkout, PyTorch with CUDA, Transformers, what ``machine.txt`` lists, and the wheels of what else Strop imports. Models have
 random weights; there is no network. Each job has a process and a limit of its own: one that fails, hangs or dies is a row, and the others
-go on. Processes start ahead of their turn, since imports take many seconds. In the folder of results are ``table.md`` (for docs/log.md),
+go on. Processes start ahead of their turn, since imports take many seconds. In the folder of results are ``table.md`` (for docs/log),
 ``rows.jsonl``, ``log.txt`` with all that the jobs print, and profiles.
 """
 

@@ -203,6 +203,7 @@ def test_nodes_that_do_not_join_in_time_end_the_job(job: Job) -> None:
     assert job.left_behind() == []
 
 
+@pytest.mark.exhaustive
 def test_without_a_command_the_cluster_stays_and_can_be_attached_to(job: Job) -> None:
     process = job.with_stand_in_for_ray().start(
         CONTAINER="strop.sqsh", MOUNTS="/data:/data", SETUP_COMMAND="export GREETING='good day'"

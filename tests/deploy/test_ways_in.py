@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -132,52 +129,3 @@ def test_the_image_has_the_cuda_that_torch_was_built_for() -> None:
 
 
 # --- what an index resolves -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def recent_pip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pip whose dry run downloads no wheels: it reads their metadata from the index, or by ranges of their bytes."""
-    folder = tmp_path_factory.mktemp("pip")
-    command = [sys.executable, "-m", "pip", "install", "-q", "--retries=1", "--target", str(folder), "pip>=26"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no package index answers: {done.stderr.strip().splitlines()[-1]}")
-    return folder
-
-
-def resolve(pip: Path, command: list[str]) -> dict[str, str]:
-    words = ["install", "--dry-run", "--ignore-installed", "--use-feature=fast-deps", "--no-cache-dir", "--quiet", "--report=-"]
-    environment = {**os.environ, "PYTHONPATH": str(pip)}
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", *words, *command], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return {canonicalize_name(each["metadata"]["name"]): each["metadata"]["version"] for each in found["install"]}
-
-
-PAGE = [pytest.param(words, id=" ".join(words)) for words in pip_commands(INSTALL) if "--no-build-isolation" not in words]
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("command", PAGE)
-def test_a_command_of_the_install_page_resolves(command: list[str], recent_pip: Path) -> None:
-    device = "gpu" if "constraints/gpu.txt" in command else "cpu"
-    # By this spelling it is the index's own build, which is for CUDA on Linux, also where pip is set up to find a build for CPUs.
-    found = resolve(recent_pip, [*command, f"torch==={pins(device)['torch']}"])
-    unpinned = found.keys() - pins("gpu").keys() - {"strop", "setuptools"}
-    assert not unpinned
-    assert {name: version for name, version in found.items() if pins(device).get(name, version) != version} == {}
-    assert sys.platform != "linux" or "nvidia-cudnn-cu13" in found
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_the_images_pip_step_resolves(device: str, tmp_path: Path, recent_pip: Path) -> None:
-    *_, command = docker_commands(tmp_path, DEVICE=device, MEGATRON="true")
-    found = resolve(recent_pip, [word for word in command if word != "--no-cache-dir"])
-    assert {"ray", "megatron-core", "colorful"} <= found.keys() <= pins("gpu").keys() | {"strop", "setuptools"}

@@ -48,9 +48,10 @@ def run_agent(tiny: Path, folder: Path, options: dict[str, Any], **changes: Any)
     )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
-    [{"agent": "agent.py:run"}, pytest.param({"command": ["node", "agent.js"]}, marks=pytest.mark.exhaustive)],
+    [{"agent": "agent.py:run"}, {"command": ["node", "agent.js"]}],
     ids=["python", "node"],
 )
 def test_the_examples_of_the_page_train(tiny: Path, tmp_path: Path, options: dict[str, Any]) -> None:

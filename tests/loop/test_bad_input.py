@@ -13,7 +13,6 @@ import pytest
 
 from loop.runs import Environ, Outcome, grpo, metrics_of, overrides, strop
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from support.sweep import one_in
 
 pytestmark = pytest.mark.slow
 
@@ -105,35 +104,19 @@ def test_a_cache_that_holds_no_sequence_says_what_to_raise(refused):
 # --- data -----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    one_in(
-        3,
-        [
-            ("\n\n", "'rows.jsonl' has no rows"),
-            (
-                GOOD + '{"question": "x", "answer": "2"}\n',
-                "rows.jsonl:2 has no key 'problem'; its keys are ['answer', 'question']",
-            ),
-            (GOOD + '{"problem": " ", "answer": "2"}\n', "rows.jsonl:2: 'problem' is empty"),
-        ],
-    ),
-)
-def test_data_that_cannot_be_used_is_refused_by_line(refused, text, said):
-    assert said in refused(1, {"rows.jsonl": text}, **ROWS)
-
-
 def test_prompts_that_are_all_too_long_stop_the_run_with_the_limit(refused):
     said = refused(1, {"rows.jsonl": LONG * 20}, **ROWS)
     assert "16 groups in a row failed" in said and "PromptTooLong: the prompt of task" in said
     assert "at most 60 fit (data.max_input_seq_length, policy.max_total_sequence_length)" in said
 
 
+@pytest.mark.exhaustive
 def test_a_few_prompts_that_are_all_too_long_do_not_pass_for_a_finished_run(refused):
     said = refused(1, {"rows.jsonl": LONG * 5}, **ROWS)
     assert "nothing was trained" in said and "5 groups were dropped" in said and "PromptTooLong" in said
 
 
+@pytest.mark.exhaustive
 def test_fewer_tasks_than_a_step_needs_do_not_pass_for_a_finished_run(refused):
     said = refused(1, {"rows.jsonl": GOOD * 3}, **ROWS)
     assert "nothing was trained" in said and "grpo.num_prompts_per_step" in said and "grpo.max_num_epochs" in said

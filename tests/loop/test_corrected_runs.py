@@ -31,6 +31,7 @@ def run(tiny: Path, folder: Path, **changes: Any) -> dict[int, dict[str, float]]
     return {step: line for step, line in metrics_of(folder / "logs").items() if step}
 
 
+@pytest.mark.exhaustive
 def test_with_recorded_sets_sampler_and_learner_agree_over_several_steps_of_a_batch(tiny: Path, tmp_path: Path) -> None:
     """A reference, two epochs of two mini-batches: what is scored before the update is over the recorded sets, so nothing is cut."""
     several = {"grpo.update_epochs": 2, "policy.train_global_batch_size": 16, "loss_fn.reference_policy_kl_penalty": 0.1}

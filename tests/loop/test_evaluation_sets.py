@@ -74,6 +74,7 @@ def check_samples(folder: Path) -> None:
         assert None not in (right["answer"], wrong["answer"]) and right["answer"] != wrong["answer"], task
 
 
+@pytest.mark.exhaustive
 def test_sets_by_name_to_the_number(
     tiny_model_folder: Path,
     tokenizer: Any,

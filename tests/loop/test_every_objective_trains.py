@@ -50,7 +50,7 @@ FAMILIES = (  # as one of which all of a kind learn
     "kto",  # judgements
     "reward_model",
 )
-QUICK = ("grpo", "ppo", "topk_distillation", "sft", "dpo")
+QUICK = ("grpo", "ppo", "topk_distillation", "dpo")
 AT_THE_REFERENCE = {  # the first loss of those that compare with a reference, when the policy still is it
     "dpo": math.log(2),
     "cdpo": math.log(2),

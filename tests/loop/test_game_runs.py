@@ -58,6 +58,7 @@ def puzzle(model: Path, **changes: Any) -> list[str]:
     return overrides(settings(model, **{**rules, "data.train.env_name": "sliding_puzzle_game", **changes}))
 
 
+@pytest.mark.exhaustive
 def test_the_script_of_the_sliding_puzzle_trains_over_several_turns(model: Path, tmp_path: Path) -> None:
     changes = {"policy.train_global_batch_size": 8, "policy.generation.top_k": None, "policy.generation.top_p": 1.0}
     arguments = puzzle(model, **changes, **{"env.sliding_puzzle_game.held_out_fraction": 0.0, "data.validation.size": 2})

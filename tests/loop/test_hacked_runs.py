@@ -43,6 +43,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.exhaustive
 def test_a_policy_that_hacks_its_reward_is_seen_and_the_run_stops_where_that_was_asked_for(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from loop.runs import grpo, heed_interrupts, metrics_of, overrides, repeatable, 
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_run_says_how_to_continue_and_continues(tiny, tmp_path):
     changes = {"grpo.max_num_steps": 12, "checkpointing.save_period": 2, "logger.console": "plain"}
     arguments = ["grpo", *overrides(tiny_config(tiny, **changes))]

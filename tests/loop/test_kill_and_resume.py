@@ -176,6 +176,7 @@ def test_a_run_whose_tasks_are_used_up_goes_on_when_it_is_given_more_passes(tiny
     assert list(metrics_of(tmp_path / "parts" / "logs")) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.exhaustive
 def test_a_weight_that_adapts_goes_on_where_the_checkpoint_left_it(tiny, tmp_path):
     """Two optimizer steps a batch, so the KL term in the reward is measured with the policy before the update."""
     kl = {"weight": 0.1, "estimator": "k3", "place": "token_reward", "target": 1e-4, "horizon": 100}

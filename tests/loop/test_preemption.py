@@ -88,6 +88,7 @@ def test_a_step_that_takes_longer_than_there_is_time_is_not_waited_for(tiny: Pat
     assert steps_saved(tmp_path) == {"step_4"} and time.monotonic() - started < 50
 
 
+@pytest.mark.exhaustive
 def test_a_run_whose_time_is_up_saves_and_stops(tiny: Path, tmp_path: Path, uninterrupted: Path) -> None:
     """The time counts from the start of the process: there is none left for a first step here."""
     ended = grpo(tiny, tmp_path, **CHANGES, **{"checkpointing.checkpoint_must_save_by": "00:00:00:00"})

@@ -11,6 +11,7 @@ import pytest
 from loop.kinds import sampling_config
 from loop.runs import metrics_of, overrides, strop
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from support.sweep import sweep_rows
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +63,7 @@ def config(section: str, model: Path, folder: Path, **changes: Any) -> list[str]
 
 @pytest.mark.parametrize(
     ("section", "name"),
-    [("grpo", "process_supervision"), pytest.param("ppo", "ppo", marks=pytest.mark.exhaustive)],
+    sweep_rows([("grpo", "process_supervision"), ("ppo", "ppo")]),
 )
 def test_rewards_of_turns_are_credited_stored_and_learned_from(section: str, name: str, tiny: Path, tmp_path: Path) -> None:
     changes = {"algorithm.name": name, f"{section}.max_num_steps": 10, "policy.optimizer.kwargs.lr": 0.01}

@@ -64,6 +64,7 @@ def test_the_ten_lines_train_in_a_notebook(home: Path) -> None:
     assert re.fullmatch(r"[\d.]+ results/grpo-[\d-]+/checkpoints/step_1\n", printed)
 
 
+@pytest.mark.exhaustive
 def test_a_trained_run_is_evaluated(home: Path) -> None:
     rows = [{"problem": "1+1", "answer": "2"}, {"problem": "1+2", "answer": "3"}]
     small = {"grpo.num_prompts_per_step": 2, "grpo.num_generations_per_prompt": 2, "policy.max_total_sequence_length": 48}

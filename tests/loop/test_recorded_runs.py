@@ -20,7 +20,6 @@ from loop.kinds import (
     refusal_message,
     train,
     train_to_end,
-    write_data,
     write_rows,
 )
 from loop.runs import metrics_of, repeatable, strop
@@ -218,33 +217,6 @@ def test_a_run_stops_when_its_loss_no_longer_falls_and_stays_stopped(tiny: Path,
     assert metrics_of(tmp_path / "logs") == logged
 
 
-def test_what_training_data_holds_out_is_measured_and_not_trained_on(tiny: Path, tmp_path: Path) -> None:
-    changes = {
-        "data.validation.dataset_name": ...,
-        "data.train.split_validation_size": 4,
-        "sft.max_num_steps": -1,
-        "sft.max_num_epochs": 1,
-    }
-    train_to_end("sft", tiny, tmp_path, **changes)
-    logged = metrics_of(tmp_path / "logs")
-    assert list(logged) == [1, 2, 3] and all(line["validation/examples"] == 4 for line in logged.values())
-
-
-def test_a_fixed_number_of_validation_batches_is_measured(tiny: Path, tmp_path: Path) -> None:
-    train_to_end("sft", tiny, tmp_path, **{"sft.val_batches": 2, "sft.val_global_batch_size": 3, "sft.max_num_steps": 1})
-    assert metrics_of(tmp_path / "logs")[1]["validation/examples"] == 6
-
-
-def test_entries_are_mixed_by_weight(tiny: Path, tmp_path: Path) -> None:
-    """Two tokens in an answer here, one there: the tokens that are taught say who was drawn."""
-    short = write_rows(tmp_path / "short.jsonl", [{"prompt": "a", "completion": "b"}] * 8)
-    long = write_rows(tmp_path / "long.jsonl", [{"prompt": "a", "completion": "bcd"}] * 8)
-    entries = [{"dataset_name": short.name, "weight": 3.0}, {"dataset_name": long.name, "weight": 1.0}]
-    changes = {"data.train": entries, "data.train.dataset_name": ..., "data.validation.dataset_name": ..., "sft.val_period": 0}
-    train_to_end("sft", tiny, tmp_path, **changes)
-    assert all(line["train/tokens_trained"] == 3 * 2 + 4 for line in metrics_of(tmp_path / "logs").values())
-
-
 # --- killed and started again ----------------------------------------------------------------------------------------------------------
 
 KILLED: Mapping[str, tuple[str, Mapping[str, Any], list[Any]]] = {
@@ -303,18 +275,6 @@ def test_examples_that_are_too_long_are_dropped_and_counted(tiny: Path, tmp_path
     assert all(line["train/examples"] == 4 for line in logged.values()) and len(logged) == 4
     assert all(line["validation/examples"] == 3 for line in logged.values())
     assert "1 examples of the validation data are unusable (most likely too long) and are left out" in said
-
-
-def test_examples_that_are_all_too_long_stop_the_run_with_the_limit(tiny: Path, tmp_path: Path) -> None:
-    write_data(tmp_path)
-    write_rows(tmp_path / "rows.jsonl", [LONG] * 20)
-    said = refusal_message(train("sft", tiny, tmp_path, **{"data.train.dataset_name": "rows.jsonl"}), 1)
-    assert "16 groups in a row failed" in said and "ExampleTooLong" in said and "policy.max_total_sequence_length" in said
-
-
-def test_fewer_examples_than_a_step_needs_do_not_pass_for_a_finished_run(tiny: Path, tmp_path: Path) -> None:
-    said = refusal_message(train("sft", tiny, tmp_path, **{"policy.train_global_batch_size": 17, "sft.max_num_epochs": 1}), 1)
-    assert "nothing was trained" in said and "policy.train_global_batch_size" in said and "sft.max_num_epochs" in said
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,7 @@ def test_a_full_disk_of_logs_costs_rollouts_and_no_metrics(tiny, tmp_path, undis
     assert stored == [record for record in RolloutStore(undisturbed / "logs").read_all() if record in stored] != []
 
 
+@pytest.mark.exhaustive
 def test_a_disk_of_logs_that_stays_full_costs_records_and_not_the_model(tiny, tmp_path, undisturbed):
     """The run says what its records lack, and the same command, with room, records that it is finished."""
     outcome = grpo(tiny, tmp_path, before=FullAfter("logs", 8, 1_000_000), **CHANGES)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-LEAST_EXAMPLES = 8
+LEAST_EXAMPLES = 5
 
 
 def sweep(cases: Iterable[Any], *kept: Any) -> list[Any]:

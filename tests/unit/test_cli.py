@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from strop import __version__, cli, runs
+from strop import __version__, cli
 from strop.cli.commands import GROUPS
 from strop.config import GrpoRunConfig
 from strop.config.schema.run_config import TRAINING_RUNS
@@ -30,8 +30,14 @@ def assembly(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             raise calls.raises
         return 0
 
-    monkeypatch.setattr(runs, "run_training", run_training, raising=False)
-    monkeypatch.setattr(runs, "run_evaluation", lambda config: calls.evaluation.append(config) or 0, raising=False)
+    def run_evaluation(config: Any, as_json: bool) -> int:
+        calls.evaluation.append(config)
+        return 0
+
+    training, evaluation = ModuleType("strop.runs.train"), ModuleType("strop.runs.evaluate")
+    training.run_training, evaluation.run_evaluation = run_training, run_evaluation  # type: ignore[attr-defined]
+    for module in (training, evaluation):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     yield calls
 
 

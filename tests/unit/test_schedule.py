@@ -1,4 +1,4 @@
-"""Which files of tests are collected, and the order in which workers take them."""
+"""Which files of tests are collected, and which of them are one piece of work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.schedule import LONGEST, TOGETHER
+from support.schedule import TOGETHER
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,8 +26,5 @@ def test_every_file_of_tests_is_collected(request: pytest.FixtureRequest) -> Non
     assert [file for file in files if is_ignored(file) or not any(fnmatchcase(file.name, each) for each in patterns)] == []
 
 
-def test_the_files_and_folders_that_are_named_exist() -> None:
-    named = {*LONGEST, *TOGETHER, *TOGETHER.values()}
-    assert sorted(file for file in named if not (ROOT / file).exists()) == []
-    pieces = set(TOGETHER.values())
-    assert len(set(LONGEST)) == len(LONGEST) and not set(LONGEST) & (set(TOGETHER) - pieces)
+def test_the_files_and_folders_that_are_one_piece_of_work_exist() -> None:
+    assert sorted(file for file in {*TOGETHER, *TOGETHER.values()} if not (ROOT / file).exists()) == []

@@ -144,9 +144,9 @@ def _evaluate_model(model: SavedModel | None, options: argparse.Namespace) -> in
         examination = examine_loaded(loaded, data=options.dry_run)
     if options.dry_run:
         return print_dry_run(loaded.config, examination, verbose=options.verbose)
-    from strop import runs
+    from strop.runs.evaluate import run_evaluation
 
-    return runs.run_evaluation(loaded.config, **({"as_json": True} if options.json else {}))
+    return run_evaluation(loaded.config, as_json=options.json)
 
 
 def _chat_template(model: SavedModel) -> dict[str, Any]:

@@ -62,9 +62,9 @@ def train_run(section: str, arguments: Sequence[str], command_line: str, default
                         print(f"warning: {note}", file=sys.stderr)
                 return print_dry_run(loaded.config, examination, verbose=options.verbose, assumed=assumed)
 
-        from strop import runs
+        from strop.runs.train import run_training
 
-        return runs.run_training(loaded.config)
+        return run_training(loaded.config)
     except ConfigError as error:
         return print_config_error(error)
     except KeyboardInterrupt:

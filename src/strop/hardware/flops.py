@@ -11,7 +11,6 @@ A backward pass is twice that: once for what went in, once for the weights, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from strop.hardware.model_dimensions import DecoderDimensions
@@ -25,24 +24,9 @@ class PassCounts:
     predicted: int  # N
     pairs: dict[int | None, int]
 
-    @classmethod
-    def of_lengths(cls, lengths: Iterable[int], model: DecoderDimensions, *, predicted: int | None = None) -> PassCounts:
-        """Return the counts of sequences that share nothing, [S] lengths; all tokens are predicted where ``predicted`` is None."""
-        sizes = list(lengths)
-        read = sum(sizes)
-        pairs = {window: sum(causal_pairs(size, window) for size in sizes) for window in windows_of(model)}
-        return cls(read=read, predicted=read if predicted is None else predicted, pairs=pairs)
-
 
 def windows_of(model: DecoderDimensions) -> frozenset[int | None]:
     return frozenset(layer.window for layer in model.layers)
-
-
-def causal_pairs(length: int, window: int | None = None) -> int:
-    """Count (query, key) pairs of a sequence in which a token attends to itself and those before it, at most ``window`` tokens."""
-    if window is None or length <= window:
-        return length * (length + 1) // 2
-    return window * (window + 1) // 2 + (length - window) * window
 
 
 def forward_flops(model: DecoderDimensions, counts: PassCounts) -> float:

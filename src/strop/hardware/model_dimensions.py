@@ -55,17 +55,6 @@ class DecoderDimensions:
         return body + self.hidden * self.vocabulary * (1 if self.tied else 2)
 
     @property
-    def active_parameters(self) -> int:
-        """Matrix parameters that a predicted token is multiplied with. The embedding is looked up, not multiplied with."""
-        return sum(layer.attention + layer.mlp for layer in self.layers) + self.hidden * self.vocabulary
-
-    @property
-    def experts_share(self) -> float:
-        """Share of the layers' MLP parameters that a token is multiplied with: 1 for a dense model."""
-        resident = sum(layer.resident for layer in self.layers)
-        return sum(layer.mlp for layer in self.layers) / resident if resident else 1.0
-
-    @property
     def cache_width(self) -> int:
         """Numbers that a token leaves in the KV cache, of all layers. A window forgets them again."""
         return sum(layer.cache_width for layer in self.layers)

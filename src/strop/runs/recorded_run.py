@@ -184,17 +184,17 @@ class RecordedSource:
         """Start to read ahead."""
         ahead = make_examples_ahead(self.config, self.examples, options)
         stream = make_recorded_stream(self.examples, options, None if state is None else state.stream, ahead)
-        evaluator = LossValidator(
-            groups=self.validation_groups,
-            algorithm=self.algorithm,
-            learner=policy,
-            columns=columns,
-            share_prefixes=options.share_prefixes,
-        )
-        try:
-            yield GroupSupply(
-                stream=stream, weights=InProcessWeights([]), evaluator=evaluator if self.validation_groups else None
+        evaluator = None
+        if self.validation_groups:
+            evaluator = LossValidator(
+                groups=self.validation_groups,
+                algorithm=self.algorithm,
+                learner=policy,
+                columns=columns,
+                share_prefixes=options.share_prefixes,
             )
+        try:
+            yield GroupSupply(stream=stream, weights=InProcessWeights([]), evaluator=evaluator)
         finally:
             await stream.close()
             if ahead is not None:

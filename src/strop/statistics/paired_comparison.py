@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from strop.statistics.intervals import Interval, confidence_interval
@@ -71,9 +71,6 @@ class PairedComparison:
     def is_equivalent(self, margin: float) -> bool:
         """Whether the difference is smaller than a margin, whatever of the interval is true."""
         return -margin < self.interval.low and self.interval.high < margin
-
-    def with_adjusted_p_value(self, p_value: float) -> PairedComparison:
-        return replace(self, adjusted_p_value=p_value)
 
 
 def compare_paired(values: PairedValues, *, level: float = 0.95, margin: float | None = None) -> PairedComparison:

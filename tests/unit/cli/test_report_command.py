@@ -14,8 +14,10 @@ import pytest
 from strop import cli
 from strop.cli.log_folder import find_log_folder
 from strop.monitoring.run_starts import describe_hardware, find_versions, read_run_starts
+from strop.view import saved_view
 from support.html_pages import check_page
 from support.reported_runs import HOSTILE, STEPS, write_run
+from support.viewed_runs import write_runs
 
 
 def make_page(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> str:
@@ -52,6 +54,16 @@ def test_a_report_holds_what_the_page_asks_a_server(tmp_path: Path, capsys: pyte
     status = answers["runs/run/status"]
     assert [start["after_step"] for start in status["starts"]] == [0, 20] and status["warnings"][0]["name"] == "rewards_are_equal"
     assert status["starts"][0]["facts"]["processor"] == "a CPU" and "max_num_steps: 4" in answers["runs/run/config"]["text"]
+
+
+def test_images_are_in_the_file_as_far_as_there_is_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_runs(tmp_path)
+    images = saved_in(make_page(capsys, tmp_path / "quickstart"))["images"]
+    assert images and all(each.startswith("data:image/png;base64,iVBOR") for each in images.values())
+    monkeypatch.setattr(saved_view, "LARGEST_IMAGES", 100)
+    assert saved_in(make_page(capsys, tmp_path / "quickstart"))["images"] == {}
 
 
 def test_a_long_curve_keeps_the_range_of_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

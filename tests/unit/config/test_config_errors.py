@@ -83,3 +83,13 @@ def test_no_value_of_any_key_is_a_traceback_or_blames_an_unrelated_key(tmp_path:
 def test_the_alternatives_of_a_value_are_one_problem(tmp_path: Path) -> None:
     (problem,) = failure(tmp_path, "", "policy.offload=many").problems
     assert problem.key == "policy.offload" and "found 'many'" in problem.message
+
+
+def test_what_refers_to_a_wrong_value_is_not_reported_beside_it(tmp_path: Path) -> None:
+    text = "grpo:\n  num_prompts_per_step: many\n  seed: '${grpo.val_period}'\n  val_period: '${grpo.num_prompts_per_step}'\n"
+    assert [problem.key for problem in failure(tmp_path, text).problems] == ["grpo.num_prompts_per_step"]
+
+
+def test_keys_that_refer_to_each_other_in_a_circle_are_all_reported(tmp_path: Path) -> None:
+    error = failure(tmp_path, "logger: {log_dir: '${run_name}'}\nrun_name: '${logger.log_dir}'\n")
+    assert {problem.key for problem in error.problems} == {"logger.log_dir", "run_name"}

@@ -166,3 +166,15 @@ def test_sampling_options_are_those_of_the_sampler() -> None:
 def test_a_configuration_cannot_be_changed_after_it_was_checked(tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match="cannot assign"):
         load(tmp_path, SMALL).config.grpo.seed = 3  # type: ignore[misc]
+
+
+def test_a_file_that_a_configuration_names_may_be_beside_it_or_in_a_folder_above(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("{}")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "run.yaml").write_text(
+        "policy: {model_name: m}\nenv: {arithmetic: {}}\ndata: {train: {env_name: arithmetic, size: 8, prompt_file: prompt.txt}}\n"
+        "grpo: {val_period: 0, val_at_start: false}\n"
+    )
+    loaded = load_config(tmp_path / "runs" / "run.yaml", root=GrpoRunConfig)
+    assert loaded.config.data.train[0].prompt_file == str(tmp_path / "prompt.txt")
+    assert not loaded.differences

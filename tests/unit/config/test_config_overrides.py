@@ -70,8 +70,9 @@ def test_a_number_is_a_text_where_a_text_is_wanted(file: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["data.train.size", "data.train.0.size"])
-def test_the_only_entry_of_a_list_goes_by_its_number_or_without(file: Path, key: str) -> None:
-    file.write_text(SMALL.replace("{env_name: arithmetic}", "[{env_name: arithmetic}]"))
+@pytest.mark.parametrize("entries", ["{env_name: arithmetic}", "[{env_name: arithmetic}]"])
+def test_a_single_entry_goes_by_its_number_or_without(file: Path, key: str, entries: str) -> None:
+    file.write_text(SMALL.replace("{env_name: arithmetic}", entries))
     assert load_config(file, [f"{key}=5"], root=GrpoRunConfig).config.data.train[0].size == 5
 
 

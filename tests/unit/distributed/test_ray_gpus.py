@@ -17,7 +17,7 @@ from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.placement import PlacementError
 from strop.distributed.ray import connect
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("workers_are_forks")]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(120), pytest.mark.usefixtures("workers_are_forks")]
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 
@@ -32,7 +32,6 @@ def two_gpus() -> Iterator[str]:
     cluster.shutdown()
 
 
-@pytest.mark.exhaustive
 def test_ray_finds_gpus_outside_of_the_run_and_it_is_said_when_there_are_none(two_gpus: str) -> None:
     async def run() -> list[str]:
         config = ClusterConfig(address=two_gpus, wait_seconds=20)
@@ -61,7 +60,7 @@ def in_thread(call):
     return started
 
 
-@pytest.mark.parametrize("inherited", [pytest.param("6,7", marks=pytest.mark.exhaustive), "GPU-8932f937-d72c,GPU-1b2c3d4e-0a0b"])
+@pytest.mark.parametrize("inherited", ["6,7", "GPU-8932f937-d72c,GPU-1b2c3d4e-0a0b"])
 def test_processes_of_a_run_have_the_gpus_that_the_node_was_given(inherited: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, inherited)
     from ray.cluster_utils import Cluster

@@ -71,6 +71,7 @@ def test_several_functions_have_names_and_weights(wrote):
     [
         ([correct, short], 5.0),  # the total: nothing says which
         ([checked, short], 1.0),  # annotated to return bool
+        ({"checked": checked, "again": checked}, 5.0),  # two are
         ([short, {"function": correct, "accuracy": True}], 2.0),
         ([checked, {"function": correct, "accuracy": True}], 2.0),
         ([short], 3.0),

@@ -80,6 +80,7 @@ def test_a_head_changes_no_token(network: Network, options: Sampling, prepack: b
     assert logged["generation/tokens_per_draft"] == 1 + counts.accepted_tokens / counts.drafts
 
 
+@pytest.mark.exhaustive
 def test_a_head_changes_no_token_where_memory_runs_short(network: Network) -> None:
     options = Sampling()
     wanted = run_requests(make_engine(make_runner(network)), requests(options, 12))

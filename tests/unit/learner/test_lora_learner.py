@@ -283,6 +283,7 @@ def test_adapters_and_whole_models_do_not_load_each_other(tmp_path: Path) -> Non
         whole.load(tmp_path / "adapters")
 
 
+@pytest.mark.exhaustive
 def test_the_average_of_adapters_is_a_folder_of_adapters(tmp_path: Path) -> None:
     from peft import PeftModel
 

@@ -181,6 +181,7 @@ def train_shards(rank: int, names: tuple[str, ...], folder: Path) -> dict[str, A
 KEPT = ("fsdp, bfloat16", "tensor, lora")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("names", sweep([KEPT, tuple(SHARDED)], KEPT), ids=" + ".join)
 def test_shards_leave_and_come_back_on_every_rank(names: tuple[str, ...], tmp_path: Path) -> None:

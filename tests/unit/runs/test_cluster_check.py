@@ -18,7 +18,7 @@ from strop.config.schema.run_config import SftRunConfig
 from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.ray import connect, is_process_alive
 from strop.monitoring.machine.system_monitor import SystemMonitor
-from strop.runs.monitors.machine_monitors import watch_machines
+from strop.runs.monitors.run_listeners import watch_machines
 
 pytestmark = pytest.mark.usefixtures("workers_are_forks")
 
@@ -58,6 +58,7 @@ def check(cluster: Any, *words: str) -> int:
     return cli.main(["cluster", "check", *fixed, *words])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_nodes_are_compared_share_their_folders_and_are_timed(
     two_nodes: Any, room: Path, capsys: pytest.CaptureFixture[str]
@@ -70,6 +71,7 @@ def test_two_nodes_are_compared_share_their_folders_and_are_timed(
     assert list(results.iterdir()) == [], "a folder that was made for the check goes with it"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_folder_that_other_nodes_do_not_see_is_a_problem(
     two_nodes: Any, room: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -91,6 +93,7 @@ def test_a_folder_that_other_nodes_do_not_see_is_a_problem(
     assert list(room.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_interrupting_a_check_leaves_no_process(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from strop.distributed import survey
@@ -109,6 +112,7 @@ def test_interrupting_a_check_leaves_no_process(room: Path, monkeypatch: pytest.
     assert processes and not any(is_process_alive(process) for process in processes) and list(room.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_every_node_of_a_run_is_watched_and_one_whose_monitor_dies_is_said(
     two_nodes: Any, room: Path, caplog: pytest.LogCaptureFixture

@@ -148,6 +148,14 @@ def test_runs_that_are_equal_do_not_differ_and_the_interval_says_how_little_is_k
     assert not found.is_equivalent(0.01) and found.is_equivalent(0.1) and 0.03 < found.detectable < 0.05
 
 
+def test_a_few_wins_are_not_enough() -> None:
+    for wins, decided in ((5, False), (6, True)):  # 2 ** -4 and 2 ** -5
+        found = compare_paired(PairedValues(a=[0.0] * wins, b=[1.0] * wins, bounds=SHARE))
+        assert (found.higher_one == "b") is decided
+    found = compare_paired(PairedValues(a=[0.0] * 3, b=[1.0] * 3, bounds=SHARE))
+    assert found.more_tasks == 3
+
+
 def test_lengths_have_no_bounds() -> None:
     random = np.random.default_rng(3)
     a = random.normal(300, 100, 60)

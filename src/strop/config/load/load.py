@@ -33,7 +33,7 @@ from strop.config.recipes.translation import translate_source
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, TrainingRunConfig
 from strop.config.source import keys, yaml_text
 from strop.config.source.defaults import resolve_source
-from strop.config.source.interpolation import UNSET_VARIABLE, copy_values, escape_interpolations, referenced_keys
+from strop.config.source.interpolation import UNSET_VARIABLE, copy_values, escape_interpolations, iter_targets, referenced_keys
 from strop.config.source.nearest_keys import find_nearest_keys, suggest_keys
 from strop.config.source.removed_keys import drop_removed_keys
 from strop.config.source.yaml_source import (
@@ -114,10 +114,47 @@ def load_source(
         errors = [problem for problem in run_checks.find_errors(config) if not translation.explains(problem.key)]
         problems += [_with_origin(problem, source) for problem in errors]
     if config is None or problems:
-        raise ConfigError(problems)
+        raise ConfigError(drop_consequences(problems, source, root))
     if check:
         warnings += [_with_origin(problem, source) for problem in run_checks.find_warnings(config)]
     return LoadedConfig(config, tuple(warnings), source.files, tuple(overrides), translation.differences, source)
+
+
+def drop_consequences(problems: Sequence[Problem], source: ConfigSource, root: type[BaseConfig]) -> list[Problem]:
+    """Return the problems without those of keys whose ``${...}`` refers, perhaps through others, to a key with a problem of its own, or
+    to one that a problem says is misspelled."""
+    wrong = {tuple(problem.key.split(".")) for problem in problems if problem.key}
+    unknown = [path for path in wrong if keys.find_field(root, path) is None and path in source.origins]
+    wrong |= {tuple(meant.split(".")) for path in unknown for meant in find_nearest_keys(path, root)[:1]}
+    followed = {path: _find_followed(path, source) for path in wrong}
+
+    def is_consequence(path: KeyPath) -> bool:
+        return any(
+            _overlap(target, cause) and not any(_overlap(path, back) for back in followed[cause])  # a circle has no first
+            for target in followed.get(path, ())
+            for cause in wrong - {path}
+        )
+
+    return [problem for problem in problems if not is_consequence(tuple(problem.key.split(".")))]
+
+
+def _find_followed(path: KeyPath, source: ConfigSource) -> set[KeyPath]:
+    """Return the paths that a key refers to, and those that these refer to."""
+    found: set[KeyPath] = set()
+    todo = [path]
+    while todo:
+        here = todo.pop()
+        value = get_at(source.values, here)
+        targets = set(iter_targets(here, value)) if isinstance(value, str) else set()
+        todo += targets - found
+        found |= targets
+    return found
+
+
+def _overlap(path: KeyPath, other: KeyPath) -> bool:
+    """Return whether two paths are one, or one is inside the other."""
+    length = min(len(path), len(other))
+    return path[:length] == other[:length]
 
 
 def refuse_other_kind(source: ConfigSource, path: Path | str | None, root: type[BaseConfig]) -> None:

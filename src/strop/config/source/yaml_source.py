@@ -198,7 +198,9 @@ def apply_override(source: ConfigSource, text: str, root: type[BaseConfig]) -> t
         )
         return Problem("", f"{text!r} is not an override", hint, Origin(COMMAND_LINE)), source
     origin, written = Origin(COMMAND_LINE), tuple(match["key"].split("."))
-    path = _number_only_entry(written, source, root)
+    path = normalize_entry_path(written, source, root)
+    if problem := _find_missing_entry(path, source, root, origin):
+        return problem, source
     if match["mark"] == "~":
         return delete_key(source, path, origin)
     try:
@@ -209,14 +211,31 @@ def apply_override(source: ConfigSource, text: str, root: type[BaseConfig]) -> t
     return set_key(source, path, value, origin)
 
 
-def _number_only_entry(path: KeyPath, source: ConfigSource, root: type[BaseConfig]) -> KeyPath:
-    """Add the number of the only entry of a list, which an override may leave out."""
+def normalize_entry_path(path: KeyPath, source: ConfigSource, root: type[BaseConfig]) -> KeyPath:
+    """Add or remove the index of a single list entry, to match how the file writes it."""
     for depth in range(1, len(path)):
-        field, entries = keys.find_field(root, path[:depth]), get_at(source.values, path[:depth])
-        of_entries = field is not None and keys.entry_model(field) is not None
-        if of_entries and isinstance(entries, list) and len(entries) == 1 and not path[depth].isdigit():
-            return (*path[:depth], "0", *path[depth:])
+        field = keys.find_field(root, path[:depth])
+        if field is not None and keys.entry_model(field) is not None and keys.is_entry_list(field):
+            entries, rest = get_at(source.values, path[:depth]), path[depth:]
+            if not isinstance(entries, list) and rest[0] == "0" and len(rest) > 1:
+                return (*path[:depth], *rest[1:])
+            if isinstance(entries, list) and len(entries) == 1 and not rest[0].isdigit():
+                return (*path[:depth], "0", *rest)
     return path
+
+
+def _find_missing_entry(path: KeyPath, source: ConfigSource, root: type[BaseConfig], origin: Origin) -> Problem | None:
+    """Return a problem for an override of an entry that a list, or a single entry, does not have."""
+    for depth in range(1, len(path)):
+        field, entries, index = keys.find_field(root, path[:depth]), get_at(source.values, path[:depth]), path[depth]
+        is_list = field is not None and keys.entry_model(field) is not None and keys.is_entry_list(field)
+        count = len(entries) if isinstance(entries, list) else 1
+        if is_list and index.isdigit() and int(index) >= count:
+            where, rest = ".".join(path[:depth]), "".join(f".{name}" for name in path[depth + 1 :])
+            has = "one entry" if count == 1 else f"{count} entries, counted from 0"
+            fix = f"Write {where}{f'.{count - 1}' if count > 1 else ''}{rest}=..., or name all entries in a list: {where}=[...]."
+            return Problem(".".join(path), f"{where} has {has}, so there is no entry {index}", fix, origin)
+    return None
 
 
 def parse_override_value(path: KeyPath, text: str, root: type[BaseConfig]) -> Any:

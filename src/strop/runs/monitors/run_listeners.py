@@ -1,28 +1,33 @@
-"""What attaches to a run, as configured."""
+"""What attaches to a run, as configured; and the monitors of its machines, one in this process and one on every other node."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from strop.algorithms.base import Algorithm
 from strop.config import RolloutRunConfig, TrainingRunConfig
-from strop.distributed.base import Cluster
+from strop.distributed.base import ActorOptions, Cluster, RemoteActor
 from strop.environments.verifiers.held_out_grader import VerifierGrader, make_grader
 from strop.monitoring.hacking.hacking_monitor import DETECTORS, HackingMonitor
+from strop.monitoring.machine.machine_monitor import MachineMonitor
+from strop.monitoring.machine.system_monitor import SystemMonitor
 from strop.monitoring.profiling.step_profiler import ProfiledProcess, StepProfiler
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 from strop.runs.local_device import resolve_device_name
 from strop.runs.monitors.instruments import HackingWatch, MachineWatch, ProfileRecorder, RolloutRecorder, ThroughputMeter
-from strop.runs.monitors.machine_monitors import watch_machines
 from strop.runs.monitors.run_throughput import make_throughput
 from strop.trainer.health.health_monitor import HealthMonitor
 from strop.trainer.health.health_rules import HealthFinding
 from strop.trainer.listeners import Listeners
 from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.run import TrainOptions
+
+log = logging.getLogger(__name__)
 
 
 async def make_listeners(
@@ -123,3 +128,45 @@ def make_hacking_monitor(config: TrainingRunConfig) -> HackingMonitor | None:
         graded_samples=section.graded_samples,
         log_dir=config.logger.log_dir,
     )
+
+
+async def watch_machines(config: TrainingRunConfig, cluster: Cluster | None) -> SystemMonitor:
+    """Start the monitors, as ``logger.monitor_gpus`` says. A node that cannot be watched is warned about; the run goes on.
+
+    Without a cluster node 0 is this machine; with one every node is watched from a process of its own, whose driver may be elsewhere.
+    """
+    section = config.logger.gpu_monitoring
+    if not config.logger.monitor_gpus:
+        return SystemMonitor(None)
+    folder = str(Path(config.logger.log_dir).absolute())
+    if cluster is None:
+        own = MachineMonitor(section.collection_interval, folder)
+        return SystemMonitor(own, gpu_names=own.list_gpus())
+    started = [_watch_node(cluster, node, section.collection_interval, folder) for node in range(cluster.num_nodes)]
+    watched = await asyncio.gather(*started)
+    return SystemMonitor(
+        None,
+        {node: _ask(each[0]) for node, each in enumerate(watched) if each is not None},
+        interval=section.flush_interval,
+        gpu_names=next((each[1] for each in watched if each is not None and each[1]), ()),
+    )
+
+
+async def _watch_node(cluster: Cluster, node: int, interval: float, folder: str) -> tuple[RemoteActor, tuple[str, ...]] | None:
+    """Start the monitor of a node. Return it and the names of the node's GPUs."""
+    try:
+        _, gpus = cluster.locate(node, () if cluster.on_cpu else range(cluster.devices_per_node))  # the process itself sees none
+        options = ActorOptions(name=f"monitor-{node}", node=node)
+        actor = await cluster.spawn(options, MachineMonitor, interval, folder, gpus or None)
+        return actor, await actor.call("list_gpus")
+    except Exception as error:
+        log.warning("node %d is not monitored (logger.monitor_gpus): %s: %s", node, type(error).__name__, error)
+        return None
+
+
+def _ask(actor: RemoteActor) -> Callable[[], dict[str, float]]:
+    def drain() -> dict[str, float]:
+        report: dict[str, float] = actor.start_call("drain")()
+        return report
+
+    return drain

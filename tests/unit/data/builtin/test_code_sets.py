@@ -13,6 +13,7 @@ from strop.environments.base import EnvironmentConfigError
 from strop.environments.code.code_environment import CodeEnvironment
 from strop.environments.registry import make_environment
 from support.scripted_evaluation import evaluate_script
+from support.sweep import one_in
 
 ANSWERS = {  # by what a prompt says: programs that are right
     "Return the half of each number": "def halves(numbers): return [number / 2 for number in numbers]",
@@ -35,7 +36,7 @@ def fail(prompt: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", ["humaneval", "humaneval_plus", "mbpp", "mbpp_sanitized", "mbpp_plus", "livecodebench", "DeepCoder"]
+    "name", one_in(3, ["humaneval", "humaneval_plus", "mbpp", "mbpp_sanitized", "mbpp_plus", "livecodebench", "DeepCoder"])
 )
 def test_right_programs_have_accuracy_1_and_wrong_ones_0(name, local_hub, tiny_model_folder, monkeypatch, capsys) -> None:
     for answer, accuracy in ((solve, 1.0), (fail, 0.0)):

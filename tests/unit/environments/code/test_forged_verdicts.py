@@ -263,12 +263,21 @@ def grade(problem: CodeProblem, *programs: str) -> list[CodeGrade]:
     return asyncio.run(grade_all())
 
 
-@pytest.mark.parametrize("problem", [ASSERTS, CALLS], ids=["assertions", "calls"])
-def test_no_forgery_passes_and_honest_programs_do(problem: CodeProblem) -> None:
+@pytest.mark.parametrize(
+    ("problem", "chosen"),
+    [
+        pytest.param(ASSERTS, slice(0, None, 2), id="assertions, half of them"),
+        pytest.param(CALLS, slice(1, None, 2), id="calls, the others"),
+        pytest.param(ASSERTS, slice(None), id="assertions", marks=pytest.mark.exhaustive),
+        pytest.param(CALLS, slice(None), id="calls", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_no_forgery_passes_and_honest_programs_do(problem: CodeProblem, chosen: slice) -> None:
     assert len(FORGERIES) >= 30
-    honest, *forged = grade(problem, HONEST, *FORGERIES.values())
+    forgeries = dict(list(FORGERIES.items())[chosen])
+    honest, *forged = grade(problem, HONEST, *forgeries.values())
     assert honest.correct and honest.fraction == 1.0
-    assert [name for name, each in zip(FORGERIES, forged, strict=True) if each.correct] == []
+    assert [name for name, each in zip(forgeries, forged, strict=True) if each.correct] == []
     assert max(each.fraction for each in forged) <= 1 / 3  # one number, known or guessed
 
 

@@ -17,6 +17,6 @@ NAMES = {" ".join(case): case for case in SERVED}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", sweep(NAMES, "phi3 longrope"))
+@pytest.mark.parametrize("case", sweep(NAMES))
 def test_an_engine_samples_with_the_log_probabilities_of_transformers(case: str, room: BackgroundLoop, tmp_path: Path) -> None:
     assert compare_in_vllm(room, *NAMES[case], tmp_path) < 1e-6

@@ -78,6 +78,7 @@ def test_both_engines_get_every_publish(room: BackgroundLoop, pair: ServedModel)
         assert engine.version == pair.weights.version
 
 
+@pytest.mark.exhaustive
 def test_both_engines_work_and_give_what_one_would(room: BackgroundLoop, pair: ServedModel) -> None:
     before = [engine.counters()["sampled_tokens"] for engine in pair.engines]
     completions = room.run(ask_all(pair))

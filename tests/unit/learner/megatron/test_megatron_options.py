@@ -101,7 +101,7 @@ def train_together(world: int, kept: bool) -> Callable[[str], Differences]:
     return differences
 
 
-@pytest.mark.parametrize("name", sweep(CASES, *KEPT))
+@pytest.mark.parametrize("name", sweep(CASES))
 def test_an_option_leaves_the_numbers_of_the_torch_learner(name: str) -> None:
     found = train_together(CASES[name].world, name in KEPT)(name)
     bound = FLOAT64 if CASES[name].case.dtype == torch.float64 and "fp32" not in name else FLOAT32

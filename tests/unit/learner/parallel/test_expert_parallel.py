@@ -143,6 +143,7 @@ def four_ranks(rank: int, cases: tuple[Divided, ...]) -> dict[Divided, tuple[flo
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("cases", sweep([KEPT, ALL], KEPT), ids=lambda cases: f"{len(cases)} layouts")
 def test_experts_are_divided_further_than_layers_or_as_far(cases: tuple[Divided, ...]) -> None:
     for found in run_on_ranks(4, four_ranks, cases):

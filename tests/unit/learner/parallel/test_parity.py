@@ -147,7 +147,6 @@ KEPT = (  # each way of dividing, each kind of model and of loss at least once
     "context 3, ring, branches, tied, checkpointing",
     "fsdp 4, fewer pairs than ranks",
     "hsdp 2 x 2, checkpointing",
-    "context 2, tensor 2, tied, checkpointing",
     "fsdp 2, tensor 2, experts 4, loaded once",
     "fsdp 2, bfloat16 weights, loaded once",
 )

@@ -286,6 +286,7 @@ def test_one_process_goes_on_from_files_whose_names_are_not_the_models(tmp_path:
             learner_of(Form(family=other), ONE).load(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     run_on_ranks(2, train_and_save, ParallelDims(shard=2), {name: FORMS[name] for name in ("llama", "bfloat16")}, tmp_path)
     with pytest.raises(ValueError, match="do not fit the model: missing"):

@@ -59,7 +59,7 @@ def same_outputs(first: MicroBatchOutputs, second: MicroBatchOutputs) -> bool:
     )
 
 
-OTHERS = ("fsdp 2", "fsdp 2, padded rows")
+OTHERS = ("fsdp 2", "fsdp 2, padded rows", "fsdp 4, fewer pairs than ranks", "fsdp 2, tensor 2")  # or of four ranks
 KEPT = tuple(name for name in CASES if name not in OTHERS)
 
 

@@ -19,7 +19,7 @@ from strop.monitoring.machine.machine_monitor import MachineMonitor
 from strop.monitoring.machine.machine_reader import MachineReader
 from strop.monitoring.machine.machine_reading import GpuReading, MachineReading, describe_machine
 from strop.monitoring.machine.system_monitor import SystemMonitor
-from strop.runs.monitors.machine_monitors import watch_machines
+from strop.runs.monitors.run_listeners import watch_machines
 
 
 class FakeNvml(SimpleNamespace):

@@ -85,7 +85,6 @@ RUN_RULES: tuple[Rule, ...] = (
     translate_fault_tolerance,
     Renamed("checkpointing.is_async", "checkpointing.async_save"),
     Unused("*._override_", "only a section at the top of a file that inherits replaces that of the base, as in NeMo-RL"),
-    Unused("grpo.debug_payload_metrics", "it measures how batches travel between processes"),
     Unused("grpo.calculate_advantages_on_gpu", "it changes where advantages are computed, not what they are"),
     Unused("*skip_reference_policy_logprobs_calculation", "they are computed only where a KL term needs them"),
 )

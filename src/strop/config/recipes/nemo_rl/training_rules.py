@@ -11,7 +11,6 @@ from strop.config.source.yaml_source import get_at
 SECTIONS = ("grpo", "ppo", "distillation", "sft", "dpo", "rm")
 UNTIL_FULL = "with dynamic sampling, groups are sampled until the batch is full"
 NOT_READ = "NeMo-RL does not read it either"
-BEST_OF = ("use_best_at_k", "use_combined_training", "best_at_k_*", "combined_training_*")
 MESSAGE_PENALTIES = {  # NeMo-RL has them with NeMo-Gym only
     "grpo.invalid_tool_call_advantage": "reward_penalties.invalid_tool_call_advantage",
     "grpo.malformed_thinking_advantage": "reward_penalties.malformed_think_tag_advantage",
@@ -76,23 +75,6 @@ def translate_failures(recipe: Recipe) -> None:
                 recipe.rename(key, f"{section}.max_errors_in_a_row", max(tolerated, 0) + 1)
 
 
-def translate_best_of(recipe: Recipe) -> None:
-    """Drop best@k training, which NeMo-RL's recipes have switched off and its code no longer reads."""
-    on = [key for key in ("grpo.use_best_at_k", "grpo.use_combined_training") if recipe.is_set(key) and recipe.value(key)]
-    if on:
-        recipe.refuse(
-            on[0],
-            "found true, but credit for the best of k is an algorithm of its own here",
-            "Set it to false, and algorithm.name=pass_at_k to train for the best of k.",
-        )
-    for pattern in BEST_OF:
-        for key in list(recipe.find(f"grpo.{pattern}")):
-            if key in on:
-                recipe.drop(key)
-            else:
-                recipe.unused(key, NOT_READ)
-
-
 def translate_message_penalties(recipe: Recipe) -> None:
     for key, to in MESSAGE_PENALTIES.items():
         if recipe.is_set(key):
@@ -112,7 +94,6 @@ def _is_below(recipe: Recipe, key: str, bound: int) -> bool:
 TRAINING_RULES: tuple[Rule, ...] = (
     translate_lengths,
     translate_failures,
-    translate_best_of,
     translate_message_penalties,
     Unused("*.val_batch_size", "validation goes through the same engine, which batches by itself"),
     Unused("*.batch_multiplier", UNTIL_FULL),
@@ -127,7 +108,6 @@ TRAINING_RULES: tuple[Rule, ...] = (
     Unused("grpo.invalid_tool_call_strategy", NOT_READ),
     Unused("grpo.num_val_generations_per_prompt", f"{NOT_READ}: it reads val_num_generations_per_prompt"),
     Unused("*.calculate_advantages_on_gpu", "advantages are computed in the driver process"),
-    Unused("*.skip_reference_policy_logprobs_calculation", "they are computed only where a KL term needs them"),
     Unused("ppo.async_ppo.warmup_generation_lead_steps", "it only lets generation run ahead while the policy does not change"),
     Unused(
         "ppo.async_ppo.drop_incomplete_targets_on_restore",

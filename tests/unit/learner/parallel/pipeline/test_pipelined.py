@@ -78,12 +78,11 @@ BOUNDS = {
     **{name: (case, EXACT) for name, case in CASES.items()},
     "bfloat16 weights": (Case(sizes=TWO, steps=1, **BF16), BFLOAT16),
 }
-KEPT = (  # each layout, schedule and kind of model once
+KEPT = (  # layouts, schedules and kinds of models
     "uneven layers, branches",
     "lora, checkpointing, loaded once",
     "stages 2, qwen3_moe, sft",
     "bfloat16 weights",
-    "tied, loaded once",
     "stages 2, sequence 2, gemma, dpo",
     "interleaved, shards 2, qwen2, gspo",
 )
