@@ -40,11 +40,10 @@ CORE = (
 NOT_CORE = ("megatron", "sglang", "families")
 WHOLE = (
     "tests/golden",
-    "tests/conformance",
     "tests/unit/learner/test_one_gradient.py",
     "tests/loop/test_whole_runs.py",
 )
-FILES_OF_A_MUTANT = 8
+FILES_OF_A_MUTANT = 6
 LIMIT_S = 600  # a mutant that makes a test wait forever is killed by the suite's own limit of a test before
 
 SWAPS: dict[type, type] = {
