@@ -3,7 +3,7 @@
     python benchmarks/fault_power.py --beside ../before --results results/fault_power.json
 
 The mutants are drawn from functions that stand word for word in both checkouts. Each is tried with the test files that name
-most of what it changes, and with whole runs; a mutant that one of these fails for is killed. So the figures are lower bounds on those of
+most of what it changes, and with whole runs, those of algorithms with conformance too; a mutant that one of these fails for is killed. So the figures are lower bounds on those of
 the whole suite. The other checkout is tried only with mutants that survive here. A run that is interrupted goes on from its results; with
 --again the tests that killed a mutant are tried first, and those of the other checkout are not repeated.
 """
@@ -162,7 +162,8 @@ def tests_for(root: Path, file: str, function: str) -> list[str]:
             near = sum(part in test for part in Path(file).with_suffix("").parts)
             ranked[test] = 20 * len(words & {*names}) + 10 * (module in text) + 4 * len(words & readers) + near
     best = [test for test, score in ranked.most_common(FILES_OF_A_MUTANT) if score > 0]
-    return [*best, *(test for test in WHOLE if test not in best)]
+    whole = ("tests/conformance", *WHOLE) if file.startswith("algorithms/") else WHOLE
+    return [*best, *(test for test in whole if test not in best)]
 
 
 def try_mutant(root: Path, file: str, mutant: Mutant, first: str | None) -> str | None:
