@@ -2,10 +2,10 @@
 
     python benchmarks/fault_power.py --beside ../before --results results/fault_power.json
 
-The mutants are drawn from functions that stand word for word in both checkouts. Each is tried with the test files that name
-most of what it changes, and with whole runs, those of algorithms with conformance too; a mutant that one of these fails for is killed. So the figures are lower bounds on those of
-the whole suite. The other checkout is tried only with mutants that survive here. A run that is interrupted goes on from its results; with
---again the tests that killed a mutant are tried first, and those of the other checkout are not repeated.
+The mutants are drawn from functions that stand word for word in both checkouts. Each is tried with the test files that name most of what
+it changes, and with whole runs, those of algorithms with conformance too; a mutant that one of these fails for is killed. So the figures
+are lower bounds on those of the whole suite. The other checkout is tried only with mutants that survive here. A run that is interrupted
+goes on from its results; with --again the tests that killed a mutant are tried first, and those of the other checkout are not repeated.
 """
 
 from __future__ import annotations
