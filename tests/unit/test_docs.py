@@ -118,7 +118,9 @@ def commands() -> Iterator[tuple[Path, list[str]]]:
                     yield page, words
 
 
-@each("page", [page for page in PAGES if page.parent != LOG], ids=name)  # entries of the log name what was there when they were written
+@each(
+    "page", [page for page in PAGES if page.parent != LOG], ids=name
+)  # entries of the log name what was there when they were written
 def test_paths_named_on_a_page_exist(page: Path) -> None:
     text = page.read_text()
     quoted = " ".join(re.findall(r"`([^`\n]+)`", text)) + " " + " ".join(blocks(page, "sh"))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from strop.sampling import Sampling
 from strop.types import Batch
 from strop.weight_sync.base import CanarySample
 from strop.weight_sync.canary import CANARY_TOKENS, Canary, make_canary
+from strop.weight_sync.verification import VerificationFailed
 from strop.weight_sync.weight_sync_config import WeightSyncConfig
 
 
@@ -65,3 +69,23 @@ def test_the_learner_scores_each_sample_after_its_prompt(tokenizer: Any) -> None
 
 async def _score(checked: Canary, samples: list[CanarySample]) -> list[Tensor]:
     return list(await checked.score(checked.prompts, samples))
+
+
+@dataclass
+class Caching:
+    """An engine that finds so many tokens of each prompt in its prefix cache."""
+
+    cached: list[int]
+    name: str = "engine 0"
+
+    async def sample_canary(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> CanarySample:
+        return CanarySample(tokens=torch.tensor([5]), logprobs=torch.full((1,), 5.0), cached=self.cached.pop(0))
+
+
+@pytest.mark.parametrize(("cached", "refused"), [((0, 0), False), ((0, 3), False), ((0, 4), True), ((1, 0), True)])
+def test_what_all_prompts_begin_with_may_be_cached_after_the_first(
+    cached: tuple[int, int], refused: bool, tokenizer: Any
+) -> None:
+    checked = replace(canary(tokenizer), prompts=((1, 2, 3, 4, 5), (1, 2, 3, 9, 9)))
+    with pytest.raises(VerificationFailed, match="prefix cache") if refused else nullcontext():
+        asyncio.run(checked.check(Caching(list(cached))))  # type: ignore[arg-type]
