@@ -132,7 +132,7 @@ def test_a_key_that_no_code_reads_is_not_in_the_schema() -> None:
 # ``enabled`` is in many sections: the expression that each is read of. "section" is ``config.watchdog``, "self" ``saving_enabled``.
 ASKED = {
     "CheckpointingConfig": "self",
-    "EmaConfig": "config.ema",
+    "EmaConfig": "ema",
     "LoraConfig": "config.dtensor_cfg.lora_cfg",
     "SequencePackingConfig": "self.sequence_packing",
     "ColocatedConfig": "generation.colocated",
