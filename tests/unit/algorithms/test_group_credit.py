@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from strop.algorithms.group_advantages import group_advantages
 from strop.algorithms.policy_gradient.advantages.dapo import DAPO
 from strop.algorithms.policy_gradient.advantages.gdpo import GDPO, DecoupledRewards
 from strop.algorithms.policy_gradient.advantages.maxrl import SuccessRate
+from strop.algorithms.policy_gradient.advantages.pass_at_k import BestOfK
 from strop.algorithms.policy_gradient.advantages.reinforce_pp import BatchWhitened, ReinforcePP
 from strop.algorithms.policy_gradient.advantages.reinforce_pp_baseline import ReinforcePPBaseline
 from strop.algorithms.policy_gradient.advantages.remax import GreedyBaseline, ReMax
@@ -166,3 +168,15 @@ def test_whitening_nothing_is_harmless() -> None:
     assert whiten(torch.ones(3), torch.zeros(3)).tolist() == [0.0, 0.0, 0.0]
     assert len(whiten(torch.zeros(0), torch.zeros(0))) == 0
     assert BatchWhitened().min_group_size == 2
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_the_analytic_form_of_pass_at_k_compares_the_sets_with_a_rollout_to_all_sets(k: int) -> None:
+    rewards = [0.0, 3.0, 1.0, 1.0, 4.0, 2.0]
+    found = BestOfK(k=k, analytic=True).rollout_advantages(make_group_rewards(*rewards)).tolist()
+    best = {chosen: max(rewards[place] for place in chosen) for chosen in combinations(range(len(rewards)), k)}
+    mean = sum(best.values()) / len(best)
+    deviation = (sum((value - mean) ** 2 for value in best.values()) / len(best)) ** 0.5
+    for place, credited in enumerate(found):
+        own = [value for chosen, value in best.items() if place in chosen]
+        assert credited == pytest.approx((sum(own) / len(own) - mean) / (deviation + 1e-6), abs=1e-9)
