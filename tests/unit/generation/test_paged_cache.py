@@ -227,3 +227,11 @@ def make_sequences(cache: PagedCache, rng: random.Random) -> tuple[list[PagedSeq
         cache.close(running.pop(0))
         lengths.pop(0)
     return running, lengths
+
+
+@pytest.mark.parametrize("state_size", [0, 6])
+def test_the_bytes_of_a_token_are_those_that_a_cache_holds_for_it(state_size: int) -> None:
+    shape = CacheShape(layers=3, heads=2, head_size=5, dtype=torch.bfloat16, device=torch.device("cpu"), state_size=state_size)
+    cache = PagedCache(shape, 7, PAGE)
+    held = [cache.keys, cache.values, *([] if cache.states is None else [cache.states])]
+    assert shape.bytes_per_token * 7 * PAGE == sum(each.nbytes for each in held)
