@@ -149,3 +149,10 @@ def test_the_default_bounds_keep_a_sampler_and_a_learner_that_agree() -> None:
     mismatch = make_mismatch([1e-6, -1e-6, 0.0], [0.0], credit=[-1.0, 1.0], dtype=torch.float32)
     for correction in (GeometricRejection(), K3Rejection(), Opsm(), Kpop()):
         assert set(found_by(correction, mismatch)[0]) == {1.0}, correction
+
+
+def test_opsm_drops_failures_that_the_policy_moved_away_from_and_nothing_else() -> None:
+    """log mu - log pi: 0.5 a token in the first three rollouts, which differ in their credit; -0.5 in the last."""
+    mismatch = make_mismatch([-0.5, -0.5], [-0.9, -0.1], [-0.5], [0.5], credit=[-1.0, 1.0, 0.0, -1.0])
+    kept = [found_by(Opsm(delta=delta), mismatch)[0] for delta in (0.4, 0.6)]
+    assert kept == [[0.0, 0.0, 1.0, 1.0, 1.0, 1.0], [1.0] * 6]
