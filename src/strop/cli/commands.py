@@ -30,11 +30,12 @@ class Command:
 
     target: str
     meaning: str
+    first: tuple[str, ...] = ()  # arguments before those of the command line
 
     def run(self, *arguments: Any) -> int:
         """Call the command with its arguments and the whole command line. Return its exit code."""
         module, _, name = self.target.partition(":")
-        code: int = getattr(importlib.import_module(module), name)(*arguments)
+        code: int = getattr(importlib.import_module(module), name)(*self.first, *arguments)
         return code
 
 
@@ -44,7 +45,9 @@ GROUPS: dict[str, dict[str, Command]] = {
         "config": Command("strop.cli.config_command:config", "list every key with its default and what it does"),
         "translate": Command("strop.cli.translate_command:translate", "print a recipe of another library in Strop's keys"),
     },
-    "train": {section: Command("strop.cli.train_command:train_run", meaning) for section, meaning in TRAINING.items()},
+    "train": {
+        section: Command("strop.cli.train_command:train_run", meaning, (section,)) for section, meaning in TRAINING.items()
+    },
     "look": {
         "view": Command("strop.cli.view_command:view", "show runs in the browser: curves, rollouts, tokens"),
         "rollouts": Command("strop.cli.rollouts_command:rollouts", "read what a run sampled, turn by turn, with rewards"),
@@ -67,7 +70,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "env": Command("strop.cli.checks.env_command:env", "check tasks and rewards without a model: strop env check"),
         "data": Command("strop.cli.checks.data_command:data", "check data before a run: strop data check"),
         "cluster": Command("strop.cli.checks.cluster_command:cluster", "check the nodes before a run: strop cluster check"),
-        "plan": Command("strop.cli.plan_command:plan", "say what a run will need: memory, time, cost"),
+        "plan": Command("strop.cli.plan_command:plan", "say whether a run fits: memory of devices and nodes, disk"),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
@@ -83,8 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.command not in COMMANDS:
         parser.error(f"there is no command {options.command!r}{suggest_names(options.command, COMMANDS)}")
-    section = [options.command] if options.command in TRAINING else []
-    return _heed_broken_pipe(lambda: COMMANDS[options.command].run(*section, options.arguments, f"strop {shlex.join(arguments)}"))
+    return _heed_broken_pipe(lambda: COMMANDS[options.command].run(options.arguments, f"strop {shlex.join(arguments)}"))
 
 
 def _heed_broken_pipe(command: Callable[[], int]) -> int:
@@ -102,8 +104,7 @@ def run_script(command: str, default_config: Path) -> int:
     """Run ``strop COMMAND`` for a script of examples/, with ``default_config`` if no ``--config`` is given."""
     arguments = sys.argv[1:]
     typed = f"python {shlex.join([sys.argv[0], *arguments])}"
-    section = [command] if command in TRAINING else []
-    return _heed_broken_pipe(lambda: COMMANDS[command].run(*section, arguments, typed, default_config))
+    return _heed_broken_pipe(lambda: COMMANDS[command].run(arguments, typed, default_config))
 
 
 def _make_parser() -> argparse.ArgumentParser:
