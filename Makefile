@@ -69,7 +69,7 @@ PACKAGES_swanlab := swanlab==0.10.3
 PACKAGES_trackio := trackio==0.43.0
 
 test-adapters: setup-dev $(foreach name,verifiers openenv lm-eval nemo-gym mlflow swanlab trackio,$(ADAPTERS)/$(name)/.done) ## adapters with packages that want an environment of their own
-	STROP_ADAPTERS=$(abspath $(ADAPTERS)) $(PYTEST) tests/unit/environments/adapters \
+	STROP_ADAPTERS=$(abspath $(ADAPTERS)) $(PYTEST) tests/extensions/adapters \
 	    tests/unit/monitoring/test_tracker_readers.py tests/unit/monitoring/test_trackers_that_fail.py $(ARGS)
 
 # vLLM needs torchvision for models that read images. PyPI's is built for CUDA; the tests without it prove that Strop does not need it.
@@ -84,7 +84,7 @@ SGLANG := $(VENV)/sglang
 SGLANG_PACKAGES := sglang==0.5.23 torchvision==0.28.0 orjson ipython traitlets soundfile
 
 test-sglang: setup-sglang ## generation by real SGLang servers, on a CPU: minutes
-	STROP_SGLANG_PYTHON=$(abspath $(SGLANG))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/unit/generation/sglang \
+	STROP_SGLANG_PYTHON=$(abspath $(SGLANG))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/extensions/sglang \
 	    tests/loop/test_sglang_runs.py $(ARGS)
 
 setup-sglang: $(SGLANG)/.done ## install SGLang for a CPU into an environment over that of the tests

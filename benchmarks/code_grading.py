@@ -11,10 +11,10 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from strop.environments.code.code_problem import AssertTest, CallTest, CodeProblem, StdioTest, Test
-from strop.environments.code.grade_code import CodeGrade, GradingRules, grade_code
-from strop.sandbox.base import Limits
-from strop.sandbox.sandbox_pool import get_sandbox
+from strop.extensions.code.code_problem import AssertTest, CallTest, CodeProblem, StdioTest, Test
+from strop.extensions.code.grade_code import CodeGrade, GradingRules, grade_code
+from strop.extensions.code.sandbox.base import Limits
+from strop.extensions.code.sandbox.sandbox_pool import get_sandbox
 
 RULES = GradingRules(limits=Limits(cpu_s=6, wall_s=30))
 TICK_S = 0.005

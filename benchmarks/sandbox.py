@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from strop.base_config import validate_section
-from strop.sandbox import cgroups
-from strop.sandbox.base import Program
-from strop.sandbox.sandbox_config import SandboxConfig
-from strop.sandbox.sandbox_pool import SandboxPool
+from strop.extensions.code.sandbox import cgroups
+from strop.extensions.code.sandbox.base import Program
+from strop.extensions.code.sandbox.sandbox_config import SandboxConfig
+from strop.extensions.code.sandbox.sandbox_pool import SandboxPool
 
 SOURCE = """
 import sys

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import strop
-from strop.environments.games.sliding_puzzle import Grid, PuzzleRules, PuzzleSize, SlidingPuzzle, make_move, solution
+from strop.extensions.games.sliding_puzzle import Grid, PuzzleRules, PuzzleSize, SlidingPuzzle, make_move, solution
 from strop.types import Message, Rollout, assistant, observation_turn
 
 SHUFFLE, MOVES = 7, 6

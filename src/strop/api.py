@@ -171,7 +171,7 @@ def compare(
         return compare_evaluations(a.tasks, b.tasks, metric=metric, level=level, margin=margin, identities=known)
     if isinstance(a, Evaluation) or isinstance(b, Evaluation):
         raise ValueError("found an Evaluation and a name; evaluate both, or give both by name")
-    from strop.runs.comparison.compare_models import compare_models, make_comparison_job
+    from strop.extensions.comparison.compare_models import compare_models, make_comparison_job
 
     first, second = (str(each.folder if isinstance(each, Run) else each) for each in (a, b))
     job = make_comparison_job(

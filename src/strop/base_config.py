@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, CoreSchema
 
+from strop import plugins
 from strop.problems import Problem
 
 KeyPath = tuple[str, ...]
@@ -88,6 +89,9 @@ class BaseConfig:
     unrelated_keys: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
+        for name, model in _attached_sections(cls.__name__).items():
+            cls.__annotations__[name] = model
+            setattr(cls, name, subsection(model))
         # The methods below stand for those that a dataclass generates, which are compiled class by class as `strop` starts.
         dataclass(
             cls,
@@ -131,6 +135,16 @@ class BaseConfig:
             return values
         return {name: value for name, value in values.items() if value is not None or not is_section(cls, name)}
 
+    @classmethod
+    def of(cls: type[SectionT], owner: BaseConfig) -> SectionT:
+        """Return the section of this class in ``owner``, to which an extension has attached it. Raises LookupError."""
+        for name, field in fields_of(type(owner)).items():
+            model = section_model(field)
+            if model is not None and issubclass(model, cls):
+                section: SectionT = getattr(owner, name)
+                return section
+        raise LookupError(f"{type(owner).__name__} has no section {cls.__name__}")
+
     def errors(self, key: str) -> Iterator[Problem]:
         """Yield what cannot work within this section, which is at the dotted ``key``."""
         return iter(())
@@ -138,6 +152,13 @@ class BaseConfig:
     def warnings(self, key: str) -> Iterator[Problem]:
         """Yield what works within this section, which is at the dotted ``key``, but perhaps not as intended."""
         return iter(())
+
+
+def _attached_sections(owner: str) -> dict[str, type[BaseConfig]]:
+    """Return the sections that extensions attach to the class ``owner``: entry points ``OWNER.KEY`` of the group ``strop.sections``."""
+    prefix = f"{owner}."
+    names = [name for name in plugins.declared("sections") if name.startswith(prefix)]
+    return {name.removeprefix(prefix): plugins.load("sections", name) for name in names}
 
 
 def _values(section: Any) -> list[Any]:

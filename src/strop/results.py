@@ -81,7 +81,7 @@ class Run:
         """
         import pandas
 
-        from strop.ledger.token_ledger import make_ledger
+        from strop.extensions.replay.token_ledger import make_ledger
 
         ledger = make_ledger(self.folder, step, group, sample)
         frame = pandas.DataFrame(ledger.rows())
@@ -140,7 +140,7 @@ class Run:
         Raises NothingToSave, a ValueError, before the first step.
         """
         from strop.config.source import yaml_text
-        from strop.view.saved_view import save_view
+        from strop.extensions.view.saved_view import save_view
 
         return save_view(self.folder, None if file is None else Path(file), yaml_text.parse_value)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from strop.learner.megatron.megatron_config import Fp8Config
+from strop.extensions.megatron.megatron_config import Fp8Config
 from support.megatron_adapters import PEFT
 from support.megatron_parity import MegatronCase, case, make_megatron_learner, train_cases_on_rank
 from support.needs import needs_megatron

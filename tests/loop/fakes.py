@@ -18,6 +18,7 @@ from strop.checkpointing.base import RunState
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
 from strop.environments.handle import EnvironmentHandle, LocalEnvironment
+from strop.extensions.watch.health.health_monitor import HealthMonitor
 from strop.generation.base import Completion
 from strop.learner.base import BackwardResult
 from strop.metrics import Metrics
@@ -30,7 +31,6 @@ from strop.sampling import Sampling
 from strop.stopping import EarlyStop
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
-from strop.trainer.health.health_monitor import HealthMonitor
 from strop.trainer.listeners import Listeners
 from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.run import TrainingRun, TrainOptions

@@ -15,12 +15,12 @@ import pytest
 
 from loop.kinds import train_to_end
 from strop.cli.commands import main
-from strop.ledger.token_ledger import TokenLedger, make_ledger
+from strop.extensions.replay import replay as replay_module
+from strop.extensions.replay.replay import ReplayResult, replay
+from strop.extensions.replay.replayed_step import ReplayedStep
+from strop.extensions.replay.token_ledger import TokenLedger, make_ledger
+from strop.extensions.view.view_server import ViewOptions, ViewServer
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.runs.replay import replay as replay_module
-from strop.runs.replay.replay import ReplayResult, replay
-from strop.runs.replay.replayed_step import ReplayedStep
-from strop.view.view_server import ViewOptions, ViewServer
 from support.view_client import asking
 
 STEPS = 6

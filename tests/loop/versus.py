@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
-from strop.environments.games.policy_client import PastSelvesRule, get_policy
+from strop.environments.policy_client import PastSelvesRule, get_policy
 from strop.types import Rollout, Task, user
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from security.hostile_programs import PROGRAMS, HostileProgram
-from strop.sandbox import launcher
-from strop.sandbox.base import ExitReason, Limits, Program, RunResult
-from strop.sandbox.sandbox_config import SandboxConfig
-from strop.sandbox.sandbox_pool import SandboxPool
+from strop.extensions.code.sandbox import launcher
+from strop.extensions.code.sandbox.base import ExitReason, Limits, Program, RunResult
+from strop.extensions.code.sandbox.sandbox_config import SandboxConfig
+from strop.extensions.code.sandbox.sandbox_pool import SandboxPool
 
 LIMITS = Limits(cpu_s=0.6, wall_s=1.0, memory_mb=64, processes=16, open_files=32, file_mb=8, disk_mb=16, output_kb=16)
 HONEST = Program(source="import json\nprint(json.dumps(sum(range(len('abcd')))), input())", stdin="and more\n")

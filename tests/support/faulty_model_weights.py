@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from strop.generation.sglang.server.adapter_slot import AdapterSlot, PublishedAdapters
-from strop.generation.sglang.server.model_weights import ModelWeights
+from strop.extensions.sglang.server.adapter_slot import AdapterSlot, PublishedAdapters
+from strop.extensions.sglang.server.model_weights import ModelWeights
 
 
 class FaultyModelWeights(ModelWeights):

@@ -39,7 +39,7 @@ STROP = [
     "strop.environments.arithmetic",
     "strop.monitoring.plot",
     "strop.monitoring.trackers.jsonl",
-    "strop.sandbox.sandbox_pool",
+    "strop.extensions.code.sandbox.sandbox_pool",
 ]
 
 

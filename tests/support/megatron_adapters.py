@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.learner.megatron.megatron_peft_config import MegatronPeftConfig
+from strop.extensions.megatron.megatron_peft_config import MegatronPeftConfig
 from strop.types import Batch
 from support.megatron_parity import MegatronCase, case, make_megatron_learner, make_network
 from support.parity import SAMPLING, get_loss, make_batch
@@ -24,8 +24,8 @@ REWARD = MegatronCase(case=replace(SMALL, value=True), world=2, sizes={"pp": 2},
 
 def adapters_on_rank(rank: int, root: str) -> dict[str, Any]:
     """Run everything on this rank."""
-    from strop.learner.megatron.layout import MegatronLayout
-    from strop.learner.megatron.megatron_dims import MegatronDims
+    from strop.extensions.megatron.layout import MegatronLayout
+    from strop.extensions.megatron.megatron_dims import MegatronDims
 
     batch = make_batch(SMALL)
 
@@ -78,7 +78,7 @@ def resume(batch: Batch, folder: Path, made: MegatronCase, other: MegatronCase) 
 
 def score_without_adapters(batch: Batch, network: Callable[[MegatronCase], Any]) -> tuple[bool, bool]:
     """Return whether scores without adapters are those of the base, and whether those with them are others."""
-    from strop.learner.megatron.megatron_scorer import MegatronScorer
+    from strop.extensions.megatron.megatron_scorer import MegatronScorer
 
     adapted, base = network(TENSOR), network(replace(TENSOR, case=replace(SMALL, lora=False), options={}))
     with_them = MegatronScorer(adapted, SAMPLING, 50).score_local(batch)
@@ -95,7 +95,7 @@ def score_without_adapters(batch: Batch, network: Callable[[MegatronCase], Any])
 
 def publish(network: Any, folder: Path) -> dict[str, Any]:
     """Write what engines are sent."""
-    from strop.learner.megatron.stage_weights import StageWeights
+    from strop.extensions.megatron.stage_weights import StageWeights
 
     weights = StageWeights(network)
     source = weights.adapter_source()
@@ -110,7 +110,7 @@ def publish(network: Any, folder: Path) -> dict[str, Any]:
 
 def draw(network: Callable[[MegatronCase], Any]) -> list[dict[str, Tensor]]:
     """Return fresh adapters in two layouts of a model in bfloat16."""
-    from strop.learner.megatron.adapters.stage_adapters import StageAdapters
+    from strop.extensions.megatron.adapters.stage_adapters import StageAdapters
 
     found = []
     options = MegatronPeftConfig(enabled=True, dim=3, alpha=6, target_modules=("*.layers.1.*", "linear_qkv"))

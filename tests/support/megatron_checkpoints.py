@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.learner.megatron.checkpoint.megatron_snapshot import MegatronSnapshot, take_megatron_snapshot
+from strop.extensions.megatron.checkpoint.megatron_snapshot import MegatronSnapshot, take_megatron_snapshot
 from strop.models.export import save_model_config
 from support.megatron_families import make_config
 from support.megatron_stages import make_layout, start_layout
@@ -33,8 +33,8 @@ class TrainedStages:
         """Take a step with random gradients, those of whole weights."""
         from megatron.core import parallel_state
 
-        from strop.learner.megatron.weights.shard_import import load_weights
-        from strop.learner.megatron.weights.weight_reader import MemoryWeights
+        from strop.extensions.megatron.weights.shard_import import load_weights
+        from strop.extensions.megatron.weights.weight_reader import MemoryWeights
 
         parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
         weights = [parameter.detach().clone() for parameter in parameters]
@@ -56,7 +56,7 @@ class TrainedStages:
         self.optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        from strop.learner.megatron.weights.stage_export import iter_weights
+        from strop.extensions.megatron.weights.stage_export import iter_weights
 
         return {weight.name: weight.gather().clone() for weight in iter_weights(self.stages, self.hf_config)}
 
@@ -72,11 +72,11 @@ def train_stages(
     """Build a model with random weights in a layout, and take steps."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    from strop.learner.megatron.megatron_optimizer_config import MegatronDdpConfig
-    from strop.learner.megatron.models.build_stages import build_stages
-    from strop.learner.megatron.optimizer.gradient_buffers import wrap_stages
-    from strop.learner.megatron.weights.shard_import import load_weights
-    from strop.learner.megatron.weights.weight_reader import MemoryWeights
+    from strop.extensions.megatron.megatron_optimizer_config import MegatronDdpConfig
+    from strop.extensions.megatron.models.build_stages import build_stages
+    from strop.extensions.megatron.optimizer.gradient_buffers import wrap_stages
+    from strop.extensions.megatron.weights.shard_import import load_weights
+    from strop.extensions.megatron.weights.weight_reader import MemoryWeights
 
     config = make_layout(**sizes)
     layout = start_layout(config)
@@ -104,7 +104,7 @@ def train_stages(
 
 def random_weights(hf_config: Any, seed: int, head: Any = "lm") -> Iterator[tuple[str, Tensor]]:
     """Yield random weights of the ordinary model, tied ones equal."""
-    from strop.learner.megatron.weights.weight_map import hf_weights
+    from strop.extensions.megatron.weights.weight_map import hf_weights
 
     for weight in hf_weights(hf_config, head):
         generator = torch.Generator().manual_seed(1000 * seed + weight.storage)

@@ -11,10 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from strop import metrics
-from strop.learner.megatron.layout import MegatronLayout
-from strop.learner.megatron.megatron_config import MegatronConfig
-from strop.learner.megatron.megatron_dims import MegatronDims
-from strop.learner.megatron.megatron_optimizer_config import MegatronDdpConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
+from strop.extensions.megatron.layout import MegatronLayout
+from strop.extensions.megatron.megatron_config import MegatronConfig
+from strop.extensions.megatron.megatron_dims import MegatronDims
+from strop.extensions.megatron.megatron_optimizer_config import (
+    MegatronDdpConfig,
+    MegatronOptimizerConfig,
+    MegatronSchedulerConfig,
+)
 from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.models.adapters import adapter_weights, base_weights
 from strop.types import Batch
@@ -120,7 +124,7 @@ def case(**options: Any) -> Case:
 def make_megatron_learner(made: MegatronCase, *, draft: Any = None, **options: Any) -> Any:
     """Return a learner on this rank with the weights of the case's network. ``options`` are the learner's; ``draft``: a head."""
     layout = MegatronLayout(MegatronDims.from_config(made.config(), made.world), made.device)
-    from strop.learner.megatron.megatron_learner import MegatronLearner
+    from strop.extensions.megatron.megatron_learner import MegatronLearner
 
     config = replace(
         make_model_config(train_tokens=made.case.train_tokens, score_tokens=50, max_grad_norm=0.3), megatron_cfg=made.config()
@@ -167,10 +171,10 @@ def weights_of(made: Case) -> PlainWeights:
 
 def make_network(made: MegatronCase, layout: MegatronLayout) -> Any:
     """Return the case's network in a layout."""
-    from strop.learner.megatron.megatron_network import MegatronNetwork
-    from strop.learner.megatron.models.build_stages import build_stages
-    from strop.learner.megatron.weights.shard_import import load_weights
-    from strop.learner.megatron.weights.weight_reader import MemoryWeights
+    from strop.extensions.megatron.megatron_network import MegatronNetwork
+    from strop.extensions.megatron.models.build_stages import build_stages
+    from strop.extensions.megatron.weights.shard_import import load_weights
+    from strop.extensions.megatron.weights.weight_reader import MemoryWeights
 
     plain = weights_of(made.case)
     head: Any = "scalar" if made.case.value else "lm"
@@ -178,7 +182,7 @@ def make_network(made: MegatronCase, layout: MegatronLayout) -> Any:
     load_weights(stages, plain.config, MemoryWeights(plain.base))
     adapters = None
     if made.case.lora:
-        from strop.learner.megatron.adapters.stage_adapters import StageAdapters
+        from strop.extensions.megatron.adapters.stage_adapters import StageAdapters
 
         with layout.activate():
             adapters = StageAdapters(stages, plain.config, made.config().peft, base="base")
@@ -192,7 +196,7 @@ def make_network(made: MegatronCase, layout: MegatronLayout) -> Any:
 def train_with_megatron(made: MegatronCase, batch: Batch) -> TrainingResult:
     """Train on this rank as ``support.parity.train`` does."""
     learner = make_megatron_learner(made)
-    from strop.learner.megatron.weights.stage_export import iter_weights
+    from strop.extensions.megatron.weights.stage_export import iter_weights
 
     steps, stepped = [], []
     for _ in range(made.case.steps):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from importlib.util import find_spec
 from shutil import which
 
-from strop.learner.megatron.cpu_shim import prepare_megatron
+from strop.extensions.megatron.cpu_shim import prepare_megatron
 
 if (
     find_spec("megatron") is not None and which("nvidia-smi") is None
 ):  # a fork cannot begin to use a GPU that its server has asked for
     prepare_megatron("cpu")
-    import strop.learner.megatron.megatron_learner
-    import strop.learner.megatron.models.build_stages
-    import strop.learner.megatron.weights.stage_export  # noqa: F401
+    import strop.extensions.megatron.megatron_learner
+    import strop.extensions.megatron.models.build_stages
+    import strop.extensions.megatron.weights.stage_export  # noqa: F401

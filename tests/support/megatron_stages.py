@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.learner.megatron.megatron_config import MegatronConfig
-from strop.learner.megatron.megatron_dims import MegatronDims
+from strop.extensions.megatron.megatron_config import MegatronConfig
+from strop.extensions.megatron.megatron_dims import MegatronDims
 from strop.models.attention.tree_plan import TreePlan
 
 SEGMENTS = ((6, -1), (5, 0), (7, 0), (4, 0), (9, -1), (3, 4), (10, 4))  # length and parent: two prompts and their completions
@@ -19,7 +19,7 @@ _entered: list[Any] = []  # a context that nothing holds is left
 
 def start_layout(config: MegatronConfig) -> Any:
     """Return a layout of all ranks of the test, active until another is."""
-    from strop.learner.megatron.layout import MegatronLayout
+    from strop.extensions.megatron.layout import MegatronLayout
 
     layout = MegatronLayout(MegatronDims.from_config(config, torch.distributed.get_world_size()), "cpu", gloo_groups=True)
     _entered.append(layout.activate())

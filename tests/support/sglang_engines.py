@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from strop.extensions.sglang.sglang_config import PYTHON_VARIABLE, SglangConfig
+from strop.extensions.sglang.sglang_engine import SglangEngine
+from strop.extensions.sglang.sglang_launch import LaunchedAdapters, SglangLaunch
 from strop.generation.generation_config import GenerationConfig
-from strop.generation.sglang.sglang_config import PYTHON_VARIABLE, SglangConfig
-from strop.generation.sglang.sglang_engine import SglangEngine
-from strop.generation.sglang.sglang_launch import LaunchedAdapters, SglangLaunch
 
 TESTS = Path(__file__).parents[1]  # on the engines' path, for the faulty weights
 LIMIT = 850.0  # seconds, before the tests' own of 900: a server that cannot start ends, and nothing waits for it any longer

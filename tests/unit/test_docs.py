@@ -19,15 +19,9 @@ import torch
 
 from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
-from strop.cli import plan_command, plot_command, rollouts_command, translate_command, view_command
-from strop.cli.checks import env_command
-from strop.cli.checks.data_command import make_data_parser
-from strop.cli.checks.sandbox_command import make_sandbox_parser
-from strop.cli.compare_command import make_compare_parser
+from strop.cli import plot_command, rollouts_command
 from strop.cli.eval_command import is_model_name, make_eval_parser
-from strop.cli.explain import ledger_command, replay_command
 from strop.cli.export_command import make_export_parser
-from strop.cli.reports import report_command
 from strop.cli.serve_command import make_serve_parser
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
 from strop.config.load.evaluation_keys import translate_overrides
@@ -36,6 +30,14 @@ from strop.data.curriculum.base import Curriculum
 from strop.data.splitting import split_micro_batches
 from strop.environments.base import Environment
 from strop.environments.verifiers.base import Verifier
+from strop.extensions.checks.data.data_command import make_data_parser
+from strop.extensions.checks.environments import env_command
+from strop.extensions.code.sandbox.sandbox_command import make_sandbox_parser
+from strop.extensions.comparison.compare_command import make_compare_parser
+from strop.extensions.planning import plan_command
+from strop.extensions.recipes import translate_command
+from strop.extensions.replay import ledger_command, replay_command
+from strop.extensions.view import report_command, view_command
 from strop.runs.algorithm.run_algorithm import make_rollout_algorithm
 from strop.statistics.evaluation_comparison import check_options
 from strop.types import Group, Rollout, Task, Turn
@@ -118,9 +120,8 @@ def commands() -> Iterator[tuple[Path, list[str]]]:
                     yield page, words
 
 
-@each(
-    "page", [page for page in PAGES if page.parent != LOG], ids=name
-)  # entries of the log name what was there when they were written
+# Entries of the log name what was there when they were written.
+@each("page", [page for page in PAGES if page.parent != LOG], ids=name)
 def test_paths_named_on_a_page_exist(page: Path) -> None:
     text = page.read_text()
     quoted = " ".join(re.findall(r"`([^`\n]+)`", text)) + " " + " ".join(blocks(page, "sh"))
@@ -128,7 +129,7 @@ def test_paths_named_on_a_page_exist(page: Path) -> None:
     assert not missing, f"{name(page)} names {missing}"
 
 
-@each("page", PAGES, ids=name)
+@each("page", [page for page in PAGES if page.parent != LOG], ids=name)
 def test_modules_and_attributes_named_on_a_page_exist(page: Path) -> None:
     quoted = " ".join(re.findall(r"`([^`\n]+)`", page.read_text()))
     missing = [module for module in sorted(set(MODULE.findall(quoted))) if not resolves(module)]

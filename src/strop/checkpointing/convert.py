@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from strop.checkpointing.saved_model import SavedModel, SavedModelNotFound, read_yaml
-from strop.learner.megatron.checkpoint.torch_dist import LATEST, find_iteration, model_folder
+from strop.extensions.megatron.checkpoint.torch_dist import LATEST, find_iteration, model_folder
 from strop.learner.parallel.shard_files import METADATA, SafetensorsReader, ShardedReader, TensorReader, TensorShard, is_sharded
 from strop.models.adapters import adapter_folder, is_classifier_adapter, merge_adapters
 from strop.models.classifiers import load_classifier
@@ -118,7 +118,7 @@ def convert_to_megatron(model_name: str, target: Path) -> None:
     """
     from safetensors.torch import load_file
 
-    from strop.learner.megatron.checkpoint.hugging_face import write_megatron_weights
+    from strop.extensions.megatron.checkpoint.hugging_face import write_megatron_weights
 
     check_target(target)
     folder = find_model_folder(model_name)
@@ -158,7 +158,7 @@ def convert_megatron_adapters(
 
 
 def _read_megatron_adapters(source: Path, model_name: str, folder: Path) -> Path:
-    from strop.learner.megatron.checkpoint.adapter_shards import read_adapter_shards
+    from strop.extensions.megatron.checkpoint.adapter_shards import read_adapter_shards
 
     iteration = find_iteration(source)
     if iteration is None or not (iteration / "run_config.yaml").is_file():
@@ -175,7 +175,7 @@ def _read_megatron_adapters(source: Path, model_name: str, folder: Path) -> Path
 
 def _load_base(model: Any, base: Path) -> None:
     """Load the weights of Megatron Core's checkpoint into a model."""
-    from strop.learner.megatron.checkpoint.hugging_face import read_hugging_face_weights
+    from strop.extensions.megatron.checkpoint.hugging_face import read_hugging_face_weights
 
     if (iteration := find_iteration(base)) is None:
         raise ConversionError(
@@ -198,7 +198,7 @@ def _write_weights(source: SavedModel, draft: Path, form: ExportFormat, *, merge
         case "shards":
             export_weights(_load_config(folder, model_name), _read_weights(folder), draft, form)
         case "megatron":
-            from strop.learner.megatron.checkpoint.hugging_face import read_hugging_face_weights
+            from strop.extensions.megatron.checkpoint.hugging_face import read_hugging_face_weights
 
             config, iteration = _load_config(_model_folder(source), model_name), find_iteration(folder)
             assert iteration is not None

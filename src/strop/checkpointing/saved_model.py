@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from strop.checkpointing.step_folders import list_steps
-from strop.learner.megatron.checkpoint.torch_dist import find_iteration, model_folder
+from strop.extensions.megatron.checkpoint.torch_dist import find_iteration, model_folder
 
 RUN_CONFIG = "config.yaml"  # in a log folder and in each checkpoint
 ATTACHED_CONFIG = "strop_config.yaml"  # the same, in an exported folder

@@ -8,7 +8,6 @@ reads the output, 143 stopped by SIGTERM or the time limit and can be continued.
 from __future__ import annotations
 
 import argparse
-import importlib
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -16,77 +15,90 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop import __version__
+from strop import __version__, plugins
 from strop.cli.train_command import TRAINING
 from strop.monitoring.console.message_style import discard_output
-from strop.user_code import suggest_names
+from strop.user_code import UserCodeError, import_attribute, suggest_names
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 @dataclass(frozen=True)
 class Command:
-    """What ``strop NAME`` calls (module:function), which is imported when it is, and its line in ``strop --help``."""
+    """What ``strop NAME`` calls, and its line in ``strop --help``.
 
-    target: str
+    ``target``: a function of the arguments and of the whole command line that returns an exit code, or ``module:function``, which is
+    imported when it is called. An extension declares one in the entry points ``strop.commands``.
+    """
+
+    target: str | Callable[..., int]
     meaning: str
     first: tuple[str, ...] = ()  # arguments before those of the command line
+    group: str = "more"  # heading of ``strop --help``
 
     def run(self, *arguments: Any) -> int:
         """Call the command with its arguments and the whole command line. Return its exit code."""
-        module, _, name = self.target.partition(":")
-        code: int = getattr(importlib.import_module(module), name)(*self.first, *arguments)
-        return code
+        function: Callable[..., int] = self.target if callable(self.target) else import_attribute(self.target)
+        return function(*self.first, *arguments)
 
 
 GROUPS: dict[str, dict[str, Command]] = {
     "start": {
         "init": Command("strop.cli.init_command:init", "write a starter: configuration, sample data, a reward or a tool"),
         "config": Command("strop.cli.config_command:config", "list every key with its default and what it does"),
-        "translate": Command("strop.cli.translate_command:translate", "print a recipe of another library in Strop's keys"),
     },
     "train": {
         section: Command("strop.cli.train_command:train_run", meaning, (section,)) for section, meaning in TRAINING.items()
     },
     "look": {
-        "view": Command("strop.cli.view_command:view", "show runs in the browser: curves, rollouts, tokens"),
         "rollouts": Command("strop.cli.rollouts_command:rollouts", "read what a run sampled, turn by turn, with rewards"),
-        "ledger": Command(
-            "strop.cli.explain.ledger_command:ledger", "say what each term of the loss was at each token of a rollout"
-        ),
-        "replay": Command("strop.cli.explain.replay_command:replay", "train a step again, as it was or with other settings"),
         "plot": Command("strop.cli.plot_command:plot", "draw the metrics of one run or several"),
-        "report": Command("strop.cli.reports.report_command:report", "write a report of a run as one HTML file"),
     },
     "use": {
         "eval": Command("strop.cli.eval_command:evaluate", "evaluate a run, a checkpoint or a model"),
-        "compare": Command("strop.cli.compare_command:compare", "say whether one run is better than another, on the same tasks"),
         "export": Command("strop.cli.export_command:export", "write a checkpoint as a Hugging Face folder"),
         "serve": Command("strop.cli.serve_command:serve", "answer OpenAI's HTTP API with a checkpoint"),
     },
     "check": {
-        "doctor": Command("strop.cli.checks.doctor_command:doctor", "say whether a run is alive, and what went wrong"),
-        "sandbox": Command("strop.cli.checks.sandbox_command:sandbox", "check or serve what runs programs that a model wrote"),
-        "env": Command("strop.cli.checks.env_command:env", "check tasks and rewards without a model: strop env check"),
-        "data": Command("strop.cli.checks.data_command:data", "check data before a run: strop data check"),
-        "cluster": Command("strop.cli.checks.cluster_command:cluster", "check the nodes before a run: strop cluster check"),
-        "plan": Command("strop.cli.plan_command:plan", "say whether a run fits: memory of devices and nodes, disk"),
+        "doctor": Command("strop.cli.doctor_command:doctor", "say whether a run is alive, and what went wrong"),
+        "cluster": Command("strop.cli.cluster_command:cluster", "check the nodes before a run: strop cluster check"),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+
+
+def find_command(name: str) -> Command | None:
+    """Return a command of Strop or of an extension; None if there is none of this name."""
+    return COMMANDS.get(name) or (plugins.load("commands", name) if name in plugins.declared("commands") else None)
+
+
+def list_commands() -> dict[str, dict[str, Command]]:
+    """Return all commands by heading and name. An extension that cannot be imported is left out, with a warning."""
+    groups = {title: dict(group) for title, group in GROUPS.items()}
+    for name in plugins.declared("commands"):
+        try:
+            command: Command = plugins.load("commands", name)
+        except UserCodeError as error:
+            print(f"warning: {error}", file=sys.stderr)
+            continue
+        groups.setdefault(command.group, {})[name] = command
+    return groups
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``strop`` command. Return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _make_parser()
-    if not arguments:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        parser.description = f"{parser.description}\n\n{_list_commands()}"
         parser.print_help()
         return 0
     options = parser.parse_args(arguments)
-    if options.command not in COMMANDS:
-        parser.error(f"there is no command {options.command!r}{suggest_names(options.command, COMMANDS)}")
-    return _heed_broken_pipe(lambda: COMMANDS[options.command].run(options.arguments, f"strop {shlex.join(arguments)}"))
+    command = find_command(options.command)
+    if command is None:
+        known = [*COMMANDS, *plugins.declared("commands")]
+        parser.error(f"there is no command {options.command!r}{suggest_names(options.command, known)}")
+    return _heed_broken_pipe(lambda: command.run(options.arguments, f"strop {shlex.join(arguments)}"))
 
 
 def _heed_broken_pipe(command: Callable[[], int]) -> int:
@@ -111,7 +123,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="strop",
         usage="strop COMMAND [--help] ...",
-        description=f"Strop post-trains language models.\n\n{_list_commands()}",
+        description="Strop post-trains language models.",
         epilog="`strop COMMAND --help` shows the options of a command.\n\n"
         "  strop init grpo\n"
         "  strop grpo --config grpo.yaml --dry-run\n"
@@ -126,8 +138,9 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _list_commands() -> str:
-    width = max(map(len, COMMANDS)) + 2
+    groups = list_commands()
+    width = max(len(name) for group in groups.values() for name in group) + 2
     return "\n".join(
         "\n".join([f"{title}:", *(f"  {name:<{width}}{command.meaning}" for name, command in group.items())])
-        for title, group in GROUPS.items()
+        for title, group in groups.items()
     )

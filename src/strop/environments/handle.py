@@ -20,7 +20,7 @@ from strop.data.sources.source import DataSource
 from strop.environments.agents.agent_environment import AgentEnvironment
 from strop.environments.base import DatasetEnvironment, Environment, TaskT
 from strop.environments.compute_rewards import compute_group_rewards, compute_rewards
-from strop.environments.games.policy_client import PastSelvesRule
+from strop.environments.policy_client import PastSelvesRule
 from strop.environments.rewards import RewardResult
 from strop.tools.base import ParsedReply
 from strop.tools.toolbox import ToolOffer, current_toolbox

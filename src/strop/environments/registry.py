@@ -7,6 +7,7 @@ from dataclasses import replace
 from inspect import isroutine
 from typing import Any
 
+from strop import plugins
 from strop.environments.base import Environment, EnvironmentConfigError, import_user_code
 from strop.environments.rewards import RewardMark
 from strop.environments.verifiers.options import build_from_options
@@ -15,31 +16,19 @@ from strop.user_code import suggest_names
 ENVIRONMENTS = {
     "agent": "strop.environments.agents.external_agent:ExternalAgent",
     "arithmetic": "strop.environments.arithmetic:Arithmetic",
-    "code": "strop.environments.code.code_environment:CodeEnvironment",
-    "code_interpreter": "strop.environments.code.code_interpreter:CodeInterpreter",
-    "code_jaccard": "strop.environments.code.code_jaccard:CodeJaccard",
     "drawn_images": "strop.environments.images.drawn_images:DrawnImages",
-    "gymnasium": "strop.environments.adapters.gymnasium_environment:GymnasiumEnvironment",
-    "humaneval": "strop.environments.code.humaneval:HumanEval",
     "ifeval": "strop.environments.instructions.instruction_following:InstructionFollowing",
-    "lm_eval": "strop.environments.adapters.lm_eval_environment:LmEvalEnvironment",
     "math": "strop.environments.math:MathEnvironment",
     "math_multi_reward": "strop.environments.math_multi_reward:MathMultiReward",
-    "nemo_gym": "strop.environments.adapters.nemo_gym_environment:NemoGymEnvironment",
-    "number_guessing": "strop.environments.games.number_guessing:NumberGuessing",
-    "openenv": "strop.environments.adapters.openenv_environment:OpenEnvEnvironment",
-    "reasoning_gym": "strop.environments.reasoning_gym:ReasoningGym",
     "reward_function": "strop.environments.function_environment:FunctionEnvironment",
     "reward_model": "strop.environments.reward_model_environment:RewardModelEnvironment",
-    "sliding_puzzle": "strop.environments.games.sliding_puzzle:SlidingPuzzle",
-    "sliding_puzzle_game": "strop.environments.games.sliding_puzzle:SlidingPuzzle",  # its name in NeMo-RL
-    "text_adventure": "strop.environments.games.text_adventure:TextAdventure",
-    "textarena": "strop.environments.adapters.textarena_environment:TextArenaEnvironment",
-    "two_player": "strop.environments.games.two_player.two_player:TwoPlayer",
-    "user_simulator": "strop.environments.games.user_simulator:UserSimulator",
-    "verifiers": "strop.environments.adapters.verifiers_environment:VerifiersEnvironment",
     "vlm": "strop.environments.images.vlm_environment:VlmEnvironment",
 }
+
+
+def list_environments() -> list[str]:
+    """Return the names of all environments, those of extensions too."""
+    return sorted({*ENVIRONMENTS, *plugins.declared("environments")})
 
 
 def make_environment(name: str, options: Mapping[str, Any] | None = None) -> Environment[Any]:
@@ -60,10 +49,10 @@ def gives_turn_states(name: str) -> bool:
 
 def environment_class(name: str) -> type[Environment[Any]]:
     """Return the class of a registered name, ``module:Class`` or ``path/to/file.py:Class``. Raises EnvironmentConfigError."""
-    path = ENVIRONMENTS.get(name, name)
+    path = ENVIRONMENTS.get(name) or plugins.find_path("environments", name) or name
     if ":" not in path:
         raise EnvironmentConfigError(
-            f"there is no environment {name!r}{suggest_names(name, ENVIRONMENTS)}. Name your own as module:Class or file.py:Class, "
+            f"there is no environment {name!r}{suggest_names(name, list_environments())}. Name your own as module:Class or file.py:Class, "
             "or set env.ALIAS.reward to a function, as file.py:function, and no type"
         )
     kind = import_user_code(path)

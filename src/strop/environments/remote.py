@@ -31,10 +31,10 @@ from strop.environments.forks import run_in_one_process
 from strop.environments.handle import EnvironmentHandle, Grade, LocalEnvironment, Traits
 from strop.environments.registry import make_environment
 from strop.environments.rewards import RewardError, RewardResult
+from strop.extensions.code.sandbox.sandbox_config import SandboxConfig
+from strop.extensions.code.sandbox.sandbox_pool import configure_sandbox
 from strop.safety.exits import contain_exits
 from strop.safety.printable import shorten
-from strop.sandbox.sandbox_config import SandboxConfig
-from strop.sandbox.sandbox_pool import configure_sandbox
 from strop.tools.base import ParsedReply
 from strop.tools.toolbox import ToolOffer
 from strop.types import Message, Messages, Rollout, Task

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from strop import plugins
 from strop.environments.base import EnvironmentConfigError, import_user_code
 from strop.environments.verifiers.base import Score, Scored, Verifier, call_score, read_reply, read_turns, score_turns
 from strop.environments.verifiers.options import build_from_options
@@ -14,17 +15,14 @@ from strop.user_code import suggest_names
 
 VERIFIERS = {
     "citation": "strop.environments.verifiers.citation:CitationVerifier",
-    "code": "strop.environments.code.code_verifier:CodeVerifier",
     "exact_match": "strop.environments.verifiers.match:ExactMatchVerifier",
     "f1": "strop.environments.verifiers.match:F1Verifier",
     "fuzzy_match": "strop.environments.verifiers.match:FuzzyMatchVerifier",
     "ifeval": "strop.environments.instructions.instruction_verifier:InstructionVerifier",
     "json_schema": "strop.environments.verifiers.json_schema:JsonSchemaVerifier",
-    "judge": "strop.environments.verifiers.judges.judge:JudgeVerifier",
     "length": "strop.environments.verifiers.length:LengthVerifier",
     "math": "strop.environments.verifiers.math_verifier:MathVerifier",
     "multiple_choice": "strop.environments.verifiers.multiple_choice:MultipleChoiceVerifier",
-    "pairwise_judge": "strop.environments.verifiers.judges.pairwise_judge:PairwiseJudgeVerifier",
     "regex": "strop.environments.verifiers.pattern:PatternVerifier",
     "retrieval_hit": "strop.environments.verifiers.citation:RetrievalHitVerifier",
     "reward_model": "strop.environments.verifiers.reward_model_verifier:RewardModelVerifier",
@@ -32,15 +30,20 @@ VERIFIERS = {
 }
 
 
+def list_verifiers() -> list[str]:
+    """Return the names of all verifiers, those of extensions too."""
+    return sorted({*VERIFIERS, *plugins.declared("verifiers")})
+
+
 def make_verifier(name: str, options: Mapping[str, Any], *, others: Sequence[str] = ()) -> Verifier:
     """Build the verifier ``name``. Raises EnvironmentConfigError for an unknown name and for unknown, ill-typed or missing options.
 
     ``others``: names that may stand beside the options and are read elsewhere."""
-    path = VERIFIERS.get(name, name) if isinstance(name, str) else ""
+    path = (VERIFIERS.get(name) or plugins.find_path("verifiers", name) or name) if isinstance(name, str) else ""
     if ":" not in path:
         raise EnvironmentConfigError(
-            f"there is no verifier {name!r}{suggest_names(str(name), VERIFIERS)}. Name your own as file.py:Class, or set function in "
-            "place of verifier"
+            f"there is no verifier {name!r}{suggest_names(str(name), list_verifiers())}. Name your own as file.py:Class, or set "
+            "function in place of verifier"
         )
     kind = import_user_code(path)
     if not (isinstance(kind, type) and issubclass(kind, Verifier)):

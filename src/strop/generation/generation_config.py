@@ -9,9 +9,9 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from strop import packages
 from strop.base_config import BaseConfig, changed_keys, follows, subsection
+from strop.extensions.sglang.sglang_config import SglangConfig
+from strop.extensions.sglang.sglang_versions import CHECKED_SGLANG, unchecked_sglang
 from strop.generation.auto_engine import AutoEngine
-from strop.generation.sglang.sglang_config import SglangConfig
-from strop.generation.sglang.sglang_versions import CHECKED_SGLANG, unchecked_sglang
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.vllm.versions import describe_checked, unchecked_version
 from strop.generation.vllm.vllm_config import MIN_TEMPERATURE, VllmConfig

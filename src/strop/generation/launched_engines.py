@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from strop.extensions.sglang.require_sglang import require_sglang
+from strop.extensions.sglang.sglang_engine import SglangEngine
+from strop.extensions.sglang.sglang_launch import SglangLaunch, make_server_arguments
 from strop.generation.engine_gpus import choose_engine_gpus
-from strop.generation.sglang.require_sglang import require_sglang
-from strop.generation.sglang.sglang_engine import SglangEngine
-from strop.generation.sglang.sglang_launch import SglangLaunch, make_server_arguments
 from strop.generation.vllm.engine_args import VllmLaunch
 from strop.generation.vllm.vllm_engine import VllmEngine
 from strop.gpus import VISIBLE

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from strop.base_config import BaseConfig, Device, PathText, Precision, follows, subsection
 from strop.data.packing_config import DynamicBatchingConfig, SequencePackingConfig
-from strop.learner.megatron.megatron_config import MegatronConfig
+from strop.extensions.megatron.megatron_config import MegatronConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.torch.optimizer_config import EmaConfig, OptimizerConfig, SchedulerConfig
 from strop.models.image_processor_config import ImageProcessorConfig

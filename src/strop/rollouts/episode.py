@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from strop.environments.forks import run_in_one_process
-from strop.environments.games.policy_client import NoPolicyError, serve_policy
 from strop.environments.handle import EnvironmentHandle
+from strop.environments.policy_client import NoPolicyError, serve_policy
 from strop.environments.rewards import RewardResult
 from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.base import Generator, PastGenerator, PastSelf, PastSelves

@@ -11,7 +11,7 @@ from strop.algorithms.base import Algorithm
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.base import Cluster
-from strop.environments.games.policy_client import PastSelvesRule
+from strop.environments.policy_client import PastSelvesRule
 from strop.generation.synced_generator import SyncedGenerator
 from strop.generation.torch.torch_past_selves import TorchPastSelves
 from strop.learner.client import (

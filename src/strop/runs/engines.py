@@ -11,11 +11,11 @@ from torch import Tensor
 
 from strop.config import RolloutRunConfig
 from strop.config.schema.policy_config import PolicyConfig
-from strop.environments.games.policy_client import PastSelvesRule
+from strop.environments.policy_client import PastSelvesRule
+from strop.extensions.sglang.sglang_launch import LaunchedAdapters, SglangLaunch
 from strop.generation.base import Engine
 from strop.generation.launched_engines import make_local_engines
 from strop.generation.quantized_rollouts import make_emulation, make_weight_rounding
-from strop.generation.sglang.sglang_launch import LaunchedAdapters, SglangLaunch
 from strop.generation.synced_generator import SyncedGenerator, make_synced_pool
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.generation.torch.torch_past_selves import TorchPastSelves

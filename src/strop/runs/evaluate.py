@@ -13,6 +13,7 @@ from strop.checkpointing.saved_model import SavedModel
 from strop.config import EvalRunConfig, RecordedRunConfig
 from strop.config.load.evaluated_run import EvaluatedRun
 from strop.environments.mixture import Mixture
+from strop.extensions.code.sandbox.sandbox_pool import configure_sandbox, try_sandbox
 from strop.monitoring.console.console import ConsoleKind, open_console
 from strop.rollouts.tool_turns import describe_tool_calls
 from strop.runs.exit_codes import run_command
@@ -32,7 +33,6 @@ from strop.runs.jobs.trained_questions import warn_of_trained_questions
 from strop.runs.models import resolve_device
 from strop.runs.summary import format_auto_engine, summarize
 from strop.runs.tasks import make_mixture
-from strop.sandbox.sandbox_pool import configure_sandbox, try_sandbox
 from strop.trainer.evaluation import Evaluator, write_results
 
 

@@ -20,6 +20,8 @@ from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, Part
 from strop.data.sources.streaming.streamed import count_items, has_item, is_streamed
+from strop.extensions.watch.health.health_rules import HealthFinding
+from strop.extensions.watch.health.start_checks import check_epochs, check_validation
 from strop.learner.client import LearnerClient
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import make_failed_group
@@ -39,8 +41,6 @@ from strop.runs.models import TokenizerBundle
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
-from strop.trainer.health.health_rules import HealthFinding
-from strop.trainer.health.start_checks import check_epochs, check_validation
 from strop.trainer.loss_validation import LossValidator
 from strop.trainer.run import DATA, GroupSupply, TrainOptions
 from strop.types import Group, Task

@@ -19,6 +19,9 @@ from strop.data.data_state import DataState
 from strop.distributed.base import Cluster
 from strop.environments.handle import EnvironmentHandle
 from strop.environments.mixture import Mixture
+from strop.extensions.code.sandbox.sandbox_pool import try_sandbox
+from strop.extensions.watch.health.health_rules import HealthFinding
+from strop.extensions.watch.health.start_checks import check_epochs, check_reward_weights, check_turns, check_validation
 from strop.generation.base import Generator, PastSelves
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
@@ -42,11 +45,8 @@ from strop.runs.jobs.evaluation_job import make_episode_rules, make_validation_j
 from strop.runs.tasks import count_slots, list_reward_marks, make_training_tasks, make_validation_tasks
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling
-from strop.sandbox.sandbox_pool import try_sandbox
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
-from strop.trainer.health.health_rules import HealthFinding
-from strop.trainer.health.start_checks import check_epochs, check_reward_weights, check_turns, check_validation
 from strop.trainer.run import DATA, PAST_SELVES, DrainBefore, GroupSupply, TrainOptions
 from strop.types import Group
 from strop.weight_sync.snapshots import SnapshottedWeights

@@ -20,8 +20,8 @@ from strop.environments.mixture import Component, Mixture
 from strop.environments.registry import gives_turn_states, list_marks, make_environment
 from strop.environments.remote import EnvironmentDescription
 from strop.environments.rewards import RewardMark
+from strop.extensions.code.sandbox.sandbox_pool import configure_sandbox
 from strop.safety.exits import contain_exits
-from strop.sandbox.sandbox_pool import configure_sandbox
 from strop.user_code import suggest_names
 
 T = TypeVar("T")

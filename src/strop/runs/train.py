@@ -9,6 +9,7 @@ from pathlib import Path
 
 from strop.checkpointing.step_folders import list_steps
 from strop.config import RolloutRunConfig, TrainingRunConfig
+from strop.extensions.watch.health.health_monitor import HealthMonitor
 from strop.monitoring.console.closing import Closing
 from strop.monitoring.trackers.wandb import is_wandb_offline
 from strop.runs.algorithm.run_algorithm import make_run_algorithm
@@ -20,7 +21,6 @@ from strop.runs.resume.restore import finish_run
 from strop.runs.run_folders import lock_run_folders
 from strop.safety.remote_code import trust_remote_code
 from strop.stopping import RunStopped
-from strop.trainer.health.health_monitor import HealthMonitor
 from strop.trainer.run import TrainingRun
 from strop.trainer.stop_signal import handle_stop_signals
 from strop.trainer.train import train

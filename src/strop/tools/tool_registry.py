@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import MISSING, dataclass
 from typing import Any, get_type_hints
 
+from strop import plugins
 from strop.tools.base import Tool, ToolConfigError, ToolSet
 from strop.tools.function_tool import make_tool
 from strop.user_code import UserCodeError, explain_invalid, import_attribute, suggest_names
@@ -17,9 +18,13 @@ TOOLS = {
     "calculator": "strop.tools.calculator_tool:CALCULATOR",
     "files": "strop.tools.files_tool:FilesTool",
     "mcp": "strop.tools.mcp_tools:McpServer",
-    "python": "strop.tools.python_tool:PythonTool",
     "search": "strop.tools.search_tool:SearchTool",
 }
+
+
+def list_tools() -> list[str]:
+    """Return the names of all tools, those of extensions too."""
+    return sorted({*TOOLS, *plugins.declared("tools")})
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,9 @@ def _make_set(item: Any) -> tuple[str, ToolSet]:
 
 
 def _make_named(name: str, options: Mapping[str, Any]) -> tuple[str, ToolSet]:
-    path = TOOLS.get(name, name)
+    path = TOOLS.get(name) or plugins.find_path("tools", name) or name
     if ":" not in path:
-        raise ToolConfigError(f"there is no tool {name!r}{suggest_names(name, TOOLS)}; name your own as file.py:function")
+        raise ToolConfigError(f"there is no tool {name!r}{suggest_names(name, list_tools())}; name your own as file.py:function")
     try:
         found = import_attribute(path)
     except UserCodeError as error:

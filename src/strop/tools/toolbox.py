@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from strop.extensions.code.sandbox.base import SandboxError
 from strop.safety.exits import contain_exits
 from strop.safety.printable import shorten
-from strop.sandbox.base import SandboxError
 from strop.tools.base import ParsedReply, Tool, ToolError, ToolSchema, ToolSet
 from strop.tools.formats.reading import json_types
 from strop.types import Message, ToolCall

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from strop.checkpointing.convert import convert_to_megatron
-from strop.learner.megatron.checkpoint.torch_dist import write_common
+from strop.extensions.megatron.checkpoint.torch_dist import write_common
 from strop.learner.parallel.shard_files import TensorShard, write_blocks
 from strop.models.adapters import save_adapters
 from strop.models.loading import load_model

@@ -16,7 +16,7 @@ from strop.config.source.yaml_text import YamlError
 from strop.data.recorded.examples import conversations, preferences, unpaired_preferences
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
-from strop.environments.verifiers.judges.judge_prompt import _read_template
+from strop.extensions.judges.judge_prompt import _read_template
 from strop.models.tokenizer_config import read_chat_template
 from strop.storage.text_file import NotUtf8, read_text_file
 from strop.types import user

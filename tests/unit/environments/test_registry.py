@@ -8,7 +8,7 @@ import pytest
 
 from strop.environments.arithmetic import Arithmetic
 from strop.environments.base import EnvironmentConfigError
-from strop.environments.registry import ENVIRONMENTS, environment_class, make_environment
+from strop.environments.registry import environment_class, list_environments, make_environment
 
 OUTSIDE = """
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Other:
 """
 
 
-@pytest.mark.parametrize("name", sorted(ENVIRONMENTS))
+@pytest.mark.parametrize("name", list_environments())
 def test_every_registered_name_resolves(name):
     assert environment_class(name).__name__
 
@@ -44,7 +44,7 @@ def test_options_reach_the_dataclass():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("arithmetik", {}, "did you mean 'arithmetic'.*there are: " + ", ".join(sorted(ENVIRONMENTS))),
+        ("arithmetik", {}, "did you mean 'arithmetic'.*there are: " + ", ".join(list_environments())),
         ("arithmetic", {"max_operands": 3}, "no option 'max_operands'; did you mean 'max_operand'"),
         ("arithmetic", {"max_operand": "50"}, "max_operand .* is '50': Input should be a valid integer"),
         ("arithmetic", {"max_operand": 5.5}, "valid integer"),

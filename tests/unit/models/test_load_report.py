@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strop.checkpointing.convert import convert_model
 from strop.checkpointing.saved_model import find_saved_model
-from strop.learner.megatron.weights.weight_reader import FileWeights
+from strop.extensions.megatron.weights.weight_reader import FileWeights
 from strop.models.adapters import WEIGHTS_FILE, merge_adapters
 from strop.models.classifiers import load_classifier
 from strop.models.draft.eagle_config import new_shape

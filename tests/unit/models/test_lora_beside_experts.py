@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from strop.learner.megatron.adapters.adapter_folder import make_peft_config
+from strop.extensions.megatron.adapters.adapter_folder import make_peft_config
 from strop.models.adapters import (
     AdapterTargets,
     _is_renamed,

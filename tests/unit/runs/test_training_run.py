@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from strop.config import GrpoRunConfig, load_config
+from strop.extensions.watch.health.health_monitor import HealthMonitor
 from strop.runs.train import make_closing
-from strop.trainer.health.health_monitor import HealthMonitor
 from strop.trainer.listeners import Listeners
 
 

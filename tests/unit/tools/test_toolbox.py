@@ -15,7 +15,7 @@ import pytest
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment
-from strop.sandbox.base import SandboxError
+from strop.extensions.code.sandbox.base import SandboxError
 from strop.tools.base import ParsedReply, Tool, ToolConfigError, ToolError
 from strop.tools.tool_registry import SingleTool, make_tool_sets
 from strop.tools.toolbox import METRICS, ToolLimits, open_toolbox

@@ -19,8 +19,8 @@ from strop.config.schema.run_config import (
 )
 from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.placement import count_engines, engine_size
-from strop.learner.megatron.megatron_config import MegatronConfig
-from strop.learner.megatron.megatron_dims import size_errors
+from strop.extensions.megatron.megatron_config import MegatronConfig
+from strop.extensions.megatron.megatron_dims import size_errors
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.problems import Problem
 

@@ -11,8 +11,9 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from strop.base_config import BaseConfig, iter_sections
-from strop.config.checks import cluster_checks, data_checks, megatron_checks, policy_checks, unused_keys
+from strop.config.checks import cluster_checks, data_checks, policy_checks, unused_keys
 from strop.config.schema.run_config import DistillationRunConfig, GrpoRunConfig, PpoRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.extensions.megatron import megatron_checks
 from strop.problems import Problem
 
 Problems = Iterator[Problem]

@@ -28,8 +28,6 @@ from strop.config.checks import cluster_checks, run_checks
 from strop.config.load.auto_backend import resolve_auto_backend
 from strop.config.load.named_files import find_named_files
 from strop.config.load.run_name import name_run
-from strop.config.recipes.difference import Difference
-from strop.config.recipes.translation import translate_source
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, TrainingRunConfig
 from strop.config.source import keys, yaml_text
 from strop.config.source.defaults import resolve_source
@@ -46,6 +44,8 @@ from strop.config.source.yaml_source import (
     read_config_file,
     without_key,
 )
+from strop.extensions.recipes.difference import Difference
+from strop.extensions.recipes.translation import translate_source
 from strop.problems import ConfigError, Origin, Problem
 from strop.safety.redaction import REDACTED, redact_secrets
 
@@ -315,7 +315,7 @@ def _explain_unknown(path: KeyPath, value: Any, root: type[BaseConfig]) -> str:
     kind = next((kind for kind, own in TRAINING_RUNS.items() if own is root), None)
     if kind is None or len(path) > 2 or find_nearest_keys(path, root):
         return suggest_keys(path, root)
-    from strop.config.recipes.trl.trl_format import explain_key
+    from strop.extensions.recipes.trl.trl_format import explain_key
 
     return explain_key(kind, path[-1], value) or suggest_keys(path, root)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from strop.config.load.load import LoadedConfig, load_source
-from strop.config.recipes.difference import Difference, Effect
-from strop.config.recipes.recipe_format import DEFAULT, ReadRecipe, RecipeFormat, find_format, list_formats
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig
 from strop.config.source import yaml_text
+from strop.extensions.recipes.difference import Difference, Effect
+from strop.extensions.recipes.recipe_format import DEFAULT, ReadRecipe, RecipeFormat, find_format, list_formats
 from strop.packages import assume_packages
 from strop.problems import ConfigError, Problem
 

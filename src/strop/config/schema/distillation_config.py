@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from strop.base_config import BaseConfig, Device, PathText, Precision, follows, subsection
 from strop.config.schema.grpo_config import AlgorithmConfig
-from strop.learner.megatron.megatron_config import MegatronConfig
+from strop.extensions.megatron.megatron_config import MegatronConfig
 from strop.learner.model_config import check_weights_dtype
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.models.tokenizer_config import TokenizerConfig

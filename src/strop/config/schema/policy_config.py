@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from strop.base_config import BaseConfig, subsection
+from strop.extensions.megatron.megatron_peft_config import MegatronPeftConfig
 from strop.generation.generation_config import GenerationConfig, UnusedGenerationConfig
-from strop.learner.megatron.megatron_peft_config import MegatronPeftConfig
 from strop.learner.model_config import ModelConfig
 from strop.models.draft.draft_config import DraftConfig
 from strop.models.fake_quant.modelopt_config import QuantConfigError, read_quant_config

@@ -33,14 +33,14 @@ from strop.config.schema.recorded_config import (
 from strop.data.data_config import DataConfig, DataEntryConfig, EvalDataConfig
 from strop.distributed.cluster_config import ClusterConfig
 from strop.environments.environment_config import EnvironmentConfig
+from strop.extensions.code.sandbox.sandbox_config import SandboxConfig
+from strop.extensions.watch.hacking.monitor_config import MonitorConfig
 from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
-from strop.monitoring.hacking.monitor_config import MonitorConfig
 from strop.monitoring.logger_config import LoggerConfig
 from strop.monitoring.watchdog.watchdog_config import WatchdogConfig
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
-from strop.sandbox.sandbox_config import SandboxConfig
 from strop.trainer.training_config import RecordedTrainingConfig, RolloutTrainingConfig, TrainingConfig
 
 

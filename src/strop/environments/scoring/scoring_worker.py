@@ -26,7 +26,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NoReturn
 
-from strop.sandbox.seccomp import confine
+from strop.safety.seccomp import confine
 
 MEMORY_LIMIT = 4 << 30  # bytes of address space
 WALL_CLOCK_FACTOR = 20  # wall-clock limit as a multiple of the CPU limit: for busy machines and for answers that sleep
@@ -86,7 +86,7 @@ def load_reported_math() -> Callable[..., Callable[[], float]]:
 
 
 def load_reasoning_gym() -> Callable[..., Callable[[], float]]:
-    from strop.environments.scoring.reasoning_gym_datasets import create_reasoning_gym_dataset
+    from strop.extensions.adapters.reasoning_gym_datasets import create_reasoning_gym_dataset
 
     @lru_cache(maxsize=64)
     def dataset(task: str, options: str) -> Any:
@@ -156,7 +156,7 @@ def load_json_schema() -> Callable[..., Callable[[], float]]:
 
 
 def load_lm_eval() -> Callable[..., Callable[[], float]]:
-    from strop.environments.scoring.lm_eval_tasks import load_lm_eval_task, score_with_lm_eval
+    from strop.extensions.adapters.lm_eval_tasks import load_lm_eval_task, score_with_lm_eval
 
     def prepare(task: str, include_path: str, metric: str, answer: str, doc: Reply) -> Callable[[], float]:
         return partial(score_with_lm_eval, load_lm_eval_task(task, include_path), doc, answer, metric)

@@ -8,7 +8,7 @@ from typing import Any, cast, get_args, get_type_hints
 
 from strop.environments.base import EnvironmentConfigError, import_user_code
 from strop.environments.math import MathEnvironment
-from strop.environments.verifier_registry import VERIFIERS, make_verifier
+from strop.environments.verifier_registry import list_verifiers, make_verifier
 from strop.environments.verifiers.base import Score, Verifier, call_score, read_reply
 from strop.types import Rollout, Task
 from strop.user_code import suggest_names
@@ -47,8 +47,8 @@ def _make_grader(given: str | Mapping[str, Any]) -> HeldOutGrader:
         methods = get_args(get_type_hints(MathEnvironment)["verifier"])
         if name in methods and not options:
             return cast("HeldOutGrader", MathEnvironment(verifier=cast("Any", name)).correct)
-        if isinstance(name, str) and ":" not in name and name not in VERIFIERS:
-            hint = suggest_names(name, (*VERIFIERS, *methods))
+        if isinstance(name, str) and ":" not in name and name not in list_verifiers():
+            hint = suggest_names(name, (*list_verifiers(), *methods))
             raise EnvironmentConfigError(f"there is no verifier {name!r}{hint}. Name a function of your own as file.py:function")
         return _grade_with(make_verifier(name, options), name)
     name = options.pop("function")

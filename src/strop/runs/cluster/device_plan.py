@@ -6,7 +6,7 @@ from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.schema.run_config import PpoRunConfig
 from strop.distributed.placement import DevicePlan, plan_devices
-from strop.learner.megatron.megatron_dims import MegatronDims
+from strop.extensions.megatron.megatron_dims import MegatronDims
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.parallel_dims import ParallelDims
 

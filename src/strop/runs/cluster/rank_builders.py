@@ -12,8 +12,8 @@ from strop.algorithms.base import Algorithm
 from strop.config import TrainingRunConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.distributed.workers.learner_worker import RankModels, RankPolicy, RankWeights
+from strop.extensions.megatron.megatron_policy import load_megatron_policy, write_megatron_model_folder
 from strop.generation.quantized_rollouts import make_weight_rounding
-from strop.runs.cluster.megatron_policy import load_megatron_policy, write_megatron_model_folder
 from strop.runs.cluster.torch_rank_builders import build_rank_models, load_rank_policy
 from strop.runs.models import PRECISIONS, write_model_folder
 from strop.sampling import Sampling
@@ -41,7 +41,9 @@ def choose_rank_builders(config: TrainingRunConfig) -> RankBuilders:
 
 
 def _build_megatron_models(config: TrainingRunConfig, *arguments: Any) -> RankModels:
-    from strop.runs.cluster.megatron_rank_builders import build_megatron_rank_models  # imports Megatron Core, on ranks only
+    from strop.extensions.megatron.megatron_rank_builders import (
+        build_megatron_rank_models,  # imports Megatron Core, on ranks only
+    )
 
     return build_megatron_rank_models(config, *arguments)
 

@@ -24,15 +24,15 @@ from strop.distributed.workers.remote_engine import RemoteEngine
 from strop.distributed.workers.remote_learner import RankCaller, RemoteExporter, RemoteLearner, RemoteMemory
 from strop.distributed.workers.teacher_worker import spawn_teachers
 from strop.environments.remote import RemoteEnvironment
+from strop.extensions.megatron.megatron_policy import sends_draft, write_draft_folder
+from strop.extensions.sglang.sglang_launch import DECODER_LAYERS, LaunchedAdapters, SglangLaunch
 from strop.generation.launched_engines import make_launched_engine
-from strop.generation.sglang.sglang_launch import DECODER_LAYERS, LaunchedAdapters, SglangLaunch
 from strop.generation.synced_generator import SyncedGenerator
 from strop.generation.vllm.engine_args import NodeRanks, VllmLaunch
 from strop.learner.client import AsyncColumnSource, ColumnClient, LearnerClient, ScorerClient
 from strop.models.loading import load_tokenizer, read_model_config
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.cluster.engine_builders import build_torch_engine
-from strop.runs.cluster.megatron_policy import sends_draft, write_draft_folder
 from strop.runs.cluster.rank_builders import choose_rank_builders, make_rank_exporter
 from strop.runs.engines import GeneratorSpec, offloads_learner, pool_engines
 from strop.runs.models import TokenizerBundle, make_template

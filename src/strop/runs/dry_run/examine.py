@@ -19,7 +19,8 @@ from strop.config.checks.device_counts import count_devices
 from strop.config.load.located import locate_problems
 from strop.config.schema.run_config import generation_section
 from strop.environments.handle import EnvironmentHandle
-from strop.generation.sglang.require_sglang import require_sglang
+from strop.extensions.sglang.require_sglang import require_sglang
+from strop.extensions.watch.health.start_checks import check_turns
 from strop.packages import are_assumed
 from strop.problems import ConfigError, Problem
 from strop.runs.algorithm.run_algorithm import make_run_algorithm
@@ -30,7 +31,6 @@ from strop.runs.dry_run.examined_models import find_model_problems, list_models_
 from strop.runs.dry_run.examined_networks import find_network_problems
 from strop.runs.dry_run.examined_optimizers import find_optimizer_problems
 from strop.runs.dry_run.examined_templates import find_conversation_problems, find_template_problems
-from strop.trainer.health.start_checks import check_turns
 
 log = logging.getLogger(__name__)
 

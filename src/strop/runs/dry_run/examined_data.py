@@ -23,10 +23,10 @@ from strop.environments.base import DatasetEnvironment, EnvironmentConfigError
 from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment
 from strop.environments.verifiers.held_out_grader import make_grader
+from strop.extensions.code.sandbox.launcher import find_missing
 from strop.models.chat_template import images_of
 from strop.models.vision.image_files import ImageError, read_image
 from strop.problems import Problem
-from strop.sandbox.launcher import find_missing
 from strop.user_code import UserCodeError
 
 

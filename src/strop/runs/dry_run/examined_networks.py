@@ -16,7 +16,7 @@ from strop.config.checks.device_counts import count_devices
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.run_config import DistillationRunConfig, RmRunConfig, list_trained_models
-from strop.learner.megatron.megatron_dims import MegatronModelShape, divisors, model_errors
+from strop.extensions.megatron.megatron_dims import MegatronModelShape, divisors, model_errors
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.models.local_files import read_local_config
@@ -56,7 +56,7 @@ def _check_router_replay(config: RolloutRunConfig) -> Iterator[Problem]:
 
 
 def _check_megatron(key: str, model: ModelConfig | TeacherConfig, values: Mapping[str, Any]) -> Iterator[Problem]:
-    from strop.learner.megatron.families.family_checks import check_architecture  # needs torch
+    from strop.extensions.megatron.families.family_checks import check_architecture  # needs torch
 
     try:
         check_architecture(model.megatron_cfg, model.model_name, values)

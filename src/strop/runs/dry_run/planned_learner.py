@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from strop.learner.megatron.megatron_config import MegatronConfig
-from strop.learner.megatron.megatron_dims import MegatronDims
+from strop.extensions.megatron.megatron_config import MegatronConfig
+from strop.extensions.megatron.megatron_dims import MegatronDims
+from strop.extensions.planning.learner_memory import BFLOAT16, FLOAT32, LearnerSetup
+from strop.extensions.planning.plan_inputs import PlannedDevice
+from strop.extensions.planning.sharding import ParallelSizes, Sharding
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.parallel.parallel_dims import ParallelDims
-from strop.planning.learner_memory import BFLOAT16, FLOAT32, LearnerSetup
-from strop.planning.plan_inputs import PlannedDevice
-from strop.planning.sharding import ParallelSizes, Sharding
 
 OPTIMIZER_NUMBERS = {"SGD": 0, "Adafactor": 0, "AdamW8bit": 0.5, "Adam8bit": 0.5, "Lion": 1, "Muon": 1}
 ADAPTER_SHARE = 0.01  # of the weights, that adapters train

@@ -29,11 +29,11 @@ from strop.distributed.placement import (
 )
 from strop.distributed.restartable_actor import RestartableActor
 from strop.distributed.workers.remote_engine import RemoteEngine
+from strop.extensions.sglang.sglang_launch import SglangLaunch
 from strop.generation.base import Generator
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.launched_engines import make_launched_engine, make_local_engines
 from strop.generation.serving import ServingEngine, start_serving_pool
-from strop.generation.sglang.sglang_launch import SglangLaunch
 from strop.generation.torch.torch_engine import make_torch_engine
 from strop.generation.vllm.engine_args import NodeRanks, VllmLaunch
 from strop.gpus import has_gpu, visible_gpus

@@ -21,13 +21,13 @@ from strop.data.builtin.builtin_dataset import Purpose
 from strop.data.data_config import DataEntryConfig, EvalSetConfig
 from strop.distributed.cluster_config import ClusterConfig
 from strop.environments.environment_config import EnvironmentConfig
+from strop.extensions.code.sandbox.sandbox_config import SandboxConfig
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
 from strop.models.lora_config import LoraConfig
 from strop.rollouts.episode import EpisodeRules
 from strop.runs.tasks import name_data, resolve_alias
 from strop.sampling import Sampling
-from strop.sandbox.sandbox_config import SandboxConfig
 
 PYTHON_REWARD = "python:reward"  # in the configuration of a run whose reward was a function (strop.train)
 

@@ -183,8 +183,8 @@ async def _serve_torch(job: ServeJob, folder: str) -> None:
 
 async def _serve_tinker(job: ServeJob, options: TinkerOptions, folder: str) -> None:
     """Serve the Tinker SDK until a stop signal. Raises ValueError, OSError."""
-    from strop.runs.jobs.tinker.tinker_server import TinkerServer
-    from strop.runs.jobs.tinker.weight_folders import WeightFolders
+    from strop.extensions.tinker.tinker_server import TinkerServer
+    from strop.extensions.tinker.weight_folders import WeightFolders
 
     section = _model_section(job, folder)
     length = job.max_model_len or DEFAULT_LENGTH

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.algorithms.base import Algorithm, TokenOutputs
+from strop.extensions.replay.token_trace import TokenTrace
+from strop.extensions.watch.hacking.hacking_monitor import HackingMonitor
 from strop.learner.base import require_token_outputs
 from strop.learner.throughput import Throughput, TrainingPasses
-from strop.ledger.token_trace import TokenTrace
-from strop.monitoring.hacking.hacking_monitor import HackingMonitor
 from strop.monitoring.machine.system_monitor import SystemMonitor
 from strop.monitoring.profiling.step_profiler import StepProfiler
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, list_images, make_records, split_by_rollout

@@ -11,7 +11,9 @@ from strop.algorithms.base import Algorithm
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.distributed.base import ActorOptions, Cluster, RemoteActor
 from strop.environments.verifiers.held_out_grader import VerifierGrader, make_grader
-from strop.monitoring.hacking.hacking_monitor import DETECTORS, HackingMonitor
+from strop.extensions.watch.hacking.hacking_monitor import DETECTORS, HackingMonitor
+from strop.extensions.watch.health.health_monitor import HealthMonitor
+from strop.extensions.watch.health.health_rules import HealthFinding
 from strop.monitoring.machine.machine_monitor import MachineMonitor
 from strop.monitoring.machine.system_monitor import SystemMonitor
 from strop.monitoring.profiling.step_profiler import ProfiledProcess, StepProfiler
@@ -21,8 +23,6 @@ from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 from strop.runs.local_device import resolve_device_name
 from strop.runs.monitors.instruments import HackingWatch, MachineWatch, ProfileRecorder, RolloutRecorder, ThroughputMeter
 from strop.runs.monitors.run_throughput import make_throughput
-from strop.trainer.health.health_monitor import HealthMonitor
-from strop.trainer.health.health_rules import HealthFinding
 from strop.trainer.listeners import Listeners
 from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.run import TrainOptions

@@ -10,8 +10,8 @@ from strop.data.sources.peek import peek_dataset
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.base import EnvironmentConfigError
-from strop.environments.code.code_environment import CodeEnvironment
 from strop.environments.registry import make_environment
+from strop.extensions.code.code_environment import CodeEnvironment
 from support.scripted_evaluation import evaluate_script
 from support.sweep import one_in
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from strop.environments.base import EnvironmentConfigError
-from strop.environments.verifier_registry import VERIFIERS
+from strop.environments.verifier_registry import list_verifiers
 from strop.environments.verifiers.held_out_grader import make_grader
 from strop.types import Task
 from support.llm_server import llm_server
@@ -61,7 +61,7 @@ def test_a_judge_is_a_grader(talk):
 
 
 def test_every_verifier_is_known_as_a_grader():
-    for name in VERIFIERS:
+    for name in list_verifiers():
         try:
             make_grader(name, "monitor.judges")
         except EnvironmentConfigError as error:

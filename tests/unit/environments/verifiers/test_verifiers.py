@@ -7,7 +7,7 @@ import time
 import pytest
 
 from strop.environments.base import EnvironmentConfigError
-from strop.environments.verifier_registry import VERIFIERS, make_verifier
+from strop.environments.verifier_registry import list_verifiers, make_verifier
 from strop.thoughts import read_answer
 from strop.types import Message, ToolCall, assistant, user
 
@@ -241,5 +241,5 @@ def test_every_name_names_a_verifier():
         "regex": {"pattern": "a"},
         "json_schema": {"json_schema": {}},
     }
-    for name in VERIFIERS:
+    for name in list_verifiers():
         assert make_verifier(name, needed.get(name, {}))

@@ -9,9 +9,9 @@ from pathlib import Path
 import yaml
 
 from strop.environments.compute_rewards import compute_rewards
-from strop.environments.llm.llm_endpoint import ENDPOINT_OPTIONS
 from strop.environments.registry import make_environment
-from strop.environments.verifier_registry import VERIFIERS
+from strop.environments.verifier_registry import list_verifiers
+from strop.extensions.judges.llm_endpoint import ENDPOINT_OPTIONS
 from strop.types import Task
 
 PAGE = (Path(__file__).parents[4] / "docs" / "verifiers.md").read_text()
@@ -36,4 +36,4 @@ def test_the_example_of_a_verifier_of_ones_own_scores(talk, tmp_path, monkeypatc
 
 def test_the_page_names_every_verifier_and_every_key_of_an_endpoint():
     named = set(re.findall(r"`(\w+)`", PAGE))
-    assert set(VERIFIERS) | set(ENDPOINT_OPTIONS) <= named
+    assert set(list_verifiers()) | set(ENDPOINT_OPTIONS) <= named

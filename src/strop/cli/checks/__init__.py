@@ -1,1 +1,0 @@
-"""Commands that check something before or beside a run."""

@@ -1,0 +1,279 @@
+"""Checks of rewards: errors, determinism, and what texts without knowledge earn."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from strop.environments.base import Environment
+from strop.environments.compute_rewards import compute_group_rewards
+from strop.extensions.checks.environments.check_report import EnvironmentReport, PolicyScore
+from strop.extensions.checks.environments.degenerate_policies import (
+    ANSWER_FORMS,
+    AnswerForm,
+    make_hedged_text,
+    make_ignorant_texts,
+    make_padded_texts,
+)
+from strop.extensions.checks.environments.scripted_episode import PlayedEpisode, Script, play
+from strop.extensions.checks.environments.task_checks import CheckedTask, find_common_answer
+from strop.user_code import describe_error
+
+TURNS = "turn by turn"  # the form of a reference that the environment itself knows
+NEAR_MAXIMUM = 0.9  # of the best score: what the reference answer should reach
+STANDARD_ERRORS = 2.6  # between a mean and its lower confidence limit
+
+
+@dataclass(frozen=True)
+class ScoringLimits:
+    """What a check of rewards is measured against."""
+
+    max_turns: int
+    longest: int  # characters that a policy may write
+    bound: float = 0.5  # of the reference's score, above which an answer without knowledge is a fault
+    budget_seconds: float = 30.0  # for scoring; at least four tasks are scored
+
+
+@dataclass
+class ScoredTexts:
+    """The episodes of every policy, by task."""
+
+    form: str | None = None  # of ``ANSWER_FORMS``, in which the reference answer scores best
+    played: dict[str, dict[int, PlayedEpisode]] = field(default_factory=dict)  # policy -> index of the task -> episode
+
+    def mean(self, policy: str, of: Callable[[PlayedEpisode], float]) -> float:
+        values = [of(episode) for episode in self.played.get(policy, {}).values() if episode.error is None]
+        return math.fsum(values) / len(values) if values else 0.0
+
+
+class RewardChecker:
+    """Scores made-up texts for the tasks of one environment."""
+
+    def __init__(
+        self, environment: Environment[Any], tasks: Sequence[CheckedTask], limits: ScoringLimits, report: EnvironmentReport
+    ) -> None:
+        self.environment, self.tasks, self.limits, self.report = environment, tasks, limits, report
+        self.texts = ScoredTexts()
+
+    async def check(self) -> None:
+        """Score all texts, then look at them from all sides."""
+        await self._score_references()
+        await self._score_others()
+        self._check_errors()
+        self._check_reference()
+        self._check_degenerate()
+        await self._check_deterministic()
+
+    def _form(self) -> AnswerForm:
+        return ANSWER_FORMS.get(self.texts.form or "plain", ANSWER_FORMS["plain"])
+
+    async def _score_references(self) -> None:
+        turns = {each.index: tuple(self.environment.reference_turns(each.task)) for each in self.tasks}
+        if any(turns.values()):
+            await self._score_turns(turns)
+            return
+        known = [each for each in self.tasks if each.has_answer]
+        if not known:
+            self.report.not_checked["reference"] = "the tasks have no reference answers (task.answer)"
+            return
+        await self._score(
+            known, lambda each: {f"reference, {name}": form(each.task.answer) for name, form in ANSWER_FORMS.items()}
+        )
+        means = {name: self.texts.mean(f"reference, {name}", lambda episode: episode.reward) for name in ANSWER_FORMS}
+        self.texts.form = max(means, key=lambda name: means[name])
+
+    async def _score_turns(self, turns: Mapping[int, Sequence[str]]) -> None:
+        """Play the turns that the environment knows, where there are as many as an episode may have."""
+        limit = self.limits.max_turns
+        if long := [index for index, each in turns.items() if len(each) > limit]:
+            self.report.note(
+                "reference",
+                f"{len(long)} of {len(turns)} tasks take more than max_rollout_turns={limit} turns to solve (the first: task {long[0]})",
+            )
+        known = [each for each in self.tasks if 0 < len(turns[each.index]) <= limit]
+        if known:
+            await self._score(known, lambda each: {f"reference, {TURNS}": turns[each.index]})
+            self.texts.form = TURNS
+        else:
+            self.report.fault("reference", f"no task can be solved within max_rollout_turns={limit}; set it higher")
+
+    async def _score_others(self) -> None:
+        form, common = self._form(), find_common_answer(self.tasks)
+        answers = [each.task.answer for each in self.tasks]
+
+        def write(each: CheckedTask) -> dict[str, Script]:
+            texts: dict[str, Script] = {}
+            texts |= make_ignorant_texts(each.task, each.prompt, form, longest=self.limits.longest, common_answer=common)
+            if self.texts.form in (None, TURNS) or not each.has_answer:
+                return texts
+            start = each.index % len(answers)
+            hedged = make_hedged_text(each.task, form, [*answers[start:], *answers[:start]])
+            texts |= {} if hedged is None else {"the answer among wrong ones": hedged}
+            return texts | make_padded_texts(each.task, form)
+
+        await self._score(self.tasks, write)
+
+    async def _score(self, tasks: Sequence[CheckedTask], write: Callable[[CheckedTask], Mapping[str, Script]]) -> None:
+        started = time.monotonic()
+        for number, each in enumerate(tasks):
+            if number >= 4 and time.monotonic() - started > self.limits.budget_seconds:
+                return
+            texts = write(each)
+            episodes = await asyncio.gather(*(self._play(each, script, sample) for sample, script in enumerate(texts.values())))
+            episodes = await self._with_group_rewards(each, episodes)
+            for policy, episode in zip(texts, episodes, strict=True):
+                self.texts.played.setdefault(policy, {})[each.index] = episode
+
+    async def _play(self, each: CheckedTask, script: Script, sample: int = 0) -> PlayedEpisode:
+        return await play(self.environment, each.task, script, max_turns=self.limits.max_turns, sample=sample)
+
+    async def _with_group_rewards(self, each: CheckedTask, episodes: list[PlayedEpisode]) -> list[PlayedEpisode]:
+        """Add the rewards of the group, to which all episodes of the task belong."""
+        valid = [episode for episode in episodes if episode.error is None]
+        if not any(each.mark.group for each in self.environment.reward_functions.values()) or not valid:
+            return episodes
+        try:
+            results = await compute_group_rewards(self.environment, each.task, [episode.rollout for episode in valid])
+        except Exception as error:
+            failed = describe_error(error)
+            return [replace(episode, error=episode.error or failed) for episode in episodes]
+        scored = {id(episode): result for episode, result in zip(valid, results, strict=True)}
+        return [replace(episode, result=scored.get(id(episode), episode.result)) for episode in episodes]
+
+    def _check_errors(self) -> None:
+        for policy, episodes in self.texts.played.items():
+            failed = [(index, episode.error) for index, episode in episodes.items() if episode.error is not None]
+            if failed:
+                index, error = failed[0]
+                self.report.fault(
+                    "reward_errors",
+                    f"{len(failed)} of {len(episodes)} episodes fail where the policy writes: {policy} (task {index}): {error}; groups "
+                    "with such a rollout would be dropped",
+                )
+
+    def _check_reference(self) -> None:
+        if self.texts.form is None:
+            return
+        references = [episodes for policy, episodes in self.texts.played.items() if policy.startswith("reference, ")]
+        by_task = {index: max(episodes[index].reward for episodes in references if index in episodes) for index in references[0]}
+        values = [episode.reward for episodes in self.texts.played.values() for episode in episodes.values()]
+        nonsense = self.texts.mean("random words", lambda episode: episode.reward)
+        best = max(by_task.values())
+        bounded = all(0 <= value <= max(1.0, best) for value in values)
+        low = [index for index, value in by_task.items() if value < NEAR_MAXIMUM * best]
+        mean = math.fsum(by_task.values()) / len(by_task)
+        if mean <= nonsense:
+            self.report.fault(
+                "reference",
+                f"the reference answer scores {mean:.3g}, random words {nonsense:.3g}: the reward does not know its own answers, however "
+                "they are written",
+            )
+        elif bounded and low:
+            tasks = ", ".join(str(index) for index in low[:3])
+            self.report.fault(
+                "reference",
+                f"the reference answer of {len(low)} of {len(by_task)} tasks scores low (tasks {tasks}), as if it were wrong",
+            )
+
+    def _check_degenerate(self) -> None:
+        """Judge every text by the reference's mean score, or by 1 where rewards lie in [0, 1] and there is no reference."""
+        reference = f"reference, {self.texts.form}"
+        scale = self.texts.mean(reference, lambda episode: episode.reward)
+        values = [
+            episode.reward for episodes in self.texts.played.values() for episode in episodes.values() if episode.error is None
+        ]
+        if self.texts.form is None:
+            scale = 1.0 if values and all(0 <= value <= 1 for value in values) else 0.0
+            if not scale:
+                self.report.not_checked["degenerate"] = (
+                    "without reference answers and with rewards outside of [0, 1], no score is too high"
+                )
+        for policy in self.texts.played:
+            if policy.startswith("reference, ") and policy != reference:
+                continue
+            flagged = scale > 0 and policy != reference and self._judge(policy, scale)
+            reward, accuracy = (self.texts.mean(policy, of) for of in (lambda each: each.reward, lambda each: each.accuracy))
+            self.report.scores.append(PolicyScore(policy, reward, accuracy, len(self.texts.played[policy]), flagged))
+
+    def _judge(self, policy: str, scale: float) -> bool:
+        """Return whether a text scores too high, and say so."""
+        rewards = [episode.reward / scale for episode in self.texts.played[policy].values() if episode.error is None]
+        if not rewards:
+            return False
+        mean, lower = math.fsum(rewards) / len(rewards), lower_limit(rewards)
+        padded = policy in ("answer, then nonsense", "answer, said in many ways")
+        bound = 1.05 if padded else self.limits.bound
+        if lower <= bound:
+            if policy == "answer, then nonsense" and lower > NEAR_MAXIMUM:
+                self.report.note("degenerate", "nonsense after the right answer costs nothing")
+            return False
+        of_reference = "" if self.texts.form is None else f" of what the reference answer gives ({scale:.3g})"
+        message = f"{policy!r} scores {mean:.0%}{of_reference}"
+        accuracy = lower_limit([episode.accuracy for episode in self.texts.played[policy].values()])
+        if self.environment.declares_accuracy and accuracy <= bound and lower < NEAR_MAXIMUM and not padded:
+            self.report.note("degenerate", f"{message}, and is not counted as right")
+            return False
+        self.report.fault("degenerate", f"{message}; a policy finds that")
+        return True
+
+    async def _check_deterministic(self) -> None:
+        """Play the same texts again: one after the other in reverse order, and all at once; with other global random states."""
+        chosen = self._choose_episodes(24)
+        state = random.getstate()
+        try:
+            random.seed(77)
+            again = [await self._play(each, episode.script, episode.rollout.sample) for each, episode in reversed(chosen)][::-1]
+            random.seed(78)
+            at_once = await asyncio.gather(
+                *(self._play(each, episode.script, episode.rollout.sample) for each, episode in chosen)
+            )
+        finally:
+            random.setstate(state)
+        for how, repeated in (("again, in reverse order", again), ("concurrently", at_once)):
+            pairs = zip((episode for _, episode in chosen), repeated, strict=True)
+            different = [(one, two) for one, two in pairs if self._outcome(one) != self._outcome(two)]
+            if different:
+                one, two = different[0]
+                self.report.fault(
+                    "reward_deterministic",
+                    f"{len(different)} of {len(chosen)} episodes have another reward, or other answers of respond, when played {how}: "
+                    f"{one.reward:.6g}, then {two.reward:.6g} (task {one.rollout.task.id!r}); what respond knows must come from the "
+                    "task, the rollout and the session",
+                )
+                return
+
+    def _outcome(self, episode: PlayedEpisode) -> tuple[object, ...]:
+        """Return what is the same whenever it is played: without rewards of the group, which other rollouts determine."""
+        if episode.result is None:
+            return (episode.responses, episode.error is not None)
+        groups = {name for name, each in self.environment.reward_functions.items() if each.mark.group}
+        rewards = sorted((name, value) for name, value in episode.result.rewards.items() if name not in groups)
+        return (episode.responses, *rewards)
+
+    def _choose_episodes(self, count: int) -> list[tuple[CheckedTask, PlayedEpisode]]:
+        """Choose scored episodes of different policies and tasks."""
+        by_index = {each.index: each for each in self.tasks}
+        policies = [list(episodes.items()) for episodes in self.texts.played.values() if episodes]
+        chosen = []
+        for number in range(max(map(len, policies), default=0)):
+            chosen += [
+                (by_index[episodes[number][0]], episodes[number][1])
+                for episodes in policies[number % 2 :: 2]
+                if number < len(episodes)
+            ]
+            if len(chosen) >= count:
+                break
+        return chosen[:count]
+
+
+def lower_limit(values: Sequence[float]) -> float:
+    """Return a lower confidence limit of the mean that is not exact even where all values are equal."""
+    count = len(values)
+    mean = math.fsum(values) / count
+    variance = math.fsum((value - mean) ** 2 for value in values) / count
+    return mean - STANDARD_ERRORS * math.sqrt((variance + 0.25 / count) / count)

@@ -1,0 +1,237 @@
+"""Problems that a program solves: rows of MBPP, LiveCodeBench, APPS, TACO, HumanEval and others, graded by their tests in the sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import date, datetime
+from typing import Any, ClassVar, Literal
+from weakref import WeakKeyDictionary
+
+from strop.data.messages import make_prompt
+from strop.data.prompt_template import PromptTemplate
+from strop.data.sources.records import DataError, Records, get_value
+from strop.data.sources.source import DataSource
+from strop.environments.base import Environment, EnvironmentConfigError, GeneratedTasks, reward
+from strop.extensions.code.code_problem import AssertTest, CallTest, CodeProblem, CodeTask
+from strop.extensions.code.extract_code import extract_code
+from strop.extensions.code.grade_code import CodeGrade, GradingRules, grade_code
+from strop.extensions.code.problem_rows import find_shape, read_problem
+from strop.extensions.code.sandbox.base import Limits
+from strop.extensions.code.sandbox.sandbox_pool import get_sandbox
+from strop.types import Messages, Rollout
+
+_grades: WeakKeyDictionary[Rollout, dict[tuple[str, GradingRules], CodeGrade]] = (
+    WeakKeyDictionary()
+)  # of rollouts that still live
+
+LANGUAGES = {"python": "Python", "bash": "Bash", "c": "C", "cpp": "C++", "javascript": "JavaScript (Node.js)"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeEnvironment(Environment[CodeTask]):
+    """The last program of the last turn, run on the tests of its row."""
+
+    needs_sandbox: ClassVar[bool] = True  # type: ignore[misc]
+
+    language: Literal["python", "bash", "c", "cpp", "javascript"] = "python"  # others than python: for tests of standard input
+    score: Literal["all", "fraction"] = "all"  # the reward: 1 where all tests pass, or the share that passes
+    timeout_s: float = 6.0  # processor seconds of one test
+    total_timeout_s: float = 30.0  # processor seconds of all tests of functions of one program
+    memory_mb: int = 512
+    tolerance: float = 0.0  # of numbers, relative or absolute
+    max_tests: int | None = None  # the first ones of each problem
+    stop_early: bool = False  # at the first failed test of standard input; ``passed`` is then a lower bound
+    shown_tests: int = 1  # assertions that the prompt shows, so that the names of functions are known (MBPP's own prompt shows 3)
+    wording: Literal["short", "benchmark"] = "short"  # benchmark: as MBPP's paper and LiveCodeBench word their problems
+    instruction: str | None = None  # after the question; null says what kind of program is asked for
+    challenge_tests: bool = True  # MBPP's challenge_test_list counts, too
+    start_date: str | None = None  # only problems of LiveCodeBench of this day or later, such as 2024-08-01
+    end_date: str | None = None  # and of this day or earlier
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.timeout_s, self.total_timeout_s, self.memory_mb) <= 0:
+            raise EnvironmentConfigError("timeout_s, total_timeout_s and memory_mb must be positive")
+        if self.tolerance < 0 or self.shown_tests < 0 or (self.max_tests is not None and self.max_tests < 1):
+            raise EnvironmentConfigError("tolerance and shown_tests must be at least 0, max_tests at least 1 or null")
+        for name in ("start_date", "end_date"):
+            read_day(getattr(self, name), name)
+        if self.wording == "benchmark" and (self.instruction is not None or self.language != "python"):
+            raise EnvironmentConfigError(
+                "wording=benchmark is for python and has an instruction of its own; leave out instruction and language, or set "
+                "wording=short"
+            )
+        if self.stop_early and self.score == "fraction":
+            raise EnvironmentConfigError(
+                "score=fraction needs every test, and stop_early ends at the first failure; set one of them"
+            )
+
+    def tasks(self, data: DataSource) -> Sequence[CodeTask]:
+        _, records = data.open_records()
+        shape = find_shape(records[0])
+        column = next(name for name in shape.question if name in records[0])
+        chosen = self._select_days(records)
+
+        def texts() -> Iterator[str]:
+            wanted = set(chosen)
+            return (text for index, text in enumerate(records.iter_column(column, "input_key")) if index in wanted)
+
+        kept = data.select_records(chosen, texts)
+        template = data.load_template()
+
+        def make(position: int) -> CodeTask:
+            index = kept[position % len(kept)]
+            left_out = () if self.challenge_tests else ("challenge_test_list",)
+            row = {key: value for key, value in records[index].items() if key not in left_out}
+            problem = read_problem(shape, row, records.location(index), max_tests=self.max_tests)
+            self._check_language(problem, records.location(index))
+            return self.make_task(str(row.get("task_id") or records.location(index)), problem, template)
+
+        tasks = GeneratedTasks(len(kept) * data.repeat, make)
+        for position in range(1 if records.uniform else len(kept)):
+            make(position)  # a row that cannot be read is an error when the run starts
+        return tasks
+
+    def make_task(self, name: str, problem: CodeProblem, template: PromptTemplate) -> CodeTask:
+        if self.wording == "benchmark" and template.system is None and not isinstance(problem.tests[0], AssertTest):
+            template = replace(template, system=LIVECODEBENCH_SYSTEM)
+        messages = make_prompt(self.word_question(problem), template, name)
+        return CodeTask(id=name, question=problem.question, problem=problem, messages=messages)
+
+    def word_question(self, problem: CodeProblem) -> str:
+        """Return the prompt of a problem: question, code to start from, what kind of program it must be."""
+        if self.wording == "benchmark":
+            if isinstance(problem.tests[0], AssertTest):
+                return word_mbpp(problem.question, list_shown_tests(problem)[: self.shown_tests])
+            return word_livecodebench(problem.question, problem.starter)
+        language = LANGUAGES[self.language]
+        form = f"```{self.language}\n{problem.starter.rstrip()}\n```" if problem.starter.strip() else ""
+        question = "" if problem.question == problem.starter else problem.question.strip()  # HumanEval's: both at once
+        first = problem.tests[0]
+        if self.instruction is not None:
+            asked = self.instruction
+        elif isinstance(first, AssertTest):
+            number = 0 if problem.entry_point else self.shown_tests  # the names are known where the function's is
+            shown = "\n".join(list_shown_tests(problem)[:number])
+            passes = f"It must pass tests such as:\n\n{shown}\n\n" if shown else ""
+            asked = f"{passes}Write the {language} code in one code block (```{self.language})."
+        elif isinstance(first, CallTest):
+            asked = f"Complete the {language} code, and write all of it in one code block (```{self.language})."
+            form = form or f"The function is called `{first.function}`."
+        else:
+            asked = (
+                f"Write a {language} program that reads standard input and writes the answer to standard output. Put it into one code "
+                f"block (```{self.language})."
+            )
+        return "\n\n".join(part for part in (question, form, asked) if part)
+
+    def prompt(self, task: CodeTask) -> Messages:
+        return task.messages
+
+    @reward(weight=1.0)
+    async def test_score(self, task: CodeTask, rollout: Rollout) -> float:
+        """1 where all tests pass; with ``score: fraction`` the share that passes."""
+        grade = await self.grade_once(task, rollout)
+        rollout.metrics["timeouts"] = grade.timeouts
+        rollout.metrics["program_errors"] = grade.errors
+        rollout.metrics["run_time_s"] = grade.run_time_s
+        return grade.fraction if self.score == "fraction" else float(grade.correct)
+
+    @reward(weight=0.0, accuracy=True)
+    async def correct(self, task: CodeTask, rollout: Rollout) -> bool:
+        return (await self.grade_once(task, rollout)).correct
+
+    @reward(weight=0.0)
+    async def passed(self, task: CodeTask, rollout: Rollout) -> float:
+        """The share of tests that pass."""
+        return (await self.grade_once(task, rollout)).fraction
+
+    @reward(weight=0.0)
+    async def compiles(self, task: CodeTask, rollout: Rollout) -> bool:
+        """Whether there is a program without errors of syntax."""
+        return (await self.grade_once(task, rollout)).compiled
+
+    def extract_program(self, task: CodeTask, text: str) -> str:
+        return extract_code(text, self.language)
+
+    async def grade_once(self, task: CodeTask, rollout: Rollout) -> CodeGrade:
+        """Run the tests, once for all rewards of a rollout."""
+        limits = Limits(cpu_s=self.timeout_s, wall_s=2 * self.timeout_s + 5, memory_mb=self.memory_mb)
+        rules = GradingRules(limits=limits, total_s=self.total_timeout_s, tolerance=self.tolerance, stop_early=self.stop_early)
+        program = self.extract_program(task, rollout.content)
+        known = _grades.setdefault(rollout, {})
+        if (program, rules) not in known:
+            known[program, rules] = await grade_code(get_sandbox(), task.problem, program, self.language, rules)
+        return known[program, rules]
+
+    def _select_days(self, records: Records) -> Sequence[int]:
+        """Return the records between the two dates. Raises DataError."""
+        first, last = read_day(self.start_date, "start_date"), read_day(self.end_date, "end_date")
+        if first is None and last is None:
+            return range(len(records))
+        column = "contest_date"
+        days = [
+            read_day(get_value(row, column, "start_date and end_date", records.location(index)), records.location(index))
+            for index, row in enumerate(records.select_column(column))
+        ]
+        kept = [i for i, day in enumerate(days) if day and (first is None or first <= day) and (last is None or day <= last)]
+        if not kept:
+            known = sorted(day for day in days if day)
+            between = f" of {known[0]} to {known[-1]}" if known else ""
+            raise DataError(
+                f"{records.name} has problems{between}, none between start_date {self.start_date} and end_date {self.end_date}"
+            )
+        return kept
+
+    def _check_language(self, problem: CodeProblem, where: str) -> None:
+        if self.language != "python" and isinstance(problem.tests[0], AssertTest | CallTest):
+            raise EnvironmentConfigError(
+                f"{where} has tests of Python functions, and language is {self.language}; set it to python, or take data with tests of "
+                "standard input"
+            )
+
+
+def list_shown_tests(problem: CodeProblem) -> list[str]:
+    """Return the assertions that a prompt may show."""
+    return list(problem.shown) or [test.source for test in problem.tests if isinstance(test, AssertTest)]
+
+
+def read_day(value: Any, where: str) -> date | None:
+    """Return the day of a date or of a text that begins with one, None for None. Raises EnvironmentConfigError."""
+    if value is None or isinstance(value, date):
+        return value.date() if isinstance(value, datetime) else value
+    try:
+        return date.fromisoformat(str(value)[:10])
+    except ValueError as error:
+        raise EnvironmentConfigError(f"{where} is {value!r:.80}, which is no date; write it as 2024-08-01") from error
+
+
+# Problems in the words that results of benchmarks are reported with: LiveCodeBench's own for models that chat, and MBPP's.
+
+
+LIVECODEBENCH_SYSTEM = (
+    "You are an expert Python programmer. You will be given a question (problem specification) and will generate a correct Python program "
+    "that matches the specification and passes all tests."
+)
+WITH_STARTER = (
+    "You will use the following starter code to write the solution to the problem and enclose your code within delimiters."
+)
+WITHOUT_STARTER = (
+    "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample inputs). Enclose your "
+    "code within delimiters as follows."
+)
+
+
+def word_livecodebench(question: str, starter: str) -> str:
+    form, code = (WITH_STARTER, starter) if starter else (WITHOUT_STARTER, "# YOUR CODE HERE")
+    return (
+        f"### Question:\n{question}\n\n### Format: {form}\n```python\n{code}\n```\n\n"
+        "### Answer: (use the provided format with backticks)\n\n"
+    )
+
+
+def word_mbpp(question: str, shown: Sequence[str]) -> str:
+    tests = "\n".join(shown)
+    task = f"You are an expert Python programmer, and here is your task: {question.strip()} Your code should pass these tests:"
+    return f"{task}\n\n{tests}\n\nWrite the code in one code block (```python)."

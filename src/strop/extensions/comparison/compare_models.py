@@ -1,0 +1,239 @@
+"""``strop compare``: find or make evaluations of two models on the same tasks, and compare them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from strop.checkpointing.saved_model import SavedModel
+from strop.config import EvalRunConfig, RolloutRunConfig, load_config
+from strop.config.load.evaluated_run import EvaluatedRun, load_evaluated_run
+from strop.config.load.evaluation_keys import translate_overrides
+from strop.extensions.comparison.stored_evaluations import ComparedSide, StoredEvaluation, find_side
+from strop.monitoring.console.console import ConsoleKind
+from strop.runs.evaluate import CheckpointEvaluation, evaluate_any
+from strop.statistics.evaluation_comparison import Comparison, check_options, compare_evaluations
+from strop.statistics.not_comparable import NotComparable
+from strop.statistics.setting_differences import Identity, list_setting_differences
+from strop.statistics.task_matching import OtherTasks, match_tasks
+
+Note = Callable[[str], object]
+RECORDED = ("sft", "dpo", "rm")
+NEEDS_SETTINGS = (
+    "neither {a} nor {b} belongs to a run that says what to evaluate on; name the tasks, as for strop eval: data.dataset_name=gsm8k, or "
+    "--config FILE"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonJob:
+    """Two sides, how they are evaluated where nothing is stored, and what is asked of them."""
+
+    a: ComparedSide
+    b: ComparedSide
+    config: Path | None = None  # further settings of an evaluation
+    overrides: Sequence[str] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)  # settings from Python, nested
+    metric: str = "accuracy"
+    level: float = 0.95
+    margin: float | None = None
+
+    @property
+    def changes_evaluation(self) -> bool:
+        return self.config is not None or bool(self.overrides) or bool(self.values)
+
+
+@dataclass(frozen=True)
+class _Evaluated:
+    """The tasks of one side, where they are from, and how they were sampled and scored."""
+
+    tasks: Sequence[Mapping[str, Any]]
+    source: str
+    identity: Identity | None
+
+
+def make_comparison_job(
+    a: str,
+    b: str,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    ema: bool = False,
+    config: Path | None = None,
+    overrides: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
+    metric: str = "accuracy",
+    level: float = 0.95,
+    margin: float | None = None,
+) -> ComparisonJob:
+    """Find the two sides. Raises NotComparable, also for options that cannot work."""
+    check_options(metric, level, margin)
+    if any(text.startswith("eval.save_path=") and not text.endswith("=null") for text in overrides):
+        raise NotComparable(
+            "eval.save_path is one folder, and two evaluations are made; leave it out (each is stored with its run), or evaluate both by "
+            "strop eval first and compare the folders"
+        )
+    first, second = (find_side(name, step=step, best=best, ema=ema) for name in (a, b))
+    return ComparisonJob(
+        a=first, b=second, config=config, overrides=overrides, values=values or {}, metric=metric, level=level, margin=margin
+    )
+
+
+def describe_job(job: ComparisonJob) -> str:
+    """Return what would be compared. Raises NotComparable and ConfigError."""
+    pair = _find_stored_pair(job)
+    lines = []
+    for letter, side, file in zip("AB", (job.a, job.b), pair or (None, None), strict=True):
+        if file is None and side.model is None:
+            file = side.stored[-1]
+        what = f"{side.name}, to be evaluated" if file is None else f"{side.name}, as stored in {file.path}"
+        lines.append(f"{letter:<11} {what}")
+    if pair is None:
+        for side in (job.a, job.b):
+            if side.model is not None:
+                _configure(job, side)
+    return "\n".join(lines)
+
+
+async def compare_models(job: ComparisonJob, note: Note = print, *, console: ConsoleKind = "auto") -> Comparison:
+    """Compare two models on stored evaluations of the same tasks; evaluate what is missing.
+
+    Raises NotComparable for what cannot be compared, ConfigError, and the errors of an evaluation.
+    """
+    pair = _find_stored_pair(job)
+    if pair is not None:
+        a, b = map(_read, pair)
+    else:
+        a, b = await _evaluate_missing(job, note, console)
+    found = compare_evaluations(
+        a.tasks, b.tasks, metric=job.metric, level=job.level, margin=job.margin, identities=(a.identity, b.identity)
+    )
+    return replace(found, sources=(_name(job.a, a), _name(job.b, b)))
+
+
+def _read(file: StoredEvaluation) -> _Evaluated:
+    return _Evaluated(file.tasks, str(file.path), file.identity)
+
+
+def _name(side: ComparedSide, evaluated: _Evaluated) -> str:
+    step = None if side.model is None else side.model.step
+    return f"{side.name}{'' if step is None else f', step {step}'}: {evaluated.source}"
+
+
+def _find_stored_pair(job: ComparisonJob) -> tuple[StoredEvaluation, StoredEvaluation] | None:
+    """Return the stored evaluations with the most tasks in common, as many samples of each, and sampled and scored alike; None if
+    something has to be evaluated.
+
+    Two files are always a pair.
+    """
+    if job.a.model is None and job.b.model is None:
+        return job.a.stored[-1], job.b.stored[-1]
+    if job.changes_evaluation:
+        return None
+    best, most = None, 0
+    for a, b in itertools.product(job.a.stored, job.b.stored):
+        try:
+            matched = match_tasks(a.tasks, b.tasks).tasks
+        except OtherTasks:
+            continue
+        alike = all(len(task.a["samples"]) == len(task.b["samples"]) for task in matched) and not _differ(a, b)
+        if len(matched) >= most and (alike or job.a.model is None or job.b.model is None):
+            best, most = (a, b), len(matched)
+    return best
+
+
+def _differ(a: StoredEvaluation, b: StoredEvaluation) -> bool:
+    """Whether two evaluations are known not to be sampled and scored alike."""
+    return a.identity is not None and b.identity is not None and bool(list_setting_differences(a.identity, b.identity))
+
+
+async def _evaluate_missing(job: ComparisonJob, note: Note, console: ConsoleKind) -> tuple[_Evaluated, _Evaluated]:
+    """Evaluate both on the same tasks, or one of them on the tasks of a stored evaluation of the other."""
+    sides = (job.a, job.b)
+    evaluated: list[_Evaluated | None] = []
+    for side in sides:
+        usable = side.stored and (side.model is None or (side is job.a and not job.changes_evaluation))
+        file = _first_validation(side) if usable else None
+        evaluated.append(None if file is None else _read(file))
+    for index, side in enumerate(sides):
+        if evaluated[index] is None:
+            evaluated[index] = await _evaluate(job, side, note, console)
+    first, second = evaluated
+    assert first is not None and second is not None
+    if job.a.model is not None and not _share_tasks(first, second):  # what was stored of A is not all that is evaluated
+        first = await _evaluate(job, job.a, note, console)
+    return first, second
+
+
+def _first_validation(side: ComparedSide) -> StoredEvaluation:
+    """Return what is most like an evaluation by the run's configuration: its own validation."""
+    return side.stored[0] if side.model is not None else side.stored[-1]
+
+
+def _share_tasks(a: _Evaluated, b: _Evaluated) -> bool:
+    """Whether every task of B is one of A."""
+    try:
+        return not match_tasks(a.tasks, b.tasks).only_b
+    except OtherTasks:
+        return False
+
+
+async def _evaluate(job: ComparisonJob, side: ComparedSide, note: Note, console: ConsoleKind) -> _Evaluated:
+    evaluation = _configure(job, side)
+    note(f"evaluating {side.name}")
+    report = await evaluate_any(evaluation, note, console=console)
+    if not report.tasks:
+        raise NotComparable(f"the evaluation of {side.name} has no samples to compare")
+    return _Evaluated(report.tasks, "evaluated now" if report.stored is None else str(report.stored), report.identity)
+
+
+def _configure(job: ComparisonJob, side: ComparedSide) -> EvalRunConfig | CheckpointEvaluation:
+    """Return the evaluation of one side: as the run of A, or else of B, validates, or as the settings say. Raises ConfigError."""
+    assert side.model is not None
+    template = next((each for each in (job.a, job.b) if each.is_run), None)
+    if template is None or _gives_environment(job, template):
+        return _configure_model(job, side.model)
+    assert template.config_file is not None
+    root = template.model.run_root if template.model is not None else Path()
+    run = load_evaluated_run(template.config_file, list(job.overrides), root=root, file=job.config, values=job.values or None)
+    if not isinstance(run.config, RolloutRunConfig):
+        raise NotComparable(
+            f"{template.name} is a run on recorded data, whose evaluation is a loss and not samples of tasks; say what both models are "
+            "sampled on: env.math={} data.dataset_name=gsm8k, or compare its metrics with strop plot"
+        )
+    return CheckpointEvaluation(side.model, run if side is template else _with_tokenizer(run, side.model))
+
+
+def _with_tokenizer(run: EvaluatedRun, model: SavedModel) -> EvaluatedRun:
+    """Return the evaluation of another model than that of the run: with its own tokenizer and chat template."""
+    own = model.run_values.get("policy", {}).get("tokenizer") or {}
+    tokenizer = replace(
+        run.config.policy.tokenizer,
+        name=own.get("name") or model.weights,
+        chat_template=own.get("chat_template"),
+        chat_template_kwargs=own.get("chat_template_kwargs"),
+    )
+    return replace(run, config=replace(run.config, policy=replace(run.config.policy, tokenizer=tokenizer)))
+
+
+def _gives_environment(job: ComparisonJob, side: ComparedSide) -> bool:
+    """Whether a run on recorded data is to be sampled in an environment that the settings name."""
+    given = any(text.lstrip("+").startswith(("env.", "env=", "data.env_name=")) for text in job.overrides) or "env" in job.values
+    return given and side.model is not None and bool(set(RECORDED) & set(side.model.run_values))
+
+
+def _configure_model(job: ComparisonJob, model: SavedModel) -> EvalRunConfig:
+    if not job.changes_evaluation:
+        raise NotComparable(NEEDS_SETTINGS.format(a=job.a.name, b=job.b.name))
+    template = {
+        name: value
+        for name, value in (model.run_values.get("policy", {}).get("tokenizer") or {}).items()
+        if name in ("chat_template", "chat_template_kwargs") and value is not None
+    }
+    values = {**job.values, "generation": {**job.values.get("generation", {}), "model_name": model.weights}}
+    values["tokenizer"] = {"name": model.weights, **template, **job.values.get("tokenizer", {})}
+    translated = translate_overrides(list(job.overrides), section=None)
+    return load_config(job.config, translated.overrides, root=EvalRunConfig, values=values).config

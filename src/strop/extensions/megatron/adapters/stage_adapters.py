@@ -1,0 +1,163 @@
+"""The adapters of the stages of a rank: made, read, merged, switched off, and gathered under the names of PEFT's files."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strop.extensions.megatron.adapters.adapted_weights import AdaptedWeight, find_adapted_weights
+from strop.extensions.megatron.adapters.adapter_folder import PREFIX
+from strop.extensions.megatron.megatron_peft_config import MegatronPeftConfig
+from strop.extensions.megatron.models.adapted_linear import ParallelAdapter, make_room
+from strop.extensions.megatron.models.gpt_stage import GptStage
+from strop.extensions.megatron.weights.shard_import import load_weight
+from strop.extensions.megatron.weights.stage_export import gather_weight, iter_weights
+from strop.extensions.megatron.weights.weight_map import PlacedWeight, WeightMap
+from strop.extensions.megatron.weights.weight_reader import WeightReader
+from strop.weight_sync.weight_source import Weight
+
+dist: Any = torch.distributed
+_UNIFORM = partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
+INITIALISERS: dict[str, Callable[..., Tensor]] = {"xavier": nn.init.xavier_normal_, "uniform": _UNIFORM, "kaiming": _UNIFORM}
+
+
+class StageAdapters:
+    """The adapters of a model, of which this rank has those of its stages. Everything else of the model is frozen but a score layer."""
+
+    def __init__(
+        self,
+        stages: Sequence[GptStage],
+        hf_config: Any,
+        config: MegatronPeftConfig,
+        *,
+        base: str,
+        seed: int = 0,
+        key: str = "megatron_cfg.peft",
+    ) -> None:
+        """Add adapters to stages with their weights, in their layout. The model's outputs do not change.
+
+        The adapters depend on ``seed`` and the names of their layers, not on the layout. ``base``: the name that the model is loaded by.
+        Raises ValueError on all ranks for patterns that match nothing, or leave a rank without an adapter.
+        """
+        self.stages, self.hf_config, self.config, self.base = list(stages), hf_config, config, base
+        self.scores = stages[0].head == "scalar"
+        weights = WeightMap(stages, hf_config)
+        self.adapted = find_adapted_weights(weights, config, key=key)
+        self._by_name = {each.placed.weight.name: each for each in self.adapted}
+        self._by_weight: dict[int, ParallelAdapter] = {}  # by the id of the layer's weight
+        for stage in self.stages:
+            stage.requires_grad_(False)
+        for each in filter(lambda each: weights.is_local(each.placed), self.adapted):
+            linear: Any = self.stages[each.placed.place.stage].get_submodule(each.local_layer)
+            if id(linear.weight) not in self._by_weight:
+                if not hasattr(linear, "add_adapter"):
+                    make_room(linear)
+                gated = each.layer.endswith("linear_fc1") and stages[0].config.gated_linear_unit
+                self._by_weight[id(linear.weight)] = linear.add_adapter(config, gated=gated)
+        self._check_ranks(key)
+        self.weights = WeightMap(stages, hf_config)  # with the adapters
+        self.load(_InitialAdapters(self.adapted, config, seed))
+        for score in (stage.score for stage in self.stages if self.scores and stage.post_process):
+            score.requires_grad_(True)
+
+    def _check_ranks(self, key: str) -> None:
+        count = torch.tensor(len(self._by_weight), device=torch.cuda.current_device())
+        dist.all_reduce(count, op=dist.ReduceOp.MIN)
+        if not count.item():
+            raise ValueError(
+                f"{key}.target_modules: the layers that match are not in every pipeline stage, and a rank without an adapter has nothing "
+                "to train; choose layers of all stages, or lower pipeline_model_parallel_size"
+            )
+
+    @property
+    def modules(self) -> Sequence[ParallelAdapter]:
+        """The adapters of this rank."""
+        return list(self._by_weight.values())
+
+    # --- passes -----------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Read with the base alone: bitwise what it was before it had adapters."""
+        for adapter in self.modules:
+            adapter.enabled = False
+        try:
+            yield
+        finally:
+            for adapter in self.modules:
+                adapter.enabled = True
+
+    def set_training_pass(self, training: bool) -> None:
+        """Say whether the next pass has dropout. (Gradients do not say it: a layer that is recomputed has its first pass without.)"""
+        for adapter in self.modules:
+            adapter.training_pass = training
+
+    # --- weights ----------------------------------------------------------------------------------------------------------
+
+    def iter_merged(self) -> Iterator[Weight]:
+        """Yield the weights of the ordinary model with the adapters merged in, in at least float32. ``gather`` is a collective."""
+        return iter_weights(self.stages, self.hf_config, self._merge, self._place)
+
+    def _place(self, placed: PlacedWeight) -> PlacedWeight:
+        adapted = self._by_name.get(placed.weight.name)
+        return placed if adapted is None else replace(placed, rule=replace(placed.rule, dtype=adapted.dtype))
+
+    def _merge(self, parameter: Tensor) -> Tensor:
+        adapter = self._by_weight.get(id(parameter))
+        return parameter.detach() if adapter is None else adapter.merged_weight(parameter)
+
+    def iter_halves(self) -> Iterator[tuple[AdaptedWeight, PlacedWeight]]:
+        """Yield A and B of each weight; those of one layer of Megatron Core have the same A."""
+        for each in self.adapted:
+            yield from ((each, each.down), (each, each.up))
+
+    def gather(self) -> dict[str, Tensor]:
+        """Gather the trained weights under the names of PEFT's files. All ranks must call it."""
+        tensors = {half.weight.name: gather_weight(half, self.weights) for _, half in self.iter_halves()}
+        return tensors | {half.weight.name: gather_weight(half, self.weights) for half in self._score_layer()}
+
+    def load(self, reader: WeightReader) -> None:
+        """Copy this rank's parts from PEFT's files. A score layer that they lack stays as it is."""
+        with torch.no_grad():
+            for _, half in self.iter_halves():
+                if self.weights.is_local(half):
+                    load_weight(half, half.weight.name, self.weights, reader)
+            for half in self._score_layer():
+                if self.weights.is_local(half) and half.weight.name in reader:
+                    load_weight(half, half.weight.name, self.weights, reader)
+
+    def _score_layer(self) -> list[PlacedWeight]:
+        """Where the score layer is, which is trained whole and saved beside the adapters."""
+        return [
+            replace(placed, weight=replace(placed.weight, name=f"{PREFIX}{placed.weight.name}"))
+            for placed in self.weights.weights
+            if self.scores and placed.rule.parameter == "score.weight"
+        ]
+
+
+class _InitialAdapters:
+    """Draws the adapters of a new run: A at random, B zero."""
+
+    def __init__(self, adapted: Sequence[AdaptedWeight], config: MegatronPeftConfig, seed: int) -> None:
+        self._downs = {each.down.weight.name: each for each in adapted}
+        self._ups = {each.up.weight.name: each for each in adapted}
+        self._draw, self._seed = INITIALISERS[config.lora_A_init_method], seed
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._downs or name in self._ups
+
+    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        if name in self._ups:
+            return torch.zeros(self._ups[name].up.weight.shape)[index]
+        each = self._downs[name]
+        digest = hashlib.blake2b(f"{self._seed} {each.layer}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        return self._draw(torch.empty(each.down.weight.shape), generator=generator)[index]

@@ -1,0 +1,166 @@
+"""This rank's parts of the tensors of a model, as blocks of whole tensors with the names that they have in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strop.extensions.megatron.checkpoint.parameter_keys import saved_key
+from strop.learner.parallel.shard_files import TensorReader, TensorShard
+
+
+@dataclass(frozen=True, eq=False)
+class StageTensor:
+    """A parameter or buffer of this rank, and how Megatron Core says that it is cut."""
+
+    tensor: Tensor
+    sharding: Any  # a ShardedTensor or ShardedTensorFactory of megatron.core.dist_checkpointing
+
+    @property
+    def first_replica(self) -> bool:
+        """Whether this is the first of the copies in one data-parallel group: others are on tensor ranks, or of a tied embedding."""
+        return not any(self._replica[:-1])
+
+    @property
+    def data_rank(self) -> int:
+        """The rank in the group of those that have this very part."""
+        return int(self._replica[-1])
+
+    @property
+    def _replica(self) -> Sequence[int]:
+        replica = self.sharding.replica_id
+        return (replica,) if isinstance(replica, int) else replica
+
+    def blocks(self, values: Tensor, prefix: str = "") -> list[StageBlock]:
+        """Return the blocks of ``values``, which have the shape of the tensor: one, or two of a gate and its projection."""
+        from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+        key = f"{prefix}{self.sharding.key}"
+        if isinstance(self.sharding, ShardedTensorFactory):
+            built = replace(self.sharding, key=key, data=values).build()
+            return [_make_block(each) for each in _flatten(built)]
+        return [_make_block(replace(self.sharding, key=key, data=values, dtype=values.dtype))]
+
+
+@dataclass(frozen=True, eq=False)
+class StageBlock:
+    """A block of a whole tensor."""
+
+    name: str
+    shard: TensorShard
+    padded: bool  # its first dimension is padded to a multiple of the tensor ranks
+
+    def fit(self, shape: tuple[int, ...]) -> StageBlock:
+        """Return the part of this block that a stored tensor of ``shape`` has. What only pads this one becomes zero."""
+        if not self.padded or shape == self.shard.shape or shape[1:] != self.shard.shape[1:]:
+            return self
+        offset, tensor = self.shard.offset, self.shard.tensor
+        rows = min(max(shape[0] - offset[0], 0), tensor.shape[0])
+        tensor[rows:].zero_()
+        return replace(self, shard=TensorShard(tensor[:rows], offset, shape))
+
+
+def list_stage_tensors(stages: Sequence[nn.Module], stored: TensorReader | None = None) -> list[StageTensor]:
+    """Return the parameters and buffers of this rank's stages, in the order of the modules.
+
+    Args:
+        stored: The checkpoint to load. Its names say whether the layers were saved stacked, or each under a name of its own.
+    """
+    from megatron.core import parallel_state
+
+    metadata: dict[str, Any] = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    tensors: list[StageTensor] = []
+    for stage in map(unwrap, stages):
+        by_name = any(".layers.0." in name for name in stored.shapes) if stored is not None else _layers_differ(stage)
+        shardings = list(_flatten(_shard(stage, {**metadata, "non_homogeneous_layers": by_name})))
+        keys = {each.key for each in shardings}
+        for each in shardings:
+            each.key = saved_key(each.key, keys)
+        tensors += [StageTensor(each.data, each) for each in shardings]
+    return tensors
+
+
+def _layers_differ(stage: Any) -> bool:
+    """Whether the model has layers with other parameters than others, which cannot be saved stacked."""
+    return len({design.experts for design in stage.architecture.layers}) > 1
+
+
+def _shard(stage: Any, metadata: dict[str, Any]) -> Any:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    if stage.head == "scalar":  # LanguageModule's own expects an output layer
+        return super(LanguageModule, stage).sharded_state_dict(metadata=metadata)
+    return stage.sharded_state_dict(metadata=metadata)
+
+
+def unwrap(stage: nn.Module) -> Any:
+    """Return the model in Megatron Core's data-parallel and mixed-precision wrappers."""
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.module import Float16Module
+
+    inner: Any = stage
+    while isinstance(inner, DistributedDataParallel | Float16Module):
+        inner = inner.module
+    return inner
+
+
+def read_stage_blocks(reader: Any, blocks: Sequence[StageBlock], source: object) -> None:
+    """Read blocks in place. Raises ValueError if the checkpoint lacks one or has another shape."""
+    missing = sorted({block.name for block in blocks if block.name not in reader.shapes})
+    if missing:
+        raise ValueError(f"{source} does not fit the model: it lacks {', '.join(missing[:3])}")
+    fitting = [block.fit(reader.shapes[block.name]) for block in blocks]
+    other = next((block for block in fitting if block.shard.shape != reader.shapes[block.name]), None)
+    if other is not None:
+        raise ValueError(
+            f"{source} has {other.name} of shape {reader.shapes[other.name]}, and this run's is {other.shard.shape}: it is of another model"
+        )
+    reader.read_blocks([(block.name, block.shard) for block in fitting])
+
+
+def split_range(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield the blocks (offset, shape) that elements ``begin`` to ``end`` of a contiguous tensor are, in their order.
+
+    A distributed optimizer keeps such ranges, and a file of shards has blocks: rows, and parts of the first and the last one.
+    """
+    if begin >= end:
+        return
+    if len(shape) < 2:
+        yield ((begin,), (end - begin,)) if shape else ((), ())
+        return
+    row = torch.Size(shape[1:]).numel()
+    first, head = divmod(begin, row)
+    last, tail = divmod(end, row)
+    if first == last or head:
+        stop = tail if first == last else row
+        yield from (((first, *offset), (1, *size)) for offset, size in split_range(shape[1:], head, stop))
+        first += 1
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if first <= last:
+        yield from (((last, *offset), (1, *size)) for offset, size in split_range(shape[1:], 0, tail))
+
+
+def _make_block(sharded: Any) -> StageBlock:
+    """Return a ShardedTensor as a block. An axis that only the whole tensor has, such as that of layers, has length 1."""
+    tensor = sharded.data.detach()
+    tensor = tensor.view((1,) * sharded.prepend_axis_num + tuple(tensor.shape)) if sharded.prepend_axis_num else tensor
+    shard = TensorShard(tensor, tuple(sharded.global_offset), tuple(sharded.global_shape))
+    return StageBlock(sharded.key, shard, bool(sharded.allow_shape_mismatch))
+
+
+def _flatten(values: Any) -> Iterator[Any]:
+    """Yield the sharded tensors in nested mappings and lists. Objects of Transformer Engine, which have no tensors, are left out."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    if isinstance(values, Mapping):
+        values = list(values.values())
+    if isinstance(values, list | tuple):
+        for value in values:
+            yield from _flatten(value)
+    elif isinstance(values, ShardedTensor | ShardedTensorFactory):
+        yield values

@@ -1,0 +1,190 @@
+"""Section ``megatron_cfg``: the Megatron Core learner, with NeMo-RL's keys and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from strop.base_config import BaseConfig, subsection
+from strop.extensions.megatron.megatron_optimizer_config import (
+    MegatronDdpConfig,
+    MegatronOptimizerConfig,
+    MegatronSchedulerConfig,
+)
+from strop.extensions.megatron.megatron_peft_config import MegatronPeftConfig
+from strop.problems import Problem
+
+Names = Annotated[tuple[str, ...], Field(strict=False)]
+RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+Kernels = "a kernel of Transformer Engine or APEX, used where it is installed"
+
+
+class Fp8Config(BaseConfig):
+    """Training in FP8, by Transformer Engine on a GPU that has it."""
+
+    enabled: bool = Field(False, description="Compute linear layers in FP8; needs Transformer Engine and an FP8 GPU.")
+    fp8: Literal["e4m3", "hybrid"] = Field("e4m3", description="Format: e4m3, or hybrid with gradients in e5m2.")
+    fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = Field(
+        "blockwise", description="What shares a scale; mxfp8 needs a Blackwell GPU."
+    )
+    fp8_param: bool = Field(False, description="Keep the weights in FP8 too; not in this version.")
+
+
+class MegatronConfig(BaseConfig):
+    """The Megatron Core learner: tensor, sequence, pipeline, context and expert parallelism."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
+
+    enabled: bool = Field(False, description="Train with Megatron Core, unless policy.backend says torch.")
+
+    tensor_model_parallel_size: int = Field(1, ge=1, description="Ranks that share each layer (GPUs).")
+    sequence_parallel: bool = Field(False, description="Split activations between tensor-parallel ranks along the sequence.")
+    pipeline_model_parallel_size: int = Field(1, ge=1, description="Pipeline stages: ranks that have different layers (GPUs).")
+    virtual_pipeline_model_parallel_size: int | None = Field(
+        None, ge=1, description="Parts of a stage, which alternate with those of other stages (interleaved 1F1B); null is 1."
+    )
+    num_layers_in_first_pipeline_stage: int | None = Field(
+        None, ge=1, description="Layers of the first stage; null is as many as others."
+    )
+    num_layers_in_last_pipeline_stage: int | None = Field(
+        None, ge=1, description="Layers of the last stage; null is as many as others."
+    )
+    context_parallel_size: int = Field(1, ge=1, description="Ranks that share the tokens of a micro-batch (GPUs).")
+    expert_model_parallel_size: int = Field(1, ge=1, description="Ranks that share the experts of a layer (GPUs).")
+    expert_tensor_parallel_size: int = Field(1, ge=1, description="Ranks that share each expert (GPUs).")
+
+    activation_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass: less memory, more time."
+    )
+    recompute_granularity: Literal["full", "selective"] = Field(
+        "full", description="What activation_checkpointing recomputes: full is each layer, selective the recompute_modules."
+    )
+    recompute_modules: Names | None = Field(
+        None,
+        description="Modules of a selective recomputation: core_attn, moe_act, layernorm, mla_up_proj, mlp, moe, shared_experts; "
+        "null is core_attn.",
+    )
+
+    freeze_moe_router: bool = Field(True, description="Do not train the weights that choose the experts of a token.")
+    moe_router_dtype: Literal["fp32", "fp64"] | None = Field(
+        "fp64", description="Data type in which the router computes; null is that of the model."
+    )
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"] = Field(
+        "none", description="How the load of experts is balanced in training: by an auxiliary loss, or not."
+    )
+    moe_aux_loss_coeff: float = Field(0.0, ge=0, description="Weight of the auxiliary loss.")
+    moe_z_loss_coeff: float | None = Field(None, ge=0, description="Weight of the loss of large router logits; null has none.")
+    moe_per_layer_logging: bool = Field(False, description="Log the losses of routers for each layer too.")
+    moe_router_enable_expert_bias: bool | None = Field(
+        None, description="Choose experts with a bias that follows their load; null is as the model has it."
+    )
+    moe_router_bias_update_rate: float = Field(0.0, ge=0, description="Change of the expert bias in an optimizer step.")
+    moe_token_dispatcher_type: Literal["alltoall", "flex"] = Field(
+        "alltoall", description="How tokens travel to their experts; flex (DeepEP) needs its kernels."
+    )
+    moe_enable_deepep: bool = Field(
+        False, description="Dispatch with DeepEP; needs it, a GPU and moe_token_dispatcher_type=flex."
+    )
+    moe_shared_expert_overlap: bool = Field(False, description="Compute shared experts while tokens travel.")
+    moe_permute_fusion: bool = Field(True, description=f"Sort the tokens of experts by {Kernels}.")
+    moe_grouped_gemm: bool | None = Field(
+        None, description="Compute the experts of a rank by one grouped kernel; null does so where Transformer Engine is."
+    )
+
+    gradient_accumulation_fusion: bool = Field(
+        False, description="Add weight gradients in the kernel that computes them; needs APEX."
+    )
+    use_fused_weighted_squared_relu: bool = Field(False, description=f"Squared ReLU of experts by {Kernels}.")
+    use_gloo_process_groups: bool = Field(False, description="Make process groups over gloo too, for an optimizer in CPU memory.")
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = Field(
+        "auto", description="Layers: local is PyTorch, transformer_engine needs it; auto takes it where FP8 asks for it."
+    )
+
+    first_last_layers_bf16: bool = Field(False, description="Compute the first and last layers in bfloat16 where FP8 is enabled.")
+    num_layers_at_start_in_bf16: int = Field(1, ge=0, description="First layers in bfloat16, with first_last_layers_bf16.")
+    num_layers_at_end_in_bf16: int = Field(1, ge=0, description="Last layers in bfloat16, with first_last_layers_bf16.")
+    layernorm_epsilon: float | None = Field(None, gt=0, description="Epsilon of the norms; null is the model's.")
+    model_overrides: dict[str, Any] = Field(
+        default_factory=dict, description="Values set on Megatron Core's TransformerConfig, after all others."
+    )
+
+    fp8_cfg: Fp8Config = subsection(Fp8Config)
+    peft: MegatronPeftConfig = subsection(MegatronPeftConfig)
+    optimizer: MegatronOptimizerConfig = subsection(MegatronOptimizerConfig)
+    scheduler: MegatronSchedulerConfig = subsection(MegatronSchedulerConfig)
+    distributed_data_parallel_config: MegatronDdpConfig = subsection(MegatronDdpConfig)
+
+    @property
+    def ranks_of_one_copy(self) -> int:
+        """The number of ranks that one copy of the model is on."""
+        dense = self.tensor_model_parallel_size * self.context_parallel_size
+        return max(dense, self.expert_model_parallel_size * self.expert_tensor_parallel_size) * self.pipeline_model_parallel_size
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        if not self.enabled:
+            return
+        yield from self.optimizer.own_errors(f"{key}.optimizer")
+        yield from self.scheduler.own_errors(f"{key}.scheduler")
+        yield from self._check_adapters(key)
+        virtual, stages = self.virtual_pipeline_model_parallel_size or 1, self.pipeline_model_parallel_size
+        if virtual > 1 and stages == 1:
+            yield Problem(
+                f"{key}.virtual_pipeline_model_parallel_size",
+                f"found {virtual}, but pipeline_model_parallel_size is 1: there are no stages to interleave",
+                "Set it to null, or raise pipeline_model_parallel_size.",
+            )
+        if self.recompute_modules and not (self.activation_checkpointing and self.recompute_granularity == "selective"):
+            yield Problem(
+                f"{key}.recompute_modules",
+                f"found {', '.join(self.recompute_modules)}, but only a selective recomputation has modules",
+                f"Set {key}.activation_checkpointing=true and {key}.recompute_granularity=selective, or this to null.",
+            )
+        if unknown := [name for name in self.recompute_modules or () if name not in RECOMPUTED]:
+            yield Problem(
+                f"{key}.recompute_modules",
+                f"found {', '.join(unknown)}, which Megatron Core does not recompute",
+                f"Name some of {', '.join(RECOMPUTED)}.",
+            )
+        if self.fp8_cfg.enabled and self.fp8_cfg.fp8_param:
+            yield Problem(
+                f"{key}.fp8_cfg.fp8_param",
+                "found true, but checkpoints and publishes of weights in FP8 are not in this version",
+                "Set it to false: layers are computed in FP8 from bfloat16 weights, which takes more memory and trains the same.",
+            )
+        if self.moe_router_load_balancing_type == "sinkhorn":
+            yield Problem(
+                f"{key}.moe_router_load_balancing_type",
+                "found sinkhorn, which chooses other experts for a token than those of its best scores, which engines sample with",
+                "Set it to aux_loss, seq_aux_loss, global_aux_loss or none.",
+            )
+        if self.scheduler.lr_warmup_iters and self.scheduler.lr_warmup_init > self.optimizer.lr:
+            yield Problem(
+                f"{key}.scheduler.lr_warmup_init",
+                f"found {self.scheduler.lr_warmup_init:g}, which is above optimizer.lr = {self.optimizer.lr:g}",
+                f"Set it to {self.optimizer.lr:g} or less.",
+            )
+
+    def _check_adapters(self, key: str) -> Iterator[Problem]:
+        if self.peft.enabled and self.moe_shared_expert_overlap:
+            yield Problem(
+                f"{key}.moe_shared_expert_overlap",
+                f"found true, but then shared experts exchange their tokens where their adapters ({key}.peft) do not see it",
+                "Set it to false.",
+            )
+
+    def warnings(self, key: str) -> Iterator[Problem]:
+        if self.enabled and self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            yield Problem(
+                f"{key}.sequence_parallel",
+                "it has no effect: tensor_model_parallel_size is 1, so there are no ranks to shard the sequence over",
+                "Set it to false, or raise tensor_model_parallel_size.",
+            )
+        if self.enabled and self.fp8_cfg.enabled:
+            gpus = "a Blackwell GPU" if self.fp8_cfg.fp8_recipe == "mxfp8" else "a GPU with FP8 (Ada, Hopper or newer)"
+            yield Problem(
+                f"{key}.fp8_cfg.enabled",
+                f"{self.fp8_cfg.fp8_recipe} needs Transformer Engine and {gpus} on every node that trains; a run without them ends when "
+                "it starts",
+            )

@@ -1,0 +1,80 @@
+"""What a rank knows of a policy that Megatron Core trains, before its stages are built: no weights, and nothing of Megatron Core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from strop.config import TrainingRunConfig
+from strop.config.schema.run_config import RmRunConfig
+from strop.extensions.megatron.cpu_shim import prepare_megatron
+from strop.extensions.megatron.model_files import ModelFiles, find_model_files
+from strop.models.chat_template import ChatTemplate
+from strop.models.classifiers import choose_pad_token
+from strop.models.draft.eagle_files import save_head
+from strop.models.draft.eagle_head import EagleHead
+from strop.models.loading import load_tokenizer
+from strop.runs.lifecycle import seed_everything
+from strop.runs.models import TokenizerBundle, prepare_device, set_up_gpu, tokenizer_key
+
+
+@dataclass(eq=False)
+class DraftSlot:
+    """The draft head of a policy, once its stages are built."""
+
+    head: EagleHead | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class MegatronPolicy(TokenizerBundle):
+    """The policy's tokenizer, and the files that its stages are read from."""
+
+    files: ModelFiles
+    vocab_size: int  # of the output layer; 0 for a reward model
+
+    draft: DraftSlot = field(default_factory=lambda: DraftSlot())
+
+    packed = True  # core attention follows the tree of any row
+    fallback = None
+    adapter_layers = ()  # Megatron Core's names are not the engines'
+
+    def fingerprint(self) -> str:
+        return self.files.fingerprint()
+
+
+def load_megatron_policy(config: TrainingRunConfig) -> MegatronPolicy:
+    """Find the policy's files and load its tokenizer. Raises ModelNotFound, ValueError."""
+    seed_everything(config.training.seed)
+    policy = config.policy
+    set_up_gpu(config)
+    prepare_megatron(prepare_device(policy.device, policy.num_threads).type)
+    files = find_model_files(policy.model_name, policy.hf_config_overrides)
+    tokenizer = load_tokenizer(policy.tokenizer.name, chat_template=policy.tokenizer.chat_template, key=tokenizer_key(policy))
+    stop_ids = files.stop_ids(tokenizer)
+    vocab_size = files.vocab_size
+    if isinstance(config, RmRunConfig):
+        files.become_classifier()
+        files.config.pad_token_id = choose_pad_token(tokenizer, stop_ids, vocab_size)
+        vocab_size = 0
+    template = ChatTemplate(tokenizer, options=policy.tokenizer.chat_template_kwargs)
+    return MegatronPolicy(tokenizer, template, stop_ids, files, vocab_size)
+
+
+def write_megatron_model_folder(policy: MegatronPolicy, folder: Path) -> Path:
+    """Write the folder that engines build the model from: configuration and tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    policy.files.config.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_draft_folder(policy: MegatronPolicy, folder: Path) -> Path:
+    """Write the draft head as it is now, for engines that draft with it."""
+    assert policy.draft.head is not None
+    return save_head(policy.draft.head, folder)
+
+
+def sends_draft(config: TrainingRunConfig) -> bool:
+    """Return whether engines are sent the draft head that is trained, and draft with it."""
+    generation = config.policy.generation
+    return config.policy.draft.enabled and generation.uses_vllm and generation.vllm_cfg.speculation.method == "eagle3"

@@ -1,0 +1,121 @@
+"""One stage of a decoder: embedding, layers, final norm and output layer, as far as they are in this stage."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.enums import ModelType
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+from torch import Tensor, nn
+
+from strop.extensions.megatron.families.architecture import Architecture
+from strop.extensions.megatron.models.rotary_tables import rotation_tables
+from strop.extensions.megatron.models.stage_row import StageRow
+
+Head = Literal["lm", "scalar"]
+
+
+class GptStage(LanguageModule):  # type: ignore[misc]
+    """A virtual pipeline stage: a row of T tokens -> hidden states [T, 1, H], [T / TP, 1, H] with sequence parallelism.
+
+    The last stage returns them after the final norm. Its output layer, ``output_weight``, is applied by who needs logits, where a token is
+    predicted; that of a value network is ``score``.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        architecture: Architecture,
+        block: TransformerBlockSubmodules,
+        *,
+        vocab_size: int,
+        head: Head,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None,
+    ) -> None:
+        super().__init__(config=config)
+        self.architecture, self.vocab_size, self.head = architecture, vocab_size, head
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.model_type = ModelType.encoder_or_decoder
+        self.share_embeddings_and_output_weights = architecture.tied and head == "lm"
+        if pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config, vocab_size, max_sequence_length=0, position_embedding_type="rope", tp_group=self.tp_group
+            )
+        self.decoder = TransformerBlock(
+            config=config, spec=block, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
+        )
+        self.output_layer: Any = None
+        if post_process and head == "lm":
+            self.output_layer = self._make_output_layer()
+        elif post_process:
+            self.score = nn.Linear(
+                config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=torch.cuda.current_device()
+            )
+            nn.init.zeros_(self.score.weight)
+        if head == "lm" and (pre_process or post_process):
+            self.setup_embeddings_and_output_layer()
+        elif pre_process:
+            self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+
+    def _make_output_layer(self) -> Any:
+        return tensor_parallel.ColumnParallelLinear(
+            self.config.hidden_size,
+            self.vocab_size,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=False,
+            gather_output=False,
+            skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+            tp_group=self.tp_group,
+        )
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The rows of the output layer of this tensor-parallel rank: [padded vocabulary / TP, H], also where it is tied."""
+        tied = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the shards of this stage for dist_checkpointing. Megatron Core's own asks a value network for its output layer."""
+        if self.head == "lm":
+            shards: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        else:
+            shards = super(LanguageModule, self).sharded_state_dict(
+                prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata)
+            )
+        return shards
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Take the hidden states of the stage before. Megatron Core's schedules call this."""
+        self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
+
+    def _freeze_padding(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Stop the gradient of the embeddings [t, 1, H] that are the padding token's. ``tokens``: of the row, [T]."""
+        padding = self.architecture.padding_token
+        if padding is None:
+            return hidden
+        own = tokens.view(-1, len(hidden))[self.tp_group.rank() if self.config.sequence_parallel else 0]
+        return torch.where((own == padding)[:, None, None], hidden.detach(), hidden)
+
+    def forward(self, row: StageRow) -> Tensor:
+        hidden = None
+        if self.pre_process:
+            hidden = self._freeze_padding(self.embedding(input_ids=row.tokens[None], position_ids=None), row.tokens)
+            if self.architecture.embedding_scale != 1.0:
+                scale = torch.tensor(self.architecture.embedding_scale)  # through float32, as Transformers does
+                hidden = hidden * scale.to(hidden.device, hidden.dtype)
+        if hidden is not None and torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden.requires_grad_()  # of a frozen embedding: a layer that is recomputed has gradients only if its input has
+        tables = rotation_tables(self.architecture.rotaries, row.positions, self.config.params_dtype)
+        output: Tensor = self.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=row)
+        return output

@@ -1,0 +1,209 @@
+"""Make the plan of a run: memory of each phase, what to change and what would break first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from strop.extensions.planning.engine_memory import EngineMemory
+from strop.extensions.planning.learner_memory import LearnerFootprint, LearnerSetup
+from strop.extensions.planning.node_memory import STAYS_WITHOUT, NodeMemory, plan_node
+from strop.extensions.planning.plan_inputs import PlanInputs
+from strop.extensions.planning.run_plan import GIB, Advice, PhaseMemory, RunPlan
+from strop.extensions.planning.sharding import Sharding
+
+USABLE = 0.92  # of a device: the rest is the context of its driver, fragments and libraries
+TRANSFER_BUFFER = 1.0 * 2**30  # bytes of weights on their way
+LEAST_SEQUENCES = 8  # of the greatest length that an engine should hold
+
+
+def make_plan(inputs: PlanInputs) -> RunPlan:
+    """Return the plan of a run."""
+    phases = tuple(plan_memory(inputs))
+    node = plan_node(inputs, limit_of(inputs))
+    return RunPlan(
+        model=inputs.model.name,
+        device=inputs.device,
+        training_devices=inputs.training_devices,
+        generation_devices=inputs.generation_devices,
+        layout=inputs.layout_text,
+        phases=phases,
+        node=node,
+        checkpoint_bytes=measure_checkpoint(inputs),
+        checkpoints=None if inputs.checkpoints is None else inputs.checkpoints.count,
+        advice=(*_advise_node(inputs, node), *_advise(inputs)),
+        breaks_first=find_weakest(inputs, phases, node),
+        assumptions=inputs.assumptions,
+    )
+
+
+def measure_checkpoint(inputs: PlanInputs) -> float:
+    """Return the bytes of a checkpoint: the trained weights of policy and critic, and with their optimizers what these keep."""
+    if inputs.checkpoints is None:
+        return 0.0
+    learning = [(inputs.model, inputs.learner), *((each.model, each.setup) for each in inputs.beside if each.learns)]
+    total = 0.0
+    for model, setup in learning:
+        whole = LearnerFootprint(model, replace(setup, sharding=Sharding()))
+        masters = whole.weights - setup.weight_bytes * whole.rank_weights
+        total += setup.trained_share * setup.weight_bytes * model.weights
+        total += masters + whole.optimizer if inputs.checkpoints.saves_optimizer else 0.0
+    return total
+
+
+def plan_memory(inputs: PlanInputs) -> Iterator[PhaseMemory]:
+    """Yield the memory of each phase. Learner and engines that take turns on a device leave it to each other (weights and optimizer of the
+    learner go to CPU memory); in one process on a CPU nothing leaves."""
+    learner = LearnerFootprint(inputs.model, inputs.learner)
+    beside = count_beside(inputs, learner, inputs.references)
+    static = {} if inputs.learner.offloads_weights else {"weights": learner.weights, "optimizer": learner.optimizer}
+    held = {**static, **beside}
+    engine = None if inputs.engine is None else EngineMemory(inputs.model, inputs.engine, limit_of(inputs))
+    shared, own_weights = inputs.shared, engine is not None and not engine.setup.shares_weights
+    together = shared and (inputs.device.on_cpu or not own_weights or not inputs.leaves)  # neither leaves the device to the other
+    stays = engine.parts if engine is not None and together else {}
+    devices = "all" if shared else "learner"
+    if engine is not None:
+        yield _phase(inputs, "generation", "all" if shared else "engines", {**(held if together else {}), **engine.parts})
+    largest = max([learner.scoring_peak - learner.static, *(each.scoring for each in inputs.beside if not each.hosts)])
+    yield _phase(inputs, "logprobs", devices, {**held, **stays, "pass": largest})
+    for each in inputs.beside:
+        if each.hosts:
+            yield _phase(inputs, each.name, "hosts", {"weights": each.weights, "pass": each.scoring})
+    activations = {"gradients": learner.gradients, "activations": learner.activations, "weight copies": learner.weight_copies}
+    activations["gathered weights"] = learner.gathered
+    activations["output layer"] = learner.training_peak - learner.static - sum(activations.values())
+    yield _phase(inputs, "training", devices, {**held, **stays, **activations})
+    for each in inputs.beside:
+        if each.learns:  # after the policy, whose gradients are gone by then
+            yield _phase(inputs, f"{each.name} training", devices, {**held, **stays, **each.training})
+    if engine is not None and own_weights:
+        stays_here = held if together or not shared else {}  # weights are sent from CPU memory where the learner has left
+        sent = {**stays_here, **(engine.parts if shared else {}), "weights on their way": TRANSFER_BUFFER}
+        yield _phase(inputs, "weight sync", devices, sent)
+
+
+def _phase(inputs: PlanInputs, name: str, devices: str, parts: Mapping[str, float]) -> PhaseMemory:
+    return PhaseMemory(
+        phase=name, devices=devices, parts={key: size for key, size in parts.items() if size > 0}, limit=limit_of(inputs)
+    )
+
+
+def count_beside(inputs: PlanInputs, learner: LearnerFootprint, references: int) -> dict[str, float]:
+    """Return the models beside the policy on a learner's device."""
+    found = {"reference": references * inputs.reference_bytes * learner.rank_weights}
+    found |= {each.name: each.held for each in inputs.beside}
+    return {name: size for name, size in found.items() if size}
+
+
+def limit_of(inputs: PlanInputs) -> float:
+    """Return the bytes of a device that a run can use."""
+    return USABLE * inputs.device.memory_gib * GIB
+
+
+def _advise(inputs: PlanInputs) -> Iterator[Advice]:
+    """Yield settings under which the run fits, the cheapest first: the micro-batch, checkpointing, shards, the size of an engine."""
+    yield from _advise_learner(inputs)
+    if inputs.engine is None or inputs.device.on_cpu:
+        return
+    engine = EngineMemory(inputs.model, inputs.engine, limit_of(inputs))
+    if engine.sequences >= LEAST_SEQUENCES:
+        return
+    size = inputs.engine.size
+    while (
+        size < 64 and EngineMemory(inputs.model, replace(inputs.engine, size=size), limit_of(inputs)).sequences < LEAST_SEQUENCES
+    ):
+        size *= 2
+    key = "tp_size" if inputs.engine.name == "SGLang" else "tensor_parallel_size"
+    section = "sglang_cfg" if inputs.engine.name == "SGLang" else "vllm_cfg"
+    yield Advice(
+        key=f"policy.generation.{section}.{key}",
+        value=str(size),
+        reason=f"an engine of {inputs.engine.size} has room for {engine.sequences:.1f} conversations of the greatest length",
+    )
+
+
+def _advise_node(inputs: PlanInputs, node: NodeMemory | None) -> Iterator[Advice]:
+    """Yield what needs less of a node's CPU memory, where it does not fit."""
+    if node is None or node.fits or node.loading:
+        return
+    biggest = max(node.parts, key=lambda name: node.parts[name])
+    settings = {
+        "checkpoint": ("checkpointing.async_save", "false"),
+        "engine weights": ("policy.generation.vllm_cfg.sleep_level", "2"),
+        "reference": ("policy.reference.offload", "false"),
+        "activations": ("policy.dtensor_cfg.activation_offload", "false"),
+    }
+    if biggest == STAYS_WITHOUT and all(phase.fits for phase in plan_memory(replace(inputs, leaves=False))):
+        settings[biggest] = ("policy.offload", "false")  # the devices have room for both
+    key, value = settings.get(biggest, ("--devices", str(2 * inputs.training_devices)))
+    yield Advice(key=key, value=value, reason=f"a node's CPU memory does not fit, and most of it is {biggest}")
+
+
+def _advise_learner(inputs: PlanInputs) -> Iterator[Advice]:
+    """Yield what makes training fit, or a larger micro-batch where there is room."""
+    setup, longest = inputs.learner, inputs.learner.longest
+    room = limit_of(inputs) - sum(count_beside(inputs, LearnerFootprint(inputs.model, setup), inputs.references).values())
+    if inputs.device.on_cpu and inputs.engine is not None:
+        room -= EngineMemory(inputs.model, inputs.engine, limit_of(inputs)).weights
+    if _fits(inputs, setup, room):
+        best = setup.tokens
+        while best < 1 << 17 and _fits(inputs, replace(setup, tokens=2 * best), room * 0.8):
+            best *= 2
+        if best > setup.tokens and best <= inputs.rollouts * longest:
+            yield Advice(
+                key=inputs.batch_key, value=str(best), reason="a larger micro-batch fits with a fifth of the memory to spare"
+            )
+        return
+    if setup.tokens > longest and _fits(inputs, replace(setup, tokens=longest), room):
+        yield Advice(key=inputs.batch_key, value=str(longest), reason="one conversation at a time fits")
+        return
+    recomputing = replace(setup, tokens=longest, checkpointed_share=1.0)
+    if setup.checkpointed_share < 1 and _fits(inputs, recomputing, room):
+        yield Advice(
+            key=f"{inputs.learner_key}.activation_checkpointing",
+            value="true",
+            reason="layers that compute their activations again fit",
+        )
+        return
+    sharding = recomputing.sharding
+    devices = inputs.training_devices
+    while devices < 1 << 14:
+        devices *= 2
+        wider = replace(recomputing, sharding=replace(sharding, shards=sharding.shards * devices // inputs.training_devices))
+        if _fits(inputs, wider, room):
+            yield Advice(
+                key="--devices", value=str(devices), reason="so many devices that share the weights and the optimizer fit"
+            )
+            return
+    yield Advice(
+        key=f"{inputs.learner_key}.context_parallel_size",
+        value="2 or more",
+        reason="a single conversation does not fit: divide its tokens",
+    )
+
+
+def _fits(inputs: PlanInputs, setup: LearnerSetup, room: float) -> bool:
+    return LearnerFootprint(inputs.model, setup).training_peak <= room
+
+
+def find_weakest(inputs: PlanInputs, phases: tuple[PhaseMemory, ...], node: NodeMemory | None = None) -> str:
+    """Say which phase has the least room, and how far what fills it may grow; or that a node's CPU memory does not fit."""
+    fullest = max(phases, key=lambda phase: phase.peak / phase.limit)
+    if not fullest.fits:
+        biggest = max(fullest.parts, key=lambda name: fullest.parts[name])
+        return f"{fullest.phase} does not fit: it takes {fullest.peak / fullest.limit:.0%} of a device's memory, most of it {biggest}"
+    if node is not None and node.limit is not None and not node.fits:
+        biggest = max(node.parts, key=lambda name: node.parts[name])
+        return f"the CPU memory of a node does not fit: it takes {node.peak / node.limit:.0%}, most of it {biggest}"
+    tightest = max((phase for phase in phases if phase.phase == "training"), key=lambda phase: phase.peak)
+    share = tightest.peak / tightest.limit
+    tokens = inputs.learner.tokens
+    room = tightest.limit - tightest.peak
+    learner = LearnerFootprint(inputs.model, inputs.learner)
+    per_token = (learner.activations + learner.output_layer) / tokens
+    most = tokens + room / per_token if per_token else tokens
+    return (
+        f"{tightest.phase}, at {share:.0%} of a device's memory: micro-batches of more than about {most:,.0f} tokens would not fit "
+        f"(now {tokens:,})"
+    )

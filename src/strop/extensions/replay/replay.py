@@ -1,0 +1,189 @@
+"""Replay a step as it was, and under other settings, and compare the two."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from strop.config import ConfigError, RolloutRunConfig
+from strop.extensions.replay.compared_metrics import (
+    ComparedMetrics,
+    EqualPasses,
+    compare_metrics,
+    compare_passes,
+    passes_may_differ,
+)
+from strop.extensions.replay.original_machine import find_start, keep_threads, list_differences
+from strop.extensions.replay.replay_plan import Configured, ReplayPlan, Weights, plan_replay
+from strop.extensions.replay.replayed_run import Beginning, open_replayed_run, read_stored
+from strop.extensions.replay.replayed_step import MovedRollout, ReplayedStep, replay_step
+from strop.runs.dry_run.examined_optimizers import find_optimizer_problems
+from strop.safety.remote_code import trust_remote_code
+from strop.storage.atomic_file import atomic_write
+from strop.storage.json_values import clean_json
+
+log = logging.getLogger(__name__)
+
+Note = Callable[[str], object]
+REPLAYS_FOLDER = "replays"  # in the log folder of the run
+LISTED = 10  # rollouts that moved most
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome:
+    """A step under some settings."""
+
+    loss: float | None
+    grad_norm: float | None
+    tokens: int  # that count in the loss
+    clipped_tokens: int | None
+    metrics: Mapping[str, float]
+    moved_most: Sequence[MovedRollout]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayResult:
+    """What a replay found."""
+
+    run: str  # its log folder
+    step: int
+    weights: str  # with which the step begins: step_N, or the initial model
+    exact: bool  # whether these are the weights that it began with, to the last bit
+    overrides: Sequence[str]
+    reproduction: ComparedMetrics
+    as_it_was: StepOutcome
+    changed: StepOutcome | None = None  # with the overrides; None without any
+    gradient_cosine: float | None = None  # of the gradients of the first optimizer step, which begins with the same weights
+    change_cosine: float | None = None  # of what the whole step changes in the weights
+    change_ratio: float | None = None  # norm of that change with the overrides / as it was
+    passes: EqualPasses | None = None  # the step trained twice as it was, where equal passes may differ; None: they are equal
+    elsewhere: Sequence[str] = ()  # what is different here from where the step ran, such as "torch 2.12.0 -> 2.13.0"
+    time: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON holds it; numbers that are not finite are None."""
+        found: dict[str, Any] = clean_json(
+            {**asdict(self), "gradient_degrees": _degrees(self.gradient_cosine), "change_degrees": _degrees(self.change_cosine)}
+        )
+        return found
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run could not be reproduced, though nobody asked for other weights, by more than equal passes differ here."""
+        return self.exact and bool(self.unexplained)
+
+    @property
+    def unexplained(self) -> Sequence[str]:
+        """The metrics that differ from what was logged, by more than equal passes differ here."""
+        return list(self.reproduction.different) if self.passes is None else self.passes.unexplained(self.reproduction)
+
+
+async def replay(
+    folder: Path,
+    step: int,
+    overrides: Sequence[str] = (),
+    *,
+    weights: Weights = "exact",
+    note: Note = log.info,
+) -> ReplayResult:
+    """Replay a step of the run in ``folder`` from the checkpoint of the step before. Nothing of the run is changed.
+
+    Raises ReplayError, which says which steps can be replayed, ConfigError, CheckpointError, ModelNotFound, StorageError.
+    """
+    plan = plan_replay(folder, step, weights)
+    configured = plan.load()
+    changed_config = plan.load(overrides) if overrides else None
+    _check(plan, [configured] if changed_config is None else [configured, changed_config])
+    beginning = Beginning(step=step - 1, checkpoint=plan.checkpoint, last_metrics=plan.logged.get(step - 1, {}))
+
+    async def train(with_settings: Configured) -> ReplayedStep:
+        async with open_replayed_run(folder, beginning, *with_settings) as opened:
+            return await replay_step(opened.run, await opened.read_step())
+
+    with trust_remote_code(configured[0].policy.trust_remote_code), keep_threads():
+        base, passes = await train(configured), None
+        if passes_may_differ(configured[0]):
+            note(
+                "equal passes may differ on a GPU (policy.deterministic is false): the step is trained a second time, to see by how much"
+            )
+            passes = compare_passes(step, base.metrics, (await train(configured)).metrics)
+        changed = None if changed_config is None else await train(changed_config)
+        elsewhere = list_differences(find_start(folder, step))
+    return replace(_compare(plan, overrides, base, changed), elsewhere=elsewhere, passes=passes)
+
+
+def _check(plan: ReplayPlan, at_step: Sequence[Configured]) -> None:
+    """Find before a model is loaded what a later part of the replay would not read. Raises ReplayError, ConfigError."""
+    for config, algorithm in at_step:
+        if isinstance(config, RolloutRunConfig):
+            read_stored(plan.folder, plan.step, config, algorithm)
+        if problems := list(find_optimizer_problems(config)):
+            raise ConfigError(problems)
+
+
+def store_replay(folder: Path, result: ReplayResult) -> Path:
+    """Write a result to the log folder of its run, beside those of earlier replays, and return the file."""
+    target = folder / REPLAYS_FOLDER
+    target.mkdir(exist_ok=True)
+    number = 1 + max((int(path.stem.rpartition("_")[2]) for path in target.glob("step_*_*.json")), default=0)
+    path = target / f"step_{result.step:06d}_{number:03d}.json"
+    with atomic_write(path) as draft:
+        draft.write_text(json.dumps(result.to_dict(), allow_nan=False), encoding="utf-8")
+    return path
+
+
+def _compare(
+    plan: ReplayPlan,
+    overrides: Sequence[str],
+    base: ReplayedStep,
+    changed: ReplayedStep | None,
+) -> ReplayResult:
+    return ReplayResult(
+        run=str(plan.folder),
+        step=plan.step,
+        weights=plan.source,
+        exact=plan.exact,
+        overrides=tuple(overrides),
+        reproduction=compare_metrics(plan.step, plan.logged[plan.step], base.metrics),
+        as_it_was=_summarize(base),
+        changed=None if changed is None else _summarize(changed),
+        gradient_cosine=None if changed is None else _cosine(base.gradient, changed.gradient),
+        change_cosine=None if changed is None else _cosine(base.change, changed.change),
+        change_ratio=None if changed is None else _ratio(changed.change, base.change),
+    )
+
+
+def _summarize(step: ReplayedStep) -> StepOutcome:
+    return StepOutcome(
+        loss=step.metrics.get("train/loss"),
+        grad_norm=step.metrics.get("train/grad_norm"),
+        tokens=step.tokens,
+        clipped_tokens=step.clipped_tokens,
+        metrics=step.metrics,
+        moved_most=sorted(step.rollouts, key=lambda rollout: -abs(rollout.moved))[:LISTED],
+    )
+
+
+def _cosine(first: Tensor, second: Tensor) -> float | None:
+    """Return the cosine of the angle between two vectors; None if one is zero, or they are of other parameters."""
+    if first.shape != second.shape:
+        return None
+    product = float(first.double().norm() * second.double().norm())
+    return None if not product else max(-1.0, min(1.0, float(first.double() @ second.double()) / product))
+
+
+def _ratio(first: Tensor, second: Tensor) -> float | None:
+    norm = float(second.double().norm())
+    return float(first.double().norm()) / norm if norm else None
+
+
+def _degrees(cosine: float | None) -> float | None:
+    return None if cosine is None else math.degrees(math.acos(cosine))

@@ -1,0 +1,113 @@
+"""One model that a client trains: adapters on the base model, their optimizer, and what the SDK does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from strop.base_config import validate_section
+from strop.extensions.tinker.datum_batch import ForwardBackwardCall, TinkerRequestError, make_batch
+from strop.extensions.tinker.loss_functions import make_loss
+from strop.extensions.tinker.weight_folders import AdapterShape
+from strop.extensions.tinker.wire import write_forward_backward
+from strop.learner.base import require_token_outputs
+from strop.learner.model_config import ModelConfig
+from strop.learner.torch.learner import TorchLearner
+from strop.metrics import to_floats
+from strop.models.adapters import lora_layers, save_adapters
+from strop.runs.models import LoadedPolicy, load_policy
+from strop.sampling import Sampling, is_finite
+
+# Names of the layers of a transformer block, in the families that Strop trains.
+ATTENTION = ("*self_attn*", "*attention*", "*.attn.*")
+MLP = ("*mlp*", "*experts*", "*feed_forward*")
+ALPHA = 32  # Tinker's scale of adapters
+ADAM = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+
+
+def make_model_config(base: dict[str, Any], shape: AdapterShape | None) -> ModelConfig:
+    """Return the configuration of the base model, with adapters unless ``shape`` is None. Raises TinkerRequestError."""
+    if shape is None:
+        return validate_section(ModelConfig, base)
+    patterns = (ATTENTION if shape.train_attn else ()) + (MLP if shape.train_mlp else ())
+    if not patterns:
+        raise TinkerRequestError("neither train_mlp nor train_attn is set, and adapters on the output layer are not served here")
+    every = shape.train_attn and shape.train_mlp
+    targets = (
+        {"match_all_linear": True}
+        if every
+        else {"exclude_modules": MLP if shape.train_attn else ATTENTION, "match_all_linear": True}
+    )
+    lora = {"enabled": True, "dim": shape.rank, "alpha": ALPHA, **targets}
+    adam = {"lr": 0.0, "betas": [0.9, 0.95], "eps": 1e-12, "weight_decay": 0.0}
+    return validate_section(
+        ModelConfig,
+        {
+            **base,
+            "dtensor_cfg": {"lora_cfg": lora},
+            "optimizer": {"name": "torch.optim.AdamW", "kwargs": adam},
+            "max_grad_norm": None,
+        },
+    )
+
+
+class TunedModel:
+    """A learner of adapters. Its methods block, and are called one at a time."""
+
+    def __init__(self, base: dict[str, Any], shape: AdapterShape) -> None:
+        """Load the base model and add adapters. Raises TinkerRequestError, ValueError."""
+        self.shape = shape
+        config = make_model_config(base, shape)
+        self.policy: LoadedPolicy = load_policy(config, shape.seed)
+        self.learner = TorchLearner(self.policy.network, config, Sampling())
+
+    def forward_backward(self, call: ForwardBackwardCall) -> bytes:
+        """Add the gradient of a loss to that of earlier calls, unless it is ``forward_only``. Raises TinkerRequestError."""
+        loss = make_loss(call.loss, call.options)
+        batch = make_batch(call.data, loss.needed)
+        vocabulary = self.policy.network.model.get_input_embeddings().num_embeddings
+        if (
+            not 0
+            <= int(min(batch.tokens.min(), batch.target.min()))
+            <= int(max(batch.tokens.max(), batch.target.max()))
+            < vocabulary
+        ):
+            raise TinkerRequestError(f"a token is not in the vocabulary of {vocabulary}")
+        run = self.learner.evaluate_loss if call.forward_only else self.learner.forward_backward
+        result = run(batch, loss)
+        logprobs = require_token_outputs(result.outputs).logprobs.split([len(datum.tokens) for datum in call.data])
+        return write_forward_backward(logprobs, {"loss:sum": to_floats(result.metrics)["loss:sum"]})
+
+    def optim_step(self, params: Mapping[str, Any]) -> dict[str, float]:
+        """Take a step of AdamW with the gradient so far. Raises TinkerRequestError for other optimizers and values that are none."""
+        values = {name: params.get(name) for name in ADAM}
+        if any(not is_finite(value) or value < 0 for value in values.values()):
+            raise TinkerRequestError(f"adam_params are {params!r:.200}; each of {', '.join(ADAM)} must be a number of at least 0")
+        for group in self.learner.optimizer.param_groups:
+            group.update(
+                lr=values["learning_rate"],
+                betas=(values["beta1"], values["beta2"]),
+                eps=values["eps"],
+                weight_decay=values["weight_decay"],
+            )
+        self.learner.config = replace(self.learner.config, max_grad_norm=values["grad_clip_norm"] or None)
+        measured = to_floats(self.learner.step())
+        return {"grad_norm:mean": measured["grad_norm"], "skipped:sum": measured["steps_skipped_for_nonfinite_gradient"]}
+
+    def save(self, folder: Path) -> None:
+        self.learner.save(folder)
+
+    def load(self, folder: Path, *, optimizer: bool) -> None:
+        """Restore weights, and with ``optimizer`` its state too."""
+        self.learner.load(folder)
+        if not optimizer:
+            self.learner.optimizer.state.clear()
+
+    def save_for_sampler(self, folder: Path) -> None:
+        save_adapters(self.policy.network.model, folder)
+
+    @property
+    def rank(self) -> int:
+        return lora_layers(self.policy.network.model)[0].down.shape[0]

@@ -1,0 +1,234 @@
+"""What the view answers: the routes of its HTTP API, all JSON, and the page."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from aiohttp import web
+
+from strop.extensions.replay.token_ledger import LedgerError, make_ledger
+from strop.extensions.view.access_guard import LONGEST_BODY, AccessGuard, add_headers
+from strop.extensions.view.http_answers import answer_error, in_thread, read_count, read_filter, read_int, read_order, read_place
+from strop.extensions.view.rollout_browser import RolloutBrowser
+from strop.extensions.view.run_catalogue import RunCatalogue
+from strop.extensions.view.run_status import describe_status
+from strop.extensions.view.star_file import STARS_FILE, change_star, read_stars
+from strop.extensions.view.token_texts import TokenTexts
+from strop.extensions.view.validation_browser import ValidationBrowser
+from strop.extensions.view.view_error import ViewError
+from strop.extensions.view.viewed_run import ViewedRun, flatten
+from strop.monitoring.rollout_index.rollout_filter import RolloutFilter
+from strop.safety.http_server import make_app, parse_json, read_body
+from strop.safety.printable import make_printable
+from strop.storage.json_values import clean_json
+
+log = logging.getLogger(__name__)
+
+POINTS = 2000
+WARM_RUNS = 3
+
+
+class ViewRoutes:
+    """Answers requests from the runs of a catalogue."""
+
+    def __init__(self, catalogue: RunCatalogue, guard: AccessGuard) -> None:
+        self.catalogue, self._guard = catalogue, guard
+        self._texts = TokenTexts()
+        self._browsers: dict[Path, tuple[RolloutBrowser, ValidationBrowser]] = {}
+
+    def make_app(self) -> web.Application:
+        step, group = r"{step:[0-9]+}", r"{group:[0-9]+}"
+        place = f"{step}/{group}/{{sample:[0-9]+}}"
+        routes: dict[str, Callable[[web.Request], Any]] = {
+            "/api/runs": self.list_runs,
+            "/api/compare/config": self.compare_config,
+            "/api/stars/export": self.export_stars,
+            "/api/runs/{run}/metrics": self.metrics,
+            "/api/runs/{run}/status": self.status,
+            "/api/runs/{run}/config": self.config,
+            "/api/runs/{run}/rollouts": self.rollouts,
+            f"/api/runs/{{run}}/rollouts/{place}": self.rollout,
+            f"/api/runs/{{run}}/groups/{step}/{group}": self.group,
+            "/api/runs/{run}/tasks": self.tasks,
+            r"/api/runs/{run}/tasks/{task:[\s\S]*}": self.task,
+            "/api/runs/{run}/validation": self.validations,
+            f"/api/runs/{{run}}/validation/{step}": self.validation,
+            f"/api/runs/{{run}}/ledger/{place}": self.ledger,
+            "/api/runs/{run}/replays": self.replays,
+            "/api/runs/{run}/images/{name}": self.image,
+            "/api/runs/{run}/stars": self.stars,
+            "/{name:.*}": self.page,
+        }
+        app = make_app(self._guard.check, answer_error, max_body=LONGEST_BODY)
+        app.on_response_prepare.append(add_headers)
+        app.add_routes([web.get(path, in_thread(answer)) for path, answer in routes.items()])
+        app.router.add_put("/api/runs/{run}/stars", self.put_star)
+        return app
+
+    def warm_up(self) -> None:
+        """Read what the page asks for first, of the newest runs, while the browser is being opened."""
+        for run in self.catalogue.list_runs()[:WARM_RUNS]:
+            try:
+                run.describe()
+                run.metrics.names()
+                self.browsers(run)[0].prepare(RolloutFilter())
+            except Exception as error:  # whoever asks for it is told
+                log.info("%s: %s", run.folder, error)
+
+    def run(self, request: web.Request) -> ViewedRun:
+        return self.catalogue.find(request.match_info["run"])
+
+    def browsers(self, run: ViewedRun) -> tuple[RolloutBrowser, ValidationBrowser]:
+        if run.folder not in self._browsers or self._browsers[run.folder][0].run is not run:
+            self._browsers[run.folder] = (RolloutBrowser(run, self._texts), ValidationBrowser(run))
+        return self._browsers[run.folder]
+
+    def page(self, request: web.Request) -> web.Response:
+        if request.path == "/" and "token" in request.query:
+            return self._guard.enter(request)
+        name = request.match_info["name"] or "index.html"
+        found = None if name.startswith("api/") else read_page_file(name)
+        if found is None:
+            raise ViewError(f"there is no {make_printable(request.path)[:200]}")
+        content, kind = found
+        return web.Response(body=content, headers={"Content-Type": kind, "Cache-Control": "no-cache"})
+
+    def list_runs(self, request: web.Request) -> Any:
+        described = []
+        for run in self.catalogue.list_runs():
+            try:
+                described.append(clean_json(run.describe()))
+            except OSError:  # removed meanwhile
+                continue
+            except Exception as error:  # one run that cannot be read hides no other
+                log.exception("%s cannot be described", run.folder)
+                described.append(run.describe_unread(error))
+        return described
+
+    def metrics(self, request: web.Request) -> Any:
+        history = self.run(request).metrics
+        names = [name for name in request.query.get("names", "").split(",") if name]
+        if not names:
+            return {"names": history.names(), "last_step": history.last_step()}
+        return history.series(names, read_int(request, "since"), read_count(request, "points", POINTS))
+
+    def status(self, request: web.Request) -> Any:
+        return describe_status(self.run(request))
+
+    def config(self, request: web.Request) -> Any:
+        return self.run(request).describe_config()
+
+    def compare_config(self, request: web.Request) -> Any:
+        first, second = (dict(flatten(self.catalogue.find(request.query.get(name, "")).config())) for name in ("a", "b"))
+        keys = [key for key in sorted({*first, *second}) if key not in first or key not in second or first[key] != second[key]]
+        return clean_json([{"key": key, "a": first.get(key), "b": second.get(key)} for key in keys])
+
+    def rollouts(self, request: web.Request) -> Any:
+        rollouts, validations = self.browsers(self.run(request))
+        text = request.query.get("text", "")[:1000]
+        page = (read_order(request), text, read_count(request, "from", 0), read_count(request, "limit", 50))
+        if request.query.get("validation") in ("1", "true"):
+            return validations.page(None, read_filter(request), *page)
+        return rollouts.list_rollouts(read_filter(request), *page)
+
+    def rollout(self, request: web.Request) -> Any:
+        rollouts, validations = self.browsers(self.run(request))
+        of_validation = request.query.get("validation") in ("1", "true")
+        return (validations.rollout if of_validation else rollouts.read)(*read_place(request))
+
+    def group(self, request: web.Request) -> Any:
+        step, group, _ = read_place(request)
+        return self.browsers(self.run(request))[0].read_group(step, group)
+
+    def tasks(self, request: web.Request) -> Any:
+        text = request.query.get("text", "")
+        return self.browsers(self.run(request))[0].list_tasks(
+            text, read_count(request, "from", 0), read_count(request, "limit", 50)
+        )
+
+    def task(self, request: web.Request) -> Any:
+        return self.browsers(self.run(request))[0].follow_task(request.match_info["task"], read_count(request, "limit", 60))
+
+    def validations(self, request: web.Request) -> Any:
+        return self.browsers(self.run(request))[1].list_validations()
+
+    def validation(self, request: web.Request) -> Any:
+        text, first, limit = (
+            request.query.get("text", ""),
+            read_count(request, "from", 0),
+            read_count(request, "limit", 50),
+        )
+        step = int(request.match_info["step"])
+        return self.browsers(self.run(request))[1].page(step, read_filter(request), read_order(request), text, first, limit)
+
+    def ledger(self, request: web.Request) -> Any:
+        run = self.run(request)
+        try:
+            made = make_ledger(run.folder, *read_place(request))
+        except (LedgerError, OSError) as error:
+            raise ViewError(f"no ledger of this rollout: {str(error)[:500]}") from None
+        return made.to_dict()
+
+    def replays(self, request: web.Request) -> Any:
+        return self.run(request).replays()
+
+    def stars(self, request: web.Request) -> Any:
+        return [vars(star) for star in read_stars(self.run(request).folder).values()]
+
+    async def put_star(self, request: web.Request) -> web.StreamResponse:
+        values = parse_json(await read_body(request))
+        changed = in_thread(lambda asked: [vars(star) for star in change_star(self.run(asked).folder, values).values()])
+        return await changed(request)
+
+    def export_stars(self, request: web.Request) -> web.Response:
+        """Return the starred rollouts of one run or all, each with its run, its note and everything that is stored, as JSON lines."""
+        wanted = request.query.get("run")
+        runs: Sequence[ViewedRun] = [self.catalogue.find(wanted)] if wanted else self.catalogue.list_runs()
+        lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for run in runs for row in self._list_starred(run)]
+        name = quote(f"{wanted or 'runs'}_{STARS_FILE}")
+        headers = {"Content-Disposition": f'attachment; filename="{name}"', "Content-Type": "application/x-ndjson; charset=utf-8"}
+        return web.Response(body="".join(line + "\n" for line in lines).encode("utf-8", errors="replace"), headers=headers)
+
+    def _list_starred(self, run: ViewedRun) -> list[dict[str, Any]]:
+        rollouts, validations = self.browsers(run)
+        rows = []
+        for star in read_stars(run.folder).values():
+            named = {"run": run.id, "note": star.note, "validation": star.validation}
+            try:
+                read = validations.rollout if star.validation else rollouts.read
+                rows.append({**named, **read(star.step, star.group, star.sample)})
+            except ViewError as error:
+                rows.append({**named, "step": star.step, "group": star.group, "sample": star.sample, "error": str(error)})
+        return rows
+
+    def image(self, request: web.Request) -> web.Response:
+        content, kind = self.run(request).image(request.match_info["name"].partition(".")[0])
+        return web.Response(body=content, headers={"Content-Type": kind, "Content-Disposition": "inline"})
+
+
+# The files of the page, which are part of the package: served by name from a list, never by a path that was asked for.
+
+
+PAGE = Path(__file__).parent / "page"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".woff2": "font/woff2",
+    ".txt": "text/plain; charset=utf-8",
+}
+
+
+def read_page_file(name: str) -> tuple[bytes, str] | None:
+    """Return the content and the type of a file; None if there is none of this name."""
+    found = {path.relative_to(PAGE).as_posix(): path for path in PAGE.rglob("*") if path.suffix in TYPES and path.is_file()}
+    path = found.get(name)
+    return None if path is None else (path.read_bytes(), TYPES[path.suffix])

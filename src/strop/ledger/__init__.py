@@ -1,1 +1,0 @@
-"""The token ledger: what each term of the loss contributed at each token."""

@@ -1,0 +1,142 @@
+"""What is said to be wrong with a run, and what is not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from strop.extensions.watch.health.health_monitor import HealthMonitor, TooManySkipped
+from strop.extensions.watch.health.health_rules import RULES, StepMetrics
+from strop.monitoring.trackers.base import CompositeTracker, NullTracker
+
+PAGE = Path(__file__).parents[4] / "docs" / "troubleshooting.md"
+
+# A step with which nothing is wrong.
+SOUND = {
+    "train/reward": 0.5,
+    "train/reward_min": 0.0,
+    "train/reward_max": 1.0,
+    "train/groups_without_signal": 0.5,
+    "train/advantages_abs": 0.4,
+    "train/grad_norm": 0.3,
+    "train/steps_skipped_for_nonfinite_gradient": 0.0,
+    "train/entropy": 0.8,
+    "train/kl_penalty": 0.01,
+    "train/truncated": 0.1,
+}
+CONSTANT = {
+    "train/reward": 0.0,
+    "train/reward_max": 0.0,
+    "train/groups_without_signal": 1.0,
+    "train/advantages_abs": 0.0,
+    "train/grad_norm": 0.0,
+}
+WRONG: dict[str, StepMetrics] = {
+    "constant_rewards": CONSTANT,
+    "no_signal": {"train/groups_without_signal": 1.0, "train/advantages_abs": 0.0, "train/grad_norm": 0.0},
+    "zero_gradient": {"train/grad_norm": 0.0},
+    "skipped_steps": {"train/steps_skipped_for_nonfinite_gradient": 1.0, "train/grad_norm": float("nan")},
+    "entropy_collapsed": {"train/entropy": 0.001},
+    "kl_exploded": {"train/kl_penalty": 4.0},
+    "all_truncated": {"train/truncated": 1.0},
+    "mostly_truncated": {"train/truncated": 0.9},
+    "many_metrics": {f"train/environments/mine/task_{number}": 1.0 for number in range(1001)},
+}
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def watch(*steps: StepMetrics, section: str = "grpo") -> tuple[list[dict[str, float]], list[str]]:
+    """Return what each step logs, and what was said."""
+    monitor, tracker = HealthMonitor(section=section, max_skipped_steps=100), Notes()
+    return [monitor.check(step, tracker) for step in steps], tracker.notes  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_for_some_steps_is_said_once_and_logged_while_it_is_wrong(name: str) -> None:
+    (rule,) = [rule for rule in RULES if rule.name == name]
+    wrong = {**SOUND, **WRONG[name]}
+    logged, said = watch(SOUND, *[wrong] * (rule.steps + 2), SOUND)
+    assert logged == [{}] * rule.steps + [{f"health/{name}": 1.0}] * 3 + [{}]
+    assert len(said) == 1 and said[0].startswith("warning: ") and f"(docs/troubleshooting.md#{name})" in said[0]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_sound_step_in_between_starts_the_count_again(name: str) -> None:
+    wrong = {**SOUND, **WRONG[name]}
+    (steps,) = [rule.steps for rule in RULES if rule.name == name]
+    logged, said = watch(*([wrong] * (steps - 1) + [SOUND]) * 3)
+    assert not any(logged) and not said
+
+
+def test_every_rule_has_a_section_in_the_troubleshooting_page_and_a_test() -> None:
+    headings = set(re.findall(r"^### (\w+)$", PAGE.read_text(encoding="utf-8"), re.M))
+    others = {"single_turn", "ignored_weights", "never_validated", "epochs_end_first", "tracker_failed", "listener_failed"}
+    assert headings == {rule.name for rule in RULES} | others and {rule.name for rule in RULES} == WRONG.keys()
+
+
+@pytest.mark.parametrize(
+    ("what", "section", "step"),
+    [
+        ("a run on recorded data", "dpo", {"train/loss": 0.69, "train/grad_norm": 0.1, "train/accuracy": 0.0, "train/margin": 0.0}),
+        ("KTO", "dpo", {"train/loss": 0.5, "train/grad_norm": 0.1, "train/reference_point": 0.0}),
+        ("distillation with rewards that are all 0", "distillation",
+         {**SOUND, **CONSTANT, "train/grad_norm": 0.2, "train/advantages_abs": 0.1, "train/truncated": 1.0, "train/entropy": 0.001}),
+        ("a critic that trains alone", "ppo",
+         {key: value for key, value in SOUND.items() if key not in ("train/grad_norm", "train/loss")} | {"train/value_grad_norm": 1.0}),
+        ("groups of one rollout with a critic", "ppo", {**SOUND, "train/groups_without_signal": 1.0}),
+        ("dynamic sampling", "grpo", {**SOUND, "train/groups_without_signal": 0.0, "train/groups_dropped_by_filter": 50.0}),
+        ("a solved task with a little entropy left", "grpo", {**SOUND, "train/entropy": 0.05, "train/groups_without_signal": 0.9}),
+        ("metrics that are not numbers", "grpo", dict.fromkeys(SOUND, float("nan"))),
+    ],
+)  # fmt: skip
+def test_nothing_is_said_where_nothing_is_wrong(what: str, section: str, step: StepMetrics) -> None:
+    logged, said = watch(*[step] * 30, section=section)
+    assert not any(logged) and not said, what
+
+
+def test_a_tracker_that_failed_is_in_the_metrics_of_those_that_did_not() -> None:
+    class Broken(NullTracker):
+        def log(self, step: int, metrics: StepMetrics) -> None:
+            raise OSError("no network")
+
+    tracker = CompositeTracker([CompositeTracker([Broken(), NullTracker()])])
+    monitor = HealthMonitor()
+    assert monitor.check(SOUND, tracker) == {}
+    tracker.log(1, SOUND)
+    assert tracker.failures == ["Broken failed and was off for the rest of this run: OSError: no network"]
+    assert monitor.check(SOUND, tracker) == {"health/tracker_failed": 1.0}
+
+
+def test_one_cause_is_said_once() -> None:
+    _, said = watch(*[{**SOUND, **CONSTANT, "train/entropy": 0.0}] * 20)
+    assert len(said) == 1
+
+
+def test_a_resumed_run_counts_on_from_the_steps_before() -> None:
+    wrong = {**SOUND, **CONSTANT}
+    whole, _ = watch(*[wrong] * 8)
+    monitor, tracker = HealthMonitor(), Notes()
+    monitor.replay([wrong] * 3)
+    assert [monitor.check(wrong, tracker) for _ in range(5)] == whole[3:]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("learner", ["", "value_"])
+def test_a_run_that_skips_every_step_is_stopped_with_the_keys_to_set(learner: str) -> None:
+    skipped = {**SOUND, f"train/{learner}steps_skipped_for_nonfinite_gradient": 1.0}
+    monitor, tracker = HealthMonitor(section="sft", max_skipped_steps=3), Notes()
+    for step in (skipped, skipped, SOUND, skipped, skipped, skipped):
+        monitor.check_skipped()
+        monitor.check(step, tracker)  # type: ignore[arg-type]
+    with pytest.raises(
+        TooManySkipped, match=r"last 3 steps was skipped.*sft\.max_skipped_steps_in_a_row.*policy\.optimizer\.kwargs\.lr"
+    ):
+        monitor.check_skipped()
