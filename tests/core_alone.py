@@ -1,0 +1,30 @@
+"""Run pytest on the core alone: a copy of the package without ``strop/extensions``, which every process of the tests imports.
+
+    python tests/core_alone.py -q -n 2 -m "not gpu and not exhaustive"
+
+Arguments go to pytest; tests/extensions and tests/browser are left out.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def main(arguments: list[str]) -> int:
+    with tempfile.TemporaryDirectory(prefix="strop-core-") as folder:
+        shutil.copytree(ROOT / "src" / "strop", Path(folder, "strop"), ignore=shutil.ignore_patterns("extensions", "__pycache__"))
+        path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        left_out = [f"--ignore={ROOT / 'tests' / name}" for name in ("extensions", "browser")]
+        command = [sys.executable, "-m", "pytest", *left_out, *arguments]
+        return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
