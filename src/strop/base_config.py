@@ -153,6 +153,12 @@ class BaseConfig:
         """Yield what works within this section, which is at the dotted ``key``, but perhaps not as intended."""
         return iter(())
 
+    def examine(self, key: str, environments: Mapping[str, Any]) -> Iterator[Problem]:
+        """Yield what cannot work on this machine, after a look at what this section names: code, programs, files.
+
+        ``environments``: those that this process is to hold (``strop.environments.handle.LocalEnvironment``), by alias."""
+        return iter(())
+
 
 def _attached_sections(owner: str) -> dict[str, type[BaseConfig]]:
     """Return the sections that extensions attach to the class ``owner``: entry points ``OWNER.KEY`` of the group ``strop.sections``."""

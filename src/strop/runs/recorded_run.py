@@ -146,6 +146,7 @@ class RecordedSource:
     examples: RecordedExamples = field(init=False)
     validation_groups: list[Group] = field(init=False)
     sampling = Sampling()  # of nothing
+    environments = ()
 
     @property
     def size(self) -> int | None:

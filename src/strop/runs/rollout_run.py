@@ -19,7 +19,6 @@ from strop.data.data_state import DataState
 from strop.distributed.base import Cluster
 from strop.environments.handle import EnvironmentHandle
 from strop.environments.mixture import Mixture
-from strop.extensions.code.sandbox.sandbox_pool import try_sandbox
 from strop.extensions.watch.health.health_rules import HealthFinding
 from strop.extensions.watch.health.start_checks import check_epochs, check_reward_weights, check_turns, check_validation
 from strop.generation.base import Generator, PastSelves
@@ -142,8 +141,8 @@ class SampledSource:
             )
 
 
-async def read_tasks(config: RolloutRunConfig, algorithm: Algorithm, cluster: Cluster | None, tracker: Tracker) -> SampledSource:
-    """Make the environments of a run and read its tasks; try the sandbox if one needs it. Raises ConfigError, EnvironmentConfigError."""
+def read_tasks(config: RolloutRunConfig, algorithm: Algorithm, cluster: Cluster | None, tracker: Tracker) -> SampledSource:
+    """Make the environments of a run and read its tasks. Raises ConfigError, EnvironmentConfigError."""
     remote = {} if cluster is None else make_remote_environments(config, cluster)
     tracker.progress("reading tasks")
     train, validation = make_training_tasks(config, remote), make_validation_tasks(config, remote)
@@ -152,9 +151,6 @@ async def read_tasks(config: RolloutRunConfig, algorithm: Algorithm, cluster: Cl
     tracker.note(f"{counted} to train on{held_out}{describe_order(config)}")
     note_empty_answers(train, tracker.note)
     source = SampledSource(config=config, algorithm=algorithm, tracker=tracker, train=train, validation=validation)
-    if any(each.traits.needs_sandbox for each in source.environments):
-        tracker.progress("trying the sandbox")
-        tracker.note(await try_sandbox())
     raise_problems(find_conversation_problems(config, source.environments))
     return source
 
