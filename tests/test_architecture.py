@@ -194,10 +194,6 @@ STILL_CROSSING: frozenset[str] = frozenset(
         "runs/jobs/evaluation_engines.py",
         "runs/jobs/serve_model.py",
         "runs/monitors/instruments.py",
-        "runs/monitors/run_listeners.py",
-        "runs/recorded_run.py",
-        "runs/rollout_run.py",
-        "runs/train.py",
     }
 )
 

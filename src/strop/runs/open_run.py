@@ -12,7 +12,7 @@ from strop.environments.resources import open_resources
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.backend import make_backend
 from strop.runs.lifecycle import begin_run, finish_at_end, make_early_stop
-from strop.runs.monitors.run_listeners import make_hacking_monitor, make_listeners, make_store
+from strop.runs.monitors.run_listeners import RunSetup, attach_listeners, make_listeners, make_store
 from strop.runs.recorded_run import RecordedSource, read_recorded
 from strop.runs.resume.restore import restore_run, resume_run
 from strop.runs.rollout_run import SampledSource, read_tasks
@@ -32,18 +32,17 @@ async def open_run(
     else:
         source = read_recorded(config, algorithm, tracker)
     async with open_resources(source.environments, tracker.note, tracker.progress):
-        hacking = make_hacking_monitor(config)
+        setup = RunSetup(config=config, algorithm=algorithm, source=source, store=make_store(config))
+        attached = attach_listeners(setup)
         backend = await make_backend(config, cluster, tracker)
         options = source.prepare(backend)
         learners = await backend.build_learners(algorithm, source.sampling, options.count_optimizer_steps(source.size))
         columns = await make_columns(
             config, backend, algorithm, learners, tracker, source.read_all, last_metrics=lambda: run.last_metrics
         )
-        store = make_store(config, backend.bundle.tokenizer.decode)
-        restored = await restore_run(config, backend.bundle, learners, source.make_parts(backend), store, tracker)
+        setup.store.decode = backend.bundle.tokenizer.decode
+        restored = await restore_run(config, backend.bundle, learners, source.make_parts(backend), setup.store, tracker)
         async with source.open(backend, options, learners["policy"], columns, restored.state) as supply:
-            at_start = source.find_at_start(options)
-            listeners = await make_listeners(config, algorithm, options, store, hacking, at_start, cluster, tracker)
             run = TrainingRun(
                 options=options,
                 algorithm=algorithm,
@@ -56,7 +55,7 @@ async def open_run(
                 evaluator=supply.evaluator,
                 early_stop=make_early_stop(config),
                 checkpoints=restored.checkpoints,
-                listeners=listeners,
+                listeners=await make_listeners(setup, options, attached, cluster, tracker),
             )
             resume_run(run, restored.state)
             async with finish_at_end(run):
