@@ -11,9 +11,9 @@ from strop.extensions.planning.beside_models import BesideModel, without_output
 from strop.extensions.planning.learner_memory import BFLOAT16, FLOAT32, LearnerSetup
 from strop.extensions.planning.model_size import ModelSize
 from strop.extensions.planning.plan_inputs import PlannedDevice
+from strop.extensions.planning.planned_learner import read_learner, read_megatron_sizes, read_torch_sizes
 from strop.extensions.planning.sharding import Sharding
 from strop.runs.cluster.device_plan import choose_dims
-from strop.runs.dry_run.planned_learner import read_learner, read_megatron_sizes, read_torch_sizes
 
 SELF = "self"  # a teacher that is the policy
 

@@ -15,11 +15,11 @@ from strop.extensions.planning.beside_inputs import assume_sizes, read_beside
 from strop.extensions.planning.engine_memory import EngineSetup
 from strop.extensions.planning.model_size import ModelSize
 from strop.extensions.planning.plan_inputs import CheckpointSetup, NodeSetup, PlanInputs, PlannedDevice
+from strop.extensions.planning.planned_learner import offloads_reference, read_learner
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
 from strop.runs.algorithm.run_algorithm import make_run_algorithm
 from strop.runs.cluster.device_plan import choose_dims
-from strop.runs.dry_run.planned_learner import offloads_reference, read_learner
 from strop.runs.summary import UNLIMITED_STEPS
 
 MOST_SEQUENCES = 256  # that an engine decodes at a time, where nothing is said
