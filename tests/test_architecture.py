@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1] / "src"
 # Who may import whom: a room imports from earlier lines only. (docs/architecture.md draws the same picture.)
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("lazy_torch", "safety", "thoughts", "device_copies", "determinism"),
+    ("columns",),
     (
         "types",
         "metrics",
@@ -63,10 +64,10 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "vllm": ("generation/vllm/",),
     "sglang": ("extensions/sglang/",),
     "megatron": ("extensions/megatron/",),
-    "transformers": ("models/",),
+    "transformers": ("models/", "extensions/labs/"),
     "torchao": ("models/quantization/",),
-    "safetensors": ("models/", "learner/", "checkpointing/", "weight_sync/", "extensions/megatron/"),
-    "huggingface_hub": ("models/", "data/"),
+    "safetensors": ("models/", "learner/", "checkpointing/", "weight_sync/", "extensions/megatron/", "extensions/labs/"),
+    "huggingface_hub": ("models/", "data/", "extensions/labs/"),
     "datasets": ("data/", "api.py"),  # api.py names its type
     "pandas": ("monitoring/", "results.py", "data/"),
     "rich": ("monitoring/",),
@@ -92,7 +93,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "environments/verifiers/options.py",
         "algorithm_factory.py",
         "tools/function_tool.py",
-        "tools/tool_registry.py",
+        "tools/tool_options.py",
     ),
     "mcp": ("tools/mcp_tools.py",),
 }
@@ -169,26 +170,7 @@ def internal_imports() -> Iterator[Import]:
 # Files of the core that still import an extension by name.
 STILL_CROSSING: frozenset[str] = frozenset(
     {
-        "checkpointing/convert.py",
-        "checkpointing/saved_model.py",
-        "config/checks/cluster_checks.py",
-        "config/checks/run_checks.py",
-        "config/load/load.py",
-        "config/load/translated_recipe.py",
-        "config/schema/distillation_config.py",
-        "config/schema/policy_config.py",
         "environments/scoring/scoring_worker.py",
-        "generation/generation_config.py",
-        "generation/launched_engines.py",
-        "learner/model_config.py",
-        "runs/cluster/device_plan.py",
-        "runs/cluster/rank_builders.py",
-        "runs/cluster/ray_backend.py",
-        "runs/dry_run/examine.py",
-        "runs/dry_run/examined_networks.py",
-        "runs/dry_run/recipe_folder.py",
-        "runs/engines.py",
-        "runs/jobs/evaluation_engines.py",
         "runs/jobs/serve_model.py",
     }
 )
@@ -421,12 +403,14 @@ SHORT = {
     "cli.config_command": "a command of its own",
     "cli.doctor_command": "a command of its own",
     "config.load.named_files": "where the files are looked for that a recipe names",
+    "extensions.labs.draft.draft_rejection": "a formula with its paper",
+    "extensions.labs.draft.drafting_config": "keys of the engine, which are read before those of the policy",
     "extensions.recipes.trl.trl_services": "the services of another library",
     "environments.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
-    "generation.torch.drafting.draft_rejection": "a formula with its paper",
     "generation.vllm.engine_stats": "what vLLM counts, under Strop's names",
     "extensions.watch.hacking.e_process": "a statistical test with its paper",
     "monitoring.notebook_figure": "it inherits from matplotlib, which is imported where something is drawn",
+    "runs.cluster.rank_exporter": "sent to ranks, which import nothing of the driver",
     "rollouts.tokenizing_worker": "a process of its own",
     "extensions.view.view_server": "heavy, and imported when the command runs",
     "trainer.publish": "a stage of the loop",

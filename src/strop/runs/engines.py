@@ -1,4 +1,4 @@
-"""Build the generator of a run and its weight sync: the torch engine on the learner's module, or engines in processes of their own."""
+"""Build the generator of a run and its weight sync: the torch engine on the learner's module, or engines in separate processes."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from strop.config import RolloutRunConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.environments.policy_client import PastSelvesRule
-from strop.extensions.sglang.sglang_launch import LaunchedAdapters, SglangLaunch
 from strop.generation.base import Engine
-from strop.generation.launched_engines import make_local_engines
+from strop.generation.engine_launch import EngineLaunch, LaunchedAdapters
+from strop.generation.launched_engines import find_engine, make_local_engines
 from strop.generation.quantized_rollouts import make_emulation, make_weight_rounding
 from strop.generation.synced_generator import SyncedGenerator, make_synced_pool
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
-from strop.generation.vllm.engine_args import VllmLaunch
 from strop.learner.base import require_token_outputs
 from strop.learner.client import LearnerClient
 from strop.models.adapters import lora_layers, merged_roundings
-from strop.models.draft.eagle_files import published_weights, save_head
-from strop.models.draft.eagle_head import EagleHead
+from strop.models.draft_head import FOLDER, DraftHead
 from strop.models.network import Network
 from strop.runs.models import PRECISIONS, LoadedPolicy, TokenizerBundle, write_model_folder
 from strop.sampling import Sampling
@@ -56,9 +55,9 @@ class GeneratorSpec:
 def make_generator(
     policy: LoadedPolicy, config: PolicyConfig, spec: GeneratorSpec, memory: LearnerMemory | None = None
 ) -> SyncedGenerator:
-    """Make the torch engine in this process, or engines in child processes. Raises ValueError for options that do not go together.
+    """Create the torch engine in this process, or engines in child processes. Raises ValueError for incompatible options.
 
-    ``memory``: of the learner, which leaves the device while an engine there samples."""
+    ``memory``: the learner's, offloaded while an engine samples on the same device."""
     generation, network = config.generation, policy.network
     if not generation.uses_engines:
         engine = make_torch_engine(
@@ -75,10 +74,27 @@ def make_generator(
     on_cpu = network.device.type == "cpu"
     adapters = generation.sends_adapters and bool(lora_layers(network.model))
     drafts = generation.uses_vllm and generation.vllm_cfg.speculation.method == "eagle3"
-    head = network.draft if drafts else None  # that an engine drafts with
-    engines = _make_engines(policy, config, spec, on_cpu=on_cpu, adapters=adapters, head=head)
+    head = network.draft if drafts else None  # used by an engine for drafts
+    layers = lora_layers(network.model)
+    launch = make_launch(
+        config,
+        model=write_model_folder(policy, spec.output_folder / "model", config),
+        on_cpu=on_cpu,
+        adapters=LaunchedAdapters(len(layers[0].down), tuple(layer.name for layer in layers)) if adapters else None,
+        reads_images=policy.template.vision is not None,
+        draft="" if head is None else str(head.save(spec.output_folder / FOLDER)),
+    )
+    engines = make_local_engines(
+        launch,
+        policy.tokenizer,
+        learner=network.device,
+        stop_ids=policy.stop_ids,
+        threads=config.num_threads,
+        output_folder=spec.output_folder,
+        vision=policy.template.vision,
+    )
     locations = EngineLocations(count=len(engines), colocated=generation.colocated.enabled)
-    choose_senders(generation.weight_sync, network.device, locations, [locations.host])  # refuses several of one process
+    choose_senders(generation.weight_sync, network.device, locations, [locations.host])  # refuses several senders in one process
     exporter = make_local_exporter(
         spec.learner.weights if head is None else partial(_with_draft, spec.learner, head),
         make_sender_factory(generation.weight_sync, network.device, locations, spec.output_folder / "weights"),
@@ -92,67 +108,26 @@ def make_generator(
     return pool_engines(engines, exporter, policy, config, spec, adapters=adapters, memory=memory)
 
 
-def _make_engines(
-    policy: LoadedPolicy,
-    config: PolicyConfig,
-    spec: GeneratorSpec,
-    *,
-    on_cpu: bool,
-    adapters: bool,
-    head: EagleHead | None,
-) -> Sequence[Engine]:
-    """Make the engines in processes of their own, without starting them. ``head``: that they draft with."""
-    launch = _make_launch(policy, config, spec, on_cpu=on_cpu, adapters=adapters, head=head)
-    return make_local_engines(
-        launch,
-        policy.tokenizer,
-        learner=policy.network.device,
-        stop_ids=policy.stop_ids,
-        threads=config.num_threads,
-        output_folder=spec.output_folder,
-        vision=policy.template.vision,
-    )
-
-
-def _make_launch(
-    policy: LoadedPolicy,
-    config: PolicyConfig,
-    spec: GeneratorSpec,
-    *,
-    on_cpu: bool,
-    adapters: bool,
-    head: EagleHead | None,
-) -> VllmLaunch | SglangLaunch:
-    generation = config.generation
-    model = str(write_model_folder(policy, spec.output_folder / "model", config.max_total_sequence_length))
-    if generation.uses_sglang:
-        sent = _adapters_to_launch(policy) if adapters else None
-        return SglangLaunch(config=generation, model=model, on_cpu=on_cpu, adapters=sent)
-    return VllmLaunch(
-        config=generation,
-        model=model,
+def make_launch(config: PolicyConfig, *, model: Path, on_cpu: bool, **settings: Any) -> EngineLaunch:
+    """Return what an engine of the policy in the folder ``model`` is launched with. ``settings``: further fields of the launch."""
+    return find_engine(config.generation).launch_class(
+        config=config.generation,
+        model=str(model),
         on_cpu=on_cpu,
-        max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
         return_routes=config.router_replay.enabled,
-        reads_images=policy.template.vision is not None,
         batch_invariant=config.exact_on_policy or (config.deterministic and not on_cpu),
-        draft="" if head is None else str(save_head(head, spec.output_folder / "draft")),
+        **settings,
     )
 
 
-def _adapters_to_launch(policy: LoadedPolicy) -> LaunchedAdapters:
-    layers = lora_layers(policy.network.model)
-    return LaunchedAdapters.of_layers(len(layers[0].down), (layer.name for layer in layers))
-
-
-def _with_draft(learner: LearnerClient, head: EagleHead) -> Iterator[tuple[str, Tensor]]:
+def _with_draft(learner: LearnerClient, head: DraftHead) -> Iterator[tuple[str, Tensor]]:
     """Yield what is published: the policy's weights, and those of its draft head."""
     yield from learner.weights()
-    yield from published_weights(head)
+    yield from head.published_weights()
 
 
 def make_past_selves(policy: LoadedPolicy, config: PolicyConfig, rule: PastSelvesRule) -> TorchPastSelves:
-    """Make an engine in this process for earlier selves of the policy. Call it before the run's generator is made."""
+    """Create an engine in this process for earlier selves of the policy. Call it before the run's generator is created."""
 
     def make_engine(network: Network) -> TorchEngine:
         length, options = config.max_total_sequence_length, config.generation.torch_cfg
@@ -175,7 +150,7 @@ def pool_engines(
     allow_shrink: bool = False,
     memory: LearnerMemory | None = None,
 ) -> SyncedGenerator:
-    """Put engines that hold their own weights behind one generator, with a publisher of the learner's weights and a canary.
+    """Combine engines with their own weights into one generator, with a publisher of the learner's weights and a canary.
 
     ``adapters``: only adapters are published. ``allow_shrink``: continue without engines that cannot be restarted."""
     generation = config.generation
@@ -208,9 +183,9 @@ def pool_engines(
 
 
 def offloads_learner(config: RolloutRunConfig, *, on_cpu: bool, shares_module: bool) -> bool:
-    """Return whether the learner leaves its device while engines sample (``policy.offload``).
+    """Return whether the learner is offloaded while engines sample (``policy.offload``).
 
-    ``shares_module``: the engine runs the learner's module, so its weights stay and only what trains them can leave."""
+    ``shares_module``: the engine runs the learner's module, so its weights stay and only the training state can be offloaded."""
     if config.policy.offload == "auto" and (on_cpu or shares_module):
         return False
     alternates = config.policy.generation.colocated.enabled and config.rollout_training.max_staleness == 0

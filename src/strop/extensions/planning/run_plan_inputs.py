@@ -19,7 +19,7 @@ from strop.extensions.planning.planned_learner import offloads_reference, read_l
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
 from strop.runs.algorithm.run_algorithm import make_run_algorithm
-from strop.runs.cluster.device_plan import choose_dims
+from strop.runs.learner_backend import choose_dims
 from strop.runs.summary import UNLIMITED_STEPS
 
 MOST_SEQUENCES = 256  # that an engine decodes at a time, where nothing is said
@@ -65,7 +65,7 @@ def read_inputs(
         node=_read_node(config, placed, references, kept, device),
         beside=tuple(read_beside(config, model, sizes, device, training if counts.uses_ray else None)),
         checkpoints=_read_checkpoints(config),
-        learner_key="policy.megatron_cfg" if config.policy.uses_megatron else "policy.dtensor_cfg",
+        learner_key=f"policy.{config.policy.learner_key}",
         batch_key=f"policy.{config.policy.batching_key}.train_mb_tokens",
         assumptions=tuple(assume_sizes(config, sizes)),
     )
@@ -102,7 +102,7 @@ def _read_node(
         engines_keep_weights=sleeps and (config.policy.generation.vllm_cfg.sleep_level == 1 or adapters),
         references=references - kept,
         loaded_references=references,
-        loads_whole=not config.policy.uses_megatron,
+        loads_whole=config.policy.uses_torch,
     )
 
 
@@ -121,16 +121,17 @@ def _read_engine(generation: GenerationConfig, policy: ModelConfig, device: Plan
             longest=longest,
         )
     options = generation.engine_options
-    share = generation.sglang_cfg.mem_fraction_static if generation.uses_sglang else generation.vllm_cfg.gpu_memory_utilization
-    fp8 = not generation.uses_sglang and generation.vllm_cfg.precision == "fp8"
+    vllm = generation.vllm_cfg if generation.uses_vllm else None
+    fp8 = vllm is not None and vllm.precision == "fp8"
     return EngineSetup(
         name=generation.engine_name,
         size=options.engine_size,
+        size_key=f"policy.generation.{generation.engine_key}.{options.size_key}",
         on_cpu=device.on_cpu,
         weight_bytes=1 if fp8 else 4 if options.dtype == "float32" else 2,
-        cache_bytes=1 if not generation.uses_sglang and generation.vllm_cfg.fp8_cache else 2,
-        memory_share=None if device.on_cpu else share or 0.85,
-        most_sequences=(None if generation.uses_sglang else generation.vllm_cfg.max_num_seqs) or MOST_SEQUENCES,
+        cache_bytes=1 if vllm is not None and vllm.fp8_cache else 2,
+        memory_share=None if device.on_cpu else options.memory_share or 0.85,
+        most_sequences=(None if vllm is None else vllm.max_num_seqs) or MOST_SEQUENCES,
         longest=longest,
     )
 
