@@ -153,6 +153,14 @@ class BaseConfig:
         """Yield what works within this section, which is at the dotted ``key``, but perhaps not as intended."""
         return iter(())
 
+    def errors_of_run(self, key: str, config: Any) -> Iterator[Problem]:
+        """Yield why this section does not go with the rest of the run's configuration: for sections that extensions attach."""
+        return iter(())
+
+    def warnings_of_run(self, key: str, config: Any) -> Iterator[Problem]:
+        """Yield what works with the rest of the run's configuration, but perhaps not as intended."""
+        return iter(())
+
 
 def _attached_sections(owner: str) -> dict[str, type[BaseConfig]]:
     """Return the sections that extensions attach to the class ``owner``: entry points ``OWNER.KEY`` of the group ``strop.sections``."""

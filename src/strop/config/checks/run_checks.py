@@ -1,7 +1,8 @@
 """Everything that speaks against a configuration: one list, which loading, a dry run, a run and a plan ask alike.
 
-A rule that reads one section is a method of it (``BaseConfig.errors`` and ``warnings``). The others are functions, by the section that
-they are about; the annotation of ``config`` says to which kinds of run each applies.
+A rule that reads one section is a method of it (``BaseConfig.errors`` and ``warnings``), and one of an extension a method of the section
+that it attaches (``errors_of_run`` and ``warnings_of_run``). The others are functions, by the section that they are about; the annotation
+of ``config`` says to which kinds of run each applies.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any, get_type_hints
 from strop.base_config import BaseConfig, iter_sections
 from strop.config.checks import cluster_checks, data_checks, policy_checks, unused_keys
 from strop.config.schema.run_config import DistillationRunConfig, GrpoRunConfig, PpoRunConfig, RolloutRunConfig, TrainingRunConfig
-from strop.extensions.megatron import megatron_checks
 from strop.problems import Problem
 
 Problems = Iterator[Problem]
@@ -110,7 +110,8 @@ ERROR_CHECKS: Mapping[str, tuple[Check, ...]] = {  # section -> its rules
         policy_checks.check_order_of_events,
         policy_checks.check_adapters_of_other_processes,
         policy_checks.check_measured_budget,
-        *megatron_checks.ERROR_CHECKS,
+        cluster_checks.check_one_learner,
+        cluster_checks.check_learner_processes,
     ),
     "teacher": (check_teachers, cluster_checks.check_teacher_processes),
     "dpo": (data_checks.check_precomputed_reference,),
@@ -124,7 +125,6 @@ WARNING_CHECKS: Mapping[str, tuple[Check, ...]] = {
     "policy": (
         policy_checks.warn_order_of_turns,
         policy_checks.warn_unused_offload,
-        megatron_checks.warn_torch_keys,
         unused_keys.warn_unused_batch_sizes,
     ),
     "checkpointing": (warn_unranked_checkpoints,),
@@ -138,12 +138,22 @@ WARNING_CHECKS: Mapping[str, tuple[Check, ...]] = {
 
 def find_errors(config: BaseConfig) -> list[Problem]:
     """Return the errors of a configuration; empty if the run can work."""
-    return [problem for key, section in iter_sections(config) for problem in section.errors(key)] + _run(ERROR_CHECKS, config)
+    sections = list(iter_sections(config))
+    return [
+        *(problem for key, section in sections for problem in section.errors(key)),
+        *_run(ERROR_CHECKS, config),
+        *(problem for key, section in sections for problem in section.errors_of_run(key, config)),
+    ]
 
 
 def find_warnings(config: BaseConfig) -> list[Problem]:
     """Return warnings: settings that work, but perhaps not as intended."""
-    return [problem for key, section in iter_sections(config) for problem in section.warnings(key)] + _run(WARNING_CHECKS, config)
+    sections = list(iter_sections(config))
+    return [
+        *(problem for key, section in sections for problem in section.warnings(key)),
+        *_run(WARNING_CHECKS, config),
+        *(problem for key, section in sections for problem in section.warnings_of_run(key, config)),
+    ]
 
 
 def _run(checks: Mapping[str, tuple[Check, ...]], config: BaseConfig) -> list[Problem]:
