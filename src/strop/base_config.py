@@ -7,6 +7,7 @@ the parent section.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import FrozenInstanceError, fields
@@ -20,6 +21,7 @@ from pydantic_core import ArgsKwargs, CoreSchema
 
 from strop import plugins
 from strop.problems import Problem
+from strop.user_code import suggest_names
 
 KeyPath = tuple[str, ...]
 
@@ -54,6 +56,24 @@ def _write_texts(variables: object) -> object:
 
 
 EnvironmentVariables = Annotated[dict[str, str], BeforeValidator(_write_texts)]
+
+
+@dataclasses.dataclass(frozen=True)
+class NameOf:
+    """Validates a key that names what extensions declare in a group of entry points, or one of ``own``."""
+
+    group: str
+    own: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.own, *sorted(plugins.declared(self.group)))
+
+    def __call__(self, name: str) -> str:
+        if name not in self.names:
+            raise ValueError(f"there is none of this name{suggest_names(name, self.names)}")
+        return name
+
 
 SectionT = TypeVar("SectionT", bound="BaseConfig")
 

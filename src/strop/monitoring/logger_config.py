@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from strop import packages
-from strop.base_config import BaseConfig, PathText, subsection
+from strop.base_config import BaseConfig, PathText, fields_of, subsection
 from strop.monitoring.profiling.profile_config import ProfileConfig
 from strop.packages import install_command
 from strop.problems import Problem
@@ -98,6 +98,14 @@ class TrackioConfig(BaseConfig):
     )
 
 
+class TrackerConfig(BaseConfig):
+    """The section of a tracker that an extension brings: it attaches a subclass to ``LoggerConfig``, under the tracker's name."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
+
+    enabled: bool = Field(False, description="Log to it.")
+
+
 class GpuMonitoringConfig(BaseConfig):
     """How often GPUs and machines are looked at."""
 
@@ -170,8 +178,10 @@ class LoggerConfig(BaseConfig):
 
     @property
     def services(self) -> tuple[str, ...]:
-        """The services that are enabled."""
-        return tuple(name for name in SERVICES if getattr(self, f"{name}_enabled"))
+        """The services that are enabled, those of extensions last."""
+        own = [name for name in SERVICES if getattr(self, f"{name}_enabled")]
+        attached = [(name, getattr(self, name)) for name in fields_of(type(self))]
+        return (*own, *(name for name, section in attached if isinstance(section, TrackerConfig) and section.enabled))
 
     @property
     def shown_samples(self) -> int | None:
@@ -179,8 +189,8 @@ class LoggerConfig(BaseConfig):
         return self.tracked_samples if self.services and self.tracked_samples else None
 
     def errors(self, key: str) -> Iterator[Problem]:
-        for name in self.services:
-            if not packages.is_installed(name):
+        for name in SERVICES:
+            if getattr(self, f"{name}_enabled") and not packages.is_installed(name):
                 yield Problem(
                     f"{key}.{name}_enabled",
                     f"found true, but the package {name} is not installed",
