@@ -92,7 +92,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "environments/verifiers/options.py",
         "algorithm_factory.py",
         "tools/function_tool.py",
-        "tools/tool_registry.py",
+        "tools/tool_options.py",
     ),
     "mcp": ("tools/mcp_tools.py",),
 }

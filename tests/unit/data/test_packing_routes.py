@@ -11,8 +11,8 @@ from torch import Tensor
 
 from strop.data.packing import pack
 from strop.data.splitting import select_rollouts, split_micro_batches
+from strop.gateway.agent_session import add_turns
 from strop.gateway.exchange import Exchange
-from strop.gateway.turn_tree import add_turns
 from strop.types import NO_ROUTE, Batch, Group, Rollout, Turn, observation_turn
 from support.packed import history
 from support.rollouts import make_agent_groups, make_group, make_rollout, sampled_turn

@@ -17,7 +17,7 @@ from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment
 from strop.extensions.code.sandbox.base import SandboxError
 from strop.tools.base import ParsedReply, Tool, ToolConfigError, ToolError
-from strop.tools.tool_registry import SingleTool, make_tool_sets
+from strop.tools.tool_options import SingleTool, make_tool_sets
 from strop.tools.toolbox import METRICS, ToolLimits, open_toolbox
 from strop.types import Message, ToolCall
 
