@@ -19,7 +19,6 @@ from strop.config.checks.device_counts import count_devices
 from strop.config.load.located import locate_problems
 from strop.config.schema.run_config import generation_section
 from strop.environments.handle import EnvironmentHandle
-from strop.extensions.sglang.require_sglang import require_sglang
 from strop.extensions.watch.health.start_checks import check_turns
 from strop.packages import are_assumed
 from strop.problems import ConfigError, Problem
@@ -61,7 +60,7 @@ def examine(config: TrainingRunConfig | EvalRunConfig, *, data: bool = True) -> 
         algorithm = _collect(problems, make_run_algorithm, config)
         _collect(problems, _place, config)
     if isinstance(config, RolloutRunConfig | EvalRunConfig):
-        _collect(problems, _require_sglang, config)
+        _collect(problems, _require_engine, config)
     found = list(find_model_problems(config))
     environments: Mapping[str, EnvironmentHandle[Any]] = {}
     notes: Sequence[str] = ()
@@ -106,11 +105,11 @@ def _place(config: TrainingRunConfig) -> None:
         format_placement(config, on_cpu=True)
 
 
-def _require_sglang(config: TrainingRunConfig | EvalRunConfig) -> None:
-    """Raise ValueError without SGLang. Not a rule of the section: it starts the interpreter that the configuration names."""
+def _require_engine(config: TrainingRunConfig | EvalRunConfig) -> None:
+    """Raise ValueError without the engine's library. Not a rule of the section: it may start another interpreter."""
     _, generation = generation_section(config)
-    if generation.uses_sglang:
-        require_sglang(generation.sglang_cfg.interpreter)
+    if generation.uses_engines:
+        generation.engine_options.require_library()
 
 
 def _describe_checkpoints(config: TrainingRunConfig) -> list[str]:
