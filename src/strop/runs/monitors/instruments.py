@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.algorithms.base import Algorithm, TokenOutputs
+from strop.columns import TokenColumn
 from strop.extensions.replay.token_trace import TokenTrace
 from strop.extensions.watch.hacking.hacking_monitor import HackingMonitor
 from strop.learner.base import require_token_outputs
@@ -43,7 +44,7 @@ class RolloutRecorder(RunListener):
     store: RolloutStore
     algorithm: Algorithm
     decode: Callable[[list[int]], str] | None = None  # the tokenizer's, for stored prompts
-    stored_routes: bool = False  # store the experts of each token
+    stores: Callable[[TokenColumn], bool] = lambda column: column.stored is True  # columns of tokens
     token_columns: bool = False  # store what the update says of each token, also of recorded data
     tracked_samples: int | None = None  # rollouts of a step that services show; None: there is no service
     tracked_samples_period: int = 10  # steps
@@ -72,7 +73,7 @@ class RolloutRecorder(RunListener):
             learner_logprobs=split_by_rollout(require_token_outputs(outputs).logprobs, batch, step.groups) if of_tokens else {},
             dropped={group.index: reason for group, reason in step.dropped},
             decode=self.decode,
-            routes=self.stored_routes,
+            stores=self.stores,
         )
 
 
