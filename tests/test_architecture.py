@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1] / "src"
 # Who may import whom: a room imports from earlier lines only. (docs/architecture.md draws the same picture.)
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("lazy_torch", "safety", "thoughts", "device_copies", "determinism"),
+    ("columns",),
     (
         "types",
         "metrics",

@@ -177,12 +177,12 @@ class BaseConfig:
     def errors_of_run(self, key: str, config: Any) -> Iterator[Problem]:
         """Yield what cannot work in this section, which is at the dotted ``key``, together with the rest of ``config``."""
         return iter(())
+
     def examine(self, key: str, environments: Mapping[str, Any]) -> Iterator[Problem]:
         """Yield what cannot work on this machine, after a look at what this section names: code, programs, files.
 
         ``environments``: those that this process is to hold (``strop.environments.handle.LocalEnvironment``), by alias."""
         return iter(())
-
 
     def warnings_of_run(self, key: str, config: Any) -> Iterator[Problem]:
         """Yield what works in this section together with the rest of ``config``, but perhaps not as intended."""

@@ -70,7 +70,7 @@ def _insert(paths: list[_Path], exchange: Exchange) -> None:
         paths.append(path)
     if added := context[len(path.tokens) :]:
         path.turns.append(observation_turn(added, exchange.added_text))
-    path.turns.append(exchange.turn.with_last_routes(len(added) + 1))
+    path.turns.append(exchange.turn.with_last_read(len(added) + 1))
     path.tokens = exchange.tokens
     path.exchanges.append(exchange)
 

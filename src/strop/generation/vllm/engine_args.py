@@ -75,12 +75,12 @@ class VllmLaunch(EngineLaunch):
         """Environment variables of the engine's processes."""
         # A fork of a process that has used CUDA cannot use it, and vLLM does not notice every use.
         start = {} if self.on_cpu else {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-        routes = (
+        runner = (
             {"VLLM_USE_V2_MODEL_RUNNER": "1"} if self.return_routes else {}
         )  # the other one does not say the experts of tokens
         invariant = {"VLLM_BATCH_INVARIANT": "1"} if self.batch_invariant else {}
         fp8 = fp8_environment(self.config)
-        own = {**start, **routes, **invariant, **fp8, **self.environment, **self.config.vllm_cfg.env_vars}
+        own = {**start, **runner, **invariant, **fp8, **self.environment, **self.config.vllm_cfg.env_vars}
         if not self.nodes:
             return own
         spanned = {

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from strop.algorithms.base import Algorithm, TokenOutputs
+from strop.columns import TokenColumn
 from strop.extensions.replay.token_trace import TokenTrace
 from strop.learner.base import require_token_outputs
 from strop.learner.throughput import Throughput, TrainingPasses
@@ -41,7 +42,7 @@ class RolloutRecorder(RunListener):
     store: RolloutStore
     algorithm: Algorithm
     decode: Callable[[list[int]], str] | None = None  # the tokenizer's, for stored prompts
-    stored_routes: bool = False  # store the experts of each token
+    stores: Callable[[TokenColumn], bool] = lambda column: column.stored is True  # columns of tokens
     token_columns: bool = False  # store what the update says of each token, also of recorded data
     tracked_samples: int | None = None  # rollouts of a step that services show; None: there is no service
     tracked_samples_period: int = 10  # steps
@@ -70,7 +71,7 @@ class RolloutRecorder(RunListener):
             learner_logprobs=split_by_rollout(require_token_outputs(outputs).logprobs, batch, step.groups) if of_tokens else {},
             dropped={group.index: reason for group, reason in step.dropped},
             decode=self.decode,
-            routes=self.stored_routes,
+            stores=self.stores,
         )
 
 

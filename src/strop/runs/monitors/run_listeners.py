@@ -103,7 +103,7 @@ def make_recorder(config: TrainingRunConfig, algorithm: Algorithm, store: Rollou
         store=store,
         algorithm=algorithm,
         decode=store.decode,
-        stored_routes=logger.routes,
+        stores=lambda column: column.is_stored(config),
         token_columns=logger.rollouts != "none" and logger.token_columns != "none",
         tracked_samples=logger.shown_samples,
         tracked_samples_period=logger.tracked_samples_period,
