@@ -315,7 +315,7 @@ def merge_adapters(model: Any, folder: Path) -> Any:
 def _correct_peft_config(model: Any, folder: Path) -> Any:
     """Return a configuration with which PEFT finds all layers of a folder that names some as it takes for experts; else None.
 
-    Such are files of PEFT with Transformers 4, and Megatron learners' of older versions. PEFT itself would leave these layers out.
+    Such are files of PEFT with Transformers 4, and of Strop's older versions. PEFT itself would leave these layers out.
     """
     from peft import PeftConfig
     from safetensors import safe_open
