@@ -63,7 +63,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "vllm": ("generation/vllm/",),
     "sglang": ("extensions/sglang/",),
     "megatron": ("extensions/megatron/",),
-    "transformers": ("models/",),
+    "transformers": ("models/", "extensions/labs/"),
     "torchao": ("models/quantization/",),
     "safetensors": ("models/", "learner/", "checkpointing/", "weight_sync/", "extensions/megatron/"),
     "huggingface_hub": ("models/", "data/"),

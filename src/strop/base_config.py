@@ -55,6 +55,9 @@ def _write_texts(variables: object) -> object:
 
 EnvironmentVariables = Annotated[dict[str, str], BeforeValidator(_write_texts)]
 
+# ``json_schema_extra`` of a key whose file may be in the folder of the configuration that names it (``strop.config.load.named_files``).
+NAMES_FILE: dict[str, Any] = {"names_file": True}
+
 SectionT = TypeVar("SectionT", bound="BaseConfig")
 
 
@@ -89,7 +92,9 @@ class BaseConfig:
     unrelated_keys: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        for name, model in _attached_sections(cls.__name__).items():
+        if keys := tuple(_attached("keys", cls.__name__).values()):
+            cls.__bases__ = (*keys, *cls.__bases__)  # before the dataclass collects the fields of its bases
+        for name, model in _attached("sections", cls.__name__).items():
             cls.__annotations__[name] = model
             setattr(cls, name, subsection(model))
         # The methods below stand for those that a dataclass generates, which are compiled class by class as `strop` starts.
@@ -137,7 +142,12 @@ class BaseConfig:
 
     @classmethod
     def of(cls: type[SectionT], owner: BaseConfig) -> SectionT:
-        """Return the section of this class in ``owner``, to which an extension has attached it. Raises LookupError."""
+        """Return the section of this class that an extension has attached to ``owner``: ``owner`` itself if it has the keys.
+
+        Raises LookupError.
+        """
+        if isinstance(owner, cls):
+            return owner
         for name, field in fields_of(type(owner)).items():
             model = section_model(field)
             if model is not None and issubclass(model, cls):
@@ -153,12 +163,20 @@ class BaseConfig:
         """Yield what works within this section, which is at the dotted ``key``, but perhaps not as intended."""
         return iter(())
 
+    def errors_of_run(self, key: str, config: Any) -> Iterator[Problem]:
+        """Yield what of this section, which is at the dotted ``key``, cannot work with the rest of the configuration of a run."""
+        return iter(())
 
-def _attached_sections(owner: str) -> dict[str, type[BaseConfig]]:
-    """Return the sections that extensions attach to the class ``owner``: entry points ``OWNER.KEY`` of the group ``strop.sections``."""
+
+def _attached(group: str, owner: str) -> dict[str, type[BaseConfig]]:
+    """Return what extensions attach to the class ``owner``, by entry points ``OWNER.NAME``.
+
+    Those of the group ``strop.sections`` become sections under the key NAME; the keys of those of ``strop.keys`` stand among the owner's,
+    which inherits from them.
+    """
     prefix = f"{owner}."
-    names = [name for name in plugins.declared("sections") if name.startswith(prefix)]
-    return {name.removeprefix(prefix): plugins.load("sections", name) for name in names}
+    names = [name for name in plugins.declared(group) if name.startswith(prefix)]
+    return {name.removeprefix(prefix): plugins.load(group, name) for name in names}
 
 
 def _values(section: Any) -> list[Any]:

@@ -124,7 +124,7 @@ def _make_launch(
     head: EagleHead | None,
 ) -> VllmLaunch | SglangLaunch:
     generation = config.generation
-    model = str(write_model_folder(policy, spec.output_folder / "model", config.max_total_sequence_length))
+    model = str(write_model_folder(policy, spec.output_folder / "model", config))
     if generation.uses_sglang:
         sent = _adapters_to_launch(policy) if adapters else None
         return SglangLaunch(config=generation, model=model, on_cpu=on_cpu, adapters=sent)

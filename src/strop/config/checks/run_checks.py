@@ -108,7 +108,6 @@ ERROR_CHECKS: Mapping[str, tuple[Check, ...]] = {  # section -> its rules
         policy_checks.check_engine_device,
         policy_checks.check_one_process,
         policy_checks.check_order_of_events,
-        policy_checks.check_adapters_of_other_processes,
         policy_checks.check_measured_budget,
         *megatron_checks.ERROR_CHECKS,
     ),
@@ -138,7 +137,10 @@ WARNING_CHECKS: Mapping[str, tuple[Check, ...]] = {
 
 def find_errors(config: BaseConfig) -> list[Problem]:
     """Return the errors of a configuration; empty if the run can work."""
-    return [problem for key, section in iter_sections(config) for problem in section.errors(key)] + _run(ERROR_CHECKS, config)
+    sections = list(iter_sections(config))
+    alone = [problem for key, section in sections for problem in section.errors(key)]
+    together = [problem for key, section in sections for problem in section.errors_of_run(key, config)]
+    return alone + _run(ERROR_CHECKS, config) + together
 
 
 def find_warnings(config: BaseConfig) -> list[Problem]:
