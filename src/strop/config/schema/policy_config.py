@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -13,8 +12,6 @@ from strop.extensions.megatron.megatron_peft_config import MegatronPeftConfig
 from strop.generation.generation_config import GenerationConfig, UnusedGenerationConfig
 from strop.learner.model_config import ModelConfig
 from strop.models.draft.draft_config import DraftConfig
-from strop.models.fake_quant.modelopt_config import QuantConfigError, read_quant_config
-from strop.models.fake_quant.quant_config import QuantConfig
 from strop.models.lora_config import LoraConfig
 from strop.models.routing.router_replay_config import RouterReplayConfig
 from strop.problems import Problem
@@ -28,7 +25,7 @@ class ReferenceConfig(BaseConfig):
     offload: bool = Field(False, description="Keep it in CPU memory between uses.")
 
 
-class PolicyConfig(QuantConfig, ModelConfig):
+class PolicyConfig(ModelConfig):
     """The policy and its training."""
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("generation_batch_size", "offload")
@@ -92,8 +89,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
         if self.deterministic:
             yield from self._check_deterministic(key)
             yield from self._check_deterministic_engine(key)
-        yield from self._check_fake_quant(key)
-        yield from self._check_quantized_sampling(key)
+        yield from self._check_exact_float8(key)
 
     def _check_backend(self, key: str) -> Iterator[Problem]:
         enabled = self.megatron_cfg.enabled
@@ -320,71 +316,20 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 f"Set {key}.generation.backend=torch, or {key}.deterministic=false.",
             )
 
-    def _check_fake_quant(self, key: str) -> Iterator[Problem]:
-        """Yield what rounded weights and inputs do not go together with, in the learner."""
-        yield from self.quant_errors(key)
+    def _check_exact_float8(self, key: str) -> Iterator[Problem]:
         if self.fp8.enabled and self.exact_on_policy:
             yield Problem(
                 f"{key}.exact_on_policy",
                 f"found true, but with {key}.fp8.enabled layers multiply in FP8, which has no exact form",
                 f"Set it to false, or {key}.fp8.enabled=false.",
             )
-        if self.quant_cfg is None:
-            return
-        if self.fp8.enabled:
-            yield Problem(
-                f"{key}.fp8.enabled",
-                f"found true, but {key}.quant_cfg is {self.quant_cfg}, and a layer rounds in one way",
-                f"Set it to false, or {key}.quant_cfg=null.",
-            )
-        for name, found, reason, fix in (
-            ("backend", self.megatron_cfg.enabled, "Megatron Core's layers compute with their weights as they are", "torch"),
-            ("compile", self.compile is True, "a compiled layer would compute with its weights as they are", "auto"),
-        ):  # fmt: skip
-            if found:
-                yield Problem(
-                    f"{key}.quant_cfg",
-                    f"found {self.quant_cfg}, but {reason}",
-                    f"Set {key}.{name}={fix}, or {key}.quant_cfg=null.",
-                )
-
-    def _check_one_format(self, key: str) -> Iterator[Problem]:
-        """An engine that rounds the weights itself must do as the learner does."""
-        engine = self.generation.weight_format
-        if self.quant_cfg is None or engine is None:
-            return
-        with suppress(QuantConfigError):  # reported above
-            learner = read_quant_config(self.quant_cfg).weight_format("model.layers.1.mlp.down_proj")
-            if learner is None or learner.name != engine:
-                yield Problem(
-                    f"{key}.quant_cfg",
-                    f"{self.quant_cfg} rounds weights to {'nothing' if learner is None else learner.name}, and the engine rounds them to "
-                    f"{engine}, so that it would not sample from what is trained",
-                    f"Set it to a configuration with {engine} weights, or to null; or leave the engine's precision alone, which then has "
-                    "the learner's.",
-                )
-
-    def _check_quantized_sampling(self, key: str) -> Iterator[Problem]:
-        """Yield what rounded weights and inputs do not go together with, in the engine."""
-        yield from self._check_one_format(key)
-        adapters = self.dtensor_cfg.lora_cfg.enabled and self.generation.uses_engines
-        if self.quant_cfg is not None and adapters and not self.generation.weight_sync.adapters_alone:
-            yield Problem(
-                f"{key}.generation.weight_sync.adapters_alone",
-                f"found false, but with {key}.quant_cfg adapters are added to rounded weights, and what is merged is rounded otherwise",
-                f"Set it to true, or {key}.quant_cfg=null.",
-            )
-        if self.quant_cfg is not None and self.exact_on_policy:
-            yield Problem(
-                f"{key}.exact_on_policy",
-                f"found true, but with {key}.quant_cfg weights and inputs are rounded in passes that have no exact form",
-                f"Set it to false, or {key}.quant_cfg=null.",
-            )
 
     def warnings(self, key: str) -> Iterator[Problem]:
-        yield from ModelConfig.warnings(self, key)
+        yield from super().warnings(key)
         yield from self._warn_unused_batch_size(key)
-        yield from self._warn_rounded_sampling(key)
+        if self.fp8.enabled and self.generation.uses_engines:
+            found = "the learner multiplies in FP8, and the engine in its own precision"
+            yield Problem(f"{key}.fp8.enabled", found, fix_other_rounding(key))
         if self.exact_on_policy and self.generation.uses_vllm:
             yield Problem(
                 f"{key}.exact_on_policy",
@@ -412,23 +357,6 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 f"{key}.generation.{option} does.",
             )
 
-    def _warn_rounded_sampling(self, key: str) -> Iterator[Problem]:
-        """What the learner rounds and an engine does not."""
-        correction = (
-            "loss_fn.use_importance_sampling_correction=true corrects it, and train/token_mult_prob_error says how large it is; "
-            f"{key}.generation.backend=torch samples with what the learner computes."
-        )
-        engine_rounds = self.generation.weight_format is not None
-        if self.quant_cfg is not None and self.generation.uses_engines and self.rounds_inputs and not engine_rounds:
-            yield Problem(
-                f"{key}.quant_cfg",
-                f"{self.quant_cfg} rounds inputs of layers, and {self.generation.backend} samples with rounded weights but with inputs as "
-                "they are",
-                correction,
-            )
-        if self.fp8.enabled and self.generation.uses_engines:
-            yield Problem(f"{key}.fp8.enabled", "the learner multiplies in FP8, and the engine in its own precision", correction)
-
     def _warn_unused_batch_size(self, key: str) -> Iterator[Problem]:
         if self.generation_batch_size is not None:
             yield Problem(
@@ -445,21 +373,29 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 yield Problem(key, "it has no effect: an engine on a CPU frees no memory")
 
 
+def fix_other_rounding(key: str) -> str:
+    """Return what to do about an engine that does not round as the learner does."""
+    return (
+        "loss_fn.use_importance_sampling_correction=true corrects it, and train/token_mult_prob_error says how large it is; "
+        f"{key}.generation.backend=torch samples with what the learner computes."
+    )
+
+
 class RecordedPolicyConfig(PolicyConfig):
     """The policy of a run on recorded data, which samples nothing."""
 
     generation: UnusedGenerationConfig = subsection(UnusedGenerationConfig)
 
     def errors(self, key: str) -> Iterator[Problem]:
-        yield from ModelConfig.errors(self, key)
+        yield from super(PolicyConfig, self).errors(key)
         yield from self._check_backend(key)
         if self.deterministic:
             yield from self._check_deterministic(key)
         yield from self._check_draft(key)
-        yield from self._check_fake_quant(key)
+        yield from self._check_exact_float8(key)
 
     def warnings(self, key: str) -> Iterator[Problem]:
-        yield from ModelConfig.warnings(self, key)
+        yield from super(PolicyConfig, self).warnings(key)
         yield from self._warn_unused_batch_size(key)
         if self.offload is True:
             yield Problem(f"{key}.offload", "it has no effect: a run on recorded data has no engine to make room for")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from strop.models.fake_quant.modelopt_config import QuantConfigError, read_quant_config
-from strop.models.fake_quant.modelopt_presets import PRESETS, REFUSED_PRESETS
-from strop.models.fake_quant.quantizer_rules import QuantizerRules, other_names
+from strop.extensions.labs.fake_quant.modelopt_config import QuantConfigError, read_quant_config
+from strop.extensions.labs.fake_quant.modelopt_presets import PRESETS, REFUSED_PRESETS
+from strop.extensions.labs.fake_quant.quantizer_rules import QuantizerRules, other_names
 
 LAYER = "model.layers.1"
 NVFP4 = "{num_bits: e2m1, block_sizes: {-1: 16, type: dynamic, scale_bits: e4m3}}"

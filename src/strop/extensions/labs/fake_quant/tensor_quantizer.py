@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.models.fake_quant.quantizer_rules import QuantizerFormat
+from strop.extensions.labs.fake_quant.quantizer_rules import QuantizerFormat
 from strop.models.quantization.elements import E2M1
 from strop.models.quantization.number_format import NUMBER_FORMATS, NumberFormat, round_trip
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from strop.models.fake_quant.fake_quant_linear import LayerQuantizers, product_dtype
+from strop.extensions.labs.fake_quant.fake_quant_linear import LayerQuantizers, product_dtype
+from strop.models.layers.rounded_layers import RoundedLayer, RoundWeight
 
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 
 
-class FakeQuantExperts(nn.Module):
+class FakeQuantExperts(RoundedLayer):
     """Mixin for the class of a layer's experts: their forward pass reads rounded weights, one matrix and scale for each expert.
 
     The gate and the projection up are one matrix, as engines and Megatron Core fuse them. Parameters, names and checkpoints are those of
     the plain experts.
     """
 
+    rounded_by = "policy.quant_cfg"
     plain_class: type[nn.Module]
     quantizers: Mapping[str, LayerQuantizers]  # by projection
     keeps_rounded: bool
@@ -29,6 +32,20 @@ class FakeQuantExperts(nn.Module):
         """[n, H], the experts of each token [n, k] and their weights [n, k] -> [n, H]."""
         rounded = RoundedExperts(self, product_dtype(hidden_states, self.down_proj))  # type: ignore[arg-type]
         return rounded.compute(hidden_states, top_k_index, top_k_weights)
+
+    @property
+    def rounds_inputs(self) -> bool:
+        return any(each.inputs is not None for each in self.quantizers.values())
+
+    def sent_roundings(self) -> Mapping[str, RoundWeight]:
+        if self.keeps_rounded or not self.sends_rounded:
+            return {}
+        transposed = bool(self.is_transposed)
+        return {
+            projection: torch.no_grad()(partial(round_experts, quantizers=quantizers, transposed=transposed))
+            for projection, quantizers in self.quantizers.items()
+            if quantizers.weight is not None
+        }
 
 
 class RoundedExperts:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from strop.models.fake_quant.fake_quant_experts import (
+from strop.extensions.labs.fake_quant.fake_quant_experts import (
     PROJECTIONS,
     FakeQuantExperts,
     fake_quantize_experts,
     holds_experts,
-    round_experts,
 )
-from strop.models.fake_quant.fake_quant_linear import FakeQuantLinear, LayerQuantizers, fake_quantize_linear
-from strop.models.fake_quant.quantizer_rules import QuantizerRules
-from strop.models.fake_quant.tensor_quantizer import TensorQuantizer, make_input_quantizer, make_weight_quantizer
+from strop.extensions.labs.fake_quant.fake_quant_linear import FakeQuantLinear, LayerQuantizers, fake_quantize_linear
+from strop.extensions.labs.fake_quant.quantizer_rules import QuantizerRules
+from strop.extensions.labs.fake_quant.tensor_quantizer import TensorQuantizer, make_input_quantizer, make_weight_quantizer
+from strop.models.layers.rounded_layers import layer_name
 
 _ADAPTERS = (".lora_A.", ".lora_B.", ".lora_embedding_")
-RoundWeight = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -97,20 +95,6 @@ def _quantize_experts(name: str, module: Any, rules: QuantizerRules, ways: Mappi
     return list(quantizers.values())
 
 
-def layer_name(name: str) -> str:
-    """Return the name of a layer in the model without adapters."""
-    return name.removesuffix(".base_layer")
-
-
-def is_fake_quantized(model: nn.Module) -> bool:
-    return any(isinstance(module, FakeQuantLinear | FakeQuantExperts) for module in model.modules())
-
-
-def rounds_inputs(model: nn.Module) -> bool:
-    """Return whether any layer rounds its inputs."""
-    return any(True for _ in _input_quantizers(model))
-
-
 def iter_static_inputs(model: nn.Module) -> Iterator[tuple[str, TensorQuantizer]]:
     """Yield the input quantisers whose scale is calibrated, by name of the layer."""
     for name, quantizer in _input_quantizers(model):
@@ -149,22 +133,3 @@ def _input_quantizers(model: nn.Module) -> Iterator[tuple[str, TensorQuantizer]]
             for projection, quantizers in module.quantizers.items():
                 if quantizers.inputs is not None:
                     yield f"{name}.{projection}", quantizers.inputs
-
-
-def weight_roundings(model: nn.Module) -> dict[str, RoundWeight]:
-    """Return what rounds the weights that engines receive, by canonical name: the full tensor, in the data type that it is sent in."""
-    roundings: dict[str, RoundWeight] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, FakeQuantLinear | FakeQuantExperts) or module.keeps_rounded or not module.sends_rounded:
-            continue
-        if isinstance(module, FakeQuantExperts):
-            for projection, quantizers in module.quantizers.items():
-                if quantizers.weight is not None:
-                    roundings[f"{name}.{projection}"] = _rounding_of(quantizers, bool(module.is_transposed))
-        elif module.quantizers.weight is not None:
-            roundings[f"{layer_name(name)}.weight"] = module.quantizers.weight.round_detached
-    return roundings
-
-
-def _rounding_of(quantizers: LayerQuantizers, transposed: bool) -> RoundWeight:
-    return torch.no_grad()(lambda weight: round_experts(weight, quantizers, transposed=transposed))

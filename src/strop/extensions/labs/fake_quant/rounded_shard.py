@@ -1,4 +1,4 @@
-"""Fake-quantised linear layers of tensor-parallel ranks: a shard is rounded exactly as its part of the whole tensor is.
+"""Rounding on tensor-parallel ranks: a shard is rounded exactly as its part of the whole tensor is.
 
 Blocks that lie within a shard need only the greatest magnitude of the whole tensor, where the format has a scale of it. A shard that cuts
 blocks is gathered first.
@@ -11,11 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from strop.learner.parallel.parallel_dims import to_local
-from strop.models.fake_quant.fake_quant_linear import FakeQuantLinear, product_dtype
-from strop.models.fake_quant.tensor_quantizer import TensorQuantizer
+from strop.extensions.labs.fake_quant.tensor_quantizer import TensorQuantizer
 from strop.models.quantization.number_format import NumberFormat, round_trip
 
 dist: Any = torch.distributed
@@ -34,35 +31,6 @@ class RoundedShard:
         apply: Any = _ShardStraightThrough.apply
         rounded: Tensor = apply(tensor, quantizer, self)
         return rounded
-
-
-class ShardedFakeQuantLinear(FakeQuantLinear):
-    """A fake-quantised layer that computes with this rank's shard of its weight."""
-
-    shard: RoundedShard
-
-    def forward(self, x: Tensor) -> Tensor:
-        dtype, quantizers = product_dtype(x, self.weight), self.quantizers
-        x, by_outputs = x.to(dtype), self.shard.dimension == 0
-        if quantizers.inputs is not None:
-            x = quantizers.round_inputs(x) if by_outputs else self._round_cut_inputs(x, quantizers.inputs)
-        # The bias of a layer that is sharded by inputs is added after the sum over the ranks, by a hook.
-        bias = to_local(self.bias).to(dtype) if by_outputs and self.bias is not None else None
-        return F.linear(x, self.rounded_weight(dtype), bias)
-
-    def rounded_weight(self, dtype: torch.dtype) -> Tensor:
-        """Return this rank's shard of the rounded weight."""
-        weight, quantizer = to_local(self.weight).to(dtype), self.quantizers.weight
-        return weight if quantizer is None or self.keeps_rounded else self.shard.round(weight, quantizer)
-
-    def _round_cut_inputs(self, x: Tensor, quantizer: TensorQuantizer) -> Tensor:
-        return self.shard.round(x.reshape(-1, x.shape[-1]), quantizer).view(x.shape)
-
-
-def shard_fake_quant_linear(layer: FakeQuantLinear, group: Group, dimension: int) -> None:
-    """Change the class of a layer whose weight is about to be sharded, in place."""
-    layer.__class__ = ShardedFakeQuantLinear
-    layer.__dict__["shard"] = RoundedShard(group, dimension)
 
 
 class _ShardStraightThrough(torch.autograd.Function):

@@ -19,8 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from strop.models.fake_quant.modelopt_presets import PRESETS, REFUSED_PRESETS
-from strop.models.fake_quant.quantizer_rules import QuantizerFormat, QuantizerRule, QuantizerRules
+from strop.extensions.labs.fake_quant.modelopt_presets import PRESETS, REFUSED_PRESETS
+from strop.extensions.labs.fake_quant.quantizer_rules import QuantizerFormat, QuantizerRule, QuantizerRules
 from strop.storage.text_file import read_text_file
 
 # Quantisers of tensors that are neither weights nor inputs of linear layers; the names stand for those of any layer.

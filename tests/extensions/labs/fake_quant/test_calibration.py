@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from strop.models.fake_quant.apply_fake_quant import apply_fake_quant, iter_static_inputs
-from strop.models.fake_quant.calibration import calibrate_inputs, needs_calibration, set_input_scales
-from strop.models.fake_quant.calibration_texts import read_calibration_tokens
-from strop.models.fake_quant.fake_quant_linear import FakeQuantLinear
-from strop.models.fake_quant.modelopt_config import read_quant_config
+from strop.extensions.labs.fake_quant.apply_fake_quant import apply_fake_quant, iter_static_inputs
+from strop.extensions.labs.fake_quant.calibration import calibrate_inputs, needs_calibration, set_input_scales
+from strop.extensions.labs.fake_quant.calibration_texts import read_calibration_tokens
+from strop.extensions.labs.fake_quant.fake_quant_linear import FakeQuantLinear
+from strop.extensions.labs.fake_quant.modelopt_config import read_quant_config
 from strop.models.network import Network
 from support.models import build
 

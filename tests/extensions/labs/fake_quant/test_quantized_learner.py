@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.models.fake_quant.apply_fake_quant import apply_fake_quant, iter_static_inputs
-from strop.models.fake_quant.calibration import set_input_scales
-from strop.models.fake_quant.modelopt_config import read_quant_config
+from strop.extensions.labs.fake_quant.apply_fake_quant import apply_fake_quant, iter_static_inputs
+from strop.extensions.labs.fake_quant.calibration import set_input_scales
+from strop.extensions.labs.fake_quant.modelopt_config import read_quant_config
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch

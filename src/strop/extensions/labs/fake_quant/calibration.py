@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from strop.models.fake_quant.apply_fake_quant import iter_static_inputs, without_rounding
+from strop.extensions.labs.fake_quant.apply_fake_quant import iter_static_inputs, without_rounding
 from strop.models.network import Network
 
 log = logging.getLogger(__name__)
