@@ -175,8 +175,6 @@ STILL_CROSSING: frozenset[str] = frozenset(
         "checkpointing/saved_model.py",
         "config/checks/cluster_checks.py",
         "config/checks/run_checks.py",
-        "config/load/load.py",
-        "config/load/translated_recipe.py",
         "config/schema/distillation_config.py",
         "config/schema/policy_config.py",
         "environments/scoring/scoring_worker.py",
@@ -187,7 +185,6 @@ STILL_CROSSING: frozenset[str] = frozenset(
         "runs/cluster/ray_backend.py",
         "runs/dry_run/examined_networks.py",
         "runs/dry_run/planned_learner.py",
-        "runs/dry_run/recipe_folder.py",
         "runs/jobs/serve_model.py",
         "runs/monitors/instruments.py",
     }

@@ -10,9 +10,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from strop.config import EvalRunConfig
-from strop.config.load.translated_recipe import NotARun, TranslatedRecipe, translate_recipe
 from strop.extensions.recipes.difference import Difference
 from strop.extensions.recipes.recipe_format import DEFAULT, list_formats
+from strop.extensions.recipes.translated_recipe import NotARun, TranslatedRecipe, translate_recipe
 from strop.packages import assume_packages
 from strop.problems import ConfigError, Problem
 from strop.runs.dry_run.assumed_cluster import describe_assumed
