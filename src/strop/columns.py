@@ -8,7 +8,7 @@ a column: they ask its declaration. Packages list the columns that a replay read
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Literal
 
@@ -31,7 +31,7 @@ class TokenColumn:
     name: str  # in a batch, and of the column of stored rollouts
     dtype: str  # of torch, such as "int32"; integers may come in a narrower type
     aligned: Alignment
-    fill: float = 0  # where nothing was recorded
+    fill: float = field(default=0, compare=False)  # where nothing was recorded; may be NaN, which equals nothing
     stored: bool | str = True  # with rollouts: always, never, or the key of the configuration that says so
     key: str = ""  # of the configuration, that has the column recorded
 

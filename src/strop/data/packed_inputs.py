@@ -81,8 +81,11 @@ def pack_columns(
 
 
 def _declared(found: Iterable[Iterable[TokenColumn]]) -> list[TokenColumn]:
-    """Return each column once."""
-    return list(dict.fromkeys(column for columns in found for column in columns))
+    """Return each column once. Raises ValueError for different columns of one name."""
+    columns = list(dict.fromkeys(column for columns in found for column in columns))
+    if len({column.name for column in columns}) < len(columns):
+        raise ValueError(f"two of the columns of this batch have one name: {columns}; give one of them another")
+    return columns
 
 
 def _join_tokens(column: TokenColumn, rollouts: Sequence[Rollout]) -> Tensor:  # [N, ...]

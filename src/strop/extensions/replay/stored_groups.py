@@ -162,7 +162,7 @@ def _refuse_missing(record: RolloutRecord, reads: LearnerReads) -> None:
             if isinstance(column.stored, str):
                 rest = f"set {column.stored}=true in a run whose steps are to be replayed"
             raise ReplayError(
-                f"{column.key} is true, and step {record.step} did not store the column {column.name} with its rollouts; {rest}"
+                f"{column.key} is true, and step {record.step} did not store the column {column.name!r} with its rollouts; {rest}"
             )
     if reads.baseline and record.baseline is None:
         raise ReplayError(
