@@ -1,7 +1,8 @@
 """Everything that speaks against a configuration: one list, which loading, a dry run, a run and a plan ask alike.
 
-A rule that reads one section is a method of it (``BaseConfig.errors`` and ``warnings``). The others are functions, by the section that
-they are about; the annotation of ``config`` says to which kinds of run each applies.
+A rule that reads one section is a method of it (``BaseConfig.errors`` and ``warnings``), and so is one about the section of an extension
+and the rest of the run (``errors_of_run`` and ``warnings_of_run``). The others are functions, by the section that they are about; the
+annotation of ``config`` says to which kinds of run each applies.
 """
 
 from __future__ import annotations
@@ -140,12 +141,22 @@ WARNING_CHECKS: Mapping[str, tuple[Check, ...]] = {
 
 def find_errors(config: BaseConfig) -> list[Problem]:
     """Return the errors of a configuration; empty if the run can work."""
-    return [problem for key, section in iter_sections(config) for problem in section.errors(key)] + _run(ERROR_CHECKS, config)
+    sections = list(iter_sections(config))
+    return [
+        *(problem for key, section in sections for problem in section.errors(key)),
+        *(problem for key, section in sections for problem in section.errors_of_run(key, config)),
+        *_run(ERROR_CHECKS, config),
+    ]
 
 
 def find_warnings(config: BaseConfig) -> list[Problem]:
     """Return warnings: settings that work, but perhaps not as intended."""
-    return [problem for key, section in iter_sections(config) for problem in section.warnings(key)] + _run(WARNING_CHECKS, config)
+    sections = list(iter_sections(config))
+    return [
+        *(problem for key, section in sections for problem in section.warnings(key)),
+        *(problem for key, section in sections for problem in section.warnings_of_run(key, config)),
+        *_run(WARNING_CHECKS, config),
+    ]
 
 
 def _run(checks: Mapping[str, tuple[Check, ...]], config: BaseConfig) -> list[Problem]:

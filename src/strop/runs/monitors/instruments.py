@@ -1,15 +1,13 @@
-"""The instruments of a run as listeners: stored rollouts, detectors of reward hacking, throughput, machines and profiles."""
+"""The instruments of a run as listeners: stored rollouts, throughput, machines and profiles."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.columns import TokenColumn
 from strop.extensions.replay.token_trace import TokenTrace
-from strop.extensions.watch.hacking.hacking_monitor import HackingMonitor
 from strop.learner.base import require_token_outputs
 from strop.learner.throughput import Throughput, TrainingPasses
 from strop.monitoring.machine.system_monitor import SystemMonitor
@@ -75,36 +73,6 @@ class RolloutRecorder(RunListener):
             decode=self.decode,
             stores=self.stores,
         )
-
-
-@dataclass(kw_only=True)
-class HackingWatch(RunListener):
-    """Applies the detectors of reward hacking, and stores which rollouts they name."""
-
-    name = "hacking"
-    monitor: HackingMonitor
-    store: RolloutStore
-
-    async def on_start(self, step: int, tracker: Tracker) -> None:
-        """Raises RewardHacked: a run that was stopped for an alarm is not continued."""
-        self.monitor.check_stop()
-
-    async def on_step(self, step: StepView) -> dict[str, float]:
-        logged = await self.monitor.after_step(step.step, step.groups, step.tracker)
-        self.store.flag(self.monitor.flags)
-        return logged
-
-    async def on_log(self, step: StepView) -> dict[str, float]:
-        """Raises RewardHacked."""
-        self.monitor.check_stop()
-        return {}
-
-    async def state_dict(self) -> dict[str, Any]:
-        await self.monitor.settle()  # the state has the grades of this step
-        return self.monitor.state()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.monitor.restore(state)
 
 
 @dataclass(kw_only=True)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from loop.tiny import build_tiny
+from strop.generation.engine_launch import LaunchedAdapters, NodeRanks
 from strop.generation.generation_config import GenerationConfig
-from strop.generation.vllm.engine_args import NodeRanks, select_ranks
+from strop.generation.vllm.engine_args import select_ranks
 from strop.generation.vllm.vllm_config import SpeculationConfig, VllmConfig
 
 
@@ -26,7 +27,13 @@ def arguments(
     from strop.generation.vllm.engine_args import VllmLaunch, make_engine_args
 
     config = GenerationConfig(vllm_cfg=VllmConfig(precision="float32", max_model_len=64, **keys), **(sampling or {}))
-    launch = VllmLaunch(config=config, model="folder", on_cpu=on_cpu, max_lora_rank=max_lora_rank, return_routes=return_routes)
+    launch = VllmLaunch(
+        config=config,
+        model="folder",
+        on_cpu=on_cpu,
+        adapters=None if max_lora_rank is None else LaunchedAdapters(max_lora_rank),
+        return_routes=return_routes,
+    )
     return make_engine_args(launch)
 
 
@@ -68,7 +75,7 @@ def test_as_many_log_probabilities_are_allowed_as_a_sampling_mask_records() -> N
 
 
 def test_an_engine_on_several_nodes_tells_its_executor_where_its_ranks_are(tmp_path: Path) -> None:
-    from strop.generation.vllm.engine_args import SPANNED_VARIABLE, NodeRanks, VllmLaunch
+    from strop.generation.vllm.engine_args import SPANNED_VARIABLE, VllmLaunch
 
     config = GenerationConfig(vllm_cfg=VllmConfig(tensor_parallel_size=2, pipeline_parallel_size=2))
     launch = VllmLaunch(config=config, model="folder", on_cpu=False, output_file=tmp_path / "engine_0.log")
@@ -87,9 +94,9 @@ def test_an_engine_under_adapters_keeps_its_base_weights_when_it_sleeps_and_one_
     def level(**changes: Any) -> int:
         return VllmLaunch(**{"config": GenerationConfig(), "model": "folder", "on_cpu": False, **changes}).sleep_level
 
-    assert (level(), level(max_lora_rank=8), level(on_cpu=True)) == (2, 1, 0)
+    assert (level(), level(adapters=LaunchedAdapters(8)), level(on_cpu=True)) == (2, 1, 0)
     off = GenerationConfig(vllm_cfg=VllmConfig(sleep_level=0))
-    assert level(config=off, max_lora_rank=8) == 0
+    assert level(config=off, adapters=LaunchedAdapters(8)) == 0
 
 
 def test_what_is_strops_to_set_and_what_vllm_does_not_have_is_refused() -> None:
