@@ -7,6 +7,7 @@ the parent section.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import FrozenInstanceError, fields
@@ -20,6 +21,7 @@ from pydantic_core import ArgsKwargs, CoreSchema
 
 from strop import plugins
 from strop.problems import Problem
+from strop.user_code import suggest_names
 
 KeyPath = tuple[str, ...]
 
@@ -55,6 +57,24 @@ def _write_texts(variables: object) -> object:
 
 EnvironmentVariables = Annotated[dict[str, str], BeforeValidator(_write_texts)]
 
+
+@dataclasses.dataclass(frozen=True)
+class NameOf:
+    """Validates a key that names what extensions declare in a group of entry points, or one of ``own``."""
+
+    group: str
+    own: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.own, *sorted(plugins.declared(self.group)))
+
+    def __call__(self, name: str) -> str:
+        if name not in self.names:
+            raise ValueError(f"there is none of this name{suggest_names(name, self.names)}")
+        return name
+
+
 SectionT = TypeVar("SectionT", bound="BaseConfig")
 
 
@@ -89,9 +109,10 @@ class BaseConfig:
     unrelated_keys: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        for name, model in _attached_sections(cls.__name__).items():
-            cls.__annotations__[name] = model
-            setattr(cls, name, subsection(model))
+        for name, attached in _attached_keys(cls.__name__).items():
+            cls.__annotations__[name] = attached
+            if isinstance(attached, type):
+                setattr(cls, name, subsection(attached))
         # The methods below stand for those that a dataclass generates, which are compiled class by class as `strop` starts.
         dataclass(
             cls,
@@ -153,9 +174,24 @@ class BaseConfig:
         """Yield what works within this section, which is at the dotted ``key``, but perhaps not as intended."""
         return iter(())
 
+    def errors_of_run(self, key: str, config: Any) -> Iterator[Problem]:
+        """Yield what cannot work in this section, which is at the dotted ``key``, together with the rest of ``config``."""
+        return iter(())
 
-def _attached_sections(owner: str) -> dict[str, type[BaseConfig]]:
-    """Return the sections that extensions attach to the class ``owner``: entry points ``OWNER.KEY`` of the group ``strop.sections``."""
+    def examine(self, key: str, environments: Mapping[str, Any]) -> Iterator[Problem]:
+        """Yield what cannot work on this machine, after a look at what this section names: code, programs, files.
+
+        ``environments``: those that this process is to hold (``strop.environments.handle.LocalEnvironment``), by alias."""
+        return iter(())
+
+    def warnings_of_run(self, key: str, config: Any) -> Iterator[Problem]:
+        """Yield what works in this section together with the rest of ``config``, but perhaps not as intended."""
+        return iter(())
+
+
+def _attached_keys(owner: str) -> dict[str, Any]:
+    """Return what extensions attach to the class ``owner``, by entry points ``OWNER.KEY`` of the group ``strop.sections``: sections, and
+    keys that are ``Annotated[TYPE, Field(DEFAULT, ...)]``."""
     prefix = f"{owner}."
     names = [name for name in plugins.declared("sections") if name.startswith(prefix)]
     return {name.removeprefix(prefix): plugins.load("sections", name) for name in names}
