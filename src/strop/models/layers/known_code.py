@@ -10,14 +10,14 @@ import inspect
 from functools import cache
 from importlib import import_module
 from types import CodeType
-from typing import Any, cast
+from typing import Any
 
 _LOOKED_UP = frozenset({"eager_attention_forward"})  # what reproduces a form calls the module's own
 
 
-def find_form(kind: type, forms: tuple[str, ...]) -> str | None:
+def find_form(kind: Any, forms: tuple[str, ...]) -> str | None:
     """Return the first of ``forms`` (``llama.LlamaMLP``) whose forward pass is that of the class ``kind``; None if none is."""
-    found: str | None = _find_form(cast("Any", kind), forms)
+    found: str | None = _find_form(kind, forms)
     return found
 
 
