@@ -90,7 +90,7 @@ class QuantConfig(PolicyExtension):
                 f"Set it to false, or {key}.quant_cfg=null.",
             )
         for name, found, reason, fix in (
-            ("backend", policy.uses_megatron, "Megatron Core's layers compute with their weights as they are", "torch"),
+            ("backend", not policy.uses_torch, "Megatron Core's layers compute with their weights as they are", "torch"),
             ("compile", policy.compile is True, "a compiled layer would compute with its weights as they are", "auto"),
         ):  # fmt: skip
             if found:
