@@ -167,6 +167,10 @@ class BaseConfig:
         """Yield what of this section, which is at the dotted ``key``, cannot work with the rest of the configuration of a run."""
         return iter(())
 
+    def warnings_of_run(self, key: str, config: Any) -> Iterator[Problem]:
+        """Yield what of this section, which is at the dotted ``key``, has no use with the rest of the configuration of a run."""
+        return iter(())
+
 
 def _attached(group: str, owner: str) -> dict[str, type[BaseConfig]]:
     """Return what extensions attach to the class ``owner``, by entry points ``OWNER.NAME``.

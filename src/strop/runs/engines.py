@@ -23,8 +23,7 @@ from strop.generation.vllm.engine_args import VllmLaunch
 from strop.learner.base import require_token_outputs
 from strop.learner.client import LearnerClient
 from strop.models.adapters import lora_layers, merged_roundings
-from strop.models.draft.eagle_files import published_weights, save_head
-from strop.models.draft.eagle_head import EagleHead
+from strop.models.draft_head import FOLDER, DraftHead
 from strop.models.network import Network
 from strop.runs.models import PRECISIONS, LoadedPolicy, TokenizerBundle, write_model_folder
 from strop.sampling import Sampling
@@ -99,7 +98,7 @@ def _make_engines(
     *,
     on_cpu: bool,
     adapters: bool,
-    head: EagleHead | None,
+    head: DraftHead | None,
 ) -> Sequence[Engine]:
     """Make the engines in processes of their own, without starting them. ``head``: that they draft with."""
     launch = _make_launch(policy, config, spec, on_cpu=on_cpu, adapters=adapters, head=head)
@@ -121,7 +120,7 @@ def _make_launch(
     *,
     on_cpu: bool,
     adapters: bool,
-    head: EagleHead | None,
+    head: DraftHead | None,
 ) -> VllmLaunch | SglangLaunch:
     generation = config.generation
     model = str(write_model_folder(policy, spec.output_folder / "model", config))
@@ -136,7 +135,7 @@ def _make_launch(
         return_routes=config.router_replay.enabled,
         reads_images=policy.template.vision is not None,
         batch_invariant=config.exact_on_policy or (config.deterministic and not on_cpu),
-        draft="" if head is None else str(save_head(head, spec.output_folder / "draft")),
+        draft="" if head is None else str(head.save(spec.output_folder / FOLDER)),
     )
 
 
@@ -145,10 +144,10 @@ def _adapters_to_launch(policy: LoadedPolicy) -> LaunchedAdapters:
     return LaunchedAdapters.of_layers(len(layers[0].down), (layer.name for layer in layers))
 
 
-def _with_draft(learner: LearnerClient, head: EagleHead) -> Iterator[tuple[str, Tensor]]:
+def _with_draft(learner: LearnerClient, head: DraftHead) -> Iterator[tuple[str, Tensor]]:
     """Yield what is published: the policy's weights, and those of its draft head."""
     yield from learner.weights()
-    yield from published_weights(head)
+    yield from head.published_weights()
 
 
 def make_past_selves(policy: LoadedPolicy, config: PolicyConfig, rule: PastSelvesRule) -> TorchPastSelves:

@@ -145,7 +145,10 @@ def find_errors(config: BaseConfig) -> list[Problem]:
 
 def find_warnings(config: BaseConfig) -> list[Problem]:
     """Return warnings: settings that work, but perhaps not as intended."""
-    return [problem for key, section in iter_sections(config) for problem in section.warnings(key)] + _run(WARNING_CHECKS, config)
+    sections = list(iter_sections(config))
+    alone = [problem for key, section in sections for problem in section.warnings(key)]
+    together = [problem for key, section in sections for problem in section.warnings_of_run(key, config)]
+    return alone + _run(WARNING_CHECKS, config) + together
 
 
 def _run(checks: Mapping[str, tuple[Check, ...]], config: BaseConfig) -> list[Problem]:

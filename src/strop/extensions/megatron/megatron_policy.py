@@ -7,12 +7,12 @@ from pathlib import Path
 
 from strop.config import TrainingRunConfig
 from strop.config.schema.run_config import RmRunConfig
+from strop.extensions.labs.draft.draft_config import DraftConfig
+from strop.extensions.labs.draft.eagle_head import EagleHead
 from strop.extensions.megatron.cpu_shim import prepare_megatron
 from strop.extensions.megatron.model_files import ModelFiles, find_model_files
 from strop.models.chat_template import ChatTemplate
 from strop.models.classifiers import choose_pad_token
-from strop.models.draft.eagle_files import save_head
-from strop.models.draft.eagle_head import EagleHead
 from strop.models.loading import load_tokenizer
 from strop.runs.lifecycle import seed_everything
 from strop.runs.models import TokenizerBundle, prepare_device, set_up_gpu, tokenizer_key
@@ -71,10 +71,10 @@ def write_megatron_model_folder(policy: MegatronPolicy, folder: Path) -> Path:
 def write_draft_folder(policy: MegatronPolicy, folder: Path) -> Path:
     """Write the draft head as it is now, for engines that draft with it."""
     assert policy.draft.head is not None
-    return save_head(policy.draft.head, folder)
+    return policy.draft.head.save(folder)
 
 
 def sends_draft(config: TrainingRunConfig) -> bool:
     """Return whether engines are sent the draft head that is trained, and draft with it."""
     generation = config.policy.generation
-    return config.policy.draft.enabled and generation.uses_vllm and generation.vllm_cfg.speculation.method == "eagle3"
+    return DraftConfig.of(config.policy).enabled and generation.uses_vllm and generation.vllm_cfg.speculation.method == "eagle3"

@@ -263,12 +263,6 @@ def is_time_shared(config: TrainingRunConfig, plan: DevicePlan) -> bool:
 
 async def make_ray_backend(config: TrainingRunConfig, cluster: Cluster, tracker: Tracker) -> RayBackend:
     """Start the ranks and load the policy on them. Raises ModelNotFound, ValueError, ActorGroupDied."""
-    if config.policy.draft.enabled and not config.policy.uses_megatron:
-        raise ValueError(
-            "policy.draft.enabled is true, but the models of the run are in a cluster of processes (cluster), where a head is trained "
-            "beside Megatron Core alone: leave one process with one device (cluster.num_nodes=1, cluster.gpus_per_node=1), set "
-            "policy.megatron_cfg.enabled=true, or this to false"
-        )
     device_plan = plan_devices(count_devices(config), on_cpu=cluster.on_cpu)
     role, world, device = config.cluster.roles.learner, len(device_plan.training), config.policy.device
     threads = make_thread_env(

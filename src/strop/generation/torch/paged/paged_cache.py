@@ -64,7 +64,7 @@ class PagedCache:
         self.routes: Tensor | None = None  # [pages, page, layers, k]
         if routed is not None:
             self.routes = torch.zeros((pages, page, *routed.shape), dtype=routed.dtype, device=shape.device)
-        self.states: Tensor | None = None  # [pages, page, H], fused for a draft head
+        self.states: Tensor | None = None  # [pages, page, H], fused for a drafter
         if shape.state_size:
             self.states = torch.zeros((pages, page, shape.state_size), dtype=torch.float32, device=shape.device)
         self.pool = PagePool(pages, self.copy_page)
