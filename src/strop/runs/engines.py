@@ -79,7 +79,7 @@ def make_generator(
     layers = lora_layers(network.model)
     launch = make_launch(
         config,
-        model=write_model_folder(policy, spec.output_folder / "model", config.max_total_sequence_length),
+        model=write_model_folder(policy, spec.output_folder / "model", config),
         on_cpu=on_cpu,
         adapters=LaunchedAdapters(len(layers[0].down), tuple(layer.name for layer in layers)) if adapters else None,
         reads_images=policy.template.vision is not None,

@@ -126,9 +126,3 @@ class RmPolicyConfig(RecordedPolicyConfig):
                 "found true, but a reward model predicts no tokens that a head could draft",
                 "Set it to false.",
             )
-        if self.quant_cfg is not None:
-            yield Problem(
-                f"{key}.quant_cfg",
-                f"found {self.quant_cfg}, but a reward model computes with its weights as they are",
-                "Set it to null.",
-            )

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from strop.models.routing.routes import NO_ROUTE
 from vllm.logprobs import FlatLogprobs
 
 from strop.generation.vllm.requests import to_completion
+from strop.models.routing.router_replay_config import NO_ROUTE
 from strop.sampling import Sampling
 
 
