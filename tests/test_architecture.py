@@ -64,10 +64,10 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "vllm": ("generation/vllm/",),
     "sglang": ("extensions/sglang/",),
     "megatron": ("extensions/megatron/",),
-    "transformers": ("models/",),
+    "transformers": ("models/", "extensions/labs/"),
     "torchao": ("models/quantization/",),
-    "safetensors": ("models/", "learner/", "checkpointing/", "weight_sync/", "extensions/megatron/"),
-    "huggingface_hub": ("models/", "data/"),
+    "safetensors": ("models/", "learner/", "checkpointing/", "weight_sync/", "extensions/megatron/", "extensions/labs/"),
+    "huggingface_hub": ("models/", "data/", "extensions/labs/"),
     "datasets": ("data/", "api.py"),  # api.py names its type
     "pandas": ("monitoring/", "results.py", "data/"),
     "rich": ("monitoring/",),
@@ -171,11 +171,8 @@ def internal_imports() -> Iterator[Import]:
 STILL_CROSSING: frozenset[str] = frozenset(
     {
         "api.py",
-        "config/load/load.py",
-        "config/load/translated_recipe.py",
         "environments/scoring/scoring_worker.py",
         "results.py",
-        "runs/dry_run/recipe_folder.py",
         "runs/jobs/serve_model.py",
         "runs/monitors/instruments.py",
     }
@@ -409,9 +406,10 @@ SHORT = {
     "cli.config_command": "a command of its own",
     "cli.doctor_command": "a command of its own",
     "config.load.named_files": "where the files are looked for that a recipe names",
+    "extensions.labs.draft.draft_rejection": "a formula with its paper",
+    "extensions.labs.draft.drafting_config": "keys of the engine, which are read before those of the policy",
     "extensions.recipes.trl.trl_services": "the services of another library",
     "environments.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
-    "generation.torch.drafting.draft_rejection": "a formula with its paper",
     "generation.vllm.engine_stats": "what vLLM counts, under Strop's names",
     "extensions.watch.hacking.e_process": "a statistical test with its paper",
     "monitoring.notebook_figure": "it inherits from matplotlib, which is imported where something is drawn",

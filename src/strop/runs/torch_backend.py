@@ -75,7 +75,7 @@ class TorchBackend:
     def write_model_folder(self, policy: LoadedPolicy, config: TrainingRunConfig, folder: Path) -> None:
         from strop.runs.models import write_model_folder
 
-        write_model_folder(policy, folder, length=config.policy.max_total_sequence_length)
+        write_model_folder(policy, folder, config.policy)
 
     def make_dims(self, section: DtensorConfig, world: int) -> ParallelDims:
         from strop.learner.parallel.parallel_dims import ParallelDims

@@ -14,7 +14,6 @@ from strop.config.schema.run_config import (
     list_trained_models,
 )
 from strop.learner.model_config import ModelConfig
-from strop.models.fake_quant.modelopt_config import QuantConfigError
 from strop.problems import Problem
 
 Problems = Iterator[Problem]
@@ -168,24 +167,6 @@ def _find_obstacle(config: TrainingRunConfig, model: ModelConfig) -> str | None:
             "is measured"
         )
     return None
-
-
-def check_adapters_of_other_processes(config: TrainingRunConfig) -> Problems:
-    """Torch engines in other processes have adapters merged, and then round the inputs of the adapters too."""
-    if not isinstance(config, RolloutRunConfig) or not config.policy.dtensor_cfg.lora_cfg.enabled:
-        return
-    try:
-        rounds_inputs = config.policy.rounds_inputs
-    except QuantConfigError:  # the section reports it
-        return
-    if rounds_inputs and not config.policy.generation.uses_engines and count_devices(config).uses_ray:
-        yield Problem(
-            "policy.quant_cfg",
-            f"{config.policy.quant_cfg} rounds inputs of layers with adapters, which read inputs as they are; torch engines in other "
-            "processes have the adapters merged, and would round what those read",
-            "Set it to a configuration of weights alone, or cluster.backend=local on one device; or train without adapters "
-            "(policy.dtensor_cfg.lora_cfg.enabled=false).",
-        )
 
 
 def warn_unused_offload(config: RolloutRunConfig) -> Problems:

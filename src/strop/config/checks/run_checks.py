@@ -110,7 +110,6 @@ ERROR_CHECKS: Mapping[str, tuple[Check, ...]] = {  # section -> its rules
         policy_checks.check_engine_device,
         policy_checks.check_one_process,
         policy_checks.check_order_of_events,
-        policy_checks.check_adapters_of_other_processes,
         policy_checks.check_measured_budget,
         cluster_checks.check_one_learner,
         cluster_checks.check_learner_processes,

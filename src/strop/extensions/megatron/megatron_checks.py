@@ -80,12 +80,6 @@ def _check_policy(key: str, policy: PolicyConfig, *, samples: bool) -> Problems:
             "found true, but Megatron Core's layers add in an order that depends on the batch",
             f"Set it to false, or {key}.backend=torch.",
         )
-    if policy.quant_cfg is not None:
-        yield Problem(
-            f"{key}.quant_cfg",
-            f"found {policy.quant_cfg}, but Megatron Core's layers compute with their weights as they are",
-            f"Set {key}.backend=torch, or {key}.quant_cfg=null.",
-        )
 
 
 def run_warnings(section: str, config: TrainingRunConfig) -> Problems:
