@@ -109,9 +109,10 @@ class BaseConfig:
     unrelated_keys: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        for name, model in _attached_sections(cls.__name__).items():
-            cls.__annotations__[name] = model
-            setattr(cls, name, subsection(model))
+        for name, attached in _attached_keys(cls.__name__).items():
+            cls.__annotations__[name] = attached
+            if isinstance(attached, type):
+                setattr(cls, name, subsection(attached))
         # The methods below stand for those that a dataclass generates, which are compiled class by class as `strop` starts.
         dataclass(
             cls,
@@ -173,9 +174,24 @@ class BaseConfig:
         """Yield what works within this section, which is at the dotted ``key``, but perhaps not as intended."""
         return iter(())
 
+    def errors_of_run(self, key: str, config: Any) -> Iterator[Problem]:
+        """Yield what cannot work in this section, which is at the dotted ``key``, together with the rest of ``config``."""
+        return iter(())
 
-def _attached_sections(owner: str) -> dict[str, type[BaseConfig]]:
-    """Return the sections that extensions attach to the class ``owner``: entry points ``OWNER.KEY`` of the group ``strop.sections``."""
+    def examine(self, key: str, environments: Mapping[str, Any]) -> Iterator[Problem]:
+        """Yield what cannot work on this machine, after a look at what this section names: code, programs, files.
+
+        ``environments``: those that this process is to hold (``strop.environments.handle.LocalEnvironment``), by alias."""
+        return iter(())
+
+    def warnings_of_run(self, key: str, config: Any) -> Iterator[Problem]:
+        """Yield what works in this section together with the rest of ``config``, but perhaps not as intended."""
+        return iter(())
+
+
+def _attached_keys(owner: str) -> dict[str, Any]:
+    """Return what extensions attach to the class ``owner``, by entry points ``OWNER.KEY`` of the group ``strop.sections``: sections, and
+    keys that are ``Annotated[TYPE, Field(DEFAULT, ...)]``."""
     prefix = f"{owner}."
     names = [name for name in plugins.declared("sections") if name.startswith(prefix)]
     return {name.removeprefix(prefix): plugins.load("sections", name) for name in names}
