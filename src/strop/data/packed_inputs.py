@@ -1,4 +1,4 @@
-"""What a packed batch holds beside its tokens: the images that it reads, and the experts that engines chose for its tokens."""
+"""Further inputs of a packed batch: its images, and the experts that engines chose for its tokens."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from strop.types import NO_ROUTE, PromptImage, Rollout
 
 
 def same_images(left: Rollout, right: Rollout) -> bool:
-    """Return whether two prompts have the same images: equal tokens may stand for different ones."""
+    """Return whether two prompts have the same images, since equal tokens may stand for different ones."""
     return [image.digest for image in left.images] == [image.digest for image in right.images]
 
 
 def place_images(
     rollouts: Sequence[Rollout], trees: Sequence[Sequence[TokenPath]], segment_starts: Sequence[int]
 ) -> tuple[PromptImage, ...]:
-    """Return the images of the tokens that are read, each once, ascending, with their places in T.
+    """Return the images of the tokens that are read, each once, ascending, with their positions in T.
 
-    Raises ValueError for a branch that leaves its path within an image.
+    Raises ValueError for a branch that starts within an image.
     """
     placed: dict[int, PromptImage] = {}
     for rollout, paths in zip(rollouts, trees, strict=True):
         turns = (rollout.turns, *(branch.turns for branch in rollout.branches))
         own = [tuple(image for turn in each for image in turn.images) for each in turns]
-        for number, (path, images) in enumerate(zip(paths, own, strict=False)):  # without branches where only an end is predicted
+        for number, (path, images) in enumerate(zip(paths, own, strict=False)):  # without branches if only the end is predicted
             for image in (*rollout.images, *images) if number == 0 else _inherited(rollout, number, images):
                 if image.start >= path.start + path.read:
-                    continue  # in what follows the last sampled token, which nothing is predicted from
+                    continue  # after the last sampled token; nothing is predicted from it
                 start, last = path.find_between(image.start, image.end)[[0, -1]].tolist()
                 if bisect_right(segment_starts, start) != bisect_right(segment_starts, last):
                     raise ValueError(
@@ -59,8 +59,8 @@ def _inherited(rollout: Rollout, number: int, images: Sequence[PromptImage]) -> 
 def place_routes(rollouts: Sequence[Rollout], trees: Sequence[Sequence[TokenPath]], length: int) -> Tensor | None:
     """Return the recorded experts of the tokens that are read, [T, layers, k]; None if nothing was recorded.
 
-    Of a token that several turns read, they are those of the first turn: it sampled with them, and later ones mostly found its keys and
-    values in a cache.
+    For a token read by several turns, they come from the first turn: it sampled with them, and later turns mostly found its keys
+    and values cached.
     """
     recorded = [turn.routes for rollout in rollouts for turn in rollout.policy_turns if turn.routes is not None]
     if not recorded:
@@ -72,7 +72,7 @@ def place_routes(rollouts: Sequence[Rollout], trees: Sequence[Sequence[TokenPath
     placed = torch.zeros(length, dtype=torch.bool)
     for rollout, paths in zip(rollouts, trees, strict=True):
         starts = [(len(rollout.prompt), rollout.turns), *((branch.start, branch.turns) for branch in rollout.branches)]
-        for path, (end, turns) in zip(paths, starts, strict=False):  # without branches where only an end is predicted
+        for path, (end, turns) in zip(paths, starts, strict=False):  # without branches if only the end is predicted
             for turn in turns:
                 end += len(turn.tokens)
                 if turn.routes is None:

@@ -1,4 +1,4 @@
-"""Which GPUs of this process each engine of vLLM or SGLang has."""
+"""Assigns the GPUs of this process to the engines of vLLM or SGLang."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from strop.gpus import describe_visible, visible_gpus
 
 
 def choose_engine_gpus(config: GenerationConfig, learner: int) -> list[list[str]]:
-    """Return the GPUs of each engine of this process, as ``CUDA_VISIBLE_DEVICES`` names them: those that this process sees, beginning with
-    the learner's or, where engines are not colocated, without it. ``learner``: torch's index of the learner's GPU. Raises ValueError."""
+    """Return the GPUs of each engine of this process, as values of ``CUDA_VISIBLE_DEVICES``: those visible to this process,
+    starting with the learner's or, if engines are not colocated, without it. ``learner``: torch's index of the learner's GPU.
+    Raises ValueError."""
     options, visible = config.engine_options, visible_gpus()
     size, count = options.engine_size, options.num_local_engines
     own = visible[learner : learner + 1] if config.colocated.enabled else []
@@ -18,8 +19,8 @@ def choose_engine_gpus(config: GenerationConfig, learner: int) -> list[list[str]
         share = "" if config.colocated.enabled else ", or set policy.generation.colocated.enabled=true to share the learner's"
         raise ValueError(
             f"{_count(count, f'{config.engine_name} engine')} of {_count(size, 'GPU')} (policy.generation.{_sizes(config)}) need "
-            f"{_count(size * count, 'GPU')}{beside}, and this process sees {describe_visible()}; lower one of the two, let more GPUs be "
-            f"seen{share}"
+            f"{_count(size * count, 'GPU')}{beside}, and this process sees {describe_visible()}; lower one of the two, make more GPUs "
+            f"visible{share}"
         )
     return [gpus[first : first + size] for first in range(0, size * count, size)]
 

@@ -30,7 +30,7 @@ def _check_top_k(value: int | None) -> int | None:
 TopK = Annotated[int | None, AfterValidator(_check_top_k)]
 
 
-# Keys of vLLM's section that say how rollouts are quantised, whichever engine samples them.
+# Keys of vLLM's section that quantise rollouts, for any engine.
 QUANTIZATION_KEYS = (
     "precision",
     "is_mx",
@@ -58,27 +58,27 @@ Strings = Annotated[tuple[str, ...], Field(strict=False)]
 
 RolloutFormat = Literal["fp8_tensor", "fp8_row", "fp8_block", "fp8_block_pow2", "mxfp8", "nvfp4"]
 
-KERNEL_FORMATS: tuple[RolloutFormat, ...] = ("fp8_block", "fp8_block_pow2", "mxfp8")  # that vLLM reads from a publish
+KERNEL_FORMATS: tuple[RolloutFormat, ...] = ("fp8_block", "fp8_block_pow2", "mxfp8")  # accepted by vLLM in a publish
 
 
 class RolloutQuantizationConfig(BaseConfig):
-    """Rollouts with weights of low precision, in the linear layers of the decoder."""
+    """Low-precision weights for rollouts, in the linear layers of the decoder."""
 
     format: RolloutFormat | None = Field(
         None,
         description="Number format of the engine's weights: fp8_tensor, fp8_row and fp8_block (128 x 128) are E4M3 with a float32 scale "
-        "for each matrix, row or block, fp8_block_pow2 has powers of two as scales; mxfp8 (1 x 32) and nvfp4 (1 x 16). null is "
-        "what vllm_cfg.precision says: fp8_block for fp8, mxfp8 with is_mx.",
+        "for each matrix, row or block, fp8_block_pow2 has powers of two as scales; mxfp8 (1 x 32) and nvfp4 (1 x 16). null follows "
+        "vllm_cfg.precision: fp8_block for fp8, mxfp8 with is_mx.",
     )
     emulate: bool = Field(
         False,
         description="Round weights to the format and back, and compute in bfloat16 or float32, which needs no FP8 hardware and saves "
-        "nothing. The torch engine rounds the inputs of its layers, and with kv_cache_dtype=fp8 keys and values, too.",
+        "nothing. The torch engine also rounds the inputs of its layers and, with kv_cache_dtype=fp8, keys and values.",
     )
     send_quantized: bool = Field(
         False,
-        description="Quantise weights where they are trained, once for all engines, and send values and scales: half the bytes of a "
-        "publish. false sends them in the engine's data type, and each engine quantises. For vLLM's own FP8 layers.",
+        description="Quantise weights once, on the learner, and send values and scales: half the bytes of a publish. false sends them in "
+        "the engine's data type, and each engine quantises them. For vLLM's own FP8 layers.",
     )
 
 
@@ -101,7 +101,7 @@ class ColocatedConfig(BaseConfig):
 
 
 class MismatchConfig(BaseConfig):
-    """Limits on the mismatch of engine and learner: token_mult_prob_error of the newest tokens of a training step."""
+    """Limits on the mismatch between engine and learner: token_mult_prob_error of the newest tokens in a training step."""
 
     warn: float | None = Field(1.2, gt=1, description="Warn above this; null never warns (factor).")
     warn_every: int = Field(20, ge=1, description="Warn at most once in this many steps (steps).")
@@ -122,28 +122,31 @@ class GenerationConfig(BaseConfig):
 
     backend: Literal["auto", "torch", "vllm", "sglang", "megatron"] = Field(
         "auto",
-        description="Inference engine: vllm or sglang, in separate processes, or torch, built into Strop. auto is vllm where a GPU and "
-        "vLLM are, unless it cannot do what is configured, and torch elsewhere; what it is, is said at the start.",
+        description="Inference engine: vllm or sglang, in separate processes, or torch, built into Strop. auto is vllm if there is a GPU "
+        "and vLLM is installed and supports the configuration, and torch otherwise; the choice is logged at the start.",
     )
     max_new_tokens: int = follows(
         "..max_total_sequence_length", standalone=512, ge=1, description="Longest completion of one turn (tokens)."
     )
     temperature: Temperature = Field(1.0, description="Sampling temperature; 0 is greedy.")
     top_p: TopP = Field(1.0, description="Sample from the smallest set of tokens with this probability; 1 turns it off.")
-    top_k: TopK = Field(None, description="Sample from this many most likely tokens; null or -1 turns it off (tokens).")
+    top_k: TopK = Field(None, description="Sample from only the most likely tokens, this many; null or -1 turns it off (tokens).")
     min_p: float = Field(
-        0.0, ge=0, le=1, description="Sample from tokens at least this times as likely as the most likely one; 0 turns it off."
+        0.0,
+        ge=0,
+        le=1,
+        description="Sample from tokens with at least this fraction of the most likely token's probability; 0 turns it off.",
     )
     keep_sampling_mask: bool = Field(
         False,
-        description="Record which tokens top_k, top_p and min_p kept, and renormalise over them in the learner (arXiv "
-        "2512.02556), so that ratios do not jump where the learner would keep others. Needs a top_k of at most "
-        "4096, and up to 4 x top_k bytes for each sampled token.",
+        description="Record which tokens top_k, top_p and min_p kept, and renormalise over them in the learner (arXiv 2512.02556), so "
+        "that ratios do not jump where the learner would keep different tokens. Needs a top_k of at most 4096, and up to 4 x top_k bytes "
+        "for each sampled token.",
     )
     val_temperature: Temperature = follows(".temperature", standalone=1.0, description="temperature in validation.")
     val_top_p: TopP = follows(".top_p", standalone=1.0, description="top_p in validation.")
     val_top_k: TopK = follows(
-        ".top_k", standalone=None, description="top_k in validation; -1 turns it off whatever top_k is (tokens)."
+        ".top_k", standalone=None, description="top_k in validation; -1 turns it off, regardless of top_k (tokens)."
     )
     stop_token_ids: TokenIds | None = Field(None, description="Token ids that end a completion, besides the model's own.")
     stop_strings: Strings | None = Field(None, description="Texts that end a completion.")
@@ -163,8 +166,8 @@ class GenerationConfig(BaseConfig):
     weight_sync: WeightSyncConfig = subsection(WeightSyncConfig)
     colocated: ColocatedConfig = subsection(ColocatedConfig)
 
-    # What backend=auto stands for here; None: torch, without a GPU. Set when a configuration is loaded; not saved, so that a run may
-    # continue on other machines.
+    # The choice of backend=auto on this machine; None: torch, without a GPU. Set when a configuration is loaded; not saved, so
+    # that a run may continue on other machines.
     auto_engine: AutoEngine | None = Field(None, exclude=True, repr=False)
 
     @field_validator("keep_sampling_mask")
@@ -180,7 +183,7 @@ class GenerationConfig(BaseConfig):
 
     @property
     def uses_vllm(self) -> bool:
-        """Whether vLLM samples: as configured, or because ``auto`` stands for it here."""
+        """Whether vLLM samples, either configured or chosen by ``auto``."""
         return self.backend == "vllm" or (
             self.backend == "auto" and self.auto_engine is not None and self.auto_engine.name == "vllm"
         )
@@ -192,12 +195,12 @@ class GenerationConfig(BaseConfig):
 
     @property
     def uses_engines(self) -> bool:
-        """Whether engines with their own copy of the weights sample, in processes of their own: vLLM's or SGLang's."""
+        """Whether engines with their own weights, in separate processes, sample: vLLM's or SGLang's."""
         return self.uses_vllm or self.uses_sglang
 
     @property
     def engine_options(self) -> VllmConfig | SglangConfig:
-        """The section of those engines."""
+        """The section of the engine in use."""
         return self.sglang_cfg if self.uses_sglang else self.vllm_cfg
 
     @property
@@ -207,17 +210,17 @@ class GenerationConfig(BaseConfig):
 
     @property
     def engine_name(self) -> str:
-        """What messages call the engine."""
+        """The engine's name in messages."""
         return "SGLang" if self.uses_sglang else "vLLM" if self.uses_vllm else "torch"
 
     @property
     def sends_adapters(self) -> bool:
-        """Whether a run with LoRA sends engines its adapters alone, over a base that they keep."""
+        """Whether a run with LoRA sends engines only its adapters, over a base that they keep."""
         return self.weight_sync.adapters_alone and (self.uses_vllm or (self.uses_sglang and self.sglang_cfg.takes_adapters))
 
     @property
     def weight_format(self) -> RolloutFormat | None:
-        """The number format of the engine's weights; None: they are the learner's, in the engine's data type."""
+        """The number format of the engine's weights; None: the learner's weights in the engine's data type."""
         if self.quantization.format is not None or self.vllm_cfg.precision != "fp8" or self.uses_sglang:
             return self.quantization.format
         if self.vllm_cfg.is_mx:
@@ -253,7 +256,7 @@ class GenerationConfig(BaseConfig):
             yield from self.vllm_cfg.vllm_errors(f"{key}.vllm_cfg")
 
     def _check_sampling(self, key: str) -> Iterator[Problem]:
-        """Yield why the options define no distribution, as every request is checked."""
+        """Yield why the options do not define a distribution, by the same checks as for every request."""
         try:
             for validation in (False, True):
                 Sampling(**self.sampling_options(validation=validation))
@@ -262,7 +265,7 @@ class GenerationConfig(BaseConfig):
             yield Problem(key, found, f"Set it otherwise: {fix}." if fix else "")
 
     def _check_supported(self, key: str) -> Iterator[Problem]:
-        """Yield what is not in this version."""
+        """Yield options that this version does not support."""
         names = {"megatron": "Megatron"}
         if self.backend in names:
             yield Problem(
@@ -315,7 +318,7 @@ class GenerationConfig(BaseConfig):
         if self.quantization.send_quantized and not in_kernels:
             yield Problem(
                 f"{key}.quantization.send_quantized",
-                "found true, but no engine of this run has layers that take values and scales",
+                "found true, but no engine of this run accepts values and scales",
                 f"Set it to false, or {key}.backend=vllm and {key}.vllm_cfg.precision=fp8 without {key}.quantization.emulate.",
             )
 
@@ -345,12 +348,12 @@ class GenerationConfig(BaseConfig):
         if not packages.is_installed("aiohttp"):
             yield Problem(
                 f"{key}.backend",
-                "found sglang, whose server is asked over HTTP with aiohttp, which is not installed",
+                "found sglang, whose server is accessed over HTTP with aiohttp, which is not installed",
                 f"{install_command('serve')}.",
             )
 
     def _check_sglang_sampling(self, key: str) -> Iterator[Problem]:
-        """Yield what SGLang would sample from another distribution than the learner computes."""
+        """Yield options with which SGLang would sample from another distribution than the learner computes."""
         options = self.sglang_cfg
         for prefix in ("", "val_"):
             top_k, top_p = getattr(self, f"{prefix}top_k"), getattr(self, f"{prefix}top_p")
@@ -358,27 +361,28 @@ class GenerationConfig(BaseConfig):
             if top_k == 1 and getattr(self, f"{prefix}temperature") > 0:
                 yield Problem(
                     f"{key}.{prefix}top_k",
-                    "found 1, which SGLang takes for greedy sampling, and reports the log-probabilities of that",
+                    "found 1, which SGLang treats as greedy sampling and reports log-probabilities for",
                     f"Set {key}.{prefix}temperature=0 for greedy sampling, or it to 2 or more.",
                 )
             if options.sampler == "sglang" and filtered and (top_k in (None, -1) or top_k > MAX_RECORDED_TOP_K):
                 yield Problem(
                     f"{key}.sglang_cfg.sampler",
-                    f"found sglang, which says what {prefix}top_p and min_p kept only with a {prefix}top_k of at most "
-                    f"{MAX_RECORDED_TOP_K}, and its log-probabilities are those before them",
+                    f"found sglang, which reports the tokens kept by {prefix}top_p and min_p only with a {prefix}top_k of at most "
+                    f"{MAX_RECORDED_TOP_K}, and its log-probabilities are from before these filters",
                     f"Set {key}.sglang_cfg.sampler=strop, or {key}.{prefix}top_k.",
                 )
         if options.sampler == "sglang" and self.top_p < 1 and not self.keep_sampling_mask:
             yield Problem(
                 f"{key}.sglang_cfg.sampler",
-                "found sglang, which takes top_p of the whole distribution, and the learner of what top_k and min_p kept",
+                "found sglang, which applies top_p to the whole distribution, while the learner applies it to the tokens kept by top_k "
+                "and min_p",
                 f"Set {key}.sglang_cfg.sampler=strop, or {key}.keep_sampling_mask=true.",
             )
         if options.speculative_algorithm is not None and (self.top_p < 1 or self.min_p > 0 or self.top_k not in (None, -1)):
             yield Problem(
                 f"{key}.sglang_cfg.speculative_algorithm",
                 f"found {options.speculative_algorithm}, whose accepted tokens have log-probabilities from before top_k, top_p and min_p",
-                f"Set it to null, or these three of {key} off.",
+                f"Set it to null, or turn these three keys of {key} off.",
             )
 
     def _check_min_temperature(self, key: str) -> Iterator[Problem]:
@@ -406,17 +410,19 @@ class GenerationConfig(BaseConfig):
             yield Problem(
                 f"{key}.quantization.format" if self.quantization.format else f"{key}.vllm_cfg.precision",
                 f"found {self.quantization.format or self.vllm_cfg.precision} on a CPU, for which vLLM has no kernels of FP8",
-                f"Set {key}.quantization.emulate=true to round the weights that are sent and compute in {self.vllm_cfg.dtype}, or take "
-                "a GPU.",
+                f"Set {key}.quantization.emulate=true to round the weights that are sent and compute in {self.vllm_cfg.dtype}, or use a "
+                "GPU.",
             )
 
     def async_errors(self, key: str, device: str) -> Iterator[Problem]:
-        """Yield what cannot work in asynchronous training with vLLM engines and the learner on ``device`` (``auto``: not known yet)."""
+        """Yield the settings that cannot work in asynchronous training with vLLM engines and the learner on ``device`` (``auto``:
+        not known yet).
+        """
         if self.colocated.enabled and device.startswith("cuda"):
             yield Problem(
                 f"{key}.colocated.enabled",
-                "found true, but asynchronous training samples while the learner trains, and an engine on the learner's GPU sleeps "
-                "meanwhile",
+                "found true, but asynchronous training samples while the learner trains, and an engine on the learner's GPU would be "
+                "asleep then",
                 "Set it to false, with a GPU for each engine, or train synchronously.",
             )
 
@@ -425,7 +431,7 @@ class GenerationConfig(BaseConfig):
             yield Problem(
                 f"{key}.backend",
                 f"found auto, which is the torch engine here: {self.auto_engine.reason}{self.auto_engine.detail}",
-                f"Set {key}.backend=torch to choose it, or change what vLLM cannot do.",
+                f"Set {key}.backend=torch to choose it, or change the setting that vLLM does not support.",
             )
         yield from self._warn_unused_engine_options(key)
         yield from self._warn_unused_resources(key)
@@ -440,23 +446,23 @@ class GenerationConfig(BaseConfig):
         if version := unchecked_version():
             yield Problem(
                 f"{key}.backend",
-                f"vLLM {version} is installed, and Strop, which repairs and reads parts of it that change, was checked with "
+                f"vLLM {version} is installed, and Strop, which patches and reads internal parts of it, was tested with "
                 f"{describe_checked()}",
-                "`make setup-vllm` in Strop's checkout installs that one; what does not fit ends the engine when it starts.",
+                "`make setup-vllm` in Strop's checkout installs that one; an incompatibility ends the engine when it starts.",
             )
 
     def _warn_sglang(self, key: str) -> Iterator[Problem]:
         if (version := unchecked_sglang()) and self.sglang_cfg.python is None:
             yield Problem(
                 f"{key}.backend",
-                f"SGLang {version} is installed, and Strop, which changes and reads parts of it, was checked with {CHECKED_SGLANG}",
-                "What does not fit ends the engine when it starts.",
+                f"SGLang {version} is installed, and Strop, which patches and reads internal parts of it, was tested with {CHECKED_SGLANG}",
+                "An incompatibility ends the engine when it starts.",
             )
         if self.sglang_cfg.speculative_algorithm is not None:
             yield Problem(
                 f"{key}.sglang_cfg.speculative_algorithm",
-                f"found {self.sglang_cfg.speculative_algorithm}: drafts are accepted with random numbers that follow no seed, so equal "
-                "requests give other tokens every time",
+                f"found {self.sglang_cfg.speculative_algorithm}: drafts are accepted with unseeded random numbers, so equal requests give "
+                "different tokens every time",
             )
         yield from self.sglang_cfg.sglang_warnings(f"{key}.sglang_cfg")
         yield from self.weight_sync.vllm_warnings(f"{key}.weight_sync")
@@ -497,7 +503,7 @@ class GenerationConfig(BaseConfig):
 
 
 class UnusedGenerationConfig(GenerationConfig):
-    """The inference engine, in a run on recorded data, which does not sample."""
+    """The inference engine in a run on recorded data, which does not sample."""
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_sampling(key)

@@ -1,4 +1,6 @@
-"""Engines of vLLM and SGLang from what they are launched with; for those of this machine also their threads or GPUs, and their output."""
+"""Creates vLLM and SGLang engines from their launch settings; for engines on this machine also their threads or GPUs, and their
+output.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def make_launched_engine(
     stop_ids: Sequence[int],
     vision: VisionProcessor | None = None,
 ) -> VllmEngine | SglangEngine:
-    """Make the engine of a launch, without starting it. ``vision``: of a model that reads images."""
+    """Create the engine of a launch, without starting it. ``vision``: the image processor of a model that reads images."""
     if isinstance(launch, SglangLaunch):
         return SglangEngine(name, launch, tokenizer, stop_ids=stop_ids, vision=vision)
     return VllmEngine(name, launch, tokenizer, stop_ids=stop_ids, vision=vision)
@@ -46,12 +48,12 @@ def make_local_engines(
     output_folder: Path | None = None,
     vision: VisionProcessor | None = None,
 ) -> list[VllmEngine | SglangEngine]:
-    """Make the configured number of engines on this machine, without starting them.
+    """Create the configured number of engines on this machine, without starting them.
 
     Raises ValueError if vLLM or SGLang is not installed, GPUs are missing, or SGLang's arguments cannot work here.
 
     Args:
-        launch: What all of them have in common.
+        launch: Settings common to all of them.
         tokenizer: Of the model.
         learner: Device of the learner, with which colocated engines begin.
         stop_ids: Token ids that end every request.
@@ -70,7 +72,7 @@ def make_local_engines(
 def _require_library(launch: VllmLaunch | SglangLaunch) -> None:
     if isinstance(launch, SglangLaunch):
         require_sglang(launch.python)
-        make_server_arguments(launch, port=0, key="")  # refuses what cannot work before anything starts
+        make_server_arguments(launch, port=0, key="")  # refuses invalid arguments before anything starts
     elif find_spec("vllm") is None:
         raise ValueError(
             "policy.generation.backend is vllm, and vLLM cannot be imported here (No module named 'vllm'): install it "
@@ -79,7 +81,7 @@ def _require_library(launch: VllmLaunch | SglangLaunch) -> None:
 
 
 def _launch_each(launch: Launch, *, learner: torch.device, threads: int | None, output_folder: Path | None) -> list[Launch]:
-    """Return the launch of each engine of this process. Raises ValueError if there are fewer GPUs than they need."""
+    """Return the launch of each engine of this process. Raises ValueError if there are too few GPUs."""
     options = launch.config.engine_options
     if launch.on_cpu:
         own = {"OMP_NUM_THREADS": str(options.num_threads or threads or torch.get_num_threads())}

@@ -90,10 +90,10 @@ def _token_versions(spans: Any, length: int) -> Tensor:
 
 
 def _routes(experts: Any, read: int) -> Tensor | None:
-    """Return the experts of the tokens that the engine read, [read, layers, k]; None if it was not asked for them.
+    """Return the experts of the tokens read by the engine, [read, layers, k]; None if they were not requested.
 
-    vLLM's array [n, layers, k] begins with the prompt; where it ends early, the other tokens route themselves. It has zeros for layers
-    without experts, which nobody reads.
+    vLLM's array [n, layers, k] begins with the prompt; if it ends early, the remaining tokens are routed by the learner. It has
+    zeros for layers without experts, which are ignored.
     """
     if experts is None:
         return None

@@ -1,4 +1,6 @@
-"""RMSNorm (arXiv 1910.07467) as one autograd function: it keeps its input and one number per row, and may write bfloat16 at once."""
+"""RMSNorm (arXiv 1910.07467) as one autograd function: it saves its input and one number per row, and can write bfloat16
+directly.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ GEMMA_NORMS = frozenset({"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"})
 
 @dataclass(frozen=True)
 class RmsNormSpec:
-    """What an RMSNorm computes, besides its weight."""
+    """The formula of an RMSNorm, apart from its weight."""
 
     eps: float
     offset: float  # added to the weight: 1 in Gemma
@@ -38,7 +40,7 @@ class RmsNormSpec:
 
 
 def rms_norm_spec(module: nn.Module) -> RmsNormSpec | None:
-    """Return what a module of Transformers computes; None for a module that is not known to be an RMSNorm."""
+    """Return the formula of a Transformers module; None for a module not known to be an RMSNorm."""
     name = type(module).__name__
     if not type(module).__module__.startswith("transformers.") or not isinstance(getattr(module, "weight", None), nn.Parameter):
         return None
