@@ -1,8 +1,8 @@
 """The answered requests of an episode as one rollout: a tree of turns.
 
-The main path is the one that the last request ends. Every other request continues the path whose tokens its context begins with, or
-leaves the one with which it has most tokens in common, as a ``Branch``. So the context of each request is the tokens before its turn, and
-every sampled token is in one turn.
+The main path is the one that ends with the last request. Every other request continues the path that is a prefix of its context,
+or becomes a ``Branch`` of the path with which it shares most tokens. So the context of each request equals the tokens before its
+turn, and every sampled token is in exactly one turn.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from strop.types import Branch, Rollout, Turn, observation_turn
 class _Path:
     parent: int
     start: int
-    tokens: tuple[int, ...]  # of the whole path, those of its parents included
+    tokens: tuple[int, ...]  # of the whole path, including its parents
     turns: list[Turn]
     exchanges: list[Exchange]
 
 
 def add_turns(rollout: Rollout, exchanges: Sequence[Exchange]) -> Rollout:
-    """Return the rollout with the prompt, turns, branches and messages of its requests. There must be one at least."""
+    """Return the rollout with the prompt, turns, branches and messages of its requests. There must be at least one."""
     ordered = sorted(exchanges, key=lambda exchange: exchange.number)
     last = ordered[-1]
     chain = [each for each in ordered[:-1] if last.context[: len(each.tokens)] == each.tokens] + [last]
@@ -64,11 +64,11 @@ def _insert(paths: list[_Path], exchange: Exchange) -> None:
 
 
 def count_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the longest common beginning."""
+    """Return the length of the common prefix."""
     shorter = min(len(left), len(right))
     if left[:shorter] == right[:shorter]:
         return shorter
-    low, high = 0, shorter  # they agree before low, and differ before high
+    low, high = 0, shorter  # they agree before low, and differ at some position before high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if left[low:middle] == right[low:middle] else (low, middle)
@@ -76,7 +76,7 @@ def count_common(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def _count_messages(path: _Path) -> list[Turn]:
-    """Return the turns of the main path, which say how many messages each of them added, where that adds up."""
+    """Return the turns of the main path, with the number of messages each of them added, if consistent."""
     added = [len(after.messages) - len(before.messages) for before, after in pairwise(path.exchanges)]
     if not path.exchanges[-1].messages or any(count < 1 for count in added):
         return path.turns

@@ -1,4 +1,4 @@
-"""What a docstring says of a function and of its parameters, in the styles of Google, NumPy and Sphinx."""
+"""Parses the descriptions of a function and its parameters from docstrings in Google, NumPy and Sphinx style."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DocumentedFunction:
 
 
 def read_docstring(text: str | None) -> DocumentedFunction:
-    """Return the description, up to the first section, and what is said of each parameter."""
+    """Return the description, up to the first section, and the description of each parameter."""
     documented = DocumentedFunction()
     lines = inspect.cleandoc(text or "").splitlines()
     description: list[str] = []
@@ -56,7 +56,9 @@ def _read_sphinx(lines: list[str], index: int, match: re.Match[str], documented:
 
 
 def _read_items(lines: list[str], index: int, documented: DocumentedFunction, *, numpy: bool) -> int:
-    """Read the parameters from line ``index`` on, and return where they end. Further lines of an item are indented below it."""
+    """Read the parameters from line ``index`` on, and return the line where they end. Continuation lines are indented below their
+    item.
+    """
     names: list[str] = []
     indent = 0
     while index < len(lines):

@@ -1,4 +1,4 @@
-"""The options of tools that every environment has."""
+"""The tool options of every environment."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from strop.tools.toolbox import Toolbox, ToolLimits, open_toolbox
 
 @dataclass(frozen=True, kw_only=True)
 class ToolOptions:
-    """Which tools the policy may call in an episode, and how often."""
+    """The tools available to the policy in an episode, and limits on their use."""
 
     tools: Any = ()  # names, functions as file.py:function, and {NAME: {OPTION: VALUE}}
-    max_tool_calls: int | None = None  # in an episode; None: as many as fit
+    max_tool_calls: int | None = None  # per episode; None: as many as fit
     tool_timeout_s: float = 60.0  # for one call
-    parallel_tool_calls: bool = True  # whether a turn may have several calls, which run beside each other
-    at_tool_limit: Literal["tell", "end"] = "tell"  # a call beyond max_tool_calls is told to the policy, or ends the episode
+    parallel_tool_calls: bool = True  # whether a turn may have several calls, which run concurrently
+    at_tool_limit: Literal["tell", "end"] = "tell"  # a call beyond max_tool_calls is reported to the policy, or ends the episode
     max_tool_result: int = 20_000  # characters of a result; the middle of a longer one is left out
     tool_continuation: Literal["turn", "message"] = (
-        "turn"  # after a call: a tool message and a new turn, or the same message goes on
+        "turn"  # after a call: a tool message and a new turn, or a continuation of the same message
     )
 
     @cached_property
@@ -46,7 +46,7 @@ class ToolOptions:
         return open_toolbox(self.tool_sets, limits, self.tool_continuation)
 
     def check_tool_options(self) -> None:
-        """Raise ToolConfigError for tools and limits that cannot be."""
+        """Raise ToolConfigError for invalid tools and limits."""
         if self.max_tool_calls is not None and self.max_tool_calls < 1:
             raise ToolConfigError(f"max_tool_calls is {self.max_tool_calls}; set it to at least 1, or tools to [] for none")
         if self.tool_timeout_s <= 0:

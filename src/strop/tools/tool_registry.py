@@ -1,4 +1,4 @@
-"""Tools by the names that configurations give them: ready ones, functions of the user's, and sets of tools with options."""
+"""Tools by their configured names: built-in ones, the user's functions, and tool sets with options."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ TOOLS = {
 
 
 def list_tools() -> list[str]:
-    """Return the names of all tools, those of extensions too."""
+    """Return the names of all tools, including those of extensions."""
     return sorted({*TOOLS, *plugins.declared("tools")})
 
 
 @dataclass(frozen=True)
 class SingleTool:
-    """A tool that keeps nothing from call to call."""
+    """A tool without state between calls."""
 
     tool: Tool
 
@@ -42,7 +42,7 @@ class SingleTool:
 
 
 def make_tool_sets(tools: Any) -> tuple[tuple[str, ToolSet], ...]:
-    """Return the sets that a list names, each with its name. Raises ToolConfigError.
+    """Return the tool sets in a list, each with its name. Raises ToolConfigError.
 
     An item is a name (``python``), a function (``file.py:function``, ``module:function``), or one of these with options
     (``{search: {corpus: notes.jsonl}}``); in Python also a function, a ``Tool`` or a ``ToolSet`` itself.
@@ -75,7 +75,7 @@ def _make_named(name: str, options: Mapping[str, Any]) -> tuple[str, ToolSet]:
 
 
 def _wrap(found: Any, name: str, options: Mapping[str, Any]) -> tuple[str, ToolSet]:
-    """Return a set of what was named: a class that is a set, a set, a tool, or a function."""
+    """Return a tool set for a named object: a tool set class, a tool set, a tool, or a function."""
     title = name.rpartition(":")[2]
     if isinstance(found, type) and hasattr(found, "open"):
         return title, _build(found, name, options)
@@ -91,7 +91,7 @@ def _wrap(found: Any, name: str, options: Mapping[str, Any]) -> tuple[str, ToolS
 
 
 def _build(kind: type, name: str, options: Mapping[str, Any]) -> ToolSet:
-    """Build a set, a dataclass whose fields are its options."""
+    """Build a tool set, a dataclass whose fields are its options."""
     from pydantic import TypeAdapter, ValidationError
 
     known = {each.name: each for each in dataclasses.fields(kind) if each.init} if dataclasses.is_dataclass(kind) else {}

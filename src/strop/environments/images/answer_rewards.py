@@ -1,6 +1,6 @@
-"""Rewards of answers in tags, by the names and with the values that they have in NeMo-RL (``env.NAME.reward_functions``).
+"""Rewards for answers in tags, with the names and values of NeMo-RL (``env.NAME.reward_functions``).
 
-A reply is hostile: each function takes time linear in its length, and what is compared as mathematics is handed to the scoring pool.
+Replies are untrusted: each function takes time linear in their length, and mathematical comparisons run in the scoring pool.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ CheckMath = Callable[[str, str], Awaitable[ScoringResult]]
 """(reference, text with a boxed answer) -> whether they are equal."""
 
 SMALLEST_AREA = 1e-3
-GOOD_OVERLAP = 0.5  # of boxes, from which on an answer counts as right
+GOOD_OVERLAP = 0.5  # overlap of boxes from which an answer counts as right
 
 
 @dataclass(frozen=True)
 class AnswerScore:
     value: float
-    correct: bool | None = None  # None: it says nothing of whether the answer is right
+    correct: bool | None = None  # None: the score does not tell whether the answer is right
 
 
 NOTHING = AnswerScore(0.0, False)
 
 
 def find_tagged(text: str, tag: str) -> str | None:
-    """Return what stands between the first ``<tag>`` and the last ``</tag>`` after it; None without them."""
+    """Return the text between the first ``<tag>`` and the last ``</tag>`` after it; None without them."""
     start = text.find(f"<{tag}>")
     end = text.rfind(f"</{tag}>")
     return text[start + len(tag) + 2 : end] if start >= 0 and start + len(tag) + 2 <= end else None
 
 
 def find_answer(text: str, tag: str) -> str | None:
-    """Return what stands in the tags outside of the thoughts."""
+    """Return the text in the tags outside of the thoughts."""
     return find_tagged(read_answer(text), tag)
 
 
@@ -47,15 +47,15 @@ def score_format(text: str, think_tag: str = "think", answer_tag: str = "answer"
 
 
 def score_exact(reference: str, text: str, answer_tag: str = "answer") -> AnswerScore:
-    """1 where the answer has the letters and digits of the reference, in any case."""
+    """1 if the answer has the same letters and digits as the reference, ignoring case."""
     answer = find_answer(text, answer_tag)
     right = answer is not None and _keep_alphanumeric(answer) == _keep_alphanumeric(reference)
     return AnswerScore(float(right), right)
 
 
 def score_box(reference: str, text: str, giou_penalty_thres: float = 10.0, answer_tag: str = "answer") -> AnswerScore:
-    """The overlap of two boxes [x1, y1, x2, y2], from -1 to 1: intersection over union, and below the threshold the generalized one
-    (1902.09630), which boxes that do not touch have, too."""
+    """The overlap of two boxes [x1, y1, x2, y2], from -1 to 1: intersection over union, and below the threshold the generalized
+    one (1902.09630), which is also defined for disjoint boxes."""
     answer = find_answer(text, answer_tag)
     expected, given = _parse_box(reference), None if answer is None else _parse_box(answer)
     if expected is None or given is None:
@@ -72,14 +72,14 @@ def score_box(reference: str, text: str, giou_penalty_thres: float = 10.0, answe
 
 
 async def score_expression(reference: str, text: str, check: CheckMath, tag: str = "answer") -> AnswerScore:
-    """1 where the answer is the same expression as the reference."""
+    """1 if the answer is the same expression as the reference."""
     answer = find_answer(text, tag)
     right = answer is not None and bool((await check(reference, f"\\boxed{{{answer}}}")).value)
     return AnswerScore(float(right), right)
 
 
 async def score_geometry(reference: str, text: str, check: CheckMath, format_score: float = 0.1) -> AnswerScore:
-    """The last boxed answer is right, and ``format_score`` of it for a box that follows the end of the thoughts."""
+    """1 if the last boxed answer is right, and ``format_score`` of the score for a box after the end of the thoughts."""
     end = text.find("</think>")
     box = text.find("\\boxed{", end) if end >= 0 else -1
     is_formatted = box >= 0 and text.find("}", box) >= 0

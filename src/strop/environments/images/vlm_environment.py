@@ -1,4 +1,4 @@
-"""Questions, with images or without, whose answers stand in tags: NeMo-RL's environment ``vlm``."""
+"""Questions, with or without images, with answers in tags: NeMo-RL's environment ``vlm``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from strop.environments.verifiers.math_verifier import verify_math
 from strop.types import Rollout
 from strop.user_code import suggest_names
 
-CORRECT = "correct"  # the reward of weight 0 that says whether the answer is right
+CORRECT = "correct"  # the reward of weight 0 for the correctness of the answer
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class WeightedReward:
 
 @dataclass(frozen=True, kw_only=True)
 class VlmEnvironment(DatasetEnvironment):
-    """The reward is the mean of ``rewards``, by their weights; ``correct``, with weight 0, is the accuracy: every function that says
-    whether an answer is right says so.
+    """The reward is the mean of ``rewards``, by their weights; ``correct``, with weight 0, is the accuracy: all functions that
+    check correctness find the answer right.
 
     format: thoughts in <think> (0.25) and an answer in <answer> (0.75). exact_alnum: the answer has the letters and digits of the
     reference. math_expr: it is the same expression. bbox_giou: the overlap of boxes. geo3k: the last \\boxed is right, after </think>.
@@ -48,7 +48,7 @@ class VlmEnvironment(DatasetEnvironment):
 
     rewards: tuple[WeightedReward, ...] = ()  # reward_functions in NeMo-RL
     num_workers: int = 4  # processes that compare expressions, started on demand
-    timeout_s: float = 5.0  # CPU seconds to compare one; an answer that needs more counts as wrong
+    timeout_s: float = 5.0  # CPU seconds per comparison; answers that need more count as wrong
 
     def __post_init__(self) -> None:
         if not self.rewards:
@@ -92,7 +92,7 @@ class VlmEnvironment(DatasetEnvironment):
         return extract_last_boxed(rollout.content) if "geo3k" in names else find_tagged(rollout.content, tag)
 
     async def score(self, each: WeightedReward, reference: str, text: str) -> AnswerScore:
-        """Return what a reward function gives a reply."""
+        """Return a reward function's score of a reply."""
         options = each.kwargs or {}
         match each.name:
             case "format":

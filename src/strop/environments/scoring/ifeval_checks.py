@@ -1,7 +1,8 @@
-"""The 25 instructions of IFEval (Zhou et al. 2023, arXiv:2311.07911), each a function of a response, which say what its own code says.
+"""The 25 instructions of IFEval (Zhou et al. 2023, arXiv:2311.07911), each a function of a response with the same results as the
+original code.
 
-Keywords, section marks and postscripts of a row are regular expressions, as they are there. Responses are hostile: called in the scoring
-pool.
+Keywords, section marks and postscripts of a row are regular expressions, as in the original. Responses are untrusted: called in
+the scoring pool.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def has_number_of_sentences(text: str, *, num_sentences: int, relation: str) -> 
 
 
 def has_number_of_paragraphs(text: str, *, num_paragraphs: int) -> bool:
-    """Paragraphs are between ``***``. None but the first and the last may be empty, which then do not count."""
+    """Paragraphs are separated by ``***``. Only the first and the last may be empty; they then do not count."""
     first, *others = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
     ends = [part for part in (first, *others[-1:]) if part]
     return all(others[:-1]) and len(ends) + len(others[:-1]) == num_paragraphs
@@ -58,7 +59,7 @@ def has_number_of_words(text: str, *, num_words: int, relation: str) -> bool:
 
 
 def has_first_word_of_paragraph(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """The place of a paragraph counts empty ones, the number of paragraphs does not, as in the original."""
+    """A paragraph's position counts empty ones but the number of paragraphs does not, as in the original."""
     paragraphs = [part.strip() for part in text.split("\n\n")]
     number = sum(bool(part) for part in paragraphs)
     if not 1 <= nth_paragraph <= number or not paragraphs[nth_paragraph - 1]:
@@ -92,7 +93,7 @@ def has_highlights(text: str, *, num_highlights: int) -> bool:
     return len(single) + len(double) >= num_highlights
 
 
-def has_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:  # spelt as in the rows
+def has_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:  # spelled as in the rows
     return len(re.findall(rf"\s?{section_spliter.strip()}\s?\d+\s?", text)) >= num_sections
 
 
@@ -112,7 +113,7 @@ def has_title(text: str) -> bool:
 
 
 def has_two_responses(text: str) -> bool:
-    """Two that differ, with ``******`` between them, and perhaps before and after them."""
+    """Two different responses separated by ``******``, which may also come before and after them."""
     parts = [part.strip() for part in text.split("******")]
     answers = [part for part in parts if part]
     return all(parts[1:-1]) and len(answers) == 2 and answers[0] != answers[1]

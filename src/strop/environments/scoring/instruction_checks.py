@@ -1,4 +1,4 @@
-"""Instructions by name, and whether a response follows one: strictly, or loosely as IFEval defines it."""
+"""Instructions by name, and checks of whether a response follows one: strictly, or loosely as defined by IFEval."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from strop.packages import is_installed
 from strop.user_code import suggest_names
 
 INSTRUCTIONS: Mapping[str, Callable[..., bool]] = {**IFEVAL_CHECKS, **RLVR_CHECKS}
-PACKAGES = {  # that instructions need beside Strop's own
+PACKAGES = {  # required by instructions in addition to Strop's own
     "language:response_language": "langdetect",
     "change_case:english_capital": "langdetect",
     "change_case:english_lowercase": "langdetect",
@@ -25,24 +25,26 @@ STRICTLY, LOOSELY = 2.0, 1.0  # scores
 
 
 def find_fault(name: str, options: Mapping[str, Any]) -> str | None:
-    """Return why nothing can follow an instruction as it is given, None if it can be checked."""
+    """Return why an instruction with these options cannot be followed, None if it can be checked."""
     if name not in INSTRUCTIONS:
         return f"there is no instruction {name!r}{suggest_names(name, INSTRUCTIONS)}"
     wanted = set(inspect.signature(INSTRUCTIONS[name]).parameters) - {"text"}
     if wanted != set(options):
         takes, given = (", ".join(sorted(names)) or "nothing" for names in (wanted, options))
-        return f"the instruction {name} takes {takes}, and is given {given}"
+        return f"the instruction {name} takes {takes}, but has {given}"
     return None
 
 
 def find_missing_package(name: str) -> str | None:
-    """Return the package that an instruction needs, if it is not installed."""
+    """Return the package required by an instruction, if it is not installed."""
     package = PACKAGES.get(name)
     return None if package is None or is_installed(package) else package
 
 
 def prepare_instruction(name: str, options: Mapping[str, Any], text: str) -> Callable[[], float]:
-    """Return a function that gives 2 if a response follows an instruction, 1 if only one of its loose variants does, and else 0."""
+    """Return a function that gives 2 if a response follows an instruction, 1 if only one of its loose variants does, and
+    otherwise 0.
+    """
     _load_models(PACKAGES.get(name))
     return lambda: score_instruction(name, options, text)
 
@@ -67,7 +69,7 @@ def list_loose_variants(text: str) -> list[str]:
 
 @lru_cache(maxsize=4)
 def _load_models(package: str | None) -> None:
-    """Load what a package reads from files, once, before a process is forked that may read none."""
+    """Load a package's files, once, before a process is forked that may not read files."""
     from strop.environments.scoring import text_language
 
     if package == "langdetect":

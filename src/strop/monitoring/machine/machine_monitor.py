@@ -1,4 +1,4 @@
-"""Sample a machine in a thread, and hand over the means since the last time."""
+"""Sample a machine in a thread, and return means over the time between calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReadsMachine(Protocol):
-    """What gives readings: the machine itself, or a test."""
+    """A source of readings: the machine itself, or a test."""
 
     @property
     def gpu_names(self) -> tuple[str, ...]: ...
@@ -24,7 +24,7 @@ class ReadsMachine(Protocol):
 
 
 class MachineMonitor:
-    """Reads a machine every ``interval`` seconds until ``stop``. Also the object of a process on each other node of a cluster."""
+    """Reads a machine every ``interval`` seconds until ``stop``. Also used in a process on each other node of a cluster."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class MachineMonitor:
         self._thread.start()
 
     def list_gpus(self) -> tuple[str, ...]:
-        """Return what NVML calls the GPUs: for a caller in another process."""
+        """Return NVML's names of the GPUs, for a caller in another process."""
         return self._reader.gpu_names
 
     def sample(self) -> None:
-        """Read the machine now, and add what it did since the last reading."""
+        """Read the machine now, and add the activity since the last reading."""
         now = self._reader.read()
         found = describe_machine(self._before, now)
         self._before = now
@@ -65,7 +65,7 @@ class MachineMonitor:
         return means
 
     def stop(self) -> None:
-        """End the thread, without waiting for a reading that hangs."""
+        """End the thread, without waiting for a hanging reading."""
         self._stopped.set()
         self._thread.join(1.0)
 
@@ -73,6 +73,6 @@ class MachineMonitor:
         while not self._stopped.wait(self._interval):
             try:
                 self.sample()
-            except Exception as error:  # a driver that went away
+            except Exception as error:  # the driver went away
                 logger.warning("this machine is no longer monitored: %s: %s", type(error).__name__, error)
                 return

@@ -1,4 +1,4 @@
-"""Read a machine: from ``/proc`` on Linux, GPUs with NVML. What a system does not offer is left out."""
+"""Read a machine: from ``/proc`` on Linux, GPUs with NVML. Values not offered by the system are left out."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from strop.monitoring.machine.machine_reading import GpuReading, MachineReading
 
 logger = logging.getLogger(__name__)
 
-SECTOR = 512  # bytes, in /proc/diskstats, whatever the disk's own
-DISKS = re.compile(r"(sd[a-z]+|hd[a-z]+|vd[a-z]+|xvd[a-z]+|nvme\d+n\d+|mmcblk\d+)$")  # whole ones, without their partitions
+SECTOR = 512  # bytes in /proc/diskstats, regardless of the disk's own sectors
+DISKS = re.compile(r"(sd[a-z]+|hd[a-z]+|vd[a-z]+|xvd[a-z]+|nvme\d+n\d+|mmcblk\d+)$")  # whole disks, without partitions
 
 
 class MachineReader:
-    """Reads this machine. ``folder``: on the disk whose room is reported. ``proc``: another folder in tests.
+    """Reads this machine. ``folder``: the disk whose free space is reported. ``proc``: another folder, for tests.
 
-    ``gpus``: the numbers or UUIDs of those to read; None: as CUDA_VISIBLE_DEVICES says.
+    ``gpus``: the indices or UUIDs of the GPUs to read; None: as in CUDA_VISIBLE_DEVICES.
     """
 
     def __init__(self, folder: str | Path = ".", proc: Path = Path("/proc"), gpus: Sequence[str] | None = None) -> None:
@@ -33,14 +33,14 @@ class MachineReader:
 
     @property
     def gpu_names(self) -> tuple[str, ...]:
-        """What NVML calls the GPUs that are read."""
+        """NVML's names of the GPUs that are read."""
         return tuple(name for _, name in self._gpus)
 
     def read(self) -> MachineReading:
-        """Look at the machine once: about 0.2 ms, and with GPUs what NVML takes."""
+        """Read the machine once: takes about 0.2 ms, plus NVML's time for GPUs."""
         found: dict[str, Any] = {"seconds": time.monotonic()}
         for part in (self._read_processors, self._read_memory, self._read_disks, self._read_network):
-            with suppress(OSError, ValueError, IndexError):  # another system than Linux, or a kernel that says it otherwise
+            with suppress(OSError, ValueError, IndexError):  # not Linux, or a kernel with another format
                 found |= part()
         with suppress(OSError):
             found["disk_free"] = float(shutil.disk_usage(self._folder).free)
@@ -48,7 +48,7 @@ class MachineReader:
 
     def _read_processors(self) -> dict[str, float]:
         with (self._proc / "stat").open() as file:
-            times = [int(word) for word in file.readline().split()[1:9]]  # those of guests are in user's already
+            times = [int(word) for word in file.readline().split()[1:9]]  # guests' times are already included in user's
         hertz, idle = os.sysconf("SC_CLK_TCK"), times[3] + times[4]
         return {"cpu_busy": (sum(times) - idle) / hertz, "cpu_total": sum(times) / hertz}
 
@@ -82,7 +82,7 @@ class MachineReader:
 
 
 def _open_gpus(chosen: Sequence[str]) -> Sequence[tuple[Any, str]]:
-    """Return NVML's handles and names of the chosen GPUs; of all, where one of them is not found. Empty without NVML."""
+    """Return NVML's handles and names of the chosen GPUs, or of all if one of them is not found. Empty without NVML."""
     try:
         import pynvml
     except ImportError:
@@ -101,7 +101,7 @@ def _open_gpus(chosen: Sequence[str]) -> Sequence[tuple[Any, str]]:
 
 
 def _find_gpu(word: str, handles: Sequence[Any]) -> int | None:
-    """Return the index of the GPU that CUDA_VISIBLE_DEVICES would name so: a number, or the beginning of a UUID."""
+    """Return the index of the GPU named in CUDA_VISIBLE_DEVICES by a number or a UUID prefix."""
     import pynvml
 
     if word.isdecimal():
@@ -111,11 +111,11 @@ def _find_gpu(word: str, handles: Sequence[Any]) -> int | None:
             uuid = pynvml.nvmlDeviceGetUUID(handle)
             if (uuid.decode() if isinstance(uuid, bytes) else str(uuid)).startswith(word):
                 return index
-    return None  # a MIG slice, or one that was taken away
+    return None  # a MIG slice, or one no longer present
 
 
 def _read_gpu(handle: Any) -> GpuReading:
-    """Ask for each number by itself: a MIG slice or an older driver refuses some."""
+    """Query each value separately, because a MIG slice or an older driver rejects some."""
     import pynvml
 
     found: dict[str, float] = {}

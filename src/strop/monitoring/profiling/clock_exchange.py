@@ -1,7 +1,7 @@
-"""How far the clock of another process is from ours, from the times at which messages were sent and answered.
+"""Offset between the clock of another process and ours, from the times at which messages were sent and answered.
 
-Of several exchanges the fastest counts: its answer was read between our two readings, so the offset is off by at most half of the time that
-the exchange took (Cristian, 1989, "Probabilistic clock synchronization").
+The fastest of several exchanges is used: its answer was read between our two readings, so the error of the offset is at most
+half the duration of the exchange (Cristian, 1989, "Probabilistic clock synchronization").
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ EXCHANGES = 8
 
 
 class ClockOffset(NamedTuple):
-    """What to add to a time of the other process for our time, in seconds, and by how much that may be off."""
+    """Seconds to add to a time of the other process to get our time, with an error bound."""
 
     offset: float
     error: float
@@ -24,7 +24,7 @@ OWN_CLOCK = ClockOffset(0.0, 0.0)
 
 
 async def exchange_clocks(read_other: Callable[[], Awaitable[float]], exchanges: int = EXCHANGES) -> ClockOffset:
-    """Ask for the ``time.perf_counter`` of another process several times. Return the offset of the fastest answer."""
+    """Query the ``time.perf_counter`` of another process several times. Return the offset of the fastest answer."""
     best = ClockOffset(0.0, float("inf"))
     for _ in range(exchanges):
         asked = time.perf_counter()

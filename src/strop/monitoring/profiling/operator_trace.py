@@ -12,7 +12,7 @@ from typing import Any
 
 from strop.monitoring.profiling.quiet_profiler import quiet_profiler
 
-MARK = "strop clock"  # ranges whose times are known on our clock, by which torch's are aligned
+MARK = "strop clock"  # ranges with known times on our clock, used to align torch's
 MARKS = 8
 
 
@@ -24,7 +24,7 @@ class OperatorTrace:
         self._marks: list[tuple[float, float]] = []
 
     def begin(self) -> None:
-        """Begin to record. Raises RuntimeError if another profiler of this process does already."""
+        """Start recording. Raises RuntimeError if another profiler is already active in this process."""
         import torch
         from torch._C._profiler import _ExperimentalConfig
 
@@ -43,7 +43,9 @@ class OperatorTrace:
         self._profile = profile
 
     def end(self) -> str | None:
-        """End the recording. Return its events as JSON, with times in microseconds of this process's ``perf_counter``; None without one."""
+        """Stop recording. Return the events as JSON, with times in microseconds of this process's ``perf_counter``; None if
+        nothing was recorded.
+        """
         if self._profile is None:
             return None
         profile, self._profile = self._profile, None
@@ -68,10 +70,10 @@ class OperatorTrace:
 
 
 def align_events(trace: dict[str, Any], marks: Sequence[tuple[float, float]]) -> tuple[list[dict[str, Any]], float]:
-    """Return the events that take time, and what to add to their ``ts`` for our clock, in microseconds.
+    """Return the events with a duration, and the offset of their ``ts`` to our clock, in microseconds.
 
-    ``marks``: our times (seconds) before and after each range MARK. The range with the least time around it tells how far torch's clock is
-    from ours, to half of that time.
+    ``marks``: our times (seconds) before and after each range MARK. The range with the shortest interval around it determines the
+    offset of torch's clock, with an error of at most half the interval.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event and "ts" in event]
     found = sorted((event["ts"], event["dur"]) for event in events if event.get("name") == MARK)

@@ -1,4 +1,4 @@
-"""What a process does to be profiled, called from outside: read its clock, begin, end."""
+"""Profiling calls from outside a process: read its clock, begin, end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def control_profile(what: str, operators: bool = False) -> Any:
 
 
 def begin_profile(operators: bool) -> str:
-    """Begin to record this process. Return why torch's operators are not recorded; empty if they are, or were not asked for."""
+    """Start recording this process. Return why torch's operators are not recorded; empty if they are, or were not requested."""
     problem = ""
     if operators:
         try:

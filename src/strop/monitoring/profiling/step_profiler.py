@@ -1,4 +1,4 @@
-"""The driver's side of a profile: begins and ends the recording in every process of the run, and writes the trace of a step."""
+"""The driver's side of a profile: starts and stops recording in every process of the run, and writes the trace of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from strop.monitoring.profiling.process_profile import begin_profile, end_profil
 from strop.monitoring.profiling.trace_file import ProcessSpans, make_trace, write_trace
 
 PROFILES_FOLDER = "profiles"
-ANSWER_SECONDS = 20.0  # that another process has to answer; without an answer it is left out of the trace
+ANSWER_SECONDS = 20.0  # time limit for an answer of another process; without one, it is left out of the trace
 
 
 class ProfiledProcess(Protocol):
@@ -32,7 +32,7 @@ class ProfiledProcess(Protocol):
 
 @dataclass
 class StepProfiler:
-    """Profiles some steps of a run. A failure of a profile is a note and never ends the run."""
+    """Profiles some steps of a run. A failed profile only causes a note and never ends the run."""
 
     folder: Path | None = None  # the run's log folder; None: nothing is profiled
     steps: frozenset[int] = frozenset()
@@ -44,7 +44,7 @@ class StepProfiler:
     _notes: dict[str, str] = field(default_factory=dict)
 
     async def begin(self, step: int) -> None:
-        """Begin to record, if this step is to be profiled."""
+        """Start recording if this step is to be profiled."""
         if step not in self.steps:
             return
         self._step, self._clocks, self._notes = step, {}, {}
@@ -53,7 +53,7 @@ class StepProfiler:
             self._notes["driver"] = problem
 
     async def finish(self, step: int, began: float, ended: float) -> None:
-        """Write the trace of the step that was recorded. ``began`` and ``ended`` are of ``time.perf_counter``."""
+        """Write the trace of the recorded step. ``began`` and ``ended`` are times of ``time.perf_counter``."""
         if step != self._step or self.folder is None:
             return
         self._step = None
@@ -78,7 +78,7 @@ class StepProfiler:
         )
 
     def close(self) -> None:
-        """End a recording whose step did not end."""
+        """Stop a recording whose step did not end."""
         if self._step is not None:
             self._step = None
             end_profile()
@@ -91,13 +91,13 @@ class StepProfiler:
             problem = await asyncio.wait_for(_as_awaitable(process.control_profile("begin", self.operators)), ANSWER_SECONDS)
             if problem:
                 self._notes[process.name] = problem
-        except Exception as error:  # it died or is stuck, which is not the profile's business
+        except Exception as error:  # it died or is stuck, which is reported elsewhere
             self._notes[process.name] = f"not recorded: {type(error).__name__}: {error}"
 
     async def _end_process(self, process: ProfiledProcess) -> ProcessSpans:
         found = ProcessSpans(name=process.name, pid=process.pid, address=process.address, note=self._notes.get(process.name, ""))
         if process.name not in self._clocks:
-            return replace(found, note=found.note or "not recorded: it was started during the step")
+            return replace(found, note=found.note or "not recorded: the process was started during the step")
         try:
             recorded = await asyncio.wait_for(_as_awaitable(process.control_profile("end")), ANSWER_SECONDS)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Spans of several processes as one Chrome trace (JSON, gzip), which Perfetto and chrome://tracing open.
+"""Spans of several processes as one Chrome trace (JSON, gzip), readable by Perfetto and chrome://tracing.
 
 Each process is a process of the trace, with a thread for each track. Spans of one track that overlap without one inside the other, such as
 requests that an engine answers at once, are put on several threads of that track: on each thread spans nest. Format: "Trace Event Format",
@@ -24,7 +24,7 @@ OPERATOR_THREADS = 10_000  # threads of torch's operators are numbered from here
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpans:
-    """What one process did during a step."""
+    """One process's activity during a step."""
 
     name: str  # training loop, learner-0, engine-1, ...
     pid: int | None = None
@@ -33,7 +33,7 @@ class ProcessSpans:
     clock: ClockOffset = OWN_CLOCK
     lost: int = 0
     operators: str | None = None  # torch's events, in microseconds of the process's clock
-    note: str = ""  # why there is nothing, or not everything
+    note: str = ""  # why nothing, or not everything, was recorded
 
 
 @dataclass
@@ -52,9 +52,9 @@ class _Lane:
 
 
 def make_trace(step: int, began: float, ended: float, processes: Sequence[ProcessSpans]) -> dict[str, Any]:
-    """Return the trace of a step, which lasted from ``began`` to ``ended`` on the clock of the driver.
+    """Return the trace of a step that lasted from ``began`` to ``ended`` on the driver's clock.
 
-    What began before the step is cut at its beginning, and its detail says so."""
+    Spans that began before the step are cut at its beginning, which is noted in their details."""
     events: list[dict[str, Any]] = []
     for number, process in enumerate(processes, 1):
         events += _name_process(number, process)
@@ -89,7 +89,7 @@ def write_trace(path: Path, trace: Mapping[str, Any]) -> None:
 
 
 def split_lanes(spans: Sequence[Span]) -> list[list[Span]]:
-    """Return the spans in as few rows as a first fit gives, on each of which every two are apart or one is inside the other."""
+    """Distribute the spans over few rows by first fit, such that any two spans of a row are disjoint or nested."""
     lanes: list[_Lane] = []
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda each: (each.started, -each.ended)):
@@ -140,7 +140,7 @@ def _name_thread(process: int, thread: int, name: str) -> list[dict[str, Any]]:
 
 
 def _place_operators(number: int, process: ProcessSpans, began: float, ended: float) -> list[dict[str, Any]]:
-    """Return torch's events of the step on threads of their own. Those of one thread may overlap: a message that is on its way, say."""
+    """Return torch's events of the step on separate threads. Events of one thread may overlap, for example messages in transit."""
     if process.operators is None:
         return []
     shift, threads = (process.clock.offset - began) * 1e6, {}  # type: ignore[var-annotated]

@@ -1,4 +1,4 @@
-"""What a learner reads of a rollout besides its tokens, as it is stored: for a step that is trained again (``strop replay``)."""
+"""Stored inputs of a learner besides a rollout's tokens, for training a step again (``strop replay``)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from strop.types import Group, Rollout, Turn
 
-PROMPT = -1  # in place of the first token of a turn
+PROMPT = -1  # instead of the index of a turn's first token
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredBaseline:
-    """The greedy rollout of a group, as far as its credit reads it."""
+    """The greedy rollout of a group, with the fields that credit needs."""
 
     reward: float
     tokens: int  # sampled
@@ -31,20 +31,20 @@ class StoredBaseline:
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePlace:
-    """Where an image of a rollout stands."""
+    """The position of an image in a rollout."""
 
-    turn: int  # index of the first token of the turn that shows it, among the tokens of the record; PROMPT
-    start: int  # of the first token that stands for it, counted on its path
+    turn: int  # index, among the record's tokens, of the first token of the turn that shows it; or PROMPT
+    start: int  # its first placeholder token, counted on its path
     length: int
     image: str  # the name of its file
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRoutes:
-    """The experts of tokens that a turn of the policy read and wrote."""
+    """The experts of the tokens read and written by a policy turn."""
 
-    turn: int  # index of the first token of the turn among the tokens of the record
-    shape: tuple[int, int, int]  # [R, layers, k], of the R tokens of the path before the turn's last one
+    turn: int  # index, among the record's tokens, of the turn's first token
+    shape: tuple[int, int, int]  # [R, layers, k], for the R tokens of the path before the turn's last token
     data: bytes  # little-endian integers of one or two bytes, row by row
 
 
@@ -52,7 +52,7 @@ class StoredRoutes:
 class KeptTokens:
     """The ids that each token of a record was sampled from; none for tokens of the environment.
 
-    In a file they are a list of lists. Here they are the bytes of arrays: a step has millions of ids, which should not be Python's."""
+    In a file they are a list of lists. In memory they are the bytes of arrays, because a step has millions of ids."""
 
     sizes: bytes  # int32, of each token
     ids: bytes  # int32, one set after the other
@@ -77,7 +77,7 @@ class KeptTokens:
 
 
 def make_kept_column(kept: Sequence[KeptTokens | None]) -> Any:
-    """Return the column of records as an Arrow array, list<list<int32>>; no value passes through Python."""
+    """Return the column of records as an Arrow array, list<list<int32>>, without creating Python objects."""
     import pyarrow as pa
 
     known = [each for each in kept if each is not None]
@@ -103,7 +103,7 @@ def make_baseline(group: Group) -> StoredBaseline | None:
 
 
 def list_image_places(rollout: Rollout) -> tuple[ImagePlace, ...]:
-    """Return where the images of a rollout stand: those of its prompt, then those of its turns."""
+    """Return the positions of a rollout's images: those of its prompt, then those of its turns."""
     placed = [(PROMPT, image) for image in rollout.images]
     placed += [(start, image) for start, turn in _list_turns(rollout) for image in turn.images]
     return tuple(
@@ -124,7 +124,7 @@ def list_kept_tokens(rollout: Rollout) -> KeptTokens | None:
 
 
 def list_routes(rollout: Rollout) -> tuple[StoredRoutes, ...]:
-    """Return the experts that were recorded."""
+    """Return the recorded experts."""
     return tuple(
         StoredRoutes(turn=start, shape=_shape(turn.routes), data=turn.routes.contiguous().numpy().tobytes())
         for start, turn in _list_turns(rollout)
@@ -133,7 +133,7 @@ def list_routes(rollout: Rollout) -> tuple[StoredRoutes, ...]:
 
 
 def read_routes(stored: StoredRoutes) -> Tensor:
-    """Return the experts of a turn, [R, layers, k], in the type that they had."""
+    """Return the experts of a turn, [R, layers, k], in their original type."""
     import torch
 
     count = stored.shape[0] * stored.shape[1] * stored.shape[2]
@@ -171,7 +171,7 @@ def _list_turns(rollout: Rollout) -> list[tuple[int, Turn]]:
 
 
 def _find_kept(turn: Turn) -> tuple[Any, Any]:
-    """Return the sizes of the sets of a turn, and their ids, one set after the other."""
+    """Return the sizes of a turn's sets, and their concatenated ids."""
     if turn.kept is None:
         return numpy.zeros(len(turn.tokens), dtype=numpy.int32), numpy.zeros(0, dtype=numpy.int32)
     kept = turn.kept.numpy().astype(numpy.int32, copy=False)
