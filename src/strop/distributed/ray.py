@@ -50,7 +50,7 @@ POLL_SECONDS = 0.05  # seconds between checks whether a process has ended
 KILL_SECONDS = 10.0  # seconds until a process that does not end gets SIGKILL
 LOCAL_CLUSTER_CONFIG = {
     "gcs_rpc_server_reconnect_timeout_s": 10,  # default: 60; on a local cluster nothing restarts a server that died
-    "prestart_worker_first_driver": False,  # a process for each core, of which the run's, with environments of their own, use none
+    "prestart_worker_first_driver": False,  # one process per core, which the run would not use
 }
 MAX_CONCURRENCY = 100_000  # concurrent calls of an actor on an event loop
 

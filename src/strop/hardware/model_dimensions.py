@@ -1,4 +1,4 @@
-"""The dimensions of a decoder, from its ``config.json`` alone: the matrices that a token is multiplied with, and what is attended to.
+"""The dimensions of a decoder, using only its ``config.json``: the matrices that a token is multiplied with, and its attention.
 
 Only matrices count. Norms, biases and sinks are less than a thousandth of a model and of its arithmetic.
 """
@@ -11,10 +11,10 @@ from typing import Any
 
 
 class UnknownDimensions(ValueError):
-    """A configuration whose layers this module does not know. The message names its ``model_type``."""
+    """A configuration with layers of an unknown kind. The message names its ``model_type``."""
 
 
-# Decoders of full or sliding attention whose MLPs have a gate.
+# Decoders with full or sliding attention and gated MLPs.
 GATED = frozenset((
     "llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo", "olmo2", "olmo3", "granite",
     "smollm3", "seed_oss", "glm4", "cohere", "cohere2", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe",
@@ -31,12 +31,12 @@ class LayerDimensions:
     """One layer of a decoder."""
 
     attention: int  # parameters of its attention's matrices
-    mlp: int  # parameters of the MLP's matrices that one token is multiplied with: its experts, the shared ones, the router
+    mlp: int  # parameters of the MLP matrices that one token is multiplied with: its experts, the shared ones, the router
     resident: int  # parameters of its MLP in memory: all experts
-    query_width: int  # of all heads: what a query and a key are multiplied over
+    query_width: int  # over all heads: the inner dimension of query-key products
     value_width: int  # of all heads
-    cache_width: int  # numbers that a token leaves in the KV cache
-    window: int | None = None  # tokens that a token attends to, itself included; None: all before it
+    cache_width: int  # numbers per token in the KV cache
+    window: int | None = None  # number of tokens that a token attends to, including itself; None: all before it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,22 +56,21 @@ class DecoderDimensions:
 
     @property
     def cache_width(self) -> int:
-        """Numbers that a token leaves in the KV cache, of all layers. A window forgets them again."""
+        """Numbers per token in the KV cache, over all layers. A window drops them again."""
         return sum(layer.cache_width for layer in self.layers)
 
 
 def dimensions_of(values: Mapping[str, Any]) -> DecoderDimensions:
-    """Return the dimensions of a model's ``config.json`` (or ``config.to_dict()``); of one that reads images, of its language model.
+    """Return the dimensions in a model's ``config.json`` (or ``config.to_dict()``); for a model that reads images, its language
+    model's.
 
-    Raises UnknownDimensions for a kind of layers that is not known here (states, linear attention, encoders).
+    Raises UnknownDimensions for an unknown kind of layers (state space, linear attention, encoders).
     """
     text = _text_config(values)
     kind = str(text.get("model_type"))
     if kind not in GATED | UNGATED:
         known = ", ".join(sorted(GATED | UNGATED))
-        raise UnknownDimensions(
-            f"model_type is {kind!r}, whose layers are not known here: parameters and FLOPs are counted for {known}"
-        )
+        raise UnknownDimensions(f"model_type is {kind!r}, whose layers are unknown: parameters and FLOPs are counted for {known}")
     try:
         layers = tuple(_layer(text, index, kind) for index in range(text["num_hidden_layers"]))
         hidden, vocabulary = int(text["hidden_size"]), int(text["vocab_size"])
@@ -81,7 +80,7 @@ def dimensions_of(values: Mapping[str, Any]) -> DecoderDimensions:
     return DecoderDimensions(hidden=hidden, vocabulary=vocabulary, tied=bool(tied), layers=layers)
 
 
-# What a config.json leaves out that says what Transformers' own default says.
+# Values omitted in a config.json that equal Transformers' default.
 TIED_BY_DEFAULT: Mapping[str, bool] = {"gemma": True, "gemma2": True, "gemma3_text": True, "cohere": True, "cohere2": True}
 HEAD_SIZE: Mapping[str, int] = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64, "qwen3": 128}
 
@@ -90,7 +89,7 @@ def _text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     text = values.get("text_config")
     if isinstance(text, Mapping):
         return text
-    # Qwen2-VL's older files have the language model's sizes beside the vision tower's
+    # Qwen2-VL's older files have the language model's sizes at the same level as the vision tower's
     kind = values.get("model_type")
     return {**values, "model_type": f"{kind}_text"} if kind in ("qwen2_vl", "qwen2_5_vl") else values
 
@@ -118,7 +117,7 @@ def _grouped_attention(text: Mapping[str, Any], kind: str) -> tuple[int, int, in
 
 
 def _latent_attention(text: Mapping[str, Any]) -> tuple[int, int, int, int]:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), as training computes it: keys and values of every head."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), as computed in training: keys and values for every head."""
     hidden, heads, rank = text["hidden_size"], text["num_attention_heads"], text["kv_lora_rank"]
     plain, turned, value = text["qk_nope_head_dim"], text["qk_rope_head_dim"], text["v_head_dim"]
     query_rank = text.get("q_lora_rank")
@@ -129,7 +128,7 @@ def _latent_attention(text: Mapping[str, Any]) -> tuple[int, int, int, int]:
 
 
 def _mlp(text: Mapping[str, Any], index: int, kind: str) -> tuple[int, int]:
-    """Return the parameters that a token is multiplied with, and those in memory."""
+    """Return the parameters that a token is multiplied with, and the parameters in memory."""
     hidden, matrices = text["hidden_size"], 3 if kind in GATED else 2
     if kind not in SPARSE or not _has_experts(text, index):
         dense = matrices * hidden * text["intermediate_size"]
@@ -145,14 +144,14 @@ def _mlp(text: Mapping[str, Any], index: int, kind: str) -> tuple[int, int]:
 
 
 def _has_experts(text: Mapping[str, Any], index: int) -> bool:
-    """Return whether a layer of a sparse model has experts: some leave the first layers, or every other one, dense."""
+    """Return whether a layer of a sparse model has experts: in some models, the first layers or every other one are dense."""
     if index < (text.get("first_k_dense_replace") or 0) or index in (text.get("mlp_only_layers") or ()):
         return False
     return (index + 1) % (text.get("decoder_sparse_step") or 1) == 0
 
 
 def _window(text: Mapping[str, Any], index: int) -> int | None:
-    """Return the window of a layer: ``layer_types`` says which have one; Mistral's older files give all layers theirs."""
+    """Return the window of a layer: ``layer_types`` lists the layers with one; in Mistral's older files all layers have it."""
     window = text.get("sliding_window")
     if not isinstance(window, int) or text.get("use_sliding_window") is False:
         return None
@@ -167,7 +166,7 @@ def _window(text: Mapping[str, Any], index: int) -> int | None:
 
 
 def _alternating(text: Mapping[str, Any], index: int, window: int) -> int | None:
-    """Return the window of a layer where the file has a pattern, or the family: Gemma 2 every other layer, Gemma 3 five of six."""
+    """Return the window of a layer from the file's pattern or the family's: Gemma 2 every other layer, Gemma 3 five of six."""
     every = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "cohere2": 4, "olmo3": 4}.get(str(text.get("model_type")))
     every = text.get("sliding_window_pattern") if isinstance(text.get("sliding_window_pattern"), int) else every
     if every is None:  # Qwen: layers from max_window_layers on, where use_sliding_window

@@ -1,4 +1,4 @@
-"""Two evaluations compared: by set and as a whole, by the metric asked for and by the others, with the verdict in words."""
+"""Compares two evaluations: by set and as a whole, by the requested metric and by others, with the verdict in words."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Comparison:
     """Two evaluations on the same tasks."""
 
     metric: TaskMetric
-    margin: float | None  # differences below which do not matter
-    total: PairedComparison  # of all tasks, or the plain mean of several sets
+    margin: float | None  # differences below this do not matter
+    total: PairedComparison  # over all tasks, or the plain mean of several sets
     sets: Mapping[str, PairedComparison]
-    others: Mapping[TaskMetric, PairedComparison]  # the total by the other metrics
-    samples: tuple[str, str]  # of each task, in A and in B: 4, or 1 to 4
+    others: Mapping[TaskMetric, PairedComparison]  # the total, by other metrics
+    samples: tuple[str, str]  # per task, in A and in B: 4, or 1 to 4
     only_a: int  # tasks
     only_b: int
-    won: tuple[ChangedTask, ...]  # where B does better, the largest differences first
+    won: tuple[ChangedTask, ...]  # tasks that B does better, the largest differences first
     lost: tuple[ChangedTask, ...]
     notes: tuple[str, ...] = ()
     sources: tuple[str, str] = ("A", "B")  # which evaluations were compared
@@ -60,7 +60,7 @@ class Comparison:
 
     @property
     def better(self) -> Literal["a", "b"] | None:
-        """Which of the two is better; None if no difference can be seen, or the metric is neither good nor bad."""
+        """Which of the two is better; None if there is no significant difference, or the metric has no preferred direction."""
         higher, good = self.total.higher_one, self.metric.higher_is_better
         return None if good is None or higher is None else higher if good else "a" if higher == "b" else "b"
 
@@ -70,11 +70,11 @@ class Comparison:
 
     @property
     def forecast(self) -> list[str]:
-        """What it would take to decide, a sentence each."""
+        """What is needed for a decision, one sentence each."""
         return describe_forecast(self.total, self.metric, self.margin)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON holds it."""
+        """Return everything as JSON values."""
         return {
             "metric": self.metric.name,
             "verdict": self.verdict,
@@ -115,8 +115,8 @@ def compare_evaluations(
         metric: accuracy, avg@n, pass@k, cons@k, reward, avg_length, truncated or errors.
         level: The probability that an interval holds the true difference.
         margin: A difference that does not matter, in the units of the metric; the two may then be found equivalent.
-        shown: How many of the tasks that changed most are kept, won and lost.
-        identities: How each was sampled and scored, as it is stored with the tasks; None where that is not known.
+        shown: Number of tasks with the largest changes to keep, both won and lost.
+        identities: How each was sampled and scored, as stored with the tasks; None if unknown.
 
     Raises NotComparable if the tasks are not the same, or do not have the metric.
     """
@@ -178,7 +178,7 @@ def _compare_sets(
 
 
 def _average(sets: Mapping[str, PairedComparison], values: Mapping[str, PairedValues], margin: float | None) -> PairedComparison:
-    """Return the comparison of the plain means over sets, whose samples are independent."""
+    """Return the comparison of plain means over sets, whose samples are independent."""
     found, tasks = list(sets.values()), sum(each.tasks for each in sets.values())
     difference = math.fsum(each.difference for each in found) / len(found)
     weighted = [part / each.tasks for name, each in sets.items() for part in values[name].differences]
@@ -213,7 +213,7 @@ def _average(sets: Mapping[str, PairedComparison], values: Mapping[str, PairedVa
 
 
 def _average_intervals(parts: Sequence[tuple[float, Interval]]) -> Interval:
-    """Return the interval of the mean of independent estimates: the squares of their distances to the ends add up."""
+    """Return the interval of the mean of independent estimates: squared distances to the interval ends add up."""
     mean = math.fsum(value for value, _ in parts) / len(parts)
     below = math.hypot(*(value - interval.low for value, interval in parts)) / len(parts)
     above = math.hypot(*(interval.high - value for value, interval in parts)) / len(parts)
@@ -263,7 +263,7 @@ def _list_changed(tasks: Sequence[MatchedTask], metric: TaskMetric) -> dict[bool
 
 
 def _read_sample(task: StoredTask, *, best: bool) -> str:
-    """Return what the best or the worst sample of a task says."""
+    """Return the text of a task's best or worst sample."""
     choose = max if best else min
     return str(choose(task["samples"], key=lambda sample: float(sample["accuracy"])).get("completion", ""))
 
@@ -278,7 +278,7 @@ def _note_settings(differences: Sequence[SettingDifference]) -> list[str]:
         return []
     named = "; ".join(map(str, differences[:MOST_NAMED]))
     more = f"; and {len(differences) - MOST_NAMED} more" if len(differences) > MOST_NAMED else ""
-    return [f"A and B were not sampled and scored alike, and what is found is of that, too: {named}{more}"]
+    return [f"A and B were sampled and scored differently, which affects the result: {named}{more}"]
 
 
 def _note_unknown(identities: tuple[Identity | None, Identity | None]) -> list[str]:
@@ -286,8 +286,8 @@ def _note_unknown(identities: tuple[Identity | None, Identity | None]) -> list[s
     if not unknown:
         return []
     return [
-        f"how {' and '.join(unknown)} {'were' if len(unknown) > 1 else 'was'} sampled and scored is not stored, as by older versions: "
-        "whether temperature, prompt and grader are the same is not known"
+        f"how {' and '.join(unknown)} {'were' if len(unknown) > 1 else 'was'} sampled and scored is not stored (older versions did not): "
+        "temperature, prompt and grader may differ"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Comparisons in words: which run is better, and what it would take to decide."""
+"""Comparisons in words: which run is better, and what a decision would need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from strop.statistics.task_metrics import TaskMetric
 
 
 def describe_verdict(found: PairedComparison, metric: TaskMetric, margin: float | None = None) -> str:
-    """Return what a comparison says, in a sentence."""
+    """Return the result of a comparison in a sentence."""
     p_value = found.adjusted_p_value
     shown = "p < 0.001" if p_value < 0.001 else f"p = {p_value:.3f}"
     size = f"{format_difference(found.difference, metric)}, {format_interval(found, metric)}, {shown}"
@@ -30,25 +30,25 @@ def describe_verdict(found: PairedComparison, metric: TaskMetric, margin: float 
 
 
 def describe_forecast(found: PairedComparison, metric: TaskMetric, margin: float | None = None) -> list[str]:
-    """Return what it would take to decide, a sentence each; nothing where it is decided."""
+    """Return what a decision would need, one sentence each; empty if it is decided."""
     if found.higher_one is not None or (margin is not None and found.is_equivalent(margin)):
         return []
     if not math.isfinite(found.detectable):
-        return ["one task does not tell how far tasks differ; evaluate more"]
+        return ["one task does not show how much tasks vary; evaluate more"]
     sought = abs(found.difference) if margin is None else margin
     visible = format_size(found.detectable, metric)
-    lines = [f"{found.tasks:,} tasks tell a difference of {visible} from none with probability {POWER:g}"]
+    lines = [f"{found.tasks:,} tasks detect a difference of {visible} with probability {POWER:g}"]
     if sought == 0:
         return [*lines, "there is no difference that more tasks could confirm"]
     what = f"a difference of {format_size(sought, metric)}{', as found,' if margin is None else ''}"
     if found.more_tasks is None:
-        lines.append(f"{what} is too small to be told from none by any practical number of tasks")
+        lines.append(f"{what} is too small to be detected by any practical number of tasks")
     elif found.more_tasks:
         lines.append(f"{what} takes {found.tasks + found.more_tasks:,} tasks, {found.more_tasks:,} more")
     if found.sampling_variance is None:
-        lines.append("one sample of each task does not tell whether more of them would do, too")
+        lines.append("with one sample per task, it is unknown whether more samples would help")
     elif found.more_samples is None:
-        lines.append("more samples of each task would not do: the tasks themselves differ too much")
+        lines.append("more samples per task would not suffice: the tasks themselves vary too much")
     elif found.more_samples > 1:
         lines.append(f"or {found.more_samples:,.{1 if found.more_samples < 10 else 0}f} times as many samples of each task")
     return lines

@@ -1,7 +1,7 @@
-"""Everything that speaks against a configuration: one list, which loading, a dry run, a run and a plan ask alike.
+"""All checks of a configuration: one list, shared by loading, a dry run, a run and a plan.
 
-A rule that reads one section is a method of it (``BaseConfig.errors`` and ``warnings``). The others are functions, by the section that
-they are about; the annotation of ``config`` says to which kinds of run each applies.
+A check that reads one section is a method of it (``BaseConfig.errors`` and ``warnings``). The others are functions, grouped by
+section; the annotation of ``config`` determines the kinds of run that each applies to.
 """
 
 from __future__ import annotations
@@ -153,5 +153,5 @@ def _run(checks: Mapping[str, tuple[Check, ...]], config: BaseConfig) -> list[Pr
 
 @cache
 def _asked_of(check: Check) -> Any:
-    """Return the kind of run that a check is about."""
+    """Return the kind of run that a check concerns."""
     return get_type_hints(check)["config"]

@@ -35,8 +35,8 @@ class PolicyConfig(QuantConfig, ModelConfig):
 
     backend: Literal["auto", "torch", "megatron"] = Field(
         "auto",
-        description="Learner of all models of the run: torch, also for recipes that ask for Megatron Core; megatron; "
-        "auto is what dtensor_cfg.enabled and megatron_cfg.enabled say.",
+        description="Learner of all models of the run: torch, even for Megatron Core recipes; megatron; auto follows dtensor_cfg.enabled "
+        "and megatron_cfg.enabled.",
     )
     generation_batch_size: int | None = Field(
         None,
@@ -46,19 +46,20 @@ class PolicyConfig(QuantConfig, ModelConfig):
     )
     trust_remote_code: bool = Field(
         False,
-        description="Run the Python code that the models and tokenizers of the run bring. It has your rights: read it first.",
+        description="Run Python code contained in the run's models and tokenizers. It runs with your permissions: read it first.",
     )
     offload: bool | Literal["auto"] = Field(
         "auto",
-        description="Move the learner (weights, gradients, optimizer state) and the frozen models beside it to CPU memory while an engine "
-        "samples on the same device; auto does so on GPUs. With the torch engine in the learner's process, only true does, and the "
-        "policy's weights stay.",
+        description="Move the learner (weights, gradients, optimizer state) and its frozen models to CPU memory while an engine samples "
+        "on the same device; auto does so on GPUs. With the torch engine in the learner's process, only true does, and the policy's "
+        "weights stay.",
     )
     exact_on_policy: bool = Field(
         False,
-        description="Compute a token's log-probability with the same bits in the engine and in the learner, in both precisions: products, "
-        "attention, norms and activations in one order of additions, whatever stands beside the token. The ratio of an on-policy "
-        "step is then exactly 1, which every step checks. Costs time (performance). For the torch engine in the learner's process.",
+        description="Compute a token's log-probability with the same bits in the engine and in the learner, in both precisions: "
+        "products, attention, norms and activations in a fixed order of additions, independent of the token's neighbours. The ratio of "
+        "an on-policy step is then exactly 1, which every step checks. Costs time (performance). For the torch engine in the learner's "
+        "process.",
     )
     deterministic: bool = Field(
         False,
@@ -129,25 +130,25 @@ class PolicyConfig(QuantConfig, ModelConfig):
         if self.generation.uses_sglang:
             yield Problem(
                 f"{key}.router_replay.enabled",
-                "found true, but the experts of tokens are not read from SGLang",
+                "found true, but SGLang does not report the experts of tokens",
                 f"Set {key}.generation.backend to torch or vllm, or {key}.router_replay.enabled=false.",
             )
             return
         if self.device == "cpu":
             yield Problem(
                 f"{key}.router_replay.enabled",
-                "found true, but vLLM says the experts of tokens with its model runner V2 alone, which a CPU does not have",
+                "found true, but vLLM reports the experts of tokens only with its model runner V2, which does not run on a CPU",
                 f"Set {key}.generation.backend=torch, or {key}.router_replay.enabled=false.",
             )
         if (stages := self.generation.vllm_cfg.pipeline_parallel_size) > 1:
             yield Problem(
                 f"{key}.router_replay.enabled",
-                f"found true, but vLLM does not say the experts of tokens with {stages} pipeline stages",
+                f"found true, but vLLM does not report the experts of tokens with {stages} pipeline stages",
                 f"Set {key}.generation.vllm_cfg.pipeline_parallel_size=1, and tensor_parallel_size for a model that needs several GPUs.",
             )
 
     def _check_compile(self, key: str) -> Iterator[Problem]:
-        """Yield what compiled layers cannot do; what depends on the model or the machine is found when it is loaded."""
+        """Yield settings that are incompatible with compiled layers; model and machine are checked on loading."""
         if self.compile is not True or self.megatron_cfg.enabled:
             return
         for name, switched_on, reason in (
@@ -159,7 +160,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
             (
                 "router_replay.enabled",
                 self.router_replay.enabled,
-                "hands recorded experts to the layers, which compiled ones do not take",
+                "passes recorded experts to the layers, which compiled layers do not accept",
             ),
         ):
             if switched_on:
@@ -170,7 +171,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 )
 
     def _check_draft(self, key: str) -> Iterator[Problem]:
-        """Yield what no draft head is trained beside; what depends on the model is found when it is loaded."""
+        """Yield settings that are incompatible with training a draft head; the model is checked on loading."""
         engine = self.generation.torch_cfg
         if engine.speculative_draft and not self.draft.enabled:
             yield Problem(
@@ -181,7 +182,8 @@ class PolicyConfig(QuantConfig, ModelConfig):
         if engine.speculative_draft and engine.speculative_lookup:
             yield Problem(
                 f"{key}.generation.torch_cfg.speculative_lookup",
-                f"found {engine.speculative_lookup}, and speculative_draft is {engine.speculative_draft}: one of them proposes tokens",
+                f"found {engine.speculative_lookup}, and speculative_draft is {engine.speculative_draft}: only one of them can propose "
+                "tokens",
                 "Set one of them to 0.",
             )
         yield from self._check_speculation(f"{key}.generation.vllm_cfg.speculation")
@@ -196,7 +198,8 @@ class PolicyConfig(QuantConfig, ModelConfig):
         if self.compile is True:
             yield Problem(
                 f"{key}.compile",
-                f"found true, but {key}.draft.enabled is true: the head reads the states between layers, which compiled ones may not show",
+                f"found true, but {key}.draft.enabled is true: the head reads the states between layers, which compiled layers may not "
+                "expose",
                 f"Set it to auto, or {key}.draft.enabled=false.",
             )
         megatron, sizes = self.megatron_cfg, self.dtensor_cfg
@@ -209,15 +212,15 @@ class PolicyConfig(QuantConfig, ModelConfig):
             section = "megatron_cfg" if megatron.enabled else "dtensor_cfg"
             yield Problem(
                 f"{key}.draft.enabled",
-                f"found true, but {key}.{section} cuts the policy over {shards} devices, and a head is trained beside a whole policy in "
-                "this version",
+                f"found true, but {key}.{section} shards the policy over {shards} devices, and a head can be trained only with an "
+                "unsharded policy in this version",
                 f"Set it to false, or the tensor, context and pipeline sizes of {key}.{section} to 1.",
             )
         if megatron.enabled and not self.generation.uses_vllm and self.generation.torch_cfg.speculative_draft:
             yield Problem(
                 f"{key}.generation.torch_cfg.speculative_draft",
-                f"found {self.generation.torch_cfg.speculative_draft}, but beside Megatron Core the torch engine is in a process of its "
-                "own, which is not sent the head",
+                f"found {self.generation.torch_cfg.speculative_draft}, but with Megatron Core the torch engine is in a separate process, "
+                "which does not receive the head",
                 f"Set it to 0, or {key}.generation.backend=vllm with vllm_cfg.speculation.method=eagle3.",
             )
 
@@ -225,7 +228,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
         if self.draft.enabled and self.generation.uses_sglang:
             yield Problem(
                 f"{key}.draft.enabled",
-                "found true, but a head that is trained is not sent to SGLang's engines",
+                "found true, but a trained head is not sent to SGLang's engines",
                 f"Set {key}.generation.backend to vllm or torch, or {key}.draft.enabled=false.",
             )
 
@@ -261,7 +264,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
             )
 
     def _check_exact(self, key: str) -> Iterator[Problem]:
-        """Yield what cannot compute the same bits on both sides."""
+        """Yield settings that are incompatible with bit-identical results in learner and engine."""
         if self.megatron_cfg.enabled:
             yield Problem(
                 f"{key}.exact_on_policy",
@@ -271,7 +274,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
         if self.generation.uses_vllm and self.device == "cpu":
             yield Problem(
                 f"{key}.exact_on_policy",
-                "found true, but vLLM has a batch-invariant mode on GPUs alone",
+                "found true, but vLLM's batch-invariant mode exists only on GPUs",
                 f"Set {key}.generation.backend=torch, or {key}.exact_on_policy=false.",
             )
         if self.generation.uses_sglang:
@@ -299,24 +302,24 @@ class PolicyConfig(QuantConfig, ModelConfig):
         ):
             yield Problem(
                 f"{key}.exact_on_policy",
-                "found true, but tensor-, context-, pipeline- or expert-parallel ranks add in an order of their own",
+                "found true, but tensor-, context-, pipeline- or expert-parallel ranks add in a different order",
                 f"Set it to false, or these sizes of {key}.dtensor_cfg to 1.",
             )
 
     def _check_deterministic(self, key: str) -> Iterator[Problem]:
-        """Yield what would let two equal runs differ."""
+        """Yield settings that would let two equal runs differ."""
         if self.batching.train_mb_tokens == "auto":
             yield Problem(
                 f"{key}.{self.batching_key}.train_mb_tokens",
-                f"found auto, but {key}.deterministic is true, and a budget that is measured may cut a batch otherwise in another run",
-                f"Set it to the number of tokens that a run found, or {key}.deterministic=false.",
+                f"found auto, but {key}.deterministic is true, and a measured budget may cut a batch differently in another run",
+                f"Set it to the number of tokens measured by a run, or {key}.deterministic=false.",
             )
 
     def _check_deterministic_engine(self, key: str) -> Iterator[Problem]:
         if self.generation.uses_vllm and self.device == "cpu":
             yield Problem(
                 f"{key}.deterministic",
-                "found true, but vLLM has its batch-invariant mode on GPUs alone; on a CPU the last bits of a token depend on the batch",
+                "found true, but vLLM's batch-invariant mode exists only on GPUs; on a CPU the last bits of a token depend on the batch",
                 f"Set {key}.generation.backend=torch, or {key}.deterministic=false.",
             )
         if self.generation.uses_sglang and not self.generation.sglang_cfg.enable_deterministic_inference:
@@ -327,7 +330,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
             )
 
     def _check_fake_quant(self, key: str) -> Iterator[Problem]:
-        """Yield what rounded weights and inputs do not go together with, in the learner."""
+        """Yield settings of the learner that are incompatible with rounded weights and inputs."""
         yield from self.quant_errors(key)
         if self.fp8.enabled and self.exact_on_policy:
             yield Problem(
@@ -344,8 +347,8 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 f"Set it to false, or {key}.quant_cfg=null.",
             )
         for name, found, reason, fix in (
-            ("backend", self.megatron_cfg.enabled, "Megatron Core's layers compute with their weights as they are", "torch"),
-            ("compile", self.compile is True, "a compiled layer would compute with its weights as they are", "auto"),
+            ("backend", self.megatron_cfg.enabled, "Megatron Core's layers use unrounded weights", "torch"),
+            ("compile", self.compile is True, "a compiled layer would use unrounded weights", "auto"),
         ):  # fmt: skip
             if found:
                 yield Problem(
@@ -355,7 +358,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 )
 
     def _check_one_format(self, key: str) -> Iterator[Problem]:
-        """An engine that rounds the weights itself must do as the learner does."""
+        """An engine that rounds the weights itself must round like the learner."""
         engine = self.generation.weight_format
         if self.quant_cfg is None or engine is None:
             return
@@ -365,19 +368,20 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 yield Problem(
                     f"{key}.quant_cfg",
                     f"{self.quant_cfg} rounds weights to {'nothing' if learner is None else learner.name}, and the engine rounds them to "
-                    f"{engine}, so that it would not sample from what is trained",
+                    f"{engine}, so it would not sample from the trained policy",
                     f"Set it to a configuration with {engine} weights, or to null; or leave the engine's precision alone, which then has "
                     "the learner's.",
                 )
 
     def _check_quantized_sampling(self, key: str) -> Iterator[Problem]:
-        """Yield what rounded weights and inputs do not go together with, in the engine."""
+        """Yield settings of the engine that are incompatible with rounded weights and inputs."""
         yield from self._check_one_format(key)
         adapters = self.dtensor_cfg.lora_cfg.enabled and self.generation.uses_engines
         if self.quant_cfg is not None and adapters and not self.generation.weight_sync.adapters_alone:
             yield Problem(
                 f"{key}.generation.weight_sync.adapters_alone",
-                f"found false, but with {key}.quant_cfg adapters are added to rounded weights, and what is merged is rounded otherwise",
+                f"found false, but with {key}.quant_cfg adapters are added to rounded weights, while merged weights are rounded "
+                "differently",
                 f"Set it to true, or {key}.quant_cfg=null.",
             )
         if self.quant_cfg is not None and self.exact_on_policy:
@@ -395,15 +399,15 @@ class PolicyConfig(QuantConfig, ModelConfig):
             yield Problem(
                 f"{key}.exact_on_policy",
                 "vLLM samples in its batch-invariant mode (VLLM_BATCH_INVARIANT=1), whose agreement with the learner to the last bit is "
-                "unchecked: train/token_mult_prob_error says what is left of the difference",
+                "unchecked: train/token_mult_prob_error measures the remaining difference",
             )
         yield from self._warn_merged_adapters(key)
         if self.offload is True and not self.generation.colocated.enabled:
-            yield Problem(f"{key}.offload", "it has no effect: the engine has devices of its own")
+            yield Problem(f"{key}.offload", "it has no effect: the engine has its own devices")
         if self.router_replay.enabled and self.generation.uses_vllm and not self.generation.vllm_cfg.enable_prefix_caching:
             yield Problem(
                 f"{key}.generation.vllm_cfg.enable_prefix_caching",
-                f"found false, but vLLM keeps the experts of tokens beside its prefix cache, which {key}.router_replay.enabled turns on",
+                f"found false, but vLLM stores the experts of tokens with its prefix cache, which {key}.router_replay.enabled turns on",
             )
         yield from self._warn_unused_sleep(f"{key}.generation.vllm_cfg.sleep_level")
         yield from self._warn_unused_draft(key)
@@ -432,17 +436,18 @@ class PolicyConfig(QuantConfig, ModelConfig):
             )
 
     def _warn_rounded_sampling(self, key: str) -> Iterator[Problem]:
-        """What the learner rounds and an engine does not."""
+        """Rounding in the learner that an engine does not do."""
         correction = (
-            "loss_fn.use_importance_sampling_correction=true corrects it, and train/token_mult_prob_error says how large it is; "
-            f"{key}.generation.backend=torch samples with what the learner computes."
+            "loss_fn.use_importance_sampling_correction=true corrects it, and train/token_mult_prob_error measures "
+            "it; {key}.generation.backend=torch samples with "
+            "the learner's rounding."
         )
         engine_rounds = self.generation.weight_format is not None
         if self.quant_cfg is not None and self.generation.uses_engines and self.rounds_inputs and not engine_rounds:
             yield Problem(
                 f"{key}.quant_cfg",
-                f"{self.quant_cfg} rounds inputs of layers, and {self.generation.backend} samples with rounded weights but with inputs as "
-                "they are",
+                f"{self.quant_cfg} rounds inputs of layers, and {self.generation.backend} samples with rounded weights but unrounded "
+                "inputs",
                 correction,
             )
         if self.fp8.enabled and self.generation.uses_engines:
@@ -465,7 +470,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
 
 
 class RecordedPolicyConfig(PolicyConfig):
-    """The policy of a run on recorded data, which samples nothing."""
+    """The policy of a run on recorded data, which does not sample."""
 
     generation: UnusedGenerationConfig = subsection(UnusedGenerationConfig)
 
@@ -485,4 +490,4 @@ class RecordedPolicyConfig(PolicyConfig):
         if self.router_replay.enabled:
             yield Problem(f"{key}.router_replay.enabled", "it has no effect: recorded data has no experts that an engine chose")
         if self.exact_on_policy:
-            yield Problem(f"{key}.exact_on_policy", "it has no effect: no engine computes what recorded data is trained on")
+            yield Problem(f"{key}.exact_on_policy", "it has no effect: recorded data has no engine")

@@ -13,7 +13,7 @@ from strop.config.schema.policy_config import RecordedPolicyConfig
 from strop.problems import Problem
 from strop.trainer.training_config import RecordedTrainingConfig
 
-MOST_EXAMPLES = 32  # of an optimizer step, where policy.train_global_batch_size is not set
+MOST_EXAMPLES = 32  # for an optimizer step, if policy.train_global_batch_size is not set
 
 
 class SftConfig(RecordedTrainingConfig):
@@ -123,12 +123,12 @@ class RmPolicyConfig(RecordedPolicyConfig):
         if self.draft.enabled:
             yield Problem(
                 f"{key}.draft.enabled",
-                "found true, but a reward model predicts no tokens that a head could draft",
+                "found true, but a reward model does not predict tokens for a head to draft",
                 "Set it to false.",
             )
         if self.quant_cfg is not None:
             yield Problem(
                 f"{key}.quant_cfg",
-                f"found {self.quant_cfg}, but a reward model computes with its weights as they are",
+                f"found {self.quant_cfg}, but a reward model uses unrounded weights",
                 "Set it to null.",
             )

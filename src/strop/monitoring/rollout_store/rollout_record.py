@@ -55,7 +55,7 @@ class RolloutRecord:
     answer: str = ""  # the task's reference answer
     prompt_messages: tuple[Mapping[str, str], ...] = ()  # role, content, and reasoning if it has some, before the first turn
     turns: tuple[TurnRecord, ...] = ()  # messages after the prompt; empty in files of earlier versions
-    branches: tuple[tuple[int, int], ...] = ()  # of each, the path that it leaves, and the tokens of that path that it continues
+    branches: tuple[tuple[int, int], ...] = ()  # per branch: the path it leaves, and how many of its tokens it continues
     metrics: Mapping[str, float] = field(default_factory=dict)  # the environment's own
     output: str = ""  # what an agent printed or returned
     prompt_images: tuple[tuple[int, str], ...] = ()  # per image of the prompt: its message and its name

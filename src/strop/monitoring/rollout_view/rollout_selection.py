@@ -117,7 +117,7 @@ class _Reader:
         first: DamagedRollouts | None = None
         for step in selection.list_steps(stored):
             try:
-                records = self._source.read(step, selection.task if selection.over_steps else None)  # one task is read alone
+                records = self._source.read(step, selection.task if selection.over_steps else None)  # a single task is read alone
             except DamagedRollouts as error:
                 if selection.step is not None:
                     raise

@@ -1,4 +1,4 @@
-"""What the driver sends to the ranks of a learner: functions that load the policy, build the models and open the exporter."""
+"""Functions that the driver sends to a learner's ranks: they load the policy, build the models and open the exporter."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from strop.weight_sync.transports.choose import EngineLocations, make_sender_fac
 
 @dataclass(frozen=True)
 class RankBuilders:
-    """The functions that build the models of one learner backend on a rank. They are picklable, and take the run's configuration."""
+    """The functions that build a learner backend's models on a rank. They are picklable, and take the run's configuration."""
 
     load_policy: Callable[[TrainingRunConfig], RankPolicy]
     build_models: Callable[
         [TrainingRunConfig, Algorithm, Sampling, int | None, Any, str, int], RankModels
     ]  # policy, device, world
-    write_model_folder: Callable[..., Path]  # (policy, folder): what engines build the model from
+    write_model_folder: Callable[..., Path]  # (policy, folder): writes the folder from which engines build the model
 
 
 def choose_rank_builders(config: TrainingRunConfig) -> RankBuilders:
-    """Return the functions of the learner backend that the configuration names."""
+    """Return the functions of the configured learner backend."""
     if config.policy.uses_megatron:
         return RankBuilders(load_megatron_policy, _build_megatron_models, write_megatron_model_folder)
     write = partial(write_model_folder, length=config.policy.max_total_sequence_length)
@@ -42,7 +42,7 @@ def choose_rank_builders(config: TrainingRunConfig) -> RankBuilders:
 
 def _build_megatron_models(config: TrainingRunConfig, *arguments: Any) -> RankModels:
     from strop.extensions.megatron.megatron_rank_builders import (
-        build_megatron_rank_models,  # imports Megatron Core, on ranks only
+        build_megatron_rank_models,  # imports Megatron Core, only on ranks
     )
 
     return build_megatron_rank_models(config, *arguments)
@@ -59,7 +59,7 @@ def make_rank_exporter(
     folder: Path,
     senders: Mapping[int, str],
 ) -> BlockingExporter:
-    """Make this rank's part of the exporter. Raises ValueError for a transport that cannot work.
+    """Create this rank's part of the exporter. Raises ValueError for a transport that cannot work.
 
     ``engines``: as seen from rank 0. ``folder``: for transports that use files. ``senders``: the ranks that send weights, and the
     addresses of their machines.

@@ -1,4 +1,4 @@
-"""The driver's side of a run on a Ray cluster: learners, scorers and engines whose models are in other processes."""
+"""The driver's side of a run on a Ray cluster: learners, scorers and engines with models in other processes."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class RayBackend:
         )
 
     async def _write_model_folders(self, outputs: Path) -> Path:
-        """Write the folders that engines build the policy, and the head that they draft with, from. Return the policy's."""
+        """Write the folders from which engines build the policy and their draft head. Return the policy's."""
         folder = outputs / "model"
         write = choose_rank_builders(self.config).write_model_folder
         await self.group.call_one(0, "call_with_policy", partial(write, folder=folder))
@@ -257,7 +257,7 @@ class RayBackend:
 
 
 def is_time_shared(config: TrainingRunConfig, plan: DevicePlan) -> bool:
-    """Return whether learner and engines take turns on the same devices."""
+    """Return whether learner and engines alternate on the same devices."""
     return plan.colocated and isinstance(config, RolloutRunConfig) and config.rollout_training.max_staleness == 0
 
 
@@ -265,9 +265,9 @@ async def make_ray_backend(config: TrainingRunConfig, cluster: Cluster, tracker:
     """Start the ranks and load the policy on them. Raises ModelNotFound, ValueError, ActorGroupDied."""
     if config.policy.draft.enabled and not config.policy.uses_megatron:
         raise ValueError(
-            "policy.draft.enabled is true, but the models of the run are in a cluster of processes (cluster), where a head is trained "
-            "beside Megatron Core alone: leave one process with one device (cluster.num_nodes=1, cluster.gpus_per_node=1), set "
-            "policy.megatron_cfg.enabled=true, or this to false"
+            "policy.draft.enabled is true, but the models of the run are in a cluster of processes (cluster), where a head can be "
+            "trained only with Megatron Core: use one process with one device (cluster.num_nodes=1, cluster.gpus_per_node=1), or set "
+            "policy.megatron_cfg.enabled=true, or set this to false"
         )
     device_plan = plan_devices(count_devices(config), on_cpu=cluster.on_cpu)
     role, world, device = config.cluster.roles.learner, len(device_plan.training), config.policy.device

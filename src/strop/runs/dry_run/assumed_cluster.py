@@ -1,4 +1,4 @@
-"""Describe what a run would do on GPUs that this machine does not have (``--dry-run --assume-gpus 8 --assume-nodes 2``)."""
+"""Describe a run on GPUs that this machine lacks (``--dry-run --assume-gpus 8 --assume-nodes 2``)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from strop.weight_sync.weight_sync_config import choose_auto_transport
 
 
 def describe_assumed(config: TrainingRunConfig) -> Iterator[str]:
-    """Yield where ranks and engines are, the share of each rank, how weights travel, and vLLM's defaults. Raises PlacementError,
-    ValueError for a layout that does not fit."""
+    """Yield the placement of ranks and engines, the share of each rank, the weight transport, and vLLM's defaults. Raises
+    PlacementError, ValueError for a layout that does not fit.
+    """
     counts = count_devices(config)
     plan = plan_devices(counts, on_cpu=False)
     if counts.uses_ray:
@@ -32,7 +33,7 @@ def describe_assumed(config: TrainingRunConfig) -> Iterator[str]:
 
 
 def _format_shares(config: TrainingRunConfig, plan: DevicePlan) -> str:
-    """Format how many rollouts or examples of an optimizer step each rank that reads its own micro-batches gets."""
+    """Format the number of rollouts or examples per optimizer step for each rank that reads its own micro-batches."""
     counts = count_devices(config)
     ranks = choose_dims(config.policy, len(plan.training)).data if counts.uses_ray else 1
     noun, total = "rollouts", config.policy.train_global_batch_size

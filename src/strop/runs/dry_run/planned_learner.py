@@ -1,4 +1,4 @@
-"""Read a learner out of a model's section: what its memory depends on, and how it is divided over ranks."""
+"""Read a learner from a model's section: the inputs of its memory estimate, and its division over ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.parallel.parallel_dims import ParallelDims
 
 OPTIMIZER_NUMBERS = {"SGD": 0, "Adafactor": 0, "AdamW8bit": 0.5, "Adam8bit": 0.5, "Lion": 1, "Muon": 1}
-ADAPTER_SHARE = 0.01  # of the weights, that adapters train
+ADAPTER_SHARE = 0.01  # share of the weights trained by adapters
 
 
 def read_learner(policy: ModelConfig, device: PlannedDevice, dims: ParallelDims | MegatronDims | None) -> LearnerSetup:
-    """Return the learner of a model: of the policy, or of a critic."""
+    """Return the learner of a model, the policy or a critic."""
     own = policy.dtensor_cfg
     moves, tokens = not policy.megatron_cfg.enabled, _read_tokens(policy)
     checkpointed = own.activation_checkpointing if moves else policy.megatron_cfg.activation_checkpointing
@@ -57,7 +57,7 @@ def _read_tokens(policy: ModelConfig) -> int:
 
 
 def read_megatron_sizes(sizes: MegatronConfig) -> ParallelSizes:
-    """Return what ``megatron_cfg`` says."""
+    """Return the sizes in ``megatron_cfg``."""
     return ParallelSizes(
         tensor=sizes.tensor_model_parallel_size,
         context=sizes.context_parallel_size,
@@ -69,7 +69,7 @@ def read_megatron_sizes(sizes: MegatronConfig) -> ParallelSizes:
 
 
 def read_torch_sizes(own: DtensorConfig) -> ParallelSizes:
-    """Return what ``dtensor_cfg`` says."""
+    """Return the sizes in ``dtensor_cfg``."""
     return ParallelSizes(
         tensor=own.tensor_parallel_size,
         context=own.context_parallel_size,

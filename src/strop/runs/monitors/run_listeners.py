@@ -1,4 +1,4 @@
-"""What attaches to a run, as configured; and the monitors of its machines, one in this process and one on every other node."""
+"""The configured listeners of a run, and the monitors of its machines: one in this process and one on every other node."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def make_listeners(
     cluster: Cluster | None,
     tracker: Tracker,
 ) -> Listeners:
-    """Make the listeners of a run, in the order in which they see a step: the health rules read the mismatch."""
+    """Create the listeners of a run, in the order in which they see a step; the health rules read the mismatch."""
     machines = await watch_machines(config, cluster)
     on_cpu = resolve_device_name(config.policy.device) == "cpu" if cluster is None else cluster.on_cpu
     throughput = make_throughput(config, machines.gpu_names, tracker.note, on_cpu=on_cpu)
@@ -58,7 +58,7 @@ async def make_listeners(
 
 
 def make_store(config: TrainingRunConfig, decode: Callable[[list[int]], str]) -> RolloutStore:
-    """Make the store of rollouts. What is recorded is in the data already, and stored only with the columns of its tokens."""
+    """Create the store of rollouts. Recorded rollouts are already in the data, so they are stored only for per-token columns."""
     stored = isinstance(config, RolloutRunConfig) or config.logger.token_columns == "all"
     return RolloutStore(Path(config.logger.log_dir), config.logger.rollouts if stored else "none", decode=decode)
 
@@ -85,7 +85,7 @@ def make_recorder(config: TrainingRunConfig, algorithm: Algorithm, store: Rollou
 
 
 def make_health(config: TrainingRunConfig, at_start: Iterable[HealthFinding]) -> HealthMonitor:
-    """Make the monitor of a run that is restored: it knows the steps in the log folder."""
+    """Create the health monitor of a restored run, which knows the steps in the log folder."""
     limit = config.training.max_skipped_steps_in_a_row
     monitor = HealthMonitor(section=config.section, max_skipped_steps=limit, at_start=tuple(at_start))
     monitor.replay(logged for step, logged in read_metrics(Path(config.logger.log_dir) / METRICS_FILE) if step > 0)
@@ -93,7 +93,7 @@ def make_health(config: TrainingRunConfig, at_start: Iterable[HealthFinding]) ->
 
 
 def make_profiler(config: TrainingRunConfig, tracker: Tracker, cluster: Cluster | None) -> StepProfiler:
-    """Make what records the time line of the steps that ``logger.profile`` names, in this process and in those of ``cluster``."""
+    """Create the recorder of time lines for the steps in ``logger.profile``, in this process and in those of ``cluster``."""
     profile = config.logger.profile
     return StepProfiler(
         folder=Path(config.logger.log_dir).absolute(),
@@ -105,12 +105,12 @@ def make_profiler(config: TrainingRunConfig, tracker: Tracker, cluster: Cluster 
 
 
 def _list_working(cluster: Cluster) -> list[ProfiledProcess]:
-    """Return the processes of a run that take part in its steps: all but those that watch the machines."""
+    """Return the processes that take part in a run's steps, that is, all except machine monitors."""
     return [process for process in cluster.list_processes() if not process.name.startswith("monitor-")]
 
 
 def make_hacking_monitor(config: TrainingRunConfig) -> HackingMonitor | None:
-    """Make the monitor of reward hacking; None if it is off. Raises EnvironmentConfigError for a grader that cannot be made."""
+    """Create the reward hacking monitor; None if it is off. Raises EnvironmentConfigError for a grader that cannot be created."""
     if not isinstance(config, RolloutRunConfig) or not config.monitor.enabled or not config.monitor.active:
         return None
     section = config.monitor
@@ -131,9 +131,10 @@ def make_hacking_monitor(config: TrainingRunConfig) -> HackingMonitor | None:
 
 
 async def watch_machines(config: TrainingRunConfig, cluster: Cluster | None) -> SystemMonitor:
-    """Start the monitors, as ``logger.monitor_gpus`` says. A node that cannot be watched is warned about; the run goes on.
+    """Start the monitors according to ``logger.monitor_gpus``. A node that cannot be monitored causes a warning; the run goes on.
 
-    Without a cluster node 0 is this machine; with one every node is watched from a process of its own, whose driver may be elsewhere.
+    Without a cluster node 0 is this machine; with one, every node is monitored from a separate process, because the driver may be
+    elsewhere.
     """
     section = config.logger.gpu_monitoring
     if not config.logger.monitor_gpus:
