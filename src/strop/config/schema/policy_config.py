@@ -438,9 +438,8 @@ class PolicyConfig(QuantConfig, ModelConfig):
     def _warn_rounded_sampling(self, key: str) -> Iterator[Problem]:
         """Rounding in the learner that an engine does not do."""
         correction = (
-            "loss_fn.use_importance_sampling_correction=true corrects it, and train/token_mult_prob_error measures "
-            "it; {key}.generation.backend=torch samples with "
-            "the learner's rounding."
+            "loss_fn.use_importance_sampling_correction=true corrects it, and train/token_mult_prob_error measures it; "
+            f"{key}.generation.backend=torch samples with the learner's rounding."
         )
         engine_rounds = self.generation.weight_format is not None
         if self.quant_cfg is not None and self.generation.uses_engines and self.rounds_inputs and not engine_rounds:
