@@ -75,6 +75,10 @@ class NameOf:
         return name
 
 
+# ``json_schema_extra`` of a key whose file may be in the folder of the configuration that names it (``strop.config.load.named_files``).
+NAMES_FILE: dict[str, Any] = {"names_file": True}
+
+
 SectionT = TypeVar("SectionT", bound="BaseConfig")
 
 
@@ -110,7 +114,9 @@ class BaseConfig:
     unrelated_keys: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        for name, model in _attached_sections(cls.__name__).items():
+        if keys := tuple(_attached("keys", cls.__name__).values()):
+            cls.__bases__ = (*keys, *cls.__bases__)  # before the dataclass collects the fields of its bases
+        for name, model in _attached("sections", cls.__name__).items():
             cls.__annotations__[name] = model
             setattr(cls, name, subsection(model))
         # The methods below replace the generated ones of dataclasses, which would be compiled for every class when `strop`
@@ -159,7 +165,12 @@ class BaseConfig:
 
     @classmethod
     def of(cls: type[SectionT], owner: BaseConfig) -> SectionT:
-        """Return the section of this class that an extension attached to ``owner``. Raises LookupError."""
+        """Return the section of this class that an extension has attached to ``owner``: ``owner`` itself if it has the keys.
+
+        Raises LookupError.
+        """
+        if isinstance(owner, cls):
+            return owner
         for name, field in fields_of(type(owner)).items():
             model = section_model(field)
             if model is not None and issubclass(model, cls):
@@ -175,14 +186,30 @@ class BaseConfig:
         """Yield warnings about settings in this section (dotted key ``key``) that work, but perhaps not as intended."""
         return iter(())
 
+    def errors_of_run(self, key: str, config: Any) -> Iterator[Problem]:
+        """Yield what cannot work in this section, which is at the dotted ``key``, together with the rest of ``config``."""
+        return iter(())
 
-def _attached_sections(owner: str) -> dict[str, type[BaseConfig]]:
-    """Return the sections that extensions attach to the class ``owner``: entry points ``OWNER.KEY`` of the group
-    ``strop.sections``.
+    def examine(self, key: str, environments: Mapping[str, Any]) -> Iterator[Problem]:
+        """Yield what cannot work on this machine, after a look at what this section names: code, programs, files.
+
+        ``environments``: those that this process is to hold (``strop.environments.handle.LocalEnvironment``), by alias."""
+        return iter(())
+
+    def warnings_of_run(self, key: str, config: Any) -> Iterator[Problem]:
+        """Yield what works in this section together with the rest of ``config``, but perhaps not as intended."""
+        return iter(())
+
+
+def _attached(group: str, owner: str) -> dict[str, type[BaseConfig]]:
+    """Return what extensions attach to the class ``owner``, by entry points ``OWNER.NAME``.
+
+    Those of the group ``strop.sections`` become sections under the key NAME; the keys of those of ``strop.keys`` stand among the owner's,
+    which inherits from them.
     """
     prefix = f"{owner}."
-    names = [name for name in plugins.declared("sections") if name.startswith(prefix)]
-    return {name.removeprefix(prefix): plugins.load("sections", name) for name in names}
+    names = [name for name in plugins.declared(group) if name.startswith(prefix)]
+    return {name.removeprefix(prefix): plugins.load(group, name) for name in names}
 
 
 def _values(section: Any) -> list[Any]:

@@ -38,6 +38,7 @@ def make_turn(completion: Completion) -> Turn:
         logprobs=completion.logprobs,
         versions=completion.versions,
         entropies=completion.entropies,
+        columns=completion.columns,
     )
 
 

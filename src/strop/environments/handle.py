@@ -50,7 +50,7 @@ class Traits:
     has_answer_key: bool
     accuracy_reward: str | None  # name of the accuracy reward; None: the total reward
     overrides_accuracy: bool  # defines its own ``accuracy``
-    needs_sandbox: bool = False  # this process's sandbox runs programs written by the policy
+    needed_resources: tuple[str, ...] = ()  # of this process (strop.environments.resources)
     prompts_are_of_rows: bool = False  # the messages of a PromptedTask are its exact prompt, so that it can be tokenized ahead
     past_selves: PastSelvesRule | None = None  # the earlier selves of the policy that it plays against
 
@@ -180,7 +180,7 @@ def read_traits(environment: Environment[Any]) -> Traits:
     kind, rewards = type(environment), environment.reward_functions
     is_agent = isinstance(environment, AgentEnvironment)
     has_tools = environment.has_tools
-    tools_run_programs = any(getattr(each, "needs_sandbox", False) for _, each in environment.tool_sets)
+    needing = (environment, *(tools for _, tools in environment.tool_sets))
     return Traits(
         title=kind.__name__,
         has_group_rewards=any(each.mark.group for each in rewards.values()),
@@ -193,7 +193,7 @@ def read_traits(environment: Environment[Any]) -> Traits:
         has_answer_key=kind.answer_key is not Environment.answer_key,
         accuracy_reward=next((name for name, each in rewards.items() if each.mark.accuracy), None),
         overrides_accuracy=kind.accuracy is not Environment.accuracy,
-        needs_sandbox=getattr(environment, "needs_sandbox", False) or tools_run_programs,
+        needed_resources=tuple(dict.fromkeys(name for each in needing for name in getattr(each, "needed_resources", ()))),
         prompts_are_of_rows=kind.prompt is DatasetEnvironment.prompt and not (has_tools or is_agent),
         past_selves=getattr(environment, "past_selves", None),
     )

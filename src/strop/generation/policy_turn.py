@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from strop.generation.base import Completion, Generator
 from strop.models.chat_template import ChatTemplate
-from strop.sampling import Sampling
+from strop.sampling import KEPT, Sampling
 from strop.types import Turn
 
 
@@ -16,7 +16,7 @@ def make_policy_turn(
     """Return the turn to train on; ``context`` is the policy's input. Raises RuntimeError if a required sampling mask was not
     reported.
     """
-    if sampling.records_sampling_mask and completion.kept is None:
+    if sampling.records_sampling_mask and KEPT not in completion.columns:
         raise RuntimeError(
             f"{type(generator).__name__} does not report the sampling mask, which policy.generation.keep_sampling_mask requires; set that "
             "key to false, or set policy.generation.backend to torch"
@@ -29,6 +29,5 @@ def make_policy_turn(
         logprobs=completion.logprobs,
         versions=completion.versions,
         entropies=completion.entropies,
-        kept=completion.kept,
-        routes=completion.routes,
+        columns=completion.columns,
     )

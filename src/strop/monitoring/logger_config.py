@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from strop.base_config import BaseConfig, PathText, fields_of, subsection
 from strop.monitoring.profiling.profile_config import ProfileConfig
 from strop.packages import install_command
 from strop.problems import Problem
+from strop.user_code import UserCodeError, import_attribute
 
 SWANLAB_PROJECT = r"[0-9a-zA-Z_\-+.]{1,100}"
 SERVICES = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")  # also the names of their packages
@@ -127,6 +128,11 @@ class LoggerConfig(BaseConfig):
     console: Literal["auto", "live", "plain", "none"] = Field(
         "auto", description="live redraws, plain prints lines; auto is live in a terminal and plain elsewhere."
     )
+    listeners: list[str] = Field(
+        default_factory=list,
+        description="Classes or functions of yours, as file.py:NAME or module:NAME, that are called with the run and return a listener, "
+        "which sees each step.",
+    )
     rollouts: Literal["parquet", "jsonl", "none"] = Field(
         "parquet", description="Format of the stored rollouts, those of every step."
     )
@@ -185,6 +191,13 @@ class LoggerConfig(BaseConfig):
     def shown_samples(self) -> int | None:
         """Number of rollouts that services show; None: no service is enabled, or none are to be shown."""
         return self.tracked_samples if self.services and self.tracked_samples else None
+
+    def examine(self, key: str, environments: Mapping[str, Any]) -> Iterator[Problem]:
+        for path in self.listeners:
+            try:
+                import_attribute(path)
+            except UserCodeError as error:
+                yield Problem(f"{key}.listeners", str(error))
 
     def errors(self, key: str) -> Iterator[Problem]:
         for name in SERVICES:

@@ -32,6 +32,11 @@ class ToolError(Exception):
     """A call failed; the message is shown to the policy. The episode goes on."""
 
 
+class InfrastructureError(RuntimeError):
+    """A sandbox, a service or another resource failed that tools and environments work with. The policy is not told, and the rollout has no
+    reward; raised while a run starts, it ends the run. The message says what to do."""
+
+
 class ToolSet(Protocol):
     """A resource that provides tools while an episode is open: an interpreter, a folder, a server."""
 

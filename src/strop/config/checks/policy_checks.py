@@ -14,7 +14,6 @@ from strop.config.schema.run_config import (
     list_trained_models,
 )
 from strop.learner.model_config import ModelConfig
-from strop.models.fake_quant.modelopt_config import QuantConfigError
 from strop.problems import Problem
 
 Problems = Iterator[Problem]
@@ -170,24 +169,6 @@ def _find_obstacle(config: TrainingRunConfig, model: ModelConfig) -> str | None:
             "is measured"
         )
     return None
-
-
-def check_adapters_of_other_processes(config: TrainingRunConfig) -> Problems:
-    """Torch engines in other processes merge adapters, and would then also round the adapters' inputs."""
-    if not isinstance(config, RolloutRunConfig) or not config.policy.dtensor_cfg.lora_cfg.enabled:
-        return
-    try:
-        rounds_inputs = config.policy.rounds_inputs
-    except QuantConfigError:  # the section reports it
-        return
-    if rounds_inputs and not config.policy.generation.uses_engines and count_devices(config).uses_ray:
-        yield Problem(
-            "policy.quant_cfg",
-            f"{config.policy.quant_cfg} rounds inputs of layers with adapters, but adapters read unrounded inputs; torch engines in other "
-            "processes merge the adapters, and would round their inputs",
-            "Set it to a configuration that rounds only weights, or cluster.backend=local on one device; or train without adapters "
-            "(policy.dtensor_cfg.lora_cfg.enabled=false).",
-        )
 
 
 def warn_unused_offload(config: RolloutRunConfig) -> Problems:

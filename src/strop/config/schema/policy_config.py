@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -13,8 +12,6 @@ from strop.extensions.megatron.megatron_peft_config import MegatronPeftConfig
 from strop.generation.generation_config import GenerationConfig, UnusedGenerationConfig
 from strop.learner.model_config import ModelConfig
 from strop.models.draft.draft_config import DraftConfig
-from strop.models.fake_quant.modelopt_config import QuantConfigError, read_quant_config
-from strop.models.fake_quant.quant_config import QuantConfig
 from strop.models.lora_config import LoraConfig
 from strop.models.routing.router_replay_config import RouterReplayConfig
 from strop.problems import Problem
@@ -28,7 +25,7 @@ class ReferenceConfig(BaseConfig):
     offload: bool = Field(False, description="Keep it in CPU memory between uses.")
 
 
-class PolicyConfig(QuantConfig, ModelConfig):
+class PolicyConfig(ModelConfig):
     """The policy and its training."""
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("generation_batch_size", "offload")
@@ -85,7 +82,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
             yield from self._check_adapter_dropout(f"{key}.megatron_cfg.peft.dropout", self.megatron_cfg.peft)
         yield from self._check_engine_length(f"{key}.generation")
         yield from self._check_router_replay(key)
-        yield from self._check_sglang_draft(key)
+        yield from self._check_sent_draft(key)
         yield from self._check_compile(key)
         yield from self._check_draft(key)
         if self.exact_on_policy:
@@ -93,8 +90,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
         if self.deterministic:
             yield from self._check_deterministic(key)
             yield from self._check_deterministic_engine(key)
-        yield from self._check_fake_quant(key)
-        yield from self._check_quantized_sampling(key)
+        yield from self._check_exact_float8(key)
 
     def _check_backend(self, key: str) -> Iterator[Problem]:
         enabled = self.megatron_cfg.enabled
@@ -118,7 +114,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
         length, total = self.generation.engine_options.max_model_len, self.max_total_sequence_length
         if self.generation.uses_engines and length < total:
             yield Problem(
-                f"{key}.sglang_cfg.context_length" if self.generation.uses_sglang else f"{key}.vllm_cfg.max_model_len",
+                f"{key}.{self.generation.engine_key}.{self.generation.engine_options.length_key}",
                 f"found {length}, but a rollout may have policy.max_total_sequence_length = {total} tokens, and the engine would truncate "
                 "it earlier",
                 f"Leave it unset, set it to {total} or more, or lower policy.max_total_sequence_length.",
@@ -127,10 +123,10 @@ class PolicyConfig(QuantConfig, ModelConfig):
     def _check_router_replay(self, key: str) -> Iterator[Problem]:
         if not self.router_replay.enabled or not self.generation.uses_engines:
             return
-        if self.generation.uses_sglang:
+        if not self.generation.uses_vllm:
             yield Problem(
                 f"{key}.router_replay.enabled",
-                "found true, but SGLang does not report the experts of tokens",
+                f"found true, but the experts of tokens are not read from {self.generation.engine_name}",
                 f"Set {key}.generation.backend to torch or vllm, or {key}.router_replay.enabled=false.",
             )
             return
@@ -224,11 +220,11 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 f"Set it to 0, or {key}.generation.backend=vllm with vllm_cfg.speculation.method=eagle3.",
             )
 
-    def _check_sglang_draft(self, key: str) -> Iterator[Problem]:
-        if self.draft.enabled and self.generation.uses_sglang:
+    def _check_sent_draft(self, key: str) -> Iterator[Problem]:
+        if self.draft.enabled and self.generation.uses_extension:
             yield Problem(
                 f"{key}.draft.enabled",
-                "found true, but a trained head is not sent to SGLang's engines",
+                f"found true, but a head that is trained is not sent to {self.generation.engine_name}'s engines",
                 f"Set {key}.generation.backend to vllm or torch, or {key}.draft.enabled=false.",
             )
 
@@ -277,10 +273,10 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 "found true, but vLLM's batch-invariant mode exists only on GPUs",
                 f"Set {key}.generation.backend=torch, or {key}.exact_on_policy=false.",
             )
-        if self.generation.uses_sglang:
+        if self.generation.uses_extension:
             yield Problem(
                 f"{key}.exact_on_policy",
-                "found true, but SGLang's agreement with the learner to the last bit has not been tried",
+                f"found true, but {self.generation.engine_name}'s agreement with the learner to the last bit has not been tried",
                 f"Set {key}.generation.backend=torch, or {key}.exact_on_policy=false.",
             )
         if not self.sequence_packing.enabled:
@@ -322,86 +318,27 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 "found true, but vLLM's batch-invariant mode exists only on GPUs; on a CPU the last bits of a token depend on the batch",
                 f"Set {key}.generation.backend=torch, or {key}.deterministic=false.",
             )
-        if self.generation.uses_sglang and not self.generation.sglang_cfg.enable_deterministic_inference:
-            yield Problem(
-                f"{key}.generation.sglang_cfg.enable_deterministic_inference",
-                f"found false, but {key}.deterministic is true, and a token of SGLang depends on the batch without it",
-                f"Set it to true, which needs a GPU, or {key}.deterministic=false.",
-            )
 
-    def _check_fake_quant(self, key: str) -> Iterator[Problem]:
-        """Yield settings of the learner that are incompatible with rounded weights and inputs."""
-        yield from self.quant_errors(key)
+    def _check_exact_float8(self, key: str) -> Iterator[Problem]:
         if self.fp8.enabled and self.exact_on_policy:
             yield Problem(
                 f"{key}.exact_on_policy",
                 f"found true, but with {key}.fp8.enabled layers multiply in FP8, which has no exact form",
                 f"Set it to false, or {key}.fp8.enabled=false.",
             )
-        if self.quant_cfg is None:
-            return
-        if self.fp8.enabled:
-            yield Problem(
-                f"{key}.fp8.enabled",
-                f"found true, but {key}.quant_cfg is {self.quant_cfg}, and a layer rounds in one way",
-                f"Set it to false, or {key}.quant_cfg=null.",
-            )
-        for name, found, reason, fix in (
-            ("backend", self.megatron_cfg.enabled, "Megatron Core's layers use unrounded weights", "torch"),
-            ("compile", self.compile is True, "a compiled layer would use unrounded weights", "auto"),
-        ):  # fmt: skip
-            if found:
-                yield Problem(
-                    f"{key}.quant_cfg",
-                    f"found {self.quant_cfg}, but {reason}",
-                    f"Set {key}.{name}={fix}, or {key}.quant_cfg=null.",
-                )
-
-    def _check_one_format(self, key: str) -> Iterator[Problem]:
-        """An engine that rounds the weights itself must round like the learner."""
-        engine = self.generation.weight_format
-        if self.quant_cfg is None or engine is None:
-            return
-        with suppress(QuantConfigError):  # reported above
-            learner = read_quant_config(self.quant_cfg).weight_format("model.layers.1.mlp.down_proj")
-            if learner is None or learner.name != engine:
-                yield Problem(
-                    f"{key}.quant_cfg",
-                    f"{self.quant_cfg} rounds weights to {'nothing' if learner is None else learner.name}, and the engine rounds them to "
-                    f"{engine}, so it would not sample from the trained policy",
-                    f"Set it to a configuration with {engine} weights, or to null; or leave the engine's precision alone, which then has "
-                    "the learner's.",
-                )
-
-    def _check_quantized_sampling(self, key: str) -> Iterator[Problem]:
-        """Yield settings of the engine that are incompatible with rounded weights and inputs."""
-        yield from self._check_one_format(key)
-        adapters = self.dtensor_cfg.lora_cfg.enabled and self.generation.uses_engines
-        if self.quant_cfg is not None and adapters and not self.generation.weight_sync.adapters_alone:
-            yield Problem(
-                f"{key}.generation.weight_sync.adapters_alone",
-                f"found false, but with {key}.quant_cfg adapters are added to rounded weights, while merged weights are rounded "
-                "differently",
-                f"Set it to true, or {key}.quant_cfg=null.",
-            )
-        if self.quant_cfg is not None and self.exact_on_policy:
-            yield Problem(
-                f"{key}.exact_on_policy",
-                f"found true, but with {key}.quant_cfg weights and inputs are rounded in passes that have no exact form",
-                f"Set it to false, or {key}.quant_cfg=null.",
-            )
 
     def warnings(self, key: str) -> Iterator[Problem]:
-        yield from ModelConfig.warnings(self, key)
+        yield from super().warnings(key)
         yield from self._warn_unused_batch_size(key)
-        yield from self._warn_rounded_sampling(key)
+        if self.fp8.enabled and self.generation.uses_engines:
+            found = "the learner multiplies in FP8, and the engine in its own precision"
+            yield Problem(f"{key}.fp8.enabled", found, fix_other_rounding(key))
         if self.exact_on_policy and self.generation.uses_vllm:
             yield Problem(
                 f"{key}.exact_on_policy",
                 "vLLM samples in its batch-invariant mode (VLLM_BATCH_INVARIANT=1), whose agreement with the learner to the last bit is "
                 "unchecked: train/token_mult_prob_error measures the remaining difference",
             )
-        yield from self._warn_merged_adapters(key)
         if self.offload is True and not self.generation.colocated.enabled:
             yield Problem(f"{key}.offload", "it has no effect: the engine has its own devices")
         if self.router_replay.enabled and self.generation.uses_vllm and not self.generation.vllm_cfg.enable_prefix_caching:
@@ -412,45 +349,16 @@ class PolicyConfig(QuantConfig, ModelConfig):
         yield from self._warn_unused_sleep(f"{key}.generation.vllm_cfg.sleep_level")
         yield from self._warn_unused_draft(key)
 
-    def _warn_merged_adapters(self, key: str) -> Iterator[Problem]:
-        engine = self.generation
-        alone = engine.weight_sync.adapters_alone and not engine.sends_adapters
-        if engine.uses_sglang and self.adapter_rank is not None and alone:
-            option = "speculative_algorithm" if engine.sglang_cfg.weight_loading == "direct" else "weight_loading"
-            yield Problem(
-                f"{key}.generation.weight_sync.adapters_alone",
-                "it has no effect: SGLang's engines get merged weights, as large as the model, at every publish, because "
-                f"{key}.generation.sglang_cfg.{option} is {getattr(engine.sglang_cfg, option)}",
-                "Set it to false.",
-            )
-
     def _warn_unused_draft(self, key: str) -> Iterator[Problem]:
         engine = self.generation
         used = engine.vllm_cfg.speculation.method == "eagle3" if engine.uses_vllm else engine.torch_cfg.speculative_draft > 0
-        if self.draft.enabled and not used and not engine.uses_sglang:
+        if self.draft.enabled and not used and not engine.uses_extension:
             option = "vllm_cfg.speculation.method=eagle3" if engine.uses_vllm else "torch_cfg.speculative_draft=3"
             yield Problem(
                 f"{key}.draft.enabled",
                 "the head is trained, but no engine of this run drafts with it",
                 f"{key}.generation.{option} does.",
             )
-
-    def _warn_rounded_sampling(self, key: str) -> Iterator[Problem]:
-        """Rounding in the learner that an engine does not do."""
-        correction = (
-            "loss_fn.use_importance_sampling_correction=true corrects it, and train/token_mult_prob_error measures it; "
-            f"{key}.generation.backend=torch samples with the learner's rounding."
-        )
-        engine_rounds = self.generation.weight_format is not None
-        if self.quant_cfg is not None and self.generation.uses_engines and self.rounds_inputs and not engine_rounds:
-            yield Problem(
-                f"{key}.quant_cfg",
-                f"{self.quant_cfg} rounds inputs of layers, and {self.generation.backend} samples with rounded weights but unrounded "
-                "inputs",
-                correction,
-            )
-        if self.fp8.enabled and self.generation.uses_engines:
-            yield Problem(f"{key}.fp8.enabled", "the learner multiplies in FP8, and the engine in its own precision", correction)
 
     def _warn_unused_batch_size(self, key: str) -> Iterator[Problem]:
         if self.generation_batch_size is not None:
@@ -468,21 +376,29 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 yield Problem(key, "it has no effect: an engine on a CPU frees no memory")
 
 
+def fix_other_rounding(key: str) -> str:
+    """Return what to do about an engine that does not round as the learner does."""
+    return (
+        "loss_fn.use_importance_sampling_correction=true corrects it, and train/token_mult_prob_error measures it; "
+        f"{key}.generation.backend=torch samples with the learner's rounding."
+    )
+
+
 class RecordedPolicyConfig(PolicyConfig):
     """The policy of a run on recorded data, which does not sample."""
 
     generation: UnusedGenerationConfig = subsection(UnusedGenerationConfig)
 
     def errors(self, key: str) -> Iterator[Problem]:
-        yield from ModelConfig.errors(self, key)
+        yield from super(PolicyConfig, self).errors(key)
         yield from self._check_backend(key)
         if self.deterministic:
             yield from self._check_deterministic(key)
         yield from self._check_draft(key)
-        yield from self._check_fake_quant(key)
+        yield from self._check_exact_float8(key)
 
     def warnings(self, key: str) -> Iterator[Problem]:
-        yield from ModelConfig.warnings(self, key)
+        yield from super(PolicyConfig, self).warnings(key)
         yield from self._warn_unused_batch_size(key)
         if self.offload is True:
             yield Problem(f"{key}.offload", "it has no effect: a run on recorded data has no engine to make room for")

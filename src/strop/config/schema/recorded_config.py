@@ -126,9 +126,3 @@ class RmPolicyConfig(RecordedPolicyConfig):
                 "found true, but a reward model does not predict tokens for a head to draft",
                 "Set it to false.",
             )
-        if self.quant_cfg is not None:
-            yield Problem(
-                f"{key}.quant_cfg",
-                f"found {self.quant_cfg}, but a reward model uses unrounded weights",
-                "Set it to null.",
-            )

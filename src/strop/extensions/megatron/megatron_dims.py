@@ -59,7 +59,7 @@ class MegatronDims:
 
 
 def size_errors(config: MegatronConfig, key: str, devices: int) -> Iterator[Problem]:
-    """Yield what cannot work on ``devices`` devices that train."""
+    """Yield the sizes that cannot work with ``devices`` training devices."""
     sizes = {
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
         "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
@@ -109,7 +109,7 @@ class MegatronModelShape:
         layers, heads = values.get("num_hidden_layers") or 0, values.get("num_attention_heads")
         if not isinstance(layers, int) or not isinstance(heads, int) or heads < 1:
             return None
-        latent = values.get("kv_lora_rank") is not None  # latent attention has keys of every head
+        latent = values.get("kv_lora_rank") is not None  # latent attention has keys for every head
         key_value = heads if latent else values.get("num_key_value_heads") or heads
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         experts = next((values[each] for each in names if values.get(each)), 0)

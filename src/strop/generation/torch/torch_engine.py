@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from strop.columns import Columns
 from strop.generation.base import Completion, check_request
 from strop.generation.torch.drafting.eagle_drafter import EagleDrafter
 from strop.generation.torch.emulated_quantization import EmulatedQuantization
@@ -41,7 +42,7 @@ from strop.generation.torch.sampler import SampledTokens, sample_tokens
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.network import Network
 from strop.monitoring.profiling.span_recorder import RECORDER
-from strop.sampling import Sampling, pad_kept_tokens, uniform
+from strop.sampling import KEPT, Sampling, pad_kept_tokens, uniform
 from strop.types import PromptImage
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,11 @@ class _Request:
     lookup: PromptLookup | None = None  # with speculation
     order: int = 0  # of admission
     images: PromptImages | None = None
+
+    @property
+    def columns(self) -> Columns:
+        """Return what was recorded of its tokens."""
+        return {KEPT: pad_kept_tokens(self.kept)} if self.sampling.records_sampling_mask else {}
 
     @cached_property
     def reach(self) -> int:
@@ -522,8 +528,7 @@ class TorchEngine:
                     text=self.tokenizer.decode(request.tokens, skip_special_tokens=True),
                     stopped=stopped,
                     entropies=torch.tensor(request.entropies, dtype=torch.float32) if request.sampling.entropy else None,
-                    kept=pad_kept_tokens(request.kept) if request.sampling.records_sampling_mask else None,
-                    routes=self.runner.read_routes(slot, request.position),
+                    columns={**self.runner.read_columns(slot, request.position), **request.columns},
                 )
             )
         if request.session:

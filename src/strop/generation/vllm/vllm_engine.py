@@ -21,9 +21,10 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from strop.generation.base import Completion, check_request
+from strop.generation.engine_launch import EngineLaunch
 from strop.generation.vllm.engine_args import ENGINE_ENVIRONMENT, VllmLaunch, check_cpu_attention, make_engine_args
 from strop.generation.vllm.launch import (
     DRIVER_PID_VARIABLE,
@@ -60,6 +61,8 @@ OUTPUT_TAIL_LINES = 12  # lines of an engine's output in the message about its d
 
 class VllmEngine:
     """An ``Engine`` on vLLM. It starts without weights, so requests wait until the first ``resume``."""
+
+    launch_class: ClassVar[type[EngineLaunch]] = VllmLaunch
 
     def __init__(
         self, name: str, launch: VllmLaunch, tokenizer: Any, *, stop_ids: Sequence[int], vision: VisionProcessor | None = None
@@ -161,7 +164,7 @@ class VllmEngine:
         params = self._sampling_params(prompt, sampling, seed)
         await self._await_call(self._require_alive().resume_generation(), "while sampling the canary")
         completion, cached = await self._complete(prompt, sampling, params)
-        return CanarySample(tokens=completion.tokens, logprobs=completion.logprobs, cached=cached, kept=completion.kept)
+        return CanarySample(tokens=completion.tokens, logprobs=completion.logprobs, cached=cached, columns=completion.columns)
 
     def _sampling_params(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> Any:
         from strop.generation.vllm.requests import to_sampling_params

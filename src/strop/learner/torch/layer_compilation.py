@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from strop.device_copies import is_gpu
 from strop.models.adapters import lora_layers
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.fake_quant.apply_fake_quant import is_fake_quantized
 from strop.models.layers.compiled_layers import CompiledLayers
 from strop.models.layers.decoder_layers import decoder_layers
+from strop.models.layers.fused_layers import find_unknown_part
+from strop.models.layers.rounded_layers import find_rounded
 from strop.models.network import Network
 from strop.packages import has_cpp_compiler
 
@@ -28,8 +29,6 @@ TOKENS = 512  # of the row used to try compiled layers
 ROUNDS = 3
 # Largest distance of compiled values and gradients from those of the modules, relative to the norm of all of them.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-# Families that auto compiles; others may have steps that are recompiled for each batch, such as the choice of experts.
-FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2")
 
 
 class CannotCompile(Exception):
@@ -80,7 +79,7 @@ def choose_layer_compilation(
 
 
 def find_obstacle(network: Network, *, sharded: bool, known_only: bool) -> str | None:
-    """Return why the layers cannot be compiled; None if they can. ``known_only``: only families that were tested."""
+    """Return why the layers cannot be compiled; None if they can. ``known_only``: only layers whose code is known."""
     layers = decoder_layers(network.decoder)
     if network.exact is not None:
         return "policy.exact_on_policy computes with operations of a fixed order"
@@ -88,8 +87,8 @@ def find_obstacle(network: Network, *, sharded: bool, known_only: bool) -> str |
         return "policy.router_replay hands recorded experts to the layers"
     if network.draft is not None:
         return "policy.draft reads the states between layers, which compiled layers may not expose"
-    if is_fake_quantized(network.model):
-        return "policy.quant_cfg rounds weights and inputs in the modules"
+    if (rounded := find_rounded(network.model)) is not None:
+        return f"{rounded.rounded_by} rounds weights and inputs in the modules"
     if sharded:
         return "the learner is on ranks, whose layers are not compiled in this version"
     if not network.packed:
@@ -100,9 +99,8 @@ def find_obstacle(network: Network, *, sharded: bool, known_only: bool) -> str |
         return "its modules have hooks, which compiled layers ignore"
     if not layers or any("forward" in vars(layer) for layer in layers):
         return f"{type(network.decoder).__name__} has no layers with their own forward pass"
-    kind = type(layers[0]).__name__
-    if known_only and kind not in {f"{family}DecoderLayer" for family in FAMILIES}:
-        return f"{kind} is not among the tested layers; policy.compile=true tries it"
+    if known_only and (part := next(filter(None, map(find_unknown_part, layers)), None)):  # the choice of experts, for one
+        return f"{part} may have steps that are compiled again for each batch; policy.compile=true tries it"
     return _find_missing_compiler(network.device)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from strop.algorithms.base import Outputs
-from strop.data.shares.batch_share import BatchShare, without_routes
+from strop.data.shares.batch_share import BatchShare, without_read_columns
 from strop.data.shares.split_rule import ShareRequest
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatchOutputs, OutputsT, assemble_outputs
 from strop.learner.parallel.parallelism import Parallelism
@@ -80,7 +80,7 @@ class NetworkScorer:
 
     def read_local(self, batch: Batch | BatchShare, compute: Callable[[Batch], OutputsT]) -> LocalOutputs[OutputsT]:
         """Return the results of ``compute`` for each of this rank's micro-batches, with its positions [n] in the batch's N."""
-        batch = without_routes(batch)  # a reference is another policy, with its own routing
+        batch = without_read_columns(batch)  # a reference is another policy, with its own routing
         with self.context():
             return read_local(self.parallelism or SingleDevice(self.network), batch, self.score_tokens, compute)
 

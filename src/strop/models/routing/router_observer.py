@@ -66,7 +66,7 @@ class ObservedRouters:
                 router.__class__ = type(f"Observed{kind.__name__}", (ObservedRouter, kind), {})
                 block: Any = layer
                 block.register_forward_pre_hook(_hand_observer_down, with_kwargs=True)
-                block.observed = (*getattr(block, "observed", ()), router)  # in a tuple: not a second name of the module
+                block.observed = (*getattr(block, "observed", ()), router)  # in a tuple: not registered as a submodule again
             router.observed_index, router.observer = index, None
 
     @contextmanager

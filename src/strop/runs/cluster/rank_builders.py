@@ -36,7 +36,7 @@ def choose_rank_builders(config: TrainingRunConfig) -> RankBuilders:
     """Return the functions of the configured learner backend."""
     if config.policy.uses_megatron:
         return RankBuilders(load_megatron_policy, _build_megatron_models, write_megatron_model_folder)
-    write = partial(write_model_folder, length=config.policy.max_total_sequence_length)
+    write = partial(write_model_folder, config=config.policy)
     return RankBuilders(load_rank_policy, build_rank_models, write)
 
 

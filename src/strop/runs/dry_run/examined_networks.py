@@ -14,11 +14,11 @@ from typing import Any
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.schema.distillation_config import TeacherConfig
-from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.run_config import DistillationRunConfig, RmRunConfig, list_trained_models
 from strop.extensions.megatron.megatron_dims import MegatronModelShape, divisors, model_errors
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
+from strop.learner.policy_extension import policy_extensions
 from strop.models.local_files import read_local_config
 from strop.problems import Problem
 from strop.user_code import describe_error
@@ -85,12 +85,8 @@ def _list_checks(model: ModelConfig | TeacherConfig, ranks: int) -> dict[str, Ch
         checks["dtensor_cfg.lora_cfg.target_modules"] = lambda network: find_target_layers(
             network.model, model.dtensor_cfg.lora_cfg
         )
-    if isinstance(model, PolicyConfig) and model.quant_cfg is not None:
-        from strop.models.fake_quant.apply_fake_quant import apply_fake_quant
-        from strop.models.fake_quant.modelopt_config import read_quant_config
-
-        rules = read_quant_config(model.quant_cfg)
-        checks["quant_cfg"] = lambda network: apply_fake_quant(network.model, rules)
+    for extension in policy_extensions(model):
+        checks |= extension.network_checks()
     return checks | {f"dtensor_cfg.{name}": check for name, check in _list_divisions(model.dtensor_cfg, ranks)}
 
 
