@@ -147,7 +147,7 @@ def warn_order_of_turns(config: TrainingRunConfig) -> Problems:
 def check_measured_budget(config: TrainingRunConfig) -> Problems:
     """The torch learner measures memory before engines start, so later uses of memory must be known."""
     for key, model in list_trained_models(config):
-        if model.batching.train_mb_tokens != "auto":
+        if model.batching.train_mb_tokens != "auto" or not model.uses_torch:
             continue
         if (obstacle := _find_obstacle(config, model)) is not None:
             yield Problem(
@@ -157,8 +157,6 @@ def check_measured_budget(config: TrainingRunConfig) -> Problems:
 
 def _find_obstacle(config: TrainingRunConfig, model: ModelConfig) -> str | None:
     """Return why a micro-batch's memory cannot be measured at the start of a run; None if it can."""
-    if model.megatron_cfg.enabled:
-        return "the Megatron Core learner measures no memory"
     if model.dtensor_cfg.pipeline_parallel_size > 1:
         return "with pipeline stages several micro-batches are in memory at once, and their number depends on the batch"
     if not isinstance(config, RolloutRunConfig) or not config.policy.generation.colocated.enabled:

@@ -8,11 +8,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from strop.base_config import BaseConfig, subsection
-from strop.extensions.megatron.megatron_peft_config import MegatronPeftConfig
 from strop.generation.generation_config import GenerationConfig, UnusedGenerationConfig
+from strop.learner.learner_config import TORCH, LearnerName
 from strop.learner.model_config import ModelConfig
 from strop.models.draft.draft_config import DraftConfig
-from strop.models.lora_config import LoraConfig
 from strop.models.routing.router_replay_config import RouterReplayConfig
 from strop.problems import Problem
 
@@ -30,10 +29,10 @@ class PolicyConfig(ModelConfig):
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("generation_batch_size", "offload")
 
-    backend: Literal["auto", "torch", "megatron"] = Field(
+    backend: LearnerName = Field(
         "auto",
-        description="Learner of all models of the run: torch, even for Megatron Core recipes; megatron; auto follows dtensor_cfg.enabled "
-        "and megatron_cfg.enabled.",
+        description="Learner of all models of the run: torch, also for recipes that ask for another; that of an extension; "
+        "auto is the one whose section is enabled.",
     )
     generation_batch_size: int | None = Field(
         None,
@@ -70,16 +69,14 @@ class PolicyConfig(ModelConfig):
     generation: GenerationConfig = subsection(GenerationConfig)
 
     @property
-    def uses_megatron(self) -> bool:
-        """Whether Megatron Core trains the models of the run."""
-        return self.megatron_cfg.enabled
+    def sends_draft(self) -> bool:
+        """Whether engines are sent the draft head that is trained, and draft with it."""
+        return self.draft.enabled and self.generation.uses_vllm and self.generation.vllm_cfg.speculation.method == "eagle3"
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from super().errors(key)
         yield from self._check_backend(key)
-        yield from self._check_adapter_dropout(f"{key}.dtensor_cfg.lora_cfg.dropout", self.dtensor_cfg.lora_cfg)
-        if self.megatron_cfg.enabled:
-            yield from self._check_adapter_dropout(f"{key}.megatron_cfg.peft.dropout", self.megatron_cfg.peft)
+        yield from self._check_adapter_dropout(key)
         yield from self._check_engine_length(f"{key}.generation")
         yield from self._check_router_replay(key)
         yield from self._check_sent_draft(key)
@@ -93,22 +90,24 @@ class PolicyConfig(ModelConfig):
         yield from self._check_exact_float8(key)
 
     def _check_backend(self, key: str) -> Iterator[Problem]:
-        enabled = self.megatron_cfg.enabled
-        if self.backend != "auto" and enabled != (self.backend == "megatron"):
-            yield Problem(
-                f"{key}.megatron_cfg.enabled",
-                f"found {str(enabled).lower()}, but {key}.backend is {self.backend}",
-                f"Set it to {str(not enabled).lower()}, or {key}.backend=auto.",
-            )
+        for name, section in self.learner_sections.items():
+            if name != TORCH and self.backend != "auto" and section.enabled != (self.backend == section.backend):
+                yield Problem(
+                    f"{key}.{name}.enabled",
+                    f"found {str(section.enabled).lower()}, but {key}.backend is {self.backend}",
+                    f"Set it to {str(not section.enabled).lower()}, or {key}.backend=auto.",
+                )
 
-    def _check_adapter_dropout(self, key: str, lora: LoraConfig | MegatronPeftConfig) -> Iterator[Problem]:
-        if lora.enabled and lora.dropout:
-            yield Problem(
-                key,
-                f"found {lora.dropout}, but rollouts are sampled without dropout, so the trained policy would differ from the one that "
-                "sampled, with other masks at every step",
-                "Set it to 0; adapter dropout is for recorded data (strop sft, dpo and rm).",
-            )
+    def _check_adapter_dropout(self, key: str) -> Iterator[Problem]:
+        for name, section in self.learner_sections.items():
+            lora = section.adapters
+            if name in (TORCH, self.learner_key) and lora.enabled and lora.dropout:
+                yield Problem(
+                    f"{key}.{name}.{section.adapters_key}.dropout",
+                    f"found {lora.dropout}, but rollouts are sampled without dropout, so the trained policy would differ from the one that "
+                    "sampled, with other masks at every step",
+                    "Set it to 0; adapter dropout is for recorded data (strop sft, dpo and rm).",
+                )
 
     def _check_engine_length(self, key: str) -> Iterator[Problem]:
         length, total = self.generation.engine_options.max_model_len, self.max_total_sequence_length
@@ -145,7 +144,7 @@ class PolicyConfig(ModelConfig):
 
     def _check_compile(self, key: str) -> Iterator[Problem]:
         """Yield settings that are incompatible with compiled layers; model and machine are checked on loading."""
-        if self.compile is not True or self.megatron_cfg.enabled:
+        if self.compile is not True or not self.uses_torch:
             return
         for name, switched_on, reason in (
             (
@@ -185,7 +184,7 @@ class PolicyConfig(ModelConfig):
         yield from self._check_speculation(f"{key}.generation.vllm_cfg.speculation")
         if not self.draft.enabled:
             return
-        if not self.sequence_packing.enabled and not self.megatron_cfg.enabled:
+        if not self.sequence_packing.enabled and self.uses_torch:
             yield Problem(
                 f"{key}.sequence_packing.enabled",
                 f"found false, but {key}.draft.enabled is true: the head reads packed rows of hidden states",
@@ -198,25 +197,19 @@ class PolicyConfig(ModelConfig):
                 "expose",
                 f"Set it to auto, or {key}.draft.enabled=false.",
             )
-        megatron, sizes = self.megatron_cfg, self.dtensor_cfg
-        shards = (
-            max(sizes.tensor_parallel_size, sizes.context_parallel_size, sizes.pipeline_parallel_size, sizes.expert_parallel_size)
-            if not megatron.enabled
-            else max(megatron.tensor_model_parallel_size, megatron.context_parallel_size, megatron.pipeline_model_parallel_size)
-        )
-        if shards > 1:
-            section = "megatron_cfg" if megatron.enabled else "dtensor_cfg"
+        if (shards := self.learner.largest_size) > 1:
+            section = f"{key}.{self.learner_key}"
             yield Problem(
                 f"{key}.draft.enabled",
-                f"found true, but {key}.{section} shards the policy over {shards} devices, and a head can be trained only with an "
-                "unsharded policy in this version",
-                f"Set it to false, or the tensor, context and pipeline sizes of {key}.{section} to 1.",
+                f"found true, but {section} cuts the policy over {shards} devices, and a head is trained beside a whole policy in "
+                "this version",
+                f"Set it to false, or the tensor, context and pipeline sizes of {section} to 1.",
             )
-        if megatron.enabled and not self.generation.uses_vllm and self.generation.torch_cfg.speculative_draft:
+        if self.learner.needs_ranks and not self.generation.uses_vllm and engine.speculative_draft:
             yield Problem(
                 f"{key}.generation.torch_cfg.speculative_draft",
-                f"found {self.generation.torch_cfg.speculative_draft}, but with Megatron Core the torch engine is in a separate process, "
-                "which does not receive the head",
+                f"found {engine.speculative_draft}, but beside {self.learner.title} the torch engine is in a process of its "
+                "own, which is not sent the head",
                 f"Set it to 0, or {key}.generation.backend=vllm with vllm_cfg.speculation.method=eagle3.",
             )
 
@@ -261,12 +254,6 @@ class PolicyConfig(ModelConfig):
 
     def _check_exact(self, key: str) -> Iterator[Problem]:
         """Yield settings that are incompatible with bit-identical results in learner and engine."""
-        if self.megatron_cfg.enabled:
-            yield Problem(
-                f"{key}.exact_on_policy",
-                "found true, but Megatron Core's layers add in an order that depends on the batch",
-                f"Set it to false, or {key}.backend=torch.",
-            )
         if self.generation.uses_vllm and self.device == "cpu":
             yield Problem(
                 f"{key}.exact_on_policy",
@@ -291,11 +278,7 @@ class PolicyConfig(ModelConfig):
                 "found true, but with policy.exact_on_policy the filters keep the same tokens on both sides without a record of them",
                 f"Set it to false, or {key}.exact_on_policy=false.",
             )
-        sizes = self.dtensor_cfg
-        if (
-            max(sizes.tensor_parallel_size, sizes.context_parallel_size, sizes.pipeline_parallel_size, sizes.expert_parallel_size)
-            > 1
-        ):
+        if self.dtensor_cfg.largest_size > 1:
             yield Problem(
                 f"{key}.exact_on_policy",
                 "found true, but tensor-, context-, pipeline- or expert-parallel ranks add in a different order",

@@ -19,6 +19,7 @@ from strop.data.shares.batch_share import BatchShare, count_tokens
 from strop.data.shares.split_rule import ShareRequest
 from strop.extensions.megatron.checkpoint.learner_checkpoint import load_learner, snapshot_learner
 from strop.extensions.megatron.checkpoint.megatron_snapshot import MegatronSnapshot
+from strop.extensions.megatron.megatron_config import MegatronConfig
 from strop.extensions.megatron.megatron_draft import MegatronDraftedPolicy, add_over_ranks, make_megatron_draft_options
 from strop.extensions.megatron.megatron_network import MegatronNetwork
 from strop.extensions.megatron.megatron_scorer import MegatronScorer
@@ -60,7 +61,7 @@ class MegatronLearner:
         section: str = "policy",
     ) -> None:
         """Make a learner for a network whose weights are loaded. The arguments are those of ``TorchLearner``."""
-        megatron = config.megatron_cfg
+        megatron = MegatronConfig.of(config)
         self.network = network
         self.config = config
         self.sampling = sampling
@@ -111,7 +112,7 @@ class MegatronLearner:
         network = self.network
         if network.draft is None:
             return None
-        options = make_megatron_draft_options(self.config.megatron_cfg, getattr(self.config, "draft", None))
+        options = make_megatron_draft_options(MegatronConfig.of(self.config), getattr(self.config, "draft", None))
         add = partial(add_over_ranks, group=self.layout.data)
         return DraftTrainer(MegatronDraftedPolicy(network), network.draft, options, self.sampling, add)
 

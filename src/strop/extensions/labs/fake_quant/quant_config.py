@@ -90,7 +90,7 @@ class QuantConfig(PolicyExtension):
                 f"Set it to false, or {key}.quant_cfg=null.",
             )
         for name, found, reason, fix in (
-            ("backend", policy.uses_megatron, "Megatron Core's layers use unrounded weights", "torch"),
+            ("backend", not policy.uses_torch, "Megatron Core's layers use unrounded weights", "torch"),
             ("compile", policy.compile is True, "a compiled layer would use unrounded weights", "auto"),
         ):  # fmt: skip
             if found:
