@@ -83,13 +83,13 @@ def test_what_vllm_can_do_is_accepted_without_a_word(overrides: list[str]) -> No
         ([AHEAD, "policy.device=cuda"], "sleeps meanwhile"),
         ([f"{C}speculation.method=ngram", f"{G}min_p=0.1"], "ignores min_p in speculative decoding"),
         ([f"{C}speculation.method=ngram", f"{C}speculation.prompt_lookup_min=9"], "no match has such a length"),
-        ([f"{C}speculation.method=ngram", f"{C}pipeline_parallel_size=2"], "vLLM has the draft on the last stage alone"),
+        ([f"{C}speculation.method=ngram", f"{C}pipeline_parallel_size=2"], "vLLM has the draft only on the last stage"),
         ([f"{C}speculation.method=eagle3"], "no head is trained"),
         ([f"{C}speculation.method=eagle3", HEAD, f"{C}speculation.model_name=other"], "drafts with the head that is trained"),
         ([f"{C}speculation.method=eagle3", HEAD, f"{C}precision=fp8"], "its own are not rounded"),
         ([f"{C}speculation.method=mtp"], "whose layers the learner does not have"),
         ([HEAD, f"{C}speculation.method=eagle3", "policy.sequence_packing.enabled=false"], "the head reads packed rows"),
-        ([HEAD, f"{C}speculation.method=eagle3", "policy.compile=true"], "which compiled ones may not show"),
+        ([HEAD, f"{C}speculation.method=eagle3", "policy.compile=true"], "which compiled layers may not expose"),
         ([HEAD, f"{C}speculation.method=eagle3", "policy.dtensor_cfg.tensor_parallel_size=2", *GPUS], "beside a whole policy"),
         ([HEAD, f"{C}speculation.method=eagle3", "policy.draft.aux_layer_indices=[3,1]"],
          "in the order of the model and each once"),
@@ -159,7 +159,7 @@ def test_options_of_vllm_are_not_read_by_the_torch_engine(override: str) -> None
     ("overrides", "reason"),
     [
         ([f"{G}torch_cfg.speculative_draft=3"], "so there is no head that proposes tokens"),
-        ([HEAD, f"{G}torch_cfg.speculative_draft=3", f"{G}torch_cfg.speculative_lookup=3"], "one of them proposes tokens"),
+        ([HEAD, f"{G}torch_cfg.speculative_draft=3", f"{G}torch_cfg.speculative_lookup=3"], "one of them can propose tokens"),
     ],
 )
 def test_the_torch_engine_needs_one_source_of_drafts(overrides: list[str], reason: str) -> None:
