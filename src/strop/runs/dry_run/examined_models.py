@@ -1,4 +1,4 @@
-"""Do the folders that a configuration names as models hold one? Names of the hub are not looked up."""
+"""Checks that folders named as models contain one. Hub names are not looked up."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def find_model_problems(config: BaseConfig) -> Iterator[Problem]:
 
 
 def list_models_elsewhere(config: BaseConfig) -> list[str]:
-    """Return a note for each model in a folder of the machines that are assumed."""
+    """Return a note for each model in a folder that is assumed to exist on the run's machines."""
     return [
-        f"{key}: {name} is not on this machine: it was not looked at"
+        f"{key}: {name} is not on this machine: it was not examined"
         for key, name in iter_model_names(config)
         if is_elsewhere(name)
     ]
@@ -46,7 +46,7 @@ def is_elsewhere(name: str) -> bool:
 
 
 def explain_missing_model(name: str) -> str | None:
-    """Return why a name is not that of a model; None if it may be one."""
+    """Explain why a name does not refer to a model; None if it may."""
     try:
         path = Path(os.path.expanduser(name))
         if path.is_dir():
@@ -83,7 +83,7 @@ def _explain_folder(path: Path) -> str | None:
 
 
 def _explain_shards(name: str) -> str | None:
-    """Return how to make a model of a folder with the shards of a checkpoint, which only an evaluation reads as they are."""
+    """Return how to convert a folder of checkpoint shards into a model; only an evaluation reads shards directly."""
     path = Path(name).expanduser()
     if not (path / ".metadata").exists() and not any(path.glob("iter_*/.metadata")):
         return None
