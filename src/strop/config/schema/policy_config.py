@@ -60,8 +60,8 @@ class PolicyConfig(ModelConfig):
     deterministic: bool = Field(
         False,
         description="Make two equal runs equal to the last bit on GPUs: torch's deterministic algorithms with flash attention's backward "
-        "pass, a fixed cuBLAS workspace, NCCL without additions in the switch, Megatron Core's deterministic mode, vLLM's batch-invariant "
-        "kernels. Slower (checkpoints). A CPU repeats without it.",
+        "pass, a fixed cuBLAS workspace, NCCL without additions in the switch, the deterministic modes of other learners, and vLLM's "
+        "batch-invariant kernels. Slower (checkpoints). A CPU repeats without it.",
     )
     reference: ReferenceConfig = subsection(ReferenceConfig)
     router_replay: RouterReplayConfig = subsection(RouterReplayConfig)
