@@ -181,8 +181,8 @@ class QuantConfig(PolicyExtension):
         """Whether quant_cfg rounds inputs of layers, not only weights."""
         return self.quant_cfg is not None and read_quant_config(self.quant_cfg).rounds_inputs
 
-    def change_policy(self, network: Network, tokenizer: Any, measure: Measure) -> None:
-        super().change_policy(network, tokenizer, measure)
+    def change_policy(self, network: Network, tokenizer: Any, measure: Measure, seed: int) -> None:
+        super().change_policy(network, tokenizer, measure, seed)
         if self.quant_cfg is None:
             return
         from strop.extensions.labs.fake_quant.apply_fake_quant import apply_fake_quant
