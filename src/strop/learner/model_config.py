@@ -91,7 +91,7 @@ class ModelConfig(WithLearner):
     compile: Literal["auto"] | bool = Field(
         "auto",
         description="Compile the decoder layers of the learner by torch.compile, attention left out: true, false, or auto (on one GPU "
-        "with Triton, for the dense models that it is tested with). A CPU needs a C++ compiler.",
+        "with Triton, for dense models whose layers are of a known form). A CPU needs a C++ compiler.",
     )
     freeze_moe_router: bool = Field(
         False, description="Do not train the weights that choose the experts of a token; nothing in a model without experts."
