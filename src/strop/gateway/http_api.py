@@ -1,4 +1,4 @@
-"""What the servers of OpenAI's API share: routes, errors, streams of events."""
+"""What the servers of OpenAI's API share: paths, errors, streams of events."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ AnswerError = Callable[[Exception, web.Request], web.Response | None]
 
 
 def make_app(check: Callable[[web.Request], object], answer_error: AnswerError, *, max_body: int) -> web.Application:
-    """Return an app without routes. ``check`` raises BadRequest for a request that is refused. ``answer_error`` returns what answers an
+    """Return an app without handlers. ``check`` raises BadRequest for a request that is refused. ``answer_error`` returns what answers an
     error, those of aiohttp given as BadRequest; None for a fault of the server."""
 
     @web.middleware
