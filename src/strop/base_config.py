@@ -75,6 +75,10 @@ class NameOf:
         return name
 
 
+# ``json_schema_extra`` of a key whose file may be in the folder of the configuration that names it (``strop.config.load.named_files``).
+NAMES_FILE: dict[str, Any] = {"names_file": True}
+
+
 SectionT = TypeVar("SectionT", bound="BaseConfig")
 
 
@@ -109,10 +113,11 @@ class BaseConfig:
     unrelated_keys: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        for name, attached in _attached_keys(cls.__name__).items():
-            cls.__annotations__[name] = attached
-            if isinstance(attached, type):
-                setattr(cls, name, subsection(attached))
+        if keys := tuple(_attached("keys", cls.__name__).values()):
+            cls.__bases__ = (*keys, *cls.__bases__)  # before the dataclass collects the fields of its bases
+        for name, model in _attached("sections", cls.__name__).items():
+            cls.__annotations__[name] = model
+            setattr(cls, name, subsection(model))
         # The methods below stand for those that a dataclass generates, which are compiled class by class as `strop` starts.
         dataclass(
             cls,
@@ -158,7 +163,12 @@ class BaseConfig:
 
     @classmethod
     def of(cls: type[SectionT], owner: BaseConfig) -> SectionT:
-        """Return the section of this class in ``owner``, to which an extension has attached it. Raises LookupError."""
+        """Return the section of this class that an extension has attached to ``owner``: ``owner`` itself if it has the keys.
+
+        Raises LookupError.
+        """
+        if isinstance(owner, cls):
+            return owner
         for name, field in fields_of(type(owner)).items():
             model = section_model(field)
             if model is not None and issubclass(model, cls):
@@ -189,12 +199,15 @@ class BaseConfig:
         return iter(())
 
 
-def _attached_keys(owner: str) -> dict[str, Any]:
-    """Return what extensions attach to the class ``owner``, by entry points ``OWNER.KEY`` of the group ``strop.sections``: sections, and
-    keys that are ``Annotated[TYPE, Field(DEFAULT, ...)]``."""
+def _attached(group: str, owner: str) -> dict[str, type[BaseConfig]]:
+    """Return what extensions attach to the class ``owner``, by entry points ``OWNER.NAME``.
+
+    Those of the group ``strop.sections`` become sections under the key NAME; the keys of those of ``strop.keys`` stand among the owner's,
+    which inherits from them.
+    """
     prefix = f"{owner}."
-    names = [name for name in plugins.declared("sections") if name.startswith(prefix)]
-    return {name.removeprefix(prefix): plugins.load("sections", name) for name in names}
+    names = [name for name in plugins.declared(group) if name.startswith(prefix)]
+    return {name.removeprefix(prefix): plugins.load(group, name) for name in names}
 
 
 def _values(section: Any) -> list[Any]:

@@ -13,15 +13,36 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TypeGuard
 
+from strop.columns import TokenColumn
 from strop.determinism import running_sums
 from strop.lazy_torch import Tensor, torch
 
-KEPT_TOKENS = "kept_tokens"  # a batch column, [N, K] int32: the token ids each target was sampled from, padded with NO_TOKEN
 NO_TOKEN = -1
 MAX_RECORDED_TOP_K = 4096  # largest top_k of a request that records the sampling mask: 16 KiB per sampled token
 SMALLEST = 1e-6  # positive temperature or top_p: far smaller ones overflow or vanish in float32
 MAX_COUNT = 2**31 - 1  # of what engines store in 32 bits: token ids, top_k, tokens of a completion
 MAX_STOP_STRINGS, MAX_STOP_BYTES = 1024, 64 * 1024  # they are searched for after each token
+
+
+def _check_kept(kept: Tensor, target: Tensor) -> None:
+    if not bool((kept == target[:, None]).any(1).all()):
+        raise ValueError(
+            "a sampled token is not among the recorded tokens that it was sampled from: the engine records wrong tokens"
+        )
+
+
+KEPT = TokenColumn(  # [N, K]: the token ids that each target was sampled from
+    "kept_tokens",
+    dtype="int32",
+    aligned="predicted",
+    fill=NO_TOKEN,
+    key="policy.generation.keep_sampling_mask",
+    when="policy.generation.records_sampling_mask",
+    ragged=True,
+    complete=True,
+    check=_check_kept,
+)
+KEPT_TOKENS = KEPT.name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -161,8 +161,6 @@ class Turn:
     text: str  # of all its tokens, special ones too, but without the one that ends a turn of the policy
     logprobs: Tensor  # [L] float32, under the sampling distribution; zeros for the environment
     versions: Tensor  # [L] int32, the weight version that sampled each token; -1 for the environment
-    entropies: Tensor | None = None  # [L] float32, of the sampling distribution, if requested
-    kept: Tensor | None = None  # [L, K] int32, the ids each token was sampled from, padded with -1, if recorded
     columns: Columns = field(default_factory=dict)  # what else was recorded of its tokens, or of those that it read
     num_messages: int = 0  # messages of the rollout that this turn added
     images: tuple[PromptImage, ...] = ()  # of an observation, in order; they stand within its tokens, counted on its path

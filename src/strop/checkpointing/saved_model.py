@@ -16,14 +16,14 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from strop.checkpointing.step_folders import list_steps
-from strop.extensions.megatron.checkpoint.torch_dist import find_iteration, model_folder
+from strop.models.rank_shards import RankShardReader, find_shards
 
 RUN_CONFIG = "config.yaml"  # in a log folder and in each checkpoint
 ATTACHED_CONFIG = "strop_config.yaml"  # the same, in an exported folder
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _WHOLE_MODEL = ("config.json", "adapter_config.json", "value_head.json")
 
-Layout: TypeAlias = Literal["whole", "shards", "megatron", "adapters", "value head", "hub"]
+Layout: TypeAlias = Literal["whole", "shards", "adapters", "value head", "hub"]
 
 
 class SavedModelNotFound(ValueError):
@@ -43,9 +43,7 @@ class SavedModel:
         folder = Path(self.weights)
         if not folder.is_dir():
             return "hub"
-        if find_iteration(folder) is not None:
-            return "megatron"
-        if (folder / ".metadata").is_file():
+        if self.shards is not None:
             return "shards"
         if (folder / "adapter_config.json").is_file():
             return "adapters"
@@ -54,7 +52,12 @@ class SavedModel:
     @property
     def needs_conversion(self) -> bool:
         """Whether only ``convert_model`` makes it a folder that ``from_pretrained`` reads."""
-        return self.layout in ("shards", "megatron")
+        return self.layout == "shards"
+
+    @cached_property
+    def shards(self) -> tuple[RankShardReader, Path] | None:
+        """What reads the shards of ranks, and their folder; None for a model of another layout."""
+        return find_shards(Path(self.weights))
 
     @property
     def step(self) -> int | None:
@@ -86,13 +89,8 @@ class SavedModel:
 
     @property
     def description(self) -> str:
-        kinds: dict[Layout, str] = {
-            "shards": "shards of several ranks",
-            "megatron": "shards of Megatron Core",
-            "adapters": "LoRA adapters",
-            "value head": "a value head",
-        }
-        kind = kinds.get(self.layout)
+        kinds: dict[Layout, str] = {"adapters": "LoRA adapters", "value head": "a value head"}
+        kind = kinds.get(self.layout) if self.shards is None else self.shards[0].shards_title
         return f"{self.weights} ({kind})" if kind else self.weights
 
 
@@ -186,16 +184,17 @@ def _find_weights(folder: Path, *, ema: bool, critic: bool, chosen: bool) -> Sav
         raise SavedModelNotFound(f"{folder} is no run: --step and --best choose among the step_N folders of one")
     if (folder / "weights").is_dir():  # step_N/policy
         folder = folder / "weights"
-    iteration = find_iteration(folder)
-    if iteration == folder and find_iteration(model_folder(folder)) == folder:  # weights/iter_0000000
-        folder = model_folder(folder)
+    if (found := find_shards(folder)) is not None:
+        reader, shards = found
+        if shards == folder and reader.find_shards(reader.model_folder(folder)) == folder:  # the model is in the folder around it
+            folder = reader.model_folder(folder)
     checkpoint = folder.resolve().parents[1]
     belongs = folder.resolve().parent.name in ("policy", "value") and (checkpoint / RUN_CONFIG).is_file()
     if belongs and (ema or critic):
         return find_saved_model(checkpoint, ema=ema, critic=critic)
     if ema or critic:
         raise SavedModelNotFound(f"{folder} is no checkpoint: --ema and --critic choose among the parts of one (step_N)")
-    known = iteration is not None or any((folder / name).is_file() for name in (*_WHOLE_MODEL, ".metadata"))
+    known = found is not None or any((folder / name).is_file() for name in _WHOLE_MODEL)
     if not known and not any(folder.glob("*.gguf")):
         raise SavedModelNotFound(
             f"{folder} holds neither a run (config.yaml), nor checkpoints (step_N), nor a model (config.json, adapter_config.json)"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, field_serializer, model_validator
 
-from strop.base_config import BaseConfig, PathText, default_of, fields_of, follows, subsection, to_tree
+from strop.base_config import NAMES_FILE, BaseConfig, PathText, default_of, fields_of, follows, subsection, to_tree
 from strop.data.curriculum.curriculum_config import CurriculumConfig
 from strop.data.prompt_template import AUTO_PROMPT
 from strop.data.sources.dataset_class import is_dataset_class
@@ -83,11 +83,14 @@ class DataEntryConfig(BaseConfig):
     )
     prompt_file: PathText | None = Field(
         None,
+        json_schema_extra=NAMES_FILE,
         description="Text file with {question} or {} where the question goes; null is the question alone, and auto the usual wording of a "
         "built-in dataset that has one. Like system_prompt_file, it is relative to the working directory, or else to the folder of the "
         "configuration that names it or one above.",
     )
-    system_prompt_file: PathText | None = Field(None, description="Text file with the system prompt; null is none.")
+    system_prompt_file: PathText | None = Field(
+        None, json_schema_extra=NAMES_FILE, description="Text file with the system prompt; null is none."
+    )
     system_prompt: str | None = Field(None, description="The system prompt; null is none.")
     shuffle_choices: bool = Field(
         False,
@@ -377,6 +380,7 @@ class EvalEntryConfig(DataEntryConfig):
 
     prompt_file: PathText | None = Field(
         AUTO_PROMPT,
+        json_schema_extra=NAMES_FILE,
         description="Text file with {question} or {} where the question goes; auto is the usual wording of a built-in dataset that has "
         "one, else the question alone; null is the question alone. Like system_prompt_file, it is relative to the working directory, or "
         "else to the folder of the configuration that names it or one above.",

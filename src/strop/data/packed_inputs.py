@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from strop.columns import TokenColumn
 from strop.data.token_tree import TokenPath
@@ -66,7 +67,7 @@ def pack_columns(
 
     Where only an end is predicted, ``at_end``, there are none of predicted tokens. Raises ValueError for values of different shapes.
     """
-    of_turns = _declared(turn.columns for rollout in rollouts for turn in rollout.policy_turns)
+    of_turns = _declared(turn.columns for rollout in rollouts for turn in rollout.policy_turns if len(turn.tokens))
     of_tokens = [] if at_end else [column for column in of_turns if column.aligned in ("predicted", "turn")]
     return {
         "columns": {column.name: _join_tokens(column, rollouts) for column in of_tokens},
@@ -81,18 +82,30 @@ def pack_columns(
 
 
 def _declared(found: Iterable[Iterable[TokenColumn]]) -> list[TokenColumn]:
-    """Return each column once."""
-    return list(dict.fromkeys(column for columns in found for column in columns))
+    """Return each column once. Raises ValueError for different columns of one name."""
+    columns = list(dict.fromkeys(column for columns in found for column in columns))
+    if len({column.name for column in columns}) < len(columns):
+        raise ValueError(f"two of the columns of this batch have one name: {columns}; give one of them another")
+    return columns
 
 
 def _join_tokens(column: TokenColumn, rollouts: Sequence[Rollout]) -> Tensor:  # [N, ...]
-    turns = [turn for rollout in rollouts for turn in rollout.policy_turns]
-    joined = _join(
-        column, [(turn.columns.get(column), len(turn.tokens) if column.aligned == "predicted" else 1) for turn in turns]
-    )
-    if column.aligned == "predicted":
-        return joined
-    return joined.repeat_interleave(torch.tensor([len(turn.tokens) for turn in turns]), 0)
+    turns = [turn for rollout in rollouts for turn in rollout.policy_turns if len(turn.tokens)]
+    found, lengths = [turn.columns.get(column) for turn in turns], [len(turn.tokens) for turn in turns]
+    recorded = [values for values in found if values is not None]
+    if column.complete and 0 < len(recorded) < len(turns):
+        raise ValueError(
+            f"only {len(recorded)} of the {len(turns)} turns of this batch recorded {column.name!r}: they were sampled under different "
+            f"options. Resume with the {column.key} of the run's beginning"
+        )
+    if column.ragged and recorded:
+        widest = max(values.shape[1] for values in recorded)
+        found = [None if values is None else pad(values, (0, widest - values.shape[1]), value=column.fill) for values in found]
+    of_tokens = column.aligned == "predicted"
+    joined = _join(column, list(zip(found, lengths if of_tokens else [1] * len(turns), strict=True)))
+    if column.check is not None:
+        column.check(joined, torch.cat([turn.tokens for turn in turns]))
+    return joined if of_tokens else joined.repeat_interleave(torch.tensor(lengths), 0)
 
 
 def _join(column: TokenColumn, parts: Sequence[tuple[Tensor | None, int]]) -> Tensor:

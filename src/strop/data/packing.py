@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from strop.data.packed_inputs import pack_columns, place_images, same_images
 from strop.data.token_tree import FlatTokens, TokenPath, concatenate, make_paths, own_tokens
-from strop.sampling import KEPT_TOKENS, NO_TOKEN
 from strop.types import Batch, Group, Rollout, RolloutCredit, Totals
 
 
@@ -62,58 +60,31 @@ def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_
         raise ValueError("the policy sampled no token of this batch: all rollouts are empty")
     dtype = torch.get_default_dtype()
     sequence = _count_off([predicted.target for predicted in predictions])
-    return (
-        Batch(
-            tokens=torch.cat(flat.tokens),
-            positions=torch.cat(flat.positions),
-            segment_start=torch.tensor(flat.starts),
-            segment_parent=torch.tensor(flat.parents),
-            source=torch.cat([predicted.source for predicted in predictions]),
-            target=target,
-            sequence=sequence,
-            rollout_logprobs=torch.cat([predicted.logprobs for predicted in predictions]),
-            versions=torch.cat([predicted.versions for predicted in predictions]),
-            advantages=credit.advantages.to(dtype)[sequence],
-            mask=credit.mask.to(dtype)[sequence],
-            leaf=torch.tensor([leaf for each in leaves for leaf in each]),
-            group=torch.tensor([index for index, group in enumerate(groups) for _ in group.rollouts]),
-            rewards=credit.rewards,
-            leaf_sequence=_count_off(leaves) if any(len(each) > 1 for each in leaves) else None,
-            images=place_images(rollouts, paths_of, flat.starts),
-            totals=Totals(0, 0, 0),
-            **pack_columns(rollouts, paths_of, flat.length, at_end=at_end),
-        )
-        .with_columns({} if at_end else _kept_token_ids(rollouts, target))
-        .with_totals()
-    )
+    return Batch(
+        tokens=torch.cat(flat.tokens),
+        positions=torch.cat(flat.positions),
+        segment_start=torch.tensor(flat.starts),
+        segment_parent=torch.tensor(flat.parents),
+        source=torch.cat([predicted.source for predicted in predictions]),
+        target=target,
+        sequence=sequence,
+        rollout_logprobs=torch.cat([predicted.logprobs for predicted in predictions]),
+        versions=torch.cat([predicted.versions for predicted in predictions]),
+        advantages=credit.advantages.to(dtype)[sequence],
+        mask=credit.mask.to(dtype)[sequence],
+        leaf=torch.tensor([leaf for each in leaves for leaf in each]),
+        group=torch.tensor([index for index, group in enumerate(groups) for _ in group.rollouts]),
+        rewards=credit.rewards,
+        leaf_sequence=_count_off(leaves) if any(len(each) > 1 for each in leaves) else None,
+        images=place_images(rollouts, paths_of, flat.starts),
+        totals=Totals(0, 0, 0),
+        **pack_columns(rollouts, paths_of, flat.length, at_end=at_end),
+    ).with_totals()
 
 
 def _no_credit(rollouts: Sequence[Rollout]) -> RolloutCredit:
     rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
     return RolloutCredit(rewards=rewards, advantages=torch.zeros_like(rewards), mask=torch.ones_like(rewards))
-
-
-def _kept_token_ids(rollouts: Sequence[Rollout], target: Tensor) -> dict[str, Tensor]:
-    """Return the column ``kept_tokens``, [N, K] int32: the token ids that each target was sampled from, K the size of the largest set.
-
-    Returns no column if none was recorded. Raises ValueError if only some turns recorded them, or if a target is not in its set.
-    """
-    turns = [turn for rollout in rollouts for turn in rollout.policy_turns if len(turn.tokens)]
-    recorded = [turn.kept for turn in turns if turn.kept is not None]
-    if not recorded:
-        return {}
-    if len(recorded) < len(turns):
-        raise ValueError(
-            f"only {len(recorded)} of the {len(turns)} turns of this batch recorded the tokens they were sampled from: they were sampled "
-            "under different options. Resume with the policy.generation.keep_sampling_mask of the run's beginning"
-        )
-    largest = max(kept.shape[1] for kept in recorded)
-    column = torch.cat([pad(kept, (0, largest - kept.shape[1]), value=NO_TOKEN) for kept in recorded])
-    if not bool((column == target[:, None]).any(1).all()):
-        raise ValueError(
-            "a sampled token is not among the recorded tokens that it was sampled from: the engine records wrong tokens"
-        )
-    return {KEPT_TOKENS: column}
 
 
 def _count_off(sized: Sequence[Sized]) -> Tensor:

@@ -34,7 +34,6 @@ class Completion:
     text: str
     stopped: bool  # True: ended by a stop token or stop string; False: by the maximum number of tokens
     entropies: Tensor | None = None  # [L] float32
-    kept: Tensor | None = None  # [L, K] int32, ids each token was sampled from, padded with -1; with records_sampling_mask
     columns: Columns = field(
         default_factory=dict
     )  # what else was recorded of the tokens: [L, ...], or [P + L - 1, ...] of all read

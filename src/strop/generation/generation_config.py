@@ -253,6 +253,11 @@ class GenerationConfig(BaseConfig):
             "stop_strings": self.stop_strings or (),
         }
 
+    @property
+    def records_sampling_mask(self) -> bool:
+        """Whether rollouts that are trained on have the sets of tokens that theirs were sampled from."""
+        return Sampling(**self.sampling_options()).records_sampling_mask
+
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_sampling(key)
         yield from self._check_quantization(key)

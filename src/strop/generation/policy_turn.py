@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from strop.generation.base import Completion, Generator
 from strop.models.chat_template import ChatTemplate
-from strop.sampling import Sampling
+from strop.sampling import KEPT, Sampling
 from strop.types import Turn
 
 
@@ -14,7 +14,7 @@ def make_policy_turn(
     completion: Completion, context: Sequence[int], template: ChatTemplate, generator: Generator, sampling: Sampling
 ) -> Turn:
     """Return what is trained on; ``context`` is what the policy read. Raises RuntimeError for a sampling mask that was not reported."""
-    if sampling.records_sampling_mask and completion.kept is None:
+    if sampling.records_sampling_mask and KEPT not in completion.columns:
         raise RuntimeError(
             f"{type(generator).__name__} does not report the sampling mask, which policy.generation.keep_sampling_mask requires; set that "
             "key to false, or set policy.generation.backend to torch"
@@ -26,7 +26,5 @@ def make_policy_turn(
         opening=template.find_opening(context),
         logprobs=completion.logprobs,
         versions=completion.versions,
-        entropies=completion.entropies,
-        kept=completion.kept,
         columns=completion.columns,
     )

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from strop.base_config import BaseConfig, Device, PathText, Precision, follows, subsection
+from strop.base_config import Device, PathText, Precision, follows, subsection
 from strop.data.packing_config import DynamicBatchingConfig, SequencePackingConfig
-from strop.extensions.megatron.megatron_config import MegatronConfig
+from strop.learner.learner_config import TORCH, WithLearner
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.torch.optimizer_config import EmaConfig, OptimizerConfig, SchedulerConfig
 from strop.models.image_processor_config import ImageProcessorConfig
@@ -19,7 +19,7 @@ from strop.models.tokenizer_config import TokenizerConfig
 from strop.problems import Problem
 
 
-class ModelConfig(BaseConfig):
+class ModelConfig(WithLearner):
     """A model and its training."""
 
     identity_keys: ClassVar[tuple[str, ...]] = (
@@ -119,7 +119,6 @@ class ModelConfig(BaseConfig):
     )
     ema: EmaConfig = subsection(EmaConfig)
     dtensor_cfg: DtensorConfig = subsection(DtensorConfig)
-    megatron_cfg: MegatronConfig = subsection(MegatronConfig)
     fp8: Float8Config = subsection(Float8Config)
     sequence_packing: SequencePackingConfig = subsection(SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = subsection(DynamicBatchingConfig)
@@ -137,8 +136,7 @@ class ModelConfig(BaseConfig):
     @property
     def adapter_rank(self) -> int | None:
         """The rank of the adapters that are trained, whoever trains; None where all weights are."""
-        adapters = self.megatron_cfg.peft if self.megatron_cfg.enabled else self.dtensor_cfg.lora_cfg
-        return adapters.dim if adapters.enabled else None
+        return self.learner.adapters.dim if self.learner.adapters.enabled else None
 
     @field_validator("weights_dtype")
     @classmethod
@@ -146,37 +144,31 @@ class ModelConfig(BaseConfig):
         return check_weights_dtype(weights_dtype, values)
 
     def errors(self, key: str) -> Iterator[Problem]:
-        if self.compile is True and not self.megatron_cfg.enabled:
+        if self.compile is True and self.uses_torch:
             yield from self._check_compile_alone(key)
-        yield from self._check_dequantized(key)
         yield from self._check_float8(key)
-        if self.router_losses.observes:
+        if self.router_losses.observes and self.uses_torch:
             yield from self._check_router_losses(f"{key}.router_losses", key)
-        if not self.dtensor_cfg.enabled and not self.megatron_cfg.enabled:
+        yield from self._check_learner(key)
+
+    def _check_learner(self, key: str) -> Iterator[Problem]:
+        enabled = [name for name, section in self.learner_sections.items() if section.enabled and name != TORCH]
+        if len(enabled) > 1:
+            yield Problem(
+                f"{key}.{enabled[1]}.enabled", f"found true, but {key}.{enabled[0]}.enabled is true too", "Set one to false."
+            )
+        if not self.dtensor_cfg.enabled and self.uses_torch:
+            others = "".join(f", and {key}.{name}.enabled is false too" for name in self.learner_sections if name != TORCH)
             yield Problem(
                 f"{key}.dtensor_cfg.enabled",
-                f"found false, and {key}.megatron_cfg.enabled is false too, which leaves no learner",
+                f"found false{others}, which leaves no learner",
                 f"Set {key}.dtensor_cfg.enabled=true.",
-            )
-
-    def _check_dequantized(self, key: str) -> Iterator[Problem]:
-        if self.dequantize_base_checkpoint and self.megatron_cfg.enabled:
-            yield Problem(
-                f"{key}.dequantize_base_checkpoint",
-                "found true, but ranks of Megatron Core read their shards of the files, where weights and scales are apart",
-                f"Set {key}.model_name to a dequantised copy of the model, or policy.backend=torch.",
             )
 
     def _check_float8(self, key: str) -> Iterator[Problem]:
         yield from self.fp8.float8_errors(f"{key}.fp8", self.device)
         if not self.fp8.enabled:
             return
-        if self.megatron_cfg.enabled:
-            yield Problem(
-                f"{key}.fp8.enabled",
-                "found true, but it is about the torch learner, and Megatron Core trains",
-                f"Set it to false; {key}.megatron_cfg.fp8_cfg.enabled=true trains in FP8 there.",
-            )
         if (size := self.dtensor_cfg.tensor_parallel_size) > 1:
             yield Problem(
                 f"{key}.fp8.enabled",
@@ -189,13 +181,6 @@ class ModelConfig(BaseConfig):
 
     def _check_router_losses(self, section: str, key: str) -> Iterator[Problem]:
         """Yield what the losses of routers do not go with."""
-        if self.megatron_cfg.enabled:
-            yield Problem(
-                section,
-                "losses of routers are set, but Megatron Core trains, which has its own keys for them",
-                f"Set {key}.megatron_cfg.moe_router_load_balancing_type, moe_aux_loss_coeff and moe_z_loss_coeff instead.",
-            )
-            return
         sizes = self.dtensor_cfg
         for name in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
             if (size := getattr(sizes, name)) > 1:

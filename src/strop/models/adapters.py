@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.models.fake_quant.apply_fake_quant import RoundWeight, weight_roundings
-from strop.models.fake_quant.fake_quant_linear import round_base_weight
 from strop.models.fit.damaged_weights import naming_damaged_weights
 from strop.models.fit.load_report import LoadReport, find_not_finite
+from strop.models.layers.rounded_layers import RoundWeight, round_base_weight, weight_roundings
 from strop.sampling import at_least_float32
 
 ADAPTER = "default"  # PEFT's name of the only adapter
@@ -55,7 +54,7 @@ class LoraLayer:
     def merged_weight(self, gather: Callable[[Tensor], Tensor] = identity) -> Tensor:
         """Return W + scale * up down as a new tensor in at least float32, so that small changes are not lost to rounding.
 
-        W is rounded first if the layer is fake-quantised.
+        W is rounded first if the layer rounds it.
         """
         base = round_base_weight(self.base, gather(self.base.weight))
         down, up, weight = (at_least_float32(tensor) for tensor in (gather(self.down), gather(self.up), base))

@@ -27,6 +27,7 @@ from strop.models.quantization.quantized_checkpoint import (
     forget_quantization,
     read_dequantized,
 )
+from strop.models.rank_shards import find_shards
 from strop.models.tokenizer_config import read_chat_template
 from strop.models.vision.vision_families import known_families
 from strop.safety.remote_code import TRUST_VARIABLE, trusts_remote_code
@@ -295,17 +296,8 @@ def locate_model(name: str) -> tuple[str, str | None]:
     """
     path = Path(os.path.expanduser(name))
     if path.is_dir():
-        iteration = path.name.startswith("iter_")  # of a checkpoint of Megatron Core
-        if (path / ".metadata").exists() and not iteration:
-            raise ModelNotFound(
-                f"policy.model_name: {name} has the shards of a distributed checkpoint; convert them first: strop export {name} FOLDER, or "
-                f"python examples/converters/convert_dcp_to_hf.py --dcp-ckpt-path {name} --hf-ckpt-path FOLDER"
-            )
-        if any(path.glob(".metadata" if iteration else "iter_*/.metadata")) and not any(path.glob("*.safetensors")):
-            raise ModelNotFound(
-                f"policy.model_name: {name} has a checkpoint of Megatron Core; convert it first: strop export {name} FOLDER, or "
-                f"python examples/converters/convert_megatron_to_hf.py --megatron-ckpt-path {name} --hf-ckpt-path FOLDER"
-            )
+        if (found := find_shards(path)) is not None and (found[1] == path or not any(path.glob("*.safetensors"))):
+            raise ModelNotFound(f"policy.model_name: {found[0].explain(name)}")
         files = [file.name for file in path.glob("*.gguf")]
         if not files and not (path / "config.json").exists() and adapter_folder(name) is None:
             raise ModelNotFound(f"policy.model_name: the folder {name} has no model (no config.json, no .gguf file)")
@@ -328,10 +320,10 @@ def locate_model(name: str) -> tuple[str, str | None]:
     )
 
 
-def find_model_folder(name: str) -> Path:
+def find_model_folder(name: str, *, reason: str = "its files are read as safetensors", instead: str = "") -> Path:
     """Return the folder with a model's configuration and its weights as safetensors; a model of the hub is downloaded to the cache.
 
-    Raises ModelNotFound, also for adapters and for GGUF files.
+    Raises ModelNotFound, also for adapters and for GGUF files, with the ``reason`` and what else to set ``instead``.
     """
     if adapter_folder(name) is not None:
         raise ModelNotFound(f"policy.model_name: {name} has adapters, which are merged first: strop export {name} FOLDER")
@@ -344,8 +336,7 @@ def find_model_folder(name: str) -> Path:
     if gguf is not None or not any(folder.glob("*.safetensors")):
         found = "a GGUF file" if gguf is not None else "no safetensors file"
         raise ModelNotFound(
-            f"policy.model_name: {name} has {found}, and ranks of Megatron Core read their shards of safetensors: convert it first "
-            f"(strop export {name} FOLDER), or set policy.backend=torch"
+            f"policy.model_name: {name} has {found}, and {reason}: convert it first (strop export {name} FOLDER){instead}"
         )
     return folder
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,3 +30,31 @@ def read_local_config(name: str) -> Mapping[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, Mapping) else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What of a model its layout has to divide."""
+
+    name: str
+    layers: int  # 0: not known
+    heads: int
+    key_value_heads: int
+    experts: int = 0  # of a layer
+
+    @classmethod
+    def from_hf(cls, name: str, values: Mapping[str, Any]) -> ModelShape | None:
+        """Return the shape of a Hugging Face configuration (its ``to_dict()``); None where it does not say."""
+        values = values.get("text_config") or values
+        layers, heads = values.get("num_hidden_layers") or 0, values.get("num_attention_heads")
+        if not isinstance(layers, int) or not isinstance(heads, int) or heads < 1:
+            return None
+        latent = values.get("kv_lora_rank") is not None  # latent attention has keys of every head
+        key_value = heads if latent else values.get("num_key_value_heads") or heads
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts = next((values[each] for each in names if values.get(each)), 0)
+        return cls(name=name, layers=layers, heads=heads, key_value_heads=key_value, experts=experts)
+
+
+def list_divisors(count: int) -> str:
+    return f"Set it to one of {', '.join(str(number) for number in range(1, count + 1) if count % number == 0)}."

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from strop.base_config import BaseConfig, PathText, follows
+from strop.base_config import NAMES_FILE, BaseConfig, PathText, follows
 from strop.problems import Problem
 from strop.storage.text_file import read_text_file
 
@@ -21,6 +21,7 @@ class TokenizerConfig(BaseConfig):
     name: PathText = follows("..model_name", standalone=..., min_length=1, description="A hub name or a folder.")
     chat_template: str | None = Field(
         None,
+        json_schema_extra=NAMES_FILE,
         description="Jinja template, or a file that holds one; null or default is the tokenizer's own, passthrough "
         "joins the contents of the messages.",
     )

@@ -21,6 +21,7 @@ from strop.determinism import follow_environment
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.single_device import SingleDevice
+from strop.learner.policy_extension import policy_extensions
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.reference_store import model_fingerprint
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen, offload, without_adapters
@@ -29,14 +30,6 @@ from strop.models.adapters import adapter_folder, base_model_name, lora_layers
 from strop.models.attention.rotary_scaling import fix_rotary_length, fixed_rotary_config
 from strop.models.chat_template import ChatTemplate
 from strop.models.classifiers import load_classifier, set_pad_token
-from strop.models.draft.draft_config import DraftConfig
-from strop.models.draft.eagle_config import new_shape
-from strop.models.draft.eagle_files import find_head_folder, load_head
-from strop.models.draft.eagle_head import EagleHead
-from strop.models.fake_quant.apply_fake_quant import apply_fake_quant
-from strop.models.fake_quant.calibration import calibrate_inputs, needs_calibration, save_input_scales, set_input_scales
-from strop.models.fake_quant.calibration_texts import read_calibration_tokens
-from strop.models.fake_quant.modelopt_config import read_quant_config
 from strop.models.loading import (
     ModelNotFound,
     apply_overrides,
@@ -269,61 +262,10 @@ def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_
         policy.network.enable_router_replay()
     if isinstance(config, RolloutRunConfig) and config.policy.exact_on_policy:
         policy.network.make_exact()
-    if config.policy.draft.enabled and isinstance(policy.network, Network):
-        if policy.network.vision is not None:
-            raise ValueError(
-                f"policy.draft.enabled is true, and {type(policy.network.model).__name__} reads images, which a draft head would read as "
-                "the embedding of their tokens; set it to false"
-            )
-        policy.network.draft = make_draft_head(
-            policy.network.head.weight, policy.network.model.config, config.policy.draft, config.training.seed
-        )
-    fake_quantize_policy(policy, config.policy, loader)
+    for extension in policy_extensions(config.policy):
+        extension.change_policy(policy.network, policy.tokenizer, loader.measure, config.training.seed)
     convert_to_float8(policy.network.model, config.policy.fp8, resolve_device(config.policy.device), "policy.fp8")
     return policy
-
-
-def make_draft_head(policy_head: torch.Tensor, hf_config: Any, config: DraftConfig, seed: int) -> EagleHead:
-    """Load the draft head of a policy, or make a new one; ``seed`` initializes it. ``policy_head`` [V, H]: the policy's output layer.
-
-    Raises ModelNotFound, ValueError.
-    """
-    text = hf_config.get_text_config()
-    if config.model_name is None:
-        head = EagleHead(new_shape(text, layers=config.num_layers, aux_layers=config.aux_layer_indices))
-        head.initialize(policy_head, seed)
-    else:
-        head = load_head(find_head_folder(config.model_name), int(text.num_hidden_layers), policy_head)
-    log.info("draft head: %s parameters, it reads layers %s of the policy", f"{count_weights(head):,}", head.shape.aux_layers)
-    return head.to(policy_head.device)
-
-
-def count_weights(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def fake_quantize_policy(policy: LoadedPolicy, config: PolicyConfig, loader: ModelLoader = LOCAL_LOADER) -> None:
-    """Round weights and inputs of the policy's layers as ``quant_cfg`` says; find the scales of inputs first. Raises ValueError."""
-    if config.quant_cfg is None:
-        return
-    network = policy.network
-    engine_rounds = config.generation.weight_format is not None  # to the same format, as the configuration's check sees to
-    summary = apply_fake_quant(network.model, read_quant_config(config.quant_cfg), sends_rounded=not engine_rounds)
-    log.info("policy.quant_cfg: %s", summary)
-
-    def find_scales() -> Mapping[str, float]:
-        source = str(config.quant_calib_data)
-        texts = read_calibration_tokens(
-            source,
-            size=config.quant_calib_size,
-            length=config.quant_sequence_length,
-            tokenizer=policy.tokenizer,
-            vocabulary=policy.vocab_size,
-        )
-        return calibrate_inputs(network, texts, config.quant_batch_size)
-
-    if needs_calibration(network.model):
-        set_input_scales(network.model, loader.measure(find_scales))
 
 
 def make_critic(config: PpoRunConfig, policy: LoadedPolicy, loader: ModelLoader = LOCAL_LOADER) -> TrainableNetwork:
@@ -486,16 +428,15 @@ def make_offload(
     )
 
 
-def write_model_folder(policy: LoadedPolicy, folder: Path, length: int) -> Path:
-    """Write the folder that engines build the model from: configuration and tokenizer, without the weights, which the learner sends.
-
-    ``length``: of the longest sequences, whose rotary embeddings learner and engines use for all.
-    """
+def write_model_folder(policy: LoadedPolicy, folder: Path, config: PolicyConfig) -> Path:
+    """Write the folder that engines build the model from: configuration and tokenizer, without the weights, which the learner sends."""
     folder.mkdir(parents=True, exist_ok=True)
     model = policy.network.model
-    config = type(model.config).from_dict(model.config.to_dict())
-    config.architectures = [type(model).__name__]
-    apply_overrides(config, fixed_rotary_config(config, length)).save_pretrained(folder)
+    described = type(model.config).from_dict(model.config.to_dict())
+    described.architectures = [type(model).__name__]
+    # Learner and engines use the rotary embeddings of the longest sequences for all.
+    apply_overrides(described, fixed_rotary_config(described, config.max_total_sequence_length)).save_pretrained(folder)
     policy.save(folder)
-    save_input_scales(model, folder)
+    for extension in policy_extensions(config):
+        extension.save_for_engines(policy.network, folder)
     return folder

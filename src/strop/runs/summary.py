@@ -209,7 +209,7 @@ def _format_engines(generation: GenerationConfig, devices: RunDevices, *, on_gpu
 def _format_model(model: ModelConfig, devices: RunDevices) -> str:
     """Format a trained model with its device and precision."""
     adapters = "" if model.adapter_rank is None else f", adapters of rank {model.adapter_rank}"
-    masters = model.precision == "bfloat16" and (model.weights_dtype == "bfloat16" or model.megatron_cfg.enabled)
+    masters = model.precision == "bfloat16" and (model.weights_dtype == "bfloat16" or model.learner.weights_follow_precision)
     precision = "bfloat16, float32 masters" if masters else _format_precision(model.precision)
     return f"{model.model_name} on {devices.format_device(model)}, {precision}{adapters}"
 

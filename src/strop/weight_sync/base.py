@@ -7,13 +7,14 @@ learner has a ``Sender`` and each generator process a ``Receiver``; how the byte
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from strop.columns import Columns
 from strop.metrics import Metrics
 from strop.sampling import Sampling
 
@@ -172,7 +173,7 @@ class CanarySample:
     tokens: Tensor  # [L] int64
     logprobs: Tensor  # [L] float32
     cached: int  # number of prompt tokens found in the prefix cache
-    kept: Tensor | None = None  # [L, K] int32, ids that each token was sampled from; with ``records_sampling_mask``
+    columns: Columns = field(default_factory=dict)  # as in a completion
 
 
 class UpdatableEngine(Protocol):

@@ -150,7 +150,8 @@ def _to_group(index: int, prompt: Iterable[int], sample: CanarySample) -> Group:
         text="",
         logprobs=sample.logprobs,
         versions=torch.zeros(len(sample.tokens), dtype=torch.int32),
-        kept=sample.kept,
+        # Its own tokens are scored as they were sampled; what it read is read as the learner does.
+        columns={column: values for column, values in sample.columns.items() if column.aligned != "read"},
     )
     rollout = Rollout(
         task=Task(id=f"canary {index}"), sample=0, seed=0, messages=(), prompt=torch.tensor(list(prompt)), turns=(turn,)

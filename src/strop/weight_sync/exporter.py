@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, base_weights, lora_layers, save_adapters
-from strop.models.fake_quant.apply_fake_quant import weight_roundings
+from strop.models.layers.rounded_layers import weight_roundings
 from strop.weight_sync.base import AdapterFiles, ChannelAddress, Manifest, NamedTensors, Sender, TensorEntry, TransportError
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
 from strop.weight_sync.sent_precision import SentPrecision

@@ -16,11 +16,11 @@ from strop.extensions.replay.stored_groups import LearnerReads, rebuild_groups
 from strop.models.routing.router_replay_config import ROUTES
 from strop.monitoring.rollout_store.rollout_record import list_images, make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore, StoreFormat
-from strop.sampling import pad_kept_tokens
+from strop.sampling import KEPT, pad_kept_tokens
 from strop.types import Batch, Branch, Ending, Group, PromptImage, Rollout, Turn, observation_turn
 from support.rollouts import make_agent_groups, make_group, make_rollout, sampled_turn
 
-ALL = LearnerReads(columns=(ROUTES,), kept_tokens=True, baseline=True)
+ALL = LearnerReads(columns=(ROUTES, KEPT), baseline=True)
 IMAGE = 7  # the token of images
 
 
@@ -44,13 +44,13 @@ def change_turns(group: Group, change: Callable[[Turn], Turn]) -> Group:
 def with_kept(turn: Turn) -> Turn:
     """The ids that each token was sampled from: as many as the token is large, and itself."""
     sets = [torch.tensor([*range(token % 5), token], dtype=torch.int32) for token in turn.tokens.tolist()]
-    return replace(turn, kept=pad_kept_tokens(sets))
+    return replace(turn, columns={**turn.columns, KEPT: pad_kept_tokens(sets)})
 
 
 def with_routes(turn: Turn, experts: int = 100) -> Turn:
     dtype = torch.int8 if experts <= 128 else torch.int16
     routes = torch.randint(0, experts, (len(turn.tokens), 2, 3), dtype=dtype, generator=torch.Generator().manual_seed(1))
-    return replace(turn, columns={ROUTES: routes})
+    return replace(turn, columns={**turn.columns, ROUTES: routes})
 
 
 def store_and_rebuild(
@@ -153,7 +153,7 @@ def test_what_an_earlier_version_did_not_store_is_refused_by_name() -> None:
     records = make_records(1, [make_group(seeing(0))])
     for reads, change, message in (
         (LearnerReads(), {"image_places": None}, "where they stand in the tokens"),
-        (LearnerReads(kept_tokens=True), {}, "the sets that tokens were sampled from"),
+        (LearnerReads(columns=(KEPT,)), {}, "keep_sampling_mask is true, .* 'kept_tokens' .* cannot be replayed"),
         (LearnerReads(columns=(ROUTES,)), {}, "set logger.routes=true"),
         (LearnerReads(baseline=True), {}, "greedy rollout of each group, and step 1 stored none"),
     ):

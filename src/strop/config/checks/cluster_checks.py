@@ -19,9 +19,7 @@ from strop.config.schema.run_config import (
 )
 from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.placement import count_engines, engine_size
-from strop.extensions.megatron.megatron_config import MegatronConfig
-from strop.extensions.megatron.megatron_dims import size_errors
-from strop.learner.parallel.dtensor_config import DtensorConfig
+from strop.learner.learner_config import TORCH, LearnerSection, WithLearner
 from strop.problems import Problem
 
 Problems = Iterator[Problem]
@@ -29,23 +27,46 @@ Problems = Iterator[Problem]
 
 def check_parallel_sizes(config: TrainingRunConfig) -> Problems:
     counts = count_devices(config)
-    for key, model in list_trained_models(config):
-        if model.megatron_cfg.enabled:
-            yield from size_errors(model.megatron_cfg, f"{key}.megatron_cfg", counts.learner_devices)
-        else:
-            yield from model.dtensor_cfg.size_errors(f"{key}.dtensor_cfg", counts.learner_devices, uses_ray=counts.uses_ray)
+    sections = {f"{key}.{model.learner_key}": model.learner for key, model in list_trained_models(config)}
     for key, teacher in config.all_teachers.items() if isinstance(config, DistillationRunConfig) else ():
-        if teacher.megatron_cfg.enabled:
-            yield from size_errors(teacher.megatron_cfg, f"{key}.megatron_cfg", counts.learner_devices)
+        if not teacher.uses_torch:
+            sections[f"{key}.{teacher.learner_key}"] = teacher.learner
         elif not teacher.hosts:  # one in a single process may be offloaded
-            sizes = replace(teacher.dtensor_cfg, cpu_offload=False)
-            yield from sizes.size_errors(f"{key}.dtensor_cfg", counts.learner_devices, uses_ray=counts.uses_ray)
+            sections[f"{key}.{TORCH}"] = replace(teacher.dtensor_cfg, cpu_offload=False)
+    for key, section in sections.items():
+        yield from section.size_errors(key, counts.learner_devices, uses_ray=counts.uses_ray)
     if isinstance(config, PpoRunConfig) and config.value.head_only and config.policy.dtensor_cfg.pipeline_parallel_size > 1:
         yield Problem(
             "value.head_only",
             "found true, but with policy.dtensor_cfg.pipeline_parallel_size > 1 only the last stage has the hidden states that such a "
             "critic reads",
             "Set it to false, or policy.dtensor_cfg.pipeline_parallel_size=1.",
+        )
+
+
+def check_one_learner(config: TrainingRunConfig) -> Problems:
+    """Policy and critic have one learner; a teacher beside it may have the torch learner."""
+    models: dict[str, WithLearner] = dict(list_trained_models(config))
+    if isinstance(config, DistillationRunConfig) and config.policy.uses_torch:
+        models |= config.all_teachers
+    for name, section in config.policy.learner_sections.items():
+        enabled = str(section.enabled).lower()
+        for key, model in models.items():
+            if name != TORCH and (own := model.learner_sections[name].enabled) != section.enabled:
+                yield Problem(
+                    f"{key}.{name}.enabled",
+                    f"found {str(own).lower()}, but policy.{name}.enabled is {enabled}, and both are on the same ranks",
+                    f"Set it to {enabled}. Set policy.backend=torch to train all models with the torch learner, or {section.backend}.",
+                )
+
+
+def check_learner_processes(config: TrainingRunConfig) -> Problems:
+    learner = config.policy.learner
+    if learner.needs_ranks and config.cluster.backend == "local":
+        yield Problem(
+            "cluster.backend",
+            f"found local, but {learner.title} runs on ranks, which are processes of Ray, also with one device",
+            "Set it to auto or ray, or policy.backend=torch.",
         )
 
 
@@ -206,7 +227,7 @@ MACHINE_CHECKS = (
 
 def find_machine_errors(config: TrainingRunConfig) -> list[Problem]:
     """Return the errors that concern the machines alone."""
-    sections = [pair for pair in iter_sections(config) if isinstance(pair[1], ClusterConfig | DtensorConfig | MegatronConfig)]
+    sections = [pair for pair in iter_sections(config) if isinstance(pair[1], ClusterConfig | LearnerSection)]
     return [
         *(problem for key, section in sections for problem in section.errors(key)),
         *(problem for check in MACHINE_CHECKS for problem in check(config)),

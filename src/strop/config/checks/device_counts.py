@@ -8,7 +8,7 @@ from strop.distributed.placement import DeviceCounts, DevicePlan, PlacementError
 
 def count_devices(config: TrainingRunConfig) -> DeviceCounts:
     generation = config.policy.generation if isinstance(config, RolloutRunConfig) else None
-    return count_section_devices(config.cluster, generation, needs_ranks=config.policy.uses_megatron)
+    return count_section_devices(config.cluster, generation, needs_ranks=config.policy.learner.needs_ranks)
 
 
 def plan_gpus(config: TrainingRunConfig) -> DevicePlan | None:

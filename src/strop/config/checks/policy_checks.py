@@ -14,7 +14,6 @@ from strop.config.schema.run_config import (
     list_trained_models,
 )
 from strop.learner.model_config import ModelConfig
-from strop.models.fake_quant.modelopt_config import QuantConfigError
 from strop.problems import Problem
 
 Problems = Iterator[Problem]
@@ -148,7 +147,7 @@ def warn_order_of_turns(config: TrainingRunConfig) -> Problems:
 def check_measured_budget(config: TrainingRunConfig) -> Problems:
     """Memory is measured by the torch learner, before engines start: what takes more of it later must be known."""
     for key, model in list_trained_models(config):
-        if model.batching.train_mb_tokens != "auto":
+        if model.batching.train_mb_tokens != "auto" or not model.uses_torch:
             continue
         if (obstacle := _find_obstacle(config, model)) is not None:
             yield Problem(
@@ -158,8 +157,6 @@ def check_measured_budget(config: TrainingRunConfig) -> Problems:
 
 def _find_obstacle(config: TrainingRunConfig, model: ModelConfig) -> str | None:
     """Return why the memory of a micro-batch cannot be measured at the start of a run; None if it can."""
-    if model.megatron_cfg.enabled:
-        return "the Megatron Core learner measures no memory"
     if model.dtensor_cfg.pipeline_parallel_size > 1:
         return "with pipeline stages several micro-batches are in memory at once, how many depends on the batch"
     if not isinstance(config, RolloutRunConfig) or not config.policy.generation.colocated.enabled:
@@ -170,24 +167,6 @@ def _find_obstacle(config: TrainingRunConfig, model: ModelConfig) -> str | None:
             "is measured"
         )
     return None
-
-
-def check_adapters_of_other_processes(config: TrainingRunConfig) -> Problems:
-    """Torch engines in other processes have adapters merged, and then round the inputs of the adapters too."""
-    if not isinstance(config, RolloutRunConfig) or not config.policy.dtensor_cfg.lora_cfg.enabled:
-        return
-    try:
-        rounds_inputs = config.policy.rounds_inputs
-    except QuantConfigError:  # the section reports it
-        return
-    if rounds_inputs and not config.policy.generation.uses_engines and count_devices(config).uses_ray:
-        yield Problem(
-            "policy.quant_cfg",
-            f"{config.policy.quant_cfg} rounds inputs of layers with adapters, which read inputs as they are; torch engines in other "
-            "processes have the adapters merged, and would round what those read",
-            "Set it to a configuration of weights alone, or cluster.backend=local on one device; or train without adapters "
-            "(policy.dtensor_cfg.lora_cfg.enabled=false).",
-        )
 
 
 def warn_unused_offload(config: RolloutRunConfig) -> Problems:

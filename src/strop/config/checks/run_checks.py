@@ -15,7 +15,6 @@ from strop import plugins
 from strop.base_config import BaseConfig, iter_sections
 from strop.config.checks import cluster_checks, data_checks, policy_checks, unused_keys
 from strop.config.schema.run_config import DistillationRunConfig, GrpoRunConfig, PpoRunConfig, RolloutRunConfig, TrainingRunConfig
-from strop.extensions.megatron import megatron_checks
 from strop.problems import Problem
 
 Problems = Iterator[Problem]
@@ -111,9 +110,9 @@ ERROR_CHECKS: Mapping[str, tuple[Check, ...]] = {  # section -> its rules
         policy_checks.check_engine_device,
         policy_checks.check_one_process,
         policy_checks.check_order_of_events,
-        policy_checks.check_adapters_of_other_processes,
         policy_checks.check_measured_budget,
-        *megatron_checks.ERROR_CHECKS,
+        cluster_checks.check_one_learner,
+        cluster_checks.check_learner_processes,
     ),
     "teacher": (check_teachers, cluster_checks.check_teacher_processes),
     "dpo": (data_checks.check_precomputed_reference,),
@@ -127,7 +126,6 @@ WARNING_CHECKS: Mapping[str, tuple[Check, ...]] = {
     "policy": (
         policy_checks.warn_order_of_turns,
         policy_checks.warn_unused_offload,
-        megatron_checks.warn_torch_keys,
         unused_keys.warn_unused_batch_sizes,
     ),
     "checkpointing": (warn_unranked_checkpoints,),

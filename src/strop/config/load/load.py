@@ -1,6 +1,6 @@
 """Load a configuration from YAML files and overrides, or raise one error that lists every problem.
 
-files + overrides -> keys of NeMo-RL translated -> defaults of the schema -> interpolation -> schema -> checks across keys
+files + overrides -> words of other libraries translated -> defaults of the schema -> interpolation -> schema -> checks across keys
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from strop.base_config import (
 from strop.config.checks import cluster_checks, run_checks
 from strop.config.load.auto_backend import resolve_auto_backend
 from strop.config.load.named_files import find_named_files
+from strop.config.load.recipe_library import explain_key, translate_source
 from strop.config.load.run_name import name_run
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, TrainingRunConfig
 from strop.config.source import keys, yaml_text
@@ -44,8 +45,6 @@ from strop.config.source.yaml_source import (
     read_config_file,
     without_key,
 )
-from strop.extensions.recipes.difference import Difference
-from strop.extensions.recipes.translation import translate_source
 from strop.problems import ConfigError, Origin, Problem
 from strop.safety.redaction import REDACTED, redact_secrets
 
@@ -60,7 +59,7 @@ class LoadedConfig(Generic[ConfigT]):
     warnings: tuple[Problem, ...]
     files: tuple[Path, ...]  # the file and all files it inherits from, base first
     overrides: tuple[str, ...]
-    differences: tuple[Difference, ...] = ()  # of keys of other libraries from what they are here
+    differences: tuple[Any, ...] = ()  # of keys of other libraries from what they are here
     source: ConfigSource = field(default_factory=ConfigSource)  # what was set, translated, with its ${...}
 
 
@@ -104,10 +103,10 @@ def load_source(
     source, unnamed = name_run(source, overrides)
     source, contradictions = resolve_synonyms(source, root)
     translation = translate_source(source, root)
-    source, warnings = find_named_files(translation.source, root), translation.warnings
+    source, warnings = find_named_files(translation.source, root), list(translation.warnings)
     config, invalid = validate_source(source, root)
     invalid = [problem for problem in invalid if not translation.explains(problem.key)]
-    problems += unnamed + contradictions + translation.problems + invalid + ([] if invalid else find_infinite_numbers(source))
+    problems += unnamed + contradictions + [*translation.problems] + invalid + ([] if invalid else find_infinite_numbers(source))
     problems += [*removed, *find_left_out(source)] if check else []
     if config is not None and check and len(problems) == len(translation.problems):
         config = resolve_auto_backend(config, has_gpus=has_gpus)
@@ -311,12 +310,10 @@ def _is_written(path: KeyPath, error: str, source: ConfigSource, root: type[Base
 
 
 def _explain_unknown(path: KeyPath, value: Any, root: type[BaseConfig]) -> str:
-    """Return what may be meant by an unknown key: one of Strop's, or an argument of TRL's that is written alone or in a section."""
+    """Return what may be meant by an unknown key: one of Strop's, or of another library's."""
     kind = next((kind for kind, own in TRAINING_RUNS.items() if own is root), None)
     if kind is None or len(path) > 2 or find_nearest_keys(path, root):
         return suggest_keys(path, root)
-    from strop.extensions.recipes.trl.trl_format import explain_key
-
     return explain_key(kind, path[-1], value) or suggest_keys(path, root)
 
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from strop.base_config import BaseConfig
+from strop.base_config import NAMES_FILE, BaseConfig, KeyPath
 from strop.config.source.defaults import resolve_source
 from strop.config.source.keys import find_field
 from strop.config.source.yaml_source import ConfigSource, get_at, set_key
 from strop.data.prompt_template import AUTO_PROMPT
 
-NAMING_FILES = ("prompt_file", "system_prompt_file", "chat_template", "quant_cfg")  # last names of keys
-
 
 def find_named_files(source: ConfigSource, root: type[BaseConfig]) -> ConfigSource:
     """Return the source with the whole path of each file that is not in the working directory, but beside the file that names it or in a
     folder above. One that is nowhere is left to the checks, which a saved run is read without."""
-    for path in [path for path in source.origins if path[-1] in NAMING_FILES and find_field(root, path) is not None]:
+    for path in [path for path in source.origins if _may_name_file(root, path)]:
         value, named_by = get_at(source.values, path), source.origins[path]
         value = get_at(resolve_source(source, root)[0], path) if isinstance(value, str) and "${" in value else value
         if not isinstance(named_by.source, Path) or not _is_missing_file(value, template=path[-1] == "chat_template"):
@@ -26,6 +24,11 @@ def find_named_files(source: ConfigSource, root: type[BaseConfig]) -> ConfigSour
         if found is not None:
             _, source = set_key(source, path, str(found), named_by)
     return source
+
+
+def _may_name_file(root: type[BaseConfig], path: KeyPath) -> bool:
+    field = find_field(root, path)
+    return field is not None and field.json_schema_extra == NAMES_FILE
 
 
 def _is_missing_file(value: object, *, template: bool) -> bool:

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from strop.base_config import BaseConfig, Device, PathText, Precision, follows, subsection
 from strop.config.schema.grpo_config import AlgorithmConfig
-from strop.extensions.megatron.megatron_config import MegatronConfig
+from strop.learner.learner_config import WithLearner
 from strop.learner.model_config import check_weights_dtype
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.models.tokenizer_config import TokenizerConfig
@@ -62,7 +62,7 @@ class TeacherTokenizerConfig(TokenizerConfig):
     """The teacher's tokenizer, which must be the student's."""
 
 
-class TeacherConfig(BaseConfig):
+class TeacherConfig(WithLearner):
     """A teacher, which only scores rollouts."""
 
     identity_keys: ClassVar[tuple[str, ...]] = ("model_name", "demonstration", "self_weights")
@@ -93,7 +93,6 @@ class TeacherConfig(BaseConfig):
     )
     offload: bool = Field(False, description="Keep it in CPU memory between uses.")
     dtensor_cfg: DtensorConfig = subsection(DtensorConfig)
-    megatron_cfg: MegatronConfig = subsection(MegatronConfig)
     environments: tuple[str, ...] | None = Field(
         None, strict=False, description="With several teachers: aliases of env whose rollouts this one scores; null is all."
     )
@@ -119,7 +118,7 @@ class TeacherConfig(BaseConfig):
         yield from self._check_demonstration(key)
 
     def warnings(self, key: str) -> Iterator[Problem]:
-        if not self.dtensor_cfg.enabled and not self.megatron_cfg.enabled:
+        if not self.dtensor_cfg.enabled and self.uses_torch:
             yield Problem(f"{key}.dtensor_cfg.enabled", "it has no effect: a teacher runs on the torch backend")
         for name, used in (
             ("activation_checkpointing", self.dtensor_cfg.activation_checkpointing),
@@ -150,11 +149,12 @@ class TeacherConfig(BaseConfig):
                 f"found {self.hosts}, but model_name is self, and a policy that teaches itself runs in the learner",
                 "Set it to 0, or name a model.",
             )
-        elif self.hosts and self.megatron_cfg.enabled:
+        elif self.hosts and self.learner.needs_ranks:
             yield Problem(
                 f"{key}.hosts",
-                f"found {self.hosts}, but each of these processes holds all of the teacher, and Megatron Core runs on the learner's ranks",
-                f"Set it to 0, or {key}.megatron_cfg.enabled=false.",
+                f"found {self.hosts}, but each of these processes holds all of the teacher, and {self.learner.title} runs on the "
+                "learner's ranks",
+                f"Set it to 0, or {key}.{self.learner_key}.enabled=false.",
             )
         elif self.hosts and (size := self.dtensor_cfg.ranks_of_one_copy) > 1:
             yield Problem(

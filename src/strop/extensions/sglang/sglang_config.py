@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -45,14 +45,13 @@ class SglangServerConfig(BaseConfig):
     )
 
 
-# Key ``sglang_kwargs`` beside the section.
-SglangArguments = Annotated[
-    dict[str, Any],
-    Field(
+class SglangKeys(BaseConfig):
+    """Arguments of SGLang that have no key of their own here."""
+
+    sglang_kwargs: dict[str, Any] = Field(
         default_factory=dict,
         description="Further arguments of SGLang's server (ServerArgs), passed through; unknown ones are errors.",
-    ),
-]
+    )
 
 
 class SglangConfig(EngineConfig):

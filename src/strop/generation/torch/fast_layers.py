@@ -30,10 +30,10 @@ from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.kv_cache import CacheShape
 from strop.models.adapters import lora_layers
 from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.fake_quant.apply_fake_quant import rounds_inputs
 from strop.models.layers.fused_layers import find_unknown_part
 from strop.models.layers.known_code import find_form
 from strop.models.layers.rms_norm import rms_norm_spec
+from strop.models.layers.rounded_layers import find_rounded
 from strop.models.network import Network
 from strop.models.quantization.float8_training import is_float8
 
@@ -99,8 +99,8 @@ def find_obstacle(network: Network) -> str | None:
         return "modules have hooks, which they would not call"
     if any(is_float8(module) for module in model.modules()):
         return "policy.fp8 multiplies in FP8"
-    if rounds_inputs(model):
-        return "policy.quant_cfg rounds the inputs of layers"
+    if (rounded := find_rounded(model, inputs=True)) is not None:
+        return f"{rounded.rounded_by} rounds the inputs of layers"
     if network.precision == torch.bfloat16 and any(True for _ in lora_layers(model)):
         return "adapters stay separate in bfloat16"
     return _find_odd_option(decoder.config)

@@ -15,16 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from strop.generation.torch.decode_kernels import DecodeKernels, PackedMatrix
 from strop.generation.torch.emulated_quantization import EmulatedQuantization
-from strop.models.adapters import LoraLayer, base_weights, lora_layers
-from strop.models.fake_quant.fake_quant_linear import FakeQuantLinear, round_layer_inputs, rounds_layer_inputs
+from strop.models.adapters import LoraLayer, base_weights, identity, lora_layers
+from strop.models.layers.rounded_layers import RoundedLinear
 
 LinearFunction = Callable[[Tensor, Any, Tensor | None], Tensor]
 
@@ -41,9 +40,10 @@ class _RoutedLayer:
     adapter: LoraLayer | None = None
 
     def weight(self, precision: torch.dtype, *, as_it_is: bool) -> Tensor:
-        """Return the weight that the layer computes with: rounded, where the layer is fake-quantised; or ``as_it_is``."""
-        quantized = isinstance(self.linear, FakeQuantLinear) and not as_it_is
-        return self.linear.rounded_weight(precision) if quantized else self.linear.weight  # type: ignore[operator, no-any-return]
+        """Return the weight that the layer computes with: rounded, if the layer rounds it; or ``as_it_is``."""
+        if isinstance(self.linear, RoundedLinear) and not as_it_is:
+            return self.linear.rounded_weight(precision)
+        return self.linear.weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,7 @@ class FastLinears:
         if quantization is not None:
             names = [layer.name for layer in self.layers]
             own = {
-                layer.name for layer in self.layers if isinstance(layer.linear, FakeQuantLinear)
+                layer.name for layer in self.layers if isinstance(layer.linear, RoundedLinear)
             }  # rounded as the learner has them
             quantization.check_covers([name for name, _ in base_weights(model)], names)
             self.rounded = quantization.select_layers(names) - own
@@ -150,7 +150,8 @@ class FastLinears:
         adapter, weight, bias = layer.adapter, layer.weight(self.precision, as_it_is=emulated), layer.linear.bias
         if adapter is None:
             return _LinearWeights(self._round(layer.name, weight), bias)
-        if self.merge and not rounds_layer_inputs(layer.linear):  # the adapter's inputs are not rounded
+        rounds_inputs = isinstance(layer.linear, RoundedLinear) and layer.linear.rounds_inputs
+        if self.merge and not rounds_inputs:  # the adapter's inputs are not rounded
             return _LinearWeights(self._round(layer.name, adapter.merged_weight()), bias)
         return _LinearWeights(self._round(layer.name, weight), bias, adapter.down, adapter.up, adapter.scale)
 
@@ -185,7 +186,8 @@ class FastLinears:
         precision = self.precision
         down, up = copy.down, copy.up
         rounded = self.quantization if layer.name in self.rounded else None
-        round_input = partial(round_layer_inputs, layer.linear) if rounded is None else rounded.plan.round_input
+        own = layer.linear.round_inputs if isinstance(layer.linear, RoundedLinear) else identity
+        round_input = own if rounded is None else rounded.plan.round_input
         if down is None or up is None:
             return lambda x: linear(round_input(x.to(precision)), copy.weight, copy.bias)
 
@@ -211,8 +213,12 @@ def _find_layers(model: nn.Module) -> Iterator[_RoutedLayer]:
     adapter_modules: set[int] = set()
     for adapter in lora_layers(model):
         adapter_modules |= {id(module) for module in adapter.module.modules()}
-        if type(adapter.base) in (nn.Linear, FakeQuantLinear):
+        if _is_linear(adapter.base):
             yield _RoutedLayer(adapter.name, adapter.module, adapter.base, adapter)
     for name, module in model.named_modules():
-        if type(module) in (nn.Linear, FakeQuantLinear) and id(module) not in adapter_modules:
+        if _is_linear(module) and id(module) not in adapter_modules:
             yield _RoutedLayer(name, module, module)
+
+
+def _is_linear(module: object) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear or isinstance(module, RoundedLinear)

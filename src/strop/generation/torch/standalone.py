@@ -111,7 +111,7 @@ class StandaloneTorchEngine:
         engine = self._require_alive()
         cached = len(prompt) - engine.runner.count_unread(SlotPrompt(0, tuple(prompt)))
         completion = await self._await_engine(engine, engine.generate_with_priority(prompt, sampling=sampling, seed=seed))
-        return CanarySample(tokens=completion.tokens, logprobs=completion.logprobs, cached=cached, kept=completion.kept)
+        return CanarySample(tokens=completion.tokens, logprobs=completion.logprobs, cached=cached, columns=completion.columns)
 
     async def _await_engine(self, engine: TorchEngine, completion: Awaitable[T]) -> T:
         """Await a completion. Raises EngineDied if the engine failed: an error in a step is not the fault of one request."""

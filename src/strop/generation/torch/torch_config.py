@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
-from strop.base_config import BaseConfig
+from strop.generation.torch.speculation import DraftingConfig
 
 LEAST_CACHE_GB = 2.0
 
 
-class TorchGenerationConfig(BaseConfig):
+class TorchGenerationConfig(DraftingConfig):
     """The built-in torch engine: continuous batching on the learner's module, or with Ray in processes with their own weights."""
 
     num_engines: int | None = Field(
@@ -29,14 +27,6 @@ class TorchGenerationConfig(BaseConfig):
     )
     speculative_lookup: int = Field(
         0, ge=0, le=32, description="Draft tokens looked up in the prompt and completion; 0 is none (tokens a step)."
-    )
-    speculative_draft: int = Field(
-        0, ge=0, le=32, description="Tokens that the policy's draft head (policy.draft) proposes; 0 is none (tokens a step)."
-    )
-    speculative_sampling: Literal["coupled", "rejection"] = Field(
-        "coupled",
-        description="How drafts of speculative_draft are verified. coupled: draft and token are drawn with one number, so a run has the "
-        "same rollouts with any head; rejection keeps more drafts, and which tokens are drawn depends on the head. Both are exact.",
     )
     prepack_weights: bool | None = Field(
         None,

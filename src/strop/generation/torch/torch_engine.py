@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from strop.columns import Columns
 from strop.generation.base import Completion, check_request
-from strop.generation.torch.drafting.eagle_drafter import EagleDrafter
 from strop.generation.torch.emulated_quantization import EmulatedQuantization
 from strop.generation.torch.image_tokens import PromptImages
 from strop.generation.torch.model_runner import (
@@ -37,10 +37,11 @@ from strop.generation.torch.paged.paged_cache import choose_page
 from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.generation.torch.paged.prompt_lookup import PromptLookup, PromptSamples
 from strop.generation.torch.sampler import SampledTokens, sample_tokens
+from strop.generation.torch.speculation import Drafter
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.network import Network
 from strop.monitoring.profiling.span_recorder import RECORDER
-from strop.sampling import Sampling, pad_kept_tokens, uniform
+from strop.sampling import KEPT, Sampling, pad_kept_tokens, uniform
 from strop.types import PromptImage
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,11 @@ class _Request:
     lookup: PromptLookup | None = None  # with speculation
     order: int = 0  # of admission
     images: PromptImages | None = None
+
+    @property
+    def columns(self) -> Columns:
+        """Return what was recorded of its tokens."""
+        return {KEPT: pad_kept_tokens(self.kept)} if self.sampling.records_sampling_mask else {}
 
     @cached_property
     def reach(self) -> int:
@@ -116,7 +122,7 @@ class TorchEngine:
         stop_ids: Sequence[int],
         prefill_tokens: int = 4096,
         drafts: int = 0,
-        drafter: EagleDrafter | None = None,
+        drafter: Drafter | None = None,
         exact: bool = False,
     ) -> None:
         """Create an engine that waits for its first weights.
@@ -519,8 +525,7 @@ class TorchEngine:
                     text=self.tokenizer.decode(request.tokens, skip_special_tokens=True),
                     stopped=stopped,
                     entropies=torch.tensor(request.entropies, dtype=torch.float32) if request.sampling.entropy else None,
-                    kept=pad_kept_tokens(request.kept) if request.sampling.records_sampling_mask else None,
-                    columns=self.runner.read_columns(slot, request.position),
+                    columns={**self.runner.read_columns(slot, request.position), **request.columns},
                 )
             )
         if request.session:
@@ -562,30 +567,15 @@ def make_torch_engine(
     drafts = config.speculative_lookup if runner.verifies_drafts else 0
     if drafts < config.speculative_lookup:
         log.warning("torch_cfg.speculative_lookup needs a paged cache, which this engine has not: it decodes one token at a time")
-    drafter = _make_drafter(network, runner, config) if network.draft is not None else None
     return TorchEngine(
         runner,
         tokenizer,
         stop_ids=stop_ids,
         prefill_tokens=config.prefill_tokens,
         drafts=drafts,
-        drafter=drafter,
+        drafter=config.make_drafter(network, runner),
         exact=network.exact is not None,
     )
-
-
-def _make_drafter(network: Network, runner: ModelRunner, config: TorchGenerationConfig) -> EagleDrafter | None:
-    """Make what drafts tokens with the policy's head; None if nothing does, with a warning where it was asked for."""
-    if not config.speculative_draft:
-        return None
-    if isinstance(runner, PagedRunner) and runner.images is None:
-        rejection = config.speculative_sampling == "rejection"
-        return EagleDrafter(network, runner, config.speculative_draft, rejection=rejection)
-    reason = (
-        "needs a paged cache, which this engine has not" if runner.images is None else "reads text, and this model images too"
-    )
-    log.warning("torch_cfg.speculative_draft %s: it decodes one token at a time", reason)
-    return None
 
 
 def make_runner(

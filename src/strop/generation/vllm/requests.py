@@ -16,7 +16,7 @@ from strop.generation.base import Completion
 from strop.generation.vllm.vllm_config import MIN_TEMPERATURE
 from strop.models.routing.recorded_experts import compact
 from strop.models.routing.router_replay_config import NO_ROUTE, ROUTES
-from strop.sampling import Sampling, pad_kept_tokens
+from strop.sampling import KEPT, Sampling, pad_kept_tokens
 
 
 class RequestInterrupted(RuntimeError):
@@ -68,8 +68,10 @@ def to_completion(output: RequestOutput, sampling: Sampling, tokenizer: Any) -> 
         versions=_token_versions(sample.weight_versions, len(tokens)),
         text=tokenizer.decode(sample.token_ids, skip_special_tokens=True),
         stopped=sample.finish_reason == "stop",
-        kept=_kept_ids(sample.logprobs, tokens) if sampling.records_sampling_mask else None,
-        columns=_experts(sample.routed_experts, len(output.prompt_token_ids or ()) + len(tokens) - 1),
+        columns={
+            **({KEPT: _kept_ids(sample.logprobs, tokens)} if sampling.records_sampling_mask else {}),
+            **_experts(sample.routed_experts, len(output.prompt_token_ids or ()) + len(tokens) - 1),
+        },
     )
 
 

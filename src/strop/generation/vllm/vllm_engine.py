@@ -164,7 +164,7 @@ class VllmEngine:
         params = self._sampling_params(prompt, sampling, seed)
         await self._await_call(self._require_alive().resume_generation(), "while sampling the canary")
         completion, cached = await self._complete(prompt, sampling, params)
-        return CanarySample(tokens=completion.tokens, logprobs=completion.logprobs, cached=cached, kept=completion.kept)
+        return CanarySample(tokens=completion.tokens, logprobs=completion.logprobs, cached=cached, columns=completion.columns)
 
     def _sampling_params(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> Any:
         from strop.generation.vllm.requests import to_sampling_params

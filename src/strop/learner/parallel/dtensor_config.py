@@ -7,13 +7,19 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from strop.base_config import BaseConfig, subsection
+from strop.base_config import subsection
+from strop.learner.learner_config import LearnerSection
 from strop.models.lora_config import LoraConfig
 from strop.problems import Problem
 
 
-class DtensorConfig(BaseConfig):
+class DtensorConfig(LearnerSection):
     """The torch learner and its parallelism."""
+
+    backend: ClassVar[str] = "torch"
+    title: ClassVar[str] = "the torch learner"
+    adapters_key: ClassVar[str] = "lora_cfg"
+    needs_ranks: ClassVar[bool] = False
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
@@ -64,8 +70,15 @@ class DtensorConfig(BaseConfig):
     lora_cfg: LoraConfig = subsection(LoraConfig)
 
     @property
+    def adapters(self) -> LoraConfig:
+        return self.lora_cfg
+
+    @property
+    def largest_size(self) -> int:
+        return max(self.tensor_parallel_size, self.context_parallel_size, self.pipeline_parallel_size, self.expert_parallel_size)
+
+    @property
     def ranks_of_one_copy(self) -> int:
-        """The least number of ranks that the sizes shard a model over."""
         stage = max(self.tensor_parallel_size * self.context_parallel_size, self.expert_parallel_size)
         return stage * self.pipeline_parallel_size
 
@@ -91,7 +104,6 @@ class DtensorConfig(BaseConfig):
             )
 
     def size_errors(self, key: str, devices: int, *, uses_ray: bool) -> Iterator[Problem]:
-        """Yield what cannot work on ``devices`` devices that train."""
         tensor, context, copies = self.tensor_parallel_size, self.context_parallel_size, self.dp_replicate_size
         stages = self.pipeline_parallel_size
         product = tensor * context * copies * stages

@@ -211,6 +211,14 @@ class ShardedReader:
             dcp.load({}, storage_reader=_SafeReader(self.folder), planner=_LoadPlanner(blocks), no_dist=True)
 
 
+def read_whole(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of a folder, whole."""
+    reader = ShardedReader(folder)
+    tensors = {name: torch.empty(shape, dtype=reader.dtypes[name]) for name, shape in reader.shapes.items()}
+    reader.read({name: TensorShard(tensor, (0,) * tensor.dim(), tuple(tensor.shape)) for name, tensor in tensors.items()})
+    return tensors
+
+
 @dataclass(frozen=True, eq=False)
 class InMemoryReader:
     """Reads tensors in memory, or mapped from a file."""

@@ -19,7 +19,7 @@ from torch import nn
 from strop.learner.parallel.expert_parallel import check_experts, find_experts
 from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.models.attention.attention_interface import mixes_tokens
-from strop.models.fake_quant.fake_quant_linear import FakeQuantLinear
+from strop.models.layers.rounded_layers import RoundedLinear
 
 TensorPlan = Mapping[str, str]  # pattern -> style; * matches one part of a name
 PLAN_KEY = "policy.dtensor_cfg.custom_parallel_plan"
@@ -161,7 +161,7 @@ def _check_style(name: str, module: Any, pattern: str, style: str) -> None:
     if style in REPLICATED_STYLES:
         return
     base = getattr(module, "base_layer", module)
-    if not isinstance(base, nn.Linear) or type(base).forward not in (nn.Linear.forward, FakeQuantLinear.forward):
+    if not isinstance(base, RoundedLinear) and not (isinstance(base, nn.Linear) and type(base).forward is nn.Linear.forward):
         what = "a parameter" if module is None else f"a {type(base).__name__}"
         raise ValueError(
             f"the tensor-parallel plan shards {name} (by {pattern!r}), which is {what}: only linear layers can be sharded; "

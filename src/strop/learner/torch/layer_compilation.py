@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from strop.device_copies import is_gpu
 from strop.models.adapters import lora_layers
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.fake_quant.apply_fake_quant import is_fake_quantized
 from strop.models.layers.compiled_layers import CompiledLayers
 from strop.models.layers.decoder_layers import decoder_layers
 from strop.models.layers.fused_layers import find_unknown_part
+from strop.models.layers.rounded_layers import find_rounded
 from strop.models.network import Network
 from strop.packages import has_cpp_compiler
 
@@ -86,9 +86,9 @@ def find_obstacle(network: Network, *, sharded: bool, known_only: bool) -> str |
     if network.routed is not None:
         return "policy.router_replay hands recorded experts to the layers"
     if network.draft is not None:
-        return "policy.draft reads the states between layers, which compiled ones may not show"
-    if is_fake_quantized(network.model):
-        return "policy.quant_cfg rounds weights and inputs in the modules"
+        return f"{network.draft.key} reads the states between layers, which compiled ones may not show"
+    if (rounded := find_rounded(network.model)) is not None:
+        return f"{rounded.rounded_by} rounds weights and inputs in the modules"
     if sharded:
         return "the learner is on ranks, whose layers are not compiled in this version"
     if not network.packed:

@@ -15,10 +15,15 @@ from typing import Any
 _LOOKED_UP = frozenset({"eager_attention_forward"})  # what reproduces a form calls the module's own
 
 
-@cache
-def find_form(kind: type, forms: tuple[str, ...]) -> str | None:
+def find_form(kind: Any, forms: tuple[str, ...]) -> str | None:
     """Return the first of ``forms`` (``llama.LlamaMLP``) whose forward pass is that of the class ``kind``; None if none is."""
-    return next((form for form in forms if _same_function(kind.forward, kind, _load(form).forward, _load(form))), None)  # type: ignore[attr-defined]
+    found: str | None = _find_form(kind, forms)
+    return found
+
+
+@cache
+def _find_form(kind: Any, forms: tuple[str, ...]) -> str | None:
+    return next((form for form in forms if _same_function(kind.forward, kind, _load(form).forward, _load(form))), None)
 
 
 def _load(form: str) -> Any:

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 from strop.monitoring.rollout_store.learner_inputs import (
     ImagePlace,
-    KeptTokens,
     StoredBaseline,
-    StoredValues,
+    StoredColumn,
     list_columns,
     list_image_places,
-    list_kept_tokens,
     make_baseline,
 )
 from strop.monitoring.rollout_store.stored_images import image_name
@@ -83,8 +81,7 @@ class RolloutRecord:
     turn_advantages: tuple[float, ...] | None = None  # of each turn of the policy, what replaces its advantage; empty: nothing
     baseline: StoredBaseline | None = None  # the greedy rollout of its group, if there is one
     image_places: tuple[ImagePlace, ...] | None = None
-    kept_tokens: KeptTokens | None = None  # with policy.generation.keep_sampling_mask
-    columns: Mapping[str, tuple[StoredValues, ...]] = field(default_factory=dict)  # each a column of the file
+    columns: Mapping[str, StoredColumn] = field(default_factory=dict)  # each a column of the file
 
 
 def make_records(
@@ -198,7 +195,6 @@ def _make_record(
         turn_advantages=tuple(rollout.turn_advantages),
         baseline=make_baseline(group),
         image_places=list_image_places(rollout),
-        kept_tokens=list_kept_tokens(rollout) if dropped is None else None,
         columns=list_columns(rollout, columns) if dropped is None else {},
     )
 

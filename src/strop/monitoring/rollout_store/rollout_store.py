@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from strop.monitoring.rollout_store.damaged_rollouts import naming_damage
 from strop.monitoring.rollout_store.inflated_files import read_table
-from strop.monitoring.rollout_store.learner_inputs import decode_columns, decode_inputs, make_kept_column
+from strop.monitoring.rollout_store.learner_inputs import StoredSets, decode_columns, decode_inputs, make_set_column
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts, RolloutFlag, encode_flags, group_flags, read_flags
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, replace_surrogates
 from strop.monitoring.rollout_store.stored_images import StoredImages
@@ -200,9 +200,11 @@ class RolloutStore:
 
 def _encode_parquet(records: Sequence[RolloutRecord], tokens: TokenColumns | None = None) -> bytes:
     pa, pq = _import_pyarrow()
+    names = dict.fromkeys(name for record in records for name in record.columns)
+    ragged = {name for name in names for record in records if isinstance(record.columns.get(name), StoredSets)}
     rows = [
         {
-            **to_row(replace(record, kept_tokens=None)),
+            **to_row(replace(record, columns={name: each for name, each in record.columns.items() if name not in ragged})),
             "rewards": list(record.rewards.items()),
             **{name: list(getattr(record, name).items()) for name in ("metrics", *BY_TERM)},
             "prompt_images": [{"message": message, "image": image} for message, image in record.prompt_images],
@@ -211,15 +213,13 @@ def _encode_parquet(records: Sequence[RolloutRecord], tokens: TokenColumns | Non
         for record in records
     ]
     content = io.BytesIO()
-    table = pa.Table.from_pylist(
-        rows, schema=_build_schema(pa, dict.fromkeys(name for record in records for name in record.columns))
-    )
+    table = pa.Table.from_pylist(rows, schema=_build_schema(pa, [name for name in names if name not in ragged]))
     if tokens is not None:
         for name, column in make_arrow_columns(tokens, [record.sampled for record in records]).items():
             table = table.set_column(table.column_names.index(name), name, column)
-    if any(record.kept_tokens is not None for record in records):
-        column = make_kept_column([record.kept_tokens for record in records])
-        table = table.set_column(table.column_names.index("kept_tokens"), "kept_tokens", column)
+    for name in ragged:
+        stored = [record.columns.get(name) for record in records]
+        table = table.append_column(name, make_set_column([each if isinstance(each, StoredSets) else None for each in stored]))
     pq.write_table(table, content, compression="zstd")
     return content.getvalue()
 
@@ -284,7 +284,6 @@ def _build_schema(pa: Any, columns: Iterable[str]) -> pyarrow.Schema:
         "image_places": pa.list_(
             pa.struct([("turn", pa.int64()), ("start", pa.int64()), ("length", pa.int64()), ("image", pa.string())])
         ),
-        "kept_tokens": pa.list_(pa.list_(pa.int32())),
     }  # fmt: skip
     column = pa.list_(pa.struct([("turn", pa.int64()), ("shape", pa.list_(pa.int64())), ("data", pa.binary())]))
     own = [(field.name, types.get(field.name, pa.string())) for field in fields(RolloutRecord) if field.name != "columns"]
@@ -335,12 +334,14 @@ def _encode_for_json(value: Any) -> Any:
 
 def to_row(record: RolloutRecord) -> dict[str, Any]:
     """Return the record as plain values: one column for each field, and for each of its columns."""
-    lists = {name: getattr(record, name) for name in ("turns", "image_places")} | dict(record.columns)
+    sets = {name: each.to_lists() for name, each in record.columns.items() if isinstance(each, StoredSets)}
+    lists = {name: each for name, each in record.columns.items() if not isinstance(each, StoredSets)}
+    lists |= {name: getattr(record, name) for name in ("turns", "image_places")}
     return {
         **{name: value for name, value in vars(record).items() if name != "columns"},
         **{name: None if each is None else [dict(vars(item)) for item in each] for name, each in lists.items()},
         "baseline": None if record.baseline is None else dict(vars(record.baseline)),
-        "kept_tokens": None if record.kept_tokens is None else record.kept_tokens.to_lists(),
+        **sets,
     }
 
 

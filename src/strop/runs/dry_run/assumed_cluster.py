@@ -10,7 +10,8 @@ from strop.config.schema.recorded_config import MOST_EXAMPLES
 from strop.data.packing_config import format_micro_batches
 from strop.distributed.placement import DevicePlan, plan_devices
 from strop.runs.algorithm.run_algorithm import count_steps_per_batch
-from strop.runs.cluster.device_plan import choose_dims, format_device_rows
+from strop.runs.cluster.device_plan import format_device_rows
+from strop.runs.learner_backend import choose_dims
 from strop.weight_sync.weight_sync_config import choose_auto_transport
 
 

@@ -38,7 +38,6 @@ def make_throughput(
     counts, policy = count_devices(config), config.policy
     training = counts.learner_devices
     generating = 0 if counts.colocated or not counts.uses_ray else counts.generating_nodes * counts.generating_per_node
-    adapters = policy.megatron_cfg.peft if policy.megatron_cfg.enabled else policy.dtensor_cfg.lora_cfg
     model = read_dimensions(policy.model_name)
     peak = None if model is None else find_peak(config, gpu_names, counts, on_cpu=on_cpu)
     if peak is not None:
@@ -49,7 +48,7 @@ def make_throughput(
         training_devices=training,
         model=model,
         peak_flops=None if peak is None else peak.flops,
-        frozen=adapters.enabled,
+        frozen=policy.adapter_rank is not None,
     )
 
 

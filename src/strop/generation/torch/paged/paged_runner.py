@@ -16,7 +16,6 @@ from strop.generation.torch.model_runner import PlanRunner, SlotPrompt, cache_ca
 from strop.generation.torch.paged.page_attention import PagedDecodePlan, PagedPrefillPlan, PageLayout, PromptRead, make_layout
 from strop.generation.torch.paged.paged_cache import OpenedSequence, PagedCache, PagedSequence, choose_page
 from strop.generation.torch.torch_config import TorchGenerationConfig
-from strop.models.draft.state_capture import StateCapture
 from strop.models.network import Network
 
 
@@ -36,7 +35,7 @@ class PagedRunner(PlanRunner):
     ) -> None:
         """``page``: tokens of a page; None chooses. Raises ValueError if the memory holds no sequence of ``length`` tokens."""
         super().__init__(network, config, length=length, quantization=quantization)
-        self.fuser = StateFuser(network) if config.speculative_draft and network.draft is not None else None
+        self.fuser = config.make_fuser(network)
         if self.fuser is not None:
             self.shape = replace(self.shape, state_size=self.fuser.size)
         capacity = cache_capacity(network, self.shape, config, length)
@@ -166,11 +165,11 @@ class PagedRunner(PlanRunner):
 
     @contextmanager
     def _capturing(self, pages: Tensor, offsets: Tensor) -> Iterator[None]:
-        """Hold what a draft head reads of the tokens of a pass, at their places."""
+        """Hold what a drafter reads of the tokens of a pass, at their places."""
         if self.fuser is None or self.cache.states is None:
             yield
             return
-        with self.fuser.capture.active():
+        with self.fuser.capturing():
             yield
         self.cache.states[pages, offsets] = self.fuser.take()
 
@@ -184,7 +183,7 @@ class PagedRunner(PlanRunner):
         return logits
 
     def read_states(self, slot: int, first: int, last: int) -> Tensor:
-        """Return the fused states of the tokens of a slot at positions [first, last), [last - first, H], for the draft head."""
+        """Return the fused states of the tokens of a slot at positions [first, last), [last - first, H], for a drafter."""
         return self.cache.read_states(self._sequences[slot], first, last)
 
     def extend(self, lengths: Sequence[int]) -> bool:
@@ -257,32 +256,3 @@ class PagedRunner(PlanRunner):
     def reset_prefix_cache(self) -> None:
         self._drop_ahead()
         self.cache.tree.clear()
-
-
-# What a draft head reads of the policy's passes in the embedded engine: a fused state for each token, held beside its keys
-# and values.
-
-
-class StateFuser:
-    """Makes the fused states [n, H] of tokens from what some layers of the policy put out."""
-
-    def __init__(self, network: Network) -> None:
-        assert network.draft is not None
-        self.network, self.head = network, network.draft
-        self.capture = StateCapture(network.decoder, self.head.shape.aux_layers)
-        self.layers = torch.tensor(self.head.shape.aux_layers)
-        self.size = self.head.shape.hidden_size
-
-    def empty(self, tokens: int) -> Tensor:
-        """Return room for the outputs of the layers, [tokens, layers, H] float32."""
-        return torch.empty(tokens, len(self.layers), self.size)
-
-    def take(self) -> Tensor:
-        """Fuse what was captured of the last pass."""
-        return self.fuse(self.capture.take())
-
-    @torch.no_grad()
-    def fuse(self, states: Tensor) -> Tensor:
-        """[n, layers * H] -> [n, H] float32."""
-        with self.network.autocast():
-            return self.head.fuse(states).float()

@@ -7,13 +7,13 @@ attention sinks, write into parameters that a reload has replaced, so experts ar
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_SINGLE_EXPERTS = {"deepseek_v2", "glm4_moe_lite"}  # modules of vLLM with a loader for single experts only
 _CANONICAL = (  # parts of vLLM's module paths, those of Transformers
     (".block_sparse_moe.", ".mlp."),
     (".routed_experts", ""),
@@ -25,7 +25,7 @@ def rename_for_engine(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iter
     """Yield tensors with canonical names as a vLLM model loads them."""
     if _is_gpt_oss(model):
         return _split_gpt_oss(tensors)
-    if any(kind.__module__.rpartition(".")[2] in _SINGLE_EXPERTS for kind in type(model).__mro__):
+    if _loads_single_experts(model):
         return _split_experts(tensors)
     if any(path.endswith(".block_sparse_moe") for path, _ in model.named_modules()):
         return ((_block_sparse_name(name), tensor) for name, tensor in tensors)
@@ -41,6 +41,13 @@ def tower_name(model: Any, name: str) -> str:
 
 def _is_gpt_oss(model: Any) -> bool:
     return type(model).__name__ == "GptOssForCausalLM"
+
+
+def _loads_single_experts(model: Any) -> bool:
+    """Whether a loader in the model finds experts in a table of single ones, and knows no stacked ones as Llama 4's does."""
+    loaders = (getattr(type(module), "load_weights", None) for module in model.modules())
+    variables = [loader.__code__.co_varnames for loader in loaders if inspect.isfunction(loader)]
+    return any("expert_params_mapping" in names and "fused_experts_params" not in names for names in variables)
 
 
 def _block_sparse_name(name: str) -> str:

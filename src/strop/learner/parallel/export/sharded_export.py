@@ -14,7 +14,7 @@ from torch import Tensor
 from strop.learner.parallel.export.shard_gather import PendingShards, ShardGather, tensor_key
 from strop.learner.parallel.sharded import Sharded
 from strop.models.adapters import LoraLayer, lora_layers, save_adapters, weights_with_layers
-from strop.models.fake_quant.apply_fake_quant import weight_roundings
+from strop.models.layers.rounded_layers import weight_roundings
 from strop.weight_sync.base import AdapterFiles
 from strop.weight_sync.exporter import fingerprint_adapters, read_adapter_files
 from strop.weight_sync.weight_source import Weight
