@@ -55,8 +55,8 @@ def serve(arguments: Sequence[str], command_line: str) -> int:
 def make_serve_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="strop serve",
-        description="Serve a checkpoint over OpenAI's HTTP API: by vLLM where it is installed, else by the torch engine. With --tinker, "
-        "train it by the calls of the Tinker SDK.",
+        description="Serve a checkpoint over OpenAI's HTTP API: with vLLM if it is installed, otherwise with the torch engine. With "
+        "--tinker, train it through the Tinker SDK.",
         epilog="Arguments after -- go to vLLM's server.",
         allow_abbrev=False,
     )
@@ -71,7 +71,7 @@ def make_serve_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and completion together (tokens)")
     parser.add_argument("--served-model-name", metavar="NAME", help="name of the model in requests (default: CHECKPOINT)")
-    parser.add_argument("--merge", action="store_true", help="merge LoRA adapters; without it vLLM serves them beside their base")
+    parser.add_argument("--merge", action="store_true", help="merge LoRA adapters; without it vLLM serves them over their base")
     parser.add_argument(
         "--kv-cache-gb", type=float, default=2.0, help="memory of the torch engine's KV cache (default: %(default)s GiB)"
     )
@@ -79,7 +79,7 @@ def make_serve_parser() -> argparse.ArgumentParser:
     tinker.add_argument(
         "--tinker",
         action="store_true",
-        help="serve the Tinker SDK in place of OpenAI's API: clients train adapters on CHECKPOINT",
+        help="serve the Tinker SDK instead of OpenAI's API: clients train adapters on CHECKPOINT",
     )
     tinker.add_argument(
         "--state-dir",
