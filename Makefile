@@ -84,8 +84,7 @@ SGLANG := $(VENV)/sglang
 SGLANG_PACKAGES := sglang==0.5.23 torchvision==0.28.0 orjson ipython traitlets soundfile
 
 test-sglang: setup-sglang ## generation by real SGLang servers, on a CPU: minutes
-	STROP_SGLANG_PYTHON=$(abspath $(SGLANG))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/extensions/sglang \
-	    tests/loop/test_sglang_runs.py $(ARGS)
+	STROP_SGLANG_PYTHON=$(abspath $(SGLANG))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/extensions/sglang $(ARGS)
 
 setup-sglang: $(SGLANG)/.done ## install SGLang for a CPU into an environment over that of the tests
 

@@ -7,6 +7,7 @@ the parent section.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import FrozenInstanceError, fields
@@ -20,6 +21,7 @@ from pydantic_core import ArgsKwargs, CoreSchema
 
 from strop import plugins
 from strop.problems import Problem
+from strop.user_code import suggest_names
 
 KeyPath = tuple[str, ...]
 
@@ -58,6 +60,24 @@ EnvironmentVariables = Annotated[dict[str, str], BeforeValidator(_write_texts)]
 # ``json_schema_extra`` of a key whose file may be in the folder of the configuration that names it (``strop.config.load.named_files``).
 NAMES_FILE: dict[str, Any] = {"names_file": True}
 
+
+@dataclasses.dataclass(frozen=True)
+class NameOf:
+    """Validates a key that names what extensions declare in a group of entry points, or one of ``own``."""
+
+    group: str
+    own: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.own, *sorted(plugins.declared(self.group)))
+
+    def __call__(self, name: str) -> str:
+        if name not in self.names:
+            raise ValueError(f"there is none of this name{suggest_names(name, self.names)}")
+        return name
+
+
 SectionT = TypeVar("SectionT", bound="BaseConfig")
 
 
@@ -94,9 +114,10 @@ class BaseConfig:
     def __init_subclass__(cls) -> None:
         if keys := tuple(_attached("keys", cls.__name__).values()):
             cls.__bases__ = (*keys, *cls.__bases__)  # before the dataclass collects the fields of its bases
-        for name, model in _attached("sections", cls.__name__).items():
-            cls.__annotations__[name] = model
-            setattr(cls, name, subsection(model))
+        for name, attached in _attached("sections", cls.__name__).items():
+            cls.__annotations__[name] = attached
+            if isinstance(attached, type):
+                setattr(cls, name, subsection(attached))
         # The methods below stand for those that a dataclass generates, which are compiled class by class as `strop` starts.
         dataclass(
             cls,
@@ -164,19 +185,25 @@ class BaseConfig:
         return iter(())
 
     def errors_of_run(self, key: str, config: Any) -> Iterator[Problem]:
-        """Yield what of this section, which is at the dotted ``key``, cannot work with the rest of the configuration of a run."""
+        """Yield what cannot work in this section, which is at the dotted ``key``, together with the rest of ``config``."""
+        return iter(())
+
+    def examine(self, key: str, environments: Mapping[str, Any]) -> Iterator[Problem]:
+        """Yield what cannot work on this machine, after a look at what this section names: code, programs, files.
+
+        ``environments``: those that this process is to hold (``strop.environments.handle.LocalEnvironment``), by alias."""
         return iter(())
 
     def warnings_of_run(self, key: str, config: Any) -> Iterator[Problem]:
-        """Yield what of this section, which is at the dotted ``key``, has no use with the rest of the configuration of a run."""
+        """Yield what works in this section together with the rest of ``config``, but perhaps not as intended."""
         return iter(())
 
 
-def _attached(group: str, owner: str) -> dict[str, type[BaseConfig]]:
+def _attached(group: str, owner: str) -> dict[str, Any]:
     """Return what extensions attach to the class ``owner``, by entry points ``OWNER.NAME``.
 
-    Those of the group ``strop.sections`` become sections under the key NAME; the keys of those of ``strop.keys`` stand among the owner's,
-    which inherits from them.
+    Those of ``strop.sections`` are the key NAME: a section, or ``Annotated[TYPE, Field(DEFAULT, ...)]``. Those of ``strop.keys`` have
+    keys that stand among the owner's, which inherits from them.
     """
     prefix = f"{owner}."
     names = [name for name in plugins.declared(group) if name.startswith(prefix)]

@@ -59,3 +59,8 @@ def load(group: str, name: str) -> Any:
         return point.load()
     except (ImportError, AttributeError) as error:
         raise UserCodeError(f"the extension {name!r} ({_describe(point)}) cannot be imported: {error}") from error
+
+
+def load_all(group: str) -> list[Any]:
+    """Import all that is declared in ``strop.GROUP``, where each is small and says itself whether a run has it. Raises UserCodeError."""
+    return [load(group, name) for name in declared(group)]

@@ -20,10 +20,9 @@ from enum import StrEnum
 from itertools import pairwise, takewhile, zip_longest
 from typing import Any, Literal
 
+from strop.columns import Columns, TokenColumn
 from strop.lazy_torch import Tensor, torch
 from strop.thoughts import read_answer
-
-NO_ROUTE = -1  # in routes: a layer without experts, or a token whose experts were not recorded
 
 
 @dataclass(frozen=True)
@@ -164,9 +163,7 @@ class Turn:
     versions: Tensor  # [L] int32, the weight version that sampled each token; -1 for the environment
     entropies: Tensor | None = None  # [L] float32, of the sampling distribution, if requested
     kept: Tensor | None = None  # [L, K] int32, the ids each token was sampled from, padded with -1, if recorded
-    routes: Tensor | None = (
-        None  # [R, layers, k], the experts of the R tokens of the path before the turn's last one, if recorded
-    )
+    columns: Columns = field(default_factory=dict)  # what else was recorded of its tokens, or of those that it read
     num_messages: int = 0  # messages of the rollout that this turn added
     images: tuple[PromptImage, ...] = ()  # of an observation, in order; they stand within its tokens, counted on its path
     opening: str = ""  # the tag of the thought that the tokens before it end in, such as "<think>"; empty outside of thoughts
@@ -180,10 +177,14 @@ class Turn:
         """What the policy said: the text without its thoughts (``strop.thoughts.read_answer``)."""
         return read_answer(self.text, self.opening)
 
-    def with_last_routes(self, context: int) -> Turn:
-        """Return the turn with the experts of its own tokens and of the last ``context`` before it; earlier turns have the others."""
-        kept = None if self.routes is None else self.routes[max(len(self.routes) - context - len(self.tokens) + 1, 0) :].clone()
-        return replace(self, routes=kept)
+    def with_last_read(self, context: int) -> Turn:
+        """Return the turn with what was recorded of its own tokens and the last ``context`` read before it; earlier turns have the rest."""
+
+        def cut(column: TokenColumn, values: Tensor) -> Tensor:
+            first = max(len(values) - context - len(self.tokens) + 1, 0)
+            return values[first:].clone() if column.aligned == "read" else values
+
+        return replace(self, columns={column: cut(column, values) for column, values in self.columns.items()})
 
 
 def observation_turn(tokens: Sequence[int], text: str, images: Sequence[PromptImage] = ()) -> Turn:
@@ -251,6 +252,7 @@ class Rollout:
     error: str | None = None
     images: tuple[PromptImage, ...] = ()  # of the prompt, in order
     unscored: bool = False  # a reward returned None: it counts nowhere, and its reward is 0
+    columns: Columns = field(default_factory=dict)  # what was recorded of it as a whole
 
     @property
     def last_turn(self) -> Turn | None:
@@ -301,9 +303,9 @@ class Rollout:
 
     def with_turn(self, turn: Turn, *messages: Message) -> Rollout:
         turn = replace(turn, num_messages=len(messages))
-        if turn.routes is not None and any(earlier.sampled for earlier in self.turns):
+        if turn.columns and any(earlier.sampled for earlier in self.turns):
             observed = sum(len(earlier.tokens) for earlier in takewhile(lambda each: not each.sampled, reversed(self.turns)))
-            turn = turn.with_last_routes(observed + 1)  # the last token of the turn before was not read when it was sampled
+            turn = turn.with_last_read(observed + 1)  # the last token of the turn before was not read when it was sampled
         return replace(self, turns=(*self.turns, turn), messages=(*self.messages, *messages))
 
     @property
@@ -408,23 +410,27 @@ class Batch:
 
     totals: Totals
     leaf_sequence: Tensor | None = None  # [L] int64, ascending: the rollout of each path; None: every rollout is one path (L = S)
-    routes: Tensor | None = None  # [T, layers, k]: the experts that the engine chose for each token read, -1 where not recorded
     images: tuple[PromptImage, ...] = ()  # [I], ascending, ``start`` an index into T; that of a shared prompt stands once
     zero_gradient: Tensor | None = None  # [S] bool: rollouts whose loss gradient is exactly zero; no backward pass is run
-    columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], or [N, K]
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N, ...]
+    read_columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [T, ...]: what an engine recorded of what it read
+    rollout_columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [S, ...]
 
     def __post_init__(self) -> None:
         predicted = len(self.target)
         for name in ("source", "sequence", "rollout_logprobs", "versions", "advantages", "mask"):
             if len(getattr(self, name)) != predicted:
                 raise ValueError(f"Batch.{name} has {len(getattr(self, name))} entries, but {predicted} tokens are predicted")
-        if self.routes is not None and len(self.routes) != len(self.tokens):
-            raise ValueError(f"Batch.routes has {len(self.routes)} entries, but {len(self.tokens)} tokens are read")
         if self.images and (end := max(image.end for image in self.images)) > len(self.tokens):
             raise ValueError(f"Batch.images has an image that ends at token {end}, but {len(self.tokens)} tokens are read")
-        for name, column in self.columns.items():
-            if len(column) != predicted:
-                raise ValueError(f"Batch column {name!r} has {len(column)} entries, but {predicted} tokens are predicted")
+        for columns, length, what in (
+            (self.columns, predicted, "tokens are predicted"),
+            (self.read_columns, len(self.tokens), "tokens are read"),
+            (self.rollout_columns, len(self.group), "rollouts are packed"),
+        ):
+            for name, column in columns.items():
+                if len(column) != length:
+                    raise ValueError(f"Batch column {name!r} has {len(column)} entries, but {length} {what}")
 
     @property
     def num_sequences(self) -> int:

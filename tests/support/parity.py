@@ -31,10 +31,11 @@ from strop.learner.torch.scorer import NetworkScorer
 from strop.models.loading import cast_weights
 from strop.models.network import Network, freeze_routers
 from strop.models.routing.router_loss_config import RouterLossConfig
+from strop.models.routing.router_replay_config import NO_ROUTE
 from strop.models.value_head import ValueHead
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
-from strop.types import NO_ROUTE, Batch, Group
+from strop.types import Batch, Group
 from support.algorithms import grpo
 from support.learners import make_torch_learner
 from support.lora import share_fused, with_random_adapters
@@ -179,7 +180,9 @@ def make_batch(case: Case) -> Batch:
             CANDIDATES, torch.randint(0, 307, (len(batch.target), 5), generator=torch.Generator().manual_seed(9))
         )
     if case.replayed:
-        batch = replace(batch, routes=random_routes(len(batch.tokens), CONFIGS[case.family]().num_hidden_layers))
+        batch = replace(
+            batch, read_columns={"routes": random_routes(len(batch.tokens), CONFIGS[case.family]().num_hidden_layers)}
+        )
     plain = build_network(replace(case, value=False, head=False, dtype=torch.float64, weights_dtype=None, precision=None))
     with torch.no_grad():
         scored = plain.outputs(batch, case.sampling)

@@ -11,7 +11,8 @@ import pytest
 
 from strop.extensions.sglang.sglang_config import PYTHON_VARIABLE, SglangConfig
 from strop.extensions.sglang.sglang_engine import SglangEngine
-from strop.extensions.sglang.sglang_launch import LaunchedAdapters, SglangLaunch
+from strop.extensions.sglang.sglang_launch import SglangLaunch
+from strop.generation.engine_launch import LaunchedAdapters
 from strop.generation.generation_config import GenerationConfig
 
 TESTS = Path(__file__).parents[1]  # on the engines' path, for the faulty weights
@@ -35,8 +36,9 @@ def make_sglang_launch(
         "max_running_requests": 16,
         "startup_seconds": LIMIT,
     }
+    attached: dict[str, Any] = {"sglang_cfg": SglangConfig(**{**small, **keys})}
     launch = SglangLaunch(
-        config=GenerationConfig(backend="sglang", sglang_cfg=SglangConfig(**{**small, **keys})),
+        config=GenerationConfig(backend="sglang", **attached),
         model=str(folder),
         on_cpu=True,
         adapters=adapters,

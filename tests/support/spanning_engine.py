@@ -13,7 +13,7 @@ from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.ray import connect
 from strop.distributed.restartable_actor import RestartableActor
 from strop.distributed.workers.remote_engine import RemoteEngine
-from strop.generation.vllm.engine_args import NodeRanks
+from strop.generation.engine_launch import NodeRanks
 from strop.generation.vllm.vllm_engine import VllmEngine
 from strop.sampling import Sampling
 from strop.weight_sync.transports.broadcast import BroadcastSender

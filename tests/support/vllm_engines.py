@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from strop.generation.engine_launch import LaunchedAdapters
 from strop.generation.generation_config import GenerationConfig, RolloutQuantizationConfig
 from strop.generation.pool import EnginePool
 from strop.generation.quantized_rollouts import make_weight_rounding
@@ -111,7 +112,7 @@ def make_launch(
         ),
         model=str(folder),
         on_cpu=on_cpu,
-        max_lora_rank=max_lora_rank,
+        adapters=None if max_lora_rank is None else LaunchedAdapters(max_lora_rank),
         draft=draft,
         environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
         output_file=folder / "engine.log",

@@ -119,6 +119,7 @@ def test_engines_of_a_deterministic_run_are_batch_invariant_over_ray_too() -> No
             adapter_rank=None,
             router_replay=SimpleNamespace(enabled=False),
             deterministic=deterministic,
+            exact_on_policy=False,
             draft=SimpleNamespace(enabled=False),
         )
         backend.config = SimpleNamespace(policy=policy)  # type: ignore[assignment]
@@ -127,7 +128,7 @@ def test_engines_of_a_deterministic_run_are_batch_invariant_over_ray_too() -> No
         launched: list[VllmLaunch] = []
         vars(backend)["_thread_env"] = lambda *arguments, **options: {}
         vars(backend)["_make_launched_engine"] = lambda number, slot, launch: launched.append(launch)
-        backend._make_vllm_engine(0, SimpleNamespace(further=()), Path("folder"), Path("outputs"), False)  # type: ignore[arg-type]
+        backend._launch_engine(0, SimpleNamespace(further=()), Path("folder"), Path("outputs"), False)  # type: ignore[arg-type]
         return launched[0].env_vars
 
     assert environment(deterministic=True, on_cpu=False)["VLLM_BATCH_INVARIANT"] == "1"

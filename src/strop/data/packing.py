@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from strop.data.packed_inputs import place_images, place_routes, same_images
+from strop.data.packed_inputs import pack_columns, place_images, same_images
 from strop.data.token_tree import FlatTokens, TokenPath, concatenate, make_paths, own_tokens
 from strop.sampling import KEPT_TOKENS, NO_TOKEN
 from strop.types import Batch, Group, Rollout, RolloutCredit, Totals
@@ -62,27 +62,30 @@ def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_
         raise ValueError("the policy sampled no token of this batch: all rollouts are empty")
     dtype = torch.get_default_dtype()
     sequence = _count_off([predicted.target for predicted in predictions])
-    return Batch(
-        tokens=torch.cat(flat.tokens),
-        positions=torch.cat(flat.positions),
-        segment_start=torch.tensor(flat.starts),
-        segment_parent=torch.tensor(flat.parents),
-        source=torch.cat([predicted.source for predicted in predictions]),
-        target=target,
-        sequence=sequence,
-        rollout_logprobs=torch.cat([predicted.logprobs for predicted in predictions]),
-        versions=torch.cat([predicted.versions for predicted in predictions]),
-        advantages=credit.advantages.to(dtype)[sequence],
-        mask=credit.mask.to(dtype)[sequence],
-        leaf=torch.tensor([leaf for each in leaves for leaf in each]),
-        group=torch.tensor([index for index, group in enumerate(groups) for _ in group.rollouts]),
-        rewards=credit.rewards,
-        leaf_sequence=_count_off(leaves) if any(len(each) > 1 for each in leaves) else None,
-        routes=place_routes(rollouts, paths_of, flat.length),
-        images=place_images(rollouts, paths_of, flat.starts),
-        totals=Totals(0, 0, 0),
-        columns={} if at_end else _kept_token_ids(rollouts, target),
-    ).with_totals()
+    return (
+        Batch(
+            tokens=torch.cat(flat.tokens),
+            positions=torch.cat(flat.positions),
+            segment_start=torch.tensor(flat.starts),
+            segment_parent=torch.tensor(flat.parents),
+            source=torch.cat([predicted.source for predicted in predictions]),
+            target=target,
+            sequence=sequence,
+            rollout_logprobs=torch.cat([predicted.logprobs for predicted in predictions]),
+            versions=torch.cat([predicted.versions for predicted in predictions]),
+            advantages=credit.advantages.to(dtype)[sequence],
+            mask=credit.mask.to(dtype)[sequence],
+            leaf=torch.tensor([leaf for each in leaves for leaf in each]),
+            group=torch.tensor([index for index, group in enumerate(groups) for _ in group.rollouts]),
+            rewards=credit.rewards,
+            leaf_sequence=_count_off(leaves) if any(len(each) > 1 for each in leaves) else None,
+            images=place_images(rollouts, paths_of, flat.starts),
+            totals=Totals(0, 0, 0),
+            **pack_columns(rollouts, paths_of, flat.length, at_end=at_end),
+        )
+        .with_columns({} if at_end else _kept_token_ids(rollouts, target))
+        .with_totals()
+    )
 
 
 def _no_credit(rollouts: Sequence[Rollout]) -> RolloutCredit:

@@ -56,7 +56,6 @@ class RolloutSelector:
             batch,
             tokens=batch.tokens[token_index],
             positions=batch.positions[token_index],
-            routes=None if batch.routes is None else batch.routes[token_index],
             images=tuple(
                 image.moved(int(self._new_position[image.start]) - image.start)
                 for image, segment in self._images
@@ -79,6 +78,8 @@ class RolloutSelector:
             rewards=batch.rewards[chosen],
             zero_gradient=None if batch.zero_gradient is None else batch.zero_gradient[chosen],
             columns={name: column[index] for name, column in batch.columns.items()},
+            read_columns={name: column[token_index] for name, column in batch.read_columns.items()},
+            rollout_columns={name: column[chosen] for name, column in batch.rollout_columns.items()},
         )
         return SubBatch(part, index)
 

@@ -50,7 +50,7 @@ class Traits:
     has_answer_key: bool
     accuracy_reward: str | None  # name of the reward that is the accuracy; None: the total reward
     overrides_accuracy: bool  # has an ``accuracy`` of its own
-    needs_sandbox: bool = False  # this process's sandbox runs programs that the policy writes
+    needed_resources: tuple[str, ...] = ()  # of this process (strop.environments.resources)
     prompts_are_of_rows: bool = (
         False  # the messages of a PromptedTask are its prompt as it stands, so that it may be tokenized ahead
     )
@@ -182,7 +182,7 @@ def read_traits(environment: Environment[Any]) -> Traits:
     kind, rewards = type(environment), environment.reward_functions
     is_agent = isinstance(environment, AgentEnvironment)
     has_tools = environment.has_tools
-    tools_run_programs = any(getattr(each, "needs_sandbox", False) for _, each in environment.tool_sets)
+    needing = (environment, *(tools for _, tools in environment.tool_sets))
     return Traits(
         title=kind.__name__,
         has_group_rewards=any(each.mark.group for each in rewards.values()),
@@ -195,7 +195,7 @@ def read_traits(environment: Environment[Any]) -> Traits:
         has_answer_key=kind.answer_key is not Environment.answer_key,
         accuracy_reward=next((name for name, each in rewards.items() if each.mark.accuracy), None),
         overrides_accuracy=kind.accuracy is not Environment.accuracy,
-        needs_sandbox=getattr(environment, "needs_sandbox", False) or tools_run_programs,
+        needed_resources=tuple(dict.fromkeys(name for each in needing for name in getattr(each, "needed_resources", ()))),
         prompts_are_of_rows=kind.prompt is DatasetEnvironment.prompt and not (has_tools or is_agent),
         past_selves=getattr(environment, "past_selves", None),
     )

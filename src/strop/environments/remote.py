@@ -30,9 +30,8 @@ from strop.environments.base import EnvironmentConfigError
 from strop.environments.forks import run_in_one_process
 from strop.environments.handle import EnvironmentHandle, Grade, LocalEnvironment, Traits
 from strop.environments.registry import make_environment
+from strop.environments.resources import ResourceSections, configure_resources
 from strop.environments.rewards import RewardError, RewardResult
-from strop.extensions.code.sandbox.sandbox_config import SandboxConfig
-from strop.extensions.code.sandbox.sandbox_pool import configure_sandbox
 from strop.safety.exits import contain_exits
 from strop.safety.printable import shorten
 from strop.tools.base import ParsedReply
@@ -88,7 +87,7 @@ class EnvironmentDescription:
     name: str  # registered name, module:Class, or path/to/file.py:Class (relative to the process's working folder)
     options: Mapping[str, Any] = field(default_factory=dict)
     sources: tuple[DataSource, ...] = ()  # where tasks come from; a part is an index into this tuple
-    sandbox: SandboxConfig | None = None  # where programs run that a model wrote
+    resources: ResourceSections = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class EnvironmentServer:
 
     @functools.cached_property
     def environment(self) -> LocalEnvironment[Any]:
-        configure_sandbox(self.description.sandbox)
+        configure_resources(self.description.resources)
         try:
             return LocalEnvironment(make_environment(self.description.name, self.description.options))
         except EnvironmentConfigError as error:
@@ -158,7 +157,7 @@ class EnvironmentServer:
 
     async def traits(self) -> Traits:
         """Return the environment's traits without those that hold in its own process only."""
-        return replace(self.environment.traits, needs_sandbox=False, prompts_are_of_rows=False, past_selves=None)
+        return replace(self.environment.traits, needed_resources=(), prompts_are_of_rows=False, past_selves=None)
 
     async def task_count(self, part: int) -> int:
         """Return the number of tasks. Raises DataError or EnvironmentConfigError."""

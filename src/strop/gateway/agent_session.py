@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import pairwise
 from threading import Lock
 from typing import Any, Protocol
 
@@ -17,7 +18,6 @@ from strop.gateway.exchange import Exchange
 from strop.gateway.gateway_config import GatewayConfig
 from strop.gateway.history import EncodedRequest, History
 from strop.gateway.streamed_text import cut_at_stop
-from strop.gateway.turn_tree import add_turns
 from strop.generation.base import Completion, Generator, InvalidRequest, RequestTooLong
 from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate
@@ -26,7 +26,82 @@ from strop.safety.site_guard import BadRequest
 from strop.sampling import Sampling, mix_seed
 from strop.thoughts import split_thoughts
 from strop.tools.base import ParsedReply
-from strop.types import Ending, Message, Messages, Rollout, Turn
+from strop.types import Branch, Ending, Message, Messages, Rollout, Turn, observation_turn
+
+
+@dataclass(eq=False)
+class _Path:
+    parent: int
+    start: int
+    tokens: tuple[int, ...]  # of the whole path, those of its parents included
+    turns: list[Turn]
+    exchanges: list[Exchange]
+
+
+def add_turns(rollout: Rollout, exchanges: Sequence[Exchange]) -> Rollout:
+    """Return the rollout with the prompt, turns, branches and messages of its requests. There must be one at least."""
+    ordered = sorted(exchanges, key=lambda exchange: exchange.number)
+    last = ordered[-1]
+    chain = [each for each in ordered[:-1] if last.context[: len(each.tokens)] == each.tokens] + [last]
+    main = chain[0]
+    paths = [_Path(-1, 0, main.tokens, [main.turn], [main])]
+    for exchange in (*chain[1:], *(each for each in ordered if each not in chain)):
+        _insert(paths, exchange)
+    turns = _count_messages(paths[0])
+    return replace(
+        rollout,
+        messages=last.messages,
+        prompt=torch.tensor(main.context, dtype=torch.int64),
+        turns=tuple(turns),
+        branches=tuple(Branch(parent=path.parent, start=path.start, turns=tuple(path.turns)) for path in paths[1:]),
+    )
+
+
+def _insert(paths: list[_Path], exchange: Exchange) -> None:
+    context = exchange.context
+    common = [count_common(context, path.tokens) for path in paths]
+    best = max(common)
+    ends = [index for index, path in enumerate(paths) if common[index] == best == len(path.tokens)]
+    if ends:
+        path = paths[ends[0]]
+    else:
+        parent = common.index(best)
+        path = _Path(parent, best, context[:best], [], [])
+        paths.append(path)
+    if added := context[len(path.tokens) :]:
+        path.turns.append(observation_turn(added, exchange.added_text))
+    path.turns.append(exchange.turn.with_last_read(len(added) + 1))
+    path.tokens = exchange.tokens
+    path.exchanges.append(exchange)
+
+
+def count_common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the length of the longest common beginning."""
+    shorter = min(len(left), len(right))
+    if left[:shorter] == right[:shorter]:
+        return shorter
+    low, high = 0, shorter  # they agree before low, and differ before high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if left[low:middle] == right[low:middle] else (low, middle)
+    return low
+
+
+def _count_messages(path: _Path) -> list[Turn]:
+    """Return the turns of the main path, which say how many messages each of them added, where that adds up."""
+    added = [len(after.messages) - len(before.messages) for before, after in pairwise(path.exchanges)]
+    if not path.exchanges[-1].messages or any(count < 1 for count in added):
+        return path.turns
+    numbers = iter([0, *(count - 1 for count in added)])
+    turns: list[Turn] = []
+    for turn in path.turns:
+        if turn.sampled:
+            between = next(numbers)
+            if between and turns and not turns[-1].sampled:
+                turns[-1] = replace(turns[-1], num_messages=between)
+        turns.append(replace(turn, num_messages=1) if turn.sampled else turn)
+    return turns
+
 
 log = logging.getLogger(__name__)
 

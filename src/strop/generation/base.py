@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
+from strop.columns import Columns
 from strop.sampling import MAX_COUNT, Sampling, shown
 from strop.types import PromptImage
 from strop.weight_sync.base import UpdatableEngine
@@ -34,9 +35,9 @@ class Completion:
     stopped: bool  # True: ended by a stop token or stop string; False: by the maximum number of tokens
     entropies: Tensor | None = None  # [L] float32
     kept: Tensor | None = None  # [L, K] int32, ids each token was sampled from, padded with -1; with records_sampling_mask
-    routes: Tensor | None = (
-        None  # [P + L - 1, layers, k], experts of each token read (models/routing/routes.py); with router replay
-    )
+    columns: Columns = field(
+        default_factory=dict
+    )  # what else was recorded of the tokens: [L, ...], or [P + L - 1, ...] of all read
 
 
 class InvalidRequest(ValueError):

@@ -1,4 +1,4 @@
-"""Which GPUs of this process each engine of vLLM or SGLang has."""
+"""Which GPUs of this process each engine in processes of its own has."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ def choose_engine_gpus(config: GenerationConfig, learner: int) -> list[list[str]
         beside = "" if config.colocated.enabled else " beside the learner's"
         share = "" if config.colocated.enabled else ", or set policy.generation.colocated.enabled=true to share the learner's"
         raise ValueError(
-            f"{_count(count, f'{config.engine_name} engine')} of {_count(size, 'GPU')} (policy.generation.{_sizes(config)}) need "
+            f"{_count(count, f'{config.engine_name} engine')} of {_count(size, 'GPU')} "
+            f"(policy.generation.{config.engine_key}.num_engines, {options.size_key}) need "
             f"{_count(size * count, 'GPU')}{beside}, and this process sees {describe_visible()}; lower one of the two, let more GPUs be "
             f"seen{share}"
         )
     return [gpus[first : first + size] for first in range(0, size * count, size)]
-
-
-def _sizes(config: GenerationConfig) -> str:
-    return "sglang_cfg.num_engines, tp_size" if config.uses_sglang else "vllm_cfg.num_engines, tensor_parallel_size"
 
 
 def _count(number: int, noun: str) -> str:

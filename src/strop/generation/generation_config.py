@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from strop import packages
+from strop import packages, plugins
 from strop.base_config import BaseConfig, changed_keys, follows, subsection
-from strop.extensions.sglang.sglang_config import SglangConfig
-from strop.extensions.sglang.sglang_versions import CHECKED_SGLANG, unchecked_sglang
 from strop.generation.auto_engine import AutoEngine
+from strop.generation.engine_config import EngineConfig
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.vllm.versions import describe_checked, unchecked_version
 from strop.generation.vllm.vllm_config import MIN_TEMPERATURE, VllmConfig
-from strop.packages import install_command
 from strop.problems import Problem
-from strop.sampling import MAX_RECORDED_TOP_K, Sampling
+from strop.sampling import Sampling
+from strop.user_code import UserCodeError
 from strop.weight_sync.weight_sync_config import WeightSyncConfig
 
 
@@ -54,6 +53,12 @@ TokenIds = Annotated[tuple[int, ...], Field(strict=False)]
 
 
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+if TYPE_CHECKING:
+    EngineName = str
+else:
+    EngineName = Literal[("auto", "torch", "vllm", *sorted(plugins.declared("engines")))]
 
 
 RolloutFormat = Literal["fp8_tensor", "fp8_row", "fp8_block", "fp8_block_pow2", "mxfp8", "nvfp4"]
@@ -120,9 +125,9 @@ class MismatchConfig(BaseConfig):
 class GenerationConfig(BaseConfig):
     """The inference engine and how it samples."""
 
-    backend: Literal["auto", "torch", "vllm", "sglang", "megatron"] = Field(
+    backend: EngineName = Field(
         "auto",
-        description="Inference engine: vllm or sglang, in separate processes, or torch, built into Strop. auto is vllm where a GPU and "
+        description="Inference engine: torch, built into Strop, or another one, in separate processes. auto is vllm where a GPU and "
         "vLLM are, unless it cannot do what is configured, and torch elsewhere; what it is, is said at the start.",
     )
     max_new_tokens: int = follows(
@@ -155,11 +160,6 @@ class GenerationConfig(BaseConfig):
         default_factory=dict,
         description="Further arguments of vLLM's engine, passed through; unknown ones are errors.",
     )
-    sglang_cfg: SglangConfig = subsection(SglangConfig)
-    sglang_kwargs: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Further arguments of SGLang's server (ServerArgs), passed through; unknown ones are errors.",
-    )
     weight_sync: WeightSyncConfig = subsection(WeightSyncConfig)
     colocated: ColocatedConfig = subsection(ColocatedConfig)
 
@@ -179,46 +179,61 @@ class GenerationConfig(BaseConfig):
         return value
 
     @property
-    def uses_vllm(self) -> bool:
-        """Whether vLLM samples: as configured, or because ``auto`` stands for it here."""
-        return self.backend == "vllm" or (
-            self.backend == "auto" and self.auto_engine is not None and self.auto_engine.name == "vllm"
-        )
-
-    @property
-    def uses_sglang(self) -> bool:
-        """Whether SGLang samples."""
-        return self.backend == "sglang"
+    def launched(self) -> str | None:
+        """The engine with its own copy of the weights, in processes of its own: as configured, or what ``auto`` stands for here. None:
+        torch."""
+        name = self.backend if self.backend != "auto" else "torch" if self.auto_engine is None else self.auto_engine.name
+        return None if name == "torch" else name
 
     @property
     def uses_engines(self) -> bool:
-        """Whether engines with their own copy of the weights sample, in processes of their own: vLLM's or SGLang's."""
-        return self.uses_vllm or self.uses_sglang
+        """Whether engines with their own copy of the weights sample, in processes of their own."""
+        return self.launched is not None
 
     @property
-    def engine_options(self) -> VllmConfig | SglangConfig:
-        """The section of those engines."""
-        return self.sglang_cfg if self.uses_sglang else self.vllm_cfg
+    def uses_vllm(self) -> bool:
+        return self.launched == "vllm"
+
+    @property
+    def uses_extension(self) -> bool:
+        """Whether an engine of an extension samples, whose section says what else it can do."""
+        return self.launched not in (None, "vllm")
+
+    @property
+    def engine_options(self) -> EngineConfig:
+        """The section of those engines. Raises UserCodeError for an engine whose extension attaches none."""
+        section = getattr(self, self.engine_key, None)
+        if not isinstance(section, EngineConfig):
+            raise UserCodeError(
+                f"the extension of the engine {self.launched!r} declares no section GenerationConfig.{self.engine_key} in strop.sections "
+                "that is an EngineConfig"
+            )
+        return section
 
     @property
     def engine_key(self) -> str:
         """The name of that section."""
-        return "sglang_cfg" if self.uses_sglang else "vllm_cfg"
+        return f"{self.launched or 'vllm'}_cfg"
+
+    @property
+    def engine_kwargs(self) -> dict[str, Any]:
+        """Further arguments of the engine, passed through: the key ``NAME_kwargs``."""
+        return getattr(self, f"{self.launched or 'vllm'}_kwargs", {})
 
     @property
     def engine_name(self) -> str:
         """What messages call the engine."""
-        return "SGLang" if self.uses_sglang else "vLLM" if self.uses_vllm else "torch"
+        return self.engine_options.title if self.uses_engines else "torch"
 
     @property
     def sends_adapters(self) -> bool:
         """Whether a run with LoRA sends engines its adapters alone, over a base that they keep."""
-        return self.weight_sync.adapters_alone and (self.uses_vllm or (self.uses_sglang and self.sglang_cfg.takes_adapters))
+        return self.weight_sync.adapters_alone and self.uses_engines and self.engine_options.takes_adapters
 
     @property
     def weight_format(self) -> RolloutFormat | None:
         """The number format of the engine's weights; None: they are the learner's, in the engine's data type."""
-        if self.quantization.format is not None or self.vllm_cfg.precision != "fp8" or self.uses_sglang:
+        if self.quantization.format is not None or self.vllm_cfg.precision != "fp8" or self.uses_extension:
             return self.quantization.format
         if self.vllm_cfg.is_mx:
             return "mxfp8"
@@ -240,12 +255,7 @@ class GenerationConfig(BaseConfig):
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_sampling(key)
-        yield from self._check_supported(key)
         yield from self._check_quantization(key)
-        if self.uses_sglang:
-            yield from self._check_http_client(key)
-            yield from self._check_sglang_sampling(key)
-            yield from self.sglang_cfg.sglang_errors(f"{key}.sglang_cfg")
         if self.uses_vllm:
             yield from self._check_vllm_installed(key)
             yield from self._check_min_temperature(key)
@@ -261,16 +271,6 @@ class GenerationConfig(BaseConfig):
             found, _, fix = str(error).partition("; ")
             yield Problem(key, found, f"Set it otherwise: {fix}." if fix else "")
 
-    def _check_supported(self, key: str) -> Iterator[Problem]:
-        """Yield what is not in this version."""
-        names = {"megatron": "Megatron"}
-        if self.backend in names:
-            yield Problem(
-                f"{key}.backend",
-                f"found {self.backend}, but the {names[self.backend]} generation backend is not in this version",
-                f"Set {key}.backend to vllm, or to torch, the engine built into Strop.",
-            )
-
     def _check_quantization(self, key: str) -> Iterator[Problem]:
         chosen, options = self.weight_format, self.vllm_cfg
         yield from self._check_sent_quantized(key)
@@ -279,10 +279,10 @@ class GenerationConfig(BaseConfig):
             return
         name = f"{key}.quantization.format" if self.quantization.format else f"{key}.vllm_cfg.precision"
         found = f"found {self.quantization.format or options.precision}"
-        if not self.quantization.emulate and self.uses_sglang:
+        if not self.quantization.emulate and self.uses_extension:
             yield Problem(
                 name,
-                f"{found}, which Strop does not publish to SGLang",
+                f"{found}, which Strop does not publish to {self.engine_name}",
                 f"Set {key}.quantization.emulate=true to round the weights that are sent, or {key}.backend=vllm.",
             )
         elif not self.quantization.emulate and not self.uses_vllm:
@@ -341,46 +341,6 @@ class GenerationConfig(BaseConfig):
                 f"`make setup-vllm` in Strop's checkout installs the build for this machine; or set {key}.backend=torch.",
             )
 
-    def _check_http_client(self, key: str) -> Iterator[Problem]:
-        if not packages.is_installed("aiohttp"):
-            yield Problem(
-                f"{key}.backend",
-                "found sglang, whose server is asked over HTTP with aiohttp, which is not installed",
-                f"{install_command('serve')}.",
-            )
-
-    def _check_sglang_sampling(self, key: str) -> Iterator[Problem]:
-        """Yield what SGLang would sample from another distribution than the learner computes."""
-        options = self.sglang_cfg
-        for prefix in ("", "val_"):
-            top_k, top_p = getattr(self, f"{prefix}top_k"), getattr(self, f"{prefix}top_p")
-            filtered = top_p < 1 or self.min_p > 0
-            if top_k == 1 and getattr(self, f"{prefix}temperature") > 0:
-                yield Problem(
-                    f"{key}.{prefix}top_k",
-                    "found 1, which SGLang takes for greedy sampling, and reports the log-probabilities of that",
-                    f"Set {key}.{prefix}temperature=0 for greedy sampling, or it to 2 or more.",
-                )
-            if options.sampler == "sglang" and filtered and (top_k in (None, -1) or top_k > MAX_RECORDED_TOP_K):
-                yield Problem(
-                    f"{key}.sglang_cfg.sampler",
-                    f"found sglang, which says what {prefix}top_p and min_p kept only with a {prefix}top_k of at most "
-                    f"{MAX_RECORDED_TOP_K}, and its log-probabilities are those before them",
-                    f"Set {key}.sglang_cfg.sampler=strop, or {key}.{prefix}top_k.",
-                )
-        if options.sampler == "sglang" and self.top_p < 1 and not self.keep_sampling_mask:
-            yield Problem(
-                f"{key}.sglang_cfg.sampler",
-                "found sglang, which takes top_p of the whole distribution, and the learner of what top_k and min_p kept",
-                f"Set {key}.sglang_cfg.sampler=strop, or {key}.keep_sampling_mask=true.",
-            )
-        if options.speculative_algorithm is not None and (self.top_p < 1 or self.min_p > 0 or self.top_k not in (None, -1)):
-            yield Problem(
-                f"{key}.sglang_cfg.speculative_algorithm",
-                f"found {options.speculative_algorithm}, whose accepted tokens have log-probabilities from before top_k, top_p and min_p",
-                f"Set it to null, or these three of {key} off.",
-            )
-
     def _check_min_temperature(self, key: str) -> Iterator[Problem]:
         for name in ("temperature", "val_temperature"):
             value, is_training = getattr(self, name), name == "temperature"
@@ -429,11 +389,10 @@ class GenerationConfig(BaseConfig):
             )
         yield from self._warn_unused_engine_options(key)
         yield from self._warn_unused_resources(key)
-        if self.uses_sglang:
-            yield from self._warn_sglang(key)
         if self.uses_vllm:
             yield from self._warn_unchecked_version(key)
             yield from self.vllm_cfg.vllm_warnings(f"{key}.vllm_cfg")
+        if self.uses_engines:
             yield from self._warn_weight_sync(key)
 
     def _warn_unchecked_version(self, key: str) -> Iterator[Problem]:
@@ -445,28 +404,13 @@ class GenerationConfig(BaseConfig):
                 "`make setup-vllm` in Strop's checkout installs that one; what does not fit ends the engine when it starts.",
             )
 
-    def _warn_sglang(self, key: str) -> Iterator[Problem]:
-        if (version := unchecked_sglang()) and self.sglang_cfg.python is None:
-            yield Problem(
-                f"{key}.backend",
-                f"SGLang {version} is installed, and Strop, which changes and reads parts of it, was checked with {CHECKED_SGLANG}",
-                "What does not fit ends the engine when it starts.",
-            )
-        if self.sglang_cfg.speculative_algorithm is not None:
-            yield Problem(
-                f"{key}.sglang_cfg.speculative_algorithm",
-                f"found {self.sglang_cfg.speculative_algorithm}: drafts are accepted with random numbers that follow no seed, so equal "
-                "requests give other tokens every time",
-            )
-        yield from self.sglang_cfg.sglang_warnings(f"{key}.sglang_cfg")
-        yield from self.weight_sync.vllm_warnings(f"{key}.weight_sync")
-
     def _warn_unused_engine_options(self, key: str) -> Iterator[Problem]:
-        if not self.uses_sglang:
-            others = changed_keys(f"{key}.sglang_cfg", self.sglang_cfg)
-            if others := [*others, *([f"{key}.sglang_kwargs"] if self.sglang_kwargs else [])]:
+        for name in sorted(plugins.declared("engines").keys() - {self.launched}):
+            section = getattr(self, f"{name}_cfg", None)
+            others = [] if section is None else changed_keys(f"{key}.{name}_cfg", section)
+            if others := [*others, *([f"{key}.{name}_kwargs"] if getattr(self, f"{name}_kwargs", None) else [])]:
                 yield Problem(
-                    others[0], f"{self.engine_name} does not read {', '.join(others)}", f"Set {key}.backend=sglang to use them."
+                    others[0], f"{self.engine_name} does not read {', '.join(others)}", f"Set {key}.backend={name} to use them."
                 )
         if self.uses_engines:
             unused, engine, other = changed_keys(f"{key}.torch_cfg", self.torch_cfg), self.engine_name, "torch"
@@ -501,7 +445,6 @@ class UnusedGenerationConfig(GenerationConfig):
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_sampling(key)
-        yield from self._check_supported(key)
 
     def warnings(self, key: str) -> Iterator[Problem]:
         if unused := changed_keys(key, self):

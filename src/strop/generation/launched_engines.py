@@ -1,43 +1,38 @@
-"""Engines of vLLM and SGLang from what they are launched with; for those of this machine also their threads or GPUs, and their output."""
+"""Engines in processes of their own: which one a configuration names, and those of this machine with their threads or GPUs and output."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from strop.extensions.sglang.require_sglang import require_sglang
-from strop.extensions.sglang.sglang_engine import SglangEngine
-from strop.extensions.sglang.sglang_launch import SglangLaunch, make_server_arguments
+from strop import plugins
 from strop.generation.engine_gpus import choose_engine_gpus
-from strop.generation.vllm.engine_args import VllmLaunch
+from strop.generation.engine_launch import EngineLaunch, LaunchedEngine
+from strop.generation.generation_config import GenerationConfig
 from strop.generation.vllm.vllm_engine import VllmEngine
 from strop.gpus import VISIBLE
 from strop.models.vision.vision_processor import VisionProcessor
 
-Launch = TypeVar("Launch", bound=VllmLaunch | SglangLaunch)
+
+def find_engine(config: GenerationConfig) -> type[LaunchedEngine]:
+    """Return the engine that a configuration names. Raises UserCodeError for an extension that cannot be imported."""
+    found: type[LaunchedEngine] = VllmEngine if config.uses_vllm else plugins.load("engines", str(config.launched))
+    return found
 
 
 def make_launched_engine(
-    name: str,
-    launch: VllmLaunch | SglangLaunch,
-    tokenizer: Any,
-    *,
-    stop_ids: Sequence[int],
-    vision: VisionProcessor | None = None,
-) -> VllmEngine | SglangEngine:
+    name: str, launch: EngineLaunch, tokenizer: Any, *, stop_ids: Sequence[int], vision: VisionProcessor | None = None
+) -> LaunchedEngine:
     """Make the engine of a launch, without starting it. ``vision``: of a model that reads images."""
-    if isinstance(launch, SglangLaunch):
-        return SglangEngine(name, launch, tokenizer, stop_ids=stop_ids, vision=vision)
-    return VllmEngine(name, launch, tokenizer, stop_ids=stop_ids, vision=vision)
+    return find_engine(launch.config)(name, launch, tokenizer, stop_ids=stop_ids, vision=vision)
 
 
 def make_local_engines(
-    launch: VllmLaunch | SglangLaunch,
+    launch: EngineLaunch,
     tokenizer: Any,
     *,
     learner: torch.device,
@@ -45,10 +40,10 @@ def make_local_engines(
     threads: int | None,
     output_folder: Path | None = None,
     vision: VisionProcessor | None = None,
-) -> list[VllmEngine | SglangEngine]:
+) -> list[LaunchedEngine]:
     """Make the configured number of engines on this machine, without starting them.
 
-    Raises ValueError if vLLM or SGLang is not installed, GPUs are missing, or SGLang's arguments cannot work here.
+    Raises ValueError if their library is not installed, GPUs are missing, or the launch cannot work here.
 
     Args:
         launch: What all of them have in common.
@@ -59,7 +54,8 @@ def make_local_engines(
         output_folder: For a file of output of each engine; None: they write to that of this process.
         vision: Of a model that reads images.
     """
-    _require_library(launch)
+    launch.config.engine_options.require_library()
+    launch.check()
     launches = _launch_each(launch, learner=learner, threads=threads, output_folder=output_folder)
     return [
         make_launched_engine(f"engine {number}", each, tokenizer, stop_ids=stop_ids, vision=vision)
@@ -67,18 +63,9 @@ def make_local_engines(
     ]
 
 
-def _require_library(launch: VllmLaunch | SglangLaunch) -> None:
-    if isinstance(launch, SglangLaunch):
-        require_sglang(launch.python)
-        make_server_arguments(launch, port=0, key="")  # refuses what cannot work before anything starts
-    elif find_spec("vllm") is None:
-        raise ValueError(
-            "policy.generation.backend is vllm, and vLLM cannot be imported here (No module named 'vllm'): install it "
-            "(`make setup-vllm` in Strop's checkout takes the build for this machine), or set policy.generation.backend=torch"
-        )
-
-
-def _launch_each(launch: Launch, *, learner: torch.device, threads: int | None, output_folder: Path | None) -> list[Launch]:
+def _launch_each(
+    launch: EngineLaunch, *, learner: torch.device, threads: int | None, output_folder: Path | None
+) -> list[EngineLaunch]:
     """Return the launch of each engine of this process. Raises ValueError if there are fewer GPUs than they need."""
     options = launch.config.engine_options
     if launch.on_cpu:

@@ -28,5 +28,5 @@ def make_policy_turn(
         versions=completion.versions,
         entropies=completion.entropies,
         kept=completion.kept,
-        routes=completion.routes,
+        columns=completion.columns,
     )

@@ -28,7 +28,7 @@ from strop.models.quantization.quantized_checkpoint import (
     read_dequantized,
 )
 from strop.models.tokenizer_config import read_chat_template
-from strop.models.vision.vision_families import FAMILIES
+from strop.models.vision.vision_families import known_families
 from strop.safety.remote_code import TRUST_VARIABLE, trusts_remote_code
 
 # Hub models that a Python package contains as a GGUF file, for machines without access to the hub.
@@ -151,7 +151,7 @@ def find_auto_class(config: Any) -> Any:
     sees = is_vision_config(config) and type(config) in vision
     return (
         AutoModelForImageTextToText
-        if sees and (config.model_type in FAMILIES or type(config) not in text)
+        if sees and (config.model_type in known_families() or type(config) not in text)
         else AutoModelForCausalLM
     )
 

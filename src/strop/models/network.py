@@ -31,15 +31,16 @@ from strop.models.layers.fused_layers import FusedLayers, enable_fused_layers
 from strop.models.loading import is_vision_config
 from strop.models.logprobs.lm_head import LMHead, get_lm_head
 from strop.models.logprobs.token_logprobs import token_logprobs
+from strop.models.recorded_columns import RecordedColumn, Recorders
+from strop.models.routing.recorded_experts import ReplayedRoutes, RoutedLayers
 from strop.models.routing.router_loss_config import RouterLossConfig
 from strop.models.routing.router_observer import ObservedRouters, RouterObserver
 from strop.models.routing.router_replay import install_router_replay, replayable_layers
-from strop.models.routing.routes import RecordedRoutes, ReplayedRoutes, RoutedLayers
 from strop.models.vision.batch_inputs import packed_inputs, padded_inputs
 from strop.models.vision.vision_processor import VisionProcessor
 from strop.models.vision.vision_tower import VisionTower
 from strop.sampling import KEPT_TOKENS, Sampling, at_least_float32
-from strop.types import NO_ROUTE, Batch
+from strop.types import Batch
 
 OutputsT = TypeVar("OutputsT")  # a dataclass of tensors with one row for each predicted token
 
@@ -216,29 +217,35 @@ class Network:
         head = self.head
         return ExactHead(head.weight, head.bias, head.transform_logits, self.exact.weights)
 
-    def record_routes(self) -> RecordedRoutes | None:
-        """Return what records the experts of a pass of an engine; None without router replay."""
-        return None if self.routed is None else RecordedRoutes(self.routed)
+    @property
+    def recorded_columns(self) -> Sequence[RecordedColumn]:
+        """What the passes of an engine record of the tokens that they read."""
+        return () if self.routed is None else (self.routed,)
 
-    def _replay_routes(self, batch: Batch, source: Tensor | None = None) -> dict[str, ReplayedRoutes]:
-        """Return the keyword argument of the decoder that replays the experts of a batch.
+    def record_columns(self) -> Recorders:
+        """Return what records these columns in one pass."""
+        return {each.column: each.record() for each in self.recorded_columns}
+
+    def _replay(self, batch: Batch, source: Tensor | None = None) -> dict[str, ReplayedRoutes]:
+        """Return the keyword argument of the decoder that replays the recorded experts of a batch.
 
         ``source`` [N]: of padded rows, the places in all rows that the predicted tokens are predicted from.
         """
-        if self.routed is None or batch.routes is None:
+        column = None if self.routed is None else self.routed.column
+        if self.routed is None or column is None or column.name not in batch.read_columns:
             return {}
-        routes = batch.routes
+        recorded = batch.read_columns[column.name]
         if source is not None:
-            routes = pad_sequence(_read_rows(batch, routes), batch_first=True, padding_value=NO_ROUTE).flatten(0, 1)
-        counted = torch.bincount(batch.source if source is None else source, minlength=len(routes))
-        columns = ((routes, NO_ROUTE), (counted, 0))
-        local = (self.token_sharding.shard_layers(column, padding).to(self.device) for column, padding in columns)
-        return {"routes": ReplayedRoutes(self.routed, *local)}
+            recorded = pad_sequence(_read_rows(batch, recorded), batch_first=True, padding_value=int(column.fill)).flatten(0, 1)
+        counted = torch.bincount(batch.source if source is None else source, minlength=len(recorded))
+        padded = ((recorded, int(column.fill)), (counted, 0))
+        local = (self.token_sharding.shard_layers(values, padding).to(self.device) for values, padding in padded)
+        return {column.name: ReplayedRoutes(self.routed, *local)}
 
     def _count_differences(self, replayed: Mapping[str, ReplayedRoutes]) -> None:
-        for routes in replayed.values():
-            routes.check(replayable_layers(self.decoder))
-            counts = self.token_sharding.add_counts(routes.counts)
+        for experts in replayed.values():
+            experts.check(replayable_layers(self.decoder))
+            counts = self.token_sharding.add_counts(experts.counts)
             self.router_counts = counts if self.router_counts is None else self.router_counts + counts
 
     def autocast(self) -> torch.autocast:
@@ -280,7 +287,7 @@ class Network:
 
     def run_decoder(self, batch: Batch) -> Tensor:
         """Return the decoder's hidden states [t, H] of this device's tokens in a packed row."""
-        replayed = self._replay_routes(batch)
+        replayed = self._replay(batch)
         output = self.decoder(**self._packed_inputs(batch), use_cache=False, **replayed, **self._observe(batch))
         self._count_differences(replayed)
         hidden: Tensor = output.last_hidden_state[0]
@@ -308,7 +315,7 @@ class Network:
         rows = _read_rows(batch, batch.tokens)
         longest = max(len(row) for row in rows)
         row, column = _source_rows(batch), batch.positions[batch.source]
-        replayed = self._replay_routes(batch, row * longest + column)
+        replayed = self._replay(batch, row * longest + column)
         observed = self._observe(batch, row * longest + column)
         reader: Callable[..., Any]
         if self.vision is None:

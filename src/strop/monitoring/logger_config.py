@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from strop import packages
-from strop.base_config import BaseConfig, PathText, subsection
+from strop.base_config import BaseConfig, PathText, fields_of, subsection
 from strop.monitoring.profiling.profile_config import ProfileConfig
 from strop.packages import install_command
 from strop.problems import Problem
+from strop.user_code import UserCodeError, import_attribute
 
 SWANLAB_PROJECT = r"[0-9a-zA-Z_\-+.]{1,100}"
 SERVICES = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")  # names of their packages, too
@@ -98,6 +99,14 @@ class TrackioConfig(BaseConfig):
     )
 
 
+class TrackerConfig(BaseConfig):
+    """The section of a tracker that an extension brings: it attaches a subclass to ``LoggerConfig``, under the tracker's name."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
+
+    enabled: bool = Field(False, description="Log to it.")
+
+
 class GpuMonitoringConfig(BaseConfig):
     """How often GPUs and machines are looked at."""
 
@@ -120,6 +129,11 @@ class LoggerConfig(BaseConfig):
     num_val_samples_to_print: int = Field(0, ge=0, description="Rollouts printed at each validation (rollouts).")
     console: Literal["auto", "live", "plain", "none"] = Field(
         "auto", description="live redraws, plain prints lines; auto is live in a terminal and plain elsewhere."
+    )
+    listeners: list[str] = Field(
+        default_factory=list,
+        description="Classes or functions of yours, as file.py:NAME or module:NAME, that are called with the run and return a listener, "
+        "which sees each step.",
     )
     rollouts: Literal["parquet", "jsonl", "none"] = Field(
         "parquet", description="Format of the stored rollouts, those of every step."
@@ -170,17 +184,26 @@ class LoggerConfig(BaseConfig):
 
     @property
     def services(self) -> tuple[str, ...]:
-        """The services that are enabled."""
-        return tuple(name for name in SERVICES if getattr(self, f"{name}_enabled"))
+        """The services that are enabled, those of extensions last."""
+        own = [name for name in SERVICES if getattr(self, f"{name}_enabled")]
+        attached = [(name, getattr(self, name)) for name in fields_of(type(self))]
+        return (*own, *(name for name, section in attached if isinstance(section, TrackerConfig) and section.enabled))
 
     @property
     def shown_samples(self) -> int | None:
         """How many rollouts services show; None: there is no service, or it is to show none."""
         return self.tracked_samples if self.services and self.tracked_samples else None
 
+    def examine(self, key: str, environments: Mapping[str, Any]) -> Iterator[Problem]:
+        for path in self.listeners:
+            try:
+                import_attribute(path)
+            except UserCodeError as error:
+                yield Problem(f"{key}.listeners", str(error))
+
     def errors(self, key: str) -> Iterator[Problem]:
-        for name in self.services:
-            if not packages.is_installed(name):
+        for name in SERVICES:
+            if getattr(self, f"{name}_enabled") and not packages.is_installed(name):
                 yield Problem(
                     f"{key}.{name}_enabled",
                     f"found true, but the package {name} is not installed",

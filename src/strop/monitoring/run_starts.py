@@ -15,11 +15,13 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from strop import plugins
+
 STARTS_FILE = "starts.jsonl"
 
 # Those that decide what a run computes; others that are installed are left out.
 PACKAGES = (
-    "strop", "torch", "transformers", "numpy", "vllm", "sglang", "megatron-core", "ray", "peft", "torchao", "triton", "flash-attn",
+    "strop", "torch", "transformers", "numpy", "vllm", "megatron-core", "ray", "peft", "torchao", "triton", "flash-attn",
     "tokenizers", "safetensors", "datasets", "math-verify", "pyarrow",
 )  # fmt: skip
 
@@ -71,8 +73,9 @@ def format_now() -> str:
 
 def find_versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that decide what a run computes."""
-    found = {"python": platform.python_version()}
-    return found | {name: version for name in PACKAGES if (version := _find_version(name)) is not None}
+    names = (*PACKAGES, *plugins.declared("engines"))
+    versions = {name: version for name in names if (version := _find_version(name)) is not None}
+    return {"python": platform.python_version(), **versions}
 
 
 @functools.cache  # the library parses all that a package says of itself

@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from strop.config import RolloutRunConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.environments.policy_client import PastSelvesRule
-from strop.extensions.sglang.sglang_launch import LaunchedAdapters, SglangLaunch
 from strop.generation.base import Engine
-from strop.generation.launched_engines import make_local_engines
+from strop.generation.engine_launch import EngineLaunch, LaunchedAdapters
+from strop.generation.launched_engines import find_engine, make_local_engines
 from strop.generation.quantized_rollouts import make_emulation, make_weight_rounding
 from strop.generation.synced_generator import SyncedGenerator, make_synced_pool
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
-from strop.generation.vllm.engine_args import VllmLaunch
 from strop.learner.base import require_token_outputs
 from strop.learner.client import LearnerClient
 from strop.models.adapters import lora_layers, merged_roundings
@@ -75,7 +75,24 @@ def make_generator(
     adapters = generation.sends_adapters and bool(lora_layers(network.model))
     drafts = generation.uses_vllm and generation.vllm_cfg.speculation.method == "eagle3"
     head = network.draft if drafts else None  # that an engine drafts with
-    engines = _make_engines(policy, config, spec, on_cpu=on_cpu, adapters=adapters, head=head)
+    layers = lora_layers(network.model)
+    launch = make_launch(
+        config,
+        model=write_model_folder(policy, spec.output_folder / "model", config),
+        on_cpu=on_cpu,
+        adapters=LaunchedAdapters(len(layers[0].down), tuple(layer.name for layer in layers)) if adapters else None,
+        reads_images=policy.template.vision is not None,
+        draft="" if head is None else str(head.save(spec.output_folder / FOLDER)),
+    )
+    engines = make_local_engines(
+        launch,
+        policy.tokenizer,
+        learner=network.device,
+        stop_ids=policy.stop_ids,
+        threads=config.num_threads,
+        output_folder=spec.output_folder,
+        vision=policy.template.vision,
+    )
     locations = EngineLocations(count=len(engines), colocated=generation.colocated.enabled)
     choose_senders(generation.weight_sync, network.device, locations, [locations.host])  # refuses several of one process
     exporter = make_local_exporter(
@@ -91,57 +108,16 @@ def make_generator(
     return pool_engines(engines, exporter, policy, config, spec, adapters=adapters, memory=memory)
 
 
-def _make_engines(
-    policy: LoadedPolicy,
-    config: PolicyConfig,
-    spec: GeneratorSpec,
-    *,
-    on_cpu: bool,
-    adapters: bool,
-    head: DraftHead | None,
-) -> Sequence[Engine]:
-    """Make the engines in processes of their own, without starting them. ``head``: that they draft with."""
-    launch = _make_launch(policy, config, spec, on_cpu=on_cpu, adapters=adapters, head=head)
-    return make_local_engines(
-        launch,
-        policy.tokenizer,
-        learner=policy.network.device,
-        stop_ids=policy.stop_ids,
-        threads=config.num_threads,
-        output_folder=spec.output_folder,
-        vision=policy.template.vision,
-    )
-
-
-def _make_launch(
-    policy: LoadedPolicy,
-    config: PolicyConfig,
-    spec: GeneratorSpec,
-    *,
-    on_cpu: bool,
-    adapters: bool,
-    head: DraftHead | None,
-) -> VllmLaunch | SglangLaunch:
-    generation = config.generation
-    model = str(write_model_folder(policy, spec.output_folder / "model", config))
-    if generation.uses_sglang:
-        sent = _adapters_to_launch(policy) if adapters else None
-        return SglangLaunch(config=generation, model=model, on_cpu=on_cpu, adapters=sent)
-    return VllmLaunch(
-        config=generation,
-        model=model,
+def make_launch(config: PolicyConfig, *, model: Path, on_cpu: bool, **settings: Any) -> EngineLaunch:
+    """Return what an engine of the policy in the folder ``model`` is launched with. ``settings``: further fields of the launch."""
+    return find_engine(config.generation).launch_class(
+        config=config.generation,
+        model=str(model),
         on_cpu=on_cpu,
-        max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
         return_routes=config.router_replay.enabled,
-        reads_images=policy.template.vision is not None,
         batch_invariant=config.exact_on_policy or (config.deterministic and not on_cpu),
-        draft="" if head is None else str(head.save(spec.output_folder / FOLDER)),
+        **settings,
     )
-
-
-def _adapters_to_launch(policy: LoadedPolicy) -> LaunchedAdapters:
-    layers = lora_layers(policy.network.model)
-    return LaunchedAdapters.of_layers(len(layers[0].down), (layer.name for layer in layers))
 
 
 def _with_draft(learner: LearnerClient, head: DraftHead) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,7 @@ from strop.checkpointing.saved_model import SavedModel
 from strop.config import EvalRunConfig, RecordedRunConfig
 from strop.config.load.evaluated_run import EvaluatedRun
 from strop.environments.mixture import Mixture
-from strop.extensions.code.sandbox.sandbox_pool import configure_sandbox, try_sandbox
+from strop.environments.resources import configure_resources, open_resources
 from strop.monitoring.console.console import ConsoleKind, open_console
 from strop.rollouts.tool_turns import describe_tool_calls
 from strop.runs.exit_codes import run_command
@@ -102,15 +102,14 @@ async def evaluate_job(
     job: EvaluationJob, note: Callable[[str], object] = print, *, console: ConsoleKind = "auto"
 ) -> EvaluationReport:
     """Sample every task that is not finished, score the samples and store them."""
-    configure_sandbox(job.sandbox)
+    configure_resources(job.resources)
     identity = identify_entries(job).to_json()
     sources = [make_mixture(each.entries, job.env, "validation", seed=job.task_seed, purpose=job.purpose) for each in job.sets]
     environments = [component.environment for source in sources for component in source.components]
-    if any(each.traits.needs_sandbox for each in environments):
-        note(await try_sandbox())
     for warning in warn_of_trained_questions(job.trained_on, sources, seed=job.task_seed):
         note(warning)
     async with AsyncExitStack() as stack:
+        await stack.enter_async_context(open_resources(environments, note))
         opened = stack.enter_context(open_folder(job, note))
         folder = stack.enter_context(loadable_folder(job.model, note, shared=_shared_folder(job, opened)))
         placed = job if folder == job.model.weights else job.with_model(folder)

@@ -12,7 +12,6 @@ from strop.data.sources.records import DataError
 from strop.distributed.actor_group import ActorGroupDied
 from strop.distributed.base import ActorDied
 from strop.environments.base import EnvironmentConfigError
-from strop.extensions.code.sandbox.base import SandboxError
 from strop.learner.budget.out_of_memory import DeviceMemoryFull
 from strop.models.loading import ModelNotFound
 from strop.monitoring.console.message_style import configure_messages, discard_output, reader_is_gone
@@ -20,6 +19,7 @@ from strop.safety.exits import RunExited, run_coroutine
 from strop.safety.printable import make_printable
 from strop.stopping import EndRun
 from strop.storage.storage_error import StorageError
+from strop.tools.base import InfrastructureError
 from strop.trainer.run import TooFewTasks, TooManyDropped
 from strop.user_code import find_user_place
 from strop.weight_sync.base import EngineDied, TransportError
@@ -44,7 +44,7 @@ USER_ERRORS = (
     TransportError,
     RunExited,
     DeviceMemoryFull,
-    SandboxError,
+    InfrastructureError,
     ValueError,
     OSError,
 )

@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy
 import torch
 
+from strop import plugins
 from strop.algorithms.base import Algorithm
+from strop.base_config import to_tree
 from strop.checkpointing.background import BackgroundCheckpointer
 from strop.checkpointing.base import Checkpointer
 from strop.checkpointing.folders import FolderCheckpointer
@@ -21,12 +23,12 @@ from strop.determinism import set_deterministic
 from strop.distributed.base import Cluster
 from strop.monitoring.console.console import open_console
 from strop.monitoring.trackers.background_tracker import BackgroundTracker
-from strop.monitoring.trackers.base import CompositeTracker, Tracker
+from strop.monitoring.trackers.base import CompositeTracker, TrackedRun, Tracker
 from strop.monitoring.trackers.jsonl import JsonlTracker
 from strop.monitoring.watchdog.watchdog import Watchdog, WatchdogTimeout, schedule_exit
 from strop.runs.contents.run_contents import find_contents, write_contents
-from strop.runs.monitors.tracker_services import make_services
 from strop.runs.summary import summarize
+from strop.safety.redaction import redact_secrets
 from strop.stopping import EarlyStop
 from strop.trainer.cadence import announce_checkpoint
 from strop.trainer.run import TrainingRun
@@ -71,6 +73,13 @@ def make_tracker(config: TrainingRunConfig) -> CompositeTracker:
             *(BackgroundTracker(service, close_seconds=logger.close_timeout) for service in make_services(config)),
         ]
     )
+
+
+def make_services(config: TrainingRunConfig) -> list[Tracker]:
+    """Make the trackers of the enabled services, and import only those. Raises ImportError or ValueError for one that cannot work."""
+    settings = redact_secrets(to_tree(config))
+    run = TrackedRun(logger=config.logger, name=config.run_name, folder=Path(config.logger.log_dir), settings=settings)
+    return [plugins.load("trackers", name)(run) for name in config.logger.services]
 
 
 def make_checkpoints(config: TrainingRunConfig, save_tokenizer: Callable[[Path], object]) -> FolderCheckpointer:

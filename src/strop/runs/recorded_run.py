@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from threading import Lock
@@ -20,8 +20,6 @@ from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, Part
 from strop.data.sources.streaming.streamed import count_items, has_item, is_streamed
-from strop.extensions.watch.health.health_rules import HealthFinding
-from strop.extensions.watch.health.start_checks import check_epochs, check_validation
 from strop.learner.client import LearnerClient
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import make_failed_group
@@ -145,7 +143,9 @@ class RecordedSource:
     validation: tuple[Sequence[Task], ...] = ()
     examples: RecordedExamples = field(init=False)
     validation_groups: list[Group] = field(init=False)
+    options: TrainOptions = field(init=False)  # of the loop, once it is prepared
     sampling = Sampling()  # of nothing
+    environments = ()
 
     @property
     def size(self) -> int | None:
@@ -160,17 +160,14 @@ class RecordedSource:
         count = self.examples.epoch_size
         self.tracker.note(f"{'examples of a stream' if count is None else f'{count} examples'} to train on{held_out}")
         share_prefixes = config.policy.sequence_packing.prefix_sharing and backend.packed
-        return make_recorded_options(config, count, share_prefixes=share_prefixes)
+        self.options = make_recorded_options(config, count, share_prefixes=share_prefixes)
+        return self.options
 
     def read_all(self) -> Sequence[Group]:
         return [*self.examples.read_all(), *self.validation_groups]
 
     def make_parts(self, backend: Backend) -> Mapping[str, Restorable]:
         return {DATA: DataState(self.examples)} if self.examples.resumable else {}
-
-    def find_at_start(self, options: TrainOptions) -> Iterator[HealthFinding]:
-        yield from check_validation(options, self.size, held_out=bool(self.config.data.validation_entries))
-        yield from check_epochs(options, self.size, self.config.training.max_num_epochs)
 
     @asynccontextmanager
     async def open(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from strop.algorithms.base import Algorithm
-from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
 from strop.checkpointing.base import Restorable, RunState
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import RolloutRunConfig
@@ -19,9 +18,6 @@ from strop.data.data_state import DataState
 from strop.distributed.base import Cluster
 from strop.environments.handle import EnvironmentHandle
 from strop.environments.mixture import Mixture
-from strop.extensions.code.sandbox.sandbox_pool import try_sandbox
-from strop.extensions.watch.health.health_rules import HealthFinding
-from strop.extensions.watch.health.start_checks import check_epochs, check_reward_weights, check_turns, check_validation
 from strop.generation.base import Generator, PastSelves
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
@@ -42,7 +38,7 @@ from strop.runs.dry_run.examined_templates import find_conversation_problems
 from strop.runs.engines import GeneratorSpec
 from strop.runs.jobs.evaluation_identity import identify_entries
 from strop.runs.jobs.evaluation_job import make_episode_rules, make_validation_job
-from strop.runs.tasks import count_slots, list_reward_marks, make_training_tasks, make_validation_tasks
+from strop.runs.tasks import count_slots, make_training_tasks, make_validation_tasks
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
@@ -63,6 +59,7 @@ class SampledSource:
     tracker: Tracker
     train: Mixture
     validation: Mixture | None = None
+    options: TrainOptions = field(init=False)  # of the loop, once it is prepared
     selves: TorchPastSelves | None = None  # earlier ones of the policy, which environments play against
 
     @property
@@ -90,7 +87,8 @@ class SampledSource:
                 "prompts_per_step is of the groups begun: those that the algorithm drops are replaced by the next in turn"
             )
         share_prefixes = config.policy.sequence_packing.prefix_sharing and backend.packed
-        return make_train_options(config, share_prefixes=share_prefixes, filters=filters, tasks=self.train.epoch_size)
+        self.options = make_train_options(config, share_prefixes=share_prefixes, filters=filters, tasks=self.train.epoch_size)
+        return self.options
 
     def read_all(self) -> Sequence[Group]:
         return ()
@@ -101,16 +99,6 @@ class SampledSource:
             **({} if self.selves is None else {PAST_SELVES: self.selves.pool}),
             **({DATA: DataState(self.train)} if self.train.resumable else {}),
         }
-
-    def find_at_start(self, options: TrainOptions) -> Iterator[HealthFinding]:
-        config, advantage = self.config, getattr(self.algorithm, "advantage", None)
-        environments = {component.name: component.environment for component in self.train.components}
-        yield from check_turns(environments, config.rollout_training.max_rollout_turns, config.section)
-        if isinstance(advantage, DecoupledRewards):
-            weights = advantage.weights if isinstance(advantage.weights, Mapping) else {}
-            yield from check_reward_weights(list_reward_marks(config), weights, "algorithm.kwargs.advantage.weights")
-        yield from check_validation(options, self.train.size, held_out=bool(config.data.validation_entries))
-        yield from check_epochs(options, self.train.size, config.training.max_num_epochs)
 
     @asynccontextmanager
     async def open(
@@ -142,8 +130,8 @@ class SampledSource:
             )
 
 
-async def read_tasks(config: RolloutRunConfig, algorithm: Algorithm, cluster: Cluster | None, tracker: Tracker) -> SampledSource:
-    """Make the environments of a run and read its tasks; try the sandbox if one needs it. Raises ConfigError, EnvironmentConfigError."""
+def read_tasks(config: RolloutRunConfig, algorithm: Algorithm, cluster: Cluster | None, tracker: Tracker) -> SampledSource:
+    """Make the environments of a run and read its tasks. Raises ConfigError, EnvironmentConfigError."""
     remote = {} if cluster is None else make_remote_environments(config, cluster)
     tracker.progress("reading tasks")
     train, validation = make_training_tasks(config, remote), make_validation_tasks(config, remote)
@@ -152,9 +140,6 @@ async def read_tasks(config: RolloutRunConfig, algorithm: Algorithm, cluster: Cl
     tracker.note(f"{counted} to train on{held_out}{describe_order(config)}")
     note_empty_answers(train, tracker.note)
     source = SampledSource(config=config, algorithm=algorithm, tracker=tracker, train=train, validation=validation)
-    if any(each.traits.needs_sandbox for each in source.environments):
-        tracker.progress("trying the sandbox")
-        tracker.note(await try_sandbox())
     raise_problems(find_conversation_problems(config, source.environments))
     return source
 

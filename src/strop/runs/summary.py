@@ -195,12 +195,11 @@ def _format_engines(generation: GenerationConfig, devices: RunDevices, *, on_gpu
         cache = "a tenth of the GPU's memory as cache" if size is None and on_gpu else f"{size or LEAST_CACHE_GB:g} GiB of cache"
         return f"torch engines, {cache} each" if devices.is_distributed else f"embedded torch engine in this process, {cache}"
     options, name = generation.engine_options, generation.engine_name
-    method = generation.sglang_cfg.speculative_algorithm if generation.uses_sglang else generation.vllm_cfg.speculation.method
-    draft = f", drafts by {method}" if method else ""
+    draft = f", drafts by {options.draft_method}" if options.draft_method else ""
     precision = generation.weight_format or options.dtype
     if devices.is_distributed:
         return f"{name} engines, {precision}{draft}"
-    one = f"an {name} engine" if generation.uses_sglang else f"a {name} engine"
+    one = f"{options.article} {name} engine"
     engines = f"{options.num_local_engines} {name} engines" if options.num_local_engines > 1 else one
     where = "processes of their own" if options.num_local_engines > 1 else "a process of its own"
     ranks = f" of {options.engine_size} ranks" if options.engine_size > 1 else ""

@@ -19,8 +19,8 @@ from strop.environments.handle import EnvironmentHandle, LocalEnvironment
 from strop.environments.mixture import Component, Mixture
 from strop.environments.registry import gives_turn_states, list_marks, make_environment
 from strop.environments.remote import EnvironmentDescription
+from strop.environments.resources import configure_resources, read_sections
 from strop.environments.rewards import RewardMark
-from strop.extensions.code.sandbox.sandbox_pool import configure_sandbox
 from strop.safety.exits import contain_exits
 from strop.user_code import suggest_names
 
@@ -32,7 +32,7 @@ RemoteEnvironments = Mapping[str, EnvironmentHandle[Any]]
 
 def make_training_tasks(config: RolloutRunConfig, remote: RemoteEnvironments = MappingProxyType({})) -> Mixture:
     """Make the mixture of training tasks."""
-    configure_sandbox(config.sandbox)  # before an environment asks for it
+    configure_resources(read_sections(config))  # before an environment asks for one
     training, data = config.rollout_training, config.data
     mixture = make_mixture(
         data.train, config.env, "train", remote, seed=training.seed, shuffle=data.shuffle, max_epochs=training.max_num_epochs
@@ -108,7 +108,7 @@ def describe_environments(config: RolloutRunConfig) -> Mapping[str, EnvironmentD
             name=_environment_config(env, alias).type_of(alias),
             options=_environment_config(env, alias).options,
             sources=tuple(distinct),
-            sandbox=config.sandbox,
+            resources=read_sections(config),
         )
         for alias, distinct in sources.items()
     }

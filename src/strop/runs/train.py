@@ -9,7 +9,6 @@ from pathlib import Path
 
 from strop.checkpointing.step_folders import list_steps
 from strop.config import RolloutRunConfig, TrainingRunConfig
-from strop.extensions.watch.health.health_monitor import HealthMonitor
 from strop.monitoring.console.closing import Closing
 from strop.monitoring.trackers.wandb import is_wandb_offline
 from strop.runs.algorithm.run_algorithm import make_run_algorithm
@@ -71,9 +70,7 @@ def make_closing(config: TrainingRunConfig, run: TrainingRun, failures: Sequence
         checkpoint=None if newest is None else folder / f"step_{newest}",
         seconds=seconds,
         tokens=run.last_metrics.get("train/total_tokens", 0.0),
-        warnings=[
-            str(finding) for each in run.listeners.attached if isinstance(each, HealthMonitor) for finding in each.findings
-        ],
+        warnings=[warning for each in run.listeners.attached for warning in each.warnings],
         failed_trackers=failures,
         hints=[describe_offline(config)] if config.logger.wandb_enabled and is_wandb_offline(config.logger.wandb.mode) else [],
     )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from strop.statistics.intervals import Interval
 from strop.statistics.not_comparable import NotComparable
 from strop.statistics.paired_comparison import (
+    POWER,
     PairedComparison,
     PairedValues,
     compare_paired,
@@ -21,7 +22,66 @@ from strop.statistics.setting_differences import Identity, SettingDifference, li
 from strop.statistics.sign_flip_test import adjust_p_values, sign_flip_p_value
 from strop.statistics.task_matching import MatchedTask, StoredTask, match_tasks, read_question
 from strop.statistics.task_metrics import SHARE, TaskMetric, find_task_metric, list_task_metrics
-from strop.statistics.verdicts import describe_forecast, describe_verdict
+
+
+def describe_verdict(found: PairedComparison, metric: TaskMetric, margin: float | None = None) -> str:
+    """Return what a comparison says, in a sentence."""
+    p_value = found.adjusted_p_value
+    shown = "p < 0.001" if p_value < 0.001 else f"p = {p_value:.3f}"
+    size = f"{format_difference(found.difference, metric)}, {format_interval(found, metric)}, {shown}"
+    what = "" if metric.name == "accuracy" else f" in {metric.name}"
+    higher = found.higher_one
+    if higher is None:
+        sentence = f"no difference{what} can be seen"
+    elif metric.higher_is_better is None:
+        sentence = f"{higher.upper()} is higher{what}"
+    else:
+        sentence = f"{'B' if (higher == 'b') == metric.higher_is_better else 'A'} is better{what}"
+    if margin is not None and found.is_equivalent(margin):
+        within = f"the two are equivalent{what} within {format_size(margin, metric)}"
+        return f"{within}: {size}" if higher is None else f"{sentence}, and {within}: {size}"
+    if found.higher == found.lower == 0:
+        return f"{sentence}, the two are equal in {'the only task' if found.tasks == 1 else f'all {found.tasks:,} tasks'}: {size}"
+    return f"{sentence}: {size}"
+
+
+def describe_forecast(found: PairedComparison, metric: TaskMetric, margin: float | None = None) -> list[str]:
+    """Return what it would take to decide, a sentence each; nothing where it is decided."""
+    if found.higher_one is not None or (margin is not None and found.is_equivalent(margin)):
+        return []
+    if not math.isfinite(found.detectable):
+        return ["one task does not tell how far tasks differ; evaluate more"]
+    sought = abs(found.difference) if margin is None else margin
+    visible = format_size(found.detectable, metric)
+    lines = [f"{found.tasks:,} tasks tell a difference of {visible} from none with probability {POWER:g}"]
+    if sought == 0:
+        return [*lines, "there is no difference that more tasks could confirm"]
+    what = f"a difference of {format_size(sought, metric)}{', as found,' if margin is None else ''}"
+    if found.more_tasks is None:
+        lines.append(f"{what} is too small to be told from none by any practical number of tasks")
+    elif found.more_tasks:
+        lines.append(f"{what} takes {found.tasks + found.more_tasks:,} tasks, {found.more_tasks:,} more")
+    if found.sampling_variance is None:
+        lines.append("one sample of each task does not tell whether more of them would do, too")
+    elif found.more_samples is None:
+        lines.append("more samples of each task would not do: the tasks themselves differ too much")
+    elif found.more_samples > 1:
+        lines.append(f"or {found.more_samples:,.{1 if found.more_samples < 10 else 0}f} times as many samples of each task")
+    return lines
+
+
+def format_difference(value: float, metric: TaskMetric) -> str:
+    return f"{100 * value:+.1f} points" if metric.is_share else f"{value:+.4g}"
+
+
+def format_size(value: float, metric: TaskMetric) -> str:
+    return f"{100 * value:.1f} points" if metric.is_share else f"{value:.4g}"
+
+
+def format_interval(found: PairedComparison, metric: TaskMetric) -> str:
+    scale, form = (100, "+.1f") if metric.is_share else (1, "+.4g")
+    return f"{100 * found.level:g} % interval {scale * found.interval.low:{form}} to {scale * found.interval.high:{form}}"
+
 
 MOST_NAMED = 6  # settings in a note
 

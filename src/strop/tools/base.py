@@ -32,6 +32,11 @@ class ToolError(Exception):
     """A call failed in a way that the policy is told, in these words. The episode goes on."""
 
 
+class InfrastructureError(RuntimeError):
+    """A sandbox, a service or another resource failed that tools and environments work with. The policy is not told, and the rollout has no
+    reward; raised while a run starts, it ends the run. The message says what to do."""
+
+
 class ToolSet(Protocol):
     """Something that has tools for as long as an episode is open: an interpreter, a folder, a server."""
 

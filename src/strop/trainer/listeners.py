@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ class RunListener:
     """
 
     name: str  # of its state in checkpoints and in messages
+    warnings: Sequence[str] = ()  # what the end of the run repeats
 
     async def on_start(self, step: int, tracker: Tracker) -> None:
         """The weights of ``step`` are published; the step after it is next."""
@@ -50,6 +51,13 @@ class Listeners:
     attached: list[RunListener] = field(default_factory=list)
     detached: list[str] = field(default_factory=list)  # names of those that failed
     refusal: EndRun | None = None  # the first of the step
+
+    def __post_init__(self) -> None:
+        names = [each.name for each in self.attached]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(
+                f"several listeners are called {', '.join(twice)}: a checkpoint keeps their states by name; rename one"
+            )
 
     def attach(self, *listeners: RunListener) -> None:
         self.attached += listeners

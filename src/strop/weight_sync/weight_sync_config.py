@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from strop.base_config import BaseConfig, PathText, default_of
+from strop.base_config import BaseConfig, NameOf, PathText, default_of
 from strop.problems import Problem
 
 
@@ -16,7 +16,7 @@ class WeightSyncConfig(BaseConfig):
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
-    transport: Literal["auto", "memory", "cuda_ipc", "broadcast", "folder"] = Field(
+    transport: Annotated[str, AfterValidator(NameOf("transports", ("auto",)))] = Field(
         "auto",
         description="memory: shared memory of one machine; cuda_ipc: device memory of one GPU; broadcast: gloo, or NCCL "
         "between GPUs; folder: files; auto chooses by where learner and engines are.",

@@ -201,6 +201,7 @@ def test_what_is_saved_with_a_run_of_any_kind_loads_back_equal(
         ("ppo", "value.megatron_cfg.enabled=true", "Set policy.backend=torch"),
         ("ppo", "value.train_global_batch_size=8", "the critic takes its optimizer steps with the policy"),
         ("ppo", "policy.generation.backend=megatron", "Set policy.generation.backend to vllm, or to torch"),
+        ("sft", "policy.generation.backend=megatron", "the Megatron generation backend is not in this version"),
         ("ppo", "policy.generation.vllm_cfg.distributed_executor_backend=ray", "Use policy.generation.vllm_kwargs"),
         ("distillation", "on_policy_distillation.enabled=true", "Use strop distillation"),
         ("dpo", "sft.max_num_steps=3", "Use strop sft for a run with this section"),

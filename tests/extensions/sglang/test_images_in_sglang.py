@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from strop.extensions.sglang.sglang_launch import LaunchedAdapters
+from strop.generation.engine_launch import LaunchedAdapters
 from strop.models.adapters import lora_layers
 from strop.weight_sync.exporter import LocalAdapterSource
 from support.image_contract import (  # noqa: F401
@@ -46,7 +46,7 @@ def serve_family(room: BackgroundLoop, family: str, folder: Path, *, adapters: b
     tokenizer, model, launched = build_vision_tokenizer(family), build_vision_model(family), None
     if adapters:
         with_random_adapters(model, dim=8, alpha=8, spread=0.1)
-        launched = LaunchedAdapters.of_layers(8, (layer.name for layer in lora_layers(model)))
+        launched = LaunchedAdapters(8, tuple(layer.name for layer in lora_layers(model)))
     engine = make_sglang_engine(folder, tokenizer, adapters=launched)
     engine.vision = make_image_processor(family)
     served = serve(model, tokenizer, [engine], adapters=LocalAdapterSource(model) if adapters else None)

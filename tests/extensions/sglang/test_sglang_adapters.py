@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from strop.extensions.sglang.sglang_launch import LaunchedAdapters
+from strop.generation.engine_launch import LaunchedAdapters
 from strop.models.adapters import lora_layers
 from strop.weight_sync.exporter import LocalAdapterSource
 from strop.weight_sync.verification import VerificationFailed, combine_regions
@@ -48,7 +48,7 @@ def serve_adapters(
     **keys: Any,
 ) -> ServedModel:
     model = with_random_adapters(model or served_model(), **{"dim": RANK, "alpha": 8, "spread": 0.1, **(lora or {})})
-    adapters = LaunchedAdapters.of_layers(RANK, (layer.name for layer in lora_layers(model)))
+    adapters = LaunchedAdapters(RANK, tuple(layer.name for layer in lora_layers(model)))
     engine = make_sglang_engine(save_model_folder(model, tokenizer, folder), tokenizer, faulty=True, adapters=adapters, **keys)
     served = serve(model, tokenizer, [engine], adapters=LocalAdapterSource(model), tolerance=tolerance)
     room.run(served.weights.publish(0), seconds=LIMIT)

@@ -10,19 +10,22 @@ from typing import Any
 
 import pytest
 
+from strop import cli
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, load_config
-from strop.extensions.sglang.require_sglang import require_sglang
 from strop.extensions.sglang.server.cpu_stub import CPU_VARIABLE, KernelStubFinder, install_cpu_stub
-from strop.extensions.sglang.sglang_config import SglangConfig
-from strop.extensions.sglang.sglang_launch import RESERVED_ARGUMENTS, LaunchedAdapters, SglangLaunch, make_server_arguments
+from strop.extensions.sglang.sglang_config import SglangConfig, require_sglang
+from strop.extensions.sglang.sglang_launch import RESERVED_ARGUMENTS, SglangLaunch, make_server_arguments, write_empty_adapter
+from strop.generation.engine_launch import LaunchedAdapters
 from strop.generation.generation_config import GenerationConfig
+from support.overrides import RUN
 
 BASE = ["policy.model_name=m", "data.train.env_name=arithmetic", "env.arithmetic={}", "policy.generation.backend=sglang"]
 KEY = "policy.generation"
 
 
 def launch(*, on_cpu: bool = True, kwargs: dict[str, Any] | None = None, **keys: Any) -> SglangLaunch:
-    config = GenerationConfig(backend="sglang", sglang_cfg=SglangConfig(**keys), sglang_kwargs=kwargs or {})
+    attached: dict[str, Any] = {"sglang_cfg": SglangConfig(**keys), "sglang_kwargs": kwargs or {}}
+    config = GenerationConfig(backend="sglang", **attached)
     return SglangLaunch(config=config, model="folder", on_cpu=on_cpu)
 
 
@@ -119,6 +122,17 @@ def test_a_kernel_that_is_missing_may_be_named_and_says_so_when_it_is_called() -
         ([f"{KEY}.sglang_cfg.context_length=64"], f"{KEY}.sglang_cfg.context_length", "would truncate"),
         (["policy.exact_on_policy=true"], "policy.exact_on_policy", "has not been tried"),
         (["policy.router_replay.enabled=true"], "policy.router_replay.enabled", "not read from SGLang"),
+        ([f"{KEY}.quantization.format=fp8_block"], f"{KEY}.quantization.format", "does not publish to SGLang"),
+        (
+            ["policy.deterministic=true", "policy.device=cuda"],
+            f"{KEY}.sglang_cfg.enable_deterministic_inference",
+            "depends on the batch without it",
+        ),
+        (
+            [f"{KEY}.sglang_cfg.tp_size=4", "cluster.gpus_per_node=2", "cluster.backend=ray"],
+            f"{KEY}.sglang_cfg.tp_size",
+            "2 GPUs of a node generate, and an SGLang engine is on one node",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_when_the_configuration_is_loaded(overrides: list[str], key: str, reason: str) -> None:
@@ -128,11 +142,28 @@ def test_what_cannot_work_is_refused_when_the_configuration_is_loaded(overrides:
     assert any(reason in each for each in said), said
 
 
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [([], "has no SGLang"), (["policy.generation.sglang_cfg.python=/no/python"], "/no/python, which is not a")],
+)
+def test_sglang_is_assumed_with_gpus_and_asked_for_without(
+    words: list[str], refusal: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("STROP_SGLANG_PYTHON", raising=False)
+    monkeypatch.setattr("strop.packages.is_here", lambda package: package != "sglang")
+    run = ["grpo", *RUN, "policy.device=auto", "policy.generation.backend=sglang", *words]
+    assert cli.main([*run, "--dry-run", "--assume-gpus", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "assumed to be on the machines of the run: sglang" in said and "sglang      bfloat16, SGLang's choice" in said
+    assert cli.main([*run, "--dry-run"]) == 2
+    assert refusal in capsys.readouterr().err
+
+
 def test_lengths_and_precision_follow_the_policy() -> None:
     config = load_config(
         None, [*BASE, "policy.max_total_sequence_length=99", "policy.precision=float32"], root=GrpoRunConfig
     ).config
-    options = config.policy.generation.sglang_cfg
+    options = SglangConfig.of(config.policy.generation)
     assert (options.context_length, options.dtype) == (99, "float32")
 
 
@@ -153,9 +184,8 @@ def test_an_evaluation_may_be_sampled_by_sglang() -> None:
 
 def test_an_engine_for_adapters_starts_with_an_empty_one_of_their_shape(tmp_path: Path) -> None:
     names = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj")
-    adapters = LaunchedAdapters.of_layers(12, names)
-    assert adapters.layers == ("down_proj", "q_proj")
-    given = adapters.write_empty(tmp_path / "adapter")
+    adapters = LaunchedAdapters(12, names)
+    given = write_empty_adapter(adapters, tmp_path / "adapter")
     assert given["max_lora_rank"] == 12 and given["lora_target_modules"] == ["down_proj", "q_proj"]
     assert given["lora_paths"][0]["lora_path"] == str(tmp_path / "adapter")
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 12

@@ -115,9 +115,6 @@ def test_recipes_of_a_folder_are_tried_as_if_their_packages_were_here(laptop: Pa
     ("words", "package", "refusal"),
     [
         (["policy.generation.backend=vllm"], "vllm", "vLLM is not installed"),
-        (["policy.generation.backend=sglang"], "sglang", "has no SGLang"),
-        (["policy.generation.backend=sglang", "policy.generation.sglang_cfg.python=/no/python"], "sglang",
-         "/no/python, which is not a"),
         (["policy.megatron_cfg.enabled=true"], "megatron-core", "megatron-core is not installed"),
         (["policy.fp8.enabled=true"], "torchao", "torchao is not installed"),
         (["policy.dtensor_cfg.lora_cfg.enabled=true"], "peft", "peft is not installed"),

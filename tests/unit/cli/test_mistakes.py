@@ -115,7 +115,7 @@ VALUES = [
     typed("policy.precision=fp8", "policy.precision", "found 'fp8'", "one of bfloat16, float32"),
     typed("policy.device=cuda9", "policy.device", "found 'cuda9'", "like auto, cpu, cuda, cuda:1"),
     typed("checkpointing.checkpoint_must_save_by=4h", "checkpointing.checkpoint_must_save_by", "found '4h'", "like 00:04:00:00"),
-    typed("policy.generation.backend=megatron", "policy.generation.backend", "Megatron", "to vllm, or to torch"),
+    typed("policy.generation.backend=onnx", "policy.generation.backend", "found 'onnx'", "one of auto, torch, vllm"),
 ]  # fmt: skip
 OPTIMIZERS = [
     typed(f"{KWARGS}.learning_rate=1e-5", f"{KWARGS}.learning_rate", "takes no argument learning_rate",

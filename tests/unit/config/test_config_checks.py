@@ -100,7 +100,7 @@ def test_a_batch_that_cuts_groups_or_leaves_a_rest_is_refused_with_the_sizes_tha
         ("policy.dtensor_cfg.tensor_parallel_size=8", "8 ranks do not divide the one device"),
         ("policy.dtensor_cfg.context_parallel_size=2", "2 ranks do not divide the one device"),
         ("policy.dtensor_cfg.cpu_offload=true", "this run has one"),
-        ("policy.generation.backend=megatron", "Megatron generation backend is not in this version"),
+        ("policy.generation.backend=onnx", "found 'onnx' (a text); it must be one of auto, torch, vllm"),
         ("policy.generation.colocated.enabled=false", "runs on the learner's module"),
         ("cluster.gpus_per_node=0", "which leaves no device to train"),
         ("cluster.environment_hosts=2", "this run has no Ray"),
@@ -159,7 +159,9 @@ def test_an_on_policy_ratio_needs_one_step_per_batch() -> None:
 
 
 def test_all_refusals_are_reported_together() -> None:
-    said = refusal("cluster.segment_size=2", "policy.generation.backend=megatron", "grpo.stop_at_validation_metric=accuracy")
+    said = refusal(
+        "cluster.segment_size=2", "policy.dtensor_cfg.context_parallel_size=2", "grpo.stop_at_validation_metric=accuracy"
+    )
     assert len(said.problems) == 3
 
 
@@ -244,7 +246,6 @@ def test_what_runs_otherwise_than_it_seems_is_a_warning(override: str, warning: 
         ("eval.k_value=2", "samples of a task"),
         ("generation.max_new_tokens=4096", "generation.vllm_cfg.max_model_len = 2048"),
         ("cluster.num_nodes=2 cluster.backend=local", "one process runs on one node"),
-        ("generation.backend=megatron", "not in this version"),
     ],
 )
 def test_an_evaluation_that_cannot_work_is_refused(override: str, reason: str) -> None:
@@ -369,8 +370,6 @@ def test_a_run_on_recorded_data_has_its_own_metrics_and_asks_nothing_of_an_engin
     assert any("does not read policy.generation.temperature" in str(problem) for problem in warned)
     with pytest.raises(ConfigError, match=r"or one of .*val:nll"):
         load_config(None, [*base, "checkpointing.metric_name=val:reward"], root=SftRunConfig)
-    with pytest.raises(ConfigError, match="Megatron generation backend is not in this version"):
-        load_config(None, [*base, "policy.generation.backend=megatron"], root=SftRunConfig)
 
 
 @pytest.mark.parametrize(
@@ -462,14 +461,12 @@ def test_layers_are_compiled_with_ordinary_settings() -> None:
 
 GPU = "policy.device=cuda"
 VLLM = "policy.generation.backend=vllm"
-SGLANG = "policy.generation.backend=sglang"
 
 
 @pytest.mark.parametrize(
     ("overrides", "key", "reason"),
     [
         ([VLLM, "policy.device=cpu"], "policy.deterministic", "vLLM has its batch-invariant mode on GPUs alone"),
-        ([SGLANG, GPU], "policy.generation.sglang_cfg.enable_deterministic_inference", "depends on the batch without it"),
         ([AUTO, GPU], "policy.sequence_packing.train_mb_tokens", "may cut a batch otherwise in another run"),
         (["grpo.async_grpo.enabled=true", GPU], "policy.deterministic", "depends on the speed of rollouts"),
     ],

@@ -83,7 +83,6 @@ def test_an_emulating_run_rounds_what_it_sends_and_the_torch_engine_reads_the_sa
     ("overrides", "said"),
     [
         ([TORCH, FP8], "the torch engine has no kernels for it"),
-        (["policy.generation.backend=sglang", f"{Q}format=fp8_block"], "does not publish to SGLang"),
         ([VLLM, f"{Q}format=nvfp4"], "which Strop does not publish to vLLM"),
         ([VLLM, FP8, f"{C}is_mx=true", f"{C}pow2_weight_scaling_factors=false"], "the scales of MXFP8 are powers of two"),
         ([VLLM, f"{C}is_mx=true"], "precision is"),

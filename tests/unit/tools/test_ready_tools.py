@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from strop.tools.base import ParsedReply, ToolConfigError
-from strop.tools.tool_registry import make_tool_sets
+from strop.tools.tool_options import make_tool_sets
 from strop.tools.toolbox import ToolLimits, open_toolbox
 from strop.types import ToolCall
 

@@ -64,10 +64,9 @@ def check_engine_size(config: TrainingRunConfig) -> Problems:
     """An engine that is larger than a node takes whole nodes: as many ranks on each."""
     if not isinstance(config, RolloutRunConfig) or not (counts := count_devices(config)).uses_ray:
         return
+    if config.policy.generation.uses_extension:
+        return  # its section says where it may be
     size, room, total = counts.engine_size, counts.generating_per_node, counts.generating_per_node * counts.generating_nodes
-    if config.policy.generation.uses_sglang:
-        yield from _check_sglang_size(config, size, room)
-        return
     options = config.policy.generation.vllm_cfg
     stages = f" x pipeline_parallel_size = {options.pipeline_parallel_size}" if options.pipeline_parallel_size > 1 else ""
     key, found = "policy.generation.vllm_cfg.tensor_parallel_size", f"found {options.tensor_parallel_size}{stages}"
@@ -83,15 +82,6 @@ def check_engine_size(config: TrainingRunConfig) -> Problems:
             key,
             f"{found}, but an engine that is larger than a node has as many ranks on each of its nodes, and {room} GPUs of a node generate",
             f"Set it to a size with which an engine has {room} GPUs or fewer, or a multiple of {room}.",
-        )
-
-
-def _check_sglang_size(config: RolloutRunConfig, size: int, room: int) -> Problems:
-    if size > room:
-        yield Problem(
-            "policy.generation.sglang_cfg.tp_size",
-            f"found {size}, but {room} GPU{'s' if room > 1 else ''} of a node generate, and an SGLang engine is on one node",
-            f"Set it to {room} or less, raise cluster.gpus_per_node, or set policy.generation.backend=vllm, whose engines span nodes.",
         )
 
 

@@ -1,7 +1,8 @@
 """Everything that speaks against a configuration: one list, which loading, a dry run, a run and a plan ask alike.
 
-A rule that reads one section is a method of it (``BaseConfig.errors`` and ``warnings``). The others are functions, by the section that
-they are about; the annotation of ``config`` says to which kinds of run each applies.
+A rule that reads one section is a method of it (``BaseConfig.errors`` and ``warnings``), and so is one about the section of an extension
+and the rest of the run (``errors_of_run`` and ``warnings_of_run``). The others are functions, by the section that they are about; the
+annotation of ``config`` says to which kinds of run each applies.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, get_type_hints
 
+from strop import plugins
 from strop.base_config import BaseConfig, iter_sections
 from strop.config.checks import cluster_checks, data_checks, policy_checks, unused_keys
 from strop.config.schema.run_config import DistillationRunConfig, GrpoRunConfig, PpoRunConfig, RolloutRunConfig, TrainingRunConfig
@@ -73,13 +75,14 @@ def warn_unused_recomputation(config: RolloutRunConfig) -> Problems:
         )
 
 
-def warn_unused_routes(config: TrainingRunConfig) -> Problems:
-    if not config.logger.routes:
-        return
-    if not config.policy.router_replay.enabled:
-        yield Problem("logger.routes", "it has no effect: policy.router_replay.enabled is false, so no experts are recorded")
-    elif config.logger.rollouts == "none":
-        yield Problem("logger.routes", "it has no effect: logger.rollouts is none, so no rollouts are stored")
+def warn_unused_columns(config: TrainingRunConfig) -> Problems:
+    for column in plugins.load_all("columns"):
+        if not (isinstance(column.stored, str) and column.is_stored(config)):
+            continue
+        if not column.is_on(config):
+            yield Problem(column.stored, f"it has no effect: {column.key} is false, so there is no column {column.name} to store")
+        elif config.logger.rollouts == "none":
+            yield Problem(column.stored, "it has no effect: logger.rollouts is none, so no rollouts are stored")
 
 
 def warn_unused_kl_in_reward(config: GrpoRunConfig | PpoRunConfig) -> Problems:
@@ -127,7 +130,7 @@ WARNING_CHECKS: Mapping[str, tuple[Check, ...]] = {
         unused_keys.warn_unused_batch_sizes,
     ),
     "checkpointing": (warn_unranked_checkpoints,),
-    "logger": (warn_unused_routes,),
+    "logger": (warn_unused_columns,),
     "cluster": (cluster_checks.warn_unused_roles, cluster_checks.warn_idle_devices),
     "loss_fn": (warn_unused_kl_in_reward,),
     "training": (warn_unused_recomputation, unused_keys.warn_unused_validation_size),
@@ -138,17 +141,21 @@ WARNING_CHECKS: Mapping[str, tuple[Check, ...]] = {
 def find_errors(config: BaseConfig) -> list[Problem]:
     """Return the errors of a configuration; empty if the run can work."""
     sections = list(iter_sections(config))
-    alone = [problem for key, section in sections for problem in section.errors(key)]
-    together = [problem for key, section in sections for problem in section.errors_of_run(key, config)]
-    return alone + _run(ERROR_CHECKS, config) + together
+    return [
+        *(problem for key, section in sections for problem in section.errors(key)),
+        *(problem for key, section in sections for problem in section.errors_of_run(key, config)),
+        *_run(ERROR_CHECKS, config),
+    ]
 
 
 def find_warnings(config: BaseConfig) -> list[Problem]:
     """Return warnings: settings that work, but perhaps not as intended."""
     sections = list(iter_sections(config))
-    alone = [problem for key, section in sections for problem in section.warnings(key)]
-    together = [problem for key, section in sections for problem in section.warnings_of_run(key, config)]
-    return alone + _run(WARNING_CHECKS, config) + together
+    return [
+        *(problem for key, section in sections for problem in section.warnings(key)),
+        *(problem for key, section in sections for problem in section.warnings_of_run(key, config)),
+        *_run(WARNING_CHECKS, config),
+    ]
 
 
 def _run(checks: Mapping[str, tuple[Check, ...]], config: BaseConfig) -> list[Problem]:

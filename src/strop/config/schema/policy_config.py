@@ -109,7 +109,7 @@ class PolicyConfig(ModelConfig):
         length, total = self.generation.engine_options.max_model_len, self.max_total_sequence_length
         if self.generation.uses_engines and length < total:
             yield Problem(
-                f"{key}.sglang_cfg.context_length" if self.generation.uses_sglang else f"{key}.vllm_cfg.max_model_len",
+                f"{key}.{self.generation.engine_key}.{self.generation.engine_options.length_key}",
                 f"found {length}, but a rollout may have policy.max_total_sequence_length = {total} tokens, and the engine would truncate "
                 "it earlier",
                 f"Leave it unset, set it to {total} or more, or lower policy.max_total_sequence_length.",
@@ -118,10 +118,10 @@ class PolicyConfig(ModelConfig):
     def _check_router_replay(self, key: str) -> Iterator[Problem]:
         if not self.router_replay.enabled or not self.generation.uses_engines:
             return
-        if self.generation.uses_sglang:
+        if not self.generation.uses_vllm:
             yield Problem(
                 f"{key}.router_replay.enabled",
-                "found true, but the experts of tokens are not read from SGLang",
+                f"found true, but the experts of tokens are not read from {self.generation.engine_name}",
                 f"Set {key}.generation.backend to torch or vllm, or {key}.router_replay.enabled=false.",
             )
             return
@@ -175,10 +175,10 @@ class PolicyConfig(ModelConfig):
                 "found true, but vLLM has a batch-invariant mode on GPUs alone",
                 f"Set {key}.generation.backend=torch, or {key}.exact_on_policy=false.",
             )
-        if self.generation.uses_sglang:
+        if self.generation.uses_extension:
             yield Problem(
                 f"{key}.exact_on_policy",
-                "found true, but SGLang's agreement with the learner to the last bit has not been tried",
+                f"found true, but {self.generation.engine_name}'s agreement with the learner to the last bit has not been tried",
                 f"Set {key}.generation.backend=torch, or {key}.exact_on_policy=false.",
             )
         if not self.sequence_packing.enabled:
@@ -220,12 +220,6 @@ class PolicyConfig(ModelConfig):
                 "found true, but vLLM has its batch-invariant mode on GPUs alone; on a CPU the last bits of a token depend on the batch",
                 f"Set {key}.generation.backend=torch, or {key}.deterministic=false.",
             )
-        if self.generation.uses_sglang and not self.generation.sglang_cfg.enable_deterministic_inference:
-            yield Problem(
-                f"{key}.generation.sglang_cfg.enable_deterministic_inference",
-                f"found false, but {key}.deterministic is true, and a token of SGLang depends on the batch without it",
-                f"Set it to true, which needs a GPU, or {key}.deterministic=false.",
-            )
 
     def _check_exact_float8(self, key: str) -> Iterator[Problem]:
         if self.fp8.enabled and self.exact_on_policy:
@@ -247,7 +241,6 @@ class PolicyConfig(ModelConfig):
                 "vLLM samples in its batch-invariant mode (VLLM_BATCH_INVARIANT=1), whose agreement with the learner to the last bit is "
                 "unchecked: train/token_mult_prob_error says what is left of the difference",
             )
-        yield from self._warn_merged_adapters(key)
         if self.offload is True and not self.generation.colocated.enabled:
             yield Problem(f"{key}.offload", "it has no effect: the engine has devices of its own")
         if self.router_replay.enabled and self.generation.uses_vllm and not self.generation.vllm_cfg.enable_prefix_caching:
@@ -256,18 +249,6 @@ class PolicyConfig(ModelConfig):
                 f"found false, but vLLM keeps the experts of tokens beside its prefix cache, which {key}.router_replay.enabled turns on",
             )
         yield from self._warn_unused_sleep(f"{key}.generation.vllm_cfg.sleep_level")
-
-    def _warn_merged_adapters(self, key: str) -> Iterator[Problem]:
-        engine = self.generation
-        alone = engine.weight_sync.adapters_alone and not engine.sends_adapters
-        if engine.uses_sglang and self.adapter_rank is not None and alone:
-            option = "speculative_algorithm" if engine.sglang_cfg.weight_loading == "direct" else "weight_loading"
-            yield Problem(
-                f"{key}.generation.weight_sync.adapters_alone",
-                "it has no effect: SGLang's engines get merged weights, as large as the model, at every publish, because "
-                f"{key}.generation.sglang_cfg.{option} is {getattr(engine.sglang_cfg, option)}",
-                "Set it to false.",
-            )
 
     def _warn_unused_batch_size(self, key: str) -> Iterator[Problem]:
         if self.generation_batch_size is not None:

@@ -33,8 +33,6 @@ from strop.config.schema.recorded_config import (
 from strop.data.data_config import DataConfig, DataEntryConfig, EvalDataConfig
 from strop.distributed.cluster_config import ClusterConfig
 from strop.environments.environment_config import EnvironmentConfig
-from strop.extensions.code.sandbox.sandbox_config import SandboxConfig
-from strop.extensions.watch.hacking.monitor_config import MonitorConfig
 from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
@@ -92,9 +90,7 @@ class RolloutRunConfig(TrainingRunConfig):
     """A run that samples its training data."""
 
     env: Environments = Field(default_factory=dict, description=ENVIRONMENTS_DOC)
-    sandbox: SandboxConfig = subsection(SandboxConfig)
     gateway: GatewayConfig = subsection(GatewayConfig)
-    monitor: MonitorConfig = subsection(MonitorConfig)
 
     @property
     def rollout_training(self) -> RolloutTrainingConfig:
@@ -183,7 +179,6 @@ class EvalRunConfig(BaseConfig):
     tokenizer: EvalTokenizerConfig
     data: EvalDataConfig = subsection(EvalDataConfig)
     env: Environments = Field(default_factory=dict, description=ENVIRONMENTS_DOC)
-    sandbox: SandboxConfig = subsection(SandboxConfig)
     gateway: GatewayConfig = subsection(GatewayConfig)
     cluster: EvalClusterConfig = subsection(EvalClusterConfig)
 

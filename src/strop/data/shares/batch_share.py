@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,23 +58,21 @@ class BatchShare:
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("index", *parts)}
         return _restore_share, (_flatten(tensors, protocol), parts, values)
 
-    def without_routes(self) -> BatchShare:
-        batch, dummy = (None if part is None else replace(part, routes=None) for part in (self.batch, self.dummy))
-        return replace(self, batch=batch, dummy=dummy)
 
-
-_OfBatch = dict[str, Any]  # what a batch has besides tensors; the names of its columns
+_OfBatch = dict[str, Any]  # what a batch has besides tensors; of columns, their names
+_COLUMNS = ("columns", "read_columns", "rollout_columns")  # fields of a batch that are tensors by name
 
 
 def _take_apart(batch: Batch | None, name: str, tensors: dict[str, Tensor]) -> _OfBatch | None:
-    """Move the tensors of a batch to ``tensors``, as name.field and name.columns.column. Return the rest."""
+    """Move the tensors of a batch to ``tensors``, as name.field and name.field.column. Return the rest."""
     if batch is None:
         return None
-    values = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "columns"}
+    values = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name not in _COLUMNS}
     tensors |= {f"{name}.{field}": value for field, value in values.items() if isinstance(value, Tensor)}
-    tensors |= {f"{name}.columns.{column}": value for column, value in batch.columns.items()}
+    for field in _COLUMNS:
+        tensors |= {f"{name}.{field}.{column}": value for column, value in getattr(batch, field).items()}
     rest = {field: None if isinstance(value, Tensor) else value for field, value in values.items()}
-    return {**rest, "columns": list(batch.columns)}
+    return {**rest, **{field: list(getattr(batch, field)) for field in _COLUMNS}}
 
 
 def _restore_share(flat: _FlatTensors, parts: dict[str, _OfBatch | None], values: dict[str, Any]) -> BatchShare:
@@ -86,14 +84,20 @@ def _restore_share(flat: _FlatTensors, parts: dict[str, _OfBatch | None], values
 def _put_together(rest: _OfBatch | None, name: str, tensors: dict[str, Tensor]) -> Batch | None:
     if rest is None:
         return None
-    columns = {column: tensors[f"{name}.columns.{column}"] for column in rest["columns"]}
+    columns = {field: {column: tensors[f"{name}.{field}.{column}"] for column in rest[field]} for field in _COLUMNS}
     values: dict[str, Any] = {field: tensors.get(f"{name}.{field}", value) for field, value in rest.items()}
-    return Batch(**{**values, "columns": columns})
+    return Batch(**{**values, **columns})
 
 
-def without_routes(batch: Batch | BatchShare) -> Batch | BatchShare:
-    """Return a batch without the recorded experts, for a network with a routing of its own."""
-    return batch.without_routes() if isinstance(batch, BatchShare) else replace(batch, routes=None)
+BatchT = TypeVar("BatchT", bound=Batch | BatchShare)
+
+
+def without_read_columns(batch: BatchT) -> BatchT:
+    """Return a batch without what the policy's engine recorded of the tokens that it read, for another network than the policy's."""
+    if isinstance(batch, BatchShare):
+        own, dummy = (None if part is None else without_read_columns(part) for part in (batch.batch, batch.dummy))
+        return replace(batch, batch=own, dummy=dummy)
+    return replace(batch, read_columns={})
 
 
 def count_tokens(batch: Batch | BatchShare) -> int:

@@ -22,4 +22,4 @@ class ShareRequest:
 
     rule: SplitRule
     number: int  # of the share, from 0
-    routes: bool = False  # whether it reads the recorded experts
+    read_columns: bool = False  # whether it reads what engines recorded of the tokens that they read

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strop.data.shares.batch_share import without_read_columns
 from strop.data.shares.divide_batch import divide_batch
 from strop.data.shares.split_rule import ShareRequest
 from strop.distributed.actor_group import ActorGroup
@@ -65,8 +66,8 @@ class RankCaller:
     def _put_shares(self, method: str, batch: Batch) -> list[Any]:
         """Divide a batch and store each share once. Return a reference to the share of each rank."""
         requests = self.requests[method]
-        if not requests[0].routes:
-            batch = replace(batch, routes=None)
+        if not requests[0].read_columns:
+            batch = without_read_columns(batch)
         stored = [self.cluster.put(share) for share in divide_batch(batch, requests[0].rule)]
         return [stored[request.number] for request in requests]
 

@@ -121,7 +121,7 @@ class MegatronLearner:
     def share_requests(self) -> dict[str, ShareRequest]:
         """Return, for each pass over a batch, which share this rank reads."""
         batching, whole = self.config.batching, self.whole_groups
-        request = partial(self.network.share_request, routes=True)
+        request = partial(self.network.share_request, read_columns=True)
         return {
             "score": request(batching.logprob_mb_tokens),
             "forward_backward": request(require_number(batching.train_mb_tokens), whole_groups=whole),

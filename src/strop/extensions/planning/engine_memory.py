@@ -23,6 +23,7 @@ class EngineSetup:
     cache_limit: float = 2.0 * 2**30  # bytes for the cache
     most_sequences: int = 256  # decoded together
     longest: int = 2048  # tokens of a conversation
+    size_key: str = "policy.generation.vllm_cfg.tensor_parallel_size"
 
 
 @dataclass(frozen=True)

@@ -114,10 +114,8 @@ def _advise(inputs: PlanInputs) -> Iterator[Advice]:
         size < 64 and EngineMemory(inputs.model, replace(inputs.engine, size=size), limit_of(inputs)).sequences < LEAST_SEQUENCES
     ):
         size *= 2
-    key = "tp_size" if inputs.engine.name == "SGLang" else "tensor_parallel_size"
-    section = "sglang_cfg" if inputs.engine.name == "SGLang" else "vllm_cfg"
     yield Advice(
-        key=f"policy.generation.{section}.{key}",
+        key=inputs.engine.size_key,
         value=str(size),
         reason=f"an engine of {inputs.engine.size} has room for {engine.sequences:.1f} conversations of the greatest length",
     )

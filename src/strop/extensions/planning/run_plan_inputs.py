@@ -121,16 +121,17 @@ def _read_engine(generation: GenerationConfig, policy: ModelConfig, device: Plan
             longest=longest,
         )
     options = generation.engine_options
-    share = generation.sglang_cfg.mem_fraction_static if generation.uses_sglang else generation.vllm_cfg.gpu_memory_utilization
-    fp8 = not generation.uses_sglang and generation.vllm_cfg.precision == "fp8"
+    vllm = generation.vllm_cfg if generation.uses_vllm else None
+    fp8 = vllm is not None and vllm.precision == "fp8"
     return EngineSetup(
         name=generation.engine_name,
         size=options.engine_size,
+        size_key=f"policy.generation.{generation.engine_key}.{options.size_key}",
         on_cpu=device.on_cpu,
         weight_bytes=1 if fp8 else 4 if options.dtype == "float32" else 2,
-        cache_bytes=1 if not generation.uses_sglang and generation.vllm_cfg.fp8_cache else 2,
-        memory_share=None if device.on_cpu else share or 0.85,
-        most_sequences=(None if generation.uses_sglang else generation.vllm_cfg.max_num_seqs) or MOST_SEQUENCES,
+        cache_bytes=1 if vllm is not None and vllm.fp8_cache else 2,
+        memory_share=None if device.on_cpu else options.memory_share or 0.85,
+        most_sequences=(None if vllm is None else vllm.max_num_seqs) or MOST_SEQUENCES,
         longest=longest,
     )
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from strop import plugins
 from strop.algorithms.base import Algorithm
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.determinism import set_deterministic
@@ -121,7 +122,7 @@ def find_reads(config: RolloutRunConfig, algorithm: Algorithm) -> LearnerReads:
     """Return what the learner of a run reads besides tokens."""
     sampling = Sampling(**config.policy.generation.sampling_options())
     return LearnerReads(
-        routes=config.policy.router_replay.enabled,
+        columns=tuple(column for column in plugins.load_all("columns") if column.is_on(config)),
         kept_tokens=sampling.records_sampling_mask,
         baseline=algorithm.greedy_baseline,
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from strop.extensions.sglang.server.server_entry import REFUSED_PREFIX, REFUSED_STATUS
-from strop.extensions.sglang.sglang_launch import SglangLaunch, make_server_arguments
+from strop.extensions.sglang.sglang_launch import SglangLaunch, make_server_arguments, write_empty_adapter
 
 OUTPUT_TAIL_LINES = 12  # of an engine's output, in the message about its death
 END_SECONDS = 3.0  # that a server has to end by itself
@@ -37,7 +37,7 @@ class ServerProcess:
         launch, output = self.launch, self._open_output()
         arguments = make_server_arguments(launch, port=self.port, key=self.key)
         if launch.adapters is not None:
-            arguments |= launch.adapters.write_empty(self.folder / "adapter")
+            arguments |= write_empty_adapter(launch.adapters, self.folder / "adapter")
         options = {"arguments": arguments}
         try:
             process = subprocess.Popen(

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from strop import packages
-from strop.base_config import BaseConfig, EnvironmentVariables, PathText, Precision, follows, subsection
+from strop.base_config import BaseConfig, PathText, Precision, follows, subsection
+from strop.generation.engine_config import EngineConfig
+from strop.packages import install_command
 from strop.problems import Problem
+from strop.sampling import MAX_RECORDED_TOP_K
 
+if TYPE_CHECKING:
+    from strop.config.schema.policy_config import PolicyConfig
+    from strop.config.schema.run_config import RolloutRunConfig
+    from strop.generation.generation_config import GenerationConfig
+
+# The one that make setup-sglang installs. Strop changes and reads what is not part of SGLang's public interface.
+CHECKED_SGLANG = "0.5.23"
 PYTHON_VARIABLE = "STROP_SGLANG_PYTHON"  # the interpreter with SGLang, where sglang_cfg.python does not say it
 
 
@@ -33,17 +45,27 @@ class SglangServerConfig(BaseConfig):
     )
 
 
-class SglangConfig(BaseConfig):
+# Key ``sglang_kwargs`` beside the section.
+SglangArguments = Annotated[
+    dict[str, Any],
+    Field(
+        default_factory=dict,
+        description="Further arguments of SGLang's server (ServerArgs), passed through; unknown ones are errors.",
+    ),
+]
+
+
+class SglangConfig(EngineConfig):
     """The SGLang engine."""
+
+    title: ClassVar[str] = "SGLang"
+    article: ClassVar[str] = "an"
+    length_key: ClassVar[str] = "context_length"
+    size_key: ClassVar[str] = "tp_size"
 
     python: str | None = Field(
         None,
         description="Interpreter of the engine's processes, of an environment with SGLang; null is STROP_SGLANG_PYTHON, else this run's.",
-    )
-    num_engines: int | None = Field(
-        None,
-        ge=1,
-        description="Engines, each with all weights; null is as many as fit the GPUs of a Ray cluster, else 1 (engines).",
     )
     dtype: Precision = follows("...precision", standalone="bfloat16", description="Data type of the engine's weights.")
     context_length: int = follows(
@@ -93,16 +115,6 @@ class SglangConfig(BaseConfig):
     speculative_num_steps: int | None = Field(None, ge=1, description="Steps of the draft at a time (steps).")
     speculative_eagle_topk: int | None = Field(None, ge=1, description="Branches of the draft in each step (branches).")
     speculative_num_draft_tokens: int | None = Field(None, ge=1, description="Tokens verified at a time (tokens).")
-    num_threads: int | None = Field(
-        None, ge=1, description="CPU threads of each engine process; null is the learner's number (threads)."
-    )
-    max_restarts: int = Field(
-        3, ge=0, description="Restarts in a row of an engine whose process died, before the run stops (restarts)."
-    )
-    startup_seconds: float = Field(600.0, gt=0, description="How long an engine may take to become ready (seconds).")
-    env_vars: EnvironmentVariables = Field(
-        default_factory=dict, description="Environment variables of the engine processes only."
-    )
     sglang_server_config: SglangServerConfig = subsection(SglangServerConfig)
 
     @property
@@ -138,17 +150,93 @@ class SglangConfig(BaseConfig):
         return self.tp_size
 
     @property
-    def num_local_engines(self) -> int:
-        """The number of engines of a run in one process, where null is 1."""
-        return self.num_engines or 1
-
-    @property
     def takes_adapters(self) -> bool:
         """Whether the engine can be sent LoRA adapters alone: they are written in place, and SGLang's drafts know none."""
         return self.weight_loading == "direct" and self.speculative_algorithm is None
 
-    def sglang_errors(self, key: str) -> Iterator[Problem]:
-        """Yield what cannot work where SGLang is the engine."""
+    @property
+    def draft_method(self) -> str | None:
+        return self.speculative_algorithm
+
+    @property
+    def memory_share(self) -> float | None:
+        return self.mem_fraction_static
+
+    @property
+    def uses_node_packages(self) -> bool:
+        return self.python is None
+
+    def require_library(self) -> None:
+        require_sglang(self.interpreter)
+
+    def errors_of_run(self, key: str, config: Any) -> Iterator[Problem]:
+        generation, section = key.rpartition(".")[0], self._sampled_by(config)
+        if section is None:
+            return
+        yield from self._check_http_client(generation)
+        yield from self._check_sampling(generation, section)
+        yield from self._check_options(key)
+        if hasattr(config, "policy"):  # it is not an evaluation
+            yield from self._check_deterministic(key, config.policy)
+            yield from self._check_size(key, config)
+
+    def warnings_of_run(self, key: str, config: Any) -> Iterator[Problem]:
+        if self._sampled_by(config) is None:
+            return
+        yield from self._warn_options(key)
+        if hasattr(config, "policy"):
+            yield from self._warn_merged_adapters(key, config.policy)
+
+    def _sampled_by(self, config: Any) -> GenerationConfig | None:
+        """Return the section of a run that samples with this engine; None for any other run."""
+        from strop.config.schema.run_config import EvalRunConfig, RolloutRunConfig, generation_section
+
+        samples = isinstance(config, RolloutRunConfig | EvalRunConfig)
+        generation = generation_section(config)[1] if samples else None
+        return generation if generation is not None and generation.engine_options is self else None
+
+    def _check_http_client(self, key: str) -> Iterator[Problem]:
+        if not packages.is_installed("aiohttp"):
+            yield Problem(
+                f"{key}.backend",
+                "found sglang, whose server is asked over HTTP with aiohttp, which is not installed",
+                f"{install_command('serve')}.",
+            )
+
+    def _check_sampling(self, key: str, sampling: GenerationConfig) -> Iterator[Problem]:
+        """Yield what SGLang would sample from another distribution than the learner computes."""
+        for prefix in ("", "val_"):
+            top_k, top_p = getattr(sampling, f"{prefix}top_k"), getattr(sampling, f"{prefix}top_p")
+            filtered = top_p < 1 or sampling.min_p > 0
+            if top_k == 1 and getattr(sampling, f"{prefix}temperature") > 0:
+                yield Problem(
+                    f"{key}.{prefix}top_k",
+                    "found 1, which SGLang takes for greedy sampling, and reports the log-probabilities of that",
+                    f"Set {key}.{prefix}temperature=0 for greedy sampling, or it to 2 or more.",
+                )
+            if self.sampler == "sglang" and filtered and (top_k in (None, -1) or top_k > MAX_RECORDED_TOP_K):
+                yield Problem(
+                    f"{key}.sglang_cfg.sampler",
+                    f"found sglang, which says what {prefix}top_p and min_p kept only with a {prefix}top_k of at most "
+                    f"{MAX_RECORDED_TOP_K}, and its log-probabilities are those before them",
+                    f"Set {key}.sglang_cfg.sampler=strop, or {key}.{prefix}top_k.",
+                )
+        if self.sampler == "sglang" and sampling.top_p < 1 and not sampling.keep_sampling_mask:
+            yield Problem(
+                f"{key}.sglang_cfg.sampler",
+                "found sglang, which takes top_p of the whole distribution, and the learner of what top_k and min_p kept",
+                f"Set {key}.sglang_cfg.sampler=strop, or {key}.keep_sampling_mask=true.",
+            )
+        if self.speculative_algorithm is not None and (
+            sampling.top_p < 1 or sampling.min_p > 0 or sampling.top_k not in (None, -1)
+        ):
+            yield Problem(
+                f"{key}.sglang_cfg.speculative_algorithm",
+                f"found {self.speculative_algorithm}, whose accepted tokens have log-probabilities from before top_k, top_p and min_p",
+                f"Set it to null, or these three of {key} off.",
+            )
+
+    def _check_options(self, key: str) -> Iterator[Problem]:
         if self.ep_size not in (1, self.tp_size):
             yield Problem(
                 f"{key}.ep_size",
@@ -170,8 +258,48 @@ class SglangConfig(BaseConfig):
                 "Set it to direct.",
             )
 
-    def sglang_warnings(self, key: str) -> Iterator[Problem]:
-        """Yield what works where SGLang is the engine, but perhaps not as intended."""
+    def _check_deterministic(self, key: str, policy: PolicyConfig) -> Iterator[Problem]:
+        if policy.deterministic and not self.enable_deterministic_inference:
+            yield Problem(
+                f"{key}.enable_deterministic_inference",
+                "found false, but policy.deterministic is true, and a token of SGLang depends on the batch without it",
+                "Set it to true, which needs a GPU, or policy.deterministic=false.",
+            )
+
+    def _check_size(self, key: str, config: RolloutRunConfig) -> Iterator[Problem]:
+        from strop.config.checks.device_counts import count_devices
+
+        room = count_devices(config).generating_per_node
+        if count_devices(config).uses_ray and self.tp_size > room:
+            yield Problem(
+                f"{key}.tp_size",
+                f"found {self.tp_size}, but {room} GPU{'s' if room > 1 else ''} of a node generate, and an SGLang engine is on one node",
+                f"Set it to {room} or less, raise cluster.gpus_per_node, or set policy.generation.backend=vllm, whose engines span nodes.",
+            )
+
+    def _warn_merged_adapters(self, key: str, policy: PolicyConfig) -> Iterator[Problem]:
+        if policy.adapter_rank is not None and policy.generation.weight_sync.adapters_alone and not self.takes_adapters:
+            option = "speculative_algorithm" if self.weight_loading == "direct" else "weight_loading"
+            yield Problem(
+                "policy.generation.weight_sync.adapters_alone",
+                "it has no effect: SGLang's engines get merged weights, as large as the model, at every publish, because "
+                f"{key}.{option} is {getattr(self, option)}",
+                "Set it to false.",
+            )
+
+    def _warn_options(self, key: str) -> Iterator[Problem]:
+        if (version := unchecked_sglang()) and self.python is None:
+            yield Problem(
+                f"{key.rpartition('.')[0]}.backend",
+                f"SGLang {version} is installed, and Strop, which changes and reads parts of it, was checked with {CHECKED_SGLANG}",
+                "What does not fit ends the engine when it starts.",
+            )
+        if self.speculative_algorithm is not None:
+            yield Problem(
+                f"{key}.speculative_algorithm",
+                f"found {self.speculative_algorithm}: drafts are accepted with random numbers that follow no seed, so equal "
+                "requests give other tokens every time",
+            )
         if self.kv_cache_dtype not in ("auto", self.dtype):
             yield Problem(
                 f"{key}.kv_cache_dtype",
@@ -185,3 +313,30 @@ class SglangConfig(BaseConfig):
                 "found sglang, whose random numbers follow no seed: equal requests give other tokens every time",
                 f"Set {key}.sampler=strop for runs that repeat up to rounding.",
             )
+
+
+def require_sglang(python: str) -> None:
+    """Raises ValueError unless an interpreter has SGLang, or is assumed to have it."""
+    if python == sys.executable:
+        found, why = packages.is_here("sglang"), "No module named 'sglang'"
+    else:
+        look = "import importlib.util as u, sys; sys.exit(u.find_spec('sglang') is None)"
+        try:
+            found, why = subprocess.run([python, "-c", look], capture_output=True).returncode == 0, "No module named 'sglang'"
+        except OSError as error:
+            found, why = False, str(error)
+    if not found and not packages.assume("sglang"):
+        raise ValueError(
+            f"policy.generation.backend is sglang, and {python} has no SGLang ({why}): `make setup-sglang` makes one that has it; "
+            "set policy.generation.sglang_cfg.python, or STROP_SGLANG_PYTHON, to its interpreter, or "
+            "policy.generation.backend=torch"
+        )
+
+
+def unchecked_sglang() -> str | None:
+    """Return the version in this interpreter's environment if Strop was not checked with it; None for another, or where there is none."""
+    try:
+        version = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return None
+    return None if version == CHECKED_SGLANG else version

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from strop.extensions.sglang.relayed_weights import RelayedWeights
 from strop.extensions.sglang.server.engine_calls import decode_answers, encode_call
@@ -19,6 +19,7 @@ from strop.extensions.sglang.sglang_launch import ADAPTER_NAME, SglangLaunch
 from strop.extensions.sglang.sglang_requests import to_completion, to_request
 from strop.extensions.sglang.shared_pixels import SharedPixels
 from strop.generation.base import COUNTERS, Completion, check_request
+from strop.generation.engine_launch import EngineLaunch
 from strop.models.vision.vision_processor import VisionProcessor
 from strop.sampling import Sampling
 from strop.types import PromptImage
@@ -47,6 +48,8 @@ MEMORY_TAGS = ["kv_cache", "weights"]  # what a sleeping engine gives up
 class SglangEngine:
     """An ``Engine`` on SGLang. It starts without weights, so requests wait until the first ``resume``."""
 
+    launch_class: ClassVar[type[EngineLaunch]] = SglangLaunch
+
     def __init__(
         self, name: str, launch: SglangLaunch, tokenizer: Any, *, stop_ids: Sequence[int], vision: VisionProcessor | None = None
     ) -> None:
@@ -54,7 +57,7 @@ class SglangEngine:
         self.name = name
         self.vision = vision
         self.launch = launch
-        self.config = launch.config.sglang_cfg
+        self.config = launch.options
         self.tokenizer = tokenizer
         self.stop_ids = tuple(stop_ids)
         self.receivers = launch.receivers

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from strop.extensions.sglang.server.cpu_stub import CPU_ENVIRONMENT
 from strop.extensions.sglang.server.engine_calls import WEIGHTS_VARIABLE
 from strop.extensions.sglang.server.seeded_sampler import SAMPLER_VARIABLE
-from strop.generation.generation_config import GenerationConfig
+from strop.extensions.sglang.sglang_config import SglangConfig
+from strop.generation.engine_launch import EngineLaunch, LaunchedAdapters
 from strop.generation.vllm.launch import DRIVER_PID_VARIABLE
 from strop.safety.remote_code import trusts_remote_code
 
@@ -55,55 +56,46 @@ DECODER_LAYERS = (
 ADAPTER_NAME = "policy"  # of the only adapter
 
 
-@dataclass(frozen=True)
-class LaunchedAdapters:
-    """What an engine must know of the adapters that are sent to it: their shape."""
-
-    rank: int
-    layers: tuple[str, ...]  # the last parts of their layers' names, such as q_proj
-
-    @classmethod
-    def of_layers(cls, rank: int, names: Iterable[str]) -> LaunchedAdapters:
-        """``names``: of the layers with an adapter."""
-        return cls(rank, tuple(sorted({name.rpartition(".")[2] for name in names})))
-
-    def write_empty(self, folder: Path) -> dict[str, Any]:
-        """Write what SGLang reads of an adapter that has no matrices until the first publish, and return its arguments for it."""
-        folder.mkdir(parents=True, exist_ok=True)
-        config = {"peft_type": "LORA", "r": self.rank, "lora_alpha": self.rank, "target_modules": list(self.layers)}
-        (folder / "adapter_config.json").write_text(json.dumps(config))
-        return {
-            "enable_lora": True,
-            "max_lora_rank": self.rank,
-            "lora_target_modules": list(self.layers),
-            "lora_paths": [{"lora_name": ADAPTER_NAME, "lora_path": str(folder), "pinned": True}],
-            "max_loras_per_batch": 2,  # this one, and requests without any
-        }
+def write_empty_adapter(adapters: LaunchedAdapters, folder: Path) -> dict[str, Any]:
+    """Write what SGLang reads of an adapter that has no matrices until the first publish, and return its arguments for it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    layers = sorted({name.rpartition(".")[2] for name in adapters.layers or DECODER_LAYERS})
+    config = {"peft_type": "LORA", "r": adapters.rank, "lora_alpha": adapters.rank, "target_modules": layers}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return {
+        "enable_lora": True,
+        "max_lora_rank": adapters.rank,
+        "lora_target_modules": layers,
+        "lora_paths": [{"lora_name": ADAPTER_NAME, "lora_path": str(folder), "pinned": True}],
+        "max_loras_per_batch": 2,  # this one, and requests without any
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
-class SglangLaunch:
-    """What one SGLang engine is launched with: its configuration, and what is not a key of it."""
+class SglangLaunch(EngineLaunch):
+    """What one SGLang engine is launched with."""
 
-    config: GenerationConfig
-    model: str  # a folder with config.json and tokenizer files; weights are read from it only with ``load_weights``
-    on_cpu: bool
-    load_weights: bool = False
-    tokenizer: str = ""  # a folder or a name; empty: that of the model
-    environment: Mapping[str, str] = field(default_factory=dict)  # where the engine runs: its CPU threads or its GPUs
-    adapters: LaunchedAdapters | None = None  # LoRA adapters that are sent alone; None: merged weights are sent
     model_weights: str = ""  # module:Class that takes the place of ``ModelWeights`` in the engine's processes
-    output_file: Path | None = None  # file for the output of the engine's processes; None: that of this process
+
+    @property
+    def options(self) -> SglangConfig:
+        return SglangConfig.of(self.config)
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """Further arguments of the server."""
+        given: Mapping[str, Any] = vars(self.config)["sglang_kwargs"]
+        return given
 
     @property
     def python(self) -> str:
         """The interpreter of the engine's processes."""
-        return self.config.sglang_cfg.interpreter
+        return self.options.interpreter
 
     @property
     def env_vars(self) -> dict[str, str]:
         """Environment variables of the engine's processes, beside this process's."""
-        options = self.config.sglang_cfg
+        options = self.options
         source = Path(__file__).parents[3]
         found = [] if source.name == "site-packages" else [str(source)]  # where Strop is, unless that environment has it
         inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
@@ -123,27 +115,30 @@ class SglangLaunch:
     @property
     def receivers(self) -> int:
         """The number of processes that receive weights from the learner: the ranks, or this one for SGLang's own ways."""
-        options = self.config.sglang_cfg
+        options = self.options
         return options.engine_size if options.weight_loading == "direct" else 1
+
+    def check(self) -> None:
+        make_server_arguments(self, port=0, key="")
 
     @property
     def sleeps(self) -> bool:
         """Whether the engine gives its GPU memory up while the learner works."""
-        return not self.on_cpu and self.config.colocated.enabled and self.config.sglang_cfg.sglang_server_config.needs_offload
+        return not self.on_cpu and self.config.colocated.enabled and self.options.sglang_server_config.needs_offload
 
 
 def make_server_arguments(launch: SglangLaunch, *, port: int, key: str) -> dict[str, Any]:
     """Return the arguments of SGLang's server by name. Raises ValueError for those that Strop sets itself, and for drafts on a CPU."""
-    generation, options = launch.config, launch.config.sglang_cfg
-    for name in generation.sglang_kwargs:
+    options, further = launch.options, launch.arguments
+    for name in further:
         if name in RESERVED_ARGUMENTS:
             raise ValueError(
                 f"policy.generation.sglang_kwargs.{name}: Strop sets this argument of SGLang itself; set {RESERVED_ARGUMENTS[name]}"
             )
-    if launch.on_cpu and (options.speculative_algorithm or generation.sglang_kwargs.get("speculative_algorithm")):
+    if launch.on_cpu and (options.speculative_algorithm or further.get("speculative_algorithm")):
         raise ValueError(
             "policy.generation.sglang_cfg.speculative_algorithm: found "
-            f"{options.speculative_algorithm or generation.sglang_kwargs['speculative_algorithm']}, but on a CPU SGLang accepts drafts "
+            f"{options.speculative_algorithm or further['speculative_algorithm']}, but on a CPU SGLang accepts drafts "
             "greedily whatever the temperature is, by a kernel that its wheel does not have; set it to null, or policy.device to a GPU"
         )
     arguments: dict[str, Any] = {
@@ -179,4 +174,4 @@ def make_server_arguments(launch: SglangLaunch, *, port: int, key: str) -> dict[
     if launch.sleeps:
         backup = options.sglang_server_config.cpu_weight_backup
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": backup}
-    return {**arguments, **options.server_arguments, **generation.sglang_kwargs}
+    return {**arguments, **options.server_arguments, **further}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -31,19 +30,14 @@ from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.kv_cache import CacheShape
 from strop.models.adapters import lora_layers
 from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.layers.fused_layers import find_unknown_part
+from strop.models.layers.known_code import find_form
+from strop.models.layers.rms_norm import rms_norm_spec
 from strop.models.layers.rounded_layers import find_rounded
 from strop.models.network import Network
 from strop.models.quantization.float8_training import is_float8
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Family:
-    """How the layers of one family of Transformers differ from Llama's."""
-
-    late_rounding: bool = False  # its norms multiply by 1 + weight in float32 and then round
-    norms_outputs: bool = False  # a second norm after attention and after the MLP, before they are added
 
 
 class PageTensors(Protocol):
@@ -54,15 +48,8 @@ class PageTensors(Protocol):
     values: Tensor
 
 
-_GEMMA = _Family(late_rounding=True)
-FAMILIES = {
-    "llama": _Family(),
-    "mistral": _Family(),
-    "qwen2": _Family(),
-    "qwen3": _Family(),
-    "gemma": _GEMMA,
-    "gemma2": _Family(late_rounding=True, norms_outputs=True),
-}
+# Decoders that do nothing beyond their layers, norm and rotary embedding.
+DECODERS = ("llama.LlamaModel", "qwen2.Qwen2Model", "mistral.MistralModel", "gemma.GemmaModel", "gemma2.Gemma2Model")
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 FIXED_ROTARY = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on the length of a sequence
 
@@ -97,8 +84,8 @@ def find_obstacle(network: Network) -> str | None:
     kind = type(decoder).__name__
     if network.device.type != "cpu":
         return f"the model is on {network.device}, and they are for CPUs"
-    if _family_name(decoder) not in FAMILIES:
-        return f"they do not know the layers of {kind}"
+    if (part := _find_unknown_part(decoder)) is not None:
+        return f"they do not know the layers of {kind}: {part} has code of its own"
     if network.routed is not None:
         return "router replay records the experts of each layer"
     if network.precision not in DTYPES:
@@ -131,9 +118,10 @@ def _find_odd_option(config: Any) -> str | None:
     return None
 
 
-def _family_name(decoder: nn.Module) -> str:
-    parts = type(decoder).__module__.split(".")
-    return parts[2] if parts[:2] == ["transformers", "models"] else ""
+def _find_unknown_part(decoder: Any) -> str | None:
+    if find_form(type(decoder), DECODERS) is None:
+        return type(decoder).__name__
+    return next(filter(None, map(find_unknown_part, decoder.layers)), None)
 
 
 def _activation(config: Any) -> str:
@@ -152,7 +140,9 @@ class FastLayers:
         self.specs = specs
         self.length = length
         self._linears = linears
-        self._family = FAMILIES[_family_name(network.decoder)]
+        spec = rms_norm_spec(network.decoder.norm)  # type: ignore[arg-type]
+        assert spec is not None
+        self._norm_spec = spec
         self._norms: dict[str, Tensor] = {}  # [hidden] or [D] in float32, by the name of the module
         self._biases: list[Tensor] = []  # that the structures refer to
         self._model: ModelStruct | None = None
@@ -206,8 +196,7 @@ class FastLayers:
         stale: dict[str, Tensor] = {}
         for name, copy in self._norms.items():
             if not torch.equal(copy, self._norm_weight(self.network.decoder.get_submodule(name))):
-                weight = copy - 1.0 if self._family.late_rounding else copy
-                stale[f"{self._prefix()}{name}.weight"] = weight
+                stale[f"{self._prefix()}{name}.weight"] = copy - self._norm_spec.offset
         return stale
 
     def _prefix(self) -> str:
@@ -233,7 +222,7 @@ class FastLayers:
             head_size=spec.head_size,
             intermediate=config.intermediate_size,
             eps=config.rms_norm_eps,
-            late_rounding=self._family.late_rounding,
+            late_rounding=not self._norm_spec.rounds_first,
             activation=ACTIVATIONS[_activation(config)],
         )
 
@@ -242,7 +231,7 @@ class FastLayers:
         modules = {"query": attention.q_proj, "key": attention.k_proj, "value": attention.v_proj, "output": attention.o_proj}
         modules |= {"gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj}
         norms = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-        if self._family.norms_outputs:
+        if hasattr(layer, "pre_feedforward_layernorm"):
             norms |= {"attention_out_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
             norms |= {"mlp_out_norm": "post_feedforward_layernorm"}
         if hasattr(attention, "q_norm"):
@@ -274,4 +263,4 @@ class FastLayers:
 
     def _norm_weight(self, module: Any) -> Tensor:
         weight: Tensor = module.weight.detach()
-        return 1.0 + weight if self._family.late_rounding else weight
+        return self._norm_spec.offset + weight if self._norm_spec.offset else weight

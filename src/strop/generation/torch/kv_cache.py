@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from strop.columns import Columns
 from strop.device_copies import is_gpu
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.flash_kernel import VarlenFlashKernel, flash_obstacle
@@ -17,7 +18,7 @@ from strop.models.attention.merged_attention import attend_in_pieces
 from strop.models.attention.plain_attention import causal_mask, masked_attention
 from strop.models.attention.tree_pieces import AttentionPiece, Levels
 from strop.models.exact.exact_attention import KEY_BLOCK, attend_cached
-from strop.models.routing.routes import RecordedRoutes, RoutedLayers
+from strop.models.recorded_columns import RecordedColumn, Recorders, allocate_columns
 from strop.types import PromptImage
 
 SPAN_STEP = 32  # positions
@@ -48,12 +49,10 @@ class CacheShape:
 class SlotCache:
     """Keys and values of the running requests, [layers, slots, heads, length, D], allocated once."""
 
-    def __init__(self, shape: CacheShape, slots: int, length: int, routed: RoutedLayers | None = None) -> None:
-        """``routed``: also hold the experts of each token, for router replay."""
+    def __init__(self, shape: CacheShape, slots: int, length: int, recorded: Sequence[RecordedColumn] = ()) -> None:
+        """``recorded``: columns of tokens that are held too."""
         self.shape = shape
-        self.routes: Tensor | None = None  # [slots, length, layers, k]
-        if routed is not None:
-            self.routes = torch.zeros((slots, length, *routed.shape), dtype=routed.dtype, device=shape.device)
+        self.columns = allocate_columns(recorded, (slots, length), shape.device)  # [slots, length, ...]
         self.slots = slots
         self.length = length
         size = (shape.layers, slots, shape.heads, length, shape.head_size)
@@ -63,21 +62,21 @@ class SlotCache:
     def write_prefix(self, slot: int, prefix: Prefix) -> None:
         self.keys[:, slot, :, : prefix.length] = prefix.keys
         self.values[:, slot, :, : prefix.length] = prefix.values
-        if self.routes is not None and prefix.routes is not None:
-            self.routes[slot, : prefix.length] = prefix.routes
+        for column, values in prefix.columns.items():
+            self.columns[column][slot, : prefix.length] = values
 
     def move(self, source: int, target: int, length: int) -> None:
         self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
-        if self.routes is not None:
-            self.routes[target, :length] = self.routes[source, :length]
+        for held in self.columns.values():
+            held[target, :length] = held[source, :length]
 
     def read_prefix(self, slot: int, tokens: tuple[int, ...]) -> Prefix:
         """Return a copy of the slot's first ``len(tokens)`` positions."""
         length = len(tokens)
-        routes = None if self.routes is None else self.routes[slot, :length].clone()
+        columns = {column: held[slot, :length].clone() for column, held in self.columns.items()}
         keys, values = self.keys[:, slot, :, :length].clone(), self.values[:, slot, :, :length].clone()
-        return Prefix(tokens, keys, values, routes=routes)
+        return Prefix(tokens, keys, values, columns=columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +87,7 @@ class Prefix:
     keys: Tensor
     values: Tensor
     logits: Tensor | None = None  # [V]
-    routes: Tensor | None = None  # [P, layers, k], with router replay
+    columns: Columns = field(default_factory=dict)  # [P, ...]
 
     @property
     def length(self) -> int:
@@ -98,8 +97,8 @@ class Prefix:
         """Return the prefix without its last token, which must then be computed again for its logits. None if nothing is left."""
         if self.length < 2:
             return None
-        routes = None if self.routes is None else self.routes[:-1]
-        return Prefix(self.tokens[:-1], self.keys[:, :, :-1], self.values[:, :, :-1], routes=routes)
+        columns = {column: values[:-1] for column, values in self.columns.items()}
+        return Prefix(self.tokens[:-1], self.keys[:, :, :-1], self.values[:, :, :-1], columns=columns)
 
 
 class PrefixStore:
@@ -200,7 +199,7 @@ class PrefillPlan:
         """``blocks``: of each whole prompt [P], runs of tokens that also attend to what follows in the run (-1: none); None: no runs."""
         self.shape = shape
         self.blocks = blocks or [None] * len(lengths)
-        self.routes: RecordedRoutes | None = None  # of the new tokens, with router replay
+        self.recorders: Recorders = {}  # of columns of the new tokens
         self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number
         self.lengths = lengths
         self.prefixes = prefixes
@@ -237,8 +236,8 @@ class PrefillPlan:
             return attend_cached(queries, keys, values, positions[None], spec)[0].transpose(0, 1)
         return attend_prompt(queries, keys, values, blocks, spec)[0].transpose(0, 1)
 
-    def build_prefix(self, index: int, tokens: tuple[int, ...], logits: Tensor, routes: Tensor | None = None) -> Prefix:
-        """Return the ``index``-th prompt as a prefix, its cached part included. ``routes`` [T, layers, k]: recorded in this pass."""
+    def build_prefix(self, index: int, tokens: tuple[int, ...], logits: Tensor, recorded: Columns) -> Prefix:
+        """Return the ``index``-th prompt as a prefix, its cached part included. ``recorded`` [T, ...]: in this pass."""
         start = sum(self.lengths[:index])
         end = start + self.lengths[index]
         keys = torch.stack([layer[start:end].transpose(0, 1) for layer in self.keys])
@@ -246,10 +245,12 @@ class PrefillPlan:
         cached = self.prefixes[index]
         if cached is not None:
             keys, values = torch.cat([cached.keys, keys], dim=2), torch.cat([cached.values, values], dim=2)
-        if routes is not None:
-            routes = routes[start:end]
-            routes = routes if cached is None or cached.routes is None else torch.cat([cached.routes, routes])
-        return Prefix(tokens, keys, values, logits, routes)
+        before = {} if cached is None else cached.columns
+        columns = {
+            column: torch.cat([*([before[column]] if column in before else []), rows[start:end]])
+            for column, rows in recorded.items()
+        }
+        return Prefix(tokens, keys, values, logits, columns)
 
 
 class DecodePlan:
@@ -258,7 +259,7 @@ class DecodePlan:
     def __init__(self, cache: SlotCache, positions: Tensor, span: int) -> None:
         """``positions`` [B] are those of the new tokens, all below ``span``."""
         self.cache = cache
-        self.routes: RecordedRoutes | None = None  # of the new tokens, with router replay
+        self.recorders: Recorders = {}  # of columns of the new tokens
         self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number
         self.rows = torch.arange(len(positions), device=positions.device)
         self.positions = positions

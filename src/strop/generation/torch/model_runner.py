@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from strop.columns import Columns, TokenColumn
 from strop.device_copies import is_gpu, move, upload
 from strop.generation.torch.cuda_graphs import DecodeGraphs, capture_obstacle
 from strop.generation.torch.decode_kernels import DecodeKernels
@@ -23,7 +24,7 @@ from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights
 from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
 from strop.models.network import Network
-from strop.models.routing.routes import RecordedRoutes
+from strop.models.recorded_columns import Recorders, name_recorders, stack_columns
 from strop.types import PromptImage
 
 log = logging.getLogger(__name__)
@@ -117,8 +118,8 @@ class ModelRunner(Protocol):
         """Store a conversation's prefix for its next turn."""
         ...
 
-    def read_routes(self, slot: int, length: int) -> Tensor | None:
-        """Return the experts of a slot's first ``length`` tokens, [length, layers, k] on the CPU; None without router replay."""
+    def read_columns(self, slot: int, length: int) -> Columns:
+        """Return what was recorded of a slot's first ``length`` tokens, [length, ...] each, on the CPU."""
         ...
 
     def activate(self) -> None:
@@ -139,9 +140,9 @@ class ModelRunner(Protocol):
 
 
 class EnginePlan(AttentionPlan, Protocol):
-    """An attention plan that also collects the experts of its tokens, with router replay, and has the images among them."""
+    """An attention plan that also records columns of its tokens, and has the images among them."""
 
-    routes: RecordedRoutes | None
+    recorders: Recorders
     images: Mapping[int, PromptImage]  # by number
 
 
@@ -249,7 +250,7 @@ class PlanRunner:
     def _forward(self, tokens: Tensor, positions: Tensor, plan: EnginePlan, rows: Tensor | None) -> Tensor:
         """Return the logits [B, V] at ``rows`` of the tokens [T]; None: at all. ``positions``: rotary, [T] or [3, T]."""
         device = self.network.device
-        options: dict[str, Any] = {} if plan.routes is None else {"routes": plan.routes}
+        options = name_recorders(plan.recorders)
         rounds = self.quantization is not None and self.quantization.plan.fp8_cache
         options["plan"] = RoundedCache(plan) if rounds else plan
         places = positions[None] if positions.dim() == 1 else positions[:, None]
@@ -366,7 +367,7 @@ class CachedRunner(FixedSlots, PlanRunner):
         stored = self.shape.round_span(length) if self.shape.exact else length
         capacity = cache_capacity(network, self.shape, config, length, stored)
         self.slots = min(config.max_num_seqs, capacity // stored)
-        self.cache = SlotCache(self.shape, self.slots, stored, network.routed)
+        self.cache = SlotCache(self.shape, self.slots, stored, network.recorded_columns)
         self._make_offsets(self.slots)
         self.prefixes = PrefixStore(capacity - self.slots * stored)
         self.graphs = self._make_graphs() if config.cuda_graphs else None
@@ -411,12 +412,13 @@ class CachedRunner(FixedSlots, PlanRunner):
         tokens = torch.tensor([token for prompt, skip in zip(prompts, skipped, strict=True) for token in prompt.tokens[skip:]])
         positions = join_positions(prompts, skipped)
         last = torch.tensor(lengths).cumsum(0) - 1
-        plan.routes = self.network.record_routes()
+        plan.recorders = self.network.record_columns()
         plan.images = collect_images(prompts)
         logits = self._forward(tokens, positions, plan, last)
-        routes = None if plan.routes is None else plan.routes.stack()
+        recorded = stack_columns(plan.recorders)
         return {
-            prompt.tokens: plan.build_prefix(index, prompt.tokens, logits[index], routes) for index, prompt in enumerate(prompts)
+            prompt.tokens: plan.build_prefix(index, prompt.tokens, logits[index], recorded)
+            for index, prompt in enumerate(prompts)
         }
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
@@ -433,10 +435,10 @@ class CachedRunner(FixedSlots, PlanRunner):
 
     def _decode_static(self, tokens: Tensor, positions: Tensor, span: int | None = None) -> Tensor:
         plan = DecodePlan(self.cache, positions, span or self.length)
-        plan.routes = self.network.record_routes()
+        plan.recorders = self.network.record_columns()
         logits = self._forward(tokens, self._rotate(positions, len(tokens)), plan, None)
-        if plan.routes is not None and self.cache.routes is not None:
-            self.cache.routes[plan.rows, positions] = plan.routes.stack()
+        for column, values in stack_columns(plan.recorders).items():
+            self.cache.columns[column][plan.rows, positions] = values
         return logits
 
     def _rotate(self, positions: Tensor, count: int) -> Tensor:
@@ -450,8 +452,8 @@ class CachedRunner(FixedSlots, PlanRunner):
     def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
         self.prefixes.put(session, self.cache.read_prefix(slot, tokens))
 
-    def read_routes(self, slot: int, length: int) -> Tensor | None:
-        return None if self.cache.routes is None else self.cache.routes[slot, :length].to("cpu", copy=True)
+    def read_columns(self, slot: int, length: int) -> Columns:
+        return {column: held[slot, :length].to("cpu", copy=True) for column, held in self.cache.columns.items()}
 
     def reset_prefix_cache(self) -> None:
         self.prefixes.clear()
@@ -470,7 +472,9 @@ class RecomputeRunner(FixedSlots):
         self.slots = max_slots
         self.length = length
         self._tokens: dict[int, list[int]] = {}
-        self._routes: dict[int, Tensor] = {}  # slot -> [tokens or more, layers, k], of the last pass that read it
+        self._columns: dict[
+            int, dict[TokenColumn, Tensor]
+        ] = {}  # of each slot [tokens or more, ...], of the last pass that read it
 
     def count_unread(self, prompt: SlotPrompt) -> int:
         return len(prompt.tokens)
@@ -488,28 +492,29 @@ class RecomputeRunner(FixedSlots):
     @torch.no_grad()
     def _logits(self, slots: Sequence[int]) -> Tensor:
         device, rows = self.network.device, [self._tokens[slot] for slot in slots]
-        recorded = self.network.record_routes()
-        options = {} if recorded is None else {"routes": recorded}
+        recorders = self.network.record_columns()
         longest = max(len(row) for row in rows)
         tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
         with self.network.autocast():
-            hidden = self.network.decoder(input_ids=tokens, attention_mask=mask, use_cache=False, **options).last_hidden_state
-            if recorded is not None:
-                self._routes.update(zip(slots, recorded.stack().unflatten(0, (len(rows), longest)).cpu(), strict=True))
+            output = self.network.decoder(input_ids=tokens, attention_mask=mask, use_cache=False, **name_recorders(recorders))
+            hidden = output.last_hidden_state
+            self._columns.update({slot: {} for slot in slots})
+            for column, values in stack_columns(recorders).items():
+                for slot, of_slot in zip(slots, values.unflatten(0, (len(rows), longest)).cpu(), strict=True):
+                    self._columns[slot][column] = of_slot
             last = hidden[torch.arange(len(rows), device=device), torch.tensor([len(row) - 1 for row in rows], device=device)]
             return self.network.head.compute_logits(last)
 
     def move(self, source: int, target: int, length: int) -> None:
         self._tokens[target] = self._tokens.pop(source)
-        if source in self._routes:
-            self._routes[target] = self._routes.pop(source)
+        self._columns[target] = self._columns.pop(source)
 
     def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
         return None
 
-    def read_routes(self, slot: int, length: int) -> Tensor | None:
-        return self._routes[slot][:length].clone() if slot in self._routes else None
+    def read_columns(self, slot: int, length: int) -> Columns:
+        return {column: values[:length].clone() for column, values in self._columns[slot].items()}
 
     def activate(self) -> None:
         self.network.use_native_attention()

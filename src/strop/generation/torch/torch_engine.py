@@ -520,7 +520,7 @@ class TorchEngine:
                     stopped=stopped,
                     entropies=torch.tensor(request.entropies, dtype=torch.float32) if request.sampling.entropy else None,
                     kept=pad_kept_tokens(request.kept) if request.sampling.records_sampling_mask else None,
-                    routes=self.runner.read_routes(slot, request.position),
+                    columns=self.runner.read_columns(slot, request.position),
                 )
             )
         if request.session:

@@ -6,11 +6,11 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.generation.generation_config import GenerationConfig
+from strop.generation.engine_launch import EngineLaunch, NodeRanks
 from strop.generation.vllm.quantized.fp8_launch import fp8_environment, make_fp8_args, merge_overrides
 from strop.generation.vllm.vllm_config import VllmConfig
 from strop.safety.remote_code import trusts_remote_code
@@ -52,15 +52,6 @@ ENGINE_ENVIRONMENT = {
 }
 
 
-@dataclass(frozen=True)
-class NodeRanks:
-    """The ranks that an engine has on one of several nodes."""
-
-    node: str  # Ray's id of the node
-    count: int
-    gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them there; empty on a CPU
-
-
 def select_ranks(nodes: Sequence[NodeRanks], first: int, count: int) -> list[NodeRanks]:
     """Return where ``count`` ranks of an engine are, from number ``first`` on."""
     selected: list[NodeRanks] = []
@@ -74,36 +65,22 @@ def select_ranks(nodes: Sequence[NodeRanks], first: int, count: int) -> list[Nod
 
 
 @dataclass(frozen=True, kw_only=True)
-class VllmLaunch:
-    """What one vLLM engine is launched with: its configuration, and what is not a key of it."""
+class VllmLaunch(EngineLaunch):
+    """What one vLLM engine is launched with. Adapters are loaded over the base weights."""
 
-    config: GenerationConfig
-    model: str  # a folder with config.json and tokenizer files; weights are read from it only with ``load_weights``
-    on_cpu: bool
-    load_weights: bool = False
-    tokenizer: str = ""  # a folder or a name; empty: that of the model
-    max_lora_rank: int | None = None  # LoRA adapters of at most this rank are loaded over the base weights
-    return_routes: bool = False  # the experts of each token, for router replay
-    reads_images: bool = False  # a vision-language model
-    batch_invariant: bool = False  # the bits of a token do not depend on the batch; vLLM has this mode on GPUs
-    environment: Mapping[str, str] = field(default_factory=dict)  # where the engine runs: its CPU threads or its GPUs
-    draft: str = ""  # folder of the draft head that the learner trains and sends
     worker_extension: str = "strop.generation.vllm.worker.StropWorker"  # vLLM's worker_extension_cls
-    output_file: Path | None = None  # file for the output of the engine's processes; None: that of this process
-    nodes: tuple[NodeRanks, ...] = ()  # of an engine that is larger than a node, the one where it is launched first
-    ray_address: str = ""  # of the cluster with these nodes
 
     @property
     def env_vars(self) -> dict[str, str]:
         """Environment variables of the engine's processes."""
         # A fork of a process that has used CUDA cannot use it, and vLLM does not notice every use.
         start = {} if self.on_cpu else {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-        routes = (
+        runner = (
             {"VLLM_USE_V2_MODEL_RUNNER": "1"} if self.return_routes else {}
         )  # the other one does not say the experts of tokens
         invariant = {"VLLM_BATCH_INVARIANT": "1"} if self.batch_invariant else {}
         fp8 = fp8_environment(self.config)
-        own = {**start, **routes, **invariant, **fp8, **self.environment, **self.config.vllm_cfg.env_vars}
+        own = {**start, **runner, **invariant, **fp8, **self.environment, **self.config.vllm_cfg.env_vars}
         if not self.nodes:
             return own
         spanned = {
@@ -130,7 +107,7 @@ class VllmLaunch:
         if self.on_cpu:
             return 0
         level = self.config.vllm_cfg.sleep_level
-        return level if self.max_lora_rank is None else min(level, 1)
+        return level if self.adapters is None else min(level, 1)
 
 
 def make_engine_args(launch: VllmLaunch) -> Any:
@@ -168,8 +145,8 @@ def make_engine_args(launch: VllmLaunch) -> Any:
     memory = config.kv_cache_memory_gb or (CPU_CACHE_GB if launch.on_cpu else None)
     if memory is not None:
         args["kv_cache_memory_bytes"] = int(memory * 2**30)
-    if launch.max_lora_rank is not None:
-        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _round_up_rank(launch.max_lora_rank)}
+    if launch.adapters is not None:
+        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _round_up_rank(launch.adapters.rank)}
     if config.speculation.method is not None:
         args["speculative_config"] = make_speculative_config(config, launch.draft)
     if launch.sleep_level:

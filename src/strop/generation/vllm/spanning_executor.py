@@ -27,7 +27,8 @@ from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_env_utils import get_driver_env_vars
 from vllm.v1.executor.ray_utils import WORKER_SPECIFIC_ENV_VARS
 
-from strop.generation.vllm.engine_args import SPANNED_VARIABLE, NodeRanks, select_ranks
+from strop.generation.engine_launch import NodeRanks
+from strop.generation.vllm.engine_args import SPANNED_VARIABLE, select_ranks
 from strop.generation.vllm.launch import DRIVER_PID_VARIABLE, exit_with_driver, redirect_standard_output
 from strop.gpus import VISIBLE
 

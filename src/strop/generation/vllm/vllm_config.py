@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from strop import packages
-from strop.base_config import BaseConfig, EnvironmentVariables, PathText, Precision, default_of, follows, subsection
+from strop.base_config import BaseConfig, PathText, Precision, default_of, follows, subsection
+from strop.generation.engine_config import EngineConfig
 from strop.generation.vllm.versions import describe_checked, unchecked_version
 from strop.problems import Problem
 
@@ -81,16 +82,13 @@ class SpeculationConfig(BaseConfig):
                 yield Problem(f"{key}.{name}", f"it has no effect: {key}.method is {self.method or 'null'}")
 
 
-class VllmConfig(BaseConfig):
+class VllmConfig(EngineConfig):
     """The vLLM engine."""
+
+    title: ClassVar[str] = "vLLM"
 
     async_engine: bool = Field(
         True, description="Accepted for NeMo-RL recipes, without effect: requests always reach the engine one by one."
-    )
-    num_engines: int | None = Field(
-        None,
-        ge=1,
-        description="Engines, each with all weights; null is as many as fit the GPUs of a Ray cluster, else 1 (engines).",
     )
     precision: Precision | Literal["fp8"] = follows(
         "...precision",
@@ -145,23 +143,11 @@ class VllmConfig(BaseConfig):
         True, description="Cache the keys and values of prompts for other samples and later turns."
     )
     enforce_eager: bool = Field(False, description="Do not capture CUDA graphs. A CPU never does.")
-    num_threads: int | None = Field(
-        None,
-        ge=1,
-        description="CPU threads of each engine process; null is the learner's number (threads).",
-    )
     speculation: SpeculationConfig = subsection(SpeculationConfig)
     sleep_level: Literal[0, 1, 2] = Field(
         2,
         description="What a colocated engine frees on its GPU while the learner works. 0: nothing; 1: the KV cache, and "
         "weights move to host memory; 2: both, and weights are sent again.",
-    )
-    max_restarts: int = Field(
-        3, ge=0, description="Restarts in a row of an engine whose process died, before the run stops (restarts)."
-    )
-    startup_seconds: float = Field(600.0, gt=0, description="How long an engine may take to become ready (seconds).")
-    env_vars: EnvironmentVariables = Field(
-        default_factory=dict, description="Environment variables of the engine processes only."
     )
 
     @property
@@ -185,9 +171,27 @@ class VllmConfig(BaseConfig):
         return max(1, self.expert_parallel_size // self.tensor_parallel_size)
 
     @property
-    def num_local_engines(self) -> int:
-        """The number of engines of a run in one process, where null is 1."""
-        return self.num_engines or 1
+    def draft_method(self) -> str | None:
+        return self.speculation.method
+
+    @property
+    def memory_share(self) -> float:
+        return self.gpu_memory_utilization
+
+    def require_library(self) -> None:
+        if not packages.is_installed("vllm"):
+            raise ValueError(
+                "policy.generation.backend is vllm, and vLLM cannot be imported here (No module named 'vllm'): install it "
+                "(`make setup-vllm` in Strop's checkout takes the build for this machine), or set policy.generation.backend=torch"
+            )
+
+    def describe(self) -> str:
+        stages = f", pipeline_parallel_size {self.pipeline_parallel_size}" if self.pipeline_parallel_size > 1 else ""
+        graphs = "no CUDA graphs" if self.enforce_eager else "CUDA graphs"
+        return (
+            f"{self.precision}, {self.gpu_memory_utilization:.0%} of each GPU's memory, conversations of at most {self.max_model_len} "
+            f"tokens, tensor_parallel_size {self.tensor_parallel_size}{stages}, {graphs}"
+        )
 
     def vllm_errors(self, key: str) -> Iterator[Problem]:
         """Yield what cannot work where vLLM is the engine."""

@@ -21,9 +21,10 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from strop.generation.base import Completion, check_request
+from strop.generation.engine_launch import EngineLaunch
 from strop.generation.vllm.engine_args import ENGINE_ENVIRONMENT, VllmLaunch, check_cpu_attention, make_engine_args
 from strop.generation.vllm.launch import (
     DRIVER_PID_VARIABLE,
@@ -60,6 +61,8 @@ OUTPUT_TAIL_LINES = 12  # of an engine's output, in the message about its death
 
 class VllmEngine:
     """An ``Engine`` on vLLM. It starts without weights, so requests wait until the first ``resume``."""
+
+    launch_class: ClassVar[type[EngineLaunch]] = VllmLaunch
 
     def __init__(
         self, name: str, launch: VllmLaunch, tokenizer: Any, *, stop_ids: Sequence[int], vision: VisionProcessor | None = None

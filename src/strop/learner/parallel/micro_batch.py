@@ -43,10 +43,10 @@ LocalOutputs = tuple[tuple[Tensor, OutputsT], ...]
 
 
 def make_dummy(batch: Batch, *, zero_gradient: bool) -> MicroBatch:
-    """Return a dummy that reads ``batch``, one rollout. It has no recorded experts, which would be counted."""
+    """Return a dummy that reads ``batch``, one rollout. Nothing recorded is replayed in it, which would be counted."""
     nothing = torch.zeros_like(batch.mask)
     return MicroBatch(
-        SubBatch(replace(batch, routes=None, mask=nothing), torch.arange(len(batch.target))), zero_gradient, dummy=True
+        SubBatch(replace(batch, read_columns={}, mask=nothing), torch.arange(len(batch.target))), zero_gradient, dummy=True
     )
 
 

@@ -56,7 +56,7 @@ class Parallelism(Protocol):
         """Yield every tensor that refers to the memory of this rank's weights."""
         ...
 
-    def share_request(self, token_budget: int, *, whole_groups: bool = False, routes: bool = False) -> ShareRequest:
+    def share_request(self, token_budget: int, *, whole_groups: bool = False, read_columns: bool = False) -> ShareRequest:
         """Return which share of a batch this rank reads in micro-batches of ``token_budget``."""
         ...
 

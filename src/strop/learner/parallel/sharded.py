@@ -294,11 +294,11 @@ class Sharded:
             if isinstance(module, FSDPModule):
                 yield from _gathered_from(module)
 
-    def share_request(self, token_budget: int, *, whole_groups: bool = False, routes: bool = False) -> ShareRequest:
+    def share_request(self, token_budget: int, *, whole_groups: bool = False, read_columns: bool = False) -> ShareRequest:
         padded = not self.network.packed
         rule = SplitRule(ranks=self.meshes.dims.data, token_budget=token_budget, padded=padded, whole_groups=whole_groups)
         rule = replace(rule, fills_up=self.meshes.dims.pipeline > 1)
-        return ShareRequest(rule=rule, number=self.meshes.data_rank, routes=routes)
+        return ShareRequest(rule=rule, number=self.meshes.data_rank, read_columns=read_columns)
 
     def take_share(self, batch: Batch | BatchShare, token_budget: int, *, whole_groups: bool = False) -> BatchShare:
         """Return this rank's share of a batch, or the share that it was sent. Raises ValueError for that of another rank."""

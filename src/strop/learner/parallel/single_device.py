@@ -52,7 +52,7 @@ class SingleDevice:
     def weight_tensors(self) -> Iterator[Tensor]:
         yield from self.network.model.parameters()
 
-    def share_request(self, token_budget: int, *, whole_groups: bool = False, routes: bool = False) -> ShareRequest:
+    def share_request(self, token_budget: int, *, whole_groups: bool = False, read_columns: bool = False) -> ShareRequest:
         raise TypeError("a network on a single device reads whole batches; send it those")
 
     def split_batch(

@@ -18,6 +18,7 @@ from strop.models.adapters import lora_layers
 from strop.models.attention.tree_plan import TreePlan
 from strop.models.layers.compiled_layers import CompiledLayers
 from strop.models.layers.decoder_layers import decoder_layers
+from strop.models.layers.fused_layers import find_unknown_part
 from strop.models.layers.rounded_layers import find_rounded
 from strop.models.network import Network
 from strop.packages import has_cpp_compiler
@@ -28,8 +29,6 @@ TOKENS = 512  # of the row that compiled layers are tried with
 ROUNDS = 3
 # How far values and gradients of compiled layers may be from those of the modules, relative to the norm of all of them.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-# Families that auto compiles; others may have steps that are compiled anew for each batch, as the choice of experts.
-FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2")
 
 
 class CannotCompile(Exception):
@@ -80,7 +79,7 @@ def choose_layer_compilation(
 
 
 def find_obstacle(network: Network, *, sharded: bool, known_only: bool) -> str | None:
-    """Return why the layers cannot be compiled; None if they can. ``known_only``: only families that were tested."""
+    """Return why the layers cannot be compiled; None if they can. ``known_only``: only layers whose code is known."""
     layers = decoder_layers(network.decoder)
     if network.exact is not None:
         return "policy.exact_on_policy computes with operations of a fixed order"
@@ -102,9 +101,8 @@ def find_obstacle(network: Network, *, sharded: bool, known_only: bool) -> str |
         return "its modules have hooks, which a compiled layer does not watch"
     if not layers or any("forward" in vars(layer) for layer in layers):
         return f"{type(network.decoder).__name__} has no layers whose forward pass is their own"
-    kind = type(layers[0]).__name__
-    if known_only and kind not in {f"{family}DecoderLayer" for family in FAMILIES}:
-        return f"{kind} is not among the layers that it was tested with; policy.compile=true tries it"
+    if known_only and (part := next(filter(None, map(find_unknown_part, layers)), None)):  # the choice of experts, for one
+        return f"{part} may have steps that are compiled again for each batch; policy.compile=true tries it"
     return _find_missing_compiler(network.device)
 
 

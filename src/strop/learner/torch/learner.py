@@ -205,7 +205,7 @@ class TorchLearner:
     def share_requests(self) -> dict[str, ShareRequest]:
         """Return, for each pass over a batch, which share this rank reads."""
         batching, whole = self.config.batching, self.whole_groups
-        request = partial(self.parallelism.share_request, routes=True)
+        request = partial(self.parallelism.share_request, read_columns=True)
         trained = {} if self._train_tokens is None else {"forward_backward": request(self._train_tokens, whole_groups=whole)}
         return {
             "score": request(batching.logprob_mb_tokens),

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from strop.algorithms.base import Outputs
-from strop.data.shares.batch_share import BatchShare, without_routes
+from strop.data.shares.batch_share import BatchShare, without_read_columns
 from strop.data.shares.split_rule import ShareRequest
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatchOutputs, OutputsT, assemble_outputs
 from strop.learner.parallel.parallelism import Parallelism
@@ -79,7 +79,7 @@ class NetworkScorer:
 
     def read_local(self, batch: Batch | BatchShare, compute: Callable[[Batch], OutputsT]) -> LocalOutputs[OutputsT]:
         """Return what ``compute`` returns for each of this rank's micro-batches, with its places [n] in the batch's N."""
-        batch = without_routes(batch)  # a reference is another policy, with a routing of its own
+        batch = without_read_columns(batch)  # a reference is another policy, with a routing of its own
         with self.context():
             return read_local(self.parallelism or SingleDevice(self.network), batch, self.score_tokens, compute)
 

@@ -20,26 +20,24 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from strop.models.layers.joined_linear import are_plain, joined_linear
+from strop.models.layers.known_code import find_form
 from strop.models.layers.rms_norm import RmsNormSpec, rms_norm, rms_norm_spec
 from strop.models.layers.weight_copies import WeightCopies
 
-# Attention modules of Transformers by the options that they pass to the attention function, which are attributes of theirs.
+# Forms of attention by the options that they pass to the attention function, which are attributes of theirs.
 _WINDOW = {"sliding_window": "sliding_window"}
 _ATTENTION: Mapping[str, Mapping[str, str]] = {
-    "LlamaAttention": {},
-    "GemmaAttention": {},
-    "GraniteAttention": {},
-    "MistralAttention": {"sliding_window": "config.sliding_window"},
-    "MixtralAttention": {"sliding_window": "config.sliding_window"},
-    "Qwen2Attention": _WINDOW,
-    "Qwen3Attention": _WINDOW,
-    "Qwen3MoeAttention": _WINDOW,
-    "Gemma2Attention": {"sliding_window": "sliding_window", "softcap": "attn_logit_softcapping"},
-    "Gemma3Attention": _WINDOW,
+    "llama.LlamaAttention": {},
+    "qwen2.Qwen2Attention": _WINDOW,
+    "qwen3.Qwen3Attention": _WINDOW,
+    "mistral.MistralAttention": {"sliding_window": "config.sliding_window"},
+    "gemma2.Gemma2Attention": {"sliding_window": "sliding_window", "softcap": "attn_logit_softcapping"},
+    "gemma3.Gemma3Attention": _WINDOW,
 }
-_MLPS = frozenset(
-    f"{family}MLP" for family in ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "SmolLM3", "Granite")
-)
+_MLPS = ("llama.LlamaMLP",)
+# Layers whose norms are read by attention and the MLP alone: one norm before each, or one before and one after.
+_LAYERS = ("llama.LlamaDecoderLayer", "gemma2.Gemma2DecoderLayer")
+_OTHER_LAYERS = ("granite.GraniteDecoderLayer", "mixtral.MixtralDecoderLayer")
 _STATE = "_strop_fused"
 SILU, GELU_TANH, GELU = "silu", "tanh", "none"  # the last two as the argument ``approximate`` of torch's GELU
 
@@ -129,16 +127,22 @@ def use_fused_layers(network: object, *, keep_copies: bool) -> AbstractContextMa
     return nullcontext() if layers is None or exact else layers.use(keep_copies=keep_copies)
 
 
+def find_unknown_part(layer: nn.Module) -> str | None:
+    """Return the class of a decoder layer, or of the first module in it, whose code is not known; None if all of it is."""
+    if find_form(type(layer), _LAYERS) is None:
+        return type(layer).__name__
+    return next((type(part).__name__ for part in layer.children() if _STATE not in part.__dict__), None)
+
+
 def _fuse(module: nn.Module, layers: FusedLayers) -> bool:
-    """Replace the forward pass of a module whose class is known. Return whether it is."""
-    name, known = type(module).__name__, type(module).__module__.startswith("transformers.")
+    """Replace the forward pass of a module whose code is known. Return whether it is."""
     state: Any = None
     forward: Callable[..., Any] | None = None
     if (spec := rms_norm_spec(module)) is not None:
         state, forward = FusedNorm(layers, spec), _norm_forward
-    elif known and name in _ATTENTION:
-        state, forward = FusedAttention(layers, _ATTENTION[name]), _attention_forward
-    elif known and name in _MLPS and (kind := activation_kind(module.act_fn)) is not None:
+    elif hasattr(module, "o_proj") and (form := find_form(type(module), tuple(_ATTENTION))) is not None:
+        state, forward = FusedAttention(layers, _ATTENTION[form]), _attention_forward
+    elif hasattr(module, "gate_proj") and find_form(type(module), _MLPS) and (kind := activation_kind(module.act_fn)):
         state, forward = FusedMlp(layers, kind), _mlp_forward
     if forward is None or "forward" in module.__dict__:
         return False
@@ -155,7 +159,8 @@ def _connect_norms(layer: nn.Module) -> None:
     for name, reader, linears in pairs:
         norm = getattr(layer, name, None)
         state = getattr(norm, _STATE, None)
-        if state is not None and getattr(reader, _STATE, None) is not None and type(layer).__name__.endswith("DecoderLayer"):
+        known = state is not None and getattr(reader, _STATE, None) is not None
+        if known and find_form(type(layer), _LAYERS + _OTHER_LAYERS) is not None:
             readers = tuple(getattr(reader, linear) for linear in linears)
             norm.__dict__[_STATE] = FusedNorm(state.layers, state.spec, readers)  # type: ignore[union-attr]
 

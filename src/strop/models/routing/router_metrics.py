@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strop import metrics
 from strop.metrics import Metrics
-from strop.models.routing.routes import RoutedLayers
+from strop.models.routing.recorded_experts import RoutedLayers
 from strop.types import Batch
 
 
@@ -28,9 +28,9 @@ def measure_missing_routes(routed: RoutedLayers | None, batch: Batch) -> Metrics
     """Return ``tokens_without_routes``: the share of tokens whose experts were not recorded. None without router replay."""
     if routed is None:
         return {}
-    missing = 1.0
-    if batch.routes is not None:
-        missing = (batch.routes[batch.source] < 0).flatten(1).all(1).double().mean().item()
+    recorded, missing = batch.read_columns.get(routed.column.name), 1.0
+    if recorded is not None:
+        missing = (recorded[batch.source] < 0).flatten(1).all(1).double().mean().item()
     return {"tokens_without_routes": metrics.mean(missing, len(batch.target))}
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from strop.models.routing.routes import RoutedLayers, Routes
+from strop.models.routing.recorded_experts import RoutedLayers, Routes
 
 TOPK = (torch.topk, torch.Tensor.topk)
 MASKED_FILL = (torch.masked_fill, torch.Tensor.masked_fill)

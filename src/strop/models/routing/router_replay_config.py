@@ -5,6 +5,14 @@ from __future__ import annotations
 from pydantic import Field
 
 from strop.base_config import BaseConfig
+from strop.columns import TokenColumn
+
+NO_ROUTE = -1  # a layer without experts, or a token whose experts were not recorded
+
+# [T, layers, k]: the indices of the experts that each layer of the engine chose for each token that it read (``recorded_experts``)
+ROUTES = TokenColumn(
+    "routes", dtype="int16", aligned="read", fill=NO_ROUTE, stored="logger.routes", key="policy.router_replay.enabled"
+)
 
 
 class RouterReplayConfig(BaseConfig):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -15,6 +16,7 @@ from strop.monitoring.rollout_store.stored_images import image_name
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from strop.columns import TokenColumn
     from strop.types import Group, Rollout, Turn
 
 PROMPT = -1  # in place of the first token of a turn
@@ -40,12 +42,12 @@ class ImagePlace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredRoutes:
-    """The experts of tokens that a turn of the policy read and wrote."""
+class StoredValues:
+    """The values of a column (``strop.columns``) of a turn of the policy, or of a rollout."""
 
-    turn: int  # index of the first token of the turn among the tokens of the record
-    shape: tuple[int, int, int]  # [R, layers, k], of the R tokens of the path before the turn's last one
-    data: bytes  # little-endian integers of one or two bytes, row by row
+    turn: int  # index of the first token of the turn among the tokens of the record; PROMPT: of the rollout
+    shape: tuple[int, ...]
+    data: bytes  # little-endian, row by row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,21 +125,26 @@ def list_kept_tokens(rollout: Rollout) -> KeptTokens | None:
     )
 
 
-def list_routes(rollout: Rollout) -> tuple[StoredRoutes, ...]:
-    """Return the experts that were recorded."""
-    return tuple(
-        StoredRoutes(turn=start, shape=_shape(turn.routes), data=turn.routes.contiguous().numpy().tobytes())
-        for start, turn in _list_turns(rollout)
-        if turn.routes is not None
+def list_columns(rollout: Rollout, columns: Iterable[TokenColumn]) -> dict[str, tuple[StoredValues, ...]]:
+    """Return what was recorded of a rollout, by the names of the columns."""
+    holders = [(PROMPT, rollout.columns), *((start, turn.columns) for start, turn in _list_turns(rollout))]
+    return {column.name: tuple(_store(start, held[column]) for start, held in holders if column in held) for column in columns}
+
+
+def _store(start: int, values: Tensor) -> StoredValues:
+    import torch
+
+    return StoredValues(
+        turn=start, shape=tuple(values.shape), data=values.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     )
 
 
-def read_routes(stored: StoredRoutes) -> Tensor:
-    """Return the experts of a turn, [R, layers, k], in the type that they had."""
+def read_values(stored: StoredValues, column: TokenColumn) -> Tensor:
+    """Return stored values in the type that they had."""
     import torch
 
-    count = stored.shape[0] * stored.shape[1] * stored.shape[2]
-    dtype = torch.int16 if len(stored.data) == 2 * count else torch.int8
+    count = prod(stored.shape)
+    dtype = column.find_dtype(len(stored.data) // count if count else 0)
     if not count:
         return torch.zeros(stored.shape, dtype=dtype)
     return torch.frombuffer(bytearray(stored.data), dtype=dtype).reshape(stored.shape)
@@ -145,19 +152,30 @@ def read_routes(stored: StoredRoutes) -> Tensor:
 
 def decode_inputs(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a record from plain values; None where a run did not store them."""
-    baseline, places, kept, routes = (row.get(name) for name in ("baseline", "image_places", "kept_tokens", "routes"))
+    baseline, places, kept = (row.get(name) for name in ("baseline", "image_places", "kept_tokens"))
     return {
         "baseline": None if baseline is None else StoredBaseline(**{**baseline, "reward": float(baseline["reward"])}),
         "image_places": None if places is None else tuple(ImagePlace(**each) for each in places),
         "kept_tokens": None if kept is None else KeptTokens.of(kept),
-        "routes": None if routes is None else tuple(_decode_routes(each) for each in routes),
     }
 
 
-def _decode_routes(stored: Mapping[str, Any]) -> StoredRoutes:
-    data, shape = stored["data"], stored["shape"]
-    return StoredRoutes(
-        turn=stored["turn"], shape=(shape[0], shape[1], shape[2]), data=b64decode(data) if isinstance(data, str) else data
+def decode_columns(row: Mapping[str, Any]) -> dict[str, tuple[StoredValues, ...]]:
+    """Return those columns of a row that hold columns of its rollout."""
+    return {name: tuple(map(_decode_values, value)) for name, value in row.items() if _is_column(value)}
+
+
+def _is_column(value: Any) -> bool:
+    """Return whether a value of a row is a column of the rollout: known by its form, so that readers need no declaration."""
+    return isinstance(value, list) and all(
+        isinstance(each, Mapping) and each.keys() == {"turn", "shape", "data"} for each in value
+    )
+
+
+def _decode_values(stored: Mapping[str, Any]) -> StoredValues:
+    data = stored["data"]
+    return StoredValues(
+        turn=stored["turn"], shape=tuple(stored["shape"]), data=b64decode(data) if isinstance(data, str) else data
     )
 
 
@@ -176,8 +194,3 @@ def _find_kept(turn: Turn) -> tuple[Any, Any]:
         return numpy.zeros(len(turn.tokens), dtype=numpy.int32), numpy.zeros(0, dtype=numpy.int32)
     kept = turn.kept.numpy().astype(numpy.int32, copy=False)
     return (kept >= 0).sum(1, dtype=numpy.int32), kept[kept >= 0]
-
-
-def _shape(routes: Tensor) -> tuple[int, int, int]:
-    tokens, layers, width = routes.shape
-    return tokens, layers, width

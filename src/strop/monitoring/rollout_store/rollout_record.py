@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from strop.monitoring.rollout_store.learner_inputs import (
     ImagePlace,
     KeptTokens,
     StoredBaseline,
-    StoredRoutes,
+    StoredValues,
+    list_columns,
     list_image_places,
     list_kept_tokens,
-    list_routes,
     make_baseline,
 )
 from strop.monitoring.rollout_store.stored_images import image_name
@@ -22,6 +22,7 @@ from strop.monitoring.rollout_store.turn_record import TurnRecord, make_turn_rec
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from strop.columns import TokenColumn
     from strop.types import Batch, Group, Message, PromptImage, Rollout
 
 DropReason = Literal["filtered", "error", "stale", "unscored"]
@@ -83,7 +84,7 @@ class RolloutRecord:
     baseline: StoredBaseline | None = None  # the greedy rollout of its group, if there is one
     image_places: tuple[ImagePlace, ...] | None = None
     kept_tokens: KeptTokens | None = None  # with policy.generation.keep_sampling_mask
-    routes: tuple[StoredRoutes, ...] | None = None  # the experts that the engine chose, with logger.routes
+    columns: Mapping[str, tuple[StoredValues, ...]] = field(default_factory=dict)  # each a column of the file
 
 
 def make_records(
@@ -94,7 +95,7 @@ def make_records(
     learner_logprobs: Mapping[RolloutKey, Tensor] | None = None,
     dropped: Mapping[int, DropReason] | None = None,
     decode: Callable[[list[int]], str] | None = None,
-    routes: bool = False,
+    stores: Callable[[TokenColumn], bool] = lambda column: column.stored is True,
 ) -> list[RolloutRecord]:
     """Build the records of a step's groups, including dropped ones. Rollouts of a group that cannot be scored come last, so that those
     that are trained on come first, as they were packed.
@@ -102,10 +103,11 @@ def make_records(
     ``advantages`` and ``learner_logprobs`` are keyed by (group.index, rollout.sample) and omit dropped rollouts. The
     log-probabilities cover the rollout's sampled tokens, or all its tokens after the prompt. ``dropped`` maps group.index to
     the reason of a whole group. ``decode`` is the tokenizer's, for the prompt exactly as the model reads it;
-    without it the messages are stored. ``routes``: store the experts of tokens that are trained on, too.
+    without it the messages are stored. ``stores``: which columns are stored of rollouts that are trained on.
     """
     advantages, learner_logprobs, dropped = advantages or {}, learner_logprobs or {}, dropped or {}
     placed = [(group, rollout) for group in groups for rollout in group.rollouts]
+    columns = _list_recorded([rollout for _, rollout in placed], stores)
     placed += [(group, rollout) for group in groups for rollout in group.unscored]
     return [
         _make_record(
@@ -116,10 +118,19 @@ def make_records(
             learner=learner_logprobs.get((group.index, rollout.sample)),
             dropped=dropped.get(group.index, "unscored" if rollout.unscored else None),
             prompt=decode(rollout.prompt.tolist()) if decode else _format_prompt(rollout),
-            routes=routes,
+            columns=columns,
         )
         for group, rollout in placed
     ]
+
+
+def _list_recorded(rollouts: Sequence[Rollout], stores: Callable[[TokenColumn], bool]) -> list[TokenColumn]:
+    """Return the columns of rollouts and their turns that are stored."""
+    held = [columns for each in rollouts for columns in (each.columns, *(turn.columns for turn in each.policy_turns))]
+    found = list(filter(stores, dict.fromkeys(column for columns in held for column in columns)))
+    if taken := {column.name for column in found} & {each.name for each in fields(RolloutRecord)}:
+        raise ValueError(f"stored rollouts have a field {min(taken)!r} of their own; give the column another name")
+    return found
 
 
 def list_images(groups: Sequence[Group]) -> Iterator[PromptImage]:
@@ -150,7 +161,7 @@ def _make_record(
     learner: Tensor | None,
     dropped: DropReason | None,
     prompt: str,
-    routes: bool,
+    columns: Sequence[TokenColumn],
 ) -> RolloutRecord:
     turns = (*rollout.turns, *(turn for branch in rollout.branches for turn in branch.turns))
     sampled = tuple(turn.sampled for turn in turns for _ in range(len(turn.tokens)))
@@ -188,7 +199,7 @@ def _make_record(
         baseline=make_baseline(group),
         image_places=list_image_places(rollout),
         kept_tokens=list_kept_tokens(rollout) if dropped is None else None,
-        routes=list_routes(rollout) if routes and dropped is None else None,
+        columns=list_columns(rollout, columns) if dropped is None else {},
     )
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from strop.monitoring.rollout_store.damaged_rollouts import naming_damage
 from strop.monitoring.rollout_store.inflated_files import read_table
-from strop.monitoring.rollout_store.learner_inputs import decode_inputs, make_kept_column
+from strop.monitoring.rollout_store.learner_inputs import decode_columns, decode_inputs, make_kept_column
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts, RolloutFlag, encode_flags, group_flags, read_flags
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, replace_surrogates
 from strop.monitoring.rollout_store.stored_images import StoredImages
@@ -211,7 +211,9 @@ def _encode_parquet(records: Sequence[RolloutRecord], tokens: TokenColumns | Non
         for record in records
     ]
     content = io.BytesIO()
-    table = pa.Table.from_pylist(rows, schema=_build_schema(pa))
+    table = pa.Table.from_pylist(
+        rows, schema=_build_schema(pa, dict.fromkeys(name for record in records for name in record.columns))
+    )
     if tokens is not None:
         for name, column in make_arrow_columns(tokens, [record.sampled for record in records]).items():
             table = table.set_column(table.column_names.index(name), name, column)
@@ -244,8 +246,8 @@ def decode_rows(rows: Iterable[Mapping[str, Any]]) -> list[RolloutRecord]:
     ]
 
 
-def _build_schema(pa: Any) -> pyarrow.Schema:
-    """Return the Arrow schema: float32 log-probabilities, as computed; float64 rewards and advantages."""
+def _build_schema(pa: Any, columns: Iterable[str]) -> pyarrow.Schema:
+    """Return the Arrow schema: float32 log-probabilities, as computed; float64 rewards and advantages. ``columns``: further names."""
     types = {
         "step": pa.int64(),
         "group": pa.int64(),
@@ -283,9 +285,10 @@ def _build_schema(pa: Any) -> pyarrow.Schema:
             pa.struct([("turn", pa.int64()), ("start", pa.int64()), ("length", pa.int64()), ("image", pa.string())])
         ),
         "kept_tokens": pa.list_(pa.list_(pa.int32())),
-        "routes": pa.list_(pa.struct([("turn", pa.int64()), ("shape", pa.list_(pa.int64())), ("data", pa.binary())])),
     }  # fmt: skip
-    return pa.schema([(field.name, types.get(field.name, pa.string())) for field in fields(RolloutRecord)])
+    column = pa.list_(pa.struct([("turn", pa.int64()), ("shape", pa.list_(pa.int64())), ("data", pa.binary())]))
+    own = [(field.name, types.get(field.name, pa.string())) for field in fields(RolloutRecord) if field.name != "columns"]
+    return pa.schema([*own, *((name, column) for name in columns)])
 
 
 def _import_pyarrow() -> tuple[Any, Any]:
@@ -331,10 +334,10 @@ def _encode_for_json(value: Any) -> Any:
 
 
 def to_row(record: RolloutRecord) -> dict[str, Any]:
-    """Return the record as plain values: one column for each field."""
-    lists = {name: getattr(record, name) for name in ("turns", "image_places", "routes")}
+    """Return the record as plain values: one column for each field, and for each of its columns."""
+    lists = {name: getattr(record, name) for name in ("turns", "image_places")} | dict(record.columns)
     return {
-        **vars(record),
+        **{name: value for name, value in vars(record).items() if name != "columns"},
         **{name: None if each is None else [dict(vars(item)) for item in each] for name, each in lists.items()},
         "baseline": None if record.baseline is None else dict(vars(record.baseline)),
         "kept_tokens": None if record.kept_tokens is None else record.kept_tokens.to_lists(),
@@ -363,6 +366,7 @@ def _from_row(row: Mapping[str, Any]) -> RolloutRecord:
             "prompt_images": tuple((message, image) for message, image in row.get("prompt_images", ())),
             **_token_columns(row, floats),
             **decode_inputs(row),
+            "columns": decode_columns({name: value for name, value in row.items() if name not in known}),
             "turns": tuple(
                 TurnRecord(
                     **{

@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
+from strop.monitoring.logger_config import LoggerConfig
 from strop.monitoring.trackers.media import SavedCheckpoint, StepMedia
 from strop.monitoring.trackers.tracker_error import describe_error
 from strop.storage.storage_error import is_out_of_space
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackedRun:
+    """What a tracker is made for. An entry point of the group ``strop.trackers`` is a function of this that returns a Tracker."""
+
+    logger: LoggerConfig
+    name: str | None  # run_name
+    folder: Path  # the run's log folder
+    settings: Mapping[str, Any]  # the whole configuration, without secrets
+
+
+def name_project(configured: str | None, variable: str) -> str:
+    return configured or os.environ.get(variable) or "strop"
 
 
 class Tracker(Protocol):

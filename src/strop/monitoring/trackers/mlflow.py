@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from strop.monitoring.trackers.base import NullTracker
+from strop.monitoring.trackers.base import NullTracker, TrackedRun, name_project
 from strop.monitoring.trackers.media import MetricHistogram, SavedCheckpoint, StepMedia
 from strop.monitoring.trackers.run_ids import read_run_id, store_run_id
 from strop.monitoring.trackers.service_tracker import check_package
@@ -160,3 +160,18 @@ def _draw_bars(histogram: MetricHistogram) -> Image:
     content = io.BytesIO()
     figure.savefig(content, format="png")
     return Image.open(content).convert("RGB")
+
+
+def make_tracker(run: TrackedRun) -> MlflowTracker:
+    section = run.logger.mlflow
+    return MlflowTracker(
+        run.folder,
+        experiment=name_project(section.experiment_name, "MLFLOW_EXPERIMENT_NAME"),
+        name=section.run_name or run.name,
+        run_id=section.run_id,
+        tracking_uri=section.tracking_uri,
+        artifact_location=section.artifact_location,
+        tags=section.tags,
+        config=run.settings,
+        checkpoints=run.logger.tracked_checkpoints,
+    )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strop.monitoring.trackers.base import TrackedRun, name_project
 from strop.monitoring.trackers.media import MetricHistogram, StepMedia
 from strop.monitoring.trackers.run_ids import create_run_id, read_run_id
 from strop.monitoring.trackers.service_tracker import ServiceTracker, check_package
@@ -85,3 +86,18 @@ def _draw_bars(histogram: MetricHistogram) -> swanlab.echarts.Bar:
         tooltip_opts=echarts.options.TooltipOpts(trigger="axis"),
     )
     return bars
+
+
+def make_tracker(run: TrackedRun) -> SwanlabTracker:
+    section = run.logger.swanlab
+    return SwanlabTracker(
+        run.folder,
+        project=name_project(section.project, "SWANLAB_PROJ_NAME"),
+        name=section.name or run.name,
+        workspace=section.workspace,
+        mode=section.mode,
+        group=section.group,
+        tags=section.tags,
+        notes=section.notes,
+        config=run.settings,
+    )

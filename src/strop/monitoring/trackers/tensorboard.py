@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.monitoring.trackers.aliases import add_aliases
-from strop.monitoring.trackers.base import NullTracker
+from strop.monitoring.trackers.base import NullTracker, TrackedRun
 from strop.monitoring.trackers.media import StepMedia
 from strop.monitoring.trackers.tracked_settings import flatten_settings
 
@@ -104,3 +104,9 @@ def _import_summary_writer() -> type[SummaryWriter]:
             "install it (pip install tensorboard) or set logger.tensorboard_enabled=false"
         ) from error
     return SummaryWriter
+
+
+def make_tracker(run: TrackedRun) -> TensorBoardTracker:
+    section = run.logger.tensorboard
+    events = Path(section.log_dir) if section.log_dir else run.folder / "tensorboard"
+    return TensorBoardTracker(events, aliases=run.logger.metric_aliases, config=run.settings)

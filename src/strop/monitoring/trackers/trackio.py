@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strop.monitoring.trackers.base import TrackedRun
 from strop.monitoring.trackers.media import SampleTable, StepMedia
 from strop.monitoring.trackers.run_ids import create_run_id, read_run_id, store_run_id
 from strop.monitoring.trackers.service_tracker import ServiceTracker, check_package
@@ -69,3 +70,15 @@ def _check_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"x")
+
+
+def make_tracker(run: TrackedRun) -> TrackioTracker:
+    section = run.logger.trackio
+    return TrackioTracker(
+        run.folder,
+        project=section.project,
+        name=section.name or run.name,
+        group=section.group,
+        space_id=section.space_id,
+        config=run.settings,
+    )

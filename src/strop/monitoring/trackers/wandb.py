@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from strop.monitoring.trackers.aliases import add_aliases
+from strop.monitoring.trackers.base import TrackedRun, name_project
 from strop.monitoring.trackers.media import SampleTable, SavedCheckpoint, StepMedia
 from strop.monitoring.trackers.run_ids import create_run_id, read_run_id
 from strop.monitoring.trackers.service_tracker import ServiceTracker
@@ -141,3 +142,22 @@ def _resume_rewound(run_id: str, step: int, common: Mapping[str, Any]) -> wandb.
             run_id, step, error,
         )  # fmt: skip
         return wandb.init(id=run_id, resume="allow", **common)
+
+
+def make_tracker(run: TrackedRun) -> WandbTracker:
+    section = run.logger.wandb
+    return WandbTracker(
+        run.folder,
+        project=name_project(section.project, "WANDB_PROJECT"),
+        name=section.name or run.name,
+        aliases=run.logger.metric_aliases,
+        checkpoints=run.logger.tracked_checkpoints,
+        entity=section.entity,
+        group=section.group,
+        tags=section.tags,
+        notes=section.notes,
+        job_type=section.job_type,
+        mode=section.mode,
+        dir=section.dir and str(Path(section.dir).absolute()),
+        config=run.settings,
+    )

@@ -51,17 +51,12 @@ def _list_needs(config: TrainingRunConfig) -> RunNeeds:
 
 
 def _required_packages(config: TrainingRunConfig) -> tuple[str, ...]:
-    """Return the packages to compare; vLLM or SGLang is among them if engines use the packages of the node."""
+    """Return the packages to compare; the engine's is among them if engines use the packages of the node."""
     role = config.cluster.roles.generator
     generation = config.policy.generation
-    if (
-        role.python is not None
-        or role.pip
-        or not generation.uses_engines
-        or (generation.uses_sglang and generation.sglang_cfg.python)
-    ):
+    if role.python is not None or role.pip or not generation.uses_engines or not generation.engine_options.uses_node_packages:
         return PACKAGES
-    return (*PACKAGES, generation.engine_name.lower())
+    return (*PACKAGES, str(generation.launched))
 
 
 def _shared_folders(config: TrainingRunConfig) -> dict[str, str]:

@@ -25,16 +25,15 @@ from strop.distributed.workers.remote_learner import RankCaller, RemoteExporter,
 from strop.distributed.workers.teacher_worker import spawn_teachers
 from strop.environments.remote import RemoteEnvironment
 from strop.extensions.megatron.megatron_policy import sends_draft, write_draft_folder
-from strop.extensions.sglang.sglang_launch import DECODER_LAYERS, LaunchedAdapters, SglangLaunch
+from strop.generation.engine_launch import EngineLaunch, LaunchedAdapters, NodeRanks
 from strop.generation.launched_engines import make_launched_engine
 from strop.generation.synced_generator import SyncedGenerator
-from strop.generation.vllm.engine_args import NodeRanks, VllmLaunch
 from strop.learner.client import AsyncColumnSource, ColumnClient, LearnerClient, ScorerClient
 from strop.models.loading import load_tokenizer, read_model_config
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.cluster.engine_builders import build_torch_engine
 from strop.runs.cluster.rank_builders import choose_rank_builders, make_rank_exporter
-from strop.runs.engines import GeneratorSpec, offloads_learner, pool_engines
+from strop.runs.engines import GeneratorSpec, make_launch, offloads_learner, pool_engines
 from strop.runs.models import TokenizerBundle, make_template
 from strop.runs.tasks import describe_environments
 from strop.runs.teachers import StudentInfo, load_teacher
@@ -118,13 +117,7 @@ class RayBackend:
         adapters = options.sends_adapters and self.config.policy.adapter_rank is not None
         folder = await self._write_model_folders(spec.output_folder.resolve())
         senders = await self._open_export(spec, adapters)
-        make = (
-            self._make_sglang_engine
-            if options.uses_sglang
-            else self._make_vllm_engine
-            if options.uses_vllm
-            else self._make_torch_engine
-        )
+        make = self._launch_engine if options.uses_engines else self._make_torch_engine
         engines = [make(number, slot, folder, spec.output_folder.resolve(), adapters) for number, slot in enumerate(slots)]
         offloads = offloads_learner(self.config, on_cpu=self.policy_info.on_cpu, shares_module=False)
         return pool_engines(
@@ -172,37 +165,24 @@ class RayBackend:
         await self.group.call_all("open_export", make_exporter)
         return senders
 
-    def _make_vllm_engine(self, number: int, slot: DeviceSlot, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
+    def _launch_engine(self, number: int, slot: DeviceSlot, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
         config = self.config.policy
-        launch = VllmLaunch(
-            config=config.generation,
-            model=str(folder),
+        rank = config.adapter_rank if adapters else None
+        launch = make_launch(
+            config,
+            model=folder,
             on_cpu=self.policy_info.on_cpu,
-            max_lora_rank=config.adapter_rank if adapters else None,
-            return_routes=config.router_replay.enabled,
+            adapters=None if rank is None else LaunchedAdapters(rank, self.policy_info.adapter_layers),
             reads_images=self.bundle.template.vision is not None,
-            batch_invariant=config.deterministic and not self.policy_info.on_cpu,
             draft=str(folder.parent / "draft") if sends_draft(self.config) else "",
-            environment=self._thread_env(config.generation.vllm_cfg.num_threads, generates=True),
+            environment=self._thread_env(config.generation.engine_options.num_threads, generates=True),
             output_file=outputs / f"engine_{number}.log",
             nodes=tuple(self._locate_ranks(part) for part in slot.parts) if slot.further else (),
             ray_address=self.cluster.address if slot.further else "",
         )
         return self._make_launched_engine(number, slot, launch)
 
-    def _make_sglang_engine(self, number: int, slot: DeviceSlot, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
-        generation = self.config.policy.generation
-        launch = SglangLaunch(
-            config=generation,
-            model=str(folder),
-            on_cpu=self.policy_info.on_cpu,
-            adapters=self._adapters_to_launch() if adapters else None,
-            environment=self._thread_env(generation.sglang_cfg.num_threads, generates=True),
-            output_file=outputs / f"engine_{number}.log",
-        )
-        return self._make_launched_engine(number, slot, launch)
-
-    def _make_launched_engine(self, number: int, slot: DeviceSlot, launch: VllmLaunch | SglangLaunch) -> RemoteEngine:
+    def _make_launched_engine(self, number: int, slot: DeviceSlot, launch: EngineLaunch) -> RemoteEngine:
         bundle = self.bundle
         make = partial(
             make_launched_engine,
@@ -213,11 +193,6 @@ class RayBackend:
             vision=bundle.template.vision,
         )
         return self._make_engine(number, slot, launch.receivers, make)
-
-    def _adapters_to_launch(self) -> LaunchedAdapters:
-        config = self.config.policy
-        assert config.adapter_rank is not None
-        return LaunchedAdapters.of_layers(config.adapter_rank, self.policy_info.adapter_layers or DECODER_LAYERS)
 
     def _locate_ranks(self, part: DeviceSlot) -> NodeRanks:
         node, gpus = self.cluster.locate(part.node, part.devices)

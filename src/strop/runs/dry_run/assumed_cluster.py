@@ -15,7 +15,7 @@ from strop.weight_sync.weight_sync_config import choose_auto_transport
 
 
 def describe_assumed(config: TrainingRunConfig) -> Iterator[str]:
-    """Yield where ranks and engines are, the share of each rank, how weights travel, and vLLM's defaults. Raises PlacementError,
+    """Yield where ranks and engines are, the share of each rank, how weights travel, and the engine's defaults. Raises PlacementError,
     ValueError for a layout that does not fit."""
     counts = count_devices(config)
     plan = plan_devices(counts, on_cpu=False)
@@ -25,10 +25,8 @@ def describe_assumed(config: TrainingRunConfig) -> Iterator[str]:
     yield f"batch       {_format_shares(config, plan)}"
     if isinstance(config, RolloutRunConfig):
         yield f"weights     {_format_transport(config, plan)}"
-        if config.policy.generation.uses_sglang:
-            yield f"sglang      {_format_sglang(config)}"
-        elif config.policy.generation.uses_vllm:
-            yield f"vllm        {_format_vllm(config)}"
+        if config.policy.generation.uses_engines:
+            yield f"{config.policy.generation.launched:<12}{config.policy.generation.engine_options.describe()}"
 
 
 def _format_shares(config: TrainingRunConfig, plan: DevicePlan) -> str:
@@ -62,24 +60,6 @@ def _format_transport(config: RolloutRunConfig, plan: DevicePlan) -> str:
         same_machine=plan.on_one_machine or not uses_ray,
     )
     return f"{chosen}, which auto stands for here (policy.generation.weight_sync.transport)"
-
-
-def _format_vllm(config: RolloutRunConfig) -> str:
-    options = config.policy.generation.vllm_cfg
-    memory = f"{options.gpu_memory_utilization:.0%} of each GPU's memory"
-    graphs = "no CUDA graphs" if options.enforce_eager else "CUDA graphs"
-    stages = f", pipeline_parallel_size {options.pipeline_parallel_size}" if options.pipeline_parallel_size > 1 else ""
-    return (
-        f"{options.precision}, {memory}, conversations of at most {options.max_model_len} tokens, "
-        f"tensor_parallel_size {options.tensor_parallel_size}{stages}, {graphs}"
-    )
-
-
-def _format_sglang(config: RolloutRunConfig) -> str:
-    options = config.policy.generation.sglang_cfg
-    share = options.mem_fraction_static
-    memory = "SGLang's choice of each GPU's memory" if share is None else f"{share:.0%} of each GPU's memory"
-    return f"{options.dtype}, {memory}, conversations of at most {options.context_length} tokens, tp_size {options.tp_size}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -7,7 +7,7 @@ scheduler whose arguments are not known without it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,6 @@ from strop.config.checks.device_counts import count_devices
 from strop.config.load.located import locate_problems
 from strop.config.schema.run_config import generation_section
 from strop.environments.handle import EnvironmentHandle
-from strop.extensions.sglang.require_sglang import require_sglang
-from strop.extensions.watch.health.start_checks import check_turns
 from strop.packages import are_assumed
 from strop.problems import ConfigError, Problem
 from strop.runs.algorithm.run_algorithm import make_run_algorithm
@@ -61,7 +59,7 @@ def examine(config: TrainingRunConfig | EvalRunConfig, *, data: bool = True) -> 
         algorithm = _collect(problems, make_run_algorithm, config)
         _collect(problems, _place, config)
     if isinstance(config, RolloutRunConfig | EvalRunConfig):
-        _collect(problems, _require_sglang, config)
+        _collect(problems, _require_engine, config)
     found = list(find_model_problems(config))
     environments: Mapping[str, EnvironmentHandle[Any]] = {}
     notes: Sequence[str] = ()
@@ -87,9 +85,24 @@ def examine(config: TrainingRunConfig | EvalRunConfig, *, data: bool = True) -> 
         raise ConfigError(problems)
     checkpoints = [] if isinstance(config, EvalRunConfig) or not data else _describe_checkpoints(config)
     if isinstance(config, RolloutRunConfig):
-        for finding in check_turns(environments, config.rollout_training.max_rollout_turns, config.section):
-            log.warning("%s", finding.message)
+        for message in find_single_turns(environments, config.rollout_training.max_rollout_turns, config.section):
+            log.warning("%s", message)
     return Examination(algorithm, (*elsewhere, *notes, *(" ".join(str(doubt).split()) for doubt in doubts), *checkpoints))
+
+
+def find_single_turns(environments: Mapping[str, EnvironmentHandle[Any]], max_turns: int, section: str) -> Iterator[str]:
+    """Yield which environments need more turns of the policy than an episode may have."""
+    for name, environment in environments.items():
+        if max_turns == 1 and environment.traits.responds:
+            why, end = "answers the policy (respond)", "every episode ends after the policy's first turn"
+            if environment.traits.is_agent:
+                why, end = "runs an agent", "every request of it after the first is refused"
+            elif environment.traits.has_tools:
+                why = "has tools"
+            yield (
+                f"env.{name}: {environment.traits.title} {why}, but {section}.max_rollout_turns is 1, so {end}; set "
+                f"{section}.max_rollout_turns=N to allow N turns"
+            )
 
 
 def _collect(problems: list[Problem], check: Callable[[Any], Any], config: TrainingRunConfig | EvalRunConfig) -> Any:
@@ -106,11 +119,11 @@ def _place(config: TrainingRunConfig) -> None:
         format_placement(config, on_cpu=True)
 
 
-def _require_sglang(config: TrainingRunConfig | EvalRunConfig) -> None:
-    """Raise ValueError without SGLang. Not a rule of the section: it starts the interpreter that the configuration names."""
+def _require_engine(config: TrainingRunConfig | EvalRunConfig) -> None:
+    """Raise ValueError without the engine's library. Not a rule of the section: it may start another interpreter."""
     _, generation = generation_section(config)
-    if generation.uses_sglang:
-        require_sglang(generation.sglang_cfg.interpreter)
+    if generation.uses_engines:
+        generation.engine_options.require_library()
 
 
 def _describe_checkpoints(config: TrainingRunConfig) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from strop import packages
 from strop.algorithm_factory import find_algorithm
+from strop.base_config import iter_sections
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import environment_alias
 from strop.data.builtin.all_sets import BUILTIN_DATASETS
@@ -22,8 +23,6 @@ from strop.data.sources.streaming.file_shards import is_pattern, list_files
 from strop.environments.base import DatasetEnvironment, EnvironmentConfigError
 from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment
-from strop.environments.verifiers.held_out_grader import make_grader
-from strop.extensions.code.sandbox.launcher import find_missing
 from strop.models.chat_template import images_of
 from strop.models.vision.image_files import ImageError, read_image
 from strop.problems import Problem
@@ -48,10 +47,9 @@ def examine_data(
     found = DataExamination()
     if isinstance(config, RolloutRunConfig | EvalRunConfig):
         _make_environments(config, found)
-    if isinstance(config, RolloutRunConfig | EvalRunConfig):
-        _look_for_sandbox(config, found)
-    if isinstance(config, RolloutRunConfig):
-        _make_graders(config, found)
+    here = {} if isinstance(config, RolloutRunConfig) and config.cluster.environment_hosts else found.environments
+    for key, section in iter_sections(config):
+        found.problems += section.examine(key, here)
     for key, entry in _list_entries(config) if entries is None else entries:
         known = isinstance(config, RecordedRunConfig) and entry.dataset_name in BUILTIN_DATASETS
         if entry.dataset_name is None or known or (peek := _peek(key, entry, found, purpose)) is None:
@@ -146,26 +144,6 @@ def _make_environments(config: RolloutRunConfig | EvalRunConfig, found: DataExam
             found.environments[alias] = LocalEnvironment(make_environment(section.type_of(alias), section.options))
         except EnvironmentConfigError as error:
             _add_error(f"env.{alias}", error, found)
-
-
-def _look_for_sandbox(config: RolloutRunConfig | EvalRunConfig, found: DataExamination) -> None:
-    """Find out whether this machine can keep apart what the policy writes, where that is run here."""
-    elsewhere = config.sandbox.url or (isinstance(config, RolloutRunConfig) and config.cluster.environment_hosts)
-    needed = not elsewhere and any(each.traits.needs_sandbox for each in found.environments.values())
-    if needed and (missing := find_missing(config.sandbox.level)) and not packages.assume("sandbox"):
-        found.problems.append(Problem("sandbox.level", missing))
-
-
-def _make_graders(config: RolloutRunConfig, found: DataExamination) -> None:
-    """Make the graders that the monitor of reward hacking calls."""
-    section = config.monitor
-    named = [("second_grader", section.second_grader), *(("judges", each) for each in section.judges)]
-    for key, given in named:
-        try:
-            if given is not None and section.enabled:
-                make_grader(given, f"monitor.{key}")
-        except EnvironmentConfigError as error:
-            found.problems.append(Problem(f"monitor.{key}", str(error).removeprefix(f"monitor.{key}: ")))
 
 
 def _read_tasks(local: LocalEnvironment[Any] | None, source: DataSource) -> list[Any]:

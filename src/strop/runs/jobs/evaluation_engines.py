@@ -29,13 +29,12 @@ from strop.distributed.placement import (
 )
 from strop.distributed.restartable_actor import RestartableActor
 from strop.distributed.workers.remote_engine import RemoteEngine
-from strop.extensions.sglang.sglang_launch import SglangLaunch
 from strop.generation.base import Generator
+from strop.generation.engine_launch import EngineLaunch, NodeRanks
 from strop.generation.generation_config import GenerationConfig
-from strop.generation.launched_engines import make_launched_engine, make_local_engines
+from strop.generation.launched_engines import find_engine, make_launched_engine, make_local_engines
 from strop.generation.serving import ServingEngine, start_serving_pool
 from strop.generation.torch.torch_engine import make_torch_engine
-from strop.generation.vllm.engine_args import NodeRanks, VllmLaunch
 from strop.gpus import has_gpu, visible_gpus
 from strop.models.adapters import adapter_folder
 from strop.models.attention.rotary_scaling import fixed_rotary_config
@@ -121,24 +120,12 @@ async def _open_local(job: EvaluationJob, stack: AsyncExitStack, note: Note, out
 
 
 def _make_launch(
-    bundle: TokenizerBundle,
-    *,
-    config: GenerationConfig,
-    model: str,
-    tokenizer: str,
-    on_cpu: bool,
-    environment: Mapping[str, str] | None = None,
-) -> VllmLaunch | SglangLaunch:
-    """Return how an engine is launched that reads the weights itself."""
-    common: dict[str, Any] = {
-        "config": config,
-        "model": model,
-        "tokenizer": tokenizer,
-        "on_cpu": on_cpu,
-        "load_weights": True,
-        "environment": environment or {},
-    }
-    return SglangLaunch(**common) if config.uses_sglang else VllmLaunch(**common, reads_images=bundle.template.vision is not None)
+    bundle: TokenizerBundle, *, config: GenerationConfig, model: str, tokenizer: str, **settings: Any
+) -> EngineLaunch:
+    """Return how an engine is launched that reads the weights itself. ``settings``: further fields of the launch."""
+    images = bundle.template.vision is not None
+    launch = find_engine(config).launch_class
+    return launch(config=config, model=model, tokenizer=tokenizer, load_weights=True, reads_images=images, **settings)
 
 
 def _share_devices(job: EvaluationJob, *, on_cpu: bool) -> Any:
@@ -218,9 +205,9 @@ def _make_engine(
         tokenizer=locate_model(job.policy.tokenizer.name)[0],
         on_cpu=cluster.on_cpu,
         environment=threads,
+        nodes=tuple(_locate_ranks(cluster, part) for part in slot.parts) if slot.further else (),
+        ray_address=cluster.address if slot.further else "",
     )
-    if slot.further and isinstance(launch, VllmLaunch):
-        launch = replace(launch, nodes=tuple(_locate_ranks(cluster, part) for part in slot.parts), ray_address=cluster.address)
     make = partial(
         make_launched_engine,
         f"engine {number}",

@@ -21,7 +21,7 @@ from strop.data.builtin.builtin_dataset import Purpose
 from strop.data.data_config import DataEntryConfig, EvalSetConfig
 from strop.distributed.cluster_config import ClusterConfig
 from strop.environments.environment_config import EnvironmentConfig
-from strop.extensions.code.sandbox.sandbox_config import SandboxConfig
+from strop.environments.resources import ResourceSections, read_sections
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
 from strop.models.lora_config import LoraConfig
@@ -54,7 +54,7 @@ class EvaluationJob:
     max_turns: int | None  # of the policy in a conversation; None: as the environment needs
     sets: Sequence[EvaluationSet]
     env: Mapping[str, EnvironmentConfig]
-    sandbox: SandboxConfig
+    resources: ResourceSections
     task_seed: int  # of generated tasks and of splits
     seed: int  # of sampling
     max_tasks: int | None  # of each set
@@ -93,7 +93,7 @@ def make_evaluation_job(config: EvalRunConfig) -> EvaluationJob:
         max_turns=config.eval.max_rollout_turns,
         sets=_name_apart([_make_set(config, entry) for entry in config.data.entries]),
         env=config.env,
-        sandbox=config.sandbox,
+        resources=read_sections(config),
         task_seed=config.eval.seed,
         seed=config.eval.seed,
         max_tasks=config.eval.max_val_samples,
@@ -165,7 +165,7 @@ def make_validation_job(config: RolloutRunConfig, model: SavedModel) -> Evaluati
         max_turns=training.max_rollout_turns,
         sets=[together],
         env=config.env,
-        sandbox=config.sandbox,
+        resources=read_sections(config),
         task_seed=training.seed,
         seed=training.seed,
         max_tasks=training.max_val_samples,

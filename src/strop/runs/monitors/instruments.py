@@ -1,14 +1,13 @@
-"""The instruments of a run as listeners: stored rollouts, detectors of reward hacking, throughput, machines and profiles."""
+"""The instruments of a run as listeners: stored rollouts, throughput, machines and profiles."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from strop.algorithms.base import Algorithm, TokenOutputs
+from strop.columns import TokenColumn
 from strop.extensions.replay.token_trace import TokenTrace
-from strop.extensions.watch.hacking.hacking_monitor import HackingMonitor
 from strop.learner.base import require_token_outputs
 from strop.learner.throughput import Throughput, TrainingPasses
 from strop.monitoring.machine.system_monitor import SystemMonitor
@@ -43,7 +42,7 @@ class RolloutRecorder(RunListener):
     store: RolloutStore
     algorithm: Algorithm
     decode: Callable[[list[int]], str] | None = None  # the tokenizer's, for stored prompts
-    stored_routes: bool = False  # store the experts of each token
+    stores: Callable[[TokenColumn], bool] = lambda column: column.stored is True  # columns of tokens
     token_columns: bool = False  # store what the update says of each token, also of recorded data
     tracked_samples: int | None = None  # rollouts of a step that services show; None: there is no service
     tracked_samples_period: int = 10  # steps
@@ -72,38 +71,8 @@ class RolloutRecorder(RunListener):
             learner_logprobs=split_by_rollout(require_token_outputs(outputs).logprobs, batch, step.groups) if of_tokens else {},
             dropped={group.index: reason for group, reason in step.dropped},
             decode=self.decode,
-            routes=self.stored_routes,
+            stores=self.stores,
         )
-
-
-@dataclass(kw_only=True)
-class HackingWatch(RunListener):
-    """Applies the detectors of reward hacking, and stores which rollouts they name."""
-
-    name = "hacking"
-    monitor: HackingMonitor
-    store: RolloutStore
-
-    async def on_start(self, step: int, tracker: Tracker) -> None:
-        """Raises RewardHacked: a run that was stopped for an alarm is not continued."""
-        self.monitor.check_stop()
-
-    async def on_step(self, step: StepView) -> dict[str, float]:
-        logged = await self.monitor.after_step(step.step, step.groups, step.tracker)
-        self.store.flag(self.monitor.flags)
-        return logged
-
-    async def on_log(self, step: StepView) -> dict[str, float]:
-        """Raises RewardHacked."""
-        self.monitor.check_stop()
-        return {}
-
-    async def state_dict(self) -> dict[str, Any]:
-        await self.monitor.settle()  # the state has the grades of this step
-        return self.monitor.state()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.monitor.restore(state)
 
 
 @dataclass(kw_only=True)

@@ -25,6 +25,7 @@ import torch.distributed
 from torch import Tensor
 
 from strop.weight_sync.base import Manifest, NamedTensors, TransportError
+from strop.weight_sync.transports.choose import SenderFactory, SenderSetup, uses_nccl
 from strop.weight_sync.transports.connection import is_process_alive, machine_id
 from strop.weight_sync.transports.manifest import (
     Bucket,
@@ -328,3 +329,15 @@ def _local_address(address: BroadcastAddress) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address.host, address.port))  # sends nothing
         return str(probe.getsockname()[0])
+
+
+def make_senders(setup: SenderSetup) -> SenderFactory:
+    backend: CollectiveBackend = "nccl" if uses_nccl(setup.device, setup.engines) else "gloo"
+    return lambda receivers: BroadcastSender(
+        receivers,
+        backend=backend,
+        device=setup.device if backend == "nccl" else torch.device("cpu"),
+        host=setup.engines.host,
+        timeout=setup.config.timeout_seconds,
+        **setup.bucket,
+    )

@@ -9,12 +9,9 @@ from typing import Any
 
 import torch
 
+from strop import plugins
 from strop.problems import Problem, raise_problems
 from strop.weight_sync.base import Sender
-from strop.weight_sync.transports.broadcast import BroadcastSender
-from strop.weight_sync.transports.cuda_ipc import CudaIpcSender
-from strop.weight_sync.transports.host_memory import MemorySender
-from strop.weight_sync.transports.shared_folder import FolderSender
 from strop.weight_sync.weight_sync_config import WeightSyncConfig, choose_auto_transport
 
 AUTO_SENDERS = 4  # ranks that send, at most, unless the configuration says more
@@ -30,9 +27,27 @@ class EngineLocations:
     host: str = "127.0.0.1"  # address of the sender's machine
 
 
+@dataclass(frozen=True, kw_only=True)
+class SenderSetup:
+    """What senders are made for. An entry point of the group ``strop.transports`` is a function of this that returns a SenderFactory."""
+
+    config: WeightSyncConfig
+    device: torch.device  # of the learner
+    engines: EngineLocations
+    folder: Path  # for a transport through files, unless one is configured
+
+    @property
+    def bucket(self) -> dict[str, Any]:
+        """The argument ``bucket_size`` of a sender, in bytes; empty: the transport's choice."""
+        return {} if self.config.bucket_mb is None else {"bucket_size": int(self.config.bucket_mb * 2**20)}
+
+
+SenderFactory = Callable[[int], Sender]  # of the number of receivers
+
+
 def make_sender_factory(
     config: WeightSyncConfig, device: torch.device, engines: EngineLocations, default_folder: Path
-) -> Callable[[int], Sender]:
+) -> SenderFactory:
     """Return a factory of senders for the configured transport. ``device``: of the learner. ``default_folder``: for the transport through
     files, unless one is configured. Raises ValueError for a transport that cannot work."""
     raise_problems(
@@ -44,22 +59,11 @@ def make_sender_factory(
             same_machine=engines.same_machine,
         )
     )
-    size: dict[str, Any] = {} if config.bucket_mb is None else {"bucket_size": int(config.bucket_mb * 2**20)}
-    timeout = config.timeout_seconds
-    match choose_transport(device, engines) if config.transport == "auto" else config.transport:
-        case "memory":
-            return lambda receivers: MemorySender(receivers, timeout=timeout, **size)
-        case "cuda_ipc":
-            return lambda receivers: CudaIpcSender(receivers, device=device, timeout=timeout, **size)
-        case "broadcast":
-            backend: Any = "nccl" if uses_nccl(device, engines) else "gloo"
-            backend_device = device if backend == "nccl" else torch.device("cpu")
-            return lambda receivers: BroadcastSender(
-                receivers, backend=backend, device=backend_device, host=engines.host, timeout=timeout, **size
-            )
-        case _:
-            folder = Path(config.folder) if config.folder else default_folder
-            return lambda receivers: FolderSender(folder, receivers, timeout=timeout)
+    transport = choose_transport(device, engines) if config.transport == "auto" else config.transport
+    factory: SenderFactory = plugins.load("transports", transport)(
+        SenderSetup(config=config, device=device, engines=engines, folder=default_folder)
+    )
+    return factory
 
 
 def choose_senders(

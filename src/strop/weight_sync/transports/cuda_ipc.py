@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from strop.weight_sync.base import TransportError
+from strop.weight_sync.transports.choose import SenderFactory, SenderSetup
 from strop.weight_sync.transports.connection import PeerConnection
 from strop.weight_sync.transports.shared_buffer import (
     PublishMessage,
@@ -100,3 +101,7 @@ class _IpcHandle:
 
 def _gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def make_senders(setup: SenderSetup) -> SenderFactory:
+    return lambda receivers: CudaIpcSender(receivers, device=setup.device, timeout=setup.config.timeout_seconds, **setup.bucket)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from strop.weight_sync.base import Manifest, NamedTensors, TransportError
+from strop.weight_sync.transports.choose import SenderFactory, SenderSetup
 from strop.weight_sync.transports.connection import is_process_alive, machine_id
 from strop.weight_sync.transports.manifest import Bucket, manifest_digest, match_tensors, split_into_buckets
 
@@ -260,3 +261,8 @@ def _remove_orphans(folder: Path) -> None:
     for channel in _list_directory(folder):
         if channel.name.startswith("channel_") and (channel / "owner.json").exists() and not _is_owner_alive(channel):
             shutil.rmtree(channel, ignore_errors=True)
+
+
+def make_senders(setup: SenderSetup) -> SenderFactory:
+    folder = Path(setup.config.folder) if setup.config.folder else setup.folder
+    return lambda receivers: FolderSender(folder, receivers, timeout=setup.config.timeout_seconds)

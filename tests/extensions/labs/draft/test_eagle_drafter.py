@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -112,11 +113,13 @@ def draft_slowly(network: Network, sequence: list[int], count: int) -> list[int]
     return found
 
 
-@pytest.mark.parametrize(
-    "prepack", [pytest.param(False, id="modules", marks=pytest.mark.exhaustive), pytest.param(None, id="kernels")]
-)
-def test_drafts_are_those_of_a_head_that_reads_everything_again(network: Network, monkeypatch: Any, prepack: bool | None) -> None:
-    seen: list[tuple[list[int], list[int]]] = []
+Drafts = list[tuple[list[int], list[int]]]  # what was read, and the tokens proposed after it
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Drafts:
+    """What every drafter proposes."""
+    seen: Drafts = []
     propose = EagleDrafter.propose
 
     def keep(self: EagleDrafter, running: Any, limits: Any) -> list[list[int]]:
@@ -125,10 +128,44 @@ def test_drafts_are_those_of_a_head_that_reads_everything_again(network: Network
         return found
 
     monkeypatch.setattr(EagleDrafter, "propose", keep)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "prepack", [pytest.param(False, id="modules", marks=pytest.mark.exhaustive), pytest.param(None, id="kernels")]
+)
+def test_drafts_are_those_of_a_head_that_reads_everything_again(network: Network, seen: Drafts, prepack: bool | None) -> None:
     run_requests(make_drafting(network, prepack=prepack), requests(Sampling(temperature=0.0)))
     assert len(seen) > 20 and max(len(draft) for _, draft in seen) == 3
     with torch.no_grad():
         for sequence, draft in seen[::2]:
+            assert draft == draft_slowly(network, sequence, len(draft))
+
+
+def test_drafts_after_a_publish_in_the_middle_read_what_the_new_weights_make_of_everything(seen: Drafts) -> None:
+    async def run() -> None:
+        engine = make_drafting(network)
+        options = Sampling(temperature=0.0, max_new_tokens=24)
+        asked = [asyncio.create_task(engine.generate([*range(20, 36), seed], sampling=options, seed=seed)) for seed in range(2)]
+        while engine.counters.decode_steps < 4:
+            await asyncio.sleep(0)
+        engine.freeze()
+        with torch.no_grad():
+            for layer in network.decoder.layers:  # type: ignore[union-attr]
+                layer.self_attn.v_proj.weight.mul_(-2.0)
+        engine.activate_version(1)
+        seen.clear()
+        engine.recompute_running()
+        engine.resume_requests()
+        await asyncio.gather(*asked)
+        await engine.close()
+
+    network = Network(build("llama", layers=3))
+    make_learned_head(network)
+    asyncio.run(run())
+    assert len(seen) > 5
+    with torch.no_grad():
+        for sequence, draft in seen:
             assert draft == draft_slowly(network, sequence, len(draft))
 
 

@@ -126,6 +126,11 @@ def test_the_loss_is_the_cross_entropy_to_the_policys_distribution(network: Netw
         assert torch.allclose(fit.overlap, torch.minimum(whole, q).sum(-1))
 
 
+def test_layers_that_the_policy_has_not_are_refused_with_how_many_it_has(network: Network) -> None:
+    with pytest.raises(ValueError, match="the output of layer 3, and the policy has 3"):
+        StateCapture(network.decoder, (1, 3))
+
+
 def run_pass(network: Network, share: bool, parts: int | None = None) -> dict[str, torch.Tensor]:
     """Return the gradients of a head's pass over whole rows, shared prompts or not."""
     head = network.draft

@@ -15,8 +15,7 @@ from strop.data.sources.records import DataError
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.instructions import instruction
 from strop.environments.instructions.instruction import Instruction, check_instructions, read_instructions, read_response
-from strop.environments.scoring.ifeval_checks import IFEVAL_CHECKS
-from strop.environments.scoring.instruction_checks import PACKAGES, find_fault, score_instruction
+from strop.environments.scoring.instruction_checks import IFEVAL_CHECKS, PACKAGES, find_fault, score_instruction
 from strop.environments.scoring.rlvr_checks import RLVR_CHECKS
 from strop.environments.scoring.text_language import count_sentences, has_sentence_model
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from loop.tiny import build_tiny
+from strop.generation.engine_launch import LaunchedAdapters, NodeRanks
 from strop.generation.generation_config import GenerationConfig
-from strop.generation.vllm.engine_args import NodeRanks, select_ranks
+from strop.generation.vllm.engine_args import select_ranks
 from strop.generation.vllm.vllm_config import SpeculationConfig, VllmConfig
 
 
@@ -26,7 +27,13 @@ def arguments(
     from strop.generation.vllm.engine_args import VllmLaunch, make_engine_args
 
     config = GenerationConfig(vllm_cfg=VllmConfig(precision="float32", max_model_len=64, **keys), **(sampling or {}))
-    launch = VllmLaunch(config=config, model="folder", on_cpu=on_cpu, max_lora_rank=max_lora_rank, return_routes=return_routes)
+    launch = VllmLaunch(
+        config=config,
+        model="folder",
+        on_cpu=on_cpu,
+        adapters=None if max_lora_rank is None else LaunchedAdapters(max_lora_rank),
+        return_routes=return_routes,
+    )
     return make_engine_args(launch)
 
 
@@ -68,7 +75,7 @@ def test_as_many_log_probabilities_are_allowed_as_a_sampling_mask_records() -> N
 
 
 def test_an_engine_on_several_nodes_tells_its_executor_where_its_ranks_are(tmp_path: Path) -> None:
-    from strop.generation.vllm.engine_args import SPANNED_VARIABLE, NodeRanks, VllmLaunch
+    from strop.generation.vllm.engine_args import SPANNED_VARIABLE, VllmLaunch
 
     config = GenerationConfig(vllm_cfg=VllmConfig(tensor_parallel_size=2, pipeline_parallel_size=2))
     launch = VllmLaunch(config=config, model="folder", on_cpu=False, output_file=tmp_path / "engine_0.log")
@@ -87,9 +94,9 @@ def test_an_engine_under_adapters_keeps_its_base_weights_when_it_sleeps_and_one_
     def level(**changes: Any) -> int:
         return VllmLaunch(**{"config": GenerationConfig(), "model": "folder", "on_cpu": False, **changes}).sleep_level
 
-    assert (level(), level(max_lora_rank=8), level(on_cpu=True)) == (2, 1, 0)
+    assert (level(), level(adapters=LaunchedAdapters(8)), level(on_cpu=True)) == (2, 1, 0)
     off = GenerationConfig(vllm_cfg=VllmConfig(sleep_level=0))
-    assert level(config=off, max_lora_rank=8) == 0
+    assert level(config=off, adapters=LaunchedAdapters(8)) == 0
 
 
 def test_what_is_strops_to_set_and_what_vllm_does_not_have_is_refused() -> None:
@@ -112,15 +119,14 @@ def test_experts_of_tokens_are_asked_for_with_the_prefix_cache_and_refused_on_a_
 def test_experts_that_vllm_says_are_those_of_the_tokens_it_read() -> None:
     import numpy as np
 
-    from strop.generation.vllm.requests import _routes
+    from strop.generation.vllm.requests import _experts
+    from strop.models.routing.router_replay_config import ROUTES
 
     said = np.arange(24, dtype=np.uint8).reshape(6, 2, 2)
-    whole, short = _routes(said, 6), _routes(said[:4], 6)
-    assert whole is not None and whole.tolist() == said.tolist() and _routes(said, 5).tolist() == said[:5].tolist()  # type: ignore[union-attr]
-    assert short is not None and short[:4].tolist() == said[:4].tolist() and bool((short[4:] == -1).all()), (
-        "the rest is not known"
-    )
-    assert _routes(None, 6) is None and _routes(said + 200, 6).max() == 223  # type: ignore[union-attr]
+    whole, short = _experts(said, 6)[ROUTES], _experts(said[:4], 6)[ROUTES]
+    assert whole.tolist() == said.tolist() and _experts(said, 5)[ROUTES].tolist() == said[:5].tolist()
+    assert short[:4].tolist() == said[:4].tolist() and bool((short[4:] == -1).all()), "the rest is not known"
+    assert not _experts(None, 6) and _experts(said + 200, 6)[ROUTES].max() == 223
 
 
 def test_copies_of_a_model_are_vllms_data_parallel_ranks() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from strop.generation import launched_engines
+from strop import packages
 from strop.generation.generation_config import ColocatedConfig, GenerationConfig
 from strop.generation.launched_engines import make_local_engines
 from strop.generation.vllm.engine_args import VllmLaunch
@@ -88,12 +88,12 @@ def test_engines_on_gpus_are_not_forks_of_a_process_that_has_used_cuda() -> None
 
 
 def test_each_engine_writes_to_a_file_of_its_own() -> None:
-    launch = VllmLaunch(config=GenerationConfig(vllm_cfg=VllmConfig(num_engines=2)), model="folder", on_cpu=True)
+    launch = VllmLaunch(config=GenerationConfig(backend="vllm", vllm_cfg=VllmConfig(num_engines=2)), model="folder", on_cpu=True)
     engines = make_local_engines(launch, None, learner=torch.device("cpu"), stop_ids=(), threads=1, output_folder=Path("logs"))
     assert [engine.launch.output_file for engine in engines] == [Path("logs/engine_0.log"), Path("logs/engine_1.log")]
 
 
 def test_without_vllm_engines_are_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launched_engines, "find_spec", lambda name: None)
+    monkeypatch.setattr(packages, "is_here", lambda name: False)
     with pytest.raises(ValueError, match=r"vLLM cannot be imported here .*make setup-vllm.*policy\.generation\.backend=torch"):
         environments()

@@ -68,10 +68,10 @@ class DraftConfig(PolicyExtension):
             return
         yield from self._check_learner(key, policy)
         yield from self._check_devices(key, config)
-        if policy.generation.uses_sglang and isinstance(config, RolloutRunConfig):
+        if policy.generation.uses_extension and isinstance(config, RolloutRunConfig):
             yield Problem(
                 f"{key}.enabled",
-                "found true, but a head that is trained is not sent to SGLang's engines",
+                f"found true, but a head that is trained is not sent to {policy.generation.engine_name}'s engines",
                 f"Set policy.generation.backend to vllm or torch, or {key}.enabled=false.",
             )
         if isinstance(config, RmRunConfig):
@@ -179,7 +179,7 @@ class DraftConfig(PolicyExtension):
     def warnings_of_run(self, key: str, config: Any) -> Iterator[Problem]:
         from strop.config.schema.run_config import RolloutRunConfig
 
-        if not self.enabled or not isinstance(config, RolloutRunConfig) or config.policy.generation.uses_sglang:
+        if not self.enabled or not isinstance(config, RolloutRunConfig) or config.policy.generation.uses_extension:
             return
         engine = config.policy.generation
         drafts = HeadDraftingConfig.of(engine.torch_cfg).speculative_draft > 0

@@ -171,7 +171,7 @@ def _find_fp4(blocks: Mapping[int, Any], scale: Any, kind: Any) -> str | None:
     if kind == "static":  # blocks whose scales stay while the weights change
         return None
     if scale in _E8M0:
-        return {32: "mxfp4_ceil"}.get(blocks.get(-1, 0)) if set(blocks) == {-1} else None
+        return {32: "mxfp4_ceil"}.get(blocks[-1]) if set(blocks) == {-1} else None
     if scale in _E4M3 and set(blocks) == {-1}:
         return {16: "nvfp4", 32: "nvfp4_32"}.get(blocks[-1])
     return None

@@ -48,6 +48,7 @@ def engine(backend: str, name: str, *options: str) -> Unsupported:
 ENGINES = (
     engine("trtllm", "TensorRT-LLM", "trtllm_cfg", "trtllm_kwargs"),
     engine("dynamo", "Dynamo", "dynamo_cfg"),
+    engine("megatron", "Megatron"),
 )
 CROSS_TOKENIZER = Unsupported(
     ("teachers=[[]*", "loss_fn.xtoken_loss", "loss_fn.gold_loss"),

@@ -18,7 +18,7 @@ from strop.generation.torch.kv_cache import PromptFlash, attend_prompt
 from strop.generation.torch.paged.paged_cache import PagedCache, PagedSequence
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.plain_attention import masked_attention
-from strop.models.routing.routes import RecordedRoutes
+from strop.models.recorded_columns import Recorders, stack_columns
 from strop.types import PromptImage
 
 SPAN_STEP = 32  # the attended part of a page is rounded up to a multiple of this many tokens
@@ -117,7 +117,7 @@ class PagedDecodePlan:
         """``pages`` [T] and ``positions`` [T] are those of the new tokens, whose positions are all below ``longest``."""
         self.cache = cache
         self.layout = layout
-        self.routes: RecordedRoutes | None = None  # of the new tokens, with router replay
+        self.recorders: Recorders = {}  # of columns of the new tokens
         self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number
         self.pages = pages
         self.positions = positions
@@ -128,9 +128,9 @@ class PagedDecodePlan:
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     def record(self) -> None:
-        """Write the recorded experts of the new tokens into the cache."""
-        if self.routes is not None and self.cache.routes is not None:
-            self.cache.routes[self.pages, self.offsets] = self.routes.stack()
+        """Write the recorded columns of the new tokens into the cache."""
+        for column, values in stack_columns(self.recorders).items():
+            self.cache.columns[column][self.pages, self.offsets] = values
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
@@ -250,7 +250,7 @@ class PagedPrefillPlan:
     def __init__(self, cache: PagedCache, reads: Sequence[PromptRead]) -> None:
         self.cache = cache
         self.reads = reads
-        self.routes: RecordedRoutes | None = None  # of the new tokens, with router replay
+        self.recorders: Recorders = {}  # of columns of the new tokens
         self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number
         self.lengths = [read.length for read in reads]
         device = cache.shape.device
@@ -264,9 +264,9 @@ class PagedPrefillPlan:
         self._tables = [torch.tensor(read.pages[: -(-len(read.tokens) // cache.page)], device=device) for read in reads]
 
     def record(self) -> None:
-        """Write the recorded experts of the new tokens into the cache."""
-        if self.routes is not None and self.cache.routes is not None:
-            self.cache.routes[self.pages, self.offsets] = self.routes.stack()
+        """Write the recorded columns of the new tokens into the cache."""
+        for column, values in stack_columns(self.recorders).items():
+            self.cache.columns[column][self.pages, self.offsets] = values
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         cached = self.cache.keys[spec.layer], self.cache.values[spec.layer]

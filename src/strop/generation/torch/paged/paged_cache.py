@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from strop.columns import Columns
 from strop.generation.torch.kv_cache import CacheShape
 from strop.generation.torch.paged.page_pool import PagePool
 from strop.generation.torch.paged.prefix_tree import PrefixMatch, PrefixNode, PrefixTree, Tokens
-from strop.models.routing.routes import RoutedLayers
+from strop.models.recorded_columns import RecordedColumn, allocate_columns
 
 PAGE_SIZES = (256, 128, 64, 32, 16)
 
@@ -53,17 +55,15 @@ def choose_page(capacity: int, length: int, sequences: int) -> int | None:
 class PagedCache:
     """Keys and values [layers, pages, heads, page, D], and who has which page."""
 
-    def __init__(self, shape: CacheShape, pages: int, page: int, routed: RoutedLayers | None = None) -> None:
-        """``routed``: also hold the experts of each token, for router replay."""
+    def __init__(self, shape: CacheShape, pages: int, page: int, recorded: Sequence[RecordedColumn] = ()) -> None:
+        """``recorded``: columns of tokens that are held too."""
         self.shape = shape
         self.page = page  # tokens
         size = (shape.layers, pages, shape.heads, page, shape.head_size)
         # Uninitialized: a page takes memory when it is first used, and is zeroed then.
         self.keys = torch.empty(size, dtype=shape.dtype, device=shape.device)
         self.values = torch.empty(size, dtype=shape.dtype, device=shape.device)
-        self.routes: Tensor | None = None  # [pages, page, layers, k]
-        if routed is not None:
-            self.routes = torch.zeros((pages, page, *routed.shape), dtype=routed.dtype, device=shape.device)
+        self.columns = allocate_columns(recorded, (pages, page), shape.device)  # [pages, page, ...]
         self.states: Tensor | None = None  # [pages, page, H], fused for a drafter
         if shape.state_size:
             self.states = torch.zeros((pages, page, shape.state_size), dtype=torch.float32, device=shape.device)
@@ -76,8 +76,8 @@ class PagedCache:
         self._prepare(target)
         self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
-        if self.routes is not None:
-            self.routes[target, :length] = self.routes[source, :length]
+        for held in self.columns.values():
+            held[target, :length] = held[source, :length]
         if self.states is not None:
             self.states[target, :length] = self.states[source, :length]
 
@@ -210,9 +210,12 @@ class PagedCache:
         pages = torch.tensor(sequence.pages)[positions // self.page]
         return self.states[pages.to(self.states.device), (positions % self.page).to(self.states.device)]
 
-    def read_routes(self, sequence: PagedSequence, length: int) -> Tensor | None:
-        """Return the experts of a sequence's first tokens, [length, layers, k] on the CPU; None without router replay."""
-        if self.routes is None:
-            return None
-        pages = torch.tensor(sequence.pages, device=self.routes.device)
-        return self.routes.index_select(0, pages).flatten(0, 1)[:length].to("cpu", copy=True)
+    def read_columns(self, sequence: PagedSequence, length: int) -> Columns:
+        """Return what was recorded of a sequence's first tokens, [length, ...] each, on the CPU."""
+        if not self.columns:
+            return {}
+        pages = torch.tensor(sequence.pages, device=self.shape.device)
+        return {
+            column: held.index_select(0, pages).flatten(0, 1)[:length].to("cpu", copy=True)
+            for column, held in self.columns.items()
+        }

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from strop.columns import Columns
 from strop.generation.torch.emulated_quantization import EmulatedQuantization
 from strop.generation.torch.fast_layers import FastLayers
 from strop.generation.torch.model_runner import PlanRunner, SlotPrompt, cache_capacity, collect_images, join_positions
@@ -45,7 +46,7 @@ class PagedRunner(PlanRunner):
                 f"policy.max_total_sequence_length = {length}; raise the first, or set policy.generation.torch_cfg.paged_cache=false"
             )
         self.slots = config.max_num_seqs
-        self.cache = PagedCache(self.shape, capacity // page, page, network.routed)
+        self.cache = PagedCache(self.shape, capacity // page, page, network.recorded_columns)
         self._make_offsets(self.slots)
         self._sequences: list[PagedSequence] = []  # of the slots, in order
         self._opened: dict[int, OpenedSequence] = {}  # slot -> reserved for the next prefill
@@ -154,7 +155,7 @@ class PagedRunner(PlanRunner):
         plan = PagedPrefillPlan(self.cache, reads)
         tokens = torch.tensor([token for read in reads for token in read.tokens[read.cached :]])
         last = torch.tensor(plan.lengths).cumsum(0) - 1
-        plan.routes = self.network.record_routes()
+        plan.recorders = self.network.record_columns()
         plan.images = collect_images(prompts)
         positions = join_positions(prompts, [read.cached for read in reads])
         with self._capturing(plan.pages, plan.offsets):
@@ -227,7 +228,7 @@ class PagedRunner(PlanRunner):
             pages.append(sequence.own[position // page - len(sequence.nodes)])
         where = torch.tensor(pages, device=device), torch.tensor(positions, device=device)
         plan = PagedDecodePlan(self.cache, layout, *where, longest=max(positions) + 1)
-        plan.routes = self.network.record_routes()
+        plan.recorders = self.network.record_columns()
         rotary = plan.positions if self.offsets is None else plan.positions + self.offsets[torch.tensor(slots, device=device)]
         with self._capturing(plan.pages, plan.offsets):
             logits = self._forward(torch.tensor(tokens), rotary, plan, None)
@@ -249,8 +250,8 @@ class PagedRunner(PlanRunner):
     def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
         self.cache.store(self._sequences[slot], tokens)
 
-    def read_routes(self, slot: int, length: int) -> Tensor | None:
-        return self.cache.read_routes(self._sequences[slot], length)
+    def read_columns(self, slot: int, length: int) -> Columns:
+        return self.cache.read_columns(self._sequences[slot], length)
 
     def reset_prefix_cache(self) -> None:
         self._drop_ahead()

@@ -1,4 +1,4 @@
-"""The experts of tokens: ``routes`` [T, layers, k], the indices of the k experts that each layer chose for each token.
+"""The experts of tokens, the column ROUTES [T, layers, k]: the indices of the k experts that each layer chose for each token.
 
 They are int8 where all indices fit, else int16. ``NO_ROUTE`` stands for every layer without experts, and for all layers of a token
 whose experts nobody recorded: such a token routes itself.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from strop.types import NO_ROUTE
+from strop.columns import TokenColumn
+from strop.models.routing.router_replay_config import NO_ROUTE, ROUTES
 
 
 def compact_dtype(experts: int) -> torch.dtype:
@@ -36,6 +37,8 @@ class RoutedLayers:
     width: int  # experts of a token: the most that a layer chooses
     experts: int  # of a layer
 
+    column: ClassVar[TokenColumn] = ROUTES
+
     @property
     def shape(self) -> tuple[int, int]:
         return self.layers, self.width
@@ -43,6 +46,9 @@ class RoutedLayers:
     @property
     def dtype(self) -> torch.dtype:
         return compact_dtype(self.experts)
+
+    def record(self) -> RecordedRoutes:
+        return RecordedRoutes(self)
 
 
 class Routes(Protocol):

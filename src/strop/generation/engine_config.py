@@ -1,0 +1,82 @@
+"""What every engine in processes of its own is asked about its section ``NAME_cfg``, which ``backend: NAME`` samples with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from strop.base_config import BaseConfig, EnvironmentVariables, Precision
+
+
+class EngineConfig(BaseConfig):
+    """An engine in processes of its own. An extension attaches its section to ``GenerationConfig`` as ``NAME_cfg``."""
+
+    title: ClassVar[str]  # what messages call the engine
+    article: ClassVar[str] = "a"
+    length_key: ClassVar[str] = "max_model_len"  # the key of max_model_len
+    size_key: ClassVar[str] = "tensor_parallel_size"  # the key that engine_size grows with
+
+    num_engines: int | None = Field(
+        None,
+        ge=1,
+        description="Engines, each with all weights; null is as many as fit the GPUs of a Ray cluster, else 1 (engines).",
+    )
+    num_threads: int | None = Field(
+        None, ge=1, description="CPU threads of each engine process; null is the learner's number (threads)."
+    )
+    max_restarts: int = Field(
+        3, ge=0, description="Restarts in a row of an engine whose process died, before the run stops (restarts)."
+    )
+    startup_seconds: float = Field(600.0, gt=0, description="How long an engine may take to become ready (seconds).")
+    env_vars: EnvironmentVariables = Field(
+        default_factory=dict, description="Environment variables of the engine processes only."
+    )
+
+    if TYPE_CHECKING:  # keys or properties of each section
+
+        @property
+        def dtype(self) -> Precision:
+            """The data type that the engine computes in, and of weights that are not quantised."""
+
+        @property
+        def max_model_len(self) -> int:
+            """Longest prompt and completion together (tokens)."""
+
+        @property
+        def engine_size(self) -> int:
+            """The number of ranks of one engine, each on a device of its own."""
+
+    @property
+    def num_local_engines(self) -> int:
+        """The number of engines of a run in one process, where null is 1."""
+        return self.num_engines or 1
+
+    def require_library(self) -> None:
+        """Raise ValueError unless the engine's processes have its library, or are assumed to have it."""
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the engine can be sent LoRA adapters alone."""
+        return True
+
+    @property
+    def draft_method(self) -> str | None:
+        """How the engine drafts; None: it does not."""
+        return None
+
+    @property
+    def memory_share(self) -> float | None:
+        """Share of a GPU's memory for weights and KV cache; None: the engine's own choice."""
+        return None
+
+    @property
+    def uses_node_packages(self) -> bool:
+        """Whether the engine's processes have the packages of the node that they are on."""
+        return True
+
+    def describe(self) -> str:
+        """Return what ``--dry-run --assume-gpus`` says of an engine."""
+        share = self.memory_share
+        memory = f"{self.title}'s choice of each GPU's memory" if share is None else f"{share:.0%} of each GPU's memory"
+        return f"{self.dtype}, {memory}, conversations of at most {self.max_model_len} tokens, {self.size_key} {self.engine_size}"
