@@ -191,7 +191,6 @@ STILL_CROSSING: frozenset[str] = frozenset(
         "runs/evaluate.py",
         "runs/exit_codes.py",
         "runs/jobs/evaluation_job.py",
-        "runs/jobs/serve_model.py",
         "runs/monitors/instruments.py",
         "runs/monitors/run_listeners.py",
         "runs/recorded_run.py",
