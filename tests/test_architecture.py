@@ -173,7 +173,6 @@ STILL_CROSSING: frozenset[str] = frozenset(
         "api.py",
         "environments/scoring/scoring_worker.py",
         "results.py",
-        "runs/jobs/serve_model.py",
         "runs/monitors/instruments.py",
     }
 )

@@ -35,7 +35,7 @@ from strop.models.loading import ModelNotFound, load_tokenizer
 from strop.models.rank_shards import find_shards
 
 MODEL_FILES = re.compile(r"(adapter_)?(config|model.*|base_config)\.(json|safetensors(\.index\.json)?)|pytorch_model.*|.*\.gguf")
-SPACE_MARGIN = 1.05  # tokenizer and configuration beside the weights
+SPACE_MARGIN = 1.05  # for the tokenizer and configuration next to the weights
 
 
 def convert_model(
@@ -47,11 +47,11 @@ def convert_model(
     model_name: str | None = None,
     finish: Callable[[Path], object] = lambda draft: None,
 ) -> None:
-    """Write the model and its tokenizer to ``target``, which appears whole or not at all.
+    """Write the model and its tokenizer to ``target``, atomically.
 
     Args:
         merge: Merge adapters into their base. Without it adapters stay adapters.
-        model_name: The model that configuration and tokenizer come from if the weights have none beside them.
+        model_name: The model that provides configuration and tokenizer if there are none next to the weights.
         finish: Adds further files to the folder before it appears.
 
     Raises ConversionError.
@@ -68,7 +68,9 @@ def convert_model(
 
 @contextmanager
 def conversion_errors(source: SavedModel) -> Iterator[None]:
-    """Raise a ValueError of the code inside as a ConversionError that names the folder, and damaged weights as one that names the file."""
+    """Convert a ValueError of the block into a ConversionError that names the folder, and DamagedWeights into one that names the
+    file.
+    """
     try:
         with naming_damaged_weights(source.weights):
             yield
@@ -77,7 +79,7 @@ def conversion_errors(source: SavedModel) -> Iterator[None]:
     except DamagedWeights as error:
         raise ConversionError(str(error)) from error
     except ModelNotFound as error:
-        raise ConversionError(str(error.with_key("CHECKPOINT"))) from error  # as `strop export --help` calls it
+        raise ConversionError(str(error.with_key("CHECKPOINT"))) from error  # the name in `strop export --help`
     except ValueError as error:
         raise ConversionError(f"{source.weights}: {error}") from error
 
@@ -137,7 +139,7 @@ def _check_shards(source: Path, target: Path) -> None:
 
 
 def _check_space(source: SavedModel, target: Path, form: ExportFormat, *, merge: bool) -> None:
-    """Raise ConversionError if the disk has less room than the folder will need."""
+    """Raise ConversionError if the disk has too little space for the folder."""
     needed = _estimate_bytes(source, form, merge=merge) * SPACE_MARGIN
     parent = target.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
@@ -150,7 +152,7 @@ def _check_space(source: SavedModel, target: Path, form: ExportFormat, *, merge:
 
 
 def _estimate_bytes(source: SavedModel, form: ExportFormat, *, merge: bool) -> float:
-    """Return about how many bytes the weights will take; 0 where that is not known before they are loaded."""
+    """Return the approximate size of the weights in bytes; 0 if unknown before loading."""
     folder = Path(source.weights)
     if source.layout == "hub" or (source.layout == "adapters" and merge):
         return 0.0
@@ -174,7 +176,7 @@ def _load_config(source: Path, model_name: str | None) -> Any:
 def add_tokenizer(source: Path, draft: Path, model_name: str | None) -> None:
     """Copy the other files of ``source``, such as tokenizer and chat template. Without any, save the tokenizer of ``model_name``.
 
-    The generation configuration of ``source`` replaces the one that is derived from the model's.
+    The generation configuration of ``source`` replaces the one derived from the model's.
     """
     written = {path.name for path in draft.iterdir()} - {"generation_config.json"}
     found = find_shards(source)
@@ -197,7 +199,9 @@ def _is_merged_away(path: Path, draft: Path) -> bool:
 
 
 def read_model_name(config_file: Path) -> str | None:
-    """Return the model that the configuration of a run names, None if it names none. Raises ConversionError for a file that is none."""
+    """Return the model named by a run's configuration, None if it names none. Raises ConversionError if the file is not a run's
+    configuration.
+    """
     if not config_file.is_file():
         raise ConversionError(
             f"there is no file {config_file}; each checkpoint contains the run's configuration as step_<N>/config.yaml"

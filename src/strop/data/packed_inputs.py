@@ -17,25 +17,25 @@ from strop.types import PromptImage, Rollout
 
 
 def same_images(left: Rollout, right: Rollout) -> bool:
-    """Return whether two prompts have the same images: equal tokens may stand for different ones."""
+    """Return whether two prompts have the same images, since equal tokens may stand for different ones."""
     return [image.digest for image in left.images] == [image.digest for image in right.images]
 
 
 def place_images(
     rollouts: Sequence[Rollout], trees: Sequence[Sequence[TokenPath]], segment_starts: Sequence[int]
 ) -> tuple[PromptImage, ...]:
-    """Return the images of the tokens that are read, each once, ascending, with their places in T.
+    """Return the images of the tokens that are read, each once, ascending, with their positions in T.
 
-    Raises ValueError for a branch that leaves its path within an image.
+    Raises ValueError for a branch that starts within an image.
     """
     placed: dict[int, PromptImage] = {}
     for rollout, paths in zip(rollouts, trees, strict=True):
         turns = (rollout.turns, *(branch.turns for branch in rollout.branches))
         own = [tuple(image for turn in each for image in turn.images) for each in turns]
-        for number, (path, images) in enumerate(zip(paths, own, strict=False)):  # without branches where only an end is predicted
+        for number, (path, images) in enumerate(zip(paths, own, strict=False)):  # without branches if only the end is predicted
             for image in (*rollout.images, *images) if number == 0 else _inherited(rollout, number, images):
                 if image.start >= path.start + path.read:
-                    continue  # in what follows the last sampled token, which nothing is predicted from
+                    continue  # after the last sampled token; nothing is predicted from it
                 start, last = path.find_between(image.start, image.end)[[0, -1]].tolist()
                 if bisect_right(segment_starts, start) != bisect_right(segment_starts, last):
                     raise ValueError(
@@ -143,7 +143,7 @@ def _place_read(
     placed = torch.zeros(length, dtype=torch.bool)
     for rollout, paths in zip(rollouts, trees, strict=True):
         starts = [(len(rollout.prompt), rollout.turns), *((branch.start, branch.turns) for branch in rollout.branches)]
-        for path, (end, turns_of) in zip(paths, starts, strict=False):  # without branches where only an end is predicted
+        for path, (end, turns_of) in zip(paths, starts, strict=False):  # without branches if only the end is predicted
             for turn in turns_of:
                 end += len(turn.tokens)
                 values = turn.columns.get(column)

@@ -1,7 +1,8 @@
 """Pack groups into a flat batch, without changing the context of any token (law 1).
 
-A packed batch stores a group's prompt once, as the parent segment of its completions, and what the branches of a rollout have in common
-once, as the parent segments of what they do not. It leaves out the last token of each path, which predicts nothing.
+A packed batch stores a group's prompt once, as the parent segment of its completions. Likewise, a prefix shared by branches of a
+rollout is stored once, as the parent of their separate continuations. The last token of each path is left out, because it
+predicts nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class _Predictions:
 def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_prefixes: bool = True) -> Batch:
     """Pack groups into one flat batch with the credit of their rollouts. Raises ValueError if the policy sampled no token.
 
-    Without ``credit``, for a batch that is only scored, advantages are 0 and all rollouts count. Without ``share_prefixes``, every path of
-    a rollout is a row of its own, in which the tokens of its own turns alone are predicted.
+    Without ``credit``, for a batch that is only scored, advantages are 0 and all rollouts count. Without ``share_prefixes``,
+    every path of a rollout is a separate row, in which only the tokens of its own turns are predicted.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     credit = _no_credit(rollouts) if credit is None else credit
@@ -88,7 +89,7 @@ def _no_credit(rollouts: Sequence[Rollout]) -> RolloutCredit:
 
 
 def _count_off(sized: Sequence[Sized]) -> Tensor:
-    """Return the index of each, as often as its length."""
+    """Repeat each index by its length."""
     return torch.arange(len(sized)).repeat_interleave(torch.tensor([len(each) for each in sized]))
 
 

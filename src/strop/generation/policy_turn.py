@@ -1,4 +1,4 @@
-"""A completion as a turn of the policy."""
+"""Converts a completion into a turn of the policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from strop.types import Turn
 def make_policy_turn(
     completion: Completion, context: Sequence[int], template: ChatTemplate, generator: Generator, sampling: Sampling
 ) -> Turn:
-    """Return what is trained on; ``context`` is what the policy read. Raises RuntimeError for a sampling mask that was not reported."""
+    """Return the turn to train on; ``context`` is the policy's input. Raises RuntimeError if a required sampling mask was not
+    reported.
+    """
     if sampling.records_sampling_mask and KEPT not in completion.columns:
         raise RuntimeError(
             f"{type(generator).__name__} does not report the sampling mask, which policy.generation.keep_sampling_mask requires; set that "

@@ -55,11 +55,11 @@ class LearnerSection(BaseConfig):
 
     @property
     def ranks_of_one_copy(self) -> int:
-        """The least number of ranks that the sizes shard a model over."""
+        """The smallest number of ranks that the sizes shard a model over."""
         raise NotImplementedError
 
     def size_errors(self, key: str, devices: int, *, uses_ray: bool) -> Iterator[Problem]:
-        """Yield what cannot work on ``devices`` devices that train."""
+        """Yield the sizes that cannot work with ``devices`` training devices."""
         raise NotImplementedError
 
 

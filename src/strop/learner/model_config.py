@@ -84,23 +84,23 @@ class ModelConfig(WithLearner):
     )
     attention_kernel: Literal["auto", "plain", "flash", "blockwise", "flex"] = Field(
         "auto",
-        description="What computes the learner's attention over packed rows: plain (products with a mask, padded to the longest sibling), "
-        "flash (torch's fused kernels, merged over the prefix tree), blockwise (torch code, any option), flex (FlexAttention, "
-        "compiled); auto chooses by device, dtype and length.",
+        description="The learner's attention kernel for packed rows: plain (products with a mask, padded to the longest sibling), flash "
+        "(torch's fused kernels, merged over the prefix tree), blockwise (torch code, any option), flex (FlexAttention, compiled); auto "
+        "chooses by device, dtype and length.",
     )
     compile: Literal["auto"] | bool = Field(
         "auto",
         description="Compile the decoder layers of the learner by torch.compile, attention left out: true, false, or auto (on one GPU "
-        "with Triton, for the dense models that it is tested with). A CPU needs a C++ compiler.",
+        "with Triton, for dense models whose layers are of a known form). A CPU needs a C++ compiler.",
     )
     freeze_moe_router: bool = Field(
-        False, description="Do not train the weights that choose the experts of a token; nothing in a model without experts."
+        False, description="Freeze the routers, which choose the experts of a token; no effect in a model without experts."
     )
     router_losses: RouterLossConfig = subsection(RouterLossConfig)
     freeze_vision_tower: bool = Field(
         False,
-        description="Do not train the vision tower; nothing in a model of text. What projects its rows into the language model is trained "
-        "where it stands apart (multi_modal_projector, connector).",
+        description="Freeze the vision tower; no effect in a text model. A separate projector into the language model "
+        "(multi_modal_projector, connector) is still trained.",
     )
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the gradient to this norm; null does not clip.")
     optimizer: OptimizerConfig = subsection(OptimizerConfig)
@@ -114,8 +114,8 @@ class ModelConfig(WithLearner):
     )
     scheduler_unit: Literal["batch", "optimizer_step"] = Field(
         "batch",
-        description="What a step of the schedule is: a pass over a batch, however many optimizer steps it makes (as in NeMo-RL "
-        "and verl), or an optimizer_step (as in TRL).",
+        description="Unit of a schedule step: a pass over a batch, with any number of optimizer steps (as in NeMo-RL and verl), or an "
+        "optimizer_step (as in TRL).",
     )
     ema: EmaConfig = subsection(EmaConfig)
     dtensor_cfg: DtensorConfig = subsection(DtensorConfig)
@@ -125,7 +125,7 @@ class ModelConfig(WithLearner):
 
     @property
     def batching(self) -> SequencePackingConfig | DynamicBatchingConfig:
-        """The section whose token budgets apply: of packed micro-batches, or of padded ones."""
+        """The section whose token budgets apply: for packed micro-batches, or for padded ones."""
         return self.sequence_packing if self.sequence_packing.enabled else self.dynamic_batching
 
     @property
@@ -135,7 +135,7 @@ class ModelConfig(WithLearner):
 
     @property
     def adapter_rank(self) -> int | None:
-        """The rank of the adapters that are trained, whoever trains; None where all weights are."""
+        """The rank of the trained adapters in any backend; None if all weights are trained."""
         return self.learner.adapters.dim if self.learner.adapters.enabled else None
 
     @field_validator("weights_dtype")
@@ -180,26 +180,26 @@ class ModelConfig(WithLearner):
         yield from self.fp8.float8_warnings(f"{key}.fp8")
 
     def _check_router_losses(self, section: str, key: str) -> Iterator[Problem]:
-        """Yield what the losses of routers do not go with."""
+        """Yield settings that are incompatible with router losses."""
         sizes = self.dtensor_cfg
         for name in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
             if (size := getattr(sizes, name)) > 1:
                 yield Problem(
                     f"{key}.dtensor_cfg.{name}",
-                    f"found {size}, but {section} compares the experts of a whole rollout in one process, and these ranks share it",
+                    f"found {size}, but {section} compares the experts of a whole rollout in one process, and these ranks split it",
                     f"Set it to 1, where data- and expert-parallel ranks work, or the coefficients of {section} to 0.",
                 )
         if self.compile is True:
             yield Problem(
                 f"{key}.compile",
-                f"found true, but {section} watches what a router does, which compiled layers do not show",
+                f"found true, but {section} observes the routers, which compiled layers do not expose",
                 f"Set it to auto or false, or the coefficients of {section} to 0.",
             )
 
     def _check_compile_alone(self, key: str) -> Iterator[Problem]:
-        """Yield sections that layers are not compiled beside."""
+        """Yield sections that are incompatible with compiled layers."""
         for section, refused, reason, value in (
-            ("sequence_packing.enabled", not self.sequence_packing.enabled, "padded rows are read by layers as they are", "true"),
+            ("sequence_packing.enabled", not self.sequence_packing.enabled, "padded rows are read by uncompiled layers", "true"),
             (
                 "dtensor_cfg.lora_cfg.enabled",
                 self.dtensor_cfg.lora_cfg.enabled,

@@ -32,10 +32,10 @@ class WeightSync(Protocol):
 
 
 class LearnerMemory(Protocol):
-    """The device memory of a learner that takes turns with engines on its devices."""
+    """The device memory of a learner that shares its devices with engines in turns."""
 
     async def offload(self) -> None:
-        """Move the learner and the models beside it to CPU memory, where its weights can still be read."""
+        """Move the learner and its accompanying models to CPU memory, where its weights can still be read."""
         ...
 
     async def onload(self) -> None:
@@ -161,7 +161,7 @@ class TensorFingerprint:
 class LoadReceipt:
     """An engine's report after loading a publish."""
 
-    version: int  # that the engine now reports; -1 if its weights are undefined
+    version: int  # version now reported by the engine; -1 if its weights are undefined
     fingerprints: Mapping[str, tuple[int, ...]]  # tensor name -> fingerprints of the tensor as it arrived, one per engine process
     seconds: float  # from the first byte to weights that are ready for use
 

@@ -43,10 +43,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             [f"{M}.enabled=true", "policy.exact_on_policy=true", "cluster.backend=ray"],
             "add in an order that depends on the batch",
         ),
-        ([f"{M}.enabled=true", "policy.dequantize_base_checkpoint=true"], "where weights and scales are apart"),
+        ([f"{M}.enabled=true", "policy.dequantize_base_checkpoint=true"], "where weights and scales are separate"),
         (
             [f"{M}.enabled=true", "policy.fp8.enabled=true"],
-            "found true, but it is about the torch learner, and Megatron Core trains",
+            "found true, but it applies to the torch learner, and this run trains with Megatron Core",
         ),
         ([f"{M}.enabled=true", "policy.router_losses.aux_loss_coeff=0.1"], "which has its own keys for them"),
     ],

@@ -165,7 +165,7 @@ def test_an_environment_whose_package_is_missing_is_named_as_not_looked_at(
     run = ["grpo", *RUN, "policy.device=auto", "env={pole: {type: gymnasium, id: CartPole-v1}}", "data.train.env_name=pole"]
     assert cli.main([*run, *ASSUME]) == 0
     said = capsys.readouterr().out
-    assert "env.pole: not looked at without the package gymnasium" in said and "gymnasium, ray, vllm" in said
+    assert "env.pole: not examined without the package gymnasium" in said and "gymnasium, ray, vllm" in said
     assert cli.main([*run, "--dry-run"]) == 2
     (laptop / "mine.py").write_text("import gymnasium\nclass Mine: pass\n")
     assert cli.main(["grpo", *RUN, "env={mine: {type: 'mine.py:Mine'}}", "data.train.env_name=mine", *ASSUME]) == 2

@@ -352,7 +352,7 @@ def test_a_run_on_recorded_data_has_its_own_metrics_and_asks_nothing_of_an_engin
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["policy.generation.colocated.enabled=false"], "the engine has devices of its own"),
+        (["policy.generation.colocated.enabled=false"], "the engine has its own devices"),
         (["policy.device=cpu", "grpo.async_grpo.enabled=true"], "asynchronous training samples while"),
     ],
 )
@@ -442,8 +442,8 @@ VLLM = "policy.generation.backend=vllm"
 @pytest.mark.parametrize(
     ("overrides", "key", "reason"),
     [
-        ([VLLM, "policy.device=cpu"], "policy.deterministic", "vLLM has its batch-invariant mode on GPUs alone"),
-        ([AUTO, GPU], "policy.sequence_packing.train_mb_tokens", "may cut a batch otherwise in another run"),
+        ([VLLM, "policy.device=cpu"], "policy.deterministic", "vLLM's batch-invariant mode exists only on GPUs"),
+        ([AUTO, GPU], "policy.sequence_packing.train_mb_tokens", "may cut a batch differently in another run"),
         (["grpo.async_grpo.enabled=true", GPU], "policy.deterministic", "depends on the speed of rollouts"),
     ],
 )
@@ -457,7 +457,9 @@ def test_a_deterministic_run_is_refused_where_something_lets_equal_runs_differ(
 
 def test_a_deterministic_run_is_warned_of_turns_that_come_when_environments_answer() -> None:
     def warned(*overrides: str) -> bool:
-        return "only if these answer in the same order" in str(accepted("policy.deterministic=true", GPU, *overrides))
+        return "only if their environments answer in the same order" in str(
+            accepted("policy.deterministic=true", GPU, *overrides)
+        )
 
     turns = "grpo.max_rollout_turns=3"
     assert warned(turns)

@@ -87,7 +87,7 @@ MALFORMED = [
     ("llama3_json", '{"name": "add", "parameters": {"a": 1}', "not valid JSON"),
     ("llama3_json", '{"name": "add", "parameters": {}} and more', "separated by ;"),
     ("llama3_json", "<|python_tag|>print(1)", "not valid JSON"),
-    ("llama3_json", 'Well. {"name": "add", "parameters": {}}', "Text stands before a call"),
+    ("llama3_json", 'Well. {"name": "add", "parameters": {}}', "There is text before a call"),
     ("mistral", "[TOOL_CALLS]add", "not valid JSON"),
     ("mistral", "[TOOL_CALLS][]", "not a list of calls"),
     ("mistral", "[TOOL_CALLS]add[ARGS]{", "not valid JSON"),

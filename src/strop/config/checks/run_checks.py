@@ -1,4 +1,4 @@
-"""Everything that speaks against a configuration: one list, which loading, a dry run, a run and a plan ask alike.
+"""All checks of a configuration: one list, shared by loading, a dry run, a run and a plan.
 
 A rule that reads one section is a method of it (``BaseConfig.errors`` and ``warnings``), and so is one about the section of an extension
 and the rest of the run (``errors_of_run`` and ``warnings_of_run``). The others are functions, by the section that they are about; the
@@ -164,5 +164,5 @@ def _run(checks: Mapping[str, tuple[Check, ...]], config: BaseConfig) -> list[Pr
 
 @cache
 def _asked_of(check: Check) -> Any:
-    """Return the kind of run that a check is about."""
+    """Return the kind of run that a check concerns."""
     return get_type_hints(check)["config"]

@@ -22,7 +22,7 @@ class DistillationConfig(RolloutTrainingConfig):
 
     num_generations_per_prompt: int = Field(1, ge=1, description="Rollouts sampled for each prompt (rollouts).")
     topk_logits_k: int = Field(
-        64, ge=1, description="Number of the teacher's most likely tokens that topk_distillation compares (tokens)."
+        64, ge=1, description="Number of most likely teacher tokens compared by topk_distillation (tokens)."
     )
     async_distillation: AsyncConfig = subsection(AsyncConfig)
 
@@ -88,7 +88,7 @@ class TeacherConfig(WithLearner):
     hosts: int = Field(
         0,
         ge=0,
-        description="Processes, each with the whole teacher, that share the groups of a batch; 0 keeps it beside the policy, "
+        description="Processes, each with the whole teacher, that share the groups of a batch; 0 keeps it in the policy's processes, "
         "sharded over its ranks (processes). Only with Ray.",
     )
     offload: bool = Field(False, description="Keep it in CPU memory between uses.")
@@ -96,7 +96,7 @@ class TeacherConfig(WithLearner):
     environments: tuple[str, ...] | None = Field(
         None, strict=False, description="With several teachers: aliases of env whose rollouts this one scores; null is all."
     )
-    weight: float = Field(1.0, gt=0, description="Weight of this teacher where several score the same rollouts.")
+    weight: float = Field(1.0, gt=0, description="Weight of this teacher if several score the same rollouts.")
     demonstration: str | None = Field(
         None,
         description="With model_name self: text added to the question that the teacher reads, with {answer} for the task's "

@@ -42,19 +42,20 @@ class PolicyConfig(ModelConfig):
     )
     trust_remote_code: bool = Field(
         False,
-        description="Run the Python code that the models and tokenizers of the run bring. It has your rights: read it first.",
+        description="Run Python code contained in the run's models and tokenizers. It runs with your permissions: read it first.",
     )
     offload: bool | Literal["auto"] = Field(
         "auto",
-        description="Move the learner (weights, gradients, optimizer state) and the frozen models beside it to CPU memory while an engine "
-        "samples on the same device; auto does so on GPUs. With the torch engine in the learner's process, only true does, and the "
-        "policy's weights stay.",
+        description="Move the learner (weights, gradients, optimizer state) and its frozen models to CPU memory while an engine samples "
+        "on the same device; auto does so on GPUs. With the torch engine in the learner's process, only true does, and the policy's "
+        "weights stay.",
     )
     exact_on_policy: bool = Field(
         False,
-        description="Compute a token's log-probability with the same bits in the engine and in the learner, in both precisions: products, "
-        "attention, norms and activations in one order of additions, whatever stands beside the token. The ratio of an on-policy "
-        "step is then exactly 1, which every step checks. Costs time (performance). For the torch engine in the learner's process.",
+        description="Compute a token's log-probability with the same bits in the engine and in the learner, in both precisions: "
+        "products, attention, norms and activations in a fixed order of additions, independent of the token's neighbours. The ratio of "
+        "an on-policy step is then exactly 1, which every step checks. Costs time (performance). For the torch engine in the learner's "
+        "process.",
     )
     deterministic: bool = Field(
         False,
@@ -129,18 +130,18 @@ class PolicyConfig(ModelConfig):
         if self.device == "cpu":
             yield Problem(
                 f"{key}.router_replay.enabled",
-                "found true, but vLLM says the experts of tokens with its model runner V2 alone, which a CPU does not have",
+                "found true, but vLLM reports the experts of tokens only with its model runner V2, which does not run on a CPU",
                 f"Set {key}.generation.backend=torch, or {key}.router_replay.enabled=false.",
             )
         if (stages := self.generation.vllm_cfg.pipeline_parallel_size) > 1:
             yield Problem(
                 f"{key}.router_replay.enabled",
-                f"found true, but vLLM does not say the experts of tokens with {stages} pipeline stages",
+                f"found true, but vLLM does not report the experts of tokens with {stages} pipeline stages",
                 f"Set {key}.generation.vllm_cfg.pipeline_parallel_size=1, and tensor_parallel_size for a model that needs several GPUs.",
             )
 
     def _check_compile(self, key: str) -> Iterator[Problem]:
-        """Yield what compiled layers cannot do; what depends on the model or the machine is found when it is loaded."""
+        """Yield settings that are incompatible with compiled layers; model and machine are checked on loading."""
         if self.compile is not True or not self.uses_torch:
             return
         for name, switched_on, reason in (
@@ -152,7 +153,7 @@ class PolicyConfig(ModelConfig):
             (
                 "router_replay.enabled",
                 self.router_replay.enabled,
-                "hands recorded experts to the layers, which compiled ones do not take",
+                "passes recorded experts to the layers, which compiled layers do not accept",
             ),
         ):
             if switched_on:
@@ -163,11 +164,11 @@ class PolicyConfig(ModelConfig):
                 )
 
     def _check_exact(self, key: str) -> Iterator[Problem]:
-        """Yield what cannot compute the same bits on both sides."""
+        """Yield settings that are incompatible with bit-identical results in learner and engine."""
         if self.generation.uses_vllm and self.device == "cpu":
             yield Problem(
                 f"{key}.exact_on_policy",
-                "found true, but vLLM has a batch-invariant mode on GPUs alone",
+                "found true, but vLLM's batch-invariant mode exists only on GPUs",
                 f"Set {key}.generation.backend=torch, or {key}.exact_on_policy=false.",
             )
         if self.generation.uses_extension:
@@ -191,24 +192,24 @@ class PolicyConfig(ModelConfig):
         if self.dtensor_cfg.largest_size > 1:
             yield Problem(
                 f"{key}.exact_on_policy",
-                "found true, but tensor-, context-, pipeline- or expert-parallel ranks add in an order of their own",
+                "found true, but tensor-, context-, pipeline- or expert-parallel ranks add in a different order",
                 f"Set it to false, or these sizes of {key}.dtensor_cfg to 1.",
             )
 
     def _check_deterministic(self, key: str) -> Iterator[Problem]:
-        """Yield what would let two equal runs differ."""
+        """Yield settings that would let two equal runs differ."""
         if self.batching.train_mb_tokens == "auto":
             yield Problem(
                 f"{key}.{self.batching_key}.train_mb_tokens",
-                f"found auto, but {key}.deterministic is true, and a budget that is measured may cut a batch otherwise in another run",
-                f"Set it to the number of tokens that a run found, or {key}.deterministic=false.",
+                f"found auto, but {key}.deterministic is true, and a measured budget may cut a batch differently in another run",
+                f"Set it to the number of tokens measured by a run, or {key}.deterministic=false.",
             )
 
     def _check_deterministic_engine(self, key: str) -> Iterator[Problem]:
         if self.generation.uses_vllm and self.device == "cpu":
             yield Problem(
                 f"{key}.deterministic",
-                "found true, but vLLM has its batch-invariant mode on GPUs alone; on a CPU the last bits of a token depend on the batch",
+                "found true, but vLLM's batch-invariant mode exists only on GPUs; on a CPU the last bits of a token depend on the batch",
                 f"Set {key}.generation.backend=torch, or {key}.deterministic=false.",
             )
 
@@ -230,14 +231,14 @@ class PolicyConfig(ModelConfig):
             yield Problem(
                 f"{key}.exact_on_policy",
                 "vLLM samples in its batch-invariant mode (VLLM_BATCH_INVARIANT=1), whose agreement with the learner to the last bit is "
-                "unchecked: train/token_mult_prob_error says what is left of the difference",
+                "unchecked: train/token_mult_prob_error measures the remaining difference",
             )
         if self.offload is True and not self.generation.colocated.enabled:
-            yield Problem(f"{key}.offload", "it has no effect: the engine has devices of its own")
+            yield Problem(f"{key}.offload", "it has no effect: the engine has its own devices")
         if self.router_replay.enabled and self.generation.uses_vllm and not self.generation.vllm_cfg.enable_prefix_caching:
             yield Problem(
                 f"{key}.generation.vllm_cfg.enable_prefix_caching",
-                f"found false, but vLLM keeps the experts of tokens beside its prefix cache, which {key}.router_replay.enabled turns on",
+                f"found false, but vLLM stores the experts of tokens with its prefix cache, which {key}.router_replay.enabled turns on",
             )
         yield from self._warn_unused_sleep(f"{key}.generation.vllm_cfg.sleep_level")
 
@@ -260,13 +261,13 @@ class PolicyConfig(ModelConfig):
 def fix_other_rounding(key: str) -> str:
     """Return what to do about an engine that does not round as the learner does."""
     return (
-        "loss_fn.use_importance_sampling_correction=true corrects it, and train/token_mult_prob_error says how large it is; "
-        f"{key}.generation.backend=torch samples with what the learner computes."
+        "loss_fn.use_importance_sampling_correction=true corrects it, and train/token_mult_prob_error measures it; "
+        f"{key}.generation.backend=torch samples with the learner's rounding."
     )
 
 
 class RecordedPolicyConfig(PolicyConfig):
-    """The policy of a run on recorded data, which samples nothing."""
+    """The policy of a run on recorded data, which does not sample."""
 
     generation: UnusedGenerationConfig = subsection(UnusedGenerationConfig)
 
@@ -285,4 +286,4 @@ class RecordedPolicyConfig(PolicyConfig):
         if self.router_replay.enabled:
             yield Problem(f"{key}.router_replay.enabled", "it has no effect: recorded data has no experts that an engine chose")
         if self.exact_on_policy:
-            yield Problem(f"{key}.exact_on_policy", "it has no effect: no engine computes what recorded data is trained on")
+            yield Problem(f"{key}.exact_on_policy", "it has no effect: recorded data has no engine")

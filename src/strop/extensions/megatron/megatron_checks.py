@@ -50,19 +50,19 @@ def _check_model(key: str, model: ModelConfig) -> Problems:
     if model.dequantize_base_checkpoint:
         yield Problem(
             f"{key}.dequantize_base_checkpoint",
-            "found true, but ranks of Megatron Core read their shards of the files, where weights and scales are apart",
+            "found true, but Megatron Core's ranks read their shards directly from the files, where weights and scales are separate",
             f"Set {key}.model_name to a dequantised copy of the model, or policy.backend=torch.",
         )
     if model.fp8.enabled:
         yield Problem(
             f"{key}.fp8.enabled",
-            "found true, but it is about the torch learner, and Megatron Core trains",
+            "found true, but it applies to the torch learner, and this run trains with Megatron Core",
             f"Set it to false; {key}.megatron_cfg.fp8_cfg.enabled=true trains in FP8 there.",
         )
     if model.router_losses.observes:
         yield Problem(
             f"{key}.router_losses",
-            "losses of routers are set, but Megatron Core trains, which has its own keys for them",
+            "router losses are set, but this run trains with Megatron Core, which has its own keys for them",
             f"Set {key}.megatron_cfg.moe_router_load_balancing_type, moe_aux_loss_coeff and moe_z_loss_coeff instead.",
         )
     if model.batching.train_mb_tokens == "auto":

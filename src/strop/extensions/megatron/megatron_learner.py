@@ -109,7 +109,7 @@ class MegatronLearner:
         self.state_offload = TensorOffload(self._state_tensors, network.device)
 
     def _make_draft(self) -> DraftTrainer | None:
-        """Return what trains the network's draft head, if it has one."""
+        """Return the trainer of the network's draft head, if it has one."""
         network = self.network
         if network.draft is None:
             return None
@@ -120,7 +120,7 @@ class MegatronLearner:
     # --- passes -----------------------------------------------------------------------------------------------------------
 
     def share_requests(self) -> dict[str, ShareRequest]:
-        """Return, for each pass over a batch, which share this rank reads."""
+        """Return, for each pass over a batch, the share that this rank reads."""
         batching, whole = self.config.batching, self.whole_groups
         request = partial(self.network.share_request, read_columns=True)
         return {
@@ -131,7 +131,7 @@ class MegatronLearner:
 
     def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs:
         """Score this rank's micro-batches."""
-        with self.weight_offload.on_device():  # a canary asks while the learner is offloaded
+        with self.weight_offload.on_device():  # a canary may run while the learner is offloaded
             tokens = self.config.batching.logprob_mb_tokens
             return MegatronScorer(self.network, self.sampling, tokens, replays=True).score_local(batch)
 

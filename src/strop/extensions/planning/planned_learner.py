@@ -1,4 +1,4 @@
-"""Read a learner out of a model's section: what its memory depends on, and how it is divided over ranks."""
+"""Read a learner from a model's section: the inputs of its memory estimate, and its division over ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.runs.learner_backend import LearnerDims
 
 OPTIMIZER_NUMBERS = {"SGD": 0, "Adafactor": 0, "AdamW8bit": 0.5, "Adam8bit": 0.5, "Lion": 1, "Muon": 1}
-ADAPTER_SHARE = 0.01  # of the weights, that adapters train
+ADAPTER_SHARE = 0.01  # share of the weights trained by adapters
 
 
 def read_learner(policy: ModelConfig, device: PlannedDevice, dims: LearnerDims | None) -> LearnerSetup:
-    """Return the learner of a model: of the policy, or of a critic."""
+    """Return the learner of a model, the policy or a critic."""
     own, moves, tokens = policy.dtensor_cfg, policy.uses_torch, _read_tokens(policy)
     learner = policy.learner
     checkpointed = (learner if isinstance(learner, MegatronConfig) else own).activation_checkpointing

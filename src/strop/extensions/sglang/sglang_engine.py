@@ -53,7 +53,7 @@ class SglangEngine:
     def __init__(
         self, name: str, launch: SglangLaunch, tokenizer: Any, *, stop_ids: Sequence[int], vision: VisionProcessor | None = None
     ) -> None:
-        """``vision``: of a model that reads images."""
+        """``vision``: the image processor of a model that reads images."""
         self.name = name
         self.vision = vision
         self.launch = launch

@@ -95,8 +95,8 @@ def _token_versions(spans: Any, length: int) -> Tensor:
 def _experts(experts: Any, read: int) -> dict[TokenColumn, Tensor]:
     """Return the experts of the tokens that the engine read, [read, layers, k]; nothing if it was not asked for them.
 
-    vLLM's array [n, layers, k] begins with the prompt; where it ends early, the other tokens route themselves. It has zeros for layers
-    without experts, which nobody reads.
+    vLLM's array [n, layers, k] begins with the prompt; if it ends early, the remaining tokens are routed by the learner. It has
+    zeros for layers without experts, which are ignored.
     """
     if experts is None:
         return {}

@@ -35,8 +35,8 @@ class DtensorConfig(LearnerSection):
     )
     activation_offload: bool = Field(
         False,
-        description="Keep activations in CPU memory between the forward and the backward pass, where they are not recomputed: less "
-        "memory of a GPU, more time.",
+        description="Keep activations in CPU memory between the forward and the backward pass, unless they are recomputed: less GPU "
+        "memory, more time.",
     )
     tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks: they shard the linear layers (GPUs).")
     context_parallel_size: int = Field(
@@ -114,7 +114,7 @@ class DtensorConfig(LearnerSection):
                 sizes["pipeline_parallel_size"] = stages
             name = max(
                 sizes, key=lambda size: devices % sizes[size] > 0
-            )  # the first that does not divide alone, or else the first
+            )  # the first size that alone does not divide, otherwise the first
             others = " and ".join(f"{other} = {size}" for other, size in sizes.items() if other != name)
             yield Problem(
                 f"{key}.{name}",
@@ -141,7 +141,7 @@ class DtensorConfig(LearnerSection):
 def find_stage_problems(
     key: str, model: str, layers: int, *, ranks: int, interleaved: bool, layers_per_stage: int | None
 ) -> Iterator[Problem]:
-    """Yield why the ``layers`` of a model cannot be split into pipeline stages; ``key`` is that of a ``dtensor_cfg``."""
+    """Yield why the ``layers`` of a model cannot be split into pipeline stages; ``key`` is the key of a ``dtensor_cfg``."""
     stages = ranks * (2 if interleaved else 1)
     if ranks == 1:
         return
@@ -149,8 +149,8 @@ def find_stage_problems(
         if layers % (ranks * layers_per_stage):
             yield Problem(
                 f"{key}.pipeline_parallel_layers_per_stage",
-                f"found {layers_per_stage}, and {ranks} pipeline ranks cannot have equally many stages of so many of the {layers} layers "
-                f"of {model}",
+                f"found {layers_per_stage}, but {ranks} pipeline ranks cannot have equally many stages of this size for the {layers} "
+                f"layers of {model}",
                 f"Set it to a divisor of {layers // ranks}." if layers % ranks == 0 else "Set it to null.",
             )
     elif layers < stages:

@@ -1,4 +1,4 @@
-"""Files of sharded tensors, which can be read with any other sharding.
+"""Files of sharded tensors, readable with any other sharding.
 
 The files are torch's distributed checkpoints (DCP): ``.metadata`` records which file has which part of which tensor, so they can be read by
 another number of ranks, with another sharding, or by a single process without a process group.
@@ -43,7 +43,7 @@ class TensorShard:
     """A block of a full tensor; the full tensor itself if it is not sharded."""
 
     tensor: Tensor
-    offset: tuple[int, ...]  # of its first element in the full tensor
+    offset: tuple[int, ...]  # offset of its first element in the full tensor
     shape: tuple[int, ...]  # of the full tensor
 
     def with_tensor(self, tensor: Tensor) -> TensorShard:
@@ -70,7 +70,7 @@ def local_shard(tensor: Tensor) -> TensorShard:
     local: Tensor = tensor.to_local().detach()
     offset, size = [0] * tensor.dim(), list(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate() or ()
-    # FSDP splits the shards of tensor parallelism: its splits, strided as they come first in the mesh, are the inner ones.
+    # FSDP splits the shards of tensor parallelism, so its splits (strided, since they come first in the mesh) are the inner ones.
     splits = sorted(enumerate(tensor.placements), key=lambda item: isinstance(item[1], _StridedShard))
     for dimension, placement in splits:
         if placement.is_replicate():
@@ -91,12 +91,12 @@ def local_shard(tensor: Tensor) -> TensorShard:
 
 
 def is_elsewhere(tensor: Tensor) -> bool:
-    """Return whether a model's tensor only describes the weight, which other pipeline stages have."""
+    """Return whether a tensor of the model is only a description of a weight on other pipeline stages."""
     return tensor.device.type == "meta"
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a value that is equal only for tied weights: also for empty shards, because FSDP pads them, and without memory."""
+    """Return a value that is equal only for tied weights, including empty shards, which FSDP pads, and weights without memory."""
     local: Tensor = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
     storage: Any = local.untyped_storage()
     return int(storage._cdata if is_elsewhere(local) else storage.data_ptr())
@@ -116,18 +116,18 @@ def write_shards(folder: Path, shards: Mapping[str, TensorShard], group: Any | N
 
 
 def write_blocks(folder: Path, blocks: Sequence[NamedShard], group: Any | None) -> None:
-    """Do what ``write_shards`` does, where a rank may have several blocks of one tensor."""
+    """Like ``write_shards``, but a rank may have several blocks of one tensor."""
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     with _ignore_single_process_warnings():
         dcp.save({}, storage_writer=writer, planner=_SavePlanner(blocks), process_group=group, no_dist=group is None)
 
 
 class ForeignMetadata(ValueError):
-    """``.metadata`` names what no checkpoint of tensors contains."""
+    """``.metadata`` names something that no checkpoint of tensors contains."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads DCP's ``.metadata``, a pickle, without running what someone else may have put into it."""
+    """Reads DCP's ``.metadata``, a pickle, without executing code that it might contain."""
 
     def __init__(self, file: BinaryIO, renamed: Mapping[ClassName, ClassName]) -> None:
         super().__init__(file)
@@ -161,7 +161,7 @@ _METADATA_CLASSES = {
 
 
 class _SafeReader(dcp.FileSystemReader):  # type: ignore[misc]
-    """Reads only files of its folder, and of ``.metadata`` only what describes tensors."""
+    """Reads only files in its folder, and from ``.metadata`` only descriptions of tensors."""
 
     def __init__(self, folder: Path, renamed: Mapping[ClassName, ClassName]) -> None:
         super().__init__(folder)
@@ -212,7 +212,7 @@ class ShardedReader:
         self.read_blocks(list(into.items()))
 
     def read_blocks(self, blocks: Sequence[NamedShard]) -> None:
-        """Do what ``read`` does, where several blocks may be of one tensor."""
+        """Like ``read``, but several blocks may belong to one tensor."""
         with _ignore_single_process_warnings():
             dcp.load({}, storage_reader=_SafeReader(self.folder, self._renamed), planner=_LoadPlanner(blocks), no_dist=True)
 
@@ -226,7 +226,7 @@ def read_whole(reader: TensorReader) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class InMemoryReader:
-    """Reads tensors in memory, or mapped from a file."""
+    """Reads tensors in memory or in a memory-mapped file."""
 
     tensors: Mapping[str, Tensor]
     shapes: Mapping[str, tuple[int, ...]] = field(init=False)
@@ -290,7 +290,7 @@ def _chunk_metadata(shard: TensorShard) -> ChunkStorageMetadata:
 
 
 def _by_index(blocks: Sequence[NamedShard]) -> dict[MetadataIndex, Tensor]:
-    """Return the tensors of blocks by name and offset, which is how DCP asks for them."""
+    """Return the tensors of blocks by name and offset, as DCP requests them."""
     return {MetadataIndex(name, torch.Size(shard.offset)): shard.tensor for name, shard in blocks if shard.tensor.numel()}
 
 

@@ -1,4 +1,4 @@
-"""Sharded checkpoints of a learner: each rank writes its shards, and any number of ranks reads them with any parallelism.
+"""Sharded checkpoints of a learner: each rank writes its shards, and any number of ranks can read them with any parallelism.
 
     weights/           shards (DCP) under the model's names, in the dtype of the computation; the model's configuration.
                        A LoRA run has full adapters there, in PEFT's format
@@ -192,7 +192,7 @@ def _gather_adapters(parallelism: Parallelism, state: TrainingState) -> dict[str
 
 
 def _save_config(model: Any, folder: Path, weights: Mapping[str, TensorShard]) -> None:
-    """Write the model's configuration, which names its class, beside the shards."""
+    """Write the model's configuration, including its class name, next to the shards."""
     config = copy.deepcopy(getattr(model, "config", None))
     if config is None:
         return
@@ -424,7 +424,7 @@ def _check_shape(stored: TensorReader, name: str, shard: TensorShard) -> TensorS
 
 
 def _copy_shard(local: Tensor, full: Tensor) -> None:
-    """Copy this rank's shard of ``whole`` into ``own``."""
+    """Copy this rank's shard of ``full`` into ``local``."""
     shard = local_shard(local)
     shard.tensor.copy_(full[shard.index])
 

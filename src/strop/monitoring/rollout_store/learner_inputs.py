@@ -1,4 +1,4 @@
-"""What a learner reads of a rollout besides its tokens, as it is stored: for a step that is trained again (``strop replay``)."""
+"""Stored inputs of a learner besides a rollout's tokens, for training a step again (``strop replay``)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from strop.columns import TokenColumn
     from strop.types import Group, Rollout, Turn
 
-PROMPT = -1  # in place of the first token of a turn
+PROMPT = -1  # instead of the index of a turn's first token
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredBaseline:
-    """The greedy rollout of a group, as far as its credit reads it."""
+    """The greedy rollout of a group, with the fields that credit needs."""
 
     reward: float
     tokens: int  # sampled
@@ -33,10 +33,10 @@ class StoredBaseline:
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePlace:
-    """Where an image of a rollout stands."""
+    """The position of an image in a rollout."""
 
-    turn: int  # index of the first token of the turn that shows it, among the tokens of the record; PROMPT
-    start: int  # of the first token that stands for it, counted on its path
+    turn: int  # index, among the record's tokens, of the first token of the turn that shows it; or PROMPT
+    start: int  # its first placeholder token, counted on its path
     length: int
     image: str  # the name of its file
 
@@ -54,7 +54,7 @@ class StoredValues:
 class StoredSets:
     """The values of a ragged column, such as the ids that each token of a record was sampled from; none for tokens of the environment.
 
-    In a file they are a list of lists. Here they are the bytes of arrays: a step has millions of ids, which should not be Python's."""
+    In a file they are a list of lists. In memory they are the bytes of arrays, because a step has millions of ids."""
 
     sizes: bytes  # int32, of each token
     ids: bytes  # int32, one set after the other
@@ -108,7 +108,7 @@ def make_baseline(group: Group) -> StoredBaseline | None:
 
 
 def list_image_places(rollout: Rollout) -> tuple[ImagePlace, ...]:
-    """Return where the images of a rollout stand: those of its prompt, then those of its turns."""
+    """Return the positions of a rollout's images: those of its prompt, then those of its turns."""
     placed = [(PROMPT, image) for image in rollout.images]
     placed += [(start, image) for start, turn in _list_turns(rollout) for image in turn.images]
     return tuple(

@@ -1,4 +1,4 @@
-"""How the ranks shard a model, and the text that says which devices train and which generate."""
+"""How ranks shard a model, and a text that describes which devices train and which generate."""
 
 from __future__ import annotations
 

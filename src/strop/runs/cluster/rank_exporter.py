@@ -25,7 +25,7 @@ def make_rank_exporter(
     folder: Path,
     senders: Mapping[int, str],
 ) -> BlockingExporter:
-    """Make this rank's part of the exporter. Raises ValueError for a transport that cannot work.
+    """Create this rank's part of the exporter. Raises ValueError for a transport that cannot work.
 
     ``engines``: as seen from rank 0. ``folder``: for transports that use files. ``senders``: the ranks that send weights, and the
     addresses of their machines.

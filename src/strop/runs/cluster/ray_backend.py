@@ -1,4 +1,4 @@
-"""The driver's side of a run on a Ray cluster: learners, scorers and engines whose models are in other processes."""
+"""The driver's side of a run on a Ray cluster: learners, scorers and engines with models in other processes."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class RayBackend:
         )
 
     async def _write_model_folders(self, outputs: Path) -> Path:
-        """Write the folders that engines build the policy, and the head that they draft with, from. Return the policy's."""
+        """Write the folders from which engines build the policy and their draft head. Return the policy's."""
         folder = outputs / "model"
         write = load_backend(self.config.policy.learner).write_model_folder
         await self.group.call_one(0, "call_with_policy", partial(write, config=self.config, folder=folder))
@@ -231,7 +231,7 @@ class RayBackend:
 
 
 def is_time_shared(config: TrainingRunConfig, plan: DevicePlan) -> bool:
-    """Return whether learner and engines take turns on the same devices."""
+    """Return whether learner and engines alternate on the same devices."""
     return plan.colocated and isinstance(config, RolloutRunConfig) and config.rollout_training.max_staleness == 0
 
 

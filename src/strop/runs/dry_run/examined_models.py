@@ -1,4 +1,4 @@
-"""Do the folders that a configuration names as models hold one? Names of the hub are not looked up."""
+"""Checks that folders named as models contain one. Hub names are not looked up."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def find_model_problems(config: BaseConfig) -> Iterator[Problem]:
 
 
 def list_models_elsewhere(config: BaseConfig) -> list[str]:
-    """Return a note for each model in a folder of the machines that are assumed."""
+    """Return a note for each model in a folder that is assumed to exist on the run's machines."""
     return [
-        f"{key}: {name} is not on this machine: it was not looked at"
+        f"{key}: {name} is not on this machine: it was not examined"
         for key, name in iter_model_names(config)
         if is_elsewhere(name)
     ]
@@ -47,7 +47,7 @@ def is_elsewhere(name: str) -> bool:
 
 
 def explain_missing_model(name: str) -> str | None:
-    """Return why a name is not that of a model; None if it may be one."""
+    """Explain why a name does not refer to a model; None if it may."""
     try:
         path = Path(os.path.expanduser(name))
         if path.is_dir():

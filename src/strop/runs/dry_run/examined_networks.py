@@ -1,7 +1,7 @@
-"""Models whose config.json is here, built without weights (on the meta device) and asked what a run asks of them once they are loaded.
+"""Builds models with a local config.json without weights (on the meta device), and runs the same checks as after loading.
 
-What only the weights or a forward pass tell is left to the run: whether a model reads packed rows, and whether stages pass hidden states
-on as they are.
+Checks that need weights or a forward pass are left to the run: whether a model reads packed rows, and whether stages pass hidden
+states on unchanged.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _check_router_replay(config: RolloutRunConfig) -> Iterator[Problem]:
 
 
 def _check_vllm(config: RolloutRunConfig) -> Iterator[Problem]:
-    """vLLM divides the attention heads; the heads of keys and values may be fewer than its ranks, which then hold copies."""
+    """vLLM divides the attention heads; there may be fewer key and value heads than ranks, which then hold copies."""
     size, name = config.policy.generation.vllm_cfg.tensor_parallel_size, config.policy.model_name
     shape = ModelShape.from_hf(name, read_local_config(name)) if size > 1 else None
     if shape is not None and (shape.heads % size or (shape.key_value_heads % size and size % shape.key_value_heads)):
@@ -68,7 +68,7 @@ def _check_vllm(config: RolloutRunConfig) -> Iterator[Problem]:
 
 
 def _list_checks(model: ModelConfig | TeacherConfig, ranks: int) -> dict[str, Check]:
-    """Return what is asked of a network, by the key that it is about: nothing of one that is trained whole on a device."""
+    """Return the checks of a network, by their key; none for one that is trained whole on one device."""
     checks: dict[str, Check] = {}
     if isinstance(model, ModelConfig) and model.dtensor_cfg.lora_cfg.enabled:
         from strop.models.lora import find_target_layers
@@ -82,7 +82,7 @@ def _list_checks(model: ModelConfig | TeacherConfig, ranks: int) -> dict[str, Ch
 
 
 def _list_divisions(sizes: DtensorConfig, ranks: int) -> Iterator[tuple[str, Check]]:
-    """Yield what is asked of a network that ranks share, by key."""
+    """Yield the checks of a network that ranks share, by key."""
     if max(sizes.tensor_parallel_size, sizes.expert_parallel_size, sizes.pipeline_parallel_size) == 1:
         return
     from strop.learner.parallel.expert_parallel import check_experts
@@ -102,7 +102,9 @@ def _list_divisions(sizes: DtensorConfig, ranks: int) -> Iterator[tuple[str, Che
 def _ask(
     key: str, model: ModelConfig | TeacherConfig, checks: Mapping[str, Check], *, scores: bool, trusted: bool
 ) -> Iterator[Problem]:
-    """``scores``: it is a classifier: a reward model or critic. ``trusted``: a run executes the model's own code; this does not."""
+    """``scores``: the model is a classifier, a reward model or critic. ``trusted``: a run may execute the model's own code; this
+    function does not.
+    """
     from strop.models.classifiers import to_classifier_config
     from strop.models.loading import build_on_meta
     from strop.models.network import Network
@@ -116,7 +118,7 @@ def _ask(
         if not (trusted and "trust_remote_code" in str(error)):
             yield Problem(f"{key}.model_name", str(error).removeprefix("policy.model_name: "))
         return
-    except Exception as error:  # of the model's class, which loading it raises too
+    except Exception as error:  # errors of the model's class, also raised by loading it
         yield Problem(f"{key}.model_name", f"its config.json makes no model here: {describe_error(error)}")
         return
     for name, check in checks.items():

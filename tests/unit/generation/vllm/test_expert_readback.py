@@ -35,7 +35,7 @@ def test_the_order_of_a_kernel_is_found_by_packing_indices(dtype: torch.dtype) -
 
 
 def test_a_kernel_that_does_more_than_move_weights_is_not_read() -> None:
-    with pytest.raises(RuntimeError, match="does not keep each weight once"):
+    with pytest.raises(RuntimeError, match="does not store each weight exactly once"):
         find_packing_order((8, 8), torch.float32, lambda weight: weight.clamp(max=5))
 
 

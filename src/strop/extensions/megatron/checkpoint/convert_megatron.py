@@ -23,7 +23,7 @@ from strop.models.loading import find_model_folder, load_model
 
 
 def convert_megatron(source: Path, target: Path, *, model_name: str | None = None) -> None:
-    """Convert what Megatron Core saved, such as weights/iter_0000000, as ``convert_shards`` does. Raises ConversionError."""
+    """Convert a Megatron Core checkpoint, such as weights/iter_0000000, like ``convert_shards``. Raises ConversionError."""
     if find_iteration(source) is None:
         if is_sharded(source):
             raise ConversionError(
@@ -58,12 +58,10 @@ def convert_to_megatron(model_name: str, target: Path) -> None:
 def convert_megatron_adapters(
     adapters: Path, target: Path, *, model_name: str, base: Path | None = None, merge: bool = True
 ) -> None:
-    """Write adapters of Megatron Core's layers in PEFT's format, or with ``merge`` the whole model that they make, in float32.
+    """Write adapters of Megatron Core's layers in PEFT's format, or with ``merge`` the complete merged model, in float32.
 
-    Args:
-        adapters: What a run saved as policy/weights, or an iter_XXXXXXX folder of NeMo-RL.
-        model_name: The Hugging Face model that they are for.
-        base: An iter_XXXXXXX folder with that model's weights; None reads those of ``model_name``.
+    Args: adapters: A run's policy/weights, or an iter_XXXXXXX folder of NeMo-RL. model_name: The Hugging Face base model. base:
+    An iter_XXXXXXX folder with that model's weights; None reads those of ``model_name``.
 
     Raises ModelNotFound, ConversionError.
     """
@@ -102,4 +100,4 @@ def _load_base(model: Any, base: Path) -> None:
         )
     weights = read_hugging_face_weights(iteration, model.config)
     LoadReport(not_finite=list(find_not_finite(weights.items()))).refuse(str(base), type(model).__name__, key="")
-    model.load_state_dict(weights, strict=False)  # all but tied weights, which the reader has once
+    model.load_state_dict(weights, strict=False)  # all but tied weights, which the reader returns once
