@@ -93,3 +93,8 @@ def test_what_refers_to_a_wrong_value_is_not_reported_beside_it(tmp_path: Path) 
 def test_keys_that_refer_to_each_other_in_a_circle_are_all_reported(tmp_path: Path) -> None:
     error = failure(tmp_path, "logger: {log_dir: '${run_name}'}\nrun_name: '${logger.log_dir}'\n")
     assert {problem.key for problem in error.problems} == {"logger.log_dir", "run_name"}
+
+
+def test_a_section_that_nobody_brings_may_be_that_of_an_extension(tmp_path: Path) -> None:
+    (problem,) = failure(tmp_path, "", "policy.nobodys_learner={enabled: true}").problems
+    assert problem.key == "policy.nobodys_learner" and "install the package that brings it" in problem.fix
