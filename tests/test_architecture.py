@@ -170,10 +170,7 @@ def internal_imports() -> Iterator[Import]:
 # Files of the core that still import an extension by name.
 STILL_CROSSING: frozenset[str] = frozenset(
     {
-        "api.py",
         "environments/scoring/scoring_worker.py",
-        "results.py",
-        "runs/monitors/instruments.py",
     }
 )
 
