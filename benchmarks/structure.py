@@ -10,6 +10,7 @@ import argparse
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
-ROOMS = ("build", "runs", "config", "monitoring", "planning")
+ROOMS = ("build", "runs", "config", "monitoring")
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Run in a process of its own with the counted checkout's source first on the path. A class body is code without CO_OPTIMIZED (1).
@@ -107,12 +108,16 @@ def count(root: Path) -> dict[str, object]:
     )
     opened = [path for path in parsed if path.name == "open_run.py"]  # earlier checkouts build runs in rollout_run.py
     wiring = opened or [path for path in parsed if path.name == "rollout_run.py"]
+    extensions = [path for path in parsed if "extensions" in path.relative_to(source).parts]
+    core = [path for path in parsed if path not in set(extensions)]
     by_room = {room: [path for path in parsed if path.relative_to(source / "strop").parts[0] == room] for room in ROOMS}
     run, environment = class_of(parsed, "TrainingRun"), class_of(parsed, "Environment")
     classes = [node for tree in parsed.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     traced = trace_run(root)
     return {
         "lines, files": f"{count_lines(list(parsed)):,}, {len(parsed):,}",
+        "core: lines, files": f"{count_lines(core):,}, {len(core):,}" if extensions else "-",
+        "extensions: lines, files": f"{count_lines(extensions):,}, {len(extensions):,}",
         **{f"  {room}": f"{count_lines(paths):,}, {len(paths)}" for room, paths in by_room.items() if paths},
         "smallest run: files executed, modules imported": f"{traced['files']}, {traced['modules']}",
         "modules whose only importer is in their folder": count_single_importers(source, parsed),
@@ -122,7 +127,7 @@ def count(root: Path) -> dict[str, object]:
         "imports of the wiring": ", ".join(
             f"{path.stem} {sum(isinstance(node, ast.Import | ast.ImportFrom) for node in parsed[path].body)}" for path in wiring
         ),
-        "files that know routes": sum("routes" in path.read_text(encoding="utf-8") for path in parsed),
+        "files that know routes": sum(bool(re.search(r"\broutes\b", path.read_text(encoding="utf-8"))) for path in parsed),
         "classes, protocols": f"{len(classes):,}, {sum('Protocol' in map(ast.unparse, each.bases) for each in classes)}",
         "tests: lines, files": f"{count_lines(list((root / 'tests').rglob('*.py'))):,}, "
         f"{len(list((root / 'tests').rglob('*.py'))):,}",

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from strop.gpus import KIND
 from strop.models.network import Network
-from strop.models.routing.routes import RecordedRoutes
+from strop.models.routing.recorded_experts import RecordedRoutes
+from strop.models.routing.router_replay_config import ROUTES
 from strop.sampling import Sampling
 from support.models import VOCABULARY, build
 from support.tokenizer import END
@@ -22,9 +23,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 DEVICE = torch.device(KIND, 0)
 
 
-def agreement(network: Network, tokens: list[int], routes: Tensor | None) -> float:
+def agreement(network: Network, tokens: list[int], routes: Tensor) -> float:
     """The share of (token, layer) pairs whose recorded set of experts is that of one pass of the model."""
-    assert network.routed is not None and routes is not None
+    assert network.routed is not None
     own = RecordedRoutes(network.routed)
     network.use_native_attention()
     with torch.no_grad(), network.autocast():
@@ -40,7 +41,7 @@ def test_captured_graphs_record_the_experts_of_every_token(graphs: bool) -> None
     requests = [Request([5 + place, 40, 200, 31], Sampling(max_new_tokens=5 + place), seed=place) for place in range(5)]
     completions = run_requests(make_engine(make_runner(network, slots=3, cuda_graphs=graphs)), requests)
     for request, completion in zip(requests, completions, strict=True):
-        assert agreement(network, [*request.prompt, *completion.tokens.tolist()][:-1], completion.routes) > 0.95
+        assert agreement(network, [*request.prompt, *completion.tokens.tolist()][:-1], completion.columns[ROUTES]) > 0.95
 
 
 def test_vllm_says_the_experts_of_prompts_and_completions(tmp_path: Path, tokenizer: Any) -> None:
@@ -84,7 +85,7 @@ def test_vllm_says_the_experts_of_prompts_and_completions(tmp_path: Path, tokeni
         prompt = list(range(40, 60))
         for seed in range(2):  # the second finds its prompt in the prefix cache
             completion = room.run(engine.generate(prompt, sampling=Sampling(max_new_tokens=12), seed=seed))
-            assert agreement(network, [*prompt, *completion.tokens.tolist()][:-1], completion.routes) > 0.9
+            assert agreement(network, [*prompt, *completion.tokens.tolist()][:-1], completion.columns[ROUTES]) > 0.9
     finally:
         room.run(served.close())
         room.close()

@@ -18,7 +18,6 @@ from strop.checkpointing.base import RunState
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
 from strop.environments.handle import EnvironmentHandle, LocalEnvironment
-from strop.extensions.watch.health.health_monitor import HealthMonitor
 from strop.generation.base import Completion
 from strop.learner.base import BackwardResult
 from strop.metrics import Metrics
@@ -290,7 +289,7 @@ def make_run(
 
 
 def make_listeners(store: RolloutStore, algorithm: Algorithm) -> Listeners:
-    return Listeners([MismatchGuard(), RolloutRecorder(store=store, algorithm=algorithm), HealthMonitor()])
+    return Listeners([MismatchGuard(), RolloutRecorder(store=store, algorithm=algorithm)])
 
 
 def stored_rollouts(run: TrainingRun) -> RolloutStore:

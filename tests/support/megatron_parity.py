@@ -163,7 +163,6 @@ def weights_of(made: Case) -> PlainWeights:
         "frozen_routers",
         "replayed",
         "value",
-        "quant_cfg",
     )
     found = make_weights(case(**{name: getattr(made, name) for name in kept}))
     return replace(found, config=deepcopy(found.config))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from tests.support.ranks import run_on_ranks
 from torch import Tensor, nn
 
 from strop import metrics
@@ -27,16 +28,14 @@ from strop.learner.parallel.rank_zero_loading import load_on_rank_zero
 from strop.learner.parallel.sharded import parallelize_head, parallelize_network
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer
-from strop.models.fake_quant.apply_fake_quant import apply_fake_quant, iter_static_inputs
-from strop.models.fake_quant.calibration import set_input_scales
-from strop.models.fake_quant.modelopt_config import read_quant_config
 from strop.models.loading import cast_weights
 from strop.models.network import Network, freeze_routers
 from strop.models.routing.router_loss_config import RouterLossConfig
+from strop.models.routing.router_replay_config import NO_ROUTE
 from strop.models.value_head import ValueHead
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
-from strop.types import NO_ROUTE, Batch, Group
+from strop.types import Batch, Group
 from support.algorithms import grpo
 from support.learners import make_torch_learner
 from support.lora import share_fused, with_random_adapters
@@ -80,7 +79,7 @@ class Case:
     fused: bool = False  # adapters share A where Megatron Core has one layer: of queries, keys and values, and of gate and up
     frozen_routers: bool = False
     router_losses: bool = False  # of load balancing and of large logits
-    quant_cfg: str | None = None  # fake-quantised; static scales of inputs are 4
+    change: Callable[[Network], object] | None = None  # of an extension that changes the policy after it is loaded
     replayed: bool = False  # with recorded experts for most tokens
     value: bool = False  # train a separate critic
     head: bool = False  # train a critic that is a head on the policy
@@ -136,9 +135,8 @@ def build_network(case: Case, load: Callable[[Callable[[], Any]], Any] = lambda 
     network = kind(model, precision=case.precision or case.dtype, chunk=5, packed=case.packed)
     if case.replayed:
         network.enable_router_replay()
-    if case.quant_cfg is not None:
-        apply_fake_quant(model, read_quant_config(case.quant_cfg))
-        set_input_scales(model, {name: 4.0 for name, _ in iter_static_inputs(model)})
+    if case.change is not None:
+        case.change(network)
     return network
 
 
@@ -182,7 +180,9 @@ def make_batch(case: Case) -> Batch:
             CANDIDATES, torch.randint(0, 307, (len(batch.target), 5), generator=torch.Generator().manual_seed(9))
         )
     if case.replayed:
-        batch = replace(batch, routes=random_routes(len(batch.tokens), CONFIGS[case.family]().num_hidden_layers))
+        batch = replace(
+            batch, read_columns={"routes": random_routes(len(batch.tokens), CONFIGS[case.family]().num_hidden_layers)}
+        )
     plain = build_network(replace(case, value=False, head=False, dtype=torch.float64, weights_dtype=None, precision=None))
     with torch.no_grad():
         scored = plain.outputs(batch, case.sampling)
@@ -291,6 +291,9 @@ class Differences:
     metrics: float
 
 
+EXACT = Differences(loss=1e-10, norm=1e-10, outputs=1e-6, weights=1e-10, metrics=1e-9)  # of float64
+
+
 def compare(ranks: Sequence[TrainingResult], single: TrainingResult, size: int) -> Differences:
     """Compare ranks with a single process. Raises AssertionError if bitwise-equal results differ between ranks, or names differ."""
     first = ranks[0]
@@ -331,3 +334,15 @@ def _tensor_difference(left: Tensor, right: Tensor) -> float:
 def _output_difference(left: Any, right: Any) -> float:
     names = ("logprobs", "entropy") if isinstance(right, TokenOutputs) else ("values",)
     return max(_tensor_difference(getattr(left, name), getattr(right, name)) for name in names)
+
+
+def compare_on_ranks(world: int, cases: Mapping[str, Case]) -> Callable[[str], Differences]:
+    """Train all cases in one start of ``world`` ranks; return what compares one of them with a single process."""
+    trained = {name: (case, make_batch(case)) for name, case in cases.items()}
+    ranks = run_on_ranks(world, train_on_rank, trained)
+
+    def differences(name: str) -> Differences:
+        case, batch = trained[name]
+        return compare([rank[name] for rank in ranks], train(case, batch), len(batch.target))
+
+    return differences

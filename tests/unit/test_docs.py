@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -137,6 +138,9 @@ def test_modules_and_attributes_named_on_a_page_exist(page: Path) -> None:
 
 
 def resolves(dotted: str) -> bool:
+    """Whether a name is that of a module, of what is in one, or of a group of entry points."""
+    if dotted in entry_points().groups:
+        return True
     parts = dotted.split(".")
     for length in range(len(parts), 0, -1):
         try:

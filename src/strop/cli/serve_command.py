@@ -75,7 +75,7 @@ def make_serve_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and completion together (tokens)")
     parser.add_argument("--served-model-name", metavar="NAME", help="name of the model in requests (default: CHECKPOINT)")
-    parser.add_argument("--merge", action="store_true", help="merge LoRA adapters; without it vLLM serves them beside their base")
+    parser.add_argument("--merge", action="store_true", help="merge LoRA adapters; without it vLLM serves them over their base")
     parser.add_argument(
         "--kv-cache-gb", type=float, default=2.0, help="memory of the torch engine's KV cache (default: %(default)s GiB)"
     )

@@ -30,9 +30,8 @@ from strop.environments.base import EnvironmentConfigError
 from strop.environments.forks import run_in_one_process
 from strop.environments.handle import EnvironmentHandle, Grade, LocalEnvironment, Traits
 from strop.environments.registry import make_environment
+from strop.environments.resources import ResourceSections, configure_resources
 from strop.environments.rewards import RewardError, RewardResult
-from strop.extensions.code.sandbox.sandbox_config import SandboxConfig
-from strop.extensions.code.sandbox.sandbox_pool import configure_sandbox
 from strop.safety.exits import contain_exits
 from strop.safety.printable import shorten
 from strop.tools.base import ParsedReply
@@ -82,13 +81,13 @@ class RemoteEnvironmentError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentDescription:
-    """Everything needed to build an environment in any process. Picklable."""
+    """The settings needed to build an environment in any process. Picklable."""
 
     alias: str  # key under ``env``
     name: str  # registered name, module:Class, or path/to/file.py:Class (relative to the process's working folder)
     options: Mapping[str, Any] = field(default_factory=dict)
     sources: tuple[DataSource, ...] = ()  # where tasks come from; a part is an index into this tuple
-    sandbox: SandboxConfig | None = None  # where programs run that a model wrote
+    resources: ResourceSections = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class EnvironmentServer:
 
     @functools.cached_property
     def environment(self) -> LocalEnvironment[Any]:
-        configure_sandbox(self.description.sandbox)
+        configure_resources(self.description.resources)
         try:
             return LocalEnvironment(make_environment(self.description.name, self.description.options))
         except EnvironmentConfigError as error:
@@ -157,8 +156,8 @@ class EnvironmentServer:
             return CallResult.from_exception(error)
 
     async def traits(self) -> Traits:
-        """Return the environment's traits without those that hold in its own process only."""
-        return replace(self.environment.traits, needs_sandbox=False, prompts_are_of_rows=False, past_selves=None)
+        """Return the environment's traits, without those that are valid only in its own process."""
+        return replace(self.environment.traits, needed_resources=(), prompts_are_of_rows=False, past_selves=None)
 
     async def task_count(self, part: int) -> int:
         """Return the number of tasks. Raises DataError or EnvironmentConfigError."""
@@ -190,7 +189,7 @@ class EnvironmentServer:
     async def answer_calls(
         self, task: RemoteTask, rollout: Rollout, reply: ParsedReply, session: str = ""
     ) -> tuple[tuple[Message, ...] | None, dict[str, float]]:
-        """Return the messages of the tools, and the metrics of the rollout as they left them."""
+        """Return the messages of the tools, and the updated metrics of the rollout."""
         local = replace(rollout, task=self._get_task(task.part, task.index))
         messages = await self._run_in_session(session, lambda: self.environment.answer_calls(local, reply))
         return None if messages is None else tuple(messages), rollout.metrics
@@ -202,7 +201,7 @@ class EnvironmentServer:
     async def respond(
         self, task: RemoteTask, rollout: Rollout, session: str = ""
     ) -> tuple[tuple[Message, ...] | None, dict[str, float]]:
-        """Return the messages of the environment, and the metrics of the rollout as it left them."""
+        """Return the messages of the environment, and the updated metrics of the rollout."""
         local_task = self._get_task(task.part, task.index)
         messages = await self._run_in_session(
             session, lambda: self.environment.respond(local_task, replace(rollout, task=local_task))
@@ -222,7 +221,9 @@ class EnvironmentServer:
         return await self.environment.grade(local_task, replace(rollout, task=local_task))
 
     async def close(self, session: str, failed: str = "") -> None:
-        """Close a session. ``failed`` says why the episode ended without rewards; it is raised inside the session as an exception."""
+        """Close a session. ``failed`` gives the reason if the episode ended without rewards; it is raised inside the session as
+        an exception.
+        """
         if (episode := self._sessions.pop(session, None)) is not None:
             await episode.close(failed)
 

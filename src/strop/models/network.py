@@ -1,7 +1,7 @@
-"""A causal language model as the learner uses it: hidden states at the positions that a batch predicts from.
+"""A causal language model as used by the learner: hidden states at the positions that predict a batch's tokens.
 
 A model that follows Transformers' attention interface reads packed rows with shared prefixes. A probe detects a model that cannot
-(recurrent layers, custom attention); it reads padded rows instead, one rollout a row, with a warning.
+(recurrent layers, custom attention); it reads padded rows instead, one rollout per row, with a warning.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from strop.models.attention.attention_interface import IMPLEMENTATION
 from strop.models.attention.attention_plan import AttentionPlan
 from strop.models.attention.kernel_choice import AttentionKernel
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.draft.eagle_head import EagleHead
+from strop.models.draft_head import DraftHead
 from strop.models.exact.exact_logprobs import ExactHead, exact_token_logprobs
 from strop.models.exact.exact_network import ExactPasses
 from strop.models.exact.exact_tree import ExactTree
@@ -31,15 +31,16 @@ from strop.models.layers.fused_layers import FusedLayers, enable_fused_layers
 from strop.models.loading import is_vision_config
 from strop.models.logprobs.lm_head import LMHead, get_lm_head
 from strop.models.logprobs.token_logprobs import token_logprobs
+from strop.models.recorded_columns import RecordedColumn, Recorders
+from strop.models.routing.recorded_experts import ReplayedRoutes, RoutedLayers
 from strop.models.routing.router_loss_config import RouterLossConfig
 from strop.models.routing.router_observer import ObservedRouters, RouterObserver
 from strop.models.routing.router_replay import install_router_replay, replayable_layers
-from strop.models.routing.routes import RecordedRoutes, ReplayedRoutes, RoutedLayers
 from strop.models.vision.batch_inputs import packed_inputs, padded_inputs
 from strop.models.vision.vision_processor import VisionProcessor
 from strop.models.vision.vision_tower import VisionTower
 from strop.sampling import KEPT_TOKENS, Sampling, at_least_float32
-from strop.types import NO_ROUTE, Batch
+from strop.types import Batch
 
 OutputsT = TypeVar("OutputsT")  # a dataclass of tensors with one row for each predicted token
 
@@ -48,7 +49,7 @@ class TokenSharding(Protocol):
     """How devices share the tokens and the predicted tokens of a micro-batch."""
 
     def shard_tokens(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, AttentionPlan]:
-        """[T] tokens and positions -> those of this device, and the plan of their attention."""
+        """[T] tokens and positions -> those of this device, and the plan for their attention."""
         ...
 
     def gather_hidden(self, hidden: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ class TokenSharding(Protocol):
         ...
 
     def shard_layers(self, column: Tensor, padding: int) -> Tensor:
-        """[T, ...] -> the rows that the layers of this device compute between attentions; rows of ``padding`` where there is no token."""
+        """[T, ...] -> the rows that this device's layers compute between attentions; rows of ``padding`` where there is no token."""
         ...
 
     def add_counts(self, counts: Tensor) -> Tensor:
@@ -112,17 +113,17 @@ class Network:
         self.chunk = chunk
         self.attention_kernel: AttentionKernel = attention_kernel  # of packed rows
         self.device = next(model.parameters()).device
-        self.fused_layers: FusedLayers = enable_fused_layers(model)  # a learner's passes use them
-        self.compiled_layers: CompiledLayers | None = None  # with policy.compile: they use these instead
+        self.fused_layers: FusedLayers = enable_fused_layers(model)  # used in the learner's passes
+        self.compiled_layers: CompiledLayers | None = None  # with policy.compile: used instead
         self.token_sharding: TokenSharding = NoTokenSharding()
         self.routed: RoutedLayers | None = None  # with router replay
         self.observed_routers: ObservedRouters | None = None  # with router losses
-        self.router_counts: Tensor | None = None  # since they were taken: (token, layer) pairs that differ, compared
+        self.router_counts: Tensor | None = None  # since the last read: (token, layer) pairs that differ, compared
         self.exact: ExactPasses | None = None  # with policy.exact_on_policy
-        self.draft: EagleHead | None = None  # with policy.draft
+        self.draft: DraftHead | None = None  # of an extension
         self.vision: VisionTower | None = None  # with a processor of images
-        self.no_vision = ""  # why a model with a tower reads no images
-        self.received: Tensor | None = None  # [t, H], from an earlier pipeline stage: this one does not embed the tokens
+        self.no_vision = ""  # why a model with a vision tower reads no images
+        self.received: Tensor | None = None  # [t, H], from the previous pipeline stage: this one does not embed the tokens
         self.fallback: str | None = None  # why the model cannot read packed rows
         self.packed = self._probe() if packed is None else packed
         self.use_learner_attention()
@@ -154,7 +155,9 @@ class Network:
 
     @property
     def reads_plain_rows(self) -> bool:
-        """Whether it reads a packed row's tokens, positions and sources as they are, so that they may be on its device already."""
+        """Whether it reads the tokens, positions and sources of a packed row unchanged, so that they may already be on its
+        device.
+        """
         whole = isinstance(self.token_sharding, NoTokenSharding)
         return self.packed and whole and self.vision is None and self.routed is None and self.draft is None
 
@@ -164,15 +167,15 @@ class Network:
         return embedded
 
     def enable_router_replay(self) -> None:
-        """Record the experts that an engine chooses, and train with recorded ones. Raises ValueError for a model without experts."""
+        """Enable recording an engine's experts and training with recorded ones. Raises ValueError for a model without experts."""
         self.routed = install_router_replay(self.model)
 
     def observe_routers(self, config: RouterLossConfig, section: str) -> None:
-        """Add the losses of routers to the gradient of observed passes, and count their load. Raises ValueError without experts."""
+        """Add router losses to the gradient of observed passes, and count expert load. Raises ValueError without experts."""
         self.observed_routers = ObservedRouters(self.model, config, section)
 
     def _observe(self, batch: Batch, source: Tensor | None = None) -> Mapping[str, RouterObserver]:
-        """Return the keyword argument of the decoder that watches the routers of a pass. ``source``: as for replay."""
+        """Return the decoder's keyword argument that observes the routers of a pass. ``source``: as for replay."""
         if self.observed_routers is None:
             return {}
         columns = (batch.source if source is None else source, batch.sequence, batch.mask)
@@ -180,33 +183,35 @@ class Network:
         return self.observed_routers.observe(places, sequence, mask, batch.totals.tokens)
 
     def enable_vision(self, processor: VisionProcessor) -> None:
-        """Read images, with the vision tower of the model."""
+        """Enable image inputs, using the model's vision tower."""
         self.vision = VisionTower(self.model, processor)
 
     def disable_vision(self, reason: str) -> None:
-        """Read text alone; a batch with images is then an error, which says ``reason``."""
+        """Read only text; a batch with images is then an error that gives ``reason``."""
         self.vision, self.no_vision = None, reason
 
     def _check_no_images(self, batch: Batch) -> None:
-        """Raise ValueError for a batch with images, for a network that reads none."""
+        """Raise ValueError if a batch has images that this network cannot read."""
         if batch.images:
             raise ValueError(
-                f"a batch has images, and {type(self.model).__name__} reads text alone"
+                f"a batch has images, and {type(self.model).__name__} reads only text"
                 + (f" ({self.no_vision})" if self.no_vision else "")
                 + ": name a vision-language model (policy.model_name), or leave the images out of the data"
             )
 
     def make_exact(self) -> None:
-        """Compute the same bits for a token whatever stands beside it, from now on. Raises NotExactError for a model that cannot."""
+        """From now on, compute the same bits for a token regardless of its neighbours. Raises NotExactError for an unsupported
+        model.
+        """
         if is_vision_config(self.model.config):
             raise NotExactError(
-                f"policy.exact_on_policy: {type(self.model).__name__} has a vision tower, which no exact pass is written for; set it to "
+                f"policy.exact_on_policy: {type(self.model).__name__} has a vision tower, which exact mode does not support; set it to "
                 "false"
             )
         if not self.packed:
             raise NotExactError(
                 f"policy.exact_on_policy: {type(self.model).__name__} cannot read packed rows "
-                f"({self.fallback or 'sequence packing is off'}), and padded ones have no fixed order of additions; set it to false"
+                f"({self.fallback or 'sequence packing is off'}), and padded rows have no fixed order of additions; set it to false"
             )
         self.exact = ExactPasses(self.model)
 
@@ -216,29 +221,35 @@ class Network:
         head = self.head
         return ExactHead(head.weight, head.bias, head.transform_logits, self.exact.weights)
 
-    def record_routes(self) -> RecordedRoutes | None:
-        """Return what records the experts of a pass of an engine; None without router replay."""
-        return None if self.routed is None else RecordedRoutes(self.routed)
+    @property
+    def recorded_columns(self) -> Sequence[RecordedColumn]:
+        """What the passes of an engine record of the tokens that they read."""
+        return () if self.routed is None else (self.routed,)
 
-    def _replay_routes(self, batch: Batch, source: Tensor | None = None) -> dict[str, ReplayedRoutes]:
-        """Return the keyword argument of the decoder that replays the experts of a batch.
+    def record_columns(self) -> Recorders:
+        """Return what records these columns in one pass."""
+        return {each.column: each.record() for each in self.recorded_columns}
 
-        ``source`` [N]: of padded rows, the places in all rows that the predicted tokens are predicted from.
+    def _replay(self, batch: Batch, source: Tensor | None = None) -> dict[str, ReplayedRoutes]:
+        """Return the keyword argument of the decoder that replays the recorded experts of a batch.
+
+        ``source`` [N]: for padded rows, the positions (over all rows) from which the predicted tokens are predicted.
         """
-        if self.routed is None or batch.routes is None:
+        column = None if self.routed is None else self.routed.column
+        if self.routed is None or column is None or column.name not in batch.read_columns:
             return {}
-        routes = batch.routes
+        recorded = batch.read_columns[column.name]
         if source is not None:
-            routes = pad_sequence(_read_rows(batch, routes), batch_first=True, padding_value=NO_ROUTE).flatten(0, 1)
-        counted = torch.bincount(batch.source if source is None else source, minlength=len(routes))
-        columns = ((routes, NO_ROUTE), (counted, 0))
-        local = (self.token_sharding.shard_layers(column, padding).to(self.device) for column, padding in columns)
-        return {"routes": ReplayedRoutes(self.routed, *local)}
+            recorded = pad_sequence(_read_rows(batch, recorded), batch_first=True, padding_value=int(column.fill)).flatten(0, 1)
+        counted = torch.bincount(batch.source if source is None else source, minlength=len(recorded))
+        padded = ((recorded, int(column.fill)), (counted, 0))
+        local = (self.token_sharding.shard_layers(values, padding).to(self.device) for values, padding in padded)
+        return {column.name: ReplayedRoutes(self.routed, *local)}
 
     def _count_differences(self, replayed: Mapping[str, ReplayedRoutes]) -> None:
-        for routes in replayed.values():
-            routes.check(replayable_layers(self.decoder))
-            counts = self.token_sharding.add_counts(routes.counts)
+        for experts in replayed.values():
+            experts.check(replayable_layers(self.decoder))
+            counts = self.token_sharding.add_counts(experts.counts)
             self.router_counts = counts if self.router_counts is None else self.router_counts + counts
 
     def autocast(self) -> torch.autocast:
@@ -271,7 +282,7 @@ class Network:
         return self.token_sharding.gather_outputs(outputs, len(batch.target))
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Return the hidden states [N, H] at the positions that the batch predicts from; with token sharding, at those of this device."""
+        """Return the hidden states [N, H] that predict the batch's tokens; with token sharding, only this device's."""
         return self._hidden_packed(batch) if self.packed else self._hidden_padded(batch)
 
     def _hidden_packed(self, batch: Batch) -> Tensor:
@@ -280,7 +291,7 @@ class Network:
 
     def run_decoder(self, batch: Batch) -> Tensor:
         """Return the decoder's hidden states [t, H] of this device's tokens in a packed row."""
-        replayed = self._replay_routes(batch)
+        replayed = self._replay(batch)
         output = self.decoder(**self._packed_inputs(batch), use_cache=False, **replayed, **self._observe(batch))
         self._count_differences(replayed)
         hidden: Tensor = output.last_hidden_state[0]
@@ -308,7 +319,7 @@ class Network:
         rows = _read_rows(batch, batch.tokens)
         longest = max(len(row) for row in rows)
         row, column = _source_rows(batch), batch.positions[batch.source]
-        replayed = self._replay_routes(batch, row * longest + column)
+        replayed = self._replay(batch, row * longest + column)
         observed = self._observe(batch, row * longest + column)
         reader: Callable[..., Any]
         if self.vision is None:
@@ -360,7 +371,7 @@ class Network:
 
 
 def set_attention(model: Any, implementation: str) -> None:
-    """Set what computes a language model's attention. A vision tower keeps its own: it reads each image whole."""
+    """Set the attention implementation of a language model. A vision tower keeps its own, because it reads each image whole."""
     model.set_attn_implementation({"text_config": implementation} if is_vision_config(model.config) else implementation)
 
 
@@ -371,13 +382,13 @@ def _native_attention(model: Any) -> str:
 
 
 def _read_rows(batch: Batch, column: Tensor) -> list[Tensor]:
-    """Return the rows of a column [T, ...] of each path of the rollouts."""
+    """Return the rows of a column [T, ...], one per path of the rollouts."""
     segments = column.split(batch.segment_length.tolist())
     return [torch.cat([segments[segment] for segment in path]) for paths in batch.rollout_paths() for path in paths]
 
 
 def _source_rows(batch: Batch) -> Tensor:  # [N] int64
-    """Return the row of each predicted token: the first path of its rollout that its source is on."""
+    """Return the row of each predicted token: the first path of its rollout that contains its source."""
     if batch.leaf_sequence is None:
         return batch.sequence
     rows: dict[tuple[int, int], int] = {}  # (rollout, segment) -> path
@@ -452,7 +463,9 @@ def probe_batch(vocabulary: int) -> Batch:
 
 
 def name_base_model(model: Any) -> Any:
-    """Return a causal LM whose ``base_model`` is its decoder: Transformers' class of Llama 4's text names one that it does not have."""
+    """Make a causal LM's ``base_model`` its decoder: Transformers' text class for Llama 4 names an attribute that it does not
+    have.
+    """
     if model.base_model is model and model.get_output_embeddings() is not None:
         embeddings = model.get_input_embeddings()
         for name, child in model.named_children():
@@ -462,9 +475,9 @@ def name_base_model(model: Any) -> Any:
 
 
 def disable_dropout(model: nn.Module) -> Sequence[str]:
-    """Disable dropout and return where it was active: probability ratios under two dropout masks would measure the masks.
+    """Disable dropout and return where it was active: probability ratios between two dropout masks would measure only the masks.
 
-    Families have it in modules and in numbers (``attention_dropout``, ``hidden_dropout``, ``resid_pdrop``).
+    Model families have it as modules and as numbers (``attention_dropout``, ``hidden_dropout``, ``resid_pdrop``).
     """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
     for module in model.modules():
@@ -478,7 +491,7 @@ def disable_dropout(model: nn.Module) -> Sequence[str]:
 
 
 def freeze_routers(model: nn.Module) -> Sequence[str]:
-    """Stop training the weights that choose the experts of each token, and return their names; none in a model without experts."""
+    """Freeze the weights that choose the experts of each token, and return their names; empty for a model without experts."""
     names = [
         f"{name}.{child}.weight"
         for name, block in model.named_modules()

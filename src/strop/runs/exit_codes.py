@@ -1,4 +1,4 @@
-"""Run a command and turn errors that the user can fix into a message and an exit code."""
+"""Run a command, and turn errors that the user can fix into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from strop.data.sources.records import DataError
 from strop.distributed.actor_group import ActorGroupDied
 from strop.distributed.base import ActorDied
 from strop.environments.base import EnvironmentConfigError
-from strop.extensions.code.sandbox.base import SandboxError
 from strop.learner.budget.out_of_memory import DeviceMemoryFull
 from strop.models.loading import ModelNotFound
 from strop.monitoring.console.message_style import configure_messages, discard_output, reader_is_gone
@@ -20,6 +19,7 @@ from strop.safety.exits import RunExited, run_coroutine
 from strop.safety.printable import make_printable
 from strop.stopping import EndRun
 from strop.storage.storage_error import StorageError
+from strop.tools.base import InfrastructureError
 from strop.trainer.run import TooFewTasks, TooManyDropped
 from strop.user_code import find_user_place
 from strop.weight_sync.base import EngineDied, TransportError
@@ -44,16 +44,17 @@ USER_ERRORS = (
     TransportError,
     RunExited,
     DeviceMemoryFull,
-    SandboxError,
+    InfrastructureError,
     ValueError,
     OSError,
 )
 
 
 def run_command(work: Coroutine[Any, Any, object], *, quiet: bool = False) -> int:
-    """Run a command and print what it returns, unless that is None. Return 0 on success, 1 after printing an error that the user can fix.
+    """Run a command and print its result, unless it is None. Return 0 on success, 1 after printing an error that the user can
+    fix.
 
-    Raises BrokenPipeError if nobody reads the output.
+    Raises BrokenPipeError if the reader of the output is gone.
     """
     configure_messages()
     try:
@@ -71,13 +72,15 @@ def run_command(work: Coroutine[Any, Any, object], *, quiet: bool = False) -> in
     if said is not None and not quiet:
         try:
             print(said, flush=True)
-        except BrokenPipeError:  # what was run is fine
+        except BrokenPipeError:  # the command itself succeeded
             discard_output()
     return 0
 
 
 def _print_error(error: Exception) -> None:
-    """Print the message, with the place and the traceback of what a user's code raised; with STROP_LOG=debug, always the traceback."""
+    """Print the message, with the location and traceback of errors in user code; with STROP_LOG=debug, always print the
+    traceback.
+    """
     print(f"error: {make_printable(str(error)) or type(error).__name__}", file=sys.stderr)
     log.debug("where the error was raised", exc_info=error)
     if log.isEnabledFor(logging.DEBUG):

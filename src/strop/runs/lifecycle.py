@@ -1,4 +1,4 @@
-"""What is around every training run: trackers, checkpoints, seeds and the watchdog."""
+"""Common parts of every training run: trackers, checkpoints, seeds and the watchdog."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy
 import torch
 
+from strop import plugins
 from strop.algorithms.base import Algorithm
+from strop.base_config import to_tree
 from strop.checkpointing.background import BackgroundCheckpointer
 from strop.checkpointing.base import Checkpointer
 from strop.checkpointing.folders import FolderCheckpointer
@@ -21,12 +23,12 @@ from strop.determinism import set_deterministic
 from strop.distributed.base import Cluster
 from strop.monitoring.console.console import open_console
 from strop.monitoring.trackers.background_tracker import BackgroundTracker
-from strop.monitoring.trackers.base import CompositeTracker, Tracker
+from strop.monitoring.trackers.base import CompositeTracker, TrackedRun, Tracker
 from strop.monitoring.trackers.jsonl import JsonlTracker
 from strop.monitoring.watchdog.watchdog import Watchdog, WatchdogTimeout, schedule_exit
 from strop.runs.contents.run_contents import find_contents, write_contents
-from strop.runs.monitors.tracker_services import make_services
 from strop.runs.summary import summarize
+from strop.safety.redaction import redact_secrets
 from strop.stopping import EarlyStop
 from strop.trainer.cadence import announce_checkpoint
 from strop.trainer.run import TrainingRun
@@ -39,7 +41,7 @@ METRIC_ALIASES = {
 
 
 def make_early_stop(config: TrainingRunConfig) -> EarlyStop | None:
-    """Make the rule that stops a run at a validation metric; None if none is configured."""
+    """Create the rule that stops a run at a validation metric; None if none is configured."""
     training = config.training
     if training.stop_at_validation_metric is None:
         return None
@@ -61,7 +63,7 @@ def resolve_metric(name: str, default: str = "train") -> str:
 
 
 def make_tracker(config: TrainingRunConfig) -> CompositeTracker:
-    """Make the enabled trackers. Services are imported only if enabled, and called in threads of their own."""
+    """Create the enabled trackers. Services are imported only if enabled, and called in separate threads."""
     logger, folder = config.logger, Path(config.logger.log_dir)
     steps = config.training.last_step if config.training.last_step < 1_000_000 else None
     return CompositeTracker(
@@ -71,6 +73,15 @@ def make_tracker(config: TrainingRunConfig) -> CompositeTracker:
             *(BackgroundTracker(service, close_seconds=logger.close_timeout) for service in make_services(config)),
         ]
     )
+
+
+def make_services(config: TrainingRunConfig) -> list[Tracker]:
+    """Create the trackers of the enabled services, importing only those. Raises ImportError or ValueError for one that cannot
+    work.
+    """
+    settings = redact_secrets(to_tree(config))
+    run = TrackedRun(logger=config.logger, name=config.run_name, folder=Path(config.logger.log_dir), settings=settings)
+    return [plugins.load("trackers", name)(run) for name in config.logger.services]
 
 
 def make_checkpoints(config: TrainingRunConfig, save_tokenizer: Callable[[Path], object]) -> FolderCheckpointer:
@@ -96,7 +107,7 @@ def make_saver(config: TrainingRunConfig, folders: FolderCheckpointer) -> Checkp
 
 
 def begin_run(config: TrainingRunConfig, algorithm: Algorithm, tracker: Tracker, cluster: Cluster | None) -> TrainingRunConfig:
-    """Set up this process and note what is run. Return the configuration as it holds on the devices of the cluster."""
+    """Set up this process and log what is run. Return the configuration adjusted to the cluster's devices."""
     if cluster is not None:
         config = resolve_auto_backend(config, has_gpus=not cluster.on_cpu)
     seed_everything(config.training.seed)
@@ -108,7 +119,7 @@ def begin_run(config: TrainingRunConfig, algorithm: Algorithm, tracker: Tracker,
 
 @asynccontextmanager
 async def finish_at_end(run: TrainingRun) -> AsyncIterator[TrainingRun]:
-    """Complete the checkpoint that is being written when the context ends, in an error too, and end the listeners."""
+    """Complete the checkpoint in progress when the context ends, even with an error, and end the listeners."""
     try:
         yield run
         if run.checkpoints is not None:

@@ -21,6 +21,7 @@ from strop.determinism import follow_environment
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.single_device import SingleDevice
+from strop.learner.policy_extension import policy_extensions
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.reference_store import model_fingerprint
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen, offload, without_adapters
@@ -29,14 +30,6 @@ from strop.models.adapters import adapter_folder, base_model_name, lora_layers
 from strop.models.attention.rotary_scaling import fix_rotary_length, fixed_rotary_config
 from strop.models.chat_template import ChatTemplate
 from strop.models.classifiers import load_classifier, set_pad_token
-from strop.models.draft.draft_config import DraftConfig
-from strop.models.draft.eagle_config import new_shape
-from strop.models.draft.eagle_files import find_head_folder, load_head
-from strop.models.draft.eagle_head import EagleHead
-from strop.models.fake_quant.apply_fake_quant import apply_fake_quant
-from strop.models.fake_quant.calibration import calibrate_inputs, needs_calibration, save_input_scales, set_input_scales
-from strop.models.fake_quant.calibration_texts import read_calibration_tokens
-from strop.models.fake_quant.modelopt_config import read_quant_config
 from strop.models.loading import (
     ModelNotFound,
     apply_overrides,
@@ -85,14 +78,14 @@ class TokenizerBundle:
 
 
 def load_bundle(config: ModelConfig) -> TokenizerBundle:
-    """Load the tokenizer of a model, and what its configuration says of the end of a turn, without the model. Raises ModelNotFound."""
+    """Load a model's tokenizer, and the end-of-turn tokens from its configuration, without the model. Raises ModelNotFound."""
     tokenizer = load_tokenizer(config.tokenizer.name, chat_template=config.tokenizer.chat_template, key=tokenizer_key(config))
     stop_ids = read_stop_token_ids(config.model_name, tokenizer, overrides=config.hf_config_overrides)
     return TokenizerBundle(tokenizer, make_template(config, tokenizer, read_model_config(config.model_name)), stop_ids)
 
 
 def make_template(config: ModelConfig, tokenizer: Any, model_config: Any) -> ChatTemplate:
-    """Make the chat template of a model, which writes images if the model reads them. ``model_config``: of Transformers."""
+    """Create a model's chat template, which writes images if the model reads them. ``model_config``: from Transformers."""
     vision = find_vision_processor(
         base_model_name(adapters) if (adapters := adapter_folder(config.model_name)) is not None else config.model_name,
         model_config,
@@ -135,7 +128,7 @@ class LoadedPolicy(TokenizerBundle):
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return the device that a configuration asks for; "auto" is a GPU if there is one. Raises ValueError if there is none."""
+    """Return the configured device; "auto" is a GPU if there is one. Raises ValueError if there is none."""
     return torch.device(resolve_device_name(device))
 
 
@@ -151,24 +144,24 @@ def prepare_device(device: str, threads: int | None) -> torch.device:
 
 
 def select_device(device: str) -> None:
-    """Make the GPU of the policy the current one of this process, where libraries start what is given no device."""
+    """Make the policy's GPU the current one of this process, which libraries use by default."""
     chosen = resolve_device(device)
     if chosen.index is not None:
         torch.get_device_module(chosen).set_device(chosen)
 
 
 def set_up_gpu(config: TrainingRunConfig) -> None:
-    """Make the policy's GPU the current one, and choose how its memory is divided, before anything is on it.
+    """Make the policy's GPU the current one, and configure its memory segments, before anything is allocated.
 
-    Segments that expand leave no gaps between packed rows of ever new lengths. Other processes do not map them, or slowly, so a learner
-    that may send its weights by CUDA IPC keeps fixed ones.
+    Expandable segments leave no gaps between packed rows of ever new lengths. Other processes cannot map them, or only slowly, so
+    a learner that may send its weights by CUDA IPC uses fixed segments.
     """
     select_device(config.policy.device)
     if resolve_device(config.policy.device).type != "cuda":
         return
     chosen = next((os.environ[name] for name in ALLOCATOR_SETTINGS if "expandable_segments" in os.environ.get(name, "")), None)
     if chosen is not None:
-        log.info("GPU memory of the learner: %s, as the environment says", chosen)
+        log.info("GPU memory of the learner: %s, set by an environment variable", chosen)
     elif _may_send_by_ipc(config):
         log.info(
             "GPU memory of the learner: fixed segments, as weights may be sent by CUDA IPC; transport=memory lets them expand"
@@ -215,7 +208,7 @@ class LocalLoader:
 
 
 class HostLoader(LocalLoader):
-    """Loads the whole model in CPU memory: a device need not hold it in float32 where its weights are rounded."""
+    """Loads the whole model into CPU memory, so that a device with rounded weights need not hold it in float32."""
 
     def load_model(self, load: Callable[..., Any], name: str, device: torch.device, **options: Any) -> Any:
         return load(name, device="cpu", **options)
@@ -246,7 +239,7 @@ def load_policy(config: ModelConfig, seed: int = 0, loader: ModelLoader = LOCAL_
 
 
 def tokenizer_key(config: ModelConfig) -> str:
-    """Return the key that names the tokenizer: the model's, unless another model's tokenizer is asked for."""
+    """Return the key that names the tokenizer: the model's, unless another tokenizer is configured."""
     return "policy.model_name" if config.tokenizer.name == config.model_name else "policy.tokenizer.name"
 
 
@@ -269,61 +262,10 @@ def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_
         policy.network.enable_router_replay()
     if isinstance(config, RolloutRunConfig) and config.policy.exact_on_policy:
         policy.network.make_exact()
-    if config.policy.draft.enabled and isinstance(policy.network, Network):
-        if policy.network.vision is not None:
-            raise ValueError(
-                f"policy.draft.enabled is true, and {type(policy.network.model).__name__} reads images, which a draft head would read as "
-                "the embedding of their tokens; set it to false"
-            )
-        policy.network.draft = make_draft_head(
-            policy.network.head.weight, policy.network.model.config, config.policy.draft, config.training.seed
-        )
-    fake_quantize_policy(policy, config.policy, loader)
+    for extension in policy_extensions(config.policy):
+        extension.change_policy(policy.network, policy.tokenizer, loader.measure, config.training.seed)
     convert_to_float8(policy.network.model, config.policy.fp8, resolve_device(config.policy.device), "policy.fp8")
     return policy
-
-
-def make_draft_head(policy_head: torch.Tensor, hf_config: Any, config: DraftConfig, seed: int) -> EagleHead:
-    """Load the draft head of a policy, or make a new one; ``seed`` initializes it. ``policy_head`` [V, H]: the policy's output layer.
-
-    Raises ModelNotFound, ValueError.
-    """
-    text = hf_config.get_text_config()
-    if config.model_name is None:
-        head = EagleHead(new_shape(text, layers=config.num_layers, aux_layers=config.aux_layer_indices))
-        head.initialize(policy_head, seed)
-    else:
-        head = load_head(find_head_folder(config.model_name), int(text.num_hidden_layers), policy_head)
-    log.info("draft head: %s parameters, it reads layers %s of the policy", f"{count_weights(head):,}", head.shape.aux_layers)
-    return head.to(policy_head.device)
-
-
-def count_weights(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def fake_quantize_policy(policy: LoadedPolicy, config: PolicyConfig, loader: ModelLoader = LOCAL_LOADER) -> None:
-    """Round weights and inputs of the policy's layers as ``quant_cfg`` says; find the scales of inputs first. Raises ValueError."""
-    if config.quant_cfg is None:
-        return
-    network = policy.network
-    engine_rounds = config.generation.weight_format is not None  # to the same format, as the configuration's check sees to
-    summary = apply_fake_quant(network.model, read_quant_config(config.quant_cfg), sends_rounded=not engine_rounds)
-    log.info("policy.quant_cfg: %s", summary)
-
-    def find_scales() -> Mapping[str, float]:
-        source = str(config.quant_calib_data)
-        texts = read_calibration_tokens(
-            source,
-            size=config.quant_calib_size,
-            length=config.quant_sequence_length,
-            tokenizer=policy.tokenizer,
-            vocabulary=policy.vocab_size,
-        )
-        return calibrate_inputs(network, texts, config.quant_batch_size)
-
-    if needs_calibration(network.model):
-        set_input_scales(network.model, loader.measure(find_scales))
 
 
 def make_critic(config: PpoRunConfig, policy: LoadedPolicy, loader: ModelLoader = LOCAL_LOADER) -> TrainableNetwork:
@@ -376,7 +318,7 @@ def make_each_learner(
     total_steps: int | None,
     make: Callable[..., LearnerT],
 ) -> dict[str, LearnerT]:
-    """Make the learner of each trained model: ``make`` is called with its name and the options that learners of every kind take."""
+    """Create the learner of each trained model: ``make`` is called with its name and the common options of all learners."""
     sections = dict(list_trained_models(config))
     return {
         name: make(
@@ -445,9 +387,9 @@ def check_same_vocabulary(tokenizer: Any, name: str) -> None:
     if different := sorted((token_id, token) for token, token_id in policy_vocab.items() if critic_vocab.get(token) != token_id):
         token_id, token = different[0]
         raise ValueError(
-            f"value.tokenizer.name: the critic reads the tokens that the policy wrote, and {name} has {len(different)} other ids: "
-            f"{token!r} is {token_id} for the policy and {critic_vocab.get(token, 'unknown')} for the critic. "
-            "Name a critic of the policy's family (value.model_name)"
+            f"value.tokenizer.name: the critic reads the tokens that the policy wrote, and {name} has {len(different)} different ids: "
+            f"{token!r} is {token_id} for the policy and {critic_vocab.get(token, 'unknown')} for the critic. Name a critic of the "
+            "policy's family (value.model_name)"
         )
 
 
@@ -467,9 +409,9 @@ def make_offload(
     *,
     keep_weights: Collection[str] = (),
 ) -> ModelOffload:
-    """Return what leaves the device while an engine samples there: learners and networks that only score.
+    """Return the offload of a device while an engine samples on it: learners and networks that only score.
 
-    ``keep_weights``: learners whose weights stay. ``parallelism``: of the scoring networks by their id; those without are on one device.
+    ``keep_weights``: learners whose weights stay. ``parallelism``: of the scoring networks, by id; others are on one device.
     """
     device = next(iter(learners.values())).network.device
     trained = {id(learner.network) for learner in learners.values()}
@@ -486,16 +428,17 @@ def make_offload(
     )
 
 
-def write_model_folder(policy: LoadedPolicy, folder: Path, length: int) -> Path:
-    """Write the folder that engines build the model from: configuration and tokenizer, without the weights, which the learner sends.
-
-    ``length``: of the longest sequences, whose rotary embeddings learner and engines use for all.
+def write_model_folder(policy: LoadedPolicy, folder: Path, config: PolicyConfig) -> Path:
+    """Write the folder from which engines build the model: configuration and tokenizer, but not the weights, which the learner
+    sends.
     """
     folder.mkdir(parents=True, exist_ok=True)
     model = policy.network.model
-    config = type(model.config).from_dict(model.config.to_dict())
-    config.architectures = [type(model).__name__]
-    apply_overrides(config, fixed_rotary_config(config, length)).save_pretrained(folder)
+    described = type(model.config).from_dict(model.config.to_dict())
+    described.architectures = [type(model).__name__]
+    # Learner and engines use the rotary embeddings of the longest sequences for all.
+    apply_overrides(described, fixed_rotary_config(described, config.max_total_sequence_length)).save_pretrained(folder)
     policy.save(folder)
-    save_input_scales(model, folder)
+    for extension in policy_extensions(config):
+        extension.save_for_engines(policy.network, folder)
     return folder

@@ -1,4 +1,4 @@
-"""Open a run from its configuration: the list of its parts."""
+"""Open a run from its configuration: assemble its parts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 from strop.algorithms.base import Algorithm
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.distributed.base import Cluster
+from strop.environments.resources import open_resources
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.backend import make_backend
 from strop.runs.lifecycle import begin_run, finish_at_end, make_early_stop
-from strop.runs.monitors.run_listeners import make_hacking_monitor, make_listeners, make_store
+from strop.runs.monitors.run_listeners import RunSetup, attach_listeners, make_listeners, make_store
 from strop.runs.recorded_run import RecordedSource, read_recorded
 from strop.runs.resume.restore import restore_run, resume_run
 from strop.runs.rollout_run import SampledSource, read_tasks
@@ -25,37 +26,37 @@ async def open_run(
 ) -> AsyncIterator[TrainingRun]:
     """Open a run in this process or on ``cluster``, restored from its newest checkpoint if there is one."""
     config = begin_run(config, algorithm, tracker, cluster)
-    source: SampledSource | RecordedSource  # read first: a model takes longer to load than to find what is wrong with data
+    source: SampledSource | RecordedSource  # read first, because loading a model takes longer than finding errors in data
     if isinstance(config, RolloutRunConfig):
-        source = await read_tasks(config, algorithm, cluster, tracker)
+        source = read_tasks(config, algorithm, cluster, tracker)
     else:
         source = read_recorded(config, algorithm, tracker)
-    hacking = make_hacking_monitor(config)
-    backend = await make_backend(config, cluster, tracker)
-    options = source.prepare(backend)
-    learners = await backend.build_learners(algorithm, source.sampling, options.count_optimizer_steps(source.size))
-    columns = await make_columns(
-        config, backend, algorithm, learners, tracker, source.read_all, last_metrics=lambda: run.last_metrics
-    )
-    store = make_store(config, backend.bundle.tokenizer.decode)
-    restored = await restore_run(config, backend.bundle, learners, source.make_parts(backend), store, tracker)
-    async with source.open(backend, options, learners["policy"], columns, restored.state) as supply:
-        at_start = source.find_at_start(options)
-        listeners = await make_listeners(config, algorithm, options, store, hacking, at_start, cluster, tracker)
-        run = TrainingRun(
-            options=options,
-            algorithm=algorithm,
-            stream=supply.stream,
-            learners=learners,
-            parts=restored.parts,
-            columns=columns,
-            weights=supply.weights,
-            tracker=tracker,
-            evaluator=supply.evaluator,
-            early_stop=make_early_stop(config),
-            checkpoints=restored.checkpoints,
-            listeners=listeners,
+    async with open_resources(source.environments, tracker.note, tracker.progress):
+        setup = RunSetup(config=config, algorithm=algorithm, source=source, store=make_store(config))
+        attached = attach_listeners(setup)
+        backend = await make_backend(config, cluster, tracker)
+        options = source.prepare(backend)
+        learners = await backend.build_learners(algorithm, source.sampling, options.count_optimizer_steps(source.size))
+        columns = await make_columns(
+            config, backend, algorithm, learners, tracker, source.read_all, last_metrics=lambda: run.last_metrics
         )
-        resume_run(run, restored.state)
-        async with finish_at_end(run):
-            yield run
+        setup.store.decode = backend.bundle.tokenizer.decode
+        restored = await restore_run(config, backend.bundle, learners, source.make_parts(backend), setup.store, tracker)
+        async with source.open(backend, options, learners["policy"], columns, restored.state) as supply:
+            run = TrainingRun(
+                options=options,
+                algorithm=algorithm,
+                stream=supply.stream,
+                learners=learners,
+                parts=restored.parts,
+                columns=columns,
+                weights=supply.weights,
+                tracker=tracker,
+                evaluator=supply.evaluator,
+                early_stop=make_early_stop(config),
+                checkpoints=restored.checkpoints,
+                listeners=await make_listeners(setup, options, attached, cluster, tracker),
+            )
+            resume_run(run, restored.state)
+            async with finish_at_end(run):
+                yield run

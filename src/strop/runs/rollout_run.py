@@ -1,16 +1,15 @@
-"""A run that learns from its own rollouts, GRPO and its family, PPO, distillation: its tasks, engine, stream and validation."""
+"""A run that learns from its own rollouts (GRPO and its family, PPO, distillation): its tasks, engine, stream and validation."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from strop.algorithms.base import Algorithm
-from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
 from strop.checkpointing.base import Restorable, RunState
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import RolloutRunConfig
@@ -19,9 +18,6 @@ from strop.data.data_state import DataState
 from strop.distributed.base import Cluster
 from strop.environments.handle import EnvironmentHandle
 from strop.environments.mixture import Mixture
-from strop.extensions.code.sandbox.sandbox_pool import try_sandbox
-from strop.extensions.watch.health.health_rules import HealthFinding
-from strop.extensions.watch.health.start_checks import check_epochs, check_reward_weights, check_turns, check_validation
 from strop.generation.base import Generator, PastSelves
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
@@ -42,7 +38,7 @@ from strop.runs.dry_run.examined_templates import find_conversation_problems
 from strop.runs.engines import GeneratorSpec
 from strop.runs.jobs.evaluation_identity import identify_entries
 from strop.runs.jobs.evaluation_job import make_episode_rules, make_validation_job
-from strop.runs.tasks import count_slots, list_reward_marks, make_training_tasks, make_validation_tasks
+from strop.runs.tasks import count_slots, make_training_tasks, make_validation_tasks
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
@@ -51,7 +47,7 @@ from strop.trainer.run import DATA, PAST_SELVES, DrainBefore, GroupSupply, Train
 from strop.types import Group
 from strop.weight_sync.snapshots import SnapshottedWeights
 
-UNFILTERED = 1 << 60  # groups generated for a step, of an algorithm that drops none
+UNFILTERED = 1 << 60  # group limit per step for an algorithm that drops none
 
 
 @dataclass(kw_only=True)
@@ -63,11 +59,12 @@ class SampledSource:
     tracker: Tracker
     train: Mixture
     validation: Mixture | None = None
-    selves: TorchPastSelves | None = None  # earlier ones of the policy, which environments play against
+    options: TrainOptions = field(init=False)  # of the loop, once it is prepared
+    selves: TorchPastSelves | None = None  # earlier selves of the policy, opponents in environments
 
     @property
     def environments(self) -> list[EnvironmentHandle[Any]]:
-        """The environments of both, an environment as often as it is named."""
+        """The environments of both, listed as often as they are named."""
         mixtures = [self.train] if self.validation is None else [self.train, self.validation]
         return [component.environment for mixture in mixtures for component in mixture.components]
 
@@ -80,17 +77,18 @@ class SampledSource:
         return self.train.size
 
     def prepare(self, backend: Backend) -> TrainOptions:
-        """Return the options of the loop; note how tool calls are written, and what a filter changes about the shares of the data."""
+        """Return the options of the loop. Notes how tool calls are written, and how a filter changes the shares of the data."""
         config = self.config
         if said := describe_tool_calls(self.environments, backend.bundle.template, config.policy.tokenizer.tool_call_format):
             self.tracker.note(said)
         filters: bool = getattr(self.algorithm, "drop_constant_groups", type(self.algorithm).keep is not Algorithm.keep)
         if filters and any(entry.prompts_per_step for entry in config.data.train):
             self.tracker.note(
-                "prompts_per_step is of the groups begun: those that the algorithm drops are replaced by the next in turn"
+                "prompts_per_step counts started groups: those that the algorithm drops are replaced by the next ones in turn"
             )
         share_prefixes = config.policy.sequence_packing.prefix_sharing and backend.packed
-        return make_train_options(config, share_prefixes=share_prefixes, filters=filters, tasks=self.train.epoch_size)
+        self.options = make_train_options(config, share_prefixes=share_prefixes, filters=filters, tasks=self.train.epoch_size)
+        return self.options
 
     def read_all(self) -> Sequence[Group]:
         return ()
@@ -101,16 +99,6 @@ class SampledSource:
             **({} if self.selves is None else {PAST_SELVES: self.selves.pool}),
             **({DATA: DataState(self.train)} if self.train.resumable else {}),
         }
-
-    def find_at_start(self, options: TrainOptions) -> Iterator[HealthFinding]:
-        config, advantage = self.config, getattr(self.algorithm, "advantage", None)
-        environments = {component.name: component.environment for component in self.train.components}
-        yield from check_turns(environments, config.rollout_training.max_rollout_turns, config.section)
-        if isinstance(advantage, DecoupledRewards):
-            weights = advantage.weights if isinstance(advantage.weights, Mapping) else {}
-            yield from check_reward_weights(list_reward_marks(config), weights, "algorithm.kwargs.advantage.weights")
-        yield from check_validation(options, self.train.size, held_out=bool(config.data.validation_entries))
-        yield from check_epochs(options, self.train.size, config.training.max_num_epochs)
 
     @asynccontextmanager
     async def open(
@@ -142,8 +130,8 @@ class SampledSource:
             )
 
 
-async def read_tasks(config: RolloutRunConfig, algorithm: Algorithm, cluster: Cluster | None, tracker: Tracker) -> SampledSource:
-    """Make the environments of a run and read its tasks; try the sandbox if one needs it. Raises ConfigError, EnvironmentConfigError."""
+def read_tasks(config: RolloutRunConfig, algorithm: Algorithm, cluster: Cluster | None, tracker: Tracker) -> SampledSource:
+    """Make the environments of a run and read its tasks. Raises ConfigError, EnvironmentConfigError."""
     remote = {} if cluster is None else make_remote_environments(config, cluster)
     tracker.progress("reading tasks")
     train, validation = make_training_tasks(config, remote), make_validation_tasks(config, remote)
@@ -152,15 +140,12 @@ async def read_tasks(config: RolloutRunConfig, algorithm: Algorithm, cluster: Cl
     tracker.note(f"{counted} to train on{held_out}{describe_order(config)}")
     note_empty_answers(train, tracker.note)
     source = SampledSource(config=config, algorithm=algorithm, tracker=tracker, train=train, validation=validation)
-    if any(each.traits.needs_sandbox for each in source.environments):
-        tracker.progress("trying the sandbox")
-        tracker.note(await try_sandbox())
     raise_problems(find_conversation_problems(config, source.environments))
     return source
 
 
 def describe_order(config: RolloutRunConfig) -> str:
-    """Say what a curriculum changes; empty without one."""
+    """Describe the effect of a curriculum; empty without one."""
     name, limit = config.data.curriculum.name, config.training.max_num_epochs
     if not config.data.curriculum.enabled:
         return ""
@@ -212,7 +197,7 @@ class Episodes:
 def make_rollout_stream(
     episodes: Episodes, options: TrainOptions, state: RunState | None, ahead: PromptsAhead | None = None
 ) -> RolloutStream:
-    """Make the stream, from where a checkpoint left it. ``ahead`` None: a prompt is made when its group begins."""
+    """Create the stream, starting where a checkpoint left it. ``ahead`` None: a prompt is prepared when its group starts."""
     order = make_order(episodes.config, options)
 
     async def run(index: int) -> Group:
@@ -233,7 +218,7 @@ def make_rollout_stream(
 
 
 def resume_stream(state: RunState, options: TrainOptions, order: GroupOrder) -> StreamState:
-    """Return the stream's state of a checkpoint, without groups that are too old for this run."""
+    """Return a checkpoint's stream state, without groups that are too old for this run."""
     return requeue_stale(
         state.stream,
         step=state.step,
@@ -244,7 +229,9 @@ def resume_stream(state: RunState, options: TrainOptions, order: GroupOrder) -> 
 
 
 def make_order(config: RolloutRunConfig, options: TrainOptions) -> GroupOrder:
-    """Return the order in which finished groups are trained on. A synchronous run is always FIFO: all groups have the newest version."""
+    """Return the order in which finished groups are trained on. A synchronous run is always FIFO, because all groups have the
+    newest version.
+    """
     section = config.rollout_training.async_config
     if options.drop_stale:
         return DropTooOld()
@@ -277,7 +264,9 @@ def make_prompts_ahead(config: RolloutRunConfig, source: Mixture, template: Chat
 
 
 def make_past_selves(backend: Backend, environments: Sequence[EnvironmentHandle[Any]]) -> TorchPastSelves | None:
-    """Make the earlier selves of the policy that environments play against, None if none does. Raises ValueError if they do not agree."""
+    """Create the earlier selves of the policy used by environments, None if none uses them. Raises ValueError if their settings
+    differ.
+    """
     rules = {environment.traits.past_selves for environment in environments} - {None}
     if len(rules) > 1:
         raise ValueError(
@@ -329,10 +318,10 @@ def make_evaluator(
 
 
 def choose_forgetting(config: RolloutRunConfig, generator: Generator) -> Callable[[], object]:
-    """Return what drops the prompts that the embedded engine has cached, for when a synchronous run has validated.
+    """Return a function that drops the embedded engine's cached prompts after a synchronous run has validated.
 
-    A prompt of both sets would be taken from the cache, where it was read beside other prompts and rounded differently in the last digits.
-    A run that is resumed behind the validation has no such cache, and would not equal the uninterrupted one.
+    Otherwise a prompt in both sets would come from the cache, where it was computed in another batch and rounded differently in
+    the last digits. A run resumed after the validation has no such cache, and would differ from the uninterrupted one.
     """
     if isinstance(generator, TorchEngine) and config.rollout_training.max_staleness == 0:
         return generator.runner.reset_prefix_cache
@@ -340,7 +329,7 @@ def choose_forgetting(config: RolloutRunConfig, generator: Generator) -> Callabl
 
 
 def engine_shares_module(config: RolloutRunConfig) -> bool:
-    """Return whether the generator runs the learner's module, so that the two take turns."""
+    """Return whether the generator runs the learner's module, so that the two alternate."""
     return not config.policy.generation.uses_engines and not count_devices(config).uses_ray
 
 
@@ -354,8 +343,9 @@ def choose_drain(config: RolloutRunConfig) -> DrainBefore:
 def make_train_options(
     config: RolloutRunConfig, *, share_prefixes: bool, filters: bool = False, tasks: int | None = None
 ) -> TrainOptions:
-    """Make the options of the loop. ``filters``: the algorithm drops groups, so the number generated for a step is bounded.
-    ``tasks``: those of an epoch."""
+    """Create the options of the loop. ``filters``: the algorithm drops groups, so the number generated per step is bounded.
+    ``tasks``: number per epoch.
+    """
     training = config.rollout_training
     return TrainOptions(
         section=config.section,

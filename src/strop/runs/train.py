@@ -9,7 +9,6 @@ from pathlib import Path
 
 from strop.checkpointing.step_folders import list_steps
 from strop.config import RolloutRunConfig, TrainingRunConfig
-from strop.extensions.watch.health.health_monitor import HealthMonitor
 from strop.monitoring.console.closing import Closing
 from strop.monitoring.trackers.wandb import is_wandb_offline
 from strop.runs.algorithm.run_algorithm import make_run_algorithm
@@ -27,15 +26,17 @@ from strop.trainer.train import train
 
 
 def run_training(config: TrainingRunConfig) -> int:
-    """Train as configured, and print what can be done next. Return 0 on success, 1 after printing an error."""
+    """Train as configured, and print suggested next commands. Return 0 on success, 1 after printing an error."""
     return run_command(train_as_configured(config), quiet=config.logger.console == "none")
 
 
 async def train_as_configured(config: TrainingRunConfig) -> Closing | str:
-    """Train, from the newest checkpoint on, and return what to say at the end. Raises RunStopped if a stop signal ends the run."""
+    """Train, starting from the newest checkpoint, and return the closing message. Raises RunStopped if a stop signal ends the
+    run.
+    """
     started = time.monotonic()
     log_dir = Path(config.logger.log_dir).absolute()  # a reward may change the working directory
-    algorithm = make_run_algorithm(config)  # may refuse the run, before a log folder is made and processes are started
+    algorithm = make_run_algorithm(config)  # may refuse the run before a log folder is created and processes are started
     with lock_run_folders(config) as plan:
         if plan.nothing_to_do is not None:
             return plan.nothing_to_do
@@ -61,7 +62,7 @@ async def train_as_configured(config: TrainingRunConfig) -> Closing | str:
 
 
 def make_closing(config: TrainingRunConfig, run: TrainingRun, failures: Sequence[str], seconds: float) -> Closing:
-    """Make the last lines of a run that has ended."""
+    """Create the last lines of a finished run."""
     folder = Path(config.checkpointing.checkpoint_dir)
     newest = max(list_steps(folder), default=None) if config.checkpointing.enabled else None
     return Closing(
@@ -71,9 +72,7 @@ def make_closing(config: TrainingRunConfig, run: TrainingRun, failures: Sequence
         checkpoint=None if newest is None else folder / f"step_{newest}",
         seconds=seconds,
         tokens=run.last_metrics.get("train/total_tokens", 0.0),
-        warnings=[
-            str(finding) for each in run.listeners.attached if isinstance(each, HealthMonitor) for finding in each.findings
-        ],
+        warnings=[warning for each in run.listeners.attached for warning in each.warnings],
         failed_trackers=failures,
         hints=[describe_offline(config)] if config.logger.wandb_enabled and is_wandb_offline(config.logger.wandb.mode) else [],
     )

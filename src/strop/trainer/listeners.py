@@ -1,8 +1,8 @@
-"""Listeners: what attaches to a run and sees each of its steps. The loop names none of them."""
+"""Listeners attach to a run and observe each of its steps. The loop names none of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,13 +13,14 @@ from strop.user_code import describe_error
 
 
 class RunListener:
-    """Sees a run from its start to its end. Override what is needed.
+    """Observes a run from start to end. Override only the methods you need.
 
     A method that raises EndRun ends the run once the step is stored, saved and logged; with any other exception the listener is
     reported and detached, and the run goes on.
     """
 
-    name: str  # of its state in checkpoints and in messages
+    name: str  # identifies its state in checkpoints, and the listener in messages
+    warnings: Sequence[str] = ()  # what the end of the run repeats
 
     async def on_start(self, step: int, tracker: Tracker) -> None:
         """The weights of ``step`` are published; the step after it is next."""
@@ -29,7 +30,7 @@ class RunListener:
         return {}
 
     async def on_log(self, step: StepView) -> Mapping[str, float]:
-        """Return further metrics of a step that has been validated and saved, and whose metrics have its times."""
+        """Return further metrics of a step that has been validated and saved; its metrics include the timings."""
         return {}
 
     async def state_dict(self) -> Any:
@@ -50,6 +51,13 @@ class Listeners:
     attached: list[RunListener] = field(default_factory=list)
     detached: list[str] = field(default_factory=list)  # names of those that failed
     refusal: EndRun | None = None  # the first of the step
+
+    def __post_init__(self) -> None:
+        names = [each.name for each in self.attached]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(
+                f"several listeners are called {', '.join(twice)}: a checkpoint keeps their states by name; rename one"
+            )
 
     def attach(self, *listeners: RunListener) -> None:
         self.attached += listeners

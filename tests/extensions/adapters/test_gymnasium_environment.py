@@ -10,8 +10,13 @@ import pytest
 from strop.data.sources.source import DataSource
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.registry import make_environment
-from strop.extensions.adapters.gymnasium_environment import GymnasiumEnvironment, drop_colours
-from strop.extensions.adapters.gymnasium_spaces import InvalidAction, describe_space, parse_action
+from strop.extensions.adapters.gymnasium_environment import (
+    GymnasiumEnvironment,
+    InvalidAction,
+    describe_space,
+    drop_colours,
+    parse_action,
+)
 from support.adapter_episodes import episode, play
 
 gymnasium = pytest.importorskip("gymnasium")

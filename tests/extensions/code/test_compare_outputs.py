@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from strop.extensions.code.compare_outputs import same_output, same_value
+from strop.extensions.code.grade_code import same_output, same_value
 from strop.extensions.code.programs.plain_values import MalformedValue, NotPlain, decode_value, encode_value
 
 

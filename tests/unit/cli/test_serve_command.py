@@ -71,7 +71,7 @@ def test_shards_of_many_ranks_are_served_from_a_temporary_folder(
         (["logs/mien"], 2, "did you mean logs/mine?"),
         (["logs/mine", "--dtype", "float16"], 1, "use bfloat16 or float32, or --engine vllm"),
         (["logs/mine", "--max-model-len", "4096"], 1, "the model has positions for 256 tokens; set it to that or less"),
-        (["logs/mine", "--", "--seed", "1"], 1, "arguments after -- are for vLLM"),
+        (["logs/mine", "--", "--seed", "1"], 1, "arguments after -- are passed to vLLM"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_what_to_set(

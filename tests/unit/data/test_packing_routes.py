@@ -11,9 +11,10 @@ from torch import Tensor
 
 from strop.data.packing import pack
 from strop.data.splitting import select_rollouts, split_micro_batches
+from strop.gateway.agent_session import add_turns
 from strop.gateway.exchange import Exchange
-from strop.gateway.turn_tree import add_turns
-from strop.types import NO_ROUTE, Batch, Group, Rollout, Turn, observation_turn
+from strop.models.routing.router_replay_config import NO_ROUTE, ROUTES
+from strop.types import Batch, Group, Rollout, Turn, observation_turn
 from support.packed import history
 from support.rollouts import make_agent_groups, make_group, make_rollout, sampled_turn
 
@@ -27,14 +28,13 @@ def routes_of(tokens: Sequence[int], experts: int = 8) -> Tensor:
 
 def engine_turn(context: Sequence[int], tokens: Sequence[int]) -> Turn:
     """A turn with the experts of everything that the engine read for it."""
-    return replace(sampled_turn(tokens), routes=routes_of([*context, *tokens][:-1]))
+    return replace(sampled_turn(tokens), columns={ROUTES: routes_of([*context, *tokens][:-1])})
 
 
 def check(batch: Batch) -> None:
     """Every predicted token's source has the experts of its history."""
-    assert batch.routes is not None
     for place, source in enumerate(batch.source.tolist()):
-        assert torch.equal(batch.routes[source], routes_of(history(batch, place))[-1]), place
+        assert torch.equal(batch.read_columns["routes"][source], routes_of(history(batch, place))[-1]), place
 
 
 def with_routes(group: Group) -> Group:
@@ -49,7 +49,7 @@ def with_routes(group: Group) -> Group:
             tokens = context if place == 0 else full[rollout.branches[place - 1].parent][: rollout.branches[place - 1].start]
             found = []
             for turn in turns:
-                found.append(replace(turn, routes=engine_turn(tokens, turn.tokens.tolist()).routes) if turn.sampled else turn)
+                found.append(replace(turn, columns=engine_turn(tokens, turn.tokens.tolist()).columns) if turn.sampled else turn)
                 tokens = [*tokens, *turn.tokens.tolist()]
             full.append(tokens)
             paths.append(tuple(found))
@@ -64,7 +64,8 @@ def test_every_token_read_has_its_experts(share: bool) -> None:
     """Shared prompts, several turns, and branches that leave prompts and turns anywhere."""
     batch = pack(list(map(with_routes, make_agent_groups())), share_prefixes=share)
     check(batch)
-    assert batch.routes is not None and bool((batch.routes >= 0).all()) and batch.routes.dtype == torch.int8
+    routes = batch.read_columns["routes"]
+    assert bool((routes >= 0).all()) and routes.dtype == torch.int8
     check(select_rollouts(batch, [0, 2]).batch)
     for part in split_micro_batches(batch, 12):
         check(part.batch)
@@ -76,8 +77,8 @@ def test_turns_keep_only_the_experts_that_earlier_ones_lack() -> None:
         rollout = rollout.with_turn(engine_turn(rollout.tokens().tolist(), answer))
         rollout = rollout.with_turn(observation_turn(observed, "")) if observed else rollout
     first, second = rollout.policy_turns
-    assert first.routes is not None and second.routes is not None
-    assert len(first.routes) == 3 + 1 and len(second.routes) == 1 + 2 + 2  # the last of the first turn, the observation, its own
+    lengths = len(first.columns[ROUTES]), len(second.columns[ROUTES])
+    assert lengths == (3 + 1, 1 + 2 + 2)  # the last of the first turn, the observation, its own
     check(pack([make_group(rollout)]))
 
 
@@ -89,29 +90,28 @@ def test_requests_of_an_agent_keep_only_the_experts_that_earlier_ones_lack() -> 
     first = exchange(0, (5, 6, 7), (8, 9))
     branch, main = exchange(1, (5, 6, 20), (21, 22)), exchange(2, (5, 6, 7, 8, 9, 10), (11, 12))
     rollout = add_turns(make_rollout([]), [first, branch, main])
-    assert [0 if turn.routes is None else len(turn.routes) for turn in rollout.policy_turns] == [4, 3, 3]
+    assert [len(turn.columns[ROUTES]) for turn in rollout.policy_turns] == [4, 3, 3]
     batch = pack([make_group(rollout)])
     check(batch)
-    assert batch.routes is not None and bool((batch.routes >= 0).all())
+    assert bool((batch.read_columns["routes"] >= 0).all())
 
 
 def test_tokens_that_nobody_recorded_have_no_route() -> None:
     (group,) = map(with_routes, make_agent_groups())
     plain = make_agent_groups()[0].rollouts[1]
     batch = pack([make_group(group.rollouts[2], plain), make_group(plain, index=1)])
-    assert batch.routes is not None
-    known = batch.routes[:, 0, 0] >= 0
+    routes = batch.read_columns["routes"]
+    known = routes[:, 0, 0] >= 0
     lengths = batch.segment_length.tolist()
     assert known.split(lengths)[0].all() and known.split(lengths)[1].all(), "the shared prompt and the recorded completion"
     assert not torch.cat(known.split(lengths)[2:]).any()
-    assert bool((batch.routes[~known] == NO_ROUTE).all())
-    assert pack([make_group(plain)]).routes is None
+    assert bool((routes[~known] == NO_ROUTE).all())
+    assert not pack([make_group(plain)]).read_columns
 
 
 def test_experts_of_different_models_do_not_go_together() -> None:
     (group,) = map(with_routes, make_agent_groups())
     turn = group.rollouts[2].turns[0]
-    assert turn.routes is not None
-    other = replace(group.rollouts[2], turns=(replace(turn, routes=turn.routes[:, :1]),))
+    other = replace(group.rollouts[2], turns=(replace(turn, columns={ROUTES: turn.columns[ROUTES][:, :1]}),))
     with pytest.raises(ValueError, match="recorded for models of different shapes"):
         pack([make_group(group.rollouts[2], other)])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loop.fakes import FakeGenerator
-from strop.gateway.turn_tree import count_common
+from strop.gateway.agent_session import count_common
 from strop.types import Rollout
 from support.agents import END, TOKENIZER, Recorder, check_tree, ids, list_contexts, make_session
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from strop.generation.torch.model_runner import RecomputeRunner
 from strop.models.network import Network
-from strop.models.routing.routes import RecordedRoutes
+from strop.models.routing.recorded_experts import RecordedRoutes
+from strop.models.routing.router_replay_config import NO_ROUTE, ROUTES
 from strop.sampling import Sampling
-from strop.types import NO_ROUTE
 from support.each import each
 from support.models import build
 from support.torch_engine import Request, generate_all, make_engine, make_runner, run_requests
@@ -41,8 +41,8 @@ def check(network: Network, requests: list[Request], completions: list[Any]) -> 
     for request, completion in zip(requests, completions, strict=True):
         read = [*request.prompt, *completion.tokens.tolist()][:-1]
         expected = chosen(network, read)
-        assert completion.routes is not None and completion.routes.dtype == torch.int8
-        assert torch.equal(completion.routes.sort(-1).values, expected.sort(-1).values)
+        assert completion.columns[ROUTES].dtype == torch.int8
+        assert torch.equal(completion.columns[ROUTES].sort(-1).values, expected.sort(-1).values)
 
 
 def many_requests() -> list[Request]:
@@ -63,7 +63,7 @@ def test_a_model_without_a_cache_says_them_too() -> None:
     engine = make_engine(RecomputeRunner(network, max_slots=3, length=48))
     completions = run_requests(engine, many_requests())
     check(network, many_requests(), completions)
-    assert bool((completions[0].routes[:, 0] == NO_ROUTE).all()), "its first layer has no experts"
+    assert bool((completions[0].columns[ROUTES][:, 0] == NO_ROUTE).all()), "its first layer has no experts"
 
 
 def test_a_conversation_keeps_the_experts_of_its_earlier_turns() -> None:
@@ -79,8 +79,8 @@ def test_a_conversation_keeps_the_experts_of_its_earlier_turns() -> None:
         await engine.close()
         assert engine.counters.prompt_tokens - read < len(second.prompt), "its beginning is cached"
         check(network, [second], [completion])
-        assert answer.routes is not None and completion.routes is not None
-        assert torch.equal(completion.routes[: len(answer.routes)], answer.routes)
+        known = answer.columns[ROUTES]
+        assert torch.equal(completion.columns[ROUTES][: len(known)], known)
 
     asyncio.run(converse())
 
@@ -89,4 +89,4 @@ def test_nothing_is_recorded_without_router_replay() -> None:
     network = Network(build("qwen3_moe"))
     runner = make_runner(network)
     (completion,) = run_requests(make_engine(runner), [Request(PROMPT)])
-    assert completion.routes is None and runner.cache.routes is None
+    assert not completion.columns and not runner.cache.columns

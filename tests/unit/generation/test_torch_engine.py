@@ -159,7 +159,8 @@ class Script(FixedSlots):
 
     def store_session(self, *_: Any) -> None: ...
 
-    def read_routes(self, *_: Any) -> None: ...
+    def read_columns(self, *_: Any) -> dict[Any, Any]:
+        return {}
 
     def activate(self) -> None: ...
 

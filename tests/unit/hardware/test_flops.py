@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from strop.hardware.flops import PassCounts, training_flops, windows_of
-from strop.hardware.model_dimensions import GATED, SPARSE, UNGATED, UnknownDimensions, dimensions_of
+from strop.models.fit.decoder_dimensions import UnknownDimensions, dimensions_of
 
 SIZES = {
     "hidden_size": 64,
@@ -53,21 +53,32 @@ OWN: dict[str, dict[str, Any]] = {
     **{name: {"head_dim": None} for name in ("qwen2", "phi3", "phi", "olmo", "olmo2", "olmo3", "cohere", "starcoder2")},
     **{name: {"head_dim": None} for name in ("granite", "smollm3")},
     "gpt_neox": {"head_dim": None, "num_key_value_heads": 4},
+    "falcon": {"head_dim": None, "num_key_value_heads": None, "ffn_hidden_size": 96},
     "cohere2": {"head_dim": None},
 }  # fmt: skip
-TEXT_OF_IMAGES = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "smolvlm_text"}
+SPARSE = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3"}
+USUAL = ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "nemotron")
+OTHERS = {
+    *SPARSE,
+    *OWN,
+    "mistral",
+    "ministral",
+    "gemma",
+    "gemma2",
+    "seed_oss",
+    "glm4",
+    "arcee",
+    "helium",
+    "ernie4_5",
+    "apertus",
+    "falcon",
+}
+KINDS = [*USUAL, *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in sorted(OTHERS - {*USUAL}))]
 
 
 def make_config(kind: str, **sizes: Any) -> Any:
     own = {**SIZES, **(EXPERTS if kind in SPARSE else {}), **OWN.get(kind, {}), **sizes}
     return AutoConfig.for_model(kind, **{name: value for name, value in own.items() if value is not None})
-
-
-USUAL = {"llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "nemotron"}
-KINDS = [
-    kind if kind in USUAL else pytest.param(kind, marks=pytest.mark.exhaustive)
-    for kind in sorted((GATED | UNGATED) - TEXT_OF_IMAGES)
-]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,7 +90,9 @@ def test_a_model_has_the_parameters_that_its_configuration_says(kind: str) -> No
     assert dimensions_of(config.to_dict()).parameters == matrices
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma2", "mixtral", "deepseek_v3", "qwen2_moe", "phi3", "arcee", "gpt_neox", "falcon"]
+)
 def test_torch_counts_the_same_operations(kind: str) -> None:
     config = make_config(kind)
     torch.manual_seed(0)
@@ -128,11 +141,20 @@ def test_a_model_that_reads_images_counts_its_language_model() -> None:
     assert len(dimensions_of(whole).layers) == 4
 
 
-def test_layers_that_are_not_known_are_said() -> None:
-    with pytest.raises(UnknownDimensions, match="model_type is 'mamba2', whose layers are not known here"):
-        dimensions_of({"model_type": "mamba2"})
-    with pytest.raises(UnknownDimensions, match="this llama lacks a size: 'hidden_size'"):
-        dimensions_of({"model_type": "llama", "num_hidden_layers": 2})
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("mamba2", "Mamba2Block is no layer of attention over all tokens"),
+        ("qwen3_next", "Qwen3NextDecoderLayer is no layer of attention"),
+        ("falcon_h1", "FalconH1DecoderLayer is no layer of attention"),
+        ("minimax", "MiniMaxDecoderLayer is no layer of attention"),
+        ("t5", "t5 has an encoder"),
+        ("unheard_of", "model_type is 'unheard_of', which the installed Transformers does not have"),
+    ],
+)
+def test_layers_that_cannot_be_counted_are_said(kind: str, said: str) -> None:
+    with pytest.raises(UnknownDimensions, match=said):
+        dimensions_of({"model_type": kind, "num_hidden_layers": 2})
 
 
 def test_windows_are_those_of_transformers() -> None:

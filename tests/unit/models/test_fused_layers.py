@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strop.models.layers.fused_layers import FusedLayers, enable_fused_layers
+from strop.models.layers.fused_layers import _ATTENTION, FusedLayers, enable_fused_layers
+from strop.models.layers.known_code import find_form
 from strop.models.layers.rms_norm import rms_norm_spec
 from strop.models.network import Network, probe_batch
 from strop.sampling import Sampling
@@ -90,6 +92,57 @@ def test_most_modules_of_a_family_are_fused(family: str) -> None:
         + {"gemma2": 2, "gemma3": 4}.get(family, 0)
     )
     assert network.fused_layers.count == 2 * per_layer + 1
+
+
+class Stranger(nn.Module):
+    """An MLP of a package that nobody named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 4)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        """With Llama's code: another docstring and other types are no difference."""
+        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return down_proj
+
+
+class Swapped(Stranger):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        down_proj = self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+        return down_proj
+
+
+class Doubled(Stranger):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return 2 * down_proj
+
+
+def test_a_module_is_known_by_its_code_whatever_it_is_called() -> None:
+    assert [FusedLayers(kind()).count for kind in (Stranger, Swapped, Doubled)] == [1, 0, 0]
+    module, x = Stranger(), torch.randn(3, 4)
+    expected = module(x)
+    with FusedLayers(module).use(keep_copies=False):
+        torch.testing.assert_close(module(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("ministral.MinistralAttention", "qwen2.Qwen2Attention"),
+        ("qwen2_moe.Qwen2MoeAttention", "llama.LlamaAttention"),
+        ("helium.HeliumAttention", None),  # Llama's code, but for the function that rotates: other pairs
+        ("glm4.Glm4Attention", None),  # rotates part of a head
+        ("smollm3.SmolLM3Attention", None),  # some layers rotate nothing
+        ("olmo2.Olmo2Attention", None),  # norms over all heads
+    ],
+)
+def test_attention_is_known_by_its_code_and_by_that_of_the_functions_it_calls(kind: str, form: str | None) -> None:
+    family, _, name = kind.partition(".")
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    assert find_form(getattr(module, name), tuple(_ATTENTION)) == form
 
 
 def test_a_module_is_as_before_outside_a_learners_pass() -> None:

@@ -7,17 +7,19 @@ import io
 import pickle
 from copy import deepcopy
 from functools import cache, partial
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from strop import plugins
 from strop.data.packing import pack
 from strop.data.recorded.examples import Conversation
 from strop.models.chat_template import ChatTemplate
 from strop.models.vision.image_files import ImageError, decode_image, encode_image, read_image
-from strop.models.vision.vision_families import find_family
+from strop.models.vision.vision_families import Pixels, UnknownFamily, VisionFamily, find_family
 from strop.models.vision.vision_processor import PixelCache, VisionProcessor, find_vision_processor, load_vision_processor
 from strop.rollouts.recorded_tokens import RecordedRules
 from strop.types import Image, Message
@@ -149,7 +151,7 @@ def test_the_token_of_an_image_in_a_text_is_refused() -> None:
 
 
 def test_a_model_of_text_refuses_images() -> None:
-    with pytest.raises(ValueError, match="the policy reads text alone"):
+    with pytest.raises(ValueError, match="the policy reads only text"):
         ChatTemplate(build_vision_tokenizer("llava")).encode_with_images([question(draw_image(1))])
 
 
@@ -172,7 +174,7 @@ def test_an_image_is_read_from_wherever_it_is(tmp_path: Path) -> None:
         ("https://example.org/cat.png", "is an address.*allow_addresses=true"),
         ("nowhere/cat.png", "cannot be read: No such file"),
         ("data:image/png;base64,###", "cannot be decoded"),
-        (b"no image", "in no format that can be read"),
+        (b"no image", "has an unsupported format"),
         (7, "it must be a path"),
     ],
     ids=["address", "missing", "url", "bytes", "number"],
@@ -257,3 +259,30 @@ def test_the_pixels_of_an_image_are_made_once_and_old_ones_make_room() -> None:
         cache.get(name, partial(make, name))
     assert made == ["a", "b", "c", "b"], "b had to make room for c"
     assert pickle.loads(pickle.dumps(cache)).limit == 250
+
+
+class StrangerVL(VisionFamily):
+    """A family of another package: an image is two tokens."""
+
+    def placeholder(self, tokenizer: Any) -> str:
+        return self.image_token(tokenizer)
+
+    def write(self, pixels: Pixels, tokenizer: Any) -> str:
+        return self.image_token(tokenizer) * self.count_rows(pixels)
+
+    def count_rows(self, pixels: Pixels) -> int:
+        return 2
+
+
+def test_a_family_of_another_package_is_found_by_its_model_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("stranger_vl", f"{__name__}:StrangerVL", "strop.vision_families")
+    config = make_vision_config("llava")
+    config.model_type = "stranger_vl"
+    with pytest.raises(UnknownFamily, match="'stranger_vl' read images in a way"):
+        find_family(config)
+    monkeypatch.setattr(plugins, "declared", lambda group: {point.name: point} if group == "vision_families" else {})
+    assert type(find_family(config)) is StrangerVL
+    processor = VisionProcessor(find_family(config), FAMILIES["llava"].image_processor(), build_vision_tokenizer("llava"))
+    template = ChatTemplate(processor.tokenizer, vision=processor)
+    (image,) = template.encode_with_images([question(draw_image(0))]).images
+    assert image.length == 2

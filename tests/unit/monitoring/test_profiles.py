@@ -14,13 +14,17 @@ import pytest
 
 from strop.base_config import validate_section
 from strop.monitoring.profiling import span_recorder
-from strop.monitoring.profiling.clock_exchange import ClockOffset, exchange_clocks
-from strop.monitoring.profiling.operator_trace import OperatorTrace
-from strop.monitoring.profiling.process_profile import control_profile
+from strop.monitoring.profiling.process_profile import OperatorTrace, control_profile
 from strop.monitoring.profiling.profile_config import ProfileConfig
 from strop.monitoring.profiling.span_recorder import RECORDER, RecordedSpans, Span, SpanRecorder
-from strop.monitoring.profiling.step_profiler import StepProfiler
-from strop.monitoring.profiling.trace_file import ProcessSpans, make_trace, split_lanes
+from strop.monitoring.profiling.step_profiler import (
+    ClockOffset,
+    ProcessSpans,
+    StepProfiler,
+    exchange_clocks,
+    make_trace,
+    split_lanes,
+)
 from strop.monitoring.watchdog.waits import waiting
 from strop.trainer.step_timer import StepTimer
 from support.traces import check_trace, read_trace, sum_phases

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from strop.config import GrpoRunConfig, load_config
-from strop.extensions.watch.health.health_monitor import HealthMonitor
 from strop.runs.train import make_closing
 from strop.trainer.listeners import Listeners
 
@@ -22,5 +21,5 @@ def test_a_run_whose_tracker_sends_nothing_says_how_to_send_it_later(
     monkeypatch.chdir(tmp_path)
     keys = ["policy.model_name=m", "env.arithmetic={}", "logger.wandb_enabled=true", "logger.log_dir=logs/x"]
     config = load_config(None, keys, root=GrpoRunConfig, check=False).config
-    run: Any = SimpleNamespace(last_metrics={}, listeners=Listeners([HealthMonitor()]))
+    run: Any = SimpleNamespace(last_metrics={}, listeners=Listeners())
     assert ("wandb sync logs/x/wandb/offline-run-*" in str(make_closing(config, run, [], 1.0))) == said

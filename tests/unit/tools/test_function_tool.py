@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from strop.tools.base import ToolConfigError, ToolError
-from strop.tools.docstrings import read_docstring
-from strop.tools.function_tool import make_tool
+from strop.tools.function_tool import make_tool, read_docstring
 
 
 class Colour(Enum):

@@ -15,9 +15,8 @@ import pytest
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment
-from strop.extensions.code.sandbox.base import SandboxError
-from strop.tools.base import ParsedReply, Tool, ToolConfigError, ToolError
-from strop.tools.tool_registry import SingleTool, make_tool_sets
+from strop.tools.base import InfrastructureError, ParsedReply, Tool, ToolConfigError, ToolError
+from strop.tools.tool_options import SingleTool, make_tool_sets
 from strop.tools.toolbox import METRICS, ToolLimits, open_toolbox
 from strop.types import Message, ToolCall
 
@@ -46,7 +45,7 @@ def shout(length: int) -> str:
 
 
 def break_sandbox() -> str:
-    raise SandboxError("the sandbox is gone")
+    raise InfrastructureError("the sandbox is gone")
 
 
 ALL = [add, leave, wait, block, shout, break_sandbox]
@@ -81,7 +80,7 @@ def test_results_and_errors_are_told_in_the_order_of_the_calls() -> None:
 def test_an_exit_in_a_tool_is_told_and_a_broken_sandbox_is_an_error_of_the_rollout() -> None:
     told, _ = ask(("leave", {}))
     assert told is not None and told[0].startswith("Error: leave failed")
-    with pytest.raises(SandboxError):
+    with pytest.raises(InfrastructureError):
         ask(("break_sandbox", {}))
 
 

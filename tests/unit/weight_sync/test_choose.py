@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from strop.weight_sync.transports import choose
+from strop.weight_sync.transports import broadcast, cuda_ipc, host_memory, shared_folder
 from strop.weight_sync.transports.choose import EngineLocations, choose_senders, make_sender_factory
 from strop.weight_sync.weight_sync_config import WeightSyncConfig
 
@@ -26,9 +26,10 @@ class Recorder:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Recorder]]:
-    kinds = {name: type(name, (Recorder,), {}) for name in ("MemorySender", "CudaIpcSender", "BroadcastSender", "FolderSender")}
+    places = {"MemorySender": host_memory, "CudaIpcSender": cuda_ipc, "BroadcastSender": broadcast, "FolderSender": shared_folder}
+    kinds = {name: type(name, (Recorder,), {}) for name in places}
     for name, kind in kinds.items():
-        monkeypatch.setattr(choose, name, kind)
+        monkeypatch.setattr(places[name], name, kind)
     return kinds
 
 

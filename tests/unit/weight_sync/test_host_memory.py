@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 import pytest
@@ -234,6 +234,15 @@ def test_who_does_not_come_in_time_is_named() -> None:
         sender.send(manifest, make_tensors(0))
     assert len(receivers) == 3
     sender.close()
+
+
+def test_who_connects_and_leaves_or_has_no_place_does_not_end_a_publish(sender: MemorySender) -> None:
+    Client(sender.address.path, "AF_UNIX").close()
+    beyond = Client(sender.address.path, "AF_UNIX")
+    beyond.send(1)  # of one receiver
+    receiver = sender.address.connect(0, CPU)
+    assert_served(sender, receiver, make_manifest(), make_tensors(0))
+    beyond.close()
 
 
 def test_a_receiver_gives_up_when_nothing_comes() -> None:

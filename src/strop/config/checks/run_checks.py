@@ -1,4 +1,4 @@
-"""Everything that speaks against a configuration: one list, which loading, a dry run, a run and a plan ask alike.
+"""All checks of a configuration: one list, shared by loading, a dry run, a run and a plan.
 
 A rule that reads one section is a method of it (``BaseConfig.errors`` and ``warnings``), and so is one about the section of an extension
 and the rest of the run (``errors_of_run`` and ``warnings_of_run``). The others are functions, by the section that they are about; the
@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, get_type_hints
 
+from strop import plugins
 from strop.base_config import BaseConfig, iter_sections
 from strop.config.checks import cluster_checks, data_checks, policy_checks, unused_keys
 from strop.config.schema.run_config import DistillationRunConfig, GrpoRunConfig, PpoRunConfig, RolloutRunConfig, TrainingRunConfig
-from strop.extensions.megatron import megatron_checks
 from strop.problems import Problem
 
 Problems = Iterator[Problem]
@@ -74,13 +74,14 @@ def warn_unused_recomputation(config: RolloutRunConfig) -> Problems:
         )
 
 
-def warn_unused_routes(config: TrainingRunConfig) -> Problems:
-    if not config.logger.routes:
-        return
-    if not config.policy.router_replay.enabled:
-        yield Problem("logger.routes", "it has no effect: policy.router_replay.enabled is false, so no experts are recorded")
-    elif config.logger.rollouts == "none":
-        yield Problem("logger.routes", "it has no effect: logger.rollouts is none, so no rollouts are stored")
+def warn_unused_columns(config: TrainingRunConfig) -> Problems:
+    for column in plugins.load_all("columns"):
+        if not (isinstance(column.stored, str) and column.is_stored(config)):
+            continue
+        if not column.is_on(config):
+            yield Problem(column.stored, f"it has no effect: {column.key} is false, so there is no column {column.name} to store")
+        elif config.logger.rollouts == "none":
+            yield Problem(column.stored, "it has no effect: logger.rollouts is none, so no rollouts are stored")
 
 
 def warn_unused_kl_in_reward(config: GrpoRunConfig | PpoRunConfig) -> Problems:
@@ -109,9 +110,9 @@ ERROR_CHECKS: Mapping[str, tuple[Check, ...]] = {  # section -> its rules
         policy_checks.check_engine_device,
         policy_checks.check_one_process,
         policy_checks.check_order_of_events,
-        policy_checks.check_adapters_of_other_processes,
         policy_checks.check_measured_budget,
-        *megatron_checks.ERROR_CHECKS,
+        cluster_checks.check_one_learner,
+        cluster_checks.check_learner_processes,
     ),
     "teacher": (check_teachers, cluster_checks.check_teacher_processes),
     "dpo": (data_checks.check_precomputed_reference,),
@@ -125,11 +126,10 @@ WARNING_CHECKS: Mapping[str, tuple[Check, ...]] = {
     "policy": (
         policy_checks.warn_order_of_turns,
         policy_checks.warn_unused_offload,
-        megatron_checks.warn_torch_keys,
         unused_keys.warn_unused_batch_sizes,
     ),
     "checkpointing": (warn_unranked_checkpoints,),
-    "logger": (warn_unused_routes,),
+    "logger": (warn_unused_columns,),
     "cluster": (cluster_checks.warn_unused_roles, cluster_checks.warn_idle_devices),
     "loss_fn": (warn_unused_kl_in_reward,),
     "training": (warn_unused_recomputation, unused_keys.warn_unused_validation_size),
@@ -164,5 +164,5 @@ def _run(checks: Mapping[str, tuple[Check, ...]], config: BaseConfig) -> list[Pr
 
 @cache
 def _asked_of(check: Check) -> Any:
-    """Return the kind of run that a check is about."""
+    """Return the kind of run that a check concerns."""
     return get_type_hints(check)["config"]

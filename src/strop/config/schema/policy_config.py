@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from strop.base_config import BaseConfig, subsection
-from strop.extensions.megatron.megatron_peft_config import MegatronPeftConfig
 from strop.generation.generation_config import GenerationConfig, UnusedGenerationConfig
+from strop.learner.learner_config import TORCH, LearnerName
 from strop.learner.model_config import ModelConfig
-from strop.models.draft.draft_config import DraftConfig
-from strop.models.fake_quant.modelopt_config import QuantConfigError, read_quant_config
-from strop.models.fake_quant.quant_config import QuantConfig
-from strop.models.lora_config import LoraConfig
+from strop.learner.policy_extension import policy_extensions
 from strop.models.routing.router_replay_config import RouterReplayConfig
 from strop.problems import Problem
 
@@ -28,15 +24,15 @@ class ReferenceConfig(BaseConfig):
     offload: bool = Field(False, description="Keep it in CPU memory between uses.")
 
 
-class PolicyConfig(QuantConfig, ModelConfig):
+class PolicyConfig(ModelConfig):
     """The policy and its training."""
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("generation_batch_size", "offload")
 
-    backend: Literal["auto", "torch", "megatron"] = Field(
+    backend: LearnerName = Field(
         "auto",
-        description="Learner of all models of the run: torch, also for recipes that ask for Megatron Core; megatron; "
-        "auto is what dtensor_cfg.enabled and megatron_cfg.enabled say.",
+        description="Learner of all models of the run: torch, also for recipes that ask for another; that of an extension; "
+        "auto is the one whose section is enabled.",
     )
     generation_batch_size: int | None = Field(
         None,
@@ -46,72 +42,70 @@ class PolicyConfig(QuantConfig, ModelConfig):
     )
     trust_remote_code: bool = Field(
         False,
-        description="Run the Python code that the models and tokenizers of the run bring. It has your rights: read it first.",
+        description="Run Python code contained in the run's models and tokenizers. It runs with your permissions: read it first.",
     )
     offload: bool | Literal["auto"] = Field(
         "auto",
-        description="Move the learner (weights, gradients, optimizer state) and the frozen models beside it to CPU memory while an engine "
-        "samples on the same device; auto does so on GPUs. With the torch engine in the learner's process, only true does, and the "
-        "policy's weights stay.",
+        description="Move the learner (weights, gradients, optimizer state) and its frozen models to CPU memory while an engine samples "
+        "on the same device; auto does so on GPUs. With the torch engine in the learner's process, only true does, and the policy's "
+        "weights stay.",
     )
     exact_on_policy: bool = Field(
         False,
-        description="Compute a token's log-probability with the same bits in the engine and in the learner, in both precisions: products, "
-        "attention, norms and activations in one order of additions, whatever stands beside the token. The ratio of an on-policy "
-        "step is then exactly 1, which every step checks. Costs time (performance). For the torch engine in the learner's process.",
+        description="Compute a token's log-probability with the same bits in the engine and in the learner, in both precisions: "
+        "products, attention, norms and activations in a fixed order of additions, independent of the token's neighbours. The ratio of "
+        "an on-policy step is then exactly 1, which every step checks. Costs time (performance). For the torch engine in the learner's "
+        "process.",
     )
     deterministic: bool = Field(
         False,
         description="Make two equal runs equal to the last bit on GPUs: torch's deterministic algorithms with flash attention's backward "
-        "pass, a fixed cuBLAS workspace, NCCL without additions in the switch, Megatron Core's deterministic mode, vLLM's batch-invariant "
-        "kernels. Slower (checkpoints). A CPU repeats without it.",
+        "pass, a fixed cuBLAS workspace, NCCL without additions in the switch, the deterministic modes of other learners, and vLLM's "
+        "batch-invariant kernels. Slower (checkpoints). A CPU repeats without it.",
     )
     reference: ReferenceConfig = subsection(ReferenceConfig)
     router_replay: RouterReplayConfig = subsection(RouterReplayConfig)
-    draft: DraftConfig = subsection(DraftConfig)
     generation: GenerationConfig = subsection(GenerationConfig)
 
     @property
-    def uses_megatron(self) -> bool:
-        """Whether Megatron Core trains the models of the run."""
-        return self.megatron_cfg.enabled
+    def sends_draft(self) -> bool:
+        """Whether engines are sent the draft head that is trained, and draft with it."""
+        trained = any(each.trains_draft for each in policy_extensions(self))
+        return trained and self.generation.uses_vllm and self.generation.vllm_cfg.speculation.method == "eagle3"
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from super().errors(key)
         yield from self._check_backend(key)
-        yield from self._check_adapter_dropout(f"{key}.dtensor_cfg.lora_cfg.dropout", self.dtensor_cfg.lora_cfg)
-        if self.megatron_cfg.enabled:
-            yield from self._check_adapter_dropout(f"{key}.megatron_cfg.peft.dropout", self.megatron_cfg.peft)
+        yield from self._check_adapter_dropout(key)
         yield from self._check_engine_length(f"{key}.generation")
         yield from self._check_router_replay(key)
-        yield from self._check_sent_draft(key)
         yield from self._check_compile(key)
-        yield from self._check_draft(key)
         if self.exact_on_policy:
             yield from self._check_exact(key)
         if self.deterministic:
             yield from self._check_deterministic(key)
             yield from self._check_deterministic_engine(key)
-        yield from self._check_fake_quant(key)
-        yield from self._check_quantized_sampling(key)
+        yield from self._check_exact_float8(key)
 
     def _check_backend(self, key: str) -> Iterator[Problem]:
-        enabled = self.megatron_cfg.enabled
-        if self.backend != "auto" and enabled != (self.backend == "megatron"):
-            yield Problem(
-                f"{key}.megatron_cfg.enabled",
-                f"found {str(enabled).lower()}, but {key}.backend is {self.backend}",
-                f"Set it to {str(not enabled).lower()}, or {key}.backend=auto.",
-            )
+        for name, section in self.learner_sections.items():
+            if name != TORCH and self.backend != "auto" and section.enabled != (self.backend == section.backend):
+                yield Problem(
+                    f"{key}.{name}.enabled",
+                    f"found {str(section.enabled).lower()}, but {key}.backend is {self.backend}",
+                    f"Set it to {str(not section.enabled).lower()}, or {key}.backend=auto.",
+                )
 
-    def _check_adapter_dropout(self, key: str, lora: LoraConfig | MegatronPeftConfig) -> Iterator[Problem]:
-        if lora.enabled and lora.dropout:
-            yield Problem(
-                key,
-                f"found {lora.dropout}, but rollouts are sampled without dropout, so the trained policy would differ from the one that "
-                "sampled, with other masks at every step",
-                "Set it to 0; adapter dropout is for recorded data (strop sft, dpo and rm).",
-            )
+    def _check_adapter_dropout(self, key: str) -> Iterator[Problem]:
+        for name, section in self.learner_sections.items():
+            lora = section.adapters
+            if name in (TORCH, self.learner_key) and lora.enabled and lora.dropout:
+                yield Problem(
+                    f"{key}.{name}.{section.adapters_key}.dropout",
+                    f"found {lora.dropout}, but rollouts are sampled without dropout, so the trained policy would differ from the one that "
+                    "sampled, with other masks at every step",
+                    "Set it to 0; adapter dropout is for recorded data (strop sft, dpo and rm).",
+                )
 
     def _check_engine_length(self, key: str) -> Iterator[Problem]:
         length, total = self.generation.engine_options.max_model_len, self.max_total_sequence_length
@@ -136,19 +130,19 @@ class PolicyConfig(QuantConfig, ModelConfig):
         if self.device == "cpu":
             yield Problem(
                 f"{key}.router_replay.enabled",
-                "found true, but vLLM says the experts of tokens with its model runner V2 alone, which a CPU does not have",
+                "found true, but vLLM reports the experts of tokens only with its model runner V2, which does not run on a CPU",
                 f"Set {key}.generation.backend=torch, or {key}.router_replay.enabled=false.",
             )
         if (stages := self.generation.vllm_cfg.pipeline_parallel_size) > 1:
             yield Problem(
                 f"{key}.router_replay.enabled",
-                f"found true, but vLLM does not say the experts of tokens with {stages} pipeline stages",
+                f"found true, but vLLM does not report the experts of tokens with {stages} pipeline stages",
                 f"Set {key}.generation.vllm_cfg.pipeline_parallel_size=1, and tensor_parallel_size for a model that needs several GPUs.",
             )
 
     def _check_compile(self, key: str) -> Iterator[Problem]:
-        """Yield what compiled layers cannot do; what depends on the model or the machine is found when it is loaded."""
-        if self.compile is not True or self.megatron_cfg.enabled:
+        """Yield settings that are incompatible with compiled layers; model and machine are checked on loading."""
+        if self.compile is not True or not self.uses_torch:
             return
         for name, switched_on, reason in (
             (
@@ -159,7 +153,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
             (
                 "router_replay.enabled",
                 self.router_replay.enabled,
-                "hands recorded experts to the layers, which compiled ones do not take",
+                "passes recorded experts to the layers, which compiled layers do not accept",
             ),
         ):
             if switched_on:
@@ -169,109 +163,12 @@ class PolicyConfig(QuantConfig, ModelConfig):
                     f"Set it to auto or false, or {key}.{name}=false.",
                 )
 
-    def _check_draft(self, key: str) -> Iterator[Problem]:
-        """Yield what no draft head is trained beside; what depends on the model is found when it is loaded."""
-        engine = self.generation.torch_cfg
-        if engine.speculative_draft and not self.draft.enabled:
-            yield Problem(
-                f"{key}.generation.torch_cfg.speculative_draft",
-                f"found {engine.speculative_draft}, but {key}.draft.enabled is false, so there is no head that proposes tokens",
-                f"Set it to 0, or {key}.draft.enabled=true; speculative_lookup proposes tokens without a head.",
-            )
-        if engine.speculative_draft and engine.speculative_lookup:
-            yield Problem(
-                f"{key}.generation.torch_cfg.speculative_lookup",
-                f"found {engine.speculative_lookup}, and speculative_draft is {engine.speculative_draft}: one of them proposes tokens",
-                "Set one of them to 0.",
-            )
-        yield from self._check_speculation(f"{key}.generation.vllm_cfg.speculation")
-        if not self.draft.enabled:
-            return
-        if not self.sequence_packing.enabled and not self.megatron_cfg.enabled:
-            yield Problem(
-                f"{key}.sequence_packing.enabled",
-                f"found false, but {key}.draft.enabled is true: the head reads packed rows of hidden states",
-                f"Set it to true, or {key}.draft.enabled=false.",
-            )
-        if self.compile is True:
-            yield Problem(
-                f"{key}.compile",
-                f"found true, but {key}.draft.enabled is true: the head reads the states between layers, which compiled ones may not show",
-                f"Set it to auto, or {key}.draft.enabled=false.",
-            )
-        megatron, sizes = self.megatron_cfg, self.dtensor_cfg
-        shards = (
-            max(sizes.tensor_parallel_size, sizes.context_parallel_size, sizes.pipeline_parallel_size, sizes.expert_parallel_size)
-            if not megatron.enabled
-            else max(megatron.tensor_model_parallel_size, megatron.context_parallel_size, megatron.pipeline_model_parallel_size)
-        )
-        if shards > 1:
-            section = "megatron_cfg" if megatron.enabled else "dtensor_cfg"
-            yield Problem(
-                f"{key}.draft.enabled",
-                f"found true, but {key}.{section} cuts the policy over {shards} devices, and a head is trained beside a whole policy in "
-                "this version",
-                f"Set it to false, or the tensor, context and pipeline sizes of {key}.{section} to 1.",
-            )
-        if megatron.enabled and not self.generation.uses_vllm and self.generation.torch_cfg.speculative_draft:
-            yield Problem(
-                f"{key}.generation.torch_cfg.speculative_draft",
-                f"found {self.generation.torch_cfg.speculative_draft}, but beside Megatron Core the torch engine is in a process of its "
-                "own, which is not sent the head",
-                f"Set it to 0, or {key}.generation.backend=vllm with vllm_cfg.speculation.method=eagle3.",
-            )
-
-    def _check_sent_draft(self, key: str) -> Iterator[Problem]:
-        if self.draft.enabled and self.generation.uses_extension:
-            yield Problem(
-                f"{key}.draft.enabled",
-                f"found true, but a head that is trained is not sent to {self.generation.engine_name}'s engines",
-                f"Set {key}.generation.backend to vllm or torch, or {key}.draft.enabled=false.",
-            )
-
-    def _check_speculation(self, key: str) -> Iterator[Problem]:
-        """Yield a head that vLLM would not find, or not receive."""
-        drafts = self.generation.vllm_cfg.speculation
-        if drafts.method != "eagle3" or not self.generation.uses_vllm:
-            return
-        if not self.draft.enabled and drafts.model_name is None:
-            yield Problem(
-                f"{key}.model_name",
-                f"it is not set, but {key}.method is eagle3 and no head is trained (policy.draft.enabled is false)",
-                "Set it to the folder or hub name of a head, or policy.draft.enabled=true.",
-            )
-        if self.draft.enabled and drafts.model_name not in (None, self.draft.model_name):
-            yield Problem(
-                f"{key}.model_name",
-                f"found {drafts.model_name}, but the engine drafts with the head that is trained, policy.draft.model_name = "
-                f"{self.draft.model_name}",
-                "Remove it.",
-            )
-        if self.draft.enabled and (precision := self.generation.vllm_cfg.precision) not in ("bfloat16", "float32"):
-            yield Problem(
-                "policy.generation.vllm_cfg.precision",
-                f"found {precision}, but the draft head is sent with the policy's weights, and its own are not rounded",
-                "Set it to bfloat16, or policy.draft.enabled=false.",
-            )
-        if self.draft.enabled and self.adapter_rank is not None and self.generation.weight_sync.adapters_alone:
-            yield Problem(
-                "policy.generation.weight_sync.adapters_alone",
-                "found true, but the draft head is sent with the policy's whole weights",
-                "Set it to false, or policy.draft.enabled=false.",
-            )
-
     def _check_exact(self, key: str) -> Iterator[Problem]:
-        """Yield what cannot compute the same bits on both sides."""
-        if self.megatron_cfg.enabled:
-            yield Problem(
-                f"{key}.exact_on_policy",
-                "found true, but Megatron Core's layers add in an order that depends on the batch",
-                f"Set it to false, or {key}.backend=torch.",
-            )
+        """Yield settings that are incompatible with bit-identical results in learner and engine."""
         if self.generation.uses_vllm and self.device == "cpu":
             yield Problem(
                 f"{key}.exact_on_policy",
-                "found true, but vLLM has a batch-invariant mode on GPUs alone",
+                "found true, but vLLM's batch-invariant mode exists only on GPUs",
                 f"Set {key}.generation.backend=torch, or {key}.exact_on_policy=false.",
             )
         if self.generation.uses_extension:
@@ -292,142 +189,58 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 "found true, but with policy.exact_on_policy the filters keep the same tokens on both sides without a record of them",
                 f"Set it to false, or {key}.exact_on_policy=false.",
             )
-        sizes = self.dtensor_cfg
-        if (
-            max(sizes.tensor_parallel_size, sizes.context_parallel_size, sizes.pipeline_parallel_size, sizes.expert_parallel_size)
-            > 1
-        ):
+        if self.dtensor_cfg.largest_size > 1:
             yield Problem(
                 f"{key}.exact_on_policy",
-                "found true, but tensor-, context-, pipeline- or expert-parallel ranks add in an order of their own",
+                "found true, but tensor-, context-, pipeline- or expert-parallel ranks add in a different order",
                 f"Set it to false, or these sizes of {key}.dtensor_cfg to 1.",
             )
 
     def _check_deterministic(self, key: str) -> Iterator[Problem]:
-        """Yield what would let two equal runs differ."""
+        """Yield settings that would let two equal runs differ."""
         if self.batching.train_mb_tokens == "auto":
             yield Problem(
                 f"{key}.{self.batching_key}.train_mb_tokens",
-                f"found auto, but {key}.deterministic is true, and a budget that is measured may cut a batch otherwise in another run",
-                f"Set it to the number of tokens that a run found, or {key}.deterministic=false.",
+                f"found auto, but {key}.deterministic is true, and a measured budget may cut a batch differently in another run",
+                f"Set it to the number of tokens measured by a run, or {key}.deterministic=false.",
             )
 
     def _check_deterministic_engine(self, key: str) -> Iterator[Problem]:
         if self.generation.uses_vllm and self.device == "cpu":
             yield Problem(
                 f"{key}.deterministic",
-                "found true, but vLLM has its batch-invariant mode on GPUs alone; on a CPU the last bits of a token depend on the batch",
+                "found true, but vLLM's batch-invariant mode exists only on GPUs; on a CPU the last bits of a token depend on the batch",
                 f"Set {key}.generation.backend=torch, or {key}.deterministic=false.",
             )
 
-    def _check_fake_quant(self, key: str) -> Iterator[Problem]:
-        """Yield what rounded weights and inputs do not go together with, in the learner."""
-        yield from self.quant_errors(key)
+    def _check_exact_float8(self, key: str) -> Iterator[Problem]:
         if self.fp8.enabled and self.exact_on_policy:
             yield Problem(
                 f"{key}.exact_on_policy",
                 f"found true, but with {key}.fp8.enabled layers multiply in FP8, which has no exact form",
                 f"Set it to false, or {key}.fp8.enabled=false.",
             )
-        if self.quant_cfg is None:
-            return
-        if self.fp8.enabled:
-            yield Problem(
-                f"{key}.fp8.enabled",
-                f"found true, but {key}.quant_cfg is {self.quant_cfg}, and a layer rounds in one way",
-                f"Set it to false, or {key}.quant_cfg=null.",
-            )
-        for name, found, reason, fix in (
-            ("backend", self.megatron_cfg.enabled, "Megatron Core's layers compute with their weights as they are", "torch"),
-            ("compile", self.compile is True, "a compiled layer would compute with its weights as they are", "auto"),
-        ):  # fmt: skip
-            if found:
-                yield Problem(
-                    f"{key}.quant_cfg",
-                    f"found {self.quant_cfg}, but {reason}",
-                    f"Set {key}.{name}={fix}, or {key}.quant_cfg=null.",
-                )
-
-    def _check_one_format(self, key: str) -> Iterator[Problem]:
-        """An engine that rounds the weights itself must do as the learner does."""
-        engine = self.generation.weight_format
-        if self.quant_cfg is None or engine is None:
-            return
-        with suppress(QuantConfigError):  # reported above
-            learner = read_quant_config(self.quant_cfg).weight_format("model.layers.1.mlp.down_proj")
-            if learner is None or learner.name != engine:
-                yield Problem(
-                    f"{key}.quant_cfg",
-                    f"{self.quant_cfg} rounds weights to {'nothing' if learner is None else learner.name}, and the engine rounds them to "
-                    f"{engine}, so that it would not sample from what is trained",
-                    f"Set it to a configuration with {engine} weights, or to null; or leave the engine's precision alone, which then has "
-                    "the learner's.",
-                )
-
-    def _check_quantized_sampling(self, key: str) -> Iterator[Problem]:
-        """Yield what rounded weights and inputs do not go together with, in the engine."""
-        yield from self._check_one_format(key)
-        adapters = self.dtensor_cfg.lora_cfg.enabled and self.generation.uses_engines
-        if self.quant_cfg is not None and adapters and not self.generation.weight_sync.adapters_alone:
-            yield Problem(
-                f"{key}.generation.weight_sync.adapters_alone",
-                f"found false, but with {key}.quant_cfg adapters are added to rounded weights, and what is merged is rounded otherwise",
-                f"Set it to true, or {key}.quant_cfg=null.",
-            )
-        if self.quant_cfg is not None and self.exact_on_policy:
-            yield Problem(
-                f"{key}.exact_on_policy",
-                f"found true, but with {key}.quant_cfg weights and inputs are rounded in passes that have no exact form",
-                f"Set it to false, or {key}.quant_cfg=null.",
-            )
 
     def warnings(self, key: str) -> Iterator[Problem]:
-        yield from ModelConfig.warnings(self, key)
+        yield from super().warnings(key)
         yield from self._warn_unused_batch_size(key)
-        yield from self._warn_rounded_sampling(key)
+        if self.fp8.enabled and self.generation.uses_engines:
+            found = "the learner multiplies in FP8, and the engine in its own precision"
+            yield Problem(f"{key}.fp8.enabled", found, fix_other_rounding(key))
         if self.exact_on_policy and self.generation.uses_vllm:
             yield Problem(
                 f"{key}.exact_on_policy",
                 "vLLM samples in its batch-invariant mode (VLLM_BATCH_INVARIANT=1), whose agreement with the learner to the last bit is "
-                "unchecked: train/token_mult_prob_error says what is left of the difference",
+                "unchecked: train/token_mult_prob_error measures the remaining difference",
             )
         if self.offload is True and not self.generation.colocated.enabled:
-            yield Problem(f"{key}.offload", "it has no effect: the engine has devices of its own")
+            yield Problem(f"{key}.offload", "it has no effect: the engine has its own devices")
         if self.router_replay.enabled and self.generation.uses_vllm and not self.generation.vllm_cfg.enable_prefix_caching:
             yield Problem(
                 f"{key}.generation.vllm_cfg.enable_prefix_caching",
-                f"found false, but vLLM keeps the experts of tokens beside its prefix cache, which {key}.router_replay.enabled turns on",
+                f"found false, but vLLM stores the experts of tokens with its prefix cache, which {key}.router_replay.enabled turns on",
             )
         yield from self._warn_unused_sleep(f"{key}.generation.vllm_cfg.sleep_level")
-        yield from self._warn_unused_draft(key)
-
-    def _warn_unused_draft(self, key: str) -> Iterator[Problem]:
-        engine = self.generation
-        used = engine.vllm_cfg.speculation.method == "eagle3" if engine.uses_vllm else engine.torch_cfg.speculative_draft > 0
-        if self.draft.enabled and not used and not engine.uses_extension:
-            option = "vllm_cfg.speculation.method=eagle3" if engine.uses_vllm else "torch_cfg.speculative_draft=3"
-            yield Problem(
-                f"{key}.draft.enabled",
-                "the head is trained, but no engine of this run drafts with it",
-                f"{key}.generation.{option} does.",
-            )
-
-    def _warn_rounded_sampling(self, key: str) -> Iterator[Problem]:
-        """What the learner rounds and an engine does not."""
-        correction = (
-            "loss_fn.use_importance_sampling_correction=true corrects it, and train/token_mult_prob_error says how large it is; "
-            f"{key}.generation.backend=torch samples with what the learner computes."
-        )
-        engine_rounds = self.generation.weight_format is not None
-        if self.quant_cfg is not None and self.generation.uses_engines and self.rounds_inputs and not engine_rounds:
-            yield Problem(
-                f"{key}.quant_cfg",
-                f"{self.quant_cfg} rounds inputs of layers, and {self.generation.backend} samples with rounded weights but with inputs as "
-                "they are",
-                correction,
-            )
-        if self.fp8.enabled and self.generation.uses_engines:
-            yield Problem(f"{key}.fp8.enabled", "the learner multiplies in FP8, and the engine in its own precision", correction)
 
     def _warn_unused_batch_size(self, key: str) -> Iterator[Problem]:
         if self.generation_batch_size is not None:
@@ -445,25 +258,32 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 yield Problem(key, "it has no effect: an engine on a CPU frees no memory")
 
 
+def fix_other_rounding(key: str) -> str:
+    """Return what to do about an engine that does not round as the learner does."""
+    return (
+        "loss_fn.use_importance_sampling_correction=true corrects it, and train/token_mult_prob_error measures it; "
+        f"{key}.generation.backend=torch samples with the learner's rounding."
+    )
+
+
 class RecordedPolicyConfig(PolicyConfig):
-    """The policy of a run on recorded data, which samples nothing."""
+    """The policy of a run on recorded data, which does not sample."""
 
     generation: UnusedGenerationConfig = subsection(UnusedGenerationConfig)
 
     def errors(self, key: str) -> Iterator[Problem]:
-        yield from ModelConfig.errors(self, key)
+        yield from super(PolicyConfig, self).errors(key)
         yield from self._check_backend(key)
         if self.deterministic:
             yield from self._check_deterministic(key)
-        yield from self._check_draft(key)
-        yield from self._check_fake_quant(key)
+        yield from self._check_exact_float8(key)
 
     def warnings(self, key: str) -> Iterator[Problem]:
-        yield from ModelConfig.warnings(self, key)
+        yield from super(PolicyConfig, self).warnings(key)
         yield from self._warn_unused_batch_size(key)
         if self.offload is True:
             yield Problem(f"{key}.offload", "it has no effect: a run on recorded data has no engine to make room for")
         if self.router_replay.enabled:
             yield Problem(f"{key}.router_replay.enabled", "it has no effect: recorded data has no experts that an engine chose")
         if self.exact_on_policy:
-            yield Problem(f"{key}.exact_on_policy", "it has no effect: no engine computes what recorded data is trained on")
+            yield Problem(f"{key}.exact_on_policy", "it has no effect: recorded data has no engine")

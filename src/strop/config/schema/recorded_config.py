@@ -13,7 +13,7 @@ from strop.config.schema.policy_config import RecordedPolicyConfig
 from strop.problems import Problem
 from strop.trainer.training_config import RecordedTrainingConfig
 
-MOST_EXAMPLES = 32  # of an optimizer step, where policy.train_global_batch_size is not set
+MOST_EXAMPLES = 32  # for an optimizer step, if policy.train_global_batch_size is not set
 
 
 class SftConfig(RecordedTrainingConfig):
@@ -117,18 +117,3 @@ class RmPolicyConfig(RecordedPolicyConfig):
     """The model that becomes a reward model."""
 
     reward_model_cfg: RewardModelConfig = subsection(RewardModelConfig)
-
-    def errors(self, key: str) -> Iterator[Problem]:
-        yield from super().errors(key)
-        if self.draft.enabled:
-            yield Problem(
-                f"{key}.draft.enabled",
-                "found true, but a reward model predicts no tokens that a head could draft",
-                "Set it to false.",
-            )
-        if self.quant_cfg is not None:
-            yield Problem(
-                f"{key}.quant_cfg",
-                f"found {self.quant_cfg}, but a reward model computes with its weights as they are",
-                "Set it to null.",
-            )

@@ -33,8 +33,6 @@ from strop.config.schema.recorded_config import (
 from strop.data.data_config import DataConfig, DataEntryConfig, EvalDataConfig
 from strop.distributed.cluster_config import ClusterConfig
 from strop.environments.environment_config import EnvironmentConfig
-from strop.extensions.code.sandbox.sandbox_config import SandboxConfig
-from strop.extensions.watch.hacking.monitor_config import MonitorConfig
 from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
@@ -45,7 +43,7 @@ from strop.trainer.training_config import RecordedTrainingConfig, RolloutTrainin
 
 
 def _null_to_empty(values: object) -> object:
-    """Read an ``env`` or an alias in it without any key as empty."""
+    """Read an ``env``, or an alias in it, without any key as empty."""
     if isinstance(values, Mapping):
         return {alias: {} if options is None else options for alias, options in values.items()}
     return {} if values is None else values
@@ -72,7 +70,7 @@ class TrainingRunConfig(BaseConfig):
     run_name: RunName | None = Field(
         None,
         description="Name of the run: its folders are logs/NAME and results/NAME, and ${run_name} stands for it in any value. "
-        "{overrides} in it stands for the settings of the command line.",
+        "{overrides} in it stands for the command line's settings.",
     )
     algorithm: AlgorithmConfig = subsection(AlgorithmConfig)
     checkpointing: CheckpointingConfig = subsection(CheckpointingConfig)
@@ -92,9 +90,7 @@ class RolloutRunConfig(TrainingRunConfig):
     """A run that samples its training data."""
 
     env: Environments = Field(default_factory=dict, description=ENVIRONMENTS_DOC)
-    sandbox: SandboxConfig = subsection(SandboxConfig)
     gateway: GatewayConfig = subsection(GatewayConfig)
-    monitor: MonitorConfig = subsection(MonitorConfig)
 
     @property
     def rollout_training(self) -> RolloutTrainingConfig:
@@ -183,12 +179,11 @@ class EvalRunConfig(BaseConfig):
     tokenizer: EvalTokenizerConfig
     data: EvalDataConfig = subsection(EvalDataConfig)
     env: Environments = Field(default_factory=dict, description=ENVIRONMENTS_DOC)
-    sandbox: SandboxConfig = subsection(SandboxConfig)
     gateway: GatewayConfig = subsection(GatewayConfig)
     cluster: EvalClusterConfig = subsection(EvalClusterConfig)
 
     def with_graders(self) -> Self:
-        """Return the configuration with the environments that grade its built-in sets as they are usually reported."""
+        """Return the configuration with the environments that grade its built-in sets as usually reported."""
         if self.data.sets:
             sets, env = assign_graders(self.data.sets, self.env)
             return replace(self, data=replace(self.data, sets=sets), env=env)

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
-from strop.base_config import BaseConfig, KeyPath, default_of_field, fields_of, followed_keys, section_model
+from strop.base_config import BaseConfig, KeyPath, NameOf, default_of_field, fields_of, followed_keys, section_model
 from strop.learner.torch.optimizer_config import SchedulerConfig
 
 TYPE_NAMES = {int: "int", float: "float", str: "str", bool: "true or false", type(None): "null"}
@@ -103,7 +104,7 @@ def default_values(model: type[BaseConfig]) -> Mapping[str, Any]:
     return _default_values(cast("Any", model))
 
 
-@functools.cache  # of some hundred sections, each of which is asked for by every load
+@functools.cache  # for several hundred sections, each of which is requested by every load
 def _default_values(model: type[BaseConfig]) -> Mapping[str, Any]:
     tree: dict[str, Any] = {}
     for name, field in fields_of(model).items():
@@ -122,6 +123,9 @@ def follows_interpolation(field: FieldInfo) -> str | None:
 
 def format_type(field: FieldInfo) -> str:
     text = _format_annotation(field.annotation)
+    for each in field.metadata:
+        if isinstance(each, AfterValidator) and isinstance(each.func, NameOf):
+            return f"one of {', '.join(each.func.names)}"
     if limits := _format_limits(field.metadata):
         head, *tail = text.split(" or ", 1)
         text = " or ".join([f"{head} {limits}", *tail])

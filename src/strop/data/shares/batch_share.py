@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +20,9 @@ _ALIGNMENT = 16  # bytes: a multiple of the size of every element
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchShare:
-    """The rollouts that one rank reads of a batch, and how it cuts them into micro-batches.
+    """The rollouts of a batch that one rank reads, and their partition into micro-batches.
 
-    The micro-batches are, to the last bit, those that the rank would cut out of the whole batch: the denominators are those of the whole
+    The micro-batches are, to the last bit, the same as cut from the whole batch: the denominators are those of the whole
     optimizer step (law 1).
     """
 
@@ -36,7 +36,7 @@ class BatchShare:
     max_over_mean: float  # tokens of the fullest rank over the mean of all ranks
 
     def micro_batches(self) -> Iterator[tuple[SubBatch | None, bool]]:
-        """Yield each micro-batch, with places in the whole batch's N, and whether it has zero gradient; None where a dummy runs."""
+        """Yield each micro-batch, with positions in the whole batch's N, and whether it has zero gradient; None for a dummy."""
         selector = None if self.batch is None else RolloutSelector(self.batch)
         for parts, zero_gradient in ((self.plan.trained, False), (self.plan.forward_only, True)):
             for part in parts:
@@ -47,7 +47,7 @@ class BatchShare:
         return SubBatch(selected.batch, self.index[selected.index])
 
     def require_dummy(self) -> Batch:
-        """Return what a dummy micro-batch reads. Only for a rank that runs one."""
+        """Return the input of a dummy micro-batch. Only for a rank that runs one."""
         assert self.dummy is not None, f"share {self.number} was divided by {self.rule}, which runs no dummies"
         return self.dummy
 
@@ -58,23 +58,21 @@ class BatchShare:
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("index", *parts)}
         return _restore_share, (_flatten(tensors, protocol), parts, values)
 
-    def without_routes(self) -> BatchShare:
-        batch, dummy = (None if part is None else replace(part, routes=None) for part in (self.batch, self.dummy))
-        return replace(self, batch=batch, dummy=dummy)
 
-
-_OfBatch = dict[str, Any]  # what a batch has besides tensors; the names of its columns
+_OfBatch = dict[str, Any]  # what a batch has besides tensors; of columns, their names
+_COLUMNS = ("columns", "read_columns", "rollout_columns")  # fields of a batch that are tensors by name
 
 
 def _take_apart(batch: Batch | None, name: str, tensors: dict[str, Tensor]) -> _OfBatch | None:
-    """Move the tensors of a batch to ``tensors``, as name.field and name.columns.column. Return the rest."""
+    """Move the tensors of a batch to ``tensors``, as name.field and name.field.column. Return the rest."""
     if batch is None:
         return None
-    values = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "columns"}
+    values = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name not in _COLUMNS}
     tensors |= {f"{name}.{field}": value for field, value in values.items() if isinstance(value, Tensor)}
-    tensors |= {f"{name}.columns.{column}": value for column, value in batch.columns.items()}
+    for field in _COLUMNS:
+        tensors |= {f"{name}.{field}.{column}": value for column, value in getattr(batch, field).items()}
     rest = {field: None if isinstance(value, Tensor) else value for field, value in values.items()}
-    return {**rest, "columns": list(batch.columns)}
+    return {**rest, **{field: list(getattr(batch, field)) for field in _COLUMNS}}
 
 
 def _restore_share(flat: _FlatTensors, parts: dict[str, _OfBatch | None], values: dict[str, Any]) -> BatchShare:
@@ -86,18 +84,24 @@ def _restore_share(flat: _FlatTensors, parts: dict[str, _OfBatch | None], values
 def _put_together(rest: _OfBatch | None, name: str, tensors: dict[str, Tensor]) -> Batch | None:
     if rest is None:
         return None
-    columns = {column: tensors[f"{name}.columns.{column}"] for column in rest["columns"]}
+    columns = {field: {column: tensors[f"{name}.{field}.{column}"] for column in rest[field]} for field in _COLUMNS}
     values: dict[str, Any] = {field: tensors.get(f"{name}.{field}", value) for field, value in rest.items()}
-    return Batch(**{**values, "columns": columns})
+    return Batch(**{**values, **columns})
 
 
-def without_routes(batch: Batch | BatchShare) -> Batch | BatchShare:
-    """Return a batch without the recorded experts, for a network with a routing of its own."""
-    return batch.without_routes() if isinstance(batch, BatchShare) else replace(batch, routes=None)
+BatchT = TypeVar("BatchT", bound=Batch | BatchShare)
+
+
+def without_read_columns(batch: BatchT) -> BatchT:
+    """Return a batch without what the policy's engine recorded of the tokens that it read, for another network than the policy's."""
+    if isinstance(batch, BatchShare):
+        own, dummy = (None if part is None else without_read_columns(part) for part in (batch.batch, batch.dummy))
+        return replace(batch, batch=own, dummy=dummy)
+    return replace(batch, read_columns={})
 
 
 def count_tokens(batch: Batch | BatchShare) -> int:
-    """Return how many tokens the networks of all ranks read of a batch, T."""
+    """Return the number of tokens of a batch read by the networks of all ranks, T."""
     return batch.whole_tokens if isinstance(batch, BatchShare) else len(batch.tokens)
 
 
@@ -113,17 +117,17 @@ def require_whole(batch: Batch | BatchShare) -> Batch:
 
 @dataclass(frozen=True)
 class _FlatTensors:
-    """Tensors by name in one piece of memory, as a pickle has them.
+    """Tensors by name in one piece of memory, for pickling.
 
     Pickling a tensor takes a tenth of a millisecond and a kilobyte, whatever its size; a share of a batch has some twenty of them, and a
     thousand ranks a thousand shares.
     """
 
     entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]  # name, data type, shape
-    memory: Any  # bytes, or a buffer that travels beside the pickle
+    memory: Any  # bytes, or an out-of-band pickle buffer
 
     def unflatten(self) -> dict[str, Tensor]:
-        """Return the tensors, in memory of their own that may be written to."""
+        """Return the tensors, copied into writable memory."""
         memory = bytearray(memoryview(self.memory))
         tensors, start = {}, 0
         for name, dtype, shape in self.entries:

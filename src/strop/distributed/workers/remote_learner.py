@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strop.data.shares.batch_share import without_read_columns
 from strop.data.shares.divide_batch import divide_batch
 from strop.data.shares.split_rule import ShareRequest
 from strop.distributed.actor_group import ActorGroup
@@ -26,16 +27,16 @@ from strop.weight_sync.transports.split_channel import SplitAddress
 
 @dataclass(frozen=True)
 class RankCaller:
-    """Calls a learner, a scorer or a column source on every rank, and combines what the ranks return.
+    """Calls a learner, a scorer or a column source on every rank, and combines the ranks' results.
 
-    A batch is divided before it travels: each rank is sent the share that it reads. Shares are passed by reference, so that ranks that
+    A batch is divided before sending: each rank receives only the share that it reads. Shares are passed by reference, so that ranks that
     read the same micro-batches are sent one copy, and a node reads it once.
     """
 
     name: RankTarget
     group: ActorGroup
     cluster: Cluster
-    requests: dict[str, list[ShareRequest]]  # of each rank, by the method that reads a batch; new ones after set_train_tokens
+    requests: dict[str, list[ShareRequest]]  # per rank, by the method that reads a batch; replaced after set_train_tokens
 
     async def call(self, method: str, *arguments: Any) -> Any:
         sent = arguments[:1] if method == "columns" else arguments  # the groups of a batch stay with the driver
@@ -65,8 +66,8 @@ class RankCaller:
     def _put_shares(self, method: str, batch: Batch) -> list[Any]:
         """Divide a batch and store each share once. Return a reference to the share of each rank."""
         requests = self.requests[method]
-        if not requests[0].routes:
-            batch = replace(batch, routes=None)
+        if not requests[0].read_columns:
+            batch = without_read_columns(batch)
         stored = [self.cluster.put(share) for share in divide_batch(batch, requests[0].rule)]
         return [stored[request.number] for request in requests]
 
@@ -83,7 +84,7 @@ class RemoteLearner(LearnerClient):
 
     def weights(self) -> WeightSource:
         raise RuntimeError(
-            "a learner on several ranks does not give its weights to the driver; its exporter sends them to engines"
+            "a learner on several ranks does not send its weights to the driver; its exporter sends them to engines"
         )
 
     def stage(self, *, optimizer: bool = True) -> StagedLearner:
@@ -120,7 +121,7 @@ class RemoteExporter:
     """The learner's side of a publish. Some ranks send, each its part of the tensors; all take part in gathering them."""
 
     def __init__(self, group: ActorGroup, senders: Sequence[int] = (0,)) -> None:
-        """``senders``: the ranks that send, in the order that tensors are dealt to them."""
+        """``senders``: the sending ranks, in the order used to distribute tensors."""
         self.group = group
         self.senders = tuple(senders)
 

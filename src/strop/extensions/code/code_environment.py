@@ -32,7 +32,7 @@ LANGUAGES = {"python": "Python", "bash": "Bash", "c": "C", "cpp": "C++", "javasc
 class CodeEnvironment(Environment[CodeTask]):
     """The last program of the last turn, run on the tests of its row."""
 
-    needs_sandbox: ClassVar[bool] = True  # type: ignore[misc]
+    needed_resources: ClassVar[tuple[str, ...]] = ("sandbox",)
 
     language: Literal["python", "bash", "c", "cpp", "javascript"] = "python"  # others than python: for tests of standard input
     score: Literal["all", "fraction"] = "all"  # the reward: 1 where all tests pass, or the share that passes

@@ -42,7 +42,7 @@ class CodeInterpreter(DatasetEnvironment):
     max_result_chars: int = 4000
 
     needs_answers: ClassVar[bool] = False
-    needs_sandbox: ClassVar[bool] = True  # type: ignore[misc]
+    needed_resources: ClassVar[tuple[str, ...]] = ("sandbox",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,7 +21,7 @@ class PythonTool:
     Prints what the code prints and the value of its last expression, as a notebook does.
     """
 
-    needs_sandbox: ClassVar[bool] = True
+    needed_resources: ClassVar[tuple[str, ...]] = ("sandbox",)
     timeout_s: float = 10.0  # of a call, after which the interpreter starts again, empty
     memory_mb: int = 256
     max_output_chars: int = 4000  # of an answer; more is cut out of the middle

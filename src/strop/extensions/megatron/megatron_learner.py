@@ -17,8 +17,10 @@ from strop.algorithms.base import LossFn, Outputs
 from strop.data.packing_config import require_number
 from strop.data.shares.batch_share import BatchShare, count_tokens
 from strop.data.shares.split_rule import ShareRequest
+from strop.extensions.labs.draft.draft_trainer import DraftTrainer
 from strop.extensions.megatron.checkpoint.learner_checkpoint import load_learner, snapshot_learner
 from strop.extensions.megatron.checkpoint.megatron_snapshot import MegatronSnapshot
+from strop.extensions.megatron.megatron_config import MegatronConfig
 from strop.extensions.megatron.megatron_draft import MegatronDraftedPolicy, add_over_ranks, make_megatron_draft_options
 from strop.extensions.megatron.megatron_network import MegatronNetwork
 from strop.extensions.megatron.megatron_scorer import MegatronScorer
@@ -32,7 +34,7 @@ from strop.extensions.megatron.passes.router_losses import RouterLosses
 from strop.extensions.megatron.passes.schedule import prepare_schedule
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.micro_batch import MicroBatch, MicroBatchOutputs, detach_to_cpu, dummy_loss, to_device
-from strop.learner.torch.draft.draft_trainer import DraftTrainer, StagedWithDraft
+from strop.learner.torch.companion import StagedWithCompanion
 from strop.learner.torch.schedule_unit import ScheduleUnit
 from strop.learner.torch.tensor_offload import TensorOffload
 from strop.metrics import Metrics
@@ -60,7 +62,7 @@ class MegatronLearner:
         section: str = "policy",
     ) -> None:
         """Make a learner for a network whose weights are loaded. The arguments are those of ``TorchLearner``."""
-        megatron = config.megatron_cfg
+        megatron = MegatronConfig.of(config)
         self.network = network
         self.config = config
         self.sampling = sampling
@@ -107,20 +109,20 @@ class MegatronLearner:
         self.state_offload = TensorOffload(self._state_tensors, network.device)
 
     def _make_draft(self) -> DraftTrainer | None:
-        """Return what trains the network's draft head, if it has one."""
+        """Return the trainer of the network's draft head, if it has one."""
         network = self.network
         if network.draft is None:
             return None
-        options = make_megatron_draft_options(self.config.megatron_cfg, getattr(self.config, "draft", None))
+        options = make_megatron_draft_options(MegatronConfig.of(self.config), getattr(self.config, "draft", None))
         add = partial(add_over_ranks, group=self.layout.data)
         return DraftTrainer(MegatronDraftedPolicy(network), network.draft, options, self.sampling, add)
 
     # --- passes -----------------------------------------------------------------------------------------------------------
 
     def share_requests(self) -> dict[str, ShareRequest]:
-        """Return, for each pass over a batch, which share this rank reads."""
+        """Return, for each pass over a batch, the share that this rank reads."""
         batching, whole = self.config.batching, self.whole_groups
-        request = partial(self.network.share_request, routes=True)
+        request = partial(self.network.share_request, read_columns=True)
         return {
             "score": request(batching.logprob_mb_tokens),
             "forward_backward": request(require_number(batching.train_mb_tokens), whole_groups=whole),
@@ -129,7 +131,7 @@ class MegatronLearner:
 
     def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs:
         """Score this rank's micro-batches."""
-        with self.weight_offload.on_device():  # a canary asks while the learner is offloaded
+        with self.weight_offload.on_device():  # a canary may run while the learner is offloaded
             tokens = self.config.batching.logprob_mb_tokens
             return MegatronScorer(self.network, self.sampling, tokens, replays=True).score_local(batch)
 
@@ -218,12 +220,12 @@ class MegatronLearner:
         if self.draft is not None and dist.get_rank() == 0:
             self.draft.save(folder, optimizer=optimizer)
 
-    def stage(self, *, optimizer: bool = True) -> MegatronSnapshot | StagedWithDraft:
+    def stage(self, *, optimizer: bool = True) -> MegatronSnapshot | StagedWithCompanion:
         """Return a copy of the state in CPU memory, which may be written while training continues."""
         snapshot = snapshot_learner(self, optimizer=optimizer)
         if self.draft is None or dist.get_rank() != 0:
             return snapshot
-        return StagedWithDraft(snapshot, self.draft.stage(optimizer=optimizer))
+        return StagedWithCompanion(snapshot, self.draft.stage(optimizer=optimizer))
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote in any layout, in place."""

@@ -14,6 +14,7 @@ from strop.data.rollout_selector import SubBatch
 from strop.data.shares.batch_share import BatchShare
 from strop.data.shares.divide_batch import take_share
 from strop.data.shares.split_rule import ShareRequest, SplitRule
+from strop.extensions.labs.draft.eagle_head import EagleHead
 from strop.extensions.megatron.adapters.stage_adapters import StageAdapters
 from strop.extensions.megatron.layout import MegatronLayout
 from strop.extensions.megatron.models.gpt_stage import GptStage
@@ -23,9 +24,8 @@ from strop.extensions.megatron.passes.row_sharding import RowSharding
 from strop.extensions.megatron.passes.schedule import Finish, run_schedule
 from strop.extensions.megatron.passes.vocab_parallel import VocabParallelHead, vocab_parallel_logprobs
 from strop.learner.parallel.micro_batch import MicroBatch
-from strop.models.draft.eagle_head import EagleHead
 from strop.models.logprobs.lm_head import make_lm_head
-from strop.models.routing.routes import ReplayedRoutes, RoutedLayers
+from strop.models.routing.recorded_experts import ReplayedRoutes, RoutedLayers
 from strop.models.value_network import apply_score_layer
 from strop.sampling import KEPT_TOKENS, Sampling
 from strop.types import Batch
@@ -74,11 +74,11 @@ class MegatronNetwork:
             for name, parameter in stage.named_parameters():
                 yield f"{index}.{name}", parameter
 
-    def share_request(self, token_budget: int, *, whole_groups: bool = False, routes: bool = False) -> ShareRequest:
-        """Return which share of a batch this rank reads in micro-batches of ``token_budget``."""
+    def share_request(self, token_budget: int, *, whole_groups: bool = False, read_columns: bool = False) -> ShareRequest:
+        """Return the share of a batch that this rank reads in micro-batches of ``token_budget``."""
         dims = self.layout.dims
         rule = SplitRule(ranks=dims.data, token_budget=token_budget, whole_groups=whole_groups, fills_up=dims.virtual > 1)
-        return ShareRequest(rule=rule, number=self.layout.data_rank, routes=routes)
+        return ShareRequest(rule=rule, number=self.layout.data_rank, read_columns=read_columns)
 
     def split_batch(
         self, batch: Batch | BatchShare, token_budget: int, *, whole_groups: bool = False
@@ -116,8 +116,8 @@ class MegatronNetwork:
 
     def _make_row(self, micro_batch: MicroBatch) -> StageRow:
         row = self.sharding.make_row(micro_batch.sub_batch.batch, self.routed)
-        if row.routes is not None and not micro_batch.dummy:
-            self._replayed.append(row.routes)
+        if row.experts is not None and not micro_batch.dummy:
+            self._replayed.append(row.experts)
         return row
 
     def enable_router_replay(self) -> None:
@@ -135,9 +135,9 @@ class MegatronNetwork:
         if self.routed is None:
             return None
         counts = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for routes in self._replayed:
-            routes.check(self.routed.top_k)
-            counts += routes.counts
+        for experts in self._replayed:
+            experts.check(self.routed.top_k)
+            counts += experts.counts
         self._replayed.clear()
         return self.sharding.add_counts(counts)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.data.shares.batch_share import BatchShare, without_routes
+from strop.data.shares.batch_share import BatchShare, without_read_columns
 from strop.data.shares.split_rule import ShareRequest
 from strop.extensions.megatron.megatron_network import MegatronNetwork
 from strop.learner.parallel.micro_batch import MicroBatch, MicroBatchOutputs, OutputsT, detach_to_cpu
@@ -32,8 +32,8 @@ class MegatronScorer:
     )
 
     def share_requests(self) -> dict[str, ShareRequest]:
-        """Return which share of a batch this rank reads."""
-        return {"score": self.network.share_request(self.score_tokens, routes=self.replays)}
+        """Return the share of a batch that this rank reads."""
+        return {"score": self.network.share_request(self.score_tokens, read_columns=self.replays)}
 
     def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs:
         """Score this rank's micro-batches."""
@@ -45,7 +45,7 @@ class MegatronScorer:
         return self.network.vocab_size
 
     def top_tokens_local(self, batch: Batch | BatchShare, count: int, vocabulary: int) -> tuple[tuple[Tensor, TopTokens], ...]:
-        """Return the ``count`` most likely of the first ``vocabulary`` token ids at this rank's places [n] in the batch's N."""
+        """Return the ``count`` most likely of the first ``vocabulary`` token ids at this rank's positions [n] in the batch's N."""
 
         def compute(hidden: Tensor, part: Batch) -> TopTokens:
             rows, head = self.network.predicting_rows(hidden, part), self.network.head()
@@ -69,7 +69,7 @@ class MegatronScorer:
             )
 
         if not self.replays:
-            batch = without_routes(batch)
+            batch = without_read_columns(batch)
         with self.context():
             micro_batches, _ = self.network.split_batch(batch, self.score_tokens)
             halves = ([each for each in micro_batches if each.zero_gradient == kind] for kind in (False, True))

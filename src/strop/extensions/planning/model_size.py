@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from strop.extensions.planning.sharding import Sharding
-from strop.hardware.model_dimensions import DecoderDimensions, UnknownDimensions, dimensions_of
+from strop.hardware.model_dimensions import DecoderDimensions
+from strop.models.fit.decoder_dimensions import UnknownDimensions, dimensions_of, read_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,19 +25,18 @@ class ModelSize:
     @classmethod
     def from_config(cls, name: str, values: Mapping[str, Any]) -> ModelSize:
         """Read ``config.json``. Raises UnknownDimensions, whose message says what it lacks."""
-        text = values.get("text_config") if isinstance(values.get("text_config"), Mapping) else values
-        assert isinstance(text, Mapping)
         try:
-            dimensions = dimensions_of(values)
+            dimensions, config = dimensions_of(values), read_config(values).get_text_config()
         except UnknownDimensions as error:
             raise UnknownDimensions(f"{name}: {error}") from error
-        experts = next((text[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if text.get(key)), 0)
+        counts = (getattr(config, key, None) for key in ("n_routed_experts", "num_experts", "num_local_experts"))
+        experts = next(filter(None, counts), 0)
         return cls(
             name=name,
             dimensions=dimensions,
-            heads=int(text["num_attention_heads"]),
+            heads=int(config.num_attention_heads),
             experts=int(experts),
-            active_experts=int(text.get("num_experts_per_tok") or 0) if experts else 0,
+            active_experts=int(config.num_experts_per_tok) if experts else 0,
         )
 
     @property

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from strop import plugins
 from strop.algorithms.base import Algorithm
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.determinism import set_deterministic
@@ -23,7 +24,6 @@ from strop.runs.resume.token_budgets import make_token_budgets, settle_token_bud
 from strop.runs.rollout_run import SampledSource
 from strop.runs.scorers import make_columns
 from strop.runs.tasks import make_training_tasks
-from strop.sampling import Sampling
 from strop.trainer.run import TrainingRun
 from strop.trainer.train import collect
 from strop.types import Group
@@ -119,9 +119,7 @@ def read_stored(folder: Path, step: int, config: RolloutRunConfig, algorithm: Al
 
 def find_reads(config: RolloutRunConfig, algorithm: Algorithm) -> LearnerReads:
     """Return what the learner of a run reads besides tokens."""
-    sampling = Sampling(**config.policy.generation.sampling_options())
     return LearnerReads(
-        routes=config.policy.router_replay.enabled,
-        kept_tokens=sampling.records_sampling_mask,
+        columns=tuple(column for column in plugins.load_all("columns") if column.is_on(config)),
         baseline=algorithm.greedy_baseline,
     )

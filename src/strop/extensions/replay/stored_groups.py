@@ -10,12 +10,12 @@ from typing import Literal
 
 import torch
 
+from strop.columns import Columns, TokenColumn
 from strop.extensions.replay.replay_plan import ReplayError
-from strop.monitoring.rollout_store.learner_inputs import PROMPT, read_routes
+from strop.monitoring.rollout_store.learner_inputs import PROMPT, read_column
 from strop.monitoring.rollout_store.rollout_record import DropReason, RolloutRecord
 from strop.monitoring.rollout_store.stored_images import StoredImages, image_name
 from strop.monitoring.rollout_store.turn_record import TurnRecord
-from strop.sampling import pad_kept_tokens
 from strop.types import Branch, Ending, Group, PromptImage, Rollout, StepReward, Task, Turn
 
 
@@ -31,8 +31,7 @@ class StoredStep:
 class LearnerReads:
     """What the learner of a run reads besides tokens."""
 
-    routes: bool = False  # policy.router_replay: the experts that the engine chose
-    kept_tokens: bool = False  # policy.generation.keep_sampling_mask: the ids that each token was sampled from
+    columns: tuple[TokenColumn, ...] = ()  # of its rollouts
     baseline: bool = False  # the reward of a greedy rollout
 
 
@@ -103,6 +102,7 @@ class GroupBuilder:
             error=record.error,
             images=tuple(images.get(PROMPT, ())),
             unscored=record.dropped_because == "unscored",
+            columns=_read_columns(record, PROMPT, PROMPT, self.reads),
         )
 
     def _read_images(self, record: RolloutRecord) -> dict[int, list[PromptImage]]:
@@ -143,22 +143,19 @@ def rebuild_groups(
 
 def _refuse_missing(record: RolloutRecord, reads: LearnerReads) -> None:
     """Raise ReplayError if the step read something that its rollouts do not hold."""
-    earlier = "are of an earlier version, which did not store"
     if record.image_places is None and (record.prompt_images or any(turn.images for turn in record.turns)):
         raise ReplayError(
-            f"step {record.step} shows images, and its stored rollouts {earlier} where they stand in the tokens; such a step cannot be "
-            "replayed"
+            f"step {record.step} shows images, and its stored rollouts are of an earlier version, which did not "
+            "store where they stand in the tokens; such a step cannot be replayed"
         )
-    if reads.kept_tokens and record.kept_tokens is None and any(record.sampled):
-        raise ReplayError(
-            f"policy.generation.keep_sampling_mask is true, and the stored rollouts of step {record.step} {earlier} the sets that tokens "
-            "were sampled from; such a step cannot be replayed"
-        )
-    if reads.routes and record.routes is None:
-        raise ReplayError(
-            f"policy.router_replay.enabled is true, and step {record.step} did not store the experts of each token with its rollouts; set "
-            "logger.routes=true in a run whose steps are to be replayed"
-        )
+    for column in reads.columns:
+        if column.key and column.name not in record.columns and any(record.sampled):
+            rest = "such a step cannot be replayed"
+            if isinstance(column.stored, str):
+                rest = f"set {column.stored}=true in a run whose steps are to be replayed"
+            raise ReplayError(
+                f"{column.key} is true, and step {record.step} did not store the column {column.name!r} with its rollouts; {rest}"
+            )
     if reads.baseline and record.baseline is None:
         raise ReplayError(
             f"the algorithm compares with a greedy rollout of each group, and step {record.step} stored none: it was trained with another "
@@ -204,6 +201,13 @@ def _build_turns(
     return tuple(_build_turn(record, turn, images, reads) for turn in starts)
 
 
+def _read_columns(record: RolloutRecord, start: int, end: int, reads: LearnerReads) -> Columns:
+    """Return what was recorded of the turn with the tokens from ``start`` to ``end``, or of the rollout: PROMPT."""
+    stored = {column: record.columns[column.name] for column in reads.columns if column.name in record.columns}
+    found = {column: read_column(each, column, start, end) for column, each in stored.items()}
+    return {column: values for column, values in found.items() if values is not None}
+
+
 def _is_same_turn(before: TurnRecord, after: TurnRecord) -> bool:
     return not before.sampled and not after.sampled and (before.start, before.end) == (after.start, after.end)
 
@@ -213,15 +217,12 @@ def _build_turn(
 ) -> Turn:
     tokens = slice(turn.start, turn.end)
     author: Literal["policy", "environment"] = "policy" if turn.sampled else "environment"
-    kept = record.kept_tokens.split()[tokens] if record.kept_tokens is not None and turn.sampled and reads.kept_tokens else ()
-    routes = [each for each in record.routes or () if turn.sampled and reads.routes and each.turn == turn.start]
     return Turn(
         author=author,
         tokens=torch.tensor(record.tokens[tokens], dtype=torch.int64),
         text=turn.text,
         logprobs=torch.tensor(record.sampler_logprobs[tokens], dtype=torch.float32),
         versions=torch.tensor(record.versions[tokens], dtype=torch.int32),
-        kept=pad_kept_tokens([torch.tensor(ids) for ids in kept]) if kept else None,
-        routes=read_routes(routes[0]) if routes else None,
+        columns=_read_columns(record, turn.start, turn.end, reads) if turn.sampled else {},
         images=tuple(images.get(turn.start, ())) if turn.end > turn.start else (),
     )

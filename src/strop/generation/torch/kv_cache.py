@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from strop.columns import Columns
 from strop.device_copies import is_gpu
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.flash_kernel import VarlenFlashKernel, flash_obstacle
@@ -17,7 +18,7 @@ from strop.models.attention.merged_attention import attend_in_pieces
 from strop.models.attention.plain_attention import causal_mask, masked_attention
 from strop.models.attention.tree_pieces import AttentionPiece, Levels
 from strop.models.exact.exact_attention import KEY_BLOCK, attend_cached
-from strop.models.routing.routes import RecordedRoutes, RoutedLayers
+from strop.models.recorded_columns import RecordedColumn, Recorders, allocate_columns
 from strop.types import PromptImage
 
 SPAN_STEP = 32  # positions
@@ -32,11 +33,11 @@ class CacheShape:
     head_size: int
     dtype: torch.dtype
     device: torch.device
-    state_size: int = 0  # numbers of the policy's state that are held for a draft head, float32
+    state_size: int = 0  # numbers of the policy's state that are held for a drafter, float32
     exact: bool = False  # attention in the learner's order of additions (``strop.models.exact``)
 
     def round_span(self, span: int) -> int:
-        """Round a number of attended positions up: few different shapes, and whole blocks of keys for exact attention."""
+        """Round a number of attended positions up, for few distinct shapes and, in exact attention, whole blocks of keys."""
         step = KEY_BLOCK if self.exact else SPAN_STEP
         return -(-span // step) * step
 
@@ -48,12 +49,10 @@ class CacheShape:
 class SlotCache:
     """Keys and values of the running requests, [layers, slots, heads, length, D], allocated once."""
 
-    def __init__(self, shape: CacheShape, slots: int, length: int, routed: RoutedLayers | None = None) -> None:
-        """``routed``: also hold the experts of each token, for router replay."""
+    def __init__(self, shape: CacheShape, slots: int, length: int, recorded: Sequence[RecordedColumn] = ()) -> None:
+        """``recorded``: columns of tokens that are held too."""
         self.shape = shape
-        self.routes: Tensor | None = None  # [slots, length, layers, k]
-        if routed is not None:
-            self.routes = torch.zeros((slots, length, *routed.shape), dtype=routed.dtype, device=shape.device)
+        self.columns = allocate_columns(recorded, (slots, length), shape.device)  # [slots, length, ...]
         self.slots = slots
         self.length = length
         size = (shape.layers, slots, shape.heads, length, shape.head_size)
@@ -63,21 +62,21 @@ class SlotCache:
     def write_prefix(self, slot: int, prefix: Prefix) -> None:
         self.keys[:, slot, :, : prefix.length] = prefix.keys
         self.values[:, slot, :, : prefix.length] = prefix.values
-        if self.routes is not None and prefix.routes is not None:
-            self.routes[slot, : prefix.length] = prefix.routes
+        for column, values in prefix.columns.items():
+            self.columns[column][slot, : prefix.length] = values
 
     def move(self, source: int, target: int, length: int) -> None:
         self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
-        if self.routes is not None:
-            self.routes[target, :length] = self.routes[source, :length]
+        for held in self.columns.values():
+            held[target, :length] = held[source, :length]
 
     def read_prefix(self, slot: int, tokens: tuple[int, ...]) -> Prefix:
         """Return a copy of the slot's first ``len(tokens)`` positions."""
         length = len(tokens)
-        routes = None if self.routes is None else self.routes[slot, :length].clone()
+        columns = {column: held[slot, :length].clone() for column, held in self.columns.items()}
         keys, values = self.keys[:, slot, :, :length].clone(), self.values[:, slot, :, :length].clone()
-        return Prefix(tokens, keys, values, routes=routes)
+        return Prefix(tokens, keys, values, columns=columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,18 +87,18 @@ class Prefix:
     keys: Tensor
     values: Tensor
     logits: Tensor | None = None  # [V]
-    routes: Tensor | None = None  # [P, layers, k], with router replay
+    columns: Columns = field(default_factory=dict)  # [P, ...]
 
     @property
     def length(self) -> int:
         return len(self.tokens)
 
     def drop_last(self) -> Prefix | None:
-        """Return the prefix without its last token, which must then be computed again for its logits. None if nothing is left."""
+        """Return the prefix without its last token, which must then be recomputed for its logits. None if nothing is left."""
         if self.length < 2:
             return None
-        routes = None if self.routes is None else self.routes[:-1]
-        return Prefix(self.tokens[:-1], self.keys[:, :, :-1], self.values[:, :, :-1], routes=routes)
+        columns = {column: values[:-1] for column, values in self.columns.items()}
+        return Prefix(self.tokens[:-1], self.keys[:, :, :-1], self.values[:, :, :-1], columns=columns)
 
 
 class PrefixStore:
@@ -124,9 +123,9 @@ class PrefixStore:
         self.num_tokens -= prefix.length if prefix is not None else 0
 
     def find(self, tokens: tuple[int, ...], session: str) -> Prefix | None:
-        """Return the full prompt if it is stored, else the part of it that this session has cached, else None.
+        """Return the full prompt if it is stored, otherwise the part of it cached by this session, otherwise None.
 
-        The result has the logits after it or is shorter than the prompt, so generation can continue from it.
+        The result has its logits or is shorter than the prompt, so generation can continue from it.
         """
         for key in (tokens, session):
             prefix = self._entries.get(key)
@@ -142,7 +141,7 @@ class PrefixStore:
 
 
 def see_blocks(blocks: Tensor, queries: int, window: int | None) -> Tensor:
-    """Return which keys the last ``queries`` tokens see in their own blocks [P], a mask [queries, P]; a window hides what is before it."""
+    """Return which keys the last ``queries`` tokens see within their own blocks [P], a mask [queries, P], limited by a window."""
     own = blocks[len(blocks) - queries :, None]
     inside = (own == blocks[None]) & (own >= 0)
     if window is None:
@@ -152,7 +151,9 @@ def see_blocks(blocks: Tensor, queries: int, window: int | None) -> Tensor:
 
 
 def attend_prompt(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """Attend causally, and both ways within blocks: queries [1, heads, L, D] are the last L of the keys [1, kv_heads, P, D]."""
+    """Attend causally, and in both directions within blocks: queries [1, heads, L, D] are the last L of the keys [1, kv_heads, P,
+    D].
+    """
     spec = spec.drop_unused_window(key.shape[2])
     causal = query.shape[2] == key.shape[2] and spec.window is None and blocks is None
     mask = None if causal else causal_mask(query.shape[2], key.shape[2], spec.window, query.device)
@@ -162,10 +163,12 @@ def attend_prompt(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | No
 
 
 class PromptFlash:
-    """torch's fused kernel on a GPU, over all prompts of a row at once: causal among their new tokens, then to what is cached of each."""
+    """torch's fused kernel on a GPU, over all prompts of a row at once: first causal among the new tokens, then to each prompt's
+    cached tokens.
+    """
 
     def __init__(self, lengths: Sequence[int], cached: Sequence[int]) -> None:
-        """The prompts' numbers of new tokens, which follow each other in the row, and of cached ones, which follow these."""
+        """The prompts' numbers of new tokens, consecutive in the row, and of cached tokens before them."""
         self.kernel = VarlenFlashKernel()
         total = sum(lengths)
         starts, places = accumulate(lengths, initial=0), accumulate(cached, initial=total)
@@ -182,7 +185,9 @@ class PromptFlash:
         return is_gpu(query.device) and flash_obstacle(query, key, value, spec) is None
 
     def attend(self, query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], spec: AttentionSpec) -> Tensor:
-        """Attention of queries [T, heads, D] to keys of the new tokens [T, kv_heads, D], and those cached of each prompt that has some."""
+        """Attention of queries [T, heads, D] to the keys of the new tokens [T, kv_heads, D], and to the cached keys of each
+        prompt that has some.
+        """
         spec = spec.drop_unused_window(self.longest)
         return attend_in_pieces(query, torch.cat(list(keys)), torch.cat(list(values)), self.kernel, self.levels, spec)
 
@@ -197,10 +202,10 @@ class PrefillPlan:
         prefixes: list[Prefix | None],
         blocks: Sequence[Tensor | None] = (),
     ) -> None:
-        """``blocks``: of each whole prompt [P], runs of tokens that also attend to what follows in the run (-1: none); None: no runs."""
+        """``blocks``: per whole prompt [P], runs of tokens that also attend to later tokens of the run (-1: none); None: no runs."""
         self.shape = shape
         self.blocks = blocks or [None] * len(lengths)
-        self.routes: RecordedRoutes | None = None  # of the new tokens, with router replay
+        self.recorders: Recorders = {}  # of columns of the new tokens
         self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number
         self.lengths = lengths
         self.prefixes = prefixes
@@ -237,8 +242,8 @@ class PrefillPlan:
             return attend_cached(queries, keys, values, positions[None], spec)[0].transpose(0, 1)
         return attend_prompt(queries, keys, values, blocks, spec)[0].transpose(0, 1)
 
-    def build_prefix(self, index: int, tokens: tuple[int, ...], logits: Tensor, routes: Tensor | None = None) -> Prefix:
-        """Return the ``index``-th prompt as a prefix, its cached part included. ``routes`` [T, layers, k]: recorded in this pass."""
+    def build_prefix(self, index: int, tokens: tuple[int, ...], logits: Tensor, recorded: Columns) -> Prefix:
+        """Return the ``index``-th prompt as a prefix, its cached part included. ``recorded`` [T, ...]: in this pass."""
         start = sum(self.lengths[:index])
         end = start + self.lengths[index]
         keys = torch.stack([layer[start:end].transpose(0, 1) for layer in self.keys])
@@ -246,19 +251,21 @@ class PrefillPlan:
         cached = self.prefixes[index]
         if cached is not None:
             keys, values = torch.cat([cached.keys, keys], dim=2), torch.cat([cached.values, values], dim=2)
-        if routes is not None:
-            routes = routes[start:end]
-            routes = routes if cached is None or cached.routes is None else torch.cat([cached.routes, routes])
-        return Prefix(tokens, keys, values, logits, routes)
+        before = {} if cached is None else cached.columns
+        columns = {
+            column: torch.cat([*([before[column]] if column in before else []), rows[start:end]])
+            for column, rows in recorded.items()
+        }
+        return Prefix(tokens, keys, values, logits, columns)
 
 
 class DecodePlan:
     """Attention of one new token for each of the first B slots; writes its key and value into the cache."""
 
     def __init__(self, cache: SlotCache, positions: Tensor, span: int) -> None:
-        """``positions`` [B] are those of the new tokens, all below ``span``."""
+        """``positions`` [B] are the positions of the new tokens, all below ``span``."""
         self.cache = cache
-        self.routes: RecordedRoutes | None = None  # of the new tokens, with router replay
+        self.recorders: Recorders = {}  # of columns of the new tokens
         self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number
         self.rows = torch.arange(len(positions), device=positions.device)
         self.positions = positions

@@ -1,8 +1,8 @@
 """Tensor parallelism: the linear layers of attentions and MLPs are sharded over the ranks that read the same tokens.
 
 A *region* (``tensor_plan.py``) has a replicated input and returns the sum of the tensor ranks' results, with one collective at each end.
-Without sequence parallelism all tensor ranks have all tokens between regions and compute the same; with it each has some of the tokens,
-which are gathered at the start of a region and reduce-scattered at its end, at the same cost and with less memory.
+Without sequence parallelism all tensor ranks have all tokens between regions and compute the same; with it each rank has some of
+the tokens, which are gathered at the start of a region and reduce-scattered at its end, at the same cost and with less memory.
 
 The embedding and the output layer are replicated, and each rank applies them to some of the tokens. (Megatron-LM, arXiv 1909.08053 and
 2205.05198.)
@@ -21,10 +21,9 @@ from torch.nn import functional as F
 from strop.learner.parallel.collectives import all_gather, all_reduce, copy_to_ranks, join_rows, local_rows, reduce_scatter
 from strop.learner.parallel.expert_parallel import check_experts, find_experts
 from strop.learner.parallel.parallel_dims import DeviceMeshes, shard_parameter, to_local
-from strop.learner.parallel.sharded_fake_quant import shard_fake_quant_linear
 from strop.learner.parallel.tensor_plan import PLAN_KEY, Region, ShardedLayer, TensorPlan, find_regions
 from strop.models.adapters import ADAPTER
-from strop.models.fake_quant.fake_quant_linear import FakeQuantLinear
+from strop.models.layers.rounded_layers import RoundedLinear
 
 dist: Any = torch.distributed
 Group = Any  # torch.distributed.ProcessGroup
@@ -81,7 +80,7 @@ def _partial_gradient_parameters(model: Any, regions: list[Region], sequence: bo
 
 
 class LocalLinear(nn.Linear):
-    """A linear layer that computes with this rank's shard of its weight."""
+    """A linear layer that uses this rank's shard of its weight."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, to_local(self.weight), None if self.bias is None else to_local(self.bias))
@@ -97,8 +96,8 @@ class LocalRowwiseLinear(LocalLinear):
 def _shard_layer(layer: ShardedLayer, mesh: Any, group: Group) -> Iterator[nn.Parameter]:
     """Shard a layer's weights, and the adapter weight that has the sharded dimension; yield the sharded parameters."""
     base = layer.base
-    if isinstance(base, FakeQuantLinear):
-        shard_fake_quant_linear(base, group, 0 if layer.is_colwise else 1)
+    if isinstance(base, RoundedLinear):
+        base.shard(group, 0 if layer.is_colwise else 1)
     else:
         base.__class__ = LocalLinear if layer.is_colwise else LocalRowwiseLinear
     base.weight = shard_parameter(base.weight, mesh, 0 if layer.is_colwise else 1)

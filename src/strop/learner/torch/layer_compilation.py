@@ -1,4 +1,4 @@
-"""Whether a learner's decoder layers are compiled (``policy.compile``), and the proof that the compiled ones compute the same."""
+"""Decides whether a learner's decoder layers are compiled (``policy.compile``), and checks that compiled layers compute the same."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from torch import Tensor, nn
 from strop.device_copies import is_gpu
 from strop.models.adapters import lora_layers
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.fake_quant.apply_fake_quant import is_fake_quantized
 from strop.models.layers.compiled_layers import CompiledLayers
 from strop.models.layers.decoder_layers import decoder_layers
+from strop.models.layers.fused_layers import find_unknown_part
+from strop.models.layers.rounded_layers import find_rounded
 from strop.models.network import Network
 from strop.packages import has_cpp_compiler
 
 log = logging.getLogger(__name__)
 
-TOKENS = 512  # of the row that compiled layers are tried with
+TOKENS = 512  # of the row used to try compiled layers
 ROUNDS = 3
-# How far values and gradients of compiled layers may be from those of the modules, relative to the norm of all of them.
+# Largest distance of compiled values and gradients from those of the modules, relative to the norm of all of them.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-# Families that auto compiles; others may have steps that are compiled anew for each batch, as the choice of experts.
-FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2")
 
 
 class CannotCompile(Exception):
-    """Why the layers of a network cannot be compiled."""
+    """The layers of a network cannot be compiled. The message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,10 @@ class LayerCall:
 def choose_layer_compilation(
     network: Network, wanted: bool | Literal["auto"], section: str, *, sharded: bool = False
 ) -> CompiledLayers | None:
-    """Compile the layers of a network for a learner's passes, or not, and log which. Return what compiles them.
+    """Compile the layers of a network for a learner's passes if possible, and log the decision. Return the compiled layers.
 
-    Layers are compiled and tried at once. ``wanted`` true: raises ValueError with the reason if they cannot be compiled, or if they
-    compute something else then. ``auto``: the modules compute instead.
+    Layers are compiled and tried at once. ``wanted`` true: raises ValueError if they cannot be compiled or compute something
+    else. ``auto``: falls back to the modules.
     """
     if wanted is False or (wanted == "auto" and not is_gpu(network.device)):
         return None
@@ -80,31 +79,28 @@ def choose_layer_compilation(
 
 
 def find_obstacle(network: Network, *, sharded: bool, known_only: bool) -> str | None:
-    """Return why the layers cannot be compiled; None if they can. ``known_only``: only families that were tested."""
+    """Return why the layers cannot be compiled; None if they can. ``known_only``: only layers whose code is known."""
     layers = decoder_layers(network.decoder)
     if network.exact is not None:
         return "policy.exact_on_policy computes with operations of a fixed order"
     if network.routed is not None:
         return "policy.router_replay hands recorded experts to the layers"
     if network.draft is not None:
-        return "policy.draft reads the states between layers, which compiled ones may not show"
-    if is_fake_quantized(network.model):
-        return "policy.quant_cfg rounds weights and inputs in the modules"
+        return f"{network.draft.key} reads the states between layers, which compiled ones may not show"
+    if (rounded := find_rounded(network.model)) is not None:
+        return f"{rounded.rounded_by} rounds weights and inputs in the modules"
     if sharded:
         return "the learner is on ranks, whose layers are not compiled in this version"
     if not network.packed:
         return "the model reads padded rows, whose layers are not compiled in this version"
     if any(True for _ in lora_layers(network.model)):
-        return (
-            "the layers have adapters, which the reference policy switches off, and a compiled layer cannot be trusted to notice"
-        )
+        return "the layers have adapters, which the reference policy switches off, and compiled layers may ignore that"
     if any(module._forward_hooks or module._forward_pre_hooks for layer in layers for module in layer.modules()):
-        return "its modules have hooks, which a compiled layer does not watch"
+        return "its modules have hooks, which compiled layers ignore"
     if not layers or any("forward" in vars(layer) for layer in layers):
-        return f"{type(network.decoder).__name__} has no layers whose forward pass is their own"
-    kind = type(layers[0]).__name__
-    if known_only and kind not in {f"{family}DecoderLayer" for family in FAMILIES}:
-        return f"{kind} is not among the layers that it was tested with; policy.compile=true tries it"
+        return f"{type(network.decoder).__name__} has no layers with their own forward pass"
+    if known_only and (part := next(filter(None, map(find_unknown_part, layers)), None)):  # the choice of experts, for one
+        return f"{part} may have steps that are compiled again for each batch; policy.compile=true tries it"
     return _find_missing_compiler(network.device)
 
 
@@ -119,7 +115,7 @@ def _find_missing_compiler(device: torch.device) -> str | None:
 
 
 def _compile_and_try(network: Network, section: str) -> CompiledLayers:
-    """Compile the layers and compare them with the modules. Raises CannotCompile, and leaves the modules as they were then."""
+    """Compile the layers and compare them with the modules. Raises CannotCompile and restores the modules if that fails."""
     layers = decoder_layers(network.decoder)
     calls = record_calls(network, _one_of_each_kind(layers))
     compiled = CompiledLayers(layers)
@@ -131,7 +127,7 @@ def _compile_and_try(network: Network, section: str) -> CompiledLayers:
     except CannotCompile:
         compiled.remove()
         raise
-    except RuntimeError as error:  # those of torch.compile and of compilers are RuntimeErrors
+    except RuntimeError as error:  # errors of torch.compile and of compilers are RuntimeErrors
         compiled.remove()
         raise CannotCompile(f"torch.compile failed: {type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
     return compiled
@@ -169,7 +165,9 @@ def record_calls(network: Network, layers: Sequence[nn.Module]) -> list[LayerCal
 
 
 def _compare(calls: Sequence[LayerCall], compiled: CompiledLayers) -> list[float]:
-    """Return for each call how far compiled values and gradients are from the modules'. Passes without gradients are compiled too."""
+    """Return, for each call, the distance of compiled values and gradients from the modules'. Passes without gradients are
+    compiled too.
+    """
     plain = [call.run_both_passes() for call in calls]
     with compiled.use():
         found = [call.run_both_passes() for call in calls]
@@ -201,7 +199,7 @@ def _check(call: LayerCall, difference: float, network: Network) -> None:
 
 
 def _log_saving(network: Network, compiled: CompiledLayers, call: LayerCall, said: str) -> None:
-    """Measure both passes of a layer, compiled and as the learner runs it otherwise, in alternation."""
+    """Alternately measure both passes of a layer, compiled and as the learner would otherwise run it."""
     contexts: tuple[Callable[[], AbstractContextManager[None]], ...] = (
         compiled.use,
         lambda: network.fused_layers.use(keep_copies=True),
@@ -210,7 +208,7 @@ def _log_saving(network: Network, compiled: CompiledLayers, call: LayerCall, sai
     for _ in range(ROUNDS):
         for context, taken in zip(contexts, seconds, strict=True):
             with context():
-                call.run_both_passes()  # copies of weights are made here
+                call.run_both_passes()  # copies of weights are created here
                 taken.append(_time(call, network.device))
     fast, usual = (1000 * statistics.median(taken) for taken in seconds)
     log.info(

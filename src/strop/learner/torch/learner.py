@@ -39,8 +39,9 @@ from strop.learner.parallel.parallel_dims import to_local
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.sharded_checkpoint import LearnerSnapshot, take_snapshot
 from strop.learner.parallel.single_device import SingleDevice
+from strop.learner.policy_extension import policy_extensions
 from strop.learner.torch.activation_memory import ActivationOffload, checkpoint_layers
-from strop.learner.torch.draft.draft_trainer import DraftOptions, DraftTrainer, StagedWithDraft, optimizer_of_draft
+from strop.learner.torch.companion import Companion, CompanionOptions, StagedWithCompanion
 from strop.learner.torch.hyperparameters import Hyperparameters
 from strop.learner.torch.layer_compilation import choose_layer_compilation
 from strop.learner.torch.master_weights import MasterWeights
@@ -52,7 +53,6 @@ from strop.learner.torch.tensor_offload import TensorOffload
 from strop.learner.torch.weight_average import AveragedWeights
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
-from strop.models.draft.draft_config import DraftConfig
 from strop.models.exact.exact_network import forget_exact_weights
 from strop.models.layers.decoder_layers import decoder_layers
 from strop.models.malloc import trim_freed_memory
@@ -97,9 +97,9 @@ class TorchLearner:
             sampling: The parameters that rollouts are sampled with: log-probabilities refer to that distribution (law 3).
             whole_groups: Never split a group across micro-batches: the loss compares its rollouts.
             total_steps: Optimizer steps of the run; a schedule that sets no length ends with them. None if the run has no limit.
-            steps_per_batch: Optimizer steps of one pass over a batch; the schedule advances once a pass, or as ``scheduler_unit`` says.
-            section: Key of ``config``, for messages.
-            parallelism: How the network is sharded; None is on a single device.
+            steps_per_batch: Optimizer steps of one pass over a batch; the schedule advances once per pass, or according to
+            ``scheduler_unit``. section: Key of ``config``, for messages.
+            parallelism: How the network is sharded; None means a single device.
         """
         self.network = network
         self.parallelism = parallelism or SingleDevice(network)
@@ -133,47 +133,36 @@ class TorchLearner:
             average=self.average,
             configured=Hyperparameters.of(self.optimizer, self.scheduler),
         )
-        self.draft = self._make_draft(schedule_unit, length, section)
+        self.companion = self._make_companion(schedule_unit, length, section)
         self._steps = 0
         self.weight_offload = TensorOffload(self.parallelism.weight_tensors, network.device)
         self.state_offload = TensorOffload(self._state_tensors, network.device, self._coming_state)
 
     def _prepare_layers(self, section: str) -> None:
-        if isinstance(self.network, Network):  # a value head runs the layers of its trunk
+        if isinstance(self.network, Network):  # a value head runs its trunk's layers
             sharded = not isinstance(self.parallelism, SingleDevice)
             choose_layer_compilation(self.network, self.config.compile, section, sharded=sharded)
             if self.config.router_losses.observes:
                 self.network.observe_routers(self.config.router_losses, section)
 
-    def _make_draft(self, schedule_unit: ScheduleUnit, length: int | None, section: str) -> DraftTrainer | None:
-        """Return what trains the network's draft head, if it has one."""
-        network = self.network
-        if not isinstance(network, Network) or network.draft is None:
-            return None
-        if not isinstance(self.parallelism, SingleDevice):
-            raise ValueError(
-                f"{section}.draft.enabled: found true, but the learner is on several ranks, beside which no head is trained in this "
-                "version. Train on one device, or set it to false"
-            )
-        if not network.packed:
-            raise ValueError(
-                f"{section}.draft: the head reads the packed rows of the policy, and {type(network.model).__name__} reads padded ones "
-                f"({network.fallback or 'sequence packing is off'}); set {section}.draft.enabled=false"
-            )
-        draft: DraftConfig | None = getattr(self.config, "draft", None)
-        options = DraftOptions(
-            optimizer=optimizer_of_draft(self.config.optimizer, draft),
+    def _make_companion(self, schedule_unit: ScheduleUnit, length: int | None, section: str) -> Companion | None:
+        """Return what an extension trains beside the network, if one does."""
+        options = CompanionOptions(
+            optimizer=self.config.optimizer,
             max_grad_norm=self.config.max_grad_norm,
-            loss_weight=1.0 if draft is None else draft.loss_weight,
             scheduler=self.config.scheduler or CONSTANT,
             schedule_unit=schedule_unit,
             schedule_length=length,
+            sampling=self.sampling,
             section=section,
+            on_ranks=not isinstance(self.parallelism, SingleDevice),
         )
-        return DraftTrainer(network, network.draft, options, self.sampling)
+        network = self.network
+        found = (each.make_companion(network, options) for each in policy_extensions(self.config) if isinstance(network, Network))
+        return next((each for each in found if each is not None), None)
 
     def _limit_activations(self, section: str) -> ActivationOffload | None:
-        """Set which layers recompute their activations; return what offloads the others, if it is asked for."""
+        """Make some layers recompute their activations, and return the offload of the others, if configured."""
         options = self.config.dtensor_cfg
         share = float(options.activation_checkpointing)
         self.model.train(share > 0)
@@ -189,16 +178,18 @@ class TorchLearner:
         return ActivationOffload(self.network.device)
 
     def _state_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of training besides the weights: gradients, masters, the optimizer's state, the average."""
+        """Yield the training tensors other than weights: gradients, masters, optimizer state, average."""
         yield from self.state.tensors()
         for parameter in (*self.model.parameters(), *self.parameters):
             if parameter.grad is not None:
                 yield parameter.grad
-        if self.draft is not None:
-            yield from self.draft.tensors()
+        if self.companion is not None:
+            yield from self.companion.tensors()
 
     def _coming_state(self) -> Iterator[int]:
-        """Yield the sizes in bytes of what Adam will make in its first step; other optimizers' state is not known before."""
+        """Yield the sizes in bytes of the tensors that Adam will create in its first step; other optimizers' are not known in
+        advance.
+        """
         if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW) and not self.optimizer.state:
             for parameter in self.parameters:
                 for _ in range(MOMENTS):
@@ -214,9 +205,9 @@ class TorchLearner:
         return assemble_result([self.evaluate_loss_local(batch, loss)], len(batch.target))
 
     def share_requests(self) -> dict[str, ShareRequest]:
-        """Return, for each pass over a batch, which share this rank reads."""
+        """Return, for each pass over a batch, the share that this rank reads."""
         batching, whole = self.config.batching, self.whole_groups
-        request = partial(self.parallelism.share_request, routes=True)
+        request = partial(self.parallelism.share_request, read_columns=True)
         trained = {} if self._train_tokens is None else {"forward_backward": request(self._train_tokens, whole_groups=whole)}
         return {
             "score": request(batching.logprob_mb_tokens),
@@ -225,13 +216,14 @@ class TorchLearner:
         }
 
     def set_train_tokens(self, tokens: int) -> dict[str, ShareRequest]:
-        """Set the token budget of a training micro-batch where the configuration says auto. Return the shares that a rank reads now; of a
-        network on a single device, nothing."""
+        """Set the token budget of a training micro-batch if the configuration says auto. Return the shares that a rank now reads;
+        empty on a single device.
+        """
         self._train_tokens = tokens
         return {} if isinstance(self.parallelism, SingleDevice) else self.share_requests()
 
     def probe_memory(self, rollouts: int, length: int) -> MemoryProbe:
-        """Measure a pass over made-up rollouts of ``length`` tokens. It changes neither weights nor gradients.
+        """Measure a pass over synthetic rollouts of ``length`` tokens. It changes neither weights nor gradients.
 
         All ranks must call it, before the first step or between two of them. Raises DeviceMemoryFull.
         """
@@ -244,7 +236,7 @@ class TorchLearner:
 
         device = self.network.device
         with explain_full_memory(f"{self._budget_key}.train_mb_tokens", rollouts * length, trains=True):
-            read()  # kernels are compiled, and gradients exist
+            read()  # compile kernels and allocate gradients
             peak = measure_peak(read, device)
         free = measure_free(device)
         weights = sum(each.nbytes for each in self.parameters if each.device.type == device.type)
@@ -261,20 +253,20 @@ class TorchLearner:
 
     def _drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        if self.draft is not None:
-            self.draft.drop_gradients()
+        if self.companion is not None:
+            self.companion.drop_gradients()
         self.parallelism.after_step()
 
     def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs:
         """Score this rank's micro-batches: the full batch on a single device."""
-        with self.weight_offload.on_device():  # a canary asks while the learner is offloaded
+        with self.weight_offload.on_device():  # a canary may run while the learner is offloaded
             return score_local(self.parallelism, batch, self.sampling, self.config.batching.logprob_mb_tokens)
 
     def forward_backward_local(self, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs:
         """Accumulate the gradient of the batch's loss; return the results of this rank's micro-batches."""
         if self._train_tokens is None:
             raise RuntimeError(
-                f"{self._budget_key}.train_mb_tokens is auto: set what was found (set_train_tokens) before training"
+                f"{self._budget_key}.train_mb_tokens is auto: set the measured value (set_train_tokens) before training"
             )
         result = self._run_micro_batches(batch, loss, self._train_tokens, backward=True)
         if all(parameter.grad is None for parameter in self.parameters):
@@ -291,7 +283,7 @@ class TorchLearner:
         micro_batches, balance = self.parallelism.split_batch(batch, token_budget, whole_groups=self.whole_groups)
         logged: list[Metrics] = [balance] if backward else []
         routers = self._observed_routers() if backward else None
-        if routers is not None and routers.config.has_loss:  # which a rollout has whatever its advantage
+        if routers is not None and routers.config.has_loss:  # a rollout has it regardless of its advantage
             micro_batches = [replace(each, zero_gradient=False) for each in micro_batches]
 
         def compute_loss(micro_batch: MicroBatch, outputs: Outputs) -> Tensor:
@@ -322,19 +314,19 @@ class TorchLearner:
             return self.network.outputs(batch, self.sampling)
 
     def _compute_trained(self, logged: list[Metrics], batch: Batch) -> Outputs:
-        """Compute the outputs of a pass that trains, and have the draft head learn from it; its metrics are added to ``logged``."""
-        if self.draft is None:
+        """Compute the outputs of a pass that trains, and have the companion learn from it; its metrics are added to ``logged``."""
+        if self.companion is None:
             return self._compute_outputs(batch)
-        with self.draft.capturing():
+        with self.companion.capturing():
             outputs = self._compute_outputs(batch)
-        logged.append(self.draft.accumulate(batch))
+        logged.append(self.companion.accumulate(batch))
         return outputs
 
     def step(self) -> Metrics:
         limit = self.config.max_grad_norm
         norm = self.parallelism.clip_grad_norm(self.parameters, limit if limit is not None else float("inf"))
         rate = float(self.optimizer.param_groups[0]["lr"])  # some optimizers keep a tensor that the schedule changes in place
-        found = norm.item()  # the one number of a step that the host waits for
+        found = norm.item()  # the only number in a step that the host waits for
         if math.isfinite(found):
             self.optimizer.step()
             self.masters.write_back()
@@ -344,7 +336,7 @@ class TorchLearner:
         self._steps += 1
         if self.scheduler is not None and self._steps % self.state.schedule_unit.optimizer_steps == 0:
             self.scheduler.step()
-        drafted = {} if self.draft is None else self.draft.step()
+        of_companion = {} if self.companion is None else self.companion.step()
         self._drop_gradients()
         if self._steps % STEPS_BETWEEN_TRIMS == 0 and self.network.device.type == "cpu":
             trim_freed_memory()
@@ -352,7 +344,7 @@ class TorchLearner:
             "grad_norm": metrics.mean(found, 1),
             "lr": metrics.mean(rate, 1),
             "steps_skipped_for_nonfinite_gradient": metrics.total(float(not math.isfinite(found))),
-            **drafted,
+            **of_companion,
         }
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -369,18 +361,19 @@ class TorchLearner:
         With several ranks, all of them must call it.
         """
         self.parallelism.save(folder, self.state, optimizer=optimizer)
-        if self.draft is not None:
-            self.draft.save(folder, optimizer=optimizer)
+        if self.companion is not None:
+            self.companion.save(folder, optimizer=optimizer)
 
-    def stage(self, *, optimizer: bool = True) -> LearnerSnapshot | StagedWithDraft:
+    def stage(self, *, optimizer: bool = True) -> LearnerSnapshot | StagedWithCompanion:
         """Copy this rank's part of the state to CPU memory. Its ``save`` may run during training."""
         snapshot = take_snapshot(self.parallelism, self.state, optimizer=optimizer)
-        return snapshot if self.draft is None else StagedWithDraft(snapshot, self.draft.stage(optimizer=optimizer))
+        companion = self.companion
+        return snapshot if companion is None else StagedWithCompanion(snapshot, companion.stage(optimizer=optimizer))
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote on any number of ranks, in place: everything that shares the module sees the restored weights."""
         self.parallelism.load(folder, self.state)
-        if self.draft is not None:
-            self.draft.load(folder)
+        if self.companion is not None:
+            self.companion.load(folder)
         forget_exact_weights(self.network)
         self._steps = 0

@@ -1,7 +1,7 @@
 """Replace the forward passes of norms, attention and gated MLPs of Transformers' decoders by ones with fewer passes over memory.
 
-They round where the modules of Transformers round, and what a sampler computes with those modules stays comparable. A module that is not
-known, a linear layer with an adapter, a hook or shards, and everything outside ``FusedLayers.use`` runs as before.
+They round where the modules of Transformers round, so results stay comparable with a sampler that uses those modules. Unknown
+modules, linear layers with an adapter, a hook or shards, and everything outside ``FusedLayers.use`` run as before.
 """
 
 from __future__ import annotations
@@ -20,32 +20,30 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from strop.models.layers.joined_linear import are_plain, joined_linear
+from strop.models.layers.known_code import find_form
 from strop.models.layers.rms_norm import RmsNormSpec, rms_norm, rms_norm_spec
 from strop.models.layers.weight_copies import WeightCopies
 
-# Attention modules of Transformers by the options that they pass to the attention function, which are attributes of theirs.
+# Forms of attention by the options that they pass to the attention function, which are attributes of theirs.
 _WINDOW = {"sliding_window": "sliding_window"}
 _ATTENTION: Mapping[str, Mapping[str, str]] = {
-    "LlamaAttention": {},
-    "GemmaAttention": {},
-    "GraniteAttention": {},
-    "MistralAttention": {"sliding_window": "config.sliding_window"},
-    "MixtralAttention": {"sliding_window": "config.sliding_window"},
-    "Qwen2Attention": _WINDOW,
-    "Qwen3Attention": _WINDOW,
-    "Qwen3MoeAttention": _WINDOW,
-    "Gemma2Attention": {"sliding_window": "sliding_window", "softcap": "attn_logit_softcapping"},
-    "Gemma3Attention": _WINDOW,
+    "llama.LlamaAttention": {},
+    "qwen2.Qwen2Attention": _WINDOW,
+    "qwen3.Qwen3Attention": _WINDOW,
+    "mistral.MistralAttention": {"sliding_window": "config.sliding_window"},
+    "gemma2.Gemma2Attention": {"sliding_window": "sliding_window", "softcap": "attn_logit_softcapping"},
+    "gemma3.Gemma3Attention": _WINDOW,
 }
-_MLPS = frozenset(
-    f"{family}MLP" for family in ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "SmolLM3", "Granite")
-)
+_MLPS = ("llama.LlamaMLP",)
+# Layers whose norms are read by attention and the MLP alone: one norm before each, or one before and one after.
+_LAYERS = ("llama.LlamaDecoderLayer", "gemma2.Gemma2DecoderLayer")
+_OTHER_LAYERS = ("granite.GraniteDecoderLayer", "mixtral.MixtralDecoderLayer")
 _STATE = "_strop_fused"
 SILU, GELU_TANH, GELU = "silu", "tanh", "none"  # the last two as the argument ``approximate`` of torch's GELU
 
 
 class FusedLayers:
-    """The fused forward passes of a model's modules, which are in effect inside ``use``."""
+    """The fused forward passes of a model's modules, used inside ``use``."""
 
     def __init__(self, model: nn.Module) -> None:
         self.active = False
@@ -54,7 +52,7 @@ class FusedLayers:
         self.count = sum(_fuse(module, self) for module in model.modules())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedLayers:
-        """The copy of a model has its own, with its own copies of weights."""
+        """The copy of a model has its own fused layers, with its own copies of weights."""
         copy = memo[id(self)] = FusedLayers.__new__(FusedLayers)
         copy.active = copy.keep_copies = False
         copy.copies, copy.count = WeightCopies(), self.count
@@ -62,9 +60,9 @@ class FusedLayers:
 
     @contextmanager
     def use(self, *, keep_copies: bool) -> Iterator[None]:
-        """Use the fused forward passes, also in backward passes that recompute.
+        """Use the fused forward passes, including in backward passes that recompute.
 
-        With ``keep_copies``, the copies of weights in the dtype of the products are made once: the weights must not change inside.
+        With ``keep_copies``, weights are cast to the dtype of the products only once, so they must not change inside.
         """
         outer = self.active, self.keep_copies
         self.active, self.keep_copies = True, keep_copies
@@ -75,7 +73,7 @@ class FusedLayers:
             self.copies.clear()
 
     def project(self, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-        """[..., K] -> [..., N] of each layer; the modules themselves compute it unless they are plain."""
+        """[..., K] -> [..., N] of each layer; modules that are not plain compute it themselves."""
         dtype = _product_dtype(x)
         if not are_plain(linears) or (dtype is None and linears[0].weight.dtype != x.dtype):
             return tuple(linear(x) for linear in linears)
@@ -87,16 +85,16 @@ class FusedLayers:
 
 @dataclass(frozen=True, eq=False)
 class FusedNorm:
-    """How a norm is computed."""
+    """How to compute a norm."""
 
     layers: FusedLayers
     spec: RmsNormSpec
-    readers: tuple[nn.Module, ...] = ()  # the linear layers that alone read its output, which is then written in their dtype
+    readers: tuple[nn.Module, ...] = ()  # linear layers that read its output (alone), which is then in their dtype
 
 
 @dataclass(frozen=True, eq=False)
 class FusedAttention:
-    """How an attention module is computed."""
+    """How to compute an attention module."""
 
     layers: FusedLayers
     options: Mapping[str, str]
@@ -104,7 +102,7 @@ class FusedAttention:
 
 @dataclass(frozen=True, eq=False)
 class FusedMlp:
-    """How a gated MLP is computed."""
+    """How to compute a gated MLP."""
 
     layers: FusedLayers
     activation: str
@@ -129,16 +127,22 @@ def use_fused_layers(network: object, *, keep_copies: bool) -> AbstractContextMa
     return nullcontext() if layers is None or exact else layers.use(keep_copies=keep_copies)
 
 
+def find_unknown_part(layer: nn.Module) -> str | None:
+    """Return the class of a decoder layer, or of the first module in it, whose code is not known; None if all of it is."""
+    if find_form(type(layer), _LAYERS) is None:
+        return type(layer).__name__
+    return next((type(part).__name__ for part in layer.children() if _STATE not in part.__dict__), None)
+
+
 def _fuse(module: nn.Module, layers: FusedLayers) -> bool:
-    """Replace the forward pass of a module whose class is known. Return whether it is."""
-    name, known = type(module).__name__, type(module).__module__.startswith("transformers.")
+    """Replace the forward pass of a module whose code is known. Return whether it is."""
     state: Any = None
     forward: Callable[..., Any] | None = None
     if (spec := rms_norm_spec(module)) is not None:
         state, forward = FusedNorm(layers, spec), _norm_forward
-    elif known and name in _ATTENTION:
-        state, forward = FusedAttention(layers, _ATTENTION[name]), _attention_forward
-    elif known and name in _MLPS and (kind := activation_kind(module.act_fn)) is not None:
+    elif hasattr(module, "o_proj") and (form := find_form(type(module), tuple(_ATTENTION))) is not None:
+        state, forward = FusedAttention(layers, _ATTENTION[form]), _attention_forward
+    elif hasattr(module, "gate_proj") and find_form(type(module), _MLPS) and (kind := activation_kind(module.act_fn)):
         state, forward = FusedMlp(layers, kind), _mlp_forward
     if forward is None or "forward" in module.__dict__:
         return False
@@ -148,14 +152,15 @@ def _fuse(module: nn.Module, layers: FusedLayers) -> bool:
 
 
 def _connect_norms(layer: nn.Module) -> None:
-    """Tell the norms of a decoder layer which linear layers read them."""
+    """Register, with the norms of a decoder layer, the linear layers that read them."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     before_mlp = "pre_feedforward_layernorm" if hasattr(layer, "pre_feedforward_layernorm") else "post_attention_layernorm"
     pairs = (("input_layernorm", attention, ("q_proj", "k_proj", "v_proj")), (before_mlp, mlp, ("gate_proj", "up_proj")))
     for name, reader, linears in pairs:
         norm = getattr(layer, name, None)
         state = getattr(norm, _STATE, None)
-        if state is not None and getattr(reader, _STATE, None) is not None and type(layer).__name__.endswith("DecoderLayer"):
+        known = state is not None and getattr(reader, _STATE, None) is not None
+        if known and find_form(type(layer), _LAYERS + _OTHER_LAYERS) is not None:
             readers = tuple(getattr(reader, linear) for linear in linears)
             norm.__dict__[_STATE] = FusedNorm(state.layers, state.spec, readers)  # type: ignore[union-attr]
 
@@ -276,10 +281,10 @@ def _activate(gate: Tensor, kind: str) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rotary position embedding (arXiv 2104.09864), which keeps nothing but the angles: rotate [..., T, D] by those of [..., T, D].
+    """Rotary position embedding (arXiv 2104.09864) that saves only the angles: rotate [..., T, D] by those of [..., T, D].
 
-    In the dtype of the angles, which need no gradient; returns ``dtype``. Pairs as Transformers does: entry i < D / 2 with entry i + D / 2,
-    which have the same angle.
+    Computed in the dtype of the angles, which need no gradient; returns ``dtype``. As in Transformers, entry i < D / 2 is paired
+    with entry i + D / 2, which has the same angle.
     """
     apply: Any = _Rotate.apply
     rotated: Tensor = apply(x, cos, sin, dtype)

@@ -1,4 +1,6 @@
-"""RMSNorm (arXiv 1910.07467) as one autograd function: it keeps its input and one number per row, and may write bfloat16 at once."""
+"""RMSNorm (arXiv 1910.07467) as one autograd function: it saves its input and one number per row, and can write bfloat16
+directly.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Classes of Transformers with the formula of Llama, weight * (x / rms(x)), and with that of Gemma, (1 + weight) * (x / rms(x)).
-LLAMA_NORMS = frozenset(
-    f"{family}RMSNorm"
-    for family in (
-        "Llama",
-        "Qwen2",
-        "Qwen3",
-        "Mistral",
-        "Ministral",
-        "Mixtral",
-        "Qwen2Moe",
-        "Qwen3Moe",
-        "SmolLM3",
-        "Granite",
-        "Phi3",
-    )
-)
-GEMMA_NORMS = frozenset({"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"})
+from strop.models.layers.known_code import find_form
+
+# Llama's formula, weight * (x / rms(x)), and Gemma's, (1 + weight) * (x / rms(x)).
+LLAMA, GEMMA = "llama.LlamaRMSNorm", "gemma.GemmaRMSNorm"
 
 
 @dataclass(frozen=True)
 class RmsNormSpec:
-    """What an RMSNorm computes, besides its weight."""
+    """The formula of an RMSNorm, apart from its weight."""
 
     eps: float
     offset: float  # added to the weight: 1 in Gemma
@@ -38,13 +26,14 @@ class RmsNormSpec:
 
 
 def rms_norm_spec(module: nn.Module) -> RmsNormSpec | None:
-    """Return what a module of Transformers computes; None for a module that is not known to be an RMSNorm."""
-    name = type(module).__name__
-    if not type(module).__module__.startswith("transformers.") or not isinstance(getattr(module, "weight", None), nn.Parameter):
+    """Return what an RMSNorm of Transformers computes; None for a module whose code is not that of one."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if eps is None or isinstance(module, nn.LayerNorm) or not isinstance(getattr(module, "weight", None), nn.Parameter):
         return None
-    if name in LLAMA_NORMS:
-        return RmsNormSpec(float(module.variance_epsilon), 0.0, True)  # type: ignore[arg-type]
-    return RmsNormSpec(float(module.eps), 1.0, False) if name in GEMMA_NORMS else None  # type: ignore[arg-type]
+    form = find_form(type(module), (LLAMA, GEMMA))
+    if form == LLAMA:
+        return RmsNormSpec(float(eps), 0.0, True)
+    return RmsNormSpec(float(eps), 1.0, False) if form == GEMMA else None
 
 
 def rms_norm(x: Tensor, weight: Tensor, spec: RmsNormSpec, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,8 @@
-"""How families of vision-language models write an image in a prompt, and what their towers read.
+"""How families of vision-language models write an image in a prompt, and the inputs of their towers.
 
-A family is known by its configuration's ``model_type``. The text that stands for an image is that of the family's processor in
-Transformers; the tests compare the two.
+A family names the ``model_type`` of the configurations that it reads, in ``kinds``; one of another package is an entry point in the group
+``strop.vision_families`` under that name. The text that stands for an image is that of the family's processor in Transformers; the tests
+compare the two.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-Pixels = Mapping[str, Tensor]  # what a tower reads of ONE image, by the names of Transformers
+from strop import plugins
+
+Pixels = Mapping[str, Tensor]  # tower inputs of ONE image, under their Transformers names
 
 
 class UnknownFamily(ValueError):
-    """A model reads images in a way that Strop does not know."""
+    """A model with images in an unsupported form."""
 
 
 def find_image_token(config: Any) -> int:
@@ -29,35 +32,38 @@ def find_image_token(config: Any) -> int:
 
 @dataclass(frozen=True)
 class VisionFamily(ABC):
-    """What differs between families. ``config`` is the model's."""
+    """The differences between families. ``config`` is the model's."""
 
     config: Any
-    bidirectional: bool = False  # tokens of an image attend to each other both ways
-    tower_inputs: tuple[str, ...] = ("pixel_values",)  # of the pixels; several images' are joined along the first dimension
-    grid_key: str | None = None  # of the pixels, for rotary positions in three dimensions
+    kinds: ClassVar[tuple[str, ...]] = ()
+    bidirectional: ClassVar[bool] = False  # tokens of an image attend to each other in both directions
+    tower_inputs: ClassVar[tuple[str, ...]] = (
+        "pixel_values",
+    )  # pixel keys; those of several images are joined along the first dimension
+    grid_key: ClassVar[str | None] = None  # pixel key of the grid, for rotary positions in three dimensions
 
     @abstractmethod
     def placeholder(self, tokenizer: Any) -> str:
-        """What the chat template writes for an image."""
+        """The chat template's text for an image."""
 
     @abstractmethod
     def write(self, pixels: Pixels, tokenizer: Any) -> str:
-        """The text that stands for an image, with one image token for each row of the tower."""
+        """The placeholder text of an image, with one image token per row of the tower."""
 
     @abstractmethod
     def count_rows(self, pixels: Pixels) -> int:
-        """Rows that the tower makes of an image."""
+        """Number of tower rows of an image."""
 
     def process(self, processor: Any, image: Any) -> dict[str, Tensor]:
-        """Return what the tower reads of PIL's image."""
+        """Return the tower inputs of a PIL image."""
         return {name: torch.as_tensor(value) for name, value in processor(images=[image], return_tensors="pt").items()}
 
     def arrange(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the joined inputs of several images as ``get_image_features`` takes them."""
+        """Return the joined inputs of several images in the form ``get_image_features`` takes."""
         return inputs
 
     def check(self, processor: Any) -> None:  # noqa: B027  most families take any settings
-        """Raise ValueError for settings of the image processor that cannot be trained with."""
+        """Raise ValueError for image processor settings that cannot be used in training."""
 
     def image_token(self, tokenizer: Any) -> str:
         token: str = tokenizer.convert_ids_to_tokens(find_image_token(self.config))
@@ -66,6 +72,10 @@ class VisionFamily(ABC):
 
 class QwenVL(VisionFamily):
     """Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE: patches of any number, merged in squares, with rotary positions in three dimensions."""
+
+    kinds = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+    tower_inputs = ("pixel_values", "image_grid_thw")
+    grid_key = "image_grid_thw"
 
     def placeholder(self, tokenizer: Any) -> str:
         return self.image_token(tokenizer)
@@ -79,7 +89,10 @@ class QwenVL(VisionFamily):
 
 
 class Gemma3(VisionFamily):
-    """Gemma 3: a fixed number of tokens between two markers; they attend to each other both ways."""
+    """Gemma 3: a fixed number of tokens between two markers; they attend to each other in both directions."""
+
+    kinds = ("gemma3",)
+    bidirectional = True
 
     def placeholder(self, tokenizer: Any) -> str:
         token: str = tokenizer.convert_ids_to_tokens(self.config.boi_token_index)
@@ -95,10 +108,6 @@ class Gemma3(VisionFamily):
     def process(self, processor: Any, image: Any) -> dict[str, Tensor]:
         return {"pixel_values": super().process(processor, image)["pixel_values"]}
 
-    def arrange(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the joined inputs of several images as ``get_image_features`` takes them."""
-        return inputs
-
     def check(self, processor: Any) -> None:
         if getattr(processor, "do_pan_and_scan", None):
             raise ValueError(
@@ -108,7 +117,9 @@ class Gemma3(VisionFamily):
 
 
 class Llava(VisionFamily):
-    """LLaVA: the patches of an image of one size, with or without the tower's class token."""
+    """LLaVA: the patches of a fixed-size image, with or without the tower's class token."""
+
+    kinds = ("llava",)
 
     def placeholder(self, tokenizer: Any) -> str:
         return self.image_token(tokenizer)
@@ -126,7 +137,10 @@ class Llava(VisionFamily):
 
 
 class Idefics3(VisionFamily):
-    """Idefics3 and SmolVLM: an image is cut into tiles, each with its row and column, and stands once more as a whole."""
+    """Idefics3 and SmolVLM: an image is cut into tiles, each marked with its row and column, followed by the whole image."""
+
+    kinds = ("idefics3", "smolvlm")
+    tower_inputs = ("pixel_values", "pixel_attention_mask")
 
     def placeholder(self, tokenizer: Any) -> str:
         return self.image_token(tokenizer)
@@ -158,28 +172,21 @@ class Idefics3(VisionFamily):
         return int((vision.image_size // vision.patch_size) ** 2 // self.config.scale_factor**2)
 
 
-_QWEN = {"grid_key": "image_grid_thw", "tower_inputs": ("pixel_values", "image_grid_thw")}
-_TILES = {"tower_inputs": ("pixel_values", "pixel_attention_mask")}
+_OWN: Mapping[str, type[VisionFamily]] = {kind: each for each in (QwenVL, Gemma3, Llava, Idefics3) for kind in each.kinds}
 
-FAMILIES: Mapping[str, tuple[type[VisionFamily], Mapping[str, Any]]] = {
-    "qwen2_vl": (QwenVL, _QWEN),
-    "qwen2_5_vl": (QwenVL, _QWEN),
-    "qwen3_vl": (QwenVL, _QWEN),
-    "qwen3_vl_moe": (QwenVL, _QWEN),
-    "gemma3": (Gemma3, {"bidirectional": True}),
-    "llava": (Llava, {}),
-    "idefics3": (Idefics3, _TILES),
-    "smolvlm": (Idefics3, _TILES),
-}
+
+def known_families() -> list[str]:
+    """Return the ``model_type`` of all models whose images can be written."""
+    return [*_OWN, *plugins.declared("vision_families")]
 
 
 def find_family(config: Any) -> VisionFamily:
-    """Return the family of a vision-language model. Raises UnknownFamily for one whose images Strop cannot write."""
+    """Return the family of a vision-language model. Raises UnknownFamily for an unsupported one."""
     kind = str(getattr(config, "model_type", ""))
-    if kind not in FAMILIES:
+    if kind not in known_families():
         raise UnknownFamily(
-            f"policy.model_name: models of type {kind!r} read images in a way that Strop does not know; it knows {', '.join(FAMILIES)}. "
-            "Without images in the data the model trains on text"
+            f"policy.model_name: models of type {kind!r} read images in a way that Strop does not know; it knows "
+            f"{', '.join(known_families())}. Without images in the data the model trains on text"
         )
-    family, options = FAMILIES[kind]
-    return family(config, **options)
+    family: type[VisionFamily] = _OWN.get(kind) or plugins.load("vision_families", kind)
+    return family(config)

@@ -1,8 +1,6 @@
-"""Profiles of single steps: what every process did and when, on one time line, as a trace that Perfetto opens.
+"""Profiles of single steps: the activity of every process on one time line, as a trace for Perfetto.
 
-span_recorder.py   keeps the spans of this process while a step is recorded; costs one comparison while none is
-clock_exchange.py  how far the clock of another process is from ours, and how far that may be off
-operator_trace.py  torch's operators and kernels of this process, optional
-trace_file.py      spans of all processes as a Chrome trace
-step_profiler.py   the driver: begins and ends recording everywhere, and writes the file
+span_recorder.py    keeps the spans of this process while a step is recorded; costs one comparison while none is
+process_profile.py  records one process, with torch's operators and kernels where asked for
+step_profiler.py    the driver: begins and ends recording everywhere, sets the clocks and writes the file
 """

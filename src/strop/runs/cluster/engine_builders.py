@@ -11,9 +11,7 @@ from strop.generation.torch.standalone import StandaloneTorchEngine
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.learner.model_config import ModelConfig
-from strop.models.fake_quant.apply_fake_quant import apply_fake_quant
-from strop.models.fake_quant.calibration import load_input_scales
-from strop.models.fake_quant.modelopt_config import read_quant_config
+from strop.learner.policy_extension import policy_extensions
 from strop.models.loading import cast_weights, model_from_config
 from strop.models.network import Network, disable_dropout
 from strop.models.quantization.float8_training import convert_to_float8
@@ -30,7 +28,9 @@ def build_torch_engine(
     packed: bool,
     vision: VisionProcessor | None = None,
 ) -> StandaloneTorchEngine:
-    """Build a torch engine on an empty model, whose weights the learner will send. ``vision``: of a model that reads images."""
+    """Build a torch engine on an empty model, whose weights the learner will send. ``vision``: the image processor of a model
+    that reads images.
+    """
 
     def make() -> TorchEngine:
         device = prepare_device(config.device, None)
@@ -38,9 +38,8 @@ def build_torch_engine(
         disable_dropout(model)
         network = Network(model, precision=PRECISIONS[config.precision], packed=packed)
         cast_weights(model, PRECISIONS[config.weights_dtype])
-        if config.quant_cfg is not None and config.generation.weight_format is None:  # weights arrive rounded
-            apply_fake_quant(model, read_quant_config(config.quant_cfg), keeps_rounded=True)
-            load_input_scales(model, folder)
+        for extension in policy_extensions(config):
+            extension.change_engine_model(model, folder)
         convert_to_float8(model, config.fp8, device, "policy.fp8")
         if config.router_replay.enabled:
             network.enable_router_replay()

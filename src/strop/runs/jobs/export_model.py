@@ -9,18 +9,17 @@ from pathlib import Path
 from strop.checkpointing.convert import convert_model
 from strop.checkpointing.saved_model import ATTACHED_CONFIG, SavedModel
 from strop.data.sources.hub_upload import require_token, upload_folder
-from strop.models.draft.eagle_config import WEIGHTS
+from strop.models.draft_head import FOLDER, WEIGHTS
 from strop.models.export import AS_THEY_ARE, ConversionError, ExportFormat
 from strop.runs.exit_codes import run_command
 from strop.runs.jobs.model_card import format_model_card
 
 CARD_FILE = "README.md"
-HEAD_FOLDER = "draft"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportJob:
-    """What is written, and where."""
+    """What to write, and where."""
 
     source: SavedModel
     target: Path
@@ -31,7 +30,7 @@ class ExportJob:
 
 
 def run_export(job: ExportJob) -> int:
-    """Export as asked. Return 0 on success, 1 after printing an error."""
+    """Export as requested. Return 0 on success, 1 after printing an error."""
     return run_command(_export(job))
 
 
@@ -55,14 +54,14 @@ def export_model(job: ExportJob) -> None:
         (draft / CARD_FILE).write_text(format_model_card(job.source, merged=job.merge), encoding="utf-8")
         if job.source.config_file is not None:
             shutil.copyfile(job.source.config_file, draft / ATTACHED_CONFIG)
-        copy_head(Path(job.source.weights).parent / HEAD_FOLDER, draft / HEAD_FOLDER)
+        copy_head(Path(job.source.weights).parent / FOLDER, draft / FOLDER)
 
     base = (job.source.run_values.get("policy") or {}).get("model_name")
     convert_model(job.source, job.target, job.form, merge=job.merge, model_name=base, finish=finish)
 
 
 def copy_head(source: Path, target: Path) -> None:
-    """Copy the draft head that was trained beside the model, without the state of its training, if there is one."""
+    """Copy the draft head trained with the model, if there is one, without its training state."""
     if (source / WEIGHTS).is_file() and (source / "config.json").is_file():
         target.mkdir()
         for name in ("config.json", WEIGHTS):

@@ -27,7 +27,7 @@ from strop.runs.jobs.evaluation_job import loadable_folder
 from strop.runs.models import LoadedPolicy, load_policy, resolve_device
 from strop.safety.site_guard import is_loopback
 
-DEFAULT_LENGTH = 8192  # tokens of prompt and completion, where the model allows more
+DEFAULT_LENGTH = 8192  # tokens of prompt and completion, if the model allows more
 VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 
 
@@ -51,10 +51,10 @@ class ModelService(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeJob:
-    """What is served, where, and by which engine."""
+    """What to serve, where, and with which engine."""
 
     model: SavedModel
-    name: str  # of the model in requests
+    name: str  # of the model, in requests
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
@@ -73,7 +73,7 @@ class ServeJob:
 
     @property
     def tokenizer(self) -> dict[str, Any]:
-        """The chat template that the run of the model set."""
+        """The chat template set by the model's run."""
         section = self.model.run_values.get("policy", {}).get("tokenizer") or {}
         return {name: section[name] for name in ("chat_template", "chat_template_kwargs") if section.get(name) is not None}
 
@@ -88,7 +88,7 @@ async def _serve(job: ServeJob, code: list[int]) -> None:
     _check_job(job)
     if job.api_key is None and not is_loopback(job.host):
         print(
-            f"warning: {job.host} is reachable from other machines, and no --api-key is set: everyone who reaches port {job.port} can use "
+            f"warning: {job.host} is reachable from other machines, and no --api-key is set: anyone who can reach port {job.port} can use "
             "the model",
             file=sys.stderr,
         )
@@ -103,7 +103,7 @@ async def _serve(job: ServeJob, code: list[int]) -> None:
 
 
 def _check_job(job: ServeJob) -> None:
-    """Raise ValueError for what cannot be served."""
+    """Raise ValueError for a job that cannot be served."""
     if job.model.layout == "value head" or _is_classifier(job.model):
         raise ValueError(
             f"{job.model.weights} is a reward model or critic, which scores texts and does not write any; serve a policy"
@@ -119,7 +119,7 @@ def _check_job(job: ServeJob) -> None:
     if not job.uses_vllm and job.dtype == "float16":
         raise ValueError("--dtype float16 is not in the torch engine; use bfloat16 or float32, or --engine vllm")
     if not job.uses_vllm and job.extra:
-        raise ValueError(f"{' '.join(job.extra)}: arguments after -- are for vLLM; use --engine vllm")
+        raise ValueError(f"{' '.join(job.extra)}: arguments after -- are passed to vLLM; use --engine vllm")
 
 
 def _is_classifier(model: SavedModel) -> bool:
@@ -135,7 +135,7 @@ def _is_classifier(model: SavedModel) -> bool:
 
 
 def vllm_arguments(job: ServeJob, folder: str) -> list[str]:
-    """Return the command of vLLM's own server. The key is in its environment, not here, where other users could read it."""
+    """Return the command of vLLM's own server. The key is passed in its environment, because other users can read command lines."""
     arguments = [sys.executable, "-m", VLLM_SERVER, "--model"]
     if job.model.layout == "adapters" and folder == job.model.weights:
         rank = read_adapter_config(Path(folder)).get("r", 16)
@@ -152,7 +152,9 @@ def vllm_arguments(job: ServeJob, folder: str) -> list[str]:
 
 
 def _run_vllm(job: ServeJob, folder: str, *, is_temporary: bool) -> int:
-    """Become vLLM's server; with a temporary folder start it beside this process, which removes the folder afterwards."""
+    """Replace this process by vLLM's server; with a temporary folder, start it as a child, so that this process can remove the
+    folder afterwards.
+    """
     if job.api_key is not None:
         os.environ["VLLM_API_KEY"] = job.api_key
     command = vllm_arguments(job, folder)
@@ -194,7 +196,7 @@ async def _serve_torch(job: ServeJob, folder: str) -> None:
 
 
 async def _run_app(job: ServeJob, app: Any, announcement: str) -> None:
-    """Serve until a stop signal; {} of the announcement is the address. Raises OSError."""
+    """Serve until a stop signal; {} in the announcement is the address. Raises OSError."""
     from strop.safety.http_server import listening, stop_event
 
     stopped = stop_event()

@@ -1,66 +1,92 @@
-"""What attaches to a run, as configured; and the monitors of its machines, one in this process and one on every other node."""
+"""The configured listeners of a run, and the monitors of its machines: one in this process and one on every other node."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
+from strop import plugins
 from strop.algorithms.base import Algorithm
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.distributed.base import ActorOptions, Cluster, RemoteActor
-from strop.environments.verifiers.held_out_grader import VerifierGrader, make_grader
-from strop.extensions.watch.hacking.hacking_monitor import DETECTORS, HackingMonitor
-from strop.extensions.watch.health.health_monitor import HealthMonitor
-from strop.extensions.watch.health.health_rules import HealthFinding
 from strop.monitoring.machine.machine_monitor import MachineMonitor
 from strop.monitoring.machine.system_monitor import SystemMonitor
 from strop.monitoring.profiling.step_profiler import ProfiledProcess, StepProfiler
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
-from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 from strop.runs.local_device import resolve_device_name
-from strop.runs.monitors.instruments import HackingWatch, MachineWatch, ProfileRecorder, RolloutRecorder, ThroughputMeter
+from strop.runs.monitors.instruments import MachineWatch, ProfileRecorder, RolloutRecorder, ThroughputMeter
 from strop.runs.monitors.run_throughput import make_throughput
-from strop.trainer.listeners import Listeners
+from strop.runs.recorded_run import RecordedSource
+from strop.runs.rollout_run import SampledSource
+from strop.trainer.listeners import Listeners, RunListener
 from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.run import TrainOptions
+from strop.user_code import UserCodeError, describe_error, describe_value, import_attribute
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunSetup:
+    """The parts of a run that are made before its models: what a listener of an extension, or of a user, is made from."""
+
+    config: TrainingRunConfig
+    algorithm: Algorithm
+    source: SampledSource | RecordedSource  # its ``options`` are known once the run starts
+    store: RolloutStore
+
+
+ListenerFactory = Callable[[RunSetup], RunListener | None]
+"""An entry point of ``strop.listeners``, or what ``logger.listeners`` names; None: it has nothing to do in this run."""
+
+
+def attach_listeners(setup: RunSetup) -> list[RunListener]:
+    """Make the listeners of extensions and those that the configuration names. Raises UserCodeError, EnvironmentConfigError."""
+    makers: dict[str, ListenerFactory] = {name: plugins.load("listeners", name) for name in sorted(plugins.declared("listeners"))}
+    makers |= {path: import_attribute(path) for path in setup.config.logger.listeners}
+    return [listener for name, make in makers.items() if (listener := _make(name, make, setup)) is not None]
+
+
+def _make(name: str, make: ListenerFactory, setup: RunSetup) -> RunListener | None:
+    try:
+        listener = make(setup)
+    except TypeError as error:
+        raise UserCodeError(f"the listener {name} cannot be made from a RunSetup: {describe_error(error)}") from error
+    if listener is not None and not (isinstance(listener, RunListener) and hasattr(listener, "name")):
+        raise UserCodeError(
+            f"the listener {name} gives {describe_value(listener)}; return a strop.trainer.listeners.RunListener with a name, or None"
+        )
+    return listener
+
+
 async def make_listeners(
-    config: TrainingRunConfig,
-    algorithm: Algorithm,
-    options: TrainOptions,
-    store: RolloutStore,
-    hacking: HackingMonitor | None,
-    at_start: Iterable[HealthFinding],
-    cluster: Cluster | None,
-    tracker: Tracker,
+    setup: RunSetup, options: TrainOptions, attached: Iterable[RunListener], cluster: Cluster | None, tracker: Tracker
 ) -> Listeners:
-    """Make the listeners of a run, in the order in which they see a step: the health rules read the mismatch."""
+    """Make the listeners of a run, in the order in which they see a step: those that are attached read the mismatch."""
+    config = setup.config
     machines = await watch_machines(config, cluster)
     on_cpu = resolve_device_name(config.policy.device) == "cpu" if cluster is None else cluster.on_cpu
     throughput = make_throughput(config, machines.gpu_names, tracker.note, on_cpu=on_cpu)
     return Listeners(
         [
             *([make_mismatch_guard(config)] if isinstance(config, RolloutRunConfig) else []),
-            make_recorder(config, algorithm, store),
-            make_health(config, at_start),
-            *([] if hacking is None else [HackingWatch(monitor=hacking, store=store)]),
-            ThroughputMeter(throughput=throughput, algorithm=algorithm, options=options),
+            make_recorder(config, setup.algorithm, setup.store),
+            *attached,
+            ThroughputMeter(throughput=throughput, algorithm=setup.algorithm, options=options),
             MachineWatch(monitor=machines),
             ProfileRecorder(profiler=make_profiler(config, tracker, cluster)),
         ]
     )
 
 
-def make_store(config: TrainingRunConfig, decode: Callable[[list[int]], str]) -> RolloutStore:
-    """Make the store of rollouts. What is recorded is in the data already, and stored only with the columns of its tokens."""
+def make_store(config: TrainingRunConfig) -> RolloutStore:
+    """Create the store of rollouts. Recorded rollouts are already in the data, so they are stored only for per-token columns."""
     stored = isinstance(config, RolloutRunConfig) or config.logger.token_columns == "all"
-    return RolloutStore(Path(config.logger.log_dir), config.logger.rollouts if stored else "none", decode=decode)
+    return RolloutStore(Path(config.logger.log_dir), config.logger.rollouts if stored else "none")
 
 
 def make_mismatch_guard(config: RolloutRunConfig) -> MismatchGuard:
@@ -77,23 +103,15 @@ def make_recorder(config: TrainingRunConfig, algorithm: Algorithm, store: Rollou
         store=store,
         algorithm=algorithm,
         decode=store.decode,
-        stored_routes=logger.routes,
+        stores=lambda column: column.is_stored(config),
         token_columns=logger.rollouts != "none" and logger.token_columns != "none",
         tracked_samples=logger.shown_samples,
         tracked_samples_period=logger.tracked_samples_period,
     )
 
 
-def make_health(config: TrainingRunConfig, at_start: Iterable[HealthFinding]) -> HealthMonitor:
-    """Make the monitor of a run that is restored: it knows the steps in the log folder."""
-    limit = config.training.max_skipped_steps_in_a_row
-    monitor = HealthMonitor(section=config.section, max_skipped_steps=limit, at_start=tuple(at_start))
-    monitor.replay(logged for step, logged in read_metrics(Path(config.logger.log_dir) / METRICS_FILE) if step > 0)
-    return monitor
-
-
 def make_profiler(config: TrainingRunConfig, tracker: Tracker, cluster: Cluster | None) -> StepProfiler:
-    """Make what records the time line of the steps that ``logger.profile`` names, in this process and in those of ``cluster``."""
+    """Create the recorder of time lines for the steps in ``logger.profile``, in this process and in those of ``cluster``."""
     profile = config.logger.profile
     return StepProfiler(
         folder=Path(config.logger.log_dir).absolute(),
@@ -105,35 +123,15 @@ def make_profiler(config: TrainingRunConfig, tracker: Tracker, cluster: Cluster 
 
 
 def _list_working(cluster: Cluster) -> list[ProfiledProcess]:
-    """Return the processes of a run that take part in its steps: all but those that watch the machines."""
+    """Return the processes that take part in a run's steps, that is, all except machine monitors."""
     return [process for process in cluster.list_processes() if not process.name.startswith("monitor-")]
 
 
-def make_hacking_monitor(config: TrainingRunConfig) -> HackingMonitor | None:
-    """Make the monitor of reward hacking; None if it is off. Raises EnvironmentConfigError for a grader that cannot be made."""
-    if not isinstance(config, RolloutRunConfig) or not config.monitor.enabled or not config.monitor.active:
-        return None
-    section = config.monitor
-    judges = [make_grader(each, "monitor.judges") for each in section.judges]
-    second = None if section.second_grader is None else make_grader(section.second_grader, "monitor.second_grader")
-    for grader in (second, *judges):
-        if isinstance(grader, VerifierGrader):
-            grader.verifier.prepare()
-    return HackingMonitor(
-        detectors=[DETECTORS[name]() for name in section.active],
-        false_alarm_rate=section.false_alarm_rate,
-        stop_on=section.stop_on,
-        second_grader=second,
-        judges=(judges[0], judges[-1]) if judges else None,
-        graded_samples=section.graded_samples,
-        log_dir=config.logger.log_dir,
-    )
-
-
 async def watch_machines(config: TrainingRunConfig, cluster: Cluster | None) -> SystemMonitor:
-    """Start the monitors, as ``logger.monitor_gpus`` says. A node that cannot be watched is warned about; the run goes on.
+    """Start the monitors according to ``logger.monitor_gpus``. A node that cannot be monitored causes a warning; the run goes on.
 
-    Without a cluster node 0 is this machine; with one every node is watched from a process of its own, whose driver may be elsewhere.
+    Without a cluster node 0 is this machine; with one, every node is monitored from a separate process, because the driver may be
+    elsewhere.
     """
     section = config.logger.gpu_monitoring
     if not config.logger.monitor_gpus:

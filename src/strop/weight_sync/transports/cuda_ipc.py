@@ -1,4 +1,4 @@
-"""Weight transport through CUDA IPC memory: the sender packs buckets on its GPU, and receivers on the same machine read them there.
+"""Weight transport through CUDA IPC memory: the sender packs buckets on its GPU, where receivers on the same machine read them.
 
 A receiver on the same GPU yields views of that memory; a receiver on another GPU copies the tensors over. Both must see the sender's GPU
 (``CUDA_VISIBLE_DEVICES``), under any index. The protocol is that of ``shared_buffer``.
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from strop.weight_sync.base import TransportError
+from strop.weight_sync.transports.choose import SenderFactory, SenderSetup
 from strop.weight_sync.transports.connection import PeerConnection
 from strop.weight_sync.transports.shared_buffer import (
     PublishMessage,
@@ -100,3 +101,7 @@ class _IpcHandle:
 
 def _gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def make_senders(setup: SenderSetup) -> SenderFactory:
+    return lambda receivers: CudaIpcSender(receivers, device=setup.device, timeout=setup.config.timeout_seconds, **setup.bucket)

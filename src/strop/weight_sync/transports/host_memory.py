@@ -16,6 +16,7 @@ from multiprocessing import reduction
 import torch
 from torch import Tensor
 
+from strop.weight_sync.transports.choose import SenderFactory, SenderSetup
 from strop.weight_sync.transports.connection import PeerConnection
 from strop.weight_sync.transports.shared_buffer import PublishMessage, SharedBufferReceiver, SharedBufferSender
 
@@ -89,3 +90,7 @@ def _map_file(file: int, size: int) -> Tensor:
     with suppress(AttributeError, OSError):  # huge pages mean fewer page faults, where the system supports them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def make_senders(setup: SenderSetup) -> SenderFactory:
+    return lambda receivers: MemorySender(receivers, timeout=setup.config.timeout_seconds, **setup.bucket)

@@ -12,10 +12,11 @@ from strop.base_config import validate_section
 from strop.config import GrpoRunConfig, load_config
 from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment
+from strop.environments.resources import configure_resources, open_resources
 from strop.extensions.code.grade_code import CHECKER, COMPILER
-from strop.extensions.code.sandbox.base import SandboxError
+from strop.extensions.code.sandbox.base import Program, SandboxError
 from strop.extensions.code.sandbox.sandbox_config import SandboxConfig
-from strop.extensions.code.sandbox.sandbox_pool import configure_sandbox, try_sandbox
+from strop.extensions.code.sandbox.sandbox_pool import get_sandbox, try_sandbox
 from strop.extensions.code.sandbox.sandbox_server import CEILINGS
 from strop.problems import ConfigError
 from strop.runs.dry_run.examine import examine
@@ -23,8 +24,8 @@ from strop.runs.dry_run.examine import examine
 
 @pytest.fixture
 def configured():
-    yield lambda **options: configure_sandbox(validate_section(SandboxConfig, options))
-    configure_sandbox(None)
+    yield lambda **options: configure_resources({"sandbox": validate_section(SandboxConfig, options)})
+    configure_resources({})
 
 
 def test_what_runs_programs_of_the_policy_says_so():
@@ -37,11 +38,8 @@ def test_what_runs_programs_of_the_policy_says_so():
             "arithmetic": {"tools": ["calculator", "python"]},
         }.items()
     }
-    assert [name for name, environment in named.items() if LocalEnvironment(environment).traits.needs_sandbox] == [
-        "code",
-        "code_interpreter",
-        "arithmetic",
-    ]
+    needing = {name: LocalEnvironment(environment).traits.needed_resources for name, environment in named.items()}
+    assert needing == {"code": ("sandbox",), "code_interpreter": ("sandbox",), "math": (), "arithmetic": ("sandbox",)}
 
 
 def test_a_run_says_where_programs_run(configured):
@@ -85,3 +83,29 @@ def test_a_port_that_is_taken_is_named(monkeypatch, capsys):
     assert (
         f"127.0.0.1:{port} cannot be listened on: Address already in use; set another --host or --port" in capsys.readouterr().err
     )
+
+
+def test_a_sandbox_is_closed_with_the_run_that_opened_it(configured):
+    async def use() -> None:
+        environments = [LocalEnvironment(make_environment(name)) for name in ("code", "math", "code_interpreter")]
+        said: list[str] = []
+        async with open_resources(environments, said.append, said.append):
+            sandbox = get_sandbox()
+            assert said == ["trying the sandbox", "programs of the policy run in the sandbox of this machine, sandbox.level=limits"
+                            ": they can do what this run can"]  # fmt: skip
+        with pytest.raises((SandboxError, RuntimeError)):
+            await sandbox.run(Program(source="print(1)"))
+        assert get_sandbox() is not sandbox
+        assert (await get_sandbox().run(Program(source="print(1)"))).stdout == "1\n"
+
+    configured(level="limits", workers=1)
+    asyncio.run(use())
+
+
+def test_nothing_is_opened_for_environments_that_need_nothing(configured, monkeypatch):
+    async def use() -> None:
+        async with open_resources([LocalEnvironment(make_environment("math"))], pytest.fail):
+            pass
+
+    monkeypatch.setattr("strop.extensions.code.sandbox.sandbox_pool.try_sandbox", lambda: 1 / 0)
+    asyncio.run(use())

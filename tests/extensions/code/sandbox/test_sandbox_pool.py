@@ -18,11 +18,12 @@ from typing import Any, TypeVar
 import pytest
 
 from strop.environments.remote import EnvironmentDescription, EnvironmentServer
+from strop.environments.resources import configure_resources
 from strop.extensions.code.sandbox import cgroups, launcher
 from strop.extensions.code.sandbox.base import ExitReason, Limits, Program, RunResult, SandboxError
 from strop.extensions.code.sandbox.sandbox_check import check_sandbox
 from strop.extensions.code.sandbox.sandbox_config import SandboxConfig
-from strop.extensions.code.sandbox.sandbox_pool import SandboxPool, configure_sandbox, get_sandbox
+from strop.extensions.code.sandbox.sandbox_pool import SandboxPool, get_sandbox
 from support.sweep import sweep
 
 T = TypeVar("T")
@@ -354,17 +355,17 @@ def test_installed_packages_can_be_imported_where_that_is_configured() -> None:
 
 def test_the_sandbox_of_a_process_is_the_configured_one() -> None:
     try:
-        configure_sandbox(SandboxConfig(workers=1))
+        configure_resources({"sandbox": SandboxConfig(workers=1)})
         first = get_sandbox()
         assert first is get_sandbox()
         assert isinstance(first, SandboxPool)
         assert first.size == 1
-        configure_sandbox(SandboxConfig(workers=3))
+        configure_resources({"sandbox": SandboxConfig(workers=3)})
         second = get_sandbox()
         assert isinstance(second, SandboxPool)
         assert second.size == 3
     finally:
-        configure_sandbox(None)
+        configure_resources({})
 
 
 def test_groups_of_processes_that_were_killed_are_removed() -> None:
@@ -379,14 +380,15 @@ def test_groups_of_processes_that_were_killed_are_removed() -> None:
 
 
 def test_environments_in_other_processes_are_told_which_sandbox_to_use() -> None:
-    description = EnvironmentDescription(alias="a", name="arithmetic", sandbox=SandboxConfig(workers=1, level="limits"))
+    sections = {"sandbox": SandboxConfig(workers=1, level="limits")}
+    description = EnvironmentDescription(alias="a", name="arithmetic", resources=sections)
     try:
         assert EnvironmentServer(description).environment
         sandbox = get_sandbox()
         assert isinstance(sandbox, SandboxPool)
         assert (sandbox.size, sandbox.config.level) == (1, "limits")
     finally:
-        configure_sandbox(None)
+        configure_resources({})
 
 
 def test_an_interpreter_that_is_ended_from_outside_is_an_error_and_no_crash_of_its_program() -> None:

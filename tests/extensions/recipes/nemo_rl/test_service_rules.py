@@ -12,7 +12,7 @@ from strop import packages
 from strop.config import ConfigError, LoadedConfig, load_config
 from strop.config.schema.run_config import GrpoRunConfig
 from strop.extensions.recipes.difference import Effect
-from strop.runs.monitors.tracker_services import make_services
+from strop.runs.lifecycle import make_services
 
 RECIPE = """
 defaults: base.yaml

@@ -2,43 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import pytest
 
-from strop.data.sources.source import DataSource
-from strop.environments.agents.external_agent import ExternalAgent
-from strop.environments.arithmetic import Arithmetic
-from strop.environments.base import Environment, reward
-from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import list_marks
-from strop.extensions.watch.health.start_checks import check_epochs, check_reward_weights, check_turns, check_validation
+from strop.extensions.watch.health.start_checks import check_epochs, check_reward_weights, check_validation
 from strop.trainer.run import TrainOptions
-from strop.types import Messages, Rollout, Task, user
-
-
-@dataclass(frozen=True, kw_only=True)
-class Calculator(Environment[Task]):
-    def tasks(self, data: DataSource) -> Sequence[Task]:
-        return [Task(id="0")]
-
-    async def respond(self, task: Task, rollout: Rollout) -> Messages | None:
-        return (user("4"),)
-
-    @reward()
-    def right(self, task: Task, rollout: Rollout) -> float:
-        return 1.0
-
-
-def test_an_environment_that_answers_needs_more_than_one_turn() -> None:
-    environments = {"calculator": LocalEnvironment(Calculator()), "sums": LocalEnvironment(Arithmetic())}
-    (found,) = check_turns(environments, 1, "grpo")
-    assert found.name == "single_turn" and found.message.startswith("env.calculator: Calculator answers the policy (respond)")
-    assert "set grpo.max_rollout_turns=N" in found.message
-    assert not list(check_turns(environments, 2, "grpo")) and not list(
-        check_turns({"sums": LocalEnvironment(Arithmetic())}, 1, "grpo")
-    )
 
 
 @pytest.mark.parametrize(
@@ -63,15 +31,6 @@ def test_weights_that_replace_those_of_a_class_do_not_reach_an_algorithm_either(
     marks = list_marks("math_multi_reward", {"reward_weights": {"integer": 0.3}})
     (found,) = check_reward_weights({"sums": marks}, {"integer": 1.0}, "algorithm.kwargs.advantage.weights")
     assert "env.sums has the weight 0.3 for integer, but" in found.message
-
-
-def test_tools_and_agents_need_more_than_one_turn() -> None:
-    made = {"sums": Arithmetic(tools="calculator"), "agent": ExternalAgent(agent=print)}
-    environments = {name: LocalEnvironment(environment) for name, environment in made.items()}
-    tools, agent = check_turns(environments, 1, "grpo")
-    assert tools.message.startswith("env.sums: Arithmetic has tools, but grpo.max_rollout_turns is 1")
-    assert agent.message.startswith("env.agent: ExternalAgent runs an agent") and "after the first is refused" in agent.message
-    assert not list(check_turns(environments, 2, "grpo"))
 
 
 def options(**changes: object) -> TrainOptions:

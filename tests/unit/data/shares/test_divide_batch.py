@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strop.data.balance import partition_batch
 from strop.data.rollout_selector import RolloutSelector, SubBatch
-from strop.data.shares.batch_share import BatchShare, count_tokens, require_whole, without_routes
+from strop.data.shares.batch_share import BatchShare, count_tokens, require_whole, without_read_columns
 from strop.data.shares.divide_batch import divide_batch, take_share
 from strop.data.shares.split_rule import SplitRule
 from strop.data.splitting import split_mini_batches
@@ -42,7 +42,6 @@ def cut_out(batch: Batch, sequences: tuple[int, ...]) -> SubBatch:
         **rows,
         tokens=batch.tokens[token_index],
         positions=batch.positions[token_index],
-        routes=None if batch.routes is None else batch.routes[token_index],
         segment_start=segment_length.cumsum(0) - segment_length,
         segment_parent=torch.tensor([renumbered.get(parents[segment], -1) for segment in segments]),
         source=new_position[batch.source[index]],
@@ -55,6 +54,8 @@ def cut_out(batch: Batch, sequences: tuple[int, ...]) -> SubBatch:
         rewards=batch.rewards[list(sequences)],
         zero_gradient=None if batch.zero_gradient is None else batch.zero_gradient[list(sequences)],
         columns={name: column[index] for name, column in batch.columns.items()},
+        read_columns={name: column[token_index] for name, column in batch.read_columns.items()},
+        rollout_columns={name: column[list(sequences)] for name, column in batch.rollout_columns.items()},
     )
     return SubBatch(part, index)
 
@@ -78,7 +79,9 @@ def with_everything(batch: Batch, seed: int) -> Batch:
     """Add what a batch may have: recorded experts, columns of the tokens, rollouts without gradient."""
     generator = torch.Generator().manual_seed(seed)
     tokens, predicted = len(batch.tokens), len(batch.target)
-    batch = replace(batch, routes=torch.randint(0, 8, (tokens, 2, 2), dtype=torch.int16, generator=generator))
+    read = {"read": torch.randint(0, 8, (tokens, 2, 2), dtype=torch.int16, generator=generator)}
+    of_rollouts = {"whole": torch.rand(batch.num_sequences, 2, generator=generator)}
+    batch = replace(batch, read_columns=read, rollout_columns=of_rollouts)
     batch = batch.with_columns({"one": torch.rand(predicted), "many": torch.randint(0, 99, (predicted, 3))})
     return replace(batch, zero_gradient=torch.rand(batch.num_sequences, generator=generator) < 0.4) if seed else batch
 
@@ -210,9 +213,9 @@ def test_a_rank_takes_its_own_share_and_no_other() -> None:
 def test_a_share_stands_for_a_batch_where_only_its_experts_and_its_size_matter() -> None:
     batch = with_everything(pack_grpo(simple_groups((4, (6, 2)), (3, (5, 5)))), 1)
     share, other = divide_batch(batch, SplitRule(ranks=2, token_budget=20, fills_up=True))
-    plain = without_routes(share)
+    plain = without_read_columns(share)
     assert isinstance(plain, BatchShare) and plain.batch is not None
-    assert plain.batch.routes is None and plain.require_dummy().routes is None and share.require_dummy().routes is not None
+    assert not plain.batch.read_columns and not plain.require_dummy().read_columns and share.require_dummy().read_columns
     assert count_tokens(share) == count_tokens(other) == count_tokens(batch) == len(batch.tokens)
     assert require_whole(batch) is batch
     with pytest.raises(TypeError, match="share 0 of 2 of a batch arrived at a network on a single device"):

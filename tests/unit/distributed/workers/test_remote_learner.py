@@ -70,8 +70,8 @@ class FakeRanks:
         return MicroBatchOutputs(((index, outputs),), {"tokens": metrics.total(len(index))})
 
 
-def caller_of(ranks: Any, name: Any = "policy", *, routes: bool = True) -> RankCaller:
-    requests = [ShareRequest(rule=RULE, number=rank % 2, routes=routes) for rank in range(len(ranks.actors))]
+def caller_of(ranks: Any, name: Any = "policy", *, read_columns: bool = True) -> RankCaller:
+    requests = [ShareRequest(rule=RULE, number=rank % 2, read_columns=read_columns) for rank in range(len(ranks.actors))]
     return RankCaller(name, ranks, ranks, dict.fromkeys(METHODS, requests))
 
 
@@ -128,12 +128,12 @@ def test_ranks_that_read_the_same_tokens_are_sent_one_copy_of_their_share() -> N
     assert ranks.sent[0][1] is not ranks.sent[1][1]
 
 
-@pytest.mark.parametrize("routes", [True, False])
-def test_recorded_experts_travel_only_to_ranks_that_read_them(routes: bool) -> None:
+@pytest.mark.parametrize("read_columns", [True, False])
+def test_recorded_experts_travel_only_to_ranks_that_read_them(read_columns: bool) -> None:
     ranks = FakeRanks()
-    batch = replace(BATCH, routes=torch.zeros(len(BATCH.tokens), 2, 1, dtype=torch.int16))
-    asyncio.run(ScorerClient(caller_of(ranks, routes=routes)).score(batch))
-    assert [arguments[1].value.batch.routes is not None for arguments in ranks.sent] == [routes] * 2
+    batch = replace(BATCH, read_columns={"routes": torch.zeros(len(BATCH.tokens), 2, 1, dtype=torch.int16)})
+    asyncio.run(ScorerClient(caller_of(ranks, read_columns=read_columns)).score(batch))
+    assert [bool(arguments[1].value.batch.read_columns) for arguments in ranks.sent] == [read_columns] * 2
 
 
 def test_a_checkpoint_is_written_by_every_rank_at_once_or_from_a_staged_copy(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_checkpoint_is_written_by_every_rank_at_once_or_from_a_staged_copy(tmp
 
 
 def test_the_driver_has_no_weights() -> None:
-    with pytest.raises(RuntimeError, match="does not give its weights to the driver"):
+    with pytest.raises(RuntimeError, match="does not send its weights to the driver"):
         client_of(FakeRanks()).weights()
 
 

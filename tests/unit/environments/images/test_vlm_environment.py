@@ -9,7 +9,7 @@ import torch
 
 from strop.environments.base import EnvironmentConfigError, PromptedTask
 from strop.environments.compute_rewards import compute_rewards
-from strop.environments.images.answer_rewards import find_tagged, score_box
+from strop.environments.images.vlm_environment import find_tagged, score_box
 from strop.environments.registry import list_marks, make_environment
 from strop.types import Rollout, Turn, user
 

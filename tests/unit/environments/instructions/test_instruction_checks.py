@@ -15,8 +15,7 @@ from strop.data.sources.records import DataError
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.instructions import instruction
 from strop.environments.instructions.instruction import Instruction, check_instructions, read_instructions, read_response
-from strop.environments.scoring.ifeval_checks import IFEVAL_CHECKS
-from strop.environments.scoring.instruction_checks import PACKAGES, find_fault, score_instruction
+from strop.environments.scoring.instruction_checks import IFEVAL_CHECKS, PACKAGES, find_fault, score_instruction
 from strop.environments.scoring.rlvr_checks import RLVR_CHECKS
 from strop.environments.scoring.text_language import count_sentences, has_sentence_model
 
@@ -118,7 +117,7 @@ def test_only_what_follows_the_thoughts_is_checked() -> None:
     "row, message",
     [
         ({"instruction_id_list": ["punctuation:no_coma"], "kwargs": [{}]}, "did you mean 'punctuation:no_comma'"),
-        ({"instruction_id_list": ["detectable_format:title"], "kwargs": [{"N": 3}]}, "takes nothing, and is given N"),
+        ({"instruction_id_list": ["detectable_format:title"], "kwargs": [{"N": 3}]}, "takes nothing, but has N"),
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, "no instructions that can be read"),
         ({"instruction_id_list": [], "kwargs": []}, "has no instructions; leave it out"),
         ({"ground_truth": "lowercase"}, "ground_truth with func_name"),

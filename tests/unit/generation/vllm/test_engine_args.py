@@ -119,15 +119,14 @@ def test_experts_of_tokens_are_asked_for_with_the_prefix_cache_and_refused_on_a_
 def test_experts_that_vllm_says_are_those_of_the_tokens_it_read() -> None:
     import numpy as np
 
-    from strop.generation.vllm.requests import _routes
+    from strop.generation.vllm.requests import _experts
+    from strop.models.routing.router_replay_config import ROUTES
 
     said = np.arange(24, dtype=np.uint8).reshape(6, 2, 2)
-    whole, short = _routes(said, 6), _routes(said[:4], 6)
-    assert whole is not None and whole.tolist() == said.tolist() and _routes(said, 5).tolist() == said[:5].tolist()  # type: ignore[union-attr]
-    assert short is not None and short[:4].tolist() == said[:4].tolist() and bool((short[4:] == -1).all()), (
-        "the rest is not known"
-    )
-    assert _routes(None, 6) is None and _routes(said + 200, 6).max() == 223  # type: ignore[union-attr]
+    whole, short = _experts(said, 6)[ROUTES], _experts(said[:4], 6)[ROUTES]
+    assert whole.tolist() == said.tolist() and _experts(said, 5)[ROUTES].tolist() == said[:5].tolist()
+    assert short[:4].tolist() == said[:4].tolist() and bool((short[4:] == -1).all()), "the rest is not known"
+    assert not _experts(None, 6) and _experts(said + 200, 6)[ROUTES].max() == 223
 
 
 def test_copies_of_a_model_are_vllms_data_parallel_ranks() -> None:

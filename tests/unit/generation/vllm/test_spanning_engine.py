@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from support.vllm_engines import BackgroundLoop
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
-pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(500)]
+
+from strop.generation.vllm import spanning_executor
+from strop.generation.vllm.spanning_executor import SpanningExecutor
 
 SECOND = "127.0.0.2"
 
@@ -41,6 +44,8 @@ def find_workers() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.exhaustive
+@pytest.mark.timeout(500)
 def test_copies_on_two_nodes_share_their_experts(room: BackgroundLoop, two_nodes: Any, tmp_path: Path, tokenizer: Any) -> None:
     import transformers
 
@@ -65,6 +70,8 @@ def test_copies_on_two_nodes_share_their_experts(room: BackgroundLoop, two_nodes
     assert find_workers() == [], "no worker outlives its engine"
 
 
+@pytest.mark.exhaustive
+@pytest.mark.timeout(500)
 def test_it_takes_weights_on_both_nodes_is_started_again_after_a_worker_died_and_lost_with_a_node(
     room: BackgroundLoop, two_nodes: Any, tmp_path: Path, tokenizer: Any
 ) -> None:
@@ -90,3 +97,23 @@ def test_it_takes_weights_on_both_nodes_is_started_again_after_a_worker_died_and
 
     room.run(live(), seconds=450)
     assert find_workers() == [], "no worker outlives its engine"
+
+
+def test_a_worker_that_dies_ends_the_process_that_waits_for_it_and_one_that_lives_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor: Any = SpanningExecutor.__new__(SpanningExecutor)
+    executor.ray_worker_handles, executor.shutting_down = [SimpleNamespace(run_ref="worker")], False
+    answers = iter([[], [], ["worker"]])
+    codes: list[int] = []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        executor.shutting_down = True
+
+    monkeypatch.setattr(spanning_executor.ray, "wait", lambda running, **_: (next(answers), running))
+    monkeypatch.setattr(spanning_executor.os, "_exit", end)
+    executor.start_worker_monitor()
+    executor._monitor_thread.join(20)
+    assert codes == [1] and next(answers, None) is None
+    assert executor._monitor_thread.daemon, "it keeps no process that has nothing else to do"

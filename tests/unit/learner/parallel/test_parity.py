@@ -12,16 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.ranks import run_on_ranks
 
 from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.sampling import Sampling
-from support.parity import FEW, MANY, Case, Differences, compare, make_batch, shorter, train, train_on_rank
+from support.parity import EXACT, FEW, MANY, Case, Differences, compare_on_ranks, shorter
 from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
-EXACT = Differences(loss=1e-10, norm=1e-10, outputs=1e-6, weights=1e-10, metrics=1e-9)
 # Where a prompt is read twice or experts are added in another order, a router rounds a difference up to float32, with losses or without.
 ROUNDED = Differences(loss=1e-6, norm=1e-6, outputs=1e-6, weights=1e-6, metrics=1e-6)
 FLOAT32 = Differences(loss=2e-5, norm=1e-5, outputs=1e-5, weights=1e-5, metrics=1e-5)
@@ -56,24 +54,6 @@ CASES: dict[str, Case] = {
     "fsdp 2, lora": Case(sizes=ParallelDims(shard=2), lora=True, rate=1e-3),
     "fsdp 2, critic": Case(sizes=ParallelDims(shard=2), value=True),
     "fsdp 2, critic on the policy": Case(sizes=ParallelDims(shard=2), head=True),
-    "fsdp 2, quantised, static inputs, checkpointing": Case(
-        sizes=ParallelDims(shard=2), quant_cfg="FP8_DEFAULT_CFG", checkpointing=True
-    ),
-    "tensor 2, quantised, scales of rows": Case(sizes=ParallelDims(tensor=2), quant_cfg="FP8_PER_CHANNEL_PER_TOKEN_CFG"),
-    "experts 2, quantised": Case(sizes=ParallelDims(shard=2, expert=2), family="qwen3_moe", quant_cfg="W4A16_NVFP4_CFG"),
-    "quantised, fsdp 2, weights": Case(sizes=ParallelDims(shard=2), quant_cfg="W4A16_NVFP4_CFG"),
-    "quantised, fsdp 2, inputs, experts": Case(sizes=ParallelDims(shard=2), family="qwen3_moe", quant_cfg="W4A16_NVFP4_CFG"),
-    "quantised, fsdp 2, lora": Case(sizes=ParallelDims(shard=2), lora=True, rate=1e-3, quant_cfg="MXFP8_DEFAULT_CFG"),
-    "quantised, fsdp 2, loaded once": Case(
-        sizes=ParallelDims(shard=2), family="qwen2", rank_zero_loading=True, quant_cfg="MXFP8_DEFAULT_CFG"
-    ),
-    "quantised, tensor 2, weights": Case(sizes=ParallelDims(tensor=2), quant_cfg="W4A16_NVFP4_CFG"),
-    "quantised, tensor 2, static inputs, sequence": Case(
-        sizes=ParallelDims(tensor=2, sequence=True), family="qwen2", quant_cfg="FP8_DEFAULT_CFG"
-    ),
-    "quantised, tensor 2, blocks that are cut": Case(sizes=ParallelDims(tensor=2), quant_cfg="MXFP8_DEFAULT_CFG"),
-    "quantised, stages 2, weights": Case(sizes=ParallelDims(pipeline=2), quant_cfg="NVFP4_DEFAULT_CFG"),
-    "quantised, context 2, inputs": Case(sizes=ParallelDims(context=2), quant_cfg="MXFP8_DEFAULT_CFG"),
     "fsdp 2, loaded once, tied": Case(sizes=ParallelDims(shard=2), family="qwen2", rank_zero_loading=True),
     "fsdp 2, loaded once, lora": Case(sizes=ParallelDims(shard=2), lora=True, rank_zero_loading=True, rate=1e-3),
     "copies 2": Case(sizes=ParallelDims(replicate=2)),
@@ -139,8 +119,6 @@ KEPT = (  # each way of dividing, each kind of model and of loss at least once
     "stages 2, experts, replayed",
     "fsdp 2, lora",
     "fsdp 2, critic",
-    "fsdp 2, quantised, static inputs, checkpointing",
-    "tensor 2, quantised, scales of rows",
     "fsdp 2, loaded once, tied",
     "context 2, window",
     "context 2, critic on the policy",
@@ -156,14 +134,7 @@ KEPT = (  # each way of dividing, each kind of model and of loss at least once
 def on_all(world: int, kept: bool) -> Callable[[str], Differences]:
     """All cases of so many ranks that are kept for `make test`, or all others, in one start of them."""
     names = [name for name, (case, _) in BOUNDS.items() if case.sizes.world_size == world and (name in KEPT) == kept]
-    cases = {name: (shorter(BOUNDS[name][0]) if kept else BOUNDS[name][0], make_batch(BOUNDS[name][0])) for name in names}
-    ranks = run_on_ranks(world, train_on_rank, cases)
-
-    def differences(name: str) -> Differences:
-        case, batch = cases[name]
-        return compare([rank[name] for rank in ranks], train(case, batch), len(batch.target))
-
-    return differences
+    return compare_on_ranks(world, {name: shorter(BOUNDS[name][0]) if kept else BOUNDS[name][0] for name in names})
 
 
 @pytest.mark.parametrize("name", sweep(BOUNDS, *KEPT))

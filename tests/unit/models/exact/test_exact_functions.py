@@ -13,11 +13,14 @@ from torch import Tensor, nn
 
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.tree_plan import TreePlan
+from strop.models.exact.exact_network import forget_exact_weights
 from strop.models.exact.exact_tree import ExactTree
 from strop.models.exact.packed_weights import PackedWeights
 from strop.models.exact.row_products import exact_linear
 from strop.models.exact.trusted_shapes import ProductKind, TrustedShapes, in_reference_blocks
 from strop.models.exact.whole_vectors import padded_size
+from strop.models.network import Network
+from support.models import build
 
 
 def test_a_changed_weight_is_read_at_once() -> None:
@@ -28,6 +31,17 @@ def test_a_changed_weight_is_read_at_once() -> None:
     assert exact_linear(rows, weight, None, weights).tolist() == [[8.0] * 3]
     weight.data = torch.zeros(3, 4)
     assert exact_linear(rows, weight, None, weights).tolist() == [[0.0] * 3]
+
+
+def test_a_change_that_leaves_no_trace_is_read_once_weights_are_forgotten() -> None:
+    network = Network(build("llama"))
+    network.make_exact()
+    assert network.exact is not None
+    weight, rows = nn.Parameter(torch.ones(3, 4)), torch.ones(1, 4)
+    assert exact_linear(rows, weight, None, network.exact.weights).tolist() == [[4.0] * 3]
+    weight.data.numpy().fill(2.0)  # as another process does in shared memory
+    forget_exact_weights(network)
+    assert exact_linear(rows, weight, None, network.exact.weights).tolist() == [[8.0] * 3]
 
 
 def test_a_shape_that_adds_in_another_order_is_not_trusted() -> None:

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from strop.metrics import Metrics
 from strop.models.network import Network
 from strop.models.routing.router_metrics import measure_disagreement, measure_missing_routes, take_router_counts
+from strop.models.routing.router_replay_config import NO_ROUTE, ROUTES
 from strop.sampling import Sampling
-from strop.types import NO_ROUTE, Batch
+from strop.types import Batch
 from support.each import each
 from support.models import _SIZES, build
 from support.rollouts import make_agent_groups, pack_grpo, simple_groups
@@ -77,28 +78,35 @@ def build_network(family: str, *, packed: bool | None = None) -> Network:
     return network
 
 
+def with_routes(batch: Batch, routes: Tensor) -> Batch:
+    return replace(batch, read_columns={"routes": routes})
+
+
+def routes_of(batch: Batch) -> Tensor:
+    return batch.read_columns["routes"]
+
+
 def record(network: Network, batch: Batch) -> Batch:
     """Return the batch with the experts that the network chooses for its tokens."""
-    routes = network.record_routes()
-    assert routes is not None
+    routes: Any = network.record_columns()[ROUTES]
     if network.packed:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(network, "_replay_routes", lambda _: {"routes": routes})
+            patch.setattr(network, "_replay", lambda _: {"routes": routes})
             patch.setattr(network, "_count_differences", lambda _: None)
             with torch.no_grad():
                 network.hidden(batch)
-        return replace(batch, routes=routes.stack())
+        return with_routes(batch, routes.stack())
     paths = [path for paths in batch.rollout_paths() for path in paths]
     segments = batch.tokens.split(batch.segment_length.tolist())
     found: dict[int, Tensor] = {}
     for path in paths:
-        one, row = network.record_routes(), torch.cat([segments[segment] for segment in path])
+        one: Any = network.record_columns()[ROUTES]
+        row = torch.cat([segments[segment] for segment in path])
         with torch.no_grad():
             network.decoder(input_ids=row[None], use_cache=False, routes=one)
-        assert one is not None
         for segment, part in zip(path, one.stack().split([len(segments[segment]) for segment in path]), strict=True):
             found.setdefault(segment, part)
-    return replace(batch, routes=torch.cat([found[segment] for segment in range(len(segments))]))
+    return with_routes(batch, torch.cat([found[segment] for segment in range(len(segments))]))
 
 
 def score(network: Network, batch: Batch) -> Tensor:
@@ -118,19 +126,18 @@ def routers(network: Network) -> list[Any]:
 
 def other_experts(batch: Batch, seed: int = 0) -> Batch:
     """Replace the recorded experts by random ones, two different ones for each token, where there are any."""
-    assert batch.routes is not None
-    random = torch.rand(*batch.routes.shape[:2], 4, generator=torch.Generator().manual_seed(seed)).argsort(-1)[..., :2]
-    return replace(batch, routes=torch.where(batch.routes < 0, batch.routes, random.to(torch.int8)))
+    random = torch.rand(*routes_of(batch).shape[:2], 4, generator=torch.Generator().manual_seed(seed)).argsort(-1)[..., :2]
+    return with_routes(batch, torch.where(routes_of(batch) < 0, routes_of(batch), random.to(torch.int8)))
 
 
 @each("family", WITH_EXPERTS)
 def test_replaying_what_a_network_chooses_changes_nothing(family: str) -> None:
     network = build_network(family)
     batch = record(network, pack_grpo(simple_groups(*SHAPES)))
-    assert batch.routes is not None and batch.routes.dtype == torch.int8
-    assert batch.routes.shape[1:] == (2, 2) and bool((batch.routes[:, 1] >= 0).all())
-    assert bool((batch.routes[:, 0] == NO_ROUTE).all()) == family.startswith("deepseek")  # its first layer has no experts
-    logprobs = score(network, replace(batch, routes=None))
+    assert routes_of(batch).dtype == torch.int8
+    assert routes_of(batch).shape[1:] == (2, 2) and bool((routes_of(batch)[:, 1] >= 0).all())
+    assert bool((routes_of(batch)[:, 0] == NO_ROUTE).all()) == family.startswith("deepseek")  # its first layer has no experts
+    logprobs = score(network, replace(batch, read_columns={}))
     assert torch.equal(score(network, batch), logprobs)
     logged = measure(network, batch)
     assert logged["router_disagreement"].value == 0.0 and logged["tokens_without_routes"].value == 0.0
@@ -145,16 +152,15 @@ def test_recorded_experts_are_weighted_by_the_learners_own_scores(family: str) -
     network = build_network(family)
     batch = other_experts(record(network, pack_grpo(simple_groups(*SHAPES))))
     chosen = score(network, batch)
-    assert float((chosen - score(network, replace(batch, routes=None))).abs().max()) > 1e-3
+    assert float((chosen - score(network, replace(batch, read_columns={}))).abs().max()) > 1e-3
     with forced_experts(network, batch, family):
-        assert torch.allclose(score(network, replace(batch, routes=None)), chosen, atol=1e-6)
+        assert torch.allclose(score(network, replace(batch, read_columns={})), chosen, atol=1e-6)
 
 
 @contextmanager
 def forced_experts(network: Network, batch: Batch, family: str) -> Iterator[None]:
     """Compute with the recorded experts by routers that are written here, a family at a time."""
-    assert batch.routes is not None
-    rows = batch.routes.long()
+    rows = routes_of(batch).long()
     if not network.packed:
         segments = rows.split(batch.segment_length.tolist())
         paths = [torch.cat([segments[each] for each in path]) for paths in batch.rollout_paths() for path in paths]
@@ -194,24 +200,22 @@ def test_a_changed_router_computes_with_the_recorded_experts() -> None:
             router.weight.add_(0.5 * torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(1)))
     replayed = score(learner, batch)
     share = measure(learner, batch)["router_disagreement"].value
-    own = record(learner, batch).routes
-    assert own is not None and batch.routes is not None
-    differs = (own[batch.source, 0].sort(-1).values != batch.routes[batch.source, 0].sort(-1).values).any(-1)
+    own = routes_of(record(learner, batch))
+    differs = (own[batch.source, 0].sort(-1).values != routes_of(batch)[batch.source, 0].sort(-1).values).any(-1)
     assert (
         share >= 0.5 * float(differs.double().mean()) > 0
     )  # the first of two layers reads the same hidden states in both passes
     with forced_experts(learner, batch, "qwen3_moe"):
-        assert torch.allclose(score(learner, replace(batch, routes=None)), replayed, atol=1e-6)
+        assert torch.allclose(score(learner, replace(batch, read_columns={})), replayed, atol=1e-6)
 
 
 def test_tokens_without_routes_choose_for_themselves() -> None:
     network = build_network("qwen3_moe")
     recorded = record(network, pack_grpo(simple_groups(*SHAPES)))
     other = other_experts(recorded)
-    assert other.routes is not None and recorded.routes is not None
     first = int(recorded.segment_start[4])  # the first group is recorded, the second is not
-    mixed = replace(other, routes=torch.cat([other.routes[:first], torch.full_like(other.routes[first:], NO_ROUTE)]))
-    expected = torch.where(mixed.source < first, score(network, other), score(network, replace(other, routes=None)))
+    mixed = with_routes(other, torch.cat([routes_of(other)[:first], torch.full_like(routes_of(other)[first:], NO_ROUTE)]))
+    expected = torch.where(mixed.source < first, score(network, other), score(network, replace(other, read_columns={})))
     assert torch.equal(score(network, mixed), expected)
     logged = measure(network, mixed)
     assert logged["tokens_without_routes"].value == pytest.approx(float((mixed.source >= first).double().mean()))
@@ -249,9 +253,8 @@ def test_what_cannot_replay_says_so() -> None:
         Network(build("llama"), packed=True).enable_router_replay()
     network = build_network("qwen3_moe")
     batch = record(network, pack_grpo(simple_groups(*SHAPES)))
-    assert batch.routes is not None
     with pytest.raises(ValueError, match="of 3 layers and 2 experts a token, and the model has 2 layers and 2"):
-        score(network, replace(batch, routes=torch.cat([batch.routes, batch.routes[:, :1]], 1)))
+        score(network, with_routes(batch, torch.cat([routes_of(batch), routes_of(batch)[:, :1]], 1)))
     layer = network.decoder.layers[1]  # type: ignore[index]
     layer._forward_pre_hooks.clear()  # as a model that keeps its keyword arguments
     with pytest.raises(RuntimeError, match="the router of layer 1 was not reached"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from strop.config import EvalRunConfig
+from strop.config import EvalRunConfig, RecordedRunConfig
 from strop.data.overlap import Overlap, QuestionIndex
 from strop.environments.base import DatasetEnvironment
 from strop.extensions.checks.data.answer_checks import MOST_ANSWERS, check_answers, find_missing_option, is_graded
@@ -35,10 +36,64 @@ from strop.extensions.checks.data.data_report import (
 )
 from strop.extensions.checks.data.evaluation_questions import EvaluationQuestions, read_questions
 from strop.extensions.checks.data.row_checks import CheckedRow, Faults, RowChecker, RowsChecked, shorten_text
-from strop.extensions.checks.data.row_tokens import RowTokens, load_row_tokens
+from strop.models.chat_template import ChatTemplate
+from strop.models.loading import ModelNotFound, load_tokenizer, read_model_config, read_stop_token_ids
+from strop.models.vision.vision_processor import find_vision_processor
+from strop.rollouts.recorded_tokens import RecordedRules
+from strop.runs.models import TokenizerBundle, make_template
+from strop.runs.recorded_run import make_recorded_rules
 from strop.safety.exits import contain_exits
 from strop.types import Task
 from strop.user_code import describe_error
+
+
+@dataclass(frozen=True)
+class RowTokens:
+    template: ChatTemplate
+    rules: RecordedRules | None  # of recorded data
+    limit: int  # tokens of a prompt, or of a whole recorded example
+    limit_keys: str  # that set it
+
+
+def make_check_template(config: CheckableConfig, name: str, tokenizer: Any) -> ChatTemplate:
+    """Return the chat template of a model that is not loaded, with the images of one that reads them."""
+    section: Any = config.tokenizer if isinstance(config, EvalRunConfig) else config.policy.tokenizer
+    try:
+        model_config = read_model_config(name)
+    except (ModelNotFound, OSError, ValueError):  # of a tokenizer alone
+        return ChatTemplate(tokenizer, options=section.chat_template_kwargs)
+    if not isinstance(config, EvalRunConfig):
+        return make_template(config.policy, tokenizer, model_config)
+    vision = find_vision_processor(name, model_config, tokenizer)
+    return ChatTemplate(tokenizer, options=section.chat_template_kwargs, vision=vision)
+
+
+def load_row_tokens(config: CheckableConfig) -> tuple[RowTokens | None, list[str]]:
+    """Return how rows become tokens, and what is to be said of it; None if the tokenizer is not on this machine."""
+    section: Any
+    if isinstance(config, EvalRunConfig):
+        name, section = config.generation.model_name, config.tokenizer
+        limits = {"generation.vllm_cfg.max_model_len": config.generation.max_total_sequence_length - 1}
+        limits["data.max_input_seq_length"] = config.data.max_input_seq_length
+    else:
+        name, section = config.policy.model_name, config.policy.tokenizer
+        limits = {"policy.max_total_sequence_length": config.policy.max_total_sequence_length - 1}
+        limits["data.max_input_seq_length"] = config.data.max_input_seq_length
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tokenizer = load_tokenizer(section.name or name, chat_template=section.chat_template)
+            template = make_check_template(config, name, tokenizer)
+            stops = read_stop_token_ids(name, tokenizer) if isinstance(config, RecordedRunConfig) else ()
+    except (ModelNotFound, OSError, ValueError) as error:
+        return None, [f"tokens and the chat template were not looked at: {error}"]
+    notes = list(dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, UserWarning)))
+    if isinstance(config, RecordedRunConfig):
+        rules = make_recorded_rules(config, TokenizerBundle(tokenizer, template, stops))
+        return RowTokens(template, rules, rules.max_length, "policy.max_total_sequence_length"), notes
+    key = min(limits, key=lambda each: limits[each])
+    return RowTokens(template, None, limits[key], key), notes
+
 
 Columns = Mapping[str, Any]  # arrays by name, of the rows of one entry
 Describe = Callable[[int], FaultyRow]  # a row by its position

@@ -11,6 +11,7 @@ from strop.base_config import to_tree
 from strop.config import EvalRunConfig
 from strop.config.schema.run_config import generation_section
 from strop.environments.agents.agent_environment import AgentEnvironment
+from strop.environments.resources import configure_resources, read_sections
 from strop.extensions.checks.environments.check_report import EPISODE_CHECKS, EnvironmentReport
 from strop.extensions.checks.environments.checked_environments import (
     CHECKED_RUNS,
@@ -30,7 +31,6 @@ from strop.extensions.checks.environments.task_checks import (
     spread,
 )
 from strop.extensions.checks.environments.task_digests import digest_in_another_process
-from strop.extensions.code.sandbox.sandbox_pool import configure_sandbox
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class EnvironmentCheckOptions:
 
 def check_environments(config: CheckedConfig, options: EnvironmentCheckOptions) -> list[EnvironmentReport]:
     """Check the environments of a configuration. Raises EnvironmentConfigError, DataError if they or their tasks cannot be made."""
-    configure_sandbox(config.sandbox)  # before an environment asks for it
+    configure_resources(read_sections(config))  # before an environment asks for one
     checked = make_checked_environments(config, options.only)
     results = [check_environment(each, options, _read_limits(config, options)) for each in checked]
     reports = [report for report, _ in results]

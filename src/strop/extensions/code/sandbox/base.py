@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from strop.tools.base import InfrastructureError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -61,7 +63,7 @@ class RunResult:
         return self.reason == ExitReason.EXIT and self.exit_code == 0
 
 
-class SandboxError(RuntimeError):
+class SandboxError(InfrastructureError):
     """The sandbox itself failed; no fault of a program. The message says what to do."""
 
 

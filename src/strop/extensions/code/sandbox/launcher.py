@@ -20,7 +20,7 @@ from typing import Any
 
 from strop.extensions.code.sandbox.base import SandboxError
 from strop.extensions.code.sandbox.cgroups import Cgroup, make_cgroup
-from strop.extensions.code.sandbox.sandbox_config import SandboxConfig, SandboxLevel
+from strop.extensions.code.sandbox.sandbox_config import SandboxConfig, SandboxLevel, find_missing
 from strop.safety.bubblewrap import NAMESPACES, NOBODY, show_system
 from strop.safety.seccomp import build_confining_filter, build_program_filter
 
@@ -113,26 +113,6 @@ def check_level(level: SandboxLevel) -> None:
     """Raise SandboxError if this machine cannot have a level; the message names what is missing and what to set."""
     if missing := find_missing(level):
         raise SandboxError(missing)
-
-
-def find_missing(level: SandboxLevel) -> str:
-    """Return why this machine cannot have a level, as far as it can be told without starting it; "" if it can."""
-    if sys.platform != "linux":
-        return (
-            f"sandbox.level={level} needs Linux, and this is {sys.platform}: run `strop sandbox serve` on a Linux machine and set "
-            "sandbox.url to its address"
-        )
-    if level != "limits":
-        try:
-            build_program_filter()
-        except OSError as error:
-            return f"sandbox.level={level}: {error}. Set sandbox.level=limits if the programs are trusted, or sandbox.url"
-    if level == "namespaces" and shutil.which("bwrap") is None:
-        return (
-            "sandbox.level=namespaces needs bubblewrap, and there is no bwrap here: install it (apt-get install bubblewrap), or set "
-            "sandbox.url to a service that has it, or a weaker level by name: sandbox.level=seccomp or sandbox.level=limits"
-        )
-    return ""
 
 
 def find_commands() -> dict[str, str]:

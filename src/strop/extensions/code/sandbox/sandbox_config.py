@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from strop import packages
 from strop.base_config import BaseConfig
+from strop.problems import Problem
+from strop.safety.seccomp import build_program_filter
 
 SandboxLevel = Literal["namespaces", "seccomp", "limits"]
 
@@ -42,3 +48,29 @@ class SandboxConfig(BaseConfig):
         description="Services of `strop sandbox serve` that run the programs instead of this machine; several share the load. Their key is "
         "read from STROP_SANDBOX_API_KEY.",
     )
+
+    def examine(self, key: str, environments: Mapping[str, Any]) -> Iterator[Problem]:
+        if self.url or not any("sandbox" in each.traits.needed_resources for each in environments.values()):
+            return
+        if (missing := find_missing(self.level)) and not packages.assume("sandbox"):
+            yield Problem(f"{key}.level", missing)
+
+
+def find_missing(level: SandboxLevel) -> str:
+    """Return why this machine cannot have a level, as far as it can be told without starting it; "" if it can."""
+    if sys.platform != "linux":
+        return (
+            f"sandbox.level={level} needs Linux, and this is {sys.platform}: run `strop sandbox serve` on a Linux machine and set "
+            "sandbox.url to its address"
+        )
+    if level != "limits":
+        try:
+            build_program_filter()
+        except OSError as error:
+            return f"sandbox.level={level}: {error}. Set sandbox.level=limits if the programs are trusted, or sandbox.url"
+    if level == "namespaces" and shutil.which("bwrap") is None:
+        return (
+            "sandbox.level=namespaces needs bubblewrap, and there is no bwrap here: install it (apt-get install bubblewrap), or set "
+            "sandbox.url to a service that has it, or a weaker level by name: sandbox.level=seccomp or sandbox.level=limits"
+        )
+    return ""

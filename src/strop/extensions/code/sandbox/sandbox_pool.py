@@ -19,6 +19,7 @@ from queue import Empty, LifoQueue
 from typing import Any
 
 from strop.base_config import validate_section
+from strop.environments.resources import find_section
 from strop.extensions.code.sandbox.base import ExitReason, Limits, Program, RunResult, Sandbox, SandboxError, SandboxFull
 from strop.extensions.code.sandbox.launcher import LANGUAGES, PACKAGES, SandboxWorker, WorkerDied, check_level, find_commands
 from strop.extensions.code.sandbox.sandbox_config import SandboxConfig, SandboxLevel
@@ -32,23 +33,28 @@ WEAKNESSES: dict[SandboxLevel, str] = {
     "seccomp": ": they can read the files of this machine",
     "limits": ": they can do what this run can",
 }
-_configured: SandboxConfig | None = None
-
-
-def configure_sandbox(config: SandboxConfig | None) -> None:
-    """Set what ``get_sandbox`` gives in this process; None is the section's defaults."""
-    global _configured
-    _configured = config
 
 
 def get_sandbox() -> Sandbox:
     """Return this process's sandbox, as configured by the section ``sandbox``. A forked process gets its own."""
-    return _make_sandbox(os.getpid(), _configured or validate_section(SandboxConfig, {}))
+    return _make_sandbox(os.getpid(), find_section(SandboxConfig))
+
+
+@asynccontextmanager
+async def open_sandbox() -> AsyncIterator[str]:
+    """Try this process's sandbox, and close it at the end. Yields where programs run. Raises SandboxError if it cannot be had."""
+    where = await try_sandbox()
+    sandbox = get_sandbox()
+    try:
+        yield where
+    finally:
+        _make_sandbox.cache_clear()  # first, so that nobody is given a sandbox that is closed
+        await sandbox.close()
 
 
 async def try_sandbox() -> str:
     """Run a program in this process's sandbox. Return in words where programs run. Raises SandboxError if it cannot be had."""
-    config = _configured or validate_section(SandboxConfig, {})
+    config = find_section(SandboxConfig)
     result = await get_sandbox().run(Program(source="print('ready')"))
     if result.stdout.strip() != "ready":
         raise SandboxError(
@@ -130,6 +136,7 @@ class SandboxPool:
         for worker in busy:
             with suppress(OSError):
                 worker.channel.shutdown(2)  # its job ends, and the thread that waits for it sees that
+        atexit.unregister(self._close)
         self._threads.shutdown(cancel_futures=True)
         self._session_threads.shutdown(cancel_futures=True)
         with suppress(Empty):

@@ -1,6 +1,6 @@
 """Router replay in the stages of a model: the routers of Megatron Core ask for recorded experts where they would take the best ones.
 
-A row carries its experts (``StageRow.routes``). A layer hands them to its router before it runs, so that it does not matter which
+A row carries its experts (``StageRow.experts``). A layer hands them to its router before it runs, so that it does not matter which
 micro-batches a pipeline schedule has under way, nor whether the whole layer is computed again in the backward pass.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.models.routing.routes import ReplayedRoutes, RoutedLayers
+from strop.models.routing.recorded_experts import ReplayedRoutes, RoutedLayers
 
 
 class LayerReplay:
@@ -22,14 +22,14 @@ class LayerReplay:
     def __init__(self, layer: int, *, recomputed: bool) -> None:
         """``recomputed``: the router alone is computed again in the backward pass, without its layer."""
         self.layer, self.recomputed = layer, recomputed
-        self._routes: ReplayedRoutes | None = None
+        self._experts: ReplayedRoutes | None = None
         self._waiting: deque[ReplayedRoutes | None] = deque()  # of the passes whose backward pass is to come, in their order
 
     def hand_down(self, _: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the experts of the row that the layer is about to read."""
-        self._routes = kwargs["packed_seq_params"].routes
+        self._experts = kwargs["packed_seq_params"].experts
         if self.recomputed and torch.is_grad_enabled():
-            self._waiting.append(self._routes)
+            self._waiting.append(self._experts)
 
     def forget(self) -> None:
         self._waiting.clear()
@@ -46,10 +46,10 @@ class LayerReplay:
         assert default_compute_topk is not None
         best, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         # Megatron Core's checkpointing computes without gradients first, and with them when it computes again.
-        routes = self._waiting.popleft() if self.recomputed and torch.is_grad_enabled() else self._routes
-        if routes is None:
+        experts = self._waiting.popleft() if self.recomputed and torch.is_grad_enabled() else self._experts
+        if experts is None:
             return best, own
-        chosen = routes.choose(self.layer, own)
+        chosen = experts.choose(self.layer, own)
         return scores.gather(1, chosen), chosen
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from strop.models.attention.attention_plan import AttentionPlan
-from strop.models.routing.routes import ReplayedRoutes
+from strop.models.routing.recorded_experts import ReplayedRoutes
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +21,7 @@ class StageRow:
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     plan: AttentionPlan
-    routes: ReplayedRoutes | None = None  # the recorded experts of the tokens that this rank's layers read
+    experts: ReplayedRoutes | None = None  # the recorded experts of the tokens that this rank's layers read
 
     qkv_format: ClassVar[str] = "tree"
     cp_group: ClassVar[None] = None

@@ -16,8 +16,8 @@ from strop.learner.parallel.context.context_plan import ContextPlan
 from strop.learner.parallel.micro_batch import OutputsT, tensor_fields
 from strop.models.attention.attention_plan import AttentionPlan
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.routing.routes import ReplayedRoutes, RoutedLayers
-from strop.types import NO_ROUTE, Batch
+from strop.models.routing.recorded_experts import ReplayedRoutes, RoutedLayers
+from strop.types import Batch
 
 dist: Any = torch.distributed
 
@@ -45,12 +45,12 @@ class RowSharding:
             plan = ContextPlan(plan, self.layout.context, count)
         length = len(tokens) // self.dims.context
         local = slice(dist.get_rank(self.layout.context) * length, (dist.get_rank(self.layout.context) + 1) * length)
-        routes = None
-        if routed is not None and batch.routes is not None:
-            recorded = torch.cat([batch.routes, batch.routes.new_full((padding, *batch.routes.shape[1:]), NO_ROUTE)])
+        experts, recorded = None, None if routed is None else batch.read_columns.get(routed.column.name)
+        if routed is not None and recorded is not None:
+            recorded = torch.cat([recorded, recorded.new_full((padding, *recorded.shape[1:]), routed.column.fill)])
             counted = torch.bincount(batch.source, minlength=len(tokens))
-            routes = ReplayedRoutes(routed, self._shard_layers(recorded[local]), self._shard_layers(counted[local]))
-        return StageRow(tokens[local], positions[local], plan, routes)
+            experts = ReplayedRoutes(routed, self._shard_layers(recorded[local]), self._shard_layers(counted[local]))
+        return StageRow(tokens[local], positions[local], plan, experts)
 
     def _shard_layers(self, column: Tensor) -> Tensor:
         """Return the rows of a context rank's column that this tensor rank has between attentions."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -68,6 +68,17 @@ class MonitorConfig(BaseConfig):
                     yield Problem(
                         f"{key}.detectors", f"names {each!r}, which needs {key}.{each}", f"Set {key}.{each} to file.py:function."
                     )
+
+    def examine(self, key: str, environments: Mapping[str, Any]) -> Iterator[Problem]:
+        from strop.environments.base import EnvironmentConfigError
+        from strop.extensions.watch.hacking.held_out_grader import make_grader
+
+        for name, given in (("second_grader", self.second_grader), *(("judges", each) for each in self.judges)):
+            try:
+                if given is not None and self.enabled:
+                    make_grader(given, f"{key}.{name}")
+            except EnvironmentConfigError as error:
+                yield Problem(f"{key}.{name}", str(error).removeprefix(f"{key}.{name}: "))
 
     @property
     def active(self) -> tuple[str, ...]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from strop.extensions.watch.health.health_rules import RULES, HealthFinding, HealthRule, StepMetrics, skips_all_steps
+from strop.extensions.watch.health.start_checks import find_at_start
 from strop.monitoring.trackers.base import Tracker
+from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
+from strop.runs.monitors.run_listeners import RunSetup
 from strop.stopping import EndRun
 from strop.trainer.listeners import RunListener
 from strop.trainer.step_view import StepView
@@ -26,17 +30,27 @@ class HealthMonitor(RunListener):
     name = "health"
     section: str = "grpo"
     max_skipped_steps: int = 10  # in a row
+    setup: RunSetup | None = None
     at_start: Sequence[HealthFinding] = ()  # what is known to be wrong before the first step
     findings: list[HealthFinding] = field(default_factory=list)  # everything that was said
     streaks: dict[str, int] = field(default_factory=dict)  # for how many steps in a row each condition has held
     skipped: int = 0  # steps in a row without any optimizer step
 
     @property
+    def warnings(self) -> Sequence[str]:  # type: ignore[override]
+        return [str(finding) for finding in self.findings]
+
+    @property
     def rules(self) -> tuple[HealthRule, ...]:
         return tuple(rule for rule in RULES if not rule.judges_rewards or self.section != "distillation")
 
     async def on_start(self, step: int, tracker: Tracker) -> None:
-        """Say what is wrong before the first step."""
+        """Say what is wrong before the first step; take in the earlier steps of a run that continues."""
+        if self.setup is not None:
+            self.replay(
+                logged for step, logged in read_metrics(Path(self.setup.config.logger.log_dir) / METRICS_FILE) if step > 0
+            )
+            self.at_start = tuple(find_at_start(self.setup))
         for finding in self.at_start:
             self._say(finding, tracker)
 
@@ -81,3 +95,8 @@ class HealthMonitor(RunListener):
         if finding.name not in {said.name for said in self.findings}:
             self.findings.append(finding)
             tracker.note(str(finding))
+
+
+def make_health(setup: RunSetup) -> HealthMonitor:
+    limit = setup.config.training.max_skipped_steps_in_a_row
+    return HealthMonitor(section=setup.config.section, max_skipped_steps=limit, setup=setup)

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
 
-from strop.environments.handle import EnvironmentHandle
+from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
+from strop.config import RolloutRunConfig
 from strop.environments.rewards import RewardMark
 from strop.extensions.watch.health.health_rules import HealthFinding
-
-if TYPE_CHECKING:  # it imports torch, which the turns do not need
-    from strop.trainer.run import TrainOptions
+from strop.runs.dry_run.examine import find_single_turns
+from strop.runs.monitors.run_listeners import RunSetup
+from strop.runs.rollout_run import SampledSource
+from strop.runs.tasks import list_reward_marks
+from strop.trainer.run import TrainOptions
 
 UNLIMITED_STEPS = 1_000_000  # from here on, a number of steps is no limit that somebody chose
 
 
-def check_turns(environments: Mapping[str, EnvironmentHandle[Any]], max_turns: int, section: str) -> Iterator[HealthFinding]:
-    for name, environment in environments.items():
-        if max_turns == 1 and environment.traits.responds:
-            why, end = "answers the policy (respond)", "every episode ends after the policy's first turn"
-            if environment.traits.is_agent:
-                why, end = "runs an agent", "every request of it after the first is refused"
-            elif environment.traits.has_tools:
-                why = "has tools"
-            yield HealthFinding(
-                "single_turn",
-                f"env.{name}: {environment.traits.title} {why}, but {section}.max_rollout_turns is 1, so {end}; set "
-                f"{section}.max_rollout_turns=N to allow N turns",
-            )
+def find_at_start(setup: RunSetup) -> Iterator[HealthFinding]:
+    """Yield what is wrong with a run whose options are known."""
+    config, source = setup.config, setup.source
+    if isinstance(config, RolloutRunConfig) and isinstance(source, SampledSource):
+        environments = {component.name: component.environment for component in source.train.components}
+        for message in find_single_turns(environments, config.rollout_training.max_rollout_turns, config.section):
+            yield HealthFinding("single_turn", message)
+        advantage = getattr(setup.algorithm, "advantage", None)
+        if isinstance(advantage, DecoupledRewards):
+            weights = advantage.weights if isinstance(advantage.weights, Mapping) else {}
+            yield from check_reward_weights(list_reward_marks(config), weights, "algorithm.kwargs.advantage.weights")
+    yield from check_validation(source.options, source.size, held_out=bool(config.data.validation_entries))
+    yield from check_epochs(source.options, source.size, config.training.max_num_epochs)
 
 
 def check_reward_weights(

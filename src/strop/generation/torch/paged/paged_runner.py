@@ -1,4 +1,4 @@
-"""Forward passes of the embedded engine with a key-value cache in pages."""
+"""Forward passes of the embedded engine with a paged key-value cache."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from strop.columns import Columns
 from strop.generation.torch.emulated_quantization import EmulatedQuantization
 from strop.generation.torch.fast_layers import FastLayers
 from strop.generation.torch.model_runner import PlanRunner, SlotPrompt, cache_capacity, collect_images, join_positions
 from strop.generation.torch.paged.page_attention import PagedDecodePlan, PagedPrefillPlan, PageLayout, PromptRead, make_layout
 from strop.generation.torch.paged.paged_cache import OpenedSequence, PagedCache, PagedSequence, choose_page
 from strop.generation.torch.torch_config import TorchGenerationConfig
-from strop.models.draft.state_capture import StateCapture
 from strop.models.network import Network
 
 
 class PagedRunner(PlanRunner):
-    """Runs a network with a key-value cache in pages. Memory limits the tokens that are held, not the number of sequences."""
+    """Runs a network with a paged key-value cache. Memory limits the number of stored tokens, not of sequences."""
 
     verifies_drafts = True
 
@@ -33,9 +33,11 @@ class PagedRunner(PlanRunner):
         page: int | None = None,
         quantization: EmulatedQuantization | None = None,
     ) -> None:
-        """``page``: tokens of a page; None chooses. Raises ValueError if the memory holds no sequence of ``length`` tokens."""
+        """``page``: tokens per page; None chooses. Raises ValueError if the memory does not fit one sequence of ``length``
+        tokens.
+        """
         super().__init__(network, config, length=length, quantization=quantization)
-        self.fuser = StateFuser(network) if config.speculative_draft and network.draft is not None else None
+        self.fuser = config.make_fuser(network)
         if self.fuser is not None:
             self.shape = replace(self.shape, state_size=self.fuser.size)
         capacity = cache_capacity(network, self.shape, config, length)
@@ -46,25 +48,25 @@ class PagedRunner(PlanRunner):
                 f"policy.max_total_sequence_length = {length}; raise the first, or set policy.generation.torch_cfg.paged_cache=false"
             )
         self.slots = config.max_num_seqs
-        self.cache = PagedCache(self.shape, capacity // page, page, network.routed)
+        self.cache = PagedCache(self.shape, capacity // page, page, network.recorded_columns)
         self._make_offsets(self.slots)
         self._sequences: list[PagedSequence] = []  # of the slots, in order
-        self._opened: dict[int, OpenedSequence] = {}  # slot -> reserved for the next prefill
+        self._opened: dict[int, OpenedSequence] = {}  # slot -> sequence reserved for the next prefill
         self._readers: dict[tuple[int, ...], int] = {}  # prompt -> slot that reads it in the next prefill
-        self._ahead: PagedSequence | None = None  # what was read of a prompt that is not admitted yet
-        self._layout: PageLayout | None = None  # of one new token for each sequence
+        self._ahead: PagedSequence | None = None  # the read part of a prompt that is not admitted yet
+        self._layout: PageLayout | None = None  # for one new token per sequence
         self._table: Tensor | None = None  # [B, n] int32, pages of each sequence, for the compiled kernels
 
     @property
     def rounds_as_learner(self) -> bool:
-        """Whether merged parts of attention make no difference: in float32, or with kernels that do not merge.
+        """Whether merging parts of attention makes no difference: in float32, or with kernels that do not merge.
 
-        In bfloat16 a part is rounded before it is merged, which the learner's attention does not do.
+        In bfloat16 a part is rounded before merging, unlike in the learner's attention.
         """
         return self.layers is not None or self.network.precision != torch.bfloat16
 
     def _forget_layout(self) -> None:
-        """Pages have changed hands."""
+        """Called when the assignment of pages has changed."""
         self._layout = self._table = None
 
     def count_unread(self, prompt: SlotPrompt) -> int:
@@ -151,11 +153,11 @@ class PagedRunner(PlanRunner):
             self.cache.copy_page(old, new, min(length - start, self.cache.page))
 
     def _read(self, reads: Sequence[PromptRead], prompts: Sequence[SlotPrompt]) -> Tensor:
-        """Run one forward pass over what is not cached of some prompts; return the logits after each, [B, V]."""
+        """Run one forward pass over the uncached part of some prompts; return the logits after each, [B, V]."""
         plan = PagedPrefillPlan(self.cache, reads)
         tokens = torch.tensor([token for read in reads for token in read.tokens[read.cached :]])
         last = torch.tensor(plan.lengths).cumsum(0) - 1
-        plan.routes = self.network.record_routes()
+        plan.recorders = self.network.record_columns()
         plan.images = collect_images(prompts)
         positions = join_positions(prompts, [read.cached for read in reads])
         with self._capturing(plan.pages, plan.offsets):
@@ -165,11 +167,11 @@ class PagedRunner(PlanRunner):
 
     @contextmanager
     def _capturing(self, pages: Tensor, offsets: Tensor) -> Iterator[None]:
-        """Hold what a draft head reads of the tokens of a pass, at their places."""
+        """Hold what a drafter reads of the tokens of a pass, at their places."""
         if self.fuser is None or self.cache.states is None:
             yield
             return
-        with self.fuser.capture.active():
+        with self.fuser.capturing():
             yield
         self.cache.states[pages, offsets] = self.fuser.take()
 
@@ -183,7 +185,7 @@ class PagedRunner(PlanRunner):
         return logits
 
     def read_states(self, slot: int, first: int, last: int) -> Tensor:
-        """Return the fused states of the tokens of a slot at positions [first, last), [last - first, H], for the draft head."""
+        """Return the fused states of the tokens of a slot at positions [first, last), [last - first, H], for a drafter."""
         return self.cache.read_states(self._sequences[slot], first, last)
 
     def extend(self, lengths: Sequence[int]) -> bool:
@@ -228,7 +230,7 @@ class PagedRunner(PlanRunner):
             pages.append(sequence.own[position // page - len(sequence.nodes)])
         where = torch.tensor(pages, device=device), torch.tensor(positions, device=device)
         plan = PagedDecodePlan(self.cache, layout, *where, longest=max(positions) + 1)
-        plan.routes = self.network.record_routes()
+        plan.recorders = self.network.record_columns()
         rotary = plan.positions if self.offsets is None else plan.positions + self.offsets[torch.tensor(slots, device=device)]
         with self._capturing(plan.pages, plan.offsets):
             logits = self._forward(torch.tensor(tokens), rotary, plan, None)
@@ -250,38 +252,9 @@ class PagedRunner(PlanRunner):
     def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
         self.cache.store(self._sequences[slot], tokens)
 
-    def read_routes(self, slot: int, length: int) -> Tensor | None:
-        return self.cache.read_routes(self._sequences[slot], length)
+    def read_columns(self, slot: int, length: int) -> Columns:
+        return self.cache.read_columns(self._sequences[slot], length)
 
     def reset_prefix_cache(self) -> None:
         self._drop_ahead()
         self.cache.tree.clear()
-
-
-# What a draft head reads of the policy's passes in the embedded engine: a fused state for each token, held beside its keys
-# and values.
-
-
-class StateFuser:
-    """Makes the fused states [n, H] of tokens from what some layers of the policy put out."""
-
-    def __init__(self, network: Network) -> None:
-        assert network.draft is not None
-        self.network, self.head = network, network.draft
-        self.capture = StateCapture(network.decoder, self.head.shape.aux_layers)
-        self.layers = torch.tensor(self.head.shape.aux_layers)
-        self.size = self.head.shape.hidden_size
-
-    def empty(self, tokens: int) -> Tensor:
-        """Return room for the outputs of the layers, [tokens, layers, H] float32."""
-        return torch.empty(tokens, len(self.layers), self.size)
-
-    def take(self) -> Tensor:
-        """Fuse what was captured of the last pass."""
-        return self.fuse(self.capture.take())
-
-    @torch.no_grad()
-    def fuse(self, states: Tensor) -> Tensor:
-        """[n, layers * H] -> [n, H] float32."""
-        with self.network.autocast():
-            return self.head.fuse(states).float()

@@ -1,0 +1,208 @@
+"""Read ``policy.quant_cfg``: the name of a configuration of ModelOpt, or a YAML file in the form of its recipes.
+
+quantize:
+  algorithm: max
+  quant_cfg:
+    - quantizer_name: '*'
+      enable: false
+    - quantizer_name: '*weight_quantizer'
+      cfg: {num_bits: e2m1, block_sizes: {-1: 16, type: dynamic, scale_bits: e4m3}}
+    - quantizer_name: '*lm_head*'
+      enable: false
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from strop.extensions.labs.fake_quant.modelopt_presets import PRESETS, REFUSED_PRESETS
+from strop.extensions.labs.fake_quant.quantizer_rules import QuantizerFormat, QuantizerRule, QuantizerRules
+from strop.storage.text_file import read_text_file
+
+# Quantisers of tensors that are neither weights nor inputs of linear layers; the names stand for those of any layer.
+OTHER_QUANTIZERS = {
+    "model.layers.0.mlp.down_proj.output_quantizer": "outputs of layers",
+    "model.layers.0.self_attn.q_bmm_quantizer": "queries of attention",
+    "model.layers.0.self_attn.k_bmm_quantizer": "keys of attention",
+    "model.layers.0.self_attn.v_bmm_quantizer": "values of attention",
+    "model.layers.0.self_attn.p_bmm_quantizer": "weights of attention",
+}
+_IGNORED = {
+    "effective_bits",
+    "pass_through_bwd",
+    "fake_quant",
+    "unsigned",
+    "narrow_range",
+    "calibrator",
+    "trt_high_precision_dtype",
+}
+_E4M3, _E2M1, _E8M0 = ("e4m3", (4, 3)), ("e2m1", (2, 1)), ("e8m0", (8, 0))
+
+
+class QuantConfigError(ValueError):
+    """A configuration of quantisation that cannot be used; ``fix`` says what to set instead."""
+
+    def __init__(self, message: str, fix: str) -> None:
+        super().__init__(message)
+        self.fix = fix
+
+
+def read_quant_config(source: str) -> QuantizerRules:
+    """Return the rules of a name of ModelOpt, such as NVFP4_DEFAULT_CFG, or of a YAML file. Raises QuantConfigError."""
+    if source in PRESETS:
+        return _make_rules(source, PRESETS[source])
+    if source in REFUSED_PRESETS:
+        raise QuantConfigError(
+            f"found {source}, which {REFUSED_PRESETS[source]}: that is not in this version",
+            "Set it to a configuration of rounded weights and inputs: " + ", ".join(sorted(PRESETS)) + ", or a YAML file.",
+        )
+    return _read_file(source, Path(source).expanduser())
+
+
+def _read_file(source: str, path: Path) -> QuantizerRules:
+    if not path.is_file():
+        near = difflib.get_close_matches(source, PRESETS, n=1, cutoff=0.6)
+        raise QuantConfigError(
+            f"found {source!r}, which is neither a configuration of ModelOpt that is known here nor a file",
+            f"Did you mean {near[0]}?" if near else "Set it to one of " + ", ".join(sorted(PRESETS)) + ", or a YAML file.",
+        )
+    return _parse(source, read_text_file(path))
+
+
+@cache
+def _parse(source: str, text: str) -> QuantizerRules:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        document = YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        raise QuantConfigError(f"{source} is not YAML: {str(error).splitlines()[0]}", "Correct the file.") from error
+    section = document.get("quantize", document) if isinstance(document, Mapping) else None
+    entries = section.get("quant_cfg") if isinstance(section, Mapping) else None
+    if not isinstance(section, Mapping) or not isinstance(entries, Sequence | Mapping) or isinstance(entries, str):
+        raise QuantConfigError(
+            f"{source} has no list quant_cfg, at the top or under quantize", "Write it as the recipes of ModelOpt are."
+        )
+    if (algorithm := section.get("algorithm", "max")) not in ("max", None, {"method": "max"}):
+        raise QuantConfigError(
+            f"{source} asks for the algorithm {algorithm!r}, and scales are greatest magnitudes here",
+            "Set algorithm: max in the file.",
+        )
+    if "$import" in text:
+        raise QuantConfigError(
+            f"{source} imports other files ($import), which are not read", "Write their entries into the file."
+        )
+    return _make_rules(source, _as_list(entries))
+
+
+def _as_list(entries: Sequence[Any] | Mapping[str, Any]) -> list[Any]:
+    """Return the entries of a list, or of the older form {pattern: {num_bits: ..., enable: ...}}."""
+    if not isinstance(entries, Mapping):
+        return list(entries)
+    listed: list[Any] = []
+    for pattern, options in entries.items():
+        options = dict(options) if isinstance(options, Mapping) else {"enable": options}
+        enable = options.pop("enable", True)
+        entry = {"quantizer_name": "*" if pattern == "default" else pattern, "enable": enable}
+        listed.append({**entry, "cfg": options} if options else entry)
+    return listed
+
+
+def _make_rules(source: str, entries: Sequence[Any]) -> QuantizerRules:
+    rules = QuantizerRules(source, tuple(_read_entries(source, entries)))
+    _check_other_quantizers(rules)
+    return rules
+
+
+def _read_entries(source: str, entries: Sequence[Any]) -> Iterator[QuantizerRule]:
+    for number, entry in enumerate(entries, 1):
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("quantizer_name"), str):
+            raise QuantConfigError(f"entry {number} of {source} has no quantizer_name: {entry!r:.80}", "Give it one.")
+        if entry.get("parent_class") not in (None, "nn.Linear"):  # of layers that are not linear, which are never quantised here
+            continue
+        pattern, options = entry["quantizer_name"], entry.get("cfg")
+        enabled = entry.get("enable", True)
+        unknown = set(entry) - {"quantizer_name", "parent_class", "cfg", "enable"}
+        if unknown or not isinstance(enabled, bool):
+            raise QuantConfigError(
+                f"entry {number} of {source} ({pattern}) has {sorted(unknown) or f'enable: {enabled!r}'}, which is not known",
+                "An entry has quantizer_name, cfg, enable (true or false) and parent_class.",
+            )
+        yield QuantizerRule(pattern, enabled, None if not options or not enabled else _read_format(source, pattern, options))
+
+
+def _read_format(source: str, pattern: str, options: Any) -> QuantizerFormat:
+    """Return the format of an entry's ``cfg``. Raises QuantConfigError for one that does not exist here."""
+    if isinstance(options, Mapping):
+        name = _find_format(options, weights="input_quantizer" not in pattern)
+        if name is not None:
+            return QuantizerFormat(name, constant_amax=options.get("use_constant_amax", False))
+    raise QuantConfigError(
+        f"the quantiser {pattern} of {source} has the format {options!r:.200}, which is not in this version",
+        "Formats are FP8 (num_bits e4m3: of the tensor, axis: 0, or block_sizes 128), MXFP8, MXFP4 (blocks of 32, scale_bits e8m0) and "
+        "NVFP4 (num_bits e2m1, blocks of 16 or 32, type: dynamic, scale_bits e4m3).",
+    )
+
+
+def _find_format(options: Mapping[str, Any], *, weights: bool) -> str | None:
+    known = {"num_bits", "axis", "block_sizes", "type", "enable", "use_constant_amax"} | _IGNORED
+    bits = options.get("num_bits")
+    bits = tuple(bits) if isinstance(bits, Sequence) and not isinstance(bits, str) else bits
+    if set(options) - known or bits not in (*_E4M3, *_E2M1):
+        return None
+    sizes = options.get("block_sizes")
+    if sizes is not None and not isinstance(sizes, Mapping):
+        return None
+    blocks = {int(axis): size for axis, size in (sizes or {}).items() if str(axis).lstrip("-").isdigit()}
+    scale = (sizes or {}).get("scale_bits")
+    scale = tuple(scale) if isinstance(scale, Sequence) and not isinstance(scale, str) else scale
+    kind = (sizes or {}).get("type", options.get("type"))
+    if bits in _E2M1:
+        return _find_fp4(blocks, scale, kind)
+    return _find_fp8(blocks, scale, kind, options.get("axis"), weights=weights)
+
+
+def _find_fp4(blocks: Mapping[int, Any], scale: Any, kind: Any) -> str | None:
+    if kind == "static":  # blocks whose scales stay while the weights change
+        return None
+    if scale in _E8M0:
+        return {32: "mxfp4_ceil"}.get(blocks[-1]) if set(blocks) == {-1} else None
+    if scale in _E4M3 and set(blocks) == {-1}:
+        return {16: "nvfp4", 32: "nvfp4_32"}.get(blocks[-1])
+    return None
+
+
+def _find_fp8(blocks: Mapping[int, Any], scale: Any, kind: Any, axis: Any, *, weights: bool) -> str | None:
+    if scale in _E8M0:
+        return "mxfp8" if blocks == {-1: 32} else None
+    if scale is not None:
+        return None
+    if not blocks:
+        if axis is None:  # inputs with a dynamic scale of the whole tensor would depend on what else is in the micro-batch
+            return "fp8_tensor" if weights or kind != "dynamic" else None
+        return "fp8_row" if axis == 0 and weights else None
+    return {((-1, None),): "fp8_row", ((-1, 128),): "fp8_group", ((-2, 128), (-1, 128)): "fp8_block" if weights else None}.get(
+        tuple(sorted(blocks.items()))
+    )
+
+
+def _check_other_quantizers(rules: QuantizerRules) -> None:
+    """Raise QuantConfigError if tensors are to be quantised that stay in high precision here."""
+    for name, what in OTHER_QUANTIZERS.items():
+        if rules.find(name) is not None:
+            raise QuantConfigError(
+                f"{rules.source} quantises {what}, which the learner computes in high precision",
+                f"Disable it in a YAML file of your own (quantizer_name: '*{name.rpartition('.')[2]}', enable: false).",
+            )
+    if rules.weight_format("lm_head") is not None or rules.input_format("lm_head") is not None:
+        raise QuantConfigError(
+            f"{rules.source} quantises the output layer, whose log-probabilities are computed in tiles of high precision",
+            "Disable it in a YAML file of your own (quantizer_name: '*lm_head*', enable: false).",
+        )
+    if not any(rule.enabled and rule.format is not None for rule in rules.rules):
+        raise QuantConfigError(f"{rules.source} quantises nothing", "Enable a quantiser with a cfg, or set it to null.")
