@@ -16,9 +16,10 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from strop.models.routing.router_replay_config import ROUTES
 from strop.monitoring.rollout_store.rollout_record import make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.sampling import pad_kept_tokens
+from strop.sampling import KEPT, pad_kept_tokens
 from strop.types import Group, Turn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -35,12 +36,12 @@ def add_sets(turn: Turn) -> Turn:
     sets = [
         torch.cat([torch.randint(VOCABULARY, (size,)), turn.tokens[[place]]]).sort().values for place, size in enumerate(sizes)
     ]
-    return replace(turn, kept=pad_kept_tokens(sets))
+    return replace(turn, columns={KEPT: pad_kept_tokens(sets)})
 
 
 def add_routes(turn: Turn) -> Turn:
     scores = torch.rand(PROMPT + len(turn.tokens), LAYERS, EXPERTS)
-    return replace(turn, routes=scores.topk(CHOSEN).indices.to(torch.int8))
+    return replace(turn, columns={ROUTES: scores.topk(CHOSEN).indices.to(torch.int8)})
 
 
 def make_groups(rollouts: int, tokens: int, add: Callable[[Turn], Turn]) -> list[Group]:
@@ -68,7 +69,7 @@ def main() -> None:
         for _ in range(REPETITIONS + 1):
             for name, each in groups.items():
                 started = time.perf_counter()
-                path = RolloutStore(Path(folder) / name).write(1, make_records(1, each, routes=True))
+                path = RolloutStore(Path(folder) / name).write(1, make_records(1, each, stores=lambda _: True))
                 seconds[name].append(time.perf_counter() - started)
                 assert path is not None
         for name, taken in seconds.items():

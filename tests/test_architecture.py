@@ -170,27 +170,7 @@ def internal_imports() -> Iterator[Import]:
 # Files of the core that still import an extension by name.
 STILL_CROSSING: frozenset[str] = frozenset(
     {
-        "api.py",
-        "checkpointing/convert.py",
-        "checkpointing/saved_model.py",
-        "config/checks/cluster_checks.py",
-        "config/checks/run_checks.py",
-        "config/load/load.py",
-        "config/load/translated_recipe.py",
-        "config/schema/distillation_config.py",
-        "config/schema/policy_config.py",
         "environments/scoring/scoring_worker.py",
-        "learner/model_config.py",
-        "results.py",
-        "runs/cluster/device_plan.py",
-        "runs/cluster/rank_builders.py",
-        "runs/cluster/ray_backend.py",
-        "runs/dry_run/examine.py",
-        "runs/dry_run/examined_networks.py",
-        "runs/dry_run/planned_learner.py",
-        "runs/dry_run/recipe_folder.py",
-        "runs/jobs/serve_model.py",
-        "runs/monitors/instruments.py",
     }
 )
 
@@ -429,6 +409,7 @@ SHORT = {
     "generation.vllm.engine_stats": "what vLLM counts, under Strop's names",
     "extensions.watch.hacking.e_process": "a statistical test with its paper",
     "monitoring.notebook_figure": "it inherits from matplotlib, which is imported where something is drawn",
+    "runs.cluster.rank_exporter": "sent to ranks, which import nothing of the driver",
     "rollouts.tokenizing_worker": "a process of its own",
     "extensions.view.view_server": "heavy, and imported when the command runs",
     "trainer.publish": "a stage of the loop",

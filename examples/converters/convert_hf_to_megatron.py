@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from strop.checkpointing.convert import convert_to_megatron
+from strop.extensions.megatron.checkpoint.convert_megatron import convert_to_megatron
 
 
 def main(arguments: Sequence[str] | None = None) -> str | None:

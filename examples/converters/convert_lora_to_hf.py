@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from strop.checkpointing.convert import convert_megatron_adapters
+from strop.extensions.megatron.checkpoint.convert_megatron import convert_megatron_adapters
 
 
 def main(arguments: Sequence[str] | None = None) -> str | None:

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from strop.checkpointing.convert import convert_megatron, read_model_name
+from strop.checkpointing.convert import read_model_name
+from strop.extensions.megatron.checkpoint.convert_megatron import convert_megatron
 
 
 def main(arguments: Sequence[str] | None = None) -> str | None:

@@ -3,8 +3,8 @@
     train(algorithm, model=..., data=..., reward=...) -> Run        Run(folder)
     evaluate(model, data=...) -> Evaluation                         compare(a, b) -> Comparison
 
-The names in ``__all__`` are the stable interface; every other module may change. They are imported when they are first used, so that
-``import strop`` is fast.
+The names in ``__all__`` are the stable interface; every other module may change. They are imported on first use, so that ``import
+strop`` is fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Make an algorithm from its name and options, as configurations write them, and the other way round."""
+"""Create an algorithm from its name and options as written in a configuration, and format one that way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.parts import Advantage, Correction, Objective, Part, Selection, Shaping
 from strop.user_code import import_attribute, suggest_names
 
-PART_KEYS: Mapping[type[Part], str] = {  # kind of part -> where a configuration names one
+PART_KEYS: Mapping[type[Part], str] = {  # kind of part -> the configuration key that names one
     Advantage: "algorithm.advantage.name",
     Objective: "algorithm.objective.name",
     Correction: "algorithm.corrections",
@@ -30,18 +30,18 @@ class AlgorithmSetting:
     """A flat key of a configuration and the field of the algorithm that it sets."""
 
     key: str  # as written in the configuration
-    field: str  # of the algorithm, or ``part.field``
+    field: str  # field of the algorithm, or ``part.field``
     value: Any
 
 
 @dataclass
 class Draft:
-    """An algorithm or a part before it is made: keys are applied to it one after the other, and it is validated once, with all of them."""
+    """An algorithm or a part under construction: keys are applied one after the other, and the result is validated once."""
 
     name: str  # as messages call it
     kind: type
     where: str  # the key that chose it
-    options: dict[str, Any] = field(default_factory=dict)  # parts among them are drafts, or made already
+    options: dict[str, Any] = field(default_factory=dict)  # its parts may be drafts, or already created
     keys: dict[str, str] = field(default_factory=dict)  # option -> the key that set it
 
     @property
@@ -49,19 +49,19 @@ class Draft:
         return {item.name: item for item in fields(self.kind) if item.init}
 
     def current(self, option: str) -> Any:
-        """Return the value of an option as it is so far; None if it has none yet."""
+        """Return the current value of an option; None if it has none yet."""
         return self.options.get(option, _default_value(self.fields[option]))
 
     def set(self, option: str, value: Any, key: str) -> None:
         self.options[option], self.keys[option] = value, key
 
     def parse(self, option: str, value: Any, where: str, key: str) -> None:
-        """Set an option to a YAML value, which is at ``where`` in what ``key`` holds. Raises ValueError."""
+        """Set an option to a YAML value, located at ``where`` within ``key``. Raises ValueError."""
         hint = get_type_hints(self.kind)[option]
         self.set(option, _parse_option(hint, value, where, self.current(option) or _default_kl(option)), key)
 
     def make(self) -> Any:
-        """Make it, and the parts in it. Raises ValueError at the keys of the options that the reason names."""
+        """Create the object and its parts. Raises ValueError at the keys of the options involved."""
         if missing := [name for name, item in self.fields.items() if name not in self.options and _is_required(item)]:
             raise ValueError(f"{self.where}: {self.name} needs {', '.join(missing)}")
         try:
@@ -75,13 +75,13 @@ class Draft:
 
 
 class _RefusedPart(ValueError):
-    """A part that refuses its options. The message begins with their keys."""
+    """A part rejected its options. The message begins with their keys."""
 
 
 def make_algorithm(name: str, kwargs: Mapping[str, Any], settings: Iterable[AlgorithmSetting] = ()) -> Algorithm:
     """Make the algorithm called ``name``: its own defaults, overridden by ``kwargs``, then by ``settings``.
 
-    Raises ValueError for an unknown name, for an option that neither the algorithm nor its part has, and for a value of the wrong type.
+    Raises ValueError for an unknown name, an option that neither the algorithm nor its part has, or a value of the wrong type.
     """
     draft = Draft(name, find_algorithm(name), "algorithm.kwargs")
     for key, value in kwargs.items():
@@ -91,7 +91,7 @@ def make_algorithm(name: str, kwargs: Mapping[str, Any], settings: Iterable[Algo
     unused = []
     for setting in settings:
         if ":" in name and setting.field.partition(".")[0] not in draft.fields:
-            unused += [setting.key] if setting.value else []  # a key that is off asks for nothing
+            unused += [setting.key] if setting.value else []  # a disabled key requires nothing
         else:
             _apply_setting(draft, setting)
     if unused:
@@ -118,8 +118,7 @@ def find_algorithm(name: str) -> type[Algorithm]:
 
 
 def format_algorithm(name: str, algorithm: Algorithm) -> str:
-    """Format an algorithm and its parts on one line: all options of each part, and the algorithm's own options that differ from their
-    defaults."""
+    """Format an algorithm and its parts on one line: all options of each part, and the algorithm's own non-default options."""
     parts = []
     for item in fields(algorithm):
         value = getattr(algorithm, item.name)
@@ -143,7 +142,7 @@ def format_changes(name: str, algorithm: Algorithm) -> str:
 
 
 def _iter_changes(where: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (option, value) of what differs: the options of a part of the default's kind, else the part itself."""
+    """Yield (option, value) for each difference: the options of a part of the default's kind, otherwise the whole part."""
     if isinstance(value, Kl) and default is None:  # compared with no term at all
         if value.weight:
             yield f"{where}.weight", value.weight
@@ -169,7 +168,9 @@ def _format_part(part: Part | Kl) -> str:
 
 
 def name_options(algorithm: Algorithm) -> tuple[str, dict[str, Any]]:
-    """Return the name of an algorithm, and its options as a configuration writes them. Raises ValueError if these make another one."""
+    """Return the name and options of an algorithm as written in a configuration. Raises ValueError if they would create another
+    one.
+    """
     name = next((name for name, kind in all_algorithms().items() if kind is type(algorithm)), _dotted(type(algorithm)))
     options = {item.name: _write_option(getattr(algorithm, item.name)) for item in fields(algorithm) if item.init}
     if make_algorithm(name, options) != algorithm:
@@ -192,9 +193,10 @@ def _dotted(kind: type) -> str:
 
 
 def _parse_option(annotation: Any, value: Any, where: str, current: Any = None) -> Any:
-    """Convert a YAML value to the type of its field. A part, ``name`` or ``{name: .., option: ..}``, becomes a draft; several are a list.
+    """Convert a YAML value to the type of its field. A part (``name`` or ``{name: .., option: ..}``) becomes a draft; several
+    form a list.
 
-    ``current``: the part whose options change where a value names no part.
+    ``current``: the part whose options change if the value names no part.
 
     Raises ValueError."""
     base, is_list = _find_part_type(annotation)
@@ -208,7 +210,7 @@ def _parse_option(annotation: Any, value: Any, where: str, current: Any = None) 
 
 
 def _draft_part(base: type, value: Any, where: str, current: Any = None) -> Draft:
-    """Draft a part. Without a name, it is the current part with other options."""
+    """Draft a part. Without a name, it is the current part with changed options."""
     options = {"name": value} if isinstance(value, str) else value
     if not isinstance(options, Mapping):
         raise ValueError(f"{where}: found {value!r}; give the part's name, or {{name: .., option: ..}}")
@@ -228,7 +230,7 @@ def _draft_part(base: type, value: Any, where: str, current: Any = None) -> Draf
 
 
 def _draft_of(part: Any, where: str) -> Draft:
-    """Return the draft that a part is, or would be made from."""
+    """Return a part's draft, or a draft that would create the part."""
     if isinstance(part, Draft):
         return part
     draft = Draft(type(part).__name__, type(part), where)
@@ -252,7 +254,7 @@ def find_part(base: type, name: str, where: str) -> type[Part]:
 
 
 def _say_where(kind: object, name: str) -> str:
-    """Return where a class belongs that was named for something else; empty if nowhere."""
+    """Return where a misplaced class belongs; empty if nowhere."""
     if not isinstance(kind, type) or kind in PART_KEYS or not issubclass(kind, Part | Algorithm):
         return ""
     if issubclass(kind, Algorithm):

@@ -1,5 +1,4 @@
-"""Train, evaluate and compare from Python: ``strop.train``, ``strop.evaluate`` and ``strop.compare``, over the same configuration and
-objects as the command line."""
+"""Train, evaluate and compare from Python, with the same configuration and objects as the command line."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
+from strop import plugins
 from strop.checkpointing.saved_model import find_saved_model
 from strop.data.sources.in_memory import check_rows
 from strop.results import Evaluation, Run
@@ -35,7 +35,7 @@ Data: TypeAlias = "str | Path | Sequence[Mapping[str, Any]] | datasets.Dataset |
 Reward: TypeAlias = "Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | Mapping[str, Any]"
 T = TypeVar("T")
 
-ALIAS = "task"  # of the environment that ``reward`` or ``environment`` describes
+ALIAS = "task"  # the environment described by ``reward`` or ``environment``
 
 
 def train(
@@ -88,7 +88,7 @@ def train(
     given += [{"policy": {"model_name": str(model)}}] if model is not None else []
     given += [{"checkpointing": {"resume": resume}}] if resume is not None else []
     scored = reward is not None or environment is not None
-    data = {} if data is None and environment is not None else data  # an environment may make its tasks itself
+    data = {} if data is None and environment is not None else data  # an environment may provide its own tasks
     given += [_data_settings("train", data, scored), _data_settings("validation", validation, scored), _nest(settings)]
     loaded: LoadedConfig[TrainingRunConfig] = load_config(config, root=TRAINING_RUNS[section], values=_merge(given))
     _warn(loaded)
@@ -112,8 +112,8 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a model, and return its scores and samples.
 
-    A run, or a checkpoint of one, is evaluated on what the run validates on, as ``strop eval RUN_OR_CHECKPOINT`` does; the other arguments
-    replace parts of it. A model that belongs to no run needs data and a reward or environment.
+    A run, or a checkpoint of one, is evaluated on the run's validation data, as ``strop eval RUN_OR_CHECKPOINT`` does; the other
+    arguments replace parts of it. A model that belongs to no run needs data and a reward or environment.
 
     Args:
         model: A ``Run`` or its folder, a checkpoint, a Hugging Face folder, or a hub name. The newest checkpoint of a run is evaluated.
@@ -153,12 +153,12 @@ def compare(
 
     Args:
         a, b: What ``evaluate`` returned; an evaluation's file or folder; or a run, a checkpoint or a model, whose stored evaluations are
-            used, or which is evaluated as the run of ``a`` validates.
+            used, or which is evaluated with the validation settings of ``a``'s run.
         metric: accuracy, avg@n, pass@k, cons@k, maj@k, reward, avg_length, truncated or errors.
         margin: A difference that does not matter, in the units of the metric.
         level: The probability that an interval holds the true difference.
         step: Which checkpoint of runs; None is the newest.
-        config, settings: With any, both are evaluated anew. As for ``evaluate``.
+        config, settings: As for ``evaluate``; if any is given, both sides are evaluated again.
 
     Raises ValueError for what cannot be compared, ConfigError for settings that cannot work, and the errors of an evaluation.
     """
@@ -171,10 +171,8 @@ def compare(
         return compare_evaluations(a.tasks, b.tasks, metric=metric, level=level, margin=margin, identities=known)
     if isinstance(a, Evaluation) or isinstance(b, Evaluation):
         raise ValueError("found an Evaluation and a name; evaluate both, or give both by name")
-    from strop.extensions.comparison.compare_models import compare_models, make_comparison_job
-
     first, second = (str(each.folder if isinstance(each, Run) else each) for each in (a, b))
-    job = make_comparison_job(
+    comparison: Coroutine[Any, Any, Comparison] = plugins.load("functions", "compare")(
         first,
         second,
         step=step,
@@ -184,7 +182,7 @@ def compare(
         level=level,
         margin=margin,
     )
-    return _run(lambda: compare_models(job))
+    return _run(lambda: comparison)
 
 
 def _prepare_model_evaluation(
@@ -265,7 +263,7 @@ def _merge(trees: Sequence[Settings]) -> dict[str, Any]:
 
 
 def _folder_settings(folder: str | Path | None, name: str, config: object, settings: Settings) -> Settings:
-    """Without a folder, use a new one: a changed cell of a notebook must not continue the run before it."""
+    """Return settings for the folder. Without one, use a new folder: a changed notebook cell must not continue the previous run."""
     given = _nest(settings)
     named = (
         given.get("run_name") is not None
@@ -281,7 +279,7 @@ def _folder_settings(folder: str | Path | None, name: str, config: object, setti
 
 
 def _task_settings(reward: Reward | None, environment: str | type[Environment[Any]] | None) -> list[Settings]:
-    """Return the environment of the tasks. Functions take the place of their names after the configuration is loaded."""
+    """Return the environment settings of the tasks. Functions replace their names after the configuration is loaded."""
     if reward is not None and environment is not None:
         raise ValueError("found a reward and an environment, which has rewards of its own; give one of them")
     if reward is not None:
@@ -293,7 +291,7 @@ def _task_settings(reward: Reward | None, environment: str | type[Environment[An
 
 
 def _data_settings(part: str | None, data: Data | Sequence[str] | None, scored: bool) -> Settings:
-    """Return the keys of a data entry. ``scored``: by the reward or environment of the call."""
+    """Return the keys of a data entry. ``scored``: it is scored by the call's reward or environment."""
     if data is None:
         return {}
     _is_rows(data)
@@ -305,7 +303,7 @@ def _data_settings(part: str | None, data: Data | Sequence[str] | None, scored: 
 
 
 def _check_scored(config: TrainingRunConfig) -> None:
-    """Raise ValueError if no training data go to the reward or environment of the call."""
+    """Raise ValueError if no training data uses the call's reward or environment."""
     from strop.config.schema.run_config import RolloutRunConfig, environment_alias
 
     assert isinstance(config, RolloutRunConfig)
@@ -318,7 +316,7 @@ def _check_scored(config: TrainingRunConfig) -> None:
 
 
 def _is_rows(data: Data | Sequence[str] | None) -> bool:
-    """Whether data is in memory. Raises DataError for an object that cannot be data."""
+    """Whether data is in memory. Raises DataError for an unsupported object."""
     splits = type(data).__name__ in ("DatasetDict", "IterableDatasetDict")  # mappings, and no settings
     if data is None or (isinstance(data, str | Path | Mapping) and not splits) or _list_names(data):
         return False
@@ -335,7 +333,7 @@ def _list_names(data: Data | Sequence[str] | None) -> list[str]:
 def _with_objects(
     config: TrainingRunConfig, data: Data | None, validation: Data | None, reward: Reward | None
 ) -> TrainingRunConfig:
-    """Put data in memory and functions, which no file can hold, into a loaded configuration."""
+    """Put in-memory data and functions, which a file cannot hold, into a loaded configuration."""
     section = config.data
     if _is_rows(data):
         section = replace(section, train=(section.train[0].with_rows(data),))
@@ -369,7 +367,7 @@ def _warn(loaded: LoadedConfig[Any]) -> None:
 
 
 def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine to its end, also where an event loop is running already, as in a notebook: there in another thread."""
+    """Run a coroutine to completion, in another thread if an event loop is already running, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -379,7 +377,7 @@ def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 class _Background:
-    """A coroutine in the event loop of another thread. An interrupt cancels it, and is raised when it has ended."""
+    """A coroutine in the event loop of another thread. An interrupt cancels it, and is raised again once it has ended."""
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         self._work = work

@@ -1,8 +1,8 @@
 """The base class of every section of a configuration: a frozen dataclass that pydantic validates.
 
-Sections stand beside the code that reads them. A key may *follow* another: ``max_new_tokens`` follows ``..max_total_sequence_length`` and
-takes its value unless it is set (null counts as not set). Targets are written as in interpolations: one dot is the same section, two dots
-the parent section.
+Sections are defined next to the code that reads them. A key may *follow* another: ``max_new_tokens`` follows
+``..max_total_sequence_length`` and takes its value unless it is set (null counts as not set). Targets are written as in
+interpolations: one dot is the same section, two dots the parent section.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ KeyPath = tuple[str, ...]
 
 
 def expand_home(value: str) -> str:
-    """Return a path with the home folder in the place of ``~`` or ``~user``; any other text as it is."""
+    """Return a path with ``~`` or ``~user`` expanded to the home folder; any other text is returned unchanged."""
     return os.path.expanduser(value) if value.startswith("~") else value
 
 
-# A folder, a file, or a name that may be one: of a model, of data or of code.
+# A folder, a file, or a name that may be one (a model, data or code).
 PathText = Annotated[str, AfterValidator(expand_home)]
 
 
@@ -46,7 +46,7 @@ Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", examples=["au
 
 
 def _write_texts(variables: object) -> object:
-    """Write numbers and switches as the texts that they are for a process."""
+    """Convert numbers and switches to the strings that a process receives."""
     if not isinstance(variables, Mapping):
         return {} if variables is None else variables
     return {
@@ -57,13 +57,10 @@ def _write_texts(variables: object) -> object:
 
 EnvironmentVariables = Annotated[dict[str, str], BeforeValidator(_write_texts)]
 
-# ``json_schema_extra`` of a key whose file may be in the folder of the configuration that names it (``strop.config.load.named_files``).
-NAMES_FILE: dict[str, Any] = {"names_file": True}
-
 
 @dataclasses.dataclass(frozen=True)
 class NameOf:
-    """Validates a key that names what extensions declare in a group of entry points, or one of ``own``."""
+    """Validates a key that names something declared by extensions in an entry point group, or one of ``own``."""
 
     group: str
     own: tuple[str, ...] = ()
@@ -78,11 +75,15 @@ class NameOf:
         return name
 
 
+# ``json_schema_extra`` of a key whose file may be in the folder of the configuration that names it (``strop.config.load.named_files``).
+NAMES_FILE: dict[str, Any] = {"names_file": True}
+
+
 SectionT = TypeVar("SectionT", bound="BaseConfig")
 
 
 def follows(*targets: str, standalone: Any, description: str, **limits: Any) -> Any:
-    """Declare a field with another key's value, or the product of several, as default.
+    """Declare a field whose default is another key's value, or the product of several.
 
     ``standalone`` is the default in a section that is built on its own; ``...`` makes the key required there.
     """
@@ -90,9 +91,10 @@ def follows(*targets: str, standalone: Any, description: str, **limits: Any) -> 
 
 
 def sets(option: str, default: Any, *, description: str, **limits: Any) -> Any:
-    """Declare a field that is another name of an option of the algorithm: ``objective.high`` is the key ``algorithm.objective.high``.
+    """Declare a field that is an alias for an option of the algorithm: ``objective.high`` is the key
+    ``algorithm.objective.high``.
 
-    The default leaves the option alone.
+    The default leaves the option unchanged.
     """
     return Field(default=default, description=description, json_schema_extra={"sets": option}, **limits)
 
@@ -106,19 +108,20 @@ def subsection(model: type[BaseConfig]) -> Any:
 class BaseConfig:
     """A section. Subclasses become frozen, keyword-only dataclasses whose values are validated; unknown keys are errors."""
 
-    # What a change means to a run that is continued (``strop.config.identity``): it is refused for the keys that identify the run, and
-    # nothing for unrelated ones; "*" is every key of the section itself. All others hold from the next step on.
+    # Effect of a changed key on a resumed run (``strop.config.identity``): identity keys must not change, unrelated keys have no
+    # effect on it, and all others apply from the next step on; "*" stands for every key of the section itself.
     identity_keys: ClassVar[tuple[str, ...]] = ()
     unrelated_keys: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         if keys := tuple(_attached("keys", cls.__name__).values()):
+            _refuse_private_names(cls, keys)
             cls.__bases__ = (*keys, *cls.__bases__)  # before the dataclass collects the fields of its bases
-        for name, attached in _attached("sections", cls.__name__).items():
-            cls.__annotations__[name] = attached
-            if isinstance(attached, type):
-                setattr(cls, name, subsection(attached))
-        # The methods below stand for those that a dataclass generates, which are compiled class by class as `strop` starts.
+        for name, model in _attached("sections", cls.__name__).items():
+            cls.__annotations__[name] = model
+            setattr(cls, name, subsection(model))
+        # The methods below replace the generated ones of dataclasses, which would be compiled for every class when `strop`
+        # starts.
         dataclass(
             cls,
             repr=False,
@@ -177,11 +180,11 @@ class BaseConfig:
         raise LookupError(f"{type(owner).__name__} has no section {cls.__name__}")
 
     def errors(self, key: str) -> Iterator[Problem]:
-        """Yield what cannot work within this section, which is at the dotted ``key``."""
+        """Yield the errors within this section, whose dotted key is ``key``."""
         return iter(())
 
     def warnings(self, key: str) -> Iterator[Problem]:
-        """Yield what works within this section, which is at the dotted ``key``, but perhaps not as intended."""
+        """Yield warnings about settings in this section (dotted key ``key``) that work, but perhaps not as intended."""
         return iter(())
 
     def errors_of_run(self, key: str, config: Any) -> Iterator[Problem]:
@@ -199,15 +202,28 @@ class BaseConfig:
         return iter(())
 
 
-def _attached(group: str, owner: str) -> dict[str, Any]:
+def _attached(group: str, owner: str) -> dict[str, type[BaseConfig]]:
     """Return what extensions attach to the class ``owner``, by entry points ``OWNER.NAME``.
 
-    Those of ``strop.sections`` are the key NAME: a section, or ``Annotated[TYPE, Field(DEFAULT, ...)]``. Those of ``strop.keys`` have
-    keys that stand among the owner's, which inherits from them.
+    Those of the group ``strop.sections`` become sections under the key NAME; the keys of those of ``strop.keys`` stand among the owner's,
+    which inherits from them.
     """
     prefix = f"{owner}."
     names = [name for name in plugins.declared(group) if name.startswith(prefix)]
     return {name.removeprefix(prefix): plugins.load(group, name) for name in names}
+
+
+def _refuse_private_names(owner: type, attached: tuple[type, ...]) -> None:
+    """Raise TypeError where a class that ``owner`` is to inherit from would replace a private method of it, or of another one."""
+    for kind in attached:
+        others = {base for each in (owner, *attached) if each is not kind for base in each.__mro__} - {*kind.__mro__}
+        taken = {name: base.__name__ for base in others for name in vars(base)}
+        for name in vars(kind):
+            if name.startswith("_") and not name.startswith("__") and name in taken:
+                raise TypeError(
+                    f"{kind.__module__}:{kind.__name__} is attached to {owner.__name__} by strop.keys, and its {name} would replace "
+                    f"that of {taken[name]}: give it another name"
+                )
 
 
 def _values(section: Any) -> list[Any]:
@@ -235,7 +251,7 @@ def is_section(model: type[BaseConfig], name: str) -> bool:
 
 
 def followed_keys(field: FieldInfo) -> tuple[str, ...]:
-    """Return the targets of a field that follows others, as written; empty for other fields."""
+    """Return the targets of a field that follows other keys, as written; empty for other fields."""
     extra = field.json_schema_extra
     return tuple(cast("list[str]", extra["follows"])) if isinstance(extra, dict) and "follows" in extra else ()
 
@@ -249,7 +265,7 @@ def option_set_by(field: FieldInfo) -> str | None:
 def iter_sections(section: BaseConfig, key: str = "") -> Iterator[tuple[str, BaseConfig]]:
     """Yield (dotted key, section) of a section and every section inside it, outermost first; the root's key is "".
 
-    Entries of mappings and lists count: ``teachers.NAME``, ``data.train.0``, or ``data.train`` for the only entry of a list.
+    Includes entries of mappings and lists: ``teachers.NAME``, ``data.train.0``, or ``data.train`` for the only entry of a list.
     """
     yield key, section
     for name in _field_names(cast("Any", type(section))):
@@ -262,7 +278,7 @@ def iter_sections(section: BaseConfig, key: str = "") -> Iterator[tuple[str, Bas
                 yield from iter_sections(value, entry_key)
 
 
-PLAIN = frozenset({bool, int, float, str, type(None)})  # types of values with no section inside
+PLAIN = frozenset({bool, int, float, str, type(None)})  # types of values that contain no section
 
 
 def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -291,7 +307,7 @@ def default_of(section: BaseConfig, name: str) -> Any:
 
 
 def default_of_field(field: FieldInfo) -> Any:
-    """Return the default of a field, without reading the factory's signature each time, as pydantic's ``get_default`` does."""
+    """Return the default of a field. Unlike pydantic's ``get_default``, it does not inspect the factory's signature on each call."""
     make = cast("Callable[[], Any] | None", field.default_factory)
     return field.get_default() if make is None else make()
 
@@ -313,7 +329,7 @@ def validate_section(model: type[SectionT], values: Mapping[str, Any]) -> Sectio
 
 
 def _adapter(model: type[BaseConfig]) -> TypeAdapter[Any]:
-    """Return pydantic's validator of a section, which takes longer to make than a configuration to validate."""
+    """Return pydantic's validator of a section. Creating it takes longer than validating a configuration."""
     if model not in _ADAPTERS:
         _ADAPTERS[model] = TypeAdapter(model)
     return _ADAPTERS[model]

@@ -7,8 +7,8 @@ a column: they ask its declaration. Packages list the columns that a replay read
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Literal
 
@@ -23,7 +23,7 @@ class TokenColumn:
 
     read: [R, ...] of a turn, of the R tokens of its path before its last one; [T, ...] in ``Batch.read_columns``. Of a token that several
         turns have read, the first value counts.
-    predicted: [L, ...] of a turn, of its own tokens; [N, ...] in ``Batch.columns``.
+    predicted: [L, ...] of a turn, of its own tokens; [N, ...] in ``Batch.columns``, as wide as the largest set if they are ragged.
     turn: [1, ...] of a turn; [N, ...] in ``Batch.columns``, that of its turn for each token.
     rollout: [1, ...] of a rollout; [S, ...] in ``Batch.rollout_columns``.
     """
@@ -31,13 +31,21 @@ class TokenColumn:
     name: str  # in a batch, and of the column of stored rollouts
     dtype: str  # of torch, such as "int32"; integers may come in a narrower type
     aligned: Alignment
-    fill: float = 0  # where nothing was recorded
+    fill: float = field(default=0, compare=False)  # where nothing was recorded; may be NaN, which equals nothing
     stored: bool | str = True  # with rollouts: always, never, or the key of the configuration that says so
     key: str = ""  # of the configuration, that has the column recorded
+    when: str = ""  # a property of the configuration that says whether the key has an effect, if it has not always
+    ragged: bool = False  # the sets [K] of tokens have different sizes: one more dimension, padded with ``fill``
+    complete: bool = False  # every turn of a batch has it, or none
+    check: Callable[[Tensor, Tensor], None] | None = None  # raises ValueError for values [N, ...] that do not go with tokens [N]
+
+    def __post_init__(self) -> None:
+        if self.ragged and (self.aligned, self.dtype) != ("predicted", "int32"):
+            raise ValueError(f"the ragged column {self.name!r} is {self.aligned}, {self.dtype}; ragged ones are predicted, int32")
 
     def is_on(self, config: object) -> bool:
         """Return whether a run of this configuration records the column."""
-        return not self.key or _is_set(config, self.key)
+        return all(_is_set(config, key) for key in (self.key, self.when) if key)
 
     def is_stored(self, config: object) -> bool:
         """Return whether a run of this configuration stores the column with its rollouts."""

@@ -1,9 +1,9 @@
-"""``policy.deterministic``: two equal runs are equal to the last bit on a GPU too, where kernels otherwise add in the order of arrival.
+"""``policy.deterministic``: makes two equal runs bit-identical on a GPU too, where kernels otherwise add in order of arrival.
 
-What a process needs for that stands in its environment, which its children inherit and Ray's actors are given, since CUDA's libraries read
-it when they start. Read in their sources, not run: torch's flash attention adds the gradient of queries by atomics unless deterministic
-algorithms are on and do not only warn; cuBLAS divides a product otherwise if its workspace differs; NCCL adds in the order of arrival where
-the switch adds (NVLS); Transformer Engine refuses kernels that are not deterministic.
+The settings are environment variables, because CUDA libraries read them at startup; child processes inherit them and Ray actors
+receive them. Read in their sources, not run: torch's flash attention adds the gradient of queries by atomics unless deterministic
+algorithms are on and do not only warn; cuBLAS divides a product otherwise if its workspace differs; NCCL adds in the order of
+arrival where the switch adds (NVLS); Transformer Engine refuses kernels that are not deterministic.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENVIRONMENT = {
 
 
 def set_deterministic(enabled: bool) -> None:
-    """Set this process and those that it starts. Raises ValueError if CUDA began here with other settings."""
+    """Configure this process and its children. Raises ValueError if CUDA was already initialised here with other settings."""
     if not enabled:
         if os.environ.get(VARIABLE):
             for name in ENVIRONMENT:
@@ -43,25 +43,27 @@ def set_deterministic(enabled: bool) -> None:
 
 
 def deterministic_variables() -> dict[str, str]:
-    """Return the environment variables for a process of the run that does not inherit this one's; none without ``policy.deterministic``."""
+    """Return the environment variables for processes of the run that do not inherit this one's; empty without
+    ``policy.deterministic``.
+    """
     return dict(ENVIRONMENT) if os.environ.get(VARIABLE) else {}
 
 
 def follow_environment() -> None:
-    """Have torch in this process compute as its environment asks. In every process that computes with a model."""
+    """Configure torch in this process from its environment variables. Call it in every process that computes with a model."""
     import torch
 
     enabled = bool(os.environ.get(VARIABLE))
     if enabled != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(enabled)  # flash attention ignores a mode that only warns
         options: Any = torch.utils.deterministic
-        options.fill_uninitialized_memory = not enabled  # a pass over all new memory, and none is read unwritten
+        options.fill_uninitialized_memory = not enabled  # filling takes a pass over all new memory
 
 
 def running_sums(values: Tensor) -> Tensor:
-    """Return ``values.cumsum(-1)``, which torch refuses on a GPU with deterministic algorithms.
+    """Return ``values.cumsum(-1)``, which torch refuses on a GPU in deterministic mode.
 
-    There only a single row is added in an order that varies; several are added by kernels of a fixed order.
+    On a GPU, only the sum of a single row varies in its order; several rows are added by kernels with a fixed order.
     """
     import torch
 

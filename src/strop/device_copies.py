@@ -1,4 +1,4 @@
-"""Devices, and copies between them that a host does not wait for. torch is imported where it is needed."""
+"""Devices, and copies between them that do not block the host. torch is imported only when needed."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ DataclassT = TypeVar("DataclassT", bound=Any)
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Return whether a device has memory and streams of its own."""
+    """Return whether a device has its own memory and streams."""
     return device.type not in ("cpu", "meta", "mps")
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the CPU on a device. The host does not wait for a GPU: it copies from pinned memory, kept as long as needed."""
+    """Copy a CPU tensor to a device without blocking the host: a GPU copies from pinned memory, which is kept as long as needed."""
     return tensor.pin_memory().to(device, non_blocking=True) if is_gpu(device) else tensor.to(device)
 
 
 def upload(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of numbers on a device, sent as ``send`` does."""
+    """Return a tensor of numbers on a device, copied as by ``send``."""
     import torch
 
     return send(torch.tensor(values, dtype=dtype), device)
 
 
 def move(tensors: Sequence[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
-    """Return tensors on a device. Those that are not there, all on one other, are moved in one copy, as the bytes of one tensor."""
+    """Return tensors on a device. Those on one other device are moved in a single copy, packed into one byte tensor."""
     import torch
 
     device, moved = torch.device(device), list(tensors)
     away = [index for index, tensor in enumerate(tensors) if tensor.device.type != device.type]
-    away.sort(key=lambda index: -tensors[index].itemsize)  # so that each begins at a multiple of its size
+    away.sort(key=lambda index: -tensors[index].itemsize)  # so that each starts at a multiple of its item size
     if not away:
         return moved
     packed = torch.cat([tensors[index].reshape(-1).view(torch.uint8) for index in away])
@@ -46,7 +46,7 @@ def move(tensors: Sequence[torch.Tensor], device: torch.device | str) -> list[to
 
 
 def move_fields(parts: Sequence[DataclassT], device: torch.device | str) -> list[DataclassT]:
-    """Return dataclasses with the tensors that they have as fields on a device, moved in one copy."""
+    """Return dataclasses with their tensor fields on a device, moved in one copy."""
     import torch
 
     found = [

@@ -1,4 +1,4 @@
-"""The GPUs that this process sees. torch is imported only where there may be one."""
+"""The GPUs visible to this process. torch is imported only if there may be one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import sys
 from pathlib import Path
 
 KIND = "cuda"  # as torch names the GPUs of NVIDIA and AMD; the tests have a simulated kind
-VISIBLE = (
-    "CUDA_VISIBLE_DEVICES"  # set by a scheduler such as Slurm, or by the user: indices, or UUIDs of GPUs or of their MIG slices
-)
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # set by a scheduler such as Slurm, or by the user: indices, or UUIDs of GPUs or MIG slices
 
 
 def has_gpu() -> bool:
@@ -22,7 +20,7 @@ def has_gpu() -> bool:
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that this process sees, in torch's order, as ``CUDA_VISIBLE_DEVICES`` of another process names them."""
+    """Return the GPUs visible to this process, in torch's order, as values for another process's ``CUDA_VISIBLE_DEVICES``."""
     if not has_gpu():
         return []
     import torch
@@ -33,7 +31,7 @@ def visible_gpus() -> list[str]:
 
 
 def describe_visible() -> str:
-    """Describe the GPUs that this process sees: "2 GPUs (CUDA_VISIBLE_DEVICES=2,3)"."""
+    """Describe the GPUs visible to this process: "2 GPUs (CUDA_VISIBLE_DEVICES=2,3)"."""
     count = len(visible_gpus())
     inherited = os.environ.get(VISIBLE)
     return f"{count or 'no'} GPU{'' if count == 1 else 's'}" + (f" ({VISIBLE}={inherited})" if inherited is not None else "")
@@ -45,7 +43,7 @@ def sees_mig_slices() -> bool:
 
 
 def _has_driver() -> bool:
-    """Return whether the driver of an NVIDIA or AMD GPU is installed, without which torch finds none."""
+    """Return whether an NVIDIA or AMD driver is installed; torch finds no GPU without one."""
     if Path("/dev/kfd").exists():
         return True
     try:

@@ -1,4 +1,4 @@
-"""torch, imported when it is first used: describing an algorithm or checking a configuration then takes no seconds.
+"""torch, imported on first use, so that describing an algorithm or checking a configuration does not take seconds.
 
 ``from strop.lazy_torch import Tensor, torch`` stands for ``import torch`` and ``from torch import Tensor``. ``Tensor`` is for annotations.
 """

@@ -15,15 +15,15 @@ from strop.lazy_torch import Tensor
 
 @dataclass(frozen=True)
 class Metric:
-    """A value that stands for ``weight`` units; ``reduction`` says how two parts of the same metric are merged."""
+    """A value for ``weight`` units; ``reduction`` determines how two parts of the same metric are merged."""
 
-    number: float | Tensor  # []: on its device until it is merged or read
+    number: float | Tensor  # []: stays on its device until it is merged or read
     weight: float = 1.0
     reduction: Literal["mean", "sum", "max", "min"] = "mean"
 
     @property
     def value(self) -> float:
-        """The value; the host waits for a GPU that it is on."""
+        """The value; waits for the GPU if it is on one."""
         return float(self.number)
 
     def merge(self, other: Metric) -> Metric:
@@ -64,7 +64,7 @@ def _detach(value: float | Tensor) -> float | Tensor:
 
 
 def _is_tensor(value: float | Tensor) -> TypeGuard[Tensor]:
-    return hasattr(value, "detach")  # without an import of torch
+    return hasattr(value, "detach")  # avoids importing torch
 
 
 def to_step_mean(metric: Metric) -> Metric:
@@ -82,7 +82,7 @@ def merge(*parts: Metrics) -> dict[str, Metric]:
 
 
 def _read(parts: Sequence[Metrics]) -> Sequence[Metrics]:
-    """Return metrics whose values are numbers of the host."""
+    """Return metrics whose values are Python numbers."""
     numbers = [metric.number for part in parts for metric in part.values() if _is_tensor(metric.number)]
     if not numbers:
         return parts

@@ -1,4 +1,4 @@
-"""Which optional packages and programs are installed, or assumed to be where a run on other machines is looked at."""
+"""Which optional packages and programs are installed, or assumed to be when checking a run for other machines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _assumed: ContextVar[set[str] | None] = ContextVar("assumed packages", default=N
 
 @contextmanager
 def assume_packages() -> Iterator[None]:
-    """Count missing packages as installed, to look at a run on other machines; ``describe_assumed`` says which were asked for."""
+    """Count missing packages as installed while checking a run for other machines; ``describe_assumed`` lists those requested."""
     token = _assumed.set(set() if (names := _assumed.get()) is None else names)
     try:
         yield
@@ -23,19 +23,19 @@ def assume_packages() -> Iterator[None]:
 
 
 def are_assumed() -> bool:
-    """Return whether a run on other machines is looked at, within ``assume_packages``: what they have is not known here."""
+    """Return whether a run for other machines is being checked (within ``assume_packages``), whose packages are not known here."""
     return _assumed.get() is not None
 
 
 def assume(package: str) -> bool:
-    """Return whether a package that is missing here is assumed to be installed, as all are within ``assume_packages``."""
+    """Return whether a missing package is assumed to be installed, as all are within ``assume_packages``."""
     if (names := _assumed.get()) is not None:
         names.add(package)
     return names is not None
 
 
 def describe_assumed() -> list[str]:
-    """Return the line that says which packages are assumed to be installed; none where nothing was asked for that is missing."""
+    """Return a line listing the packages assumed to be installed; empty if no missing package was requested."""
     listed = ", ".join(sorted(name.replace(".", "-").replace("_", "-") for name in _assumed.get() or ()))
     return [f"not installed here, and assumed to be on the machines of the run: {listed}"] if listed else []
 
@@ -46,10 +46,12 @@ def is_installed(package: str) -> bool:
 
 
 def is_here(package: str) -> bool:
-    """Return whether a package can be imported in this process. A folder of that name, such as wandb's run folder, does not count."""
+    """Return whether a package can be imported in this process. A folder of the same name, such as wandb's run folder, does not
+    count.
+    """
     try:
         spec = importlib.util.find_spec(package)
-    except ModuleNotFoundError:  # of the package around it
+    except ModuleNotFoundError:  # of its parent package
         return False
     return spec is not None and spec.origin is not None
 
@@ -60,13 +62,15 @@ def has_cpp_compiler() -> bool:
 
 
 def find_program(name: str, folder: str | None = None, path: str | None = None) -> str | None:
-    """Return where a program is that is started in ``folder``, and which PATH (that of this process) leads to; None if there is none."""
+    """Resolve a program name as a shell started in ``folder`` would, by ``path`` or this process's PATH. Returns None if it is
+    not found.
+    """
     return shutil.which(Path(folder or "", name) if "/" in name else name, path=path)
 
 
 def install_command(extra: str) -> str:
-    """Return how one of Strop's extras is installed, for an error or a hint.
+    """Return the command that installs one of Strop's extras, for an error or a hint.
 
-    Strop is on no package index: by that name pip would install whatever a stranger may put there.
+    Strop is on no package index, so installing it by name would install someone else's package.
     """
     return f"pip install -e '.[{extra}]' in Strop's checkout"

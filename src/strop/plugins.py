@@ -1,7 +1,7 @@
-"""What extensions bring: engines, learners, environments, commands and so on, by the names under which packages declare them.
+"""Extensions by name: engines, learners, environments, commands and so on, as packages declare them.
 
-An extension is a package with entry points in groups ``strop.*`` of its ``pyproject.toml``. Strop's own (``strop.extensions``) are found in
-the same way. What a configuration or a command line names is imported, nothing else (``docs/extensions.md``).
+An extension is a package with entry points in groups ``strop.*`` of its ``pyproject.toml``. Strop's own (``strop.extensions``)
+are found in the same way. Only what a configuration or a command line names is imported (``docs/extensions.md``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def declared(group: str) -> Mapping[str, EntryPoint]:
 def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package around it
+    except ModuleNotFoundError:  # of its parent package
         return False
 
 
@@ -51,7 +51,7 @@ def find_path(group: str, name: str) -> str | None:
 
 
 def load(group: str, name: str) -> Any:
-    """Import what an extension declares. Raises UserCodeError for a name that nobody declares, and for one that cannot be imported."""
+    """Import an extension's object. Raises UserCodeError if no package declares the name, or if it cannot be imported."""
     point = declared(group).get(name)
     if point is None:
         raise UserCodeError(f"no extension declares {name!r} in strop.{group}{suggest_names(name, declared(group))}")

@@ -14,7 +14,7 @@ from strop.safety.printable import shorten
 from strop.safety.redaction import redact_text
 
 COMMAND_LINE, PYTHON = "command line", "Python"
-LONGEST_MESSAGE, LONGEST_FIX, MOST_LISTED = 2_000, 900, 30  # characters, and problems of an error
+LONGEST_MESSAGE, LONGEST_FIX, MOST_LISTED = 2_000, 900, 30  # characters of a message and of a fix; problems listed by an error
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a run left behind, as data: ``Run(folder)`` for training, ``Evaluation`` for an evaluation."""
+"""Results of a run as data: ``Run(folder)`` for training, ``Evaluation`` for an evaluation."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strop import plugins
 from strop.safety.printable import make_printable
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A training run, read from its log folder, while it is running or afterwards. Everything is read again by a new ``Run``.
+    """A training run, read from its log folder during the run or afterwards. Create a new ``Run`` to read again.
 
     Raises FileNotFoundError if the folder holds no run.
     """
@@ -65,7 +66,7 @@ class Run:
         """Every stored rollout, one row each, with its step, task, ``turns``, rewards, metrics and log-probabilities.
 
         A turn is a dict with role, text, the range of its tokens (start, end), sampled and versions. Empty if none are stored.
-        A file that cannot be read is passed over with a warning.
+        Unreadable files are skipped with a warning.
         """
         import pandas
 
@@ -81,9 +82,7 @@ class Run:
         """
         import pandas
 
-        from strop.extensions.replay.token_ledger import make_ledger
-
-        ledger = make_ledger(self.folder, step, group, sample)
+        ledger = plugins.load("functions", "ledger")(self.folder, step, group, sample)
         frame = pandas.DataFrame(ledger.rows())
         frame.attrs |= {name: getattr(ledger, name) for name in ("totals", "step_totals", "logged", "note", "difference")}
         return frame
@@ -125,10 +124,10 @@ class Run:
         return self.metrics[columns].dropna(how="all").rename(columns=lambda name: name.removeprefix(PHASE_PREFIX))
 
     def plot(self, *metrics: str) -> Figure:
-        """Return a figure of the usual curves and the time of the steps, as ``strop plot`` draws it, or of these metrics.
+        """Return a figure of the standard curves and step times, as drawn by ``strop plot``, or of these metrics.
 
-        A notebook shows it; ``figure.savefig(file)`` writes it. Raises NothingToPlot, a ValueError, if there is nothing to draw, or no
-        metric of a name.
+        A notebook displays it; ``figure.savefig(file)`` saves it. Raises NothingToPlot, a ValueError, if there is no data or a
+        metric does not exist.
         """
         from strop.monitoring.plot import find_metrics, make_run_figure
 
@@ -140,9 +139,11 @@ class Run:
         Raises NothingToSave, a ValueError, before the first step.
         """
         from strop.config.source import yaml_text
-        from strop.extensions.view.saved_view import save_view
 
-        return save_view(self.folder, None if file is None else Path(file), yaml_text.parse_value)
+        saved: Path = plugins.load("functions", "report")(
+            self.folder, None if file is None else Path(file), yaml_text.parse_value
+        )
+        return saved
 
     @property
     def step(self) -> int:
@@ -151,7 +152,7 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """The folders of the checkpoints that are kept, the newest last."""
+        """The folders of the checkpoints on disk, the newest last."""
         from strop.checkpointing.saved_model import find_checkpoints
         from strop.checkpointing.step_folders import list_steps
 
@@ -177,7 +178,7 @@ class Run:
         return self._convert_shards(saved) if saved.needs_conversion else Path(saved.weights)
 
     def _convert_shards(self, saved: SavedModel) -> Path:
-        """Convert shards, or return what was converted before if the checkpoint has not been written again since."""
+        """Convert shards, reusing an earlier conversion if the checkpoint has not been written again since."""
         from strop.checkpointing.convert import convert_model
 
         folder = self.folder / "exported" / f"step_{saved.step}"
@@ -189,7 +190,7 @@ class Run:
         return folder
 
     def export(self, folder: str | Path, *, step: int | None = None, merge: bool = False, dtype: str | None = None) -> Path:
-        """Write the newest checkpoint, or that of a step, as a folder that Transformers and vLLM load, and return it.
+        """Export the newest checkpoint, or that of a step, as a folder that Transformers and vLLM load, and return its path.
 
         As ``strop export``: ``merge`` merges LoRA adapters into their base, and ``dtype`` is bfloat16, float16 or float32.
         """
@@ -202,7 +203,7 @@ class Run:
         return Path(folder)
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the run in a few facts. Everything in it is escaped."""
+        """Return the HTML shown in a notebook: the main facts of the run. All values are escaped."""
         policy = self.config.get("policy") or {}
         rows = [("folder", self.folder), ("model", policy.get("model_name", "")), ("step", self.step)]
         rows += [("checkpoint", self.checkpoint)] if self.checkpoint else []
@@ -228,7 +229,7 @@ _SHOWN_METRICS = (
     "train/entropy",
     "train/token_mult_prob_error",
 )
-# Columns of a rollout that a sample of a validation has not: it is stored without tokens.
+# Rollout columns that validation samples lack, because they are stored without tokens.
 _NOT_OF_SAMPLES = (
     "prompt", "prompt_tokens", "tokens", "sampled", "sampler_logprobs", "learner_logprobs", "versions", "advantage", "kept",
     "dropped_because", "branches", "group_version", "step_rewards", "turn_advantages",
@@ -236,7 +237,7 @@ _NOT_OF_SAMPLES = (
 
 
 def _read_steps(store: RolloutStore | ValidationSamples) -> Iterator[RolloutRecord]:
-    """Yield the stored rollouts in order of steps, one step in memory at a time, with a warning for a file that cannot be read."""
+    """Yield the stored rollouts in order of steps, holding one step in memory at a time. Unreadable files give a warning."""
     from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 
     for step in store.steps():
@@ -269,15 +270,13 @@ def _read_interval(folder: Path, step: int) -> tuple[float, float, int] | None:
 class Evaluation:
     """The scores of a model on a set of tasks, and its samples."""
 
-    metrics: Mapping[str, float]  # accuracy, avg@n, pass@k, cons@k, maj@k, ...; of several sets as SET/accuracy, too
-    rows: Sequence[Mapping[str, Any]]  # one for each sample; none on recorded data
-    standard_errors: Mapping[str, float] = field(default_factory=dict)  # of the metrics that are means over tasks
-    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # their 95 % confidence intervals
+    metrics: Mapping[str, float]  # accuracy, avg@n, pass@k, cons@k, maj@k, ...; for several sets also as SET/accuracy
+    rows: Sequence[Mapping[str, Any]]  # one per sample; none for recorded data
+    standard_errors: Mapping[str, float] = field(default_factory=dict)  # for metrics that are means over tasks
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # 95 % confidence intervals of the same metrics
     stored: Path | None = None  # the file with every sample; None: eval.save_path is null
-    tasks: Sequence[Mapping[str, Any]] = field(default=(), repr=False)  # as they are stored, each with its samples
-    identity: Mapping[str, Any] | None = field(
-        default=None, repr=False
-    )  # how they were sampled and scored, as it is stored with them
+    tasks: Sequence[Mapping[str, Any]] = field(default=(), repr=False)  # as stored, each with its samples
+    identity: Mapping[str, Any] | None = field(default=None, repr=False)  # how they were sampled and scored, as stored with them
 
     @cached_property
     def samples(self) -> pandas.DataFrame:

@@ -13,15 +13,36 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TypeGuard
 
+from strop.columns import TokenColumn
 from strop.determinism import running_sums
 from strop.lazy_torch import Tensor, torch
 
-KEPT_TOKENS = "kept_tokens"  # a batch column, [N, K] int32: the token ids each target was sampled from, padded with NO_TOKEN
 NO_TOKEN = -1
 MAX_RECORDED_TOP_K = 4096  # largest top_k of a request that records the sampling mask: 16 KiB per sampled token
 SMALLEST = 1e-6  # positive temperature or top_p: far smaller ones overflow or vanish in float32
-MAX_COUNT = 2**31 - 1  # of what engines store in 32 bits: token ids, top_k, tokens of a completion
-MAX_STOP_STRINGS, MAX_STOP_BYTES = 1024, 64 * 1024  # they are searched for after each token
+MAX_COUNT = 2**31 - 1  # limit of 32-bit values in engines: token ids, top_k, tokens of a completion
+MAX_STOP_STRINGS, MAX_STOP_BYTES = 1024, 64 * 1024  # engines search for them after each token
+
+
+def _check_kept(kept: Tensor, target: Tensor) -> None:
+    if not bool((kept == target[:, None]).any(1).all()):
+        raise ValueError(
+            "a sampled token is not among the recorded tokens that it was sampled from: the engine records wrong tokens"
+        )
+
+
+KEPT = TokenColumn(  # [N, K]: the token ids that each target was sampled from
+    "kept_tokens",
+    dtype="int32",
+    aligned="predicted",
+    fill=NO_TOKEN,
+    key="policy.generation.keep_sampling_mask",
+    when="policy.generation.records_sampling_mask",
+    ragged=True,
+    complete=True,
+    check=_check_kept,
+)
+KEPT_TOKENS = KEPT.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +77,9 @@ class Sampling:
         self._check_stops()
         if self.records_sampling_mask and (self.top_k is None or self.top_k > MAX_RECORDED_TOP_K):
             raise ValueError(
-                f"the sampling mask is to be recorded for each sampled token, but top_k is {self.top_k}: a mask may then hold most of the "
-                f"vocabulary. Set top_k to at most {MAX_RECORDED_TOP_K}; 512 seldom changes the result of a top_p below 0.95 and costs "
-                "at most 2 KiB per token"
+                f"the sampling mask is recorded for each sampled token, but top_k is {self.top_k}, so a mask may hold most of the "
+                f"vocabulary. Set top_k to at most {MAX_RECORDED_TOP_K}; 512 seldom changes the result of a top_p below 0.95 and costs at "
+                "most 2 KiB per token"
             )
 
     def _check_stops(self) -> None:
@@ -72,8 +93,8 @@ class Sampling:
         size = sum(len(text.encode()) for text in self.stop_strings)
         if len(self.stop_strings) > MAX_STOP_STRINGS or size > MAX_STOP_BYTES:
             raise ValueError(
-                f"there are {len(self.stop_strings)} stop strings of {size} bytes in total, which are searched for after each token; "
-                f"there may be {MAX_STOP_STRINGS} of {MAX_STOP_BYTES} bytes"
+                f"there are {len(self.stop_strings)} stop strings of {size} bytes in total, which are searched for after each token; the "
+                f"limit is {MAX_STOP_STRINGS} strings of {MAX_STOP_BYTES} bytes"
             )
 
     @property
@@ -92,7 +113,7 @@ class Sampling:
 
 
 def is_finite(value: object) -> TypeGuard[float]:
-    """Return whether a value is a number that a float can hold; a bool is none."""
+    """Return whether a value is a number that fits a float; a bool does not count."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
     except OverflowError:  # an int beyond the largest float
@@ -100,12 +121,12 @@ def is_finite(value: object) -> TypeGuard[float]:
 
 
 def is_whole(value: object, lowest: int, highest: int) -> TypeGuard[int]:
-    """Return whether a value is an int within bounds; a bool is none."""
+    """Return whether a value is an int within bounds; a bool does not count."""
     return isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest
 
 
 def is_encodable(text: str) -> bool:
-    """Return whether a text is Unicode without lone surrogates, which JSON can carry and UTF-8 cannot."""
+    """Return whether a text has no lone surrogates, which JSON can carry and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -114,7 +135,7 @@ def is_encodable(text: str) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return a value of a request as a message shows it, in ASCII and cut off if it is long."""
+    """Return a request's value as shown in messages: ASCII, shortened if long."""
     try:
         text = ascii(value)
     except ValueError:  # an int of thousands of digits
@@ -127,7 +148,8 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def keep_mask(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return which tokens top-k and min-p, then top-p keep: logits [.., V], already divided by temperature -> bool [.., V].
+    """Return the mask of tokens kept by top-k and min-p, then top-p: logits [.., V], already divided by temperature -> bool [..,
+    V].
 
     top_p is relative to the probability mass that the other two filters kept, as in vLLM.
     """

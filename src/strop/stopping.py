@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-# A run is finished after its last step, its last task or by early stopping. It is stopped on request: started again, it continues.
+# A run that ends after its last step, its last task or by early stopping is finished. A run stopped on request continues when
+# started again.
 RunEnding = Literal["finished", "stopped"]
 
 STOPPED_EXIT_CODE = 143  # exit code for any stop request: 128 + SIGTERM
@@ -18,7 +19,9 @@ class RunStopped(BaseException):
 
 
 class EndRun(RuntimeError):
-    """A listener ends the run in an error, once the step is stored, saved and logged. The message says why and what to set."""
+    """Raised by a listener to end the run with an error once the step is stored, saved and logged. The message gives the reason
+    and the fix.
+    """
 
 
 @dataclass

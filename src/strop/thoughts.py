@@ -1,7 +1,7 @@
-"""What a policy thought and what it said: the one reading of thoughts, for rewards, tools, judges and pages.
+"""Separates a policy's thoughts from its answer. Rewards, tools, judges and pages all use this one implementation.
 
-A thought begins with a tag that the policy wrote or that the prompt ended with (``find_opening``), and ends with the tag that closes it.
-One that never ended goes to the end of the text. GPT-OSS writes messages in channels: ``analysis`` is thought, ``final`` is said.
+A thought begins with a tag that the policy wrote or that the prompt ended with (``find_opening``), and ends with its closing tag,
+or at the end of the text. GPT-OSS writes messages in channels: ``analysis`` holds thoughts, ``final`` the answer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-TAGS = {  # that open and close thoughts, by who writes them
+TAGS = {  # tags that open and close thoughts, by model family
     "<think>": "</think>",  # most models
     "[THINK]": "[/THINK]",  # Mistral
     "<seed:think>": "</seed:think>",
@@ -37,14 +37,16 @@ class Thought:
 
 
 def find_opening(prompt: str) -> str:
-    """Return the tag of the thought that a prompt ends in, as templates of reasoning models do; empty if it ends outside of thoughts."""
+    """Return the opening tag of a thought in which a prompt ends, as reasoning models' templates do; empty if it ends outside of
+    thoughts.
+    """
     return next((opening for opening in TAGS if prompt.rstrip().endswith(opening)), "")
 
 
 def find_thoughts(text: str, *, is_inside: bool = False, call: tuple[str, str] | None = None) -> list[Thought]:
     """Return the thoughts of a turn in order. Takes time linear in the length of the text.
 
-    ``is_inside``: its prompt opened the first one. Tags between the two marks of ``call`` are arguments of a call.
+    ``is_inside``: the prompt opened the first thought. Tags between the two marks of ``call`` are call arguments, not thoughts.
     """
     thoughts: list[Thought] = []
     at = 0
@@ -62,8 +64,8 @@ def find_thoughts(text: str, *, is_inside: bool = False, call: tuple[str, str] |
 
 
 def _find_unopened(text: str, is_inside: bool) -> Thought | None:
-    """Return the thought that began before the text: up to the tag that closes it, or everything."""
-    for closing, opening in _CLOSING.items():  # a message of GPT-OSS ends as its thoughts do
+    """Return the thought that began before the text: up to its closing tag, or everything."""
+    for closing, opening in _CLOSING.items():  # a message of GPT-OSS ends with the same tag as its thoughts
         closed = text.find(closing)
         if closed >= 0 and text.find(opening, 0, closed) < 0:
             return Thought(0, 0, closed, closed + len(closing))
@@ -81,7 +83,7 @@ def split_thoughts(text: str, opening: str = "", *, call: tuple[str, str] | None
 
 
 def read_answer(text: str, opening: str = "") -> str:
-    """Return what a policy said after its last thought, before one that never ended, or in GPT-OSS's channel ``final``."""
+    """Return the answer after the last complete thought and before one that never ended; with GPT-OSS, the channel ``final``."""
     if _HARMONY in text:
         *_, final = [None, *_FINAL.finditer(text)]
         return "" if final is None else _END_OF_MESSAGE.split(text[final.end() :], maxsplit=1)[0]
@@ -90,6 +92,6 @@ def read_answer(text: str, opening: str = "") -> str:
     if thoughts and not thoughts[-1].is_closed:
         end = thoughts.pop().start
     answer = text[thoughts[-1].end if thoughts else 0 : end]
-    for closing in _CLOSING:  # what closes no thought was thought, too
+    for closing in _CLOSING:  # text before an unmatched closing tag is thought, too
         answer = answer.rpartition(closing)[2]
     return answer

@@ -27,7 +27,7 @@ from strop.thoughts import read_answer
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool that an assistant's message asks for."""
+    """A tool call requested by an assistant message."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -43,19 +43,19 @@ class Image:
     """An image in a message, by reference."""
 
     source: str  # a path, an address, or a data: URL
-    position: int = 0  # characters of the content before it
+    position: int = 0  # number of characters of the content before it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PromptImage:
-    """An image in a row of tokens: where it stands, and the file itself.
+    """An image in a row of tokens: its position, and the file itself.
 
-    It is kept as an encoded file (PNG, JPEG): pixels are made from it where they are read, by the learner and by the engine. In a rollout
+    It is kept as an encoded file (PNG, JPEG); the learner and the engine decode it when they need the pixels. In a rollout
     ``start`` counts from the beginning of its path (the prompt's first token is 0), in a batch it is an index into T.
     """
 
-    start: int  # of the first token that stands for it
-    length: int  # tokens from the first to the last that stands for it; some families write others between them (rows of tiles)
+    start: int  # index of its first placeholder token
+    length: int  # tokens from its first to its last placeholder; some model families insert others between them (rows of tiles)
     content: bytes = field(repr=False)
     digest: str  # SHA-256 of the content, in hex: equal digests are equal images
 
@@ -74,14 +74,14 @@ class Message:
     role: str
     content: str
     tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
-    reasoning: str = ""  # of an assistant, where it stands apart from the content
-    name: str = ""  # of the tool that answers, or of who speaks
+    reasoning: str = ""  # of an assistant, if kept separate from the content
+    name: str = ""  # of the tool that answers, or of the speaker
     tool_call_id: str = ""  # of the call that a tool answers
     images: tuple[Image, ...] = ()  # by position
-    in_loss: bool = True  # of a recorded assistant: false is read and not trained on
+    in_loss: bool = True  # of a recorded assistant: false means context only, not trained on
 
     def as_parts(self) -> list[dict[str, str]]:
-        """Return the content as a list of texts and images, as templates of models that see read it."""
+        """Return the content as a list of texts and images, as the chat templates of vision models expect it."""
         cuts = [0, *(image.position for image in self.images), len(self.content)]
         texts = [{"type": "text", "text": self.content[start:end]} for start, end in pairwise(cuts)]
         images = [{"type": "image", "image": image.source} for image in self.images]
@@ -90,13 +90,13 @@ class Message:
 
     @property
     def shown_content(self) -> str:
-        """The content with the names of its images in their places, for people."""
+        """The content with image names in place of the images, for display."""
         return "".join(
             part["text"] if part["type"] == "text" else f"[image: {_name_image(part['image'])}]" for part in self.as_parts()
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the message as chat templates read it; fields that are not set are left out."""
+        """Return the message in the form chat templates expect; fields that are not set are left out."""
         optional = {
             "tool_calls": [call.as_dict() for call in self.tool_calls],
             "reasoning_content": self.reasoning,
@@ -108,7 +108,7 @@ class Message:
 
 
 def _name_image(source: str) -> str:
-    """Return the reference of an image for people: of a long ``data:`` URL without its content."""
+    """Return an image reference for display: a long ``data:`` URL loses its content."""
     return source.partition(",")[0] if source.startswith("data:") and len(source) > 80 else source[:80]
 
 
@@ -158,15 +158,13 @@ class Turn:
 
     author: Literal["policy", "environment"]
     tokens: Tensor  # [L] int64
-    text: str  # of all its tokens, special ones too, but without the one that ends a turn of the policy
+    text: str  # decoded from all its tokens, including special ones, except the one that ends a policy turn
     logprobs: Tensor  # [L] float32, under the sampling distribution; zeros for the environment
     versions: Tensor  # [L] int32, the weight version that sampled each token; -1 for the environment
-    entropies: Tensor | None = None  # [L] float32, of the sampling distribution, if requested
-    kept: Tensor | None = None  # [L, K] int32, the ids each token was sampled from, padded with -1, if recorded
     columns: Columns = field(default_factory=dict)  # what else was recorded of its tokens, or of those that it read
     num_messages: int = 0  # messages of the rollout that this turn added
-    images: tuple[PromptImage, ...] = ()  # of an observation, in order; they stand within its tokens, counted on its path
-    opening: str = ""  # the tag of the thought that the tokens before it end in, such as "<think>"; empty outside of thoughts
+    images: tuple[PromptImage, ...] = ()  # images of an observation, in order; positions count on its path
+    opening: str = ""  # opening tag of a thought already begun before this turn, such as "<think>"; empty outside of thoughts
 
     @property
     def sampled(self) -> bool:
@@ -174,7 +172,7 @@ class Turn:
 
     @property
     def content(self) -> str:
-        """What the policy said: the text without its thoughts (``strop.thoughts.read_answer``)."""
+        """The policy's visible answer: the text without its thoughts (``strop.thoughts.read_answer``)."""
         return read_answer(self.text, self.opening)
 
     def with_last_read(self, context: int) -> Turn:
@@ -202,22 +200,20 @@ def observation_turn(tokens: Sequence[int], text: str, images: Sequence[PromptIm
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Branch:
-    """A path of a rollout that leaves another one: a retry, a sub-agent, a history that was rewritten.
+    """A path that leaves another path of the rollout: a retry, a sub-agent, a rewritten history.
 
     Its context is the first ``start`` tokens of its parent's path (the prompt included), then its own turns. With ``start`` 0 it shares
     nothing. No sampled token is in two turns of a rollout, so each is trained on once.
     """
 
-    parent: (
-        int  # the path that it leaves: 0 is the prompt with ``Rollout.turns``, i is ``Rollout.branches[i - 1]``, an earlier one
-    )
+    parent: int  # the path it leaves: 0 is the prompt with ``Rollout.turns``, i is ``Rollout.branches[i - 1]``, an earlier branch
     start: int
     turns: tuple[Turn, ...]
 
 
 @dataclass(frozen=True)
 class StepReward:
-    """The reward of a step of a rollout, which ends at one of the tokens that the policy sampled."""
+    """The reward of one step of a rollout, which ends at a token sampled by the policy."""
 
     token: int  # index of its last token among the rollout's sampled tokens
     reward: float  # weighted
@@ -225,7 +221,7 @@ class StepReward:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rollout:
-    """One trajectory sampled for a task: the tokens of a prompt and of the turns after it.
+    """One trajectory sampled for a task: the tokens of a prompt and of all turns after it.
 
     During an episode, environments see the rollout so far, with ``ending`` None and no rewards. ``metrics`` is one dict for the whole
     episode: ``rollout.metrics["calls"] = 3``, in ``respond`` or in a reward, is logged and stored.
@@ -237,21 +233,21 @@ class Rollout:
     messages: tuple[Message, ...]  # the whole conversation as text
     prompt: Tensor  # [P] int64
     turns: tuple[Turn, ...] = ()
-    branches: tuple[Branch, ...] = ()  # of an agent whose requests are not one conversation
+    branches: tuple[Branch, ...] = ()  # for an agent whose requests do not form a single conversation
     ending: Ending | None = None
     version: int = 0  # the weight version of the generators when its group was started: in training, the step
     reward: float = 0.0  # the weighted sum of ``rewards``
-    step_rewards: tuple[StepReward, ...] = ()  # the parts of ``reward`` that belong to steps, in order
+    step_rewards: tuple[StepReward, ...] = ()  # the parts of ``reward`` earned by single steps, in order
     turn_advantages: tuple[
         float, ...
-    ] = ()  # of each of ``policy_turns``, what replaces its advantage; 0: nothing; empty: for none
-    turn_states: tuple[str | None, ...] = ()  # of each of ``policy_turns``, the environment's state before it; empty: not known
+    ] = ()  # for each of ``policy_turns``, a value that replaces its advantage; 0: keep it; empty: no turn has one
+    turn_states: tuple[str | None, ...] = ()  # for each of ``policy_turns``, the environment's state before it; empty: not known
     rewards: Mapping[str, float] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)  # of the environment's own; it sets them during the episode
+    metrics: dict[str, float] = field(default_factory=dict)  # set by the environment during the episode
     output: str = ""  # what an agent printed or returned
     error: str | None = None
-    images: tuple[PromptImage, ...] = ()  # of the prompt, in order
-    unscored: bool = False  # a reward returned None: it counts nowhere, and its reward is 0
+    images: tuple[PromptImage, ...] = ()  # images of the prompt, in order
+    unscored: bool = False  # a reward returned None: the rollout is left out everywhere, and its reward is 0
     columns: Columns = field(default_factory=dict)  # what was recorded of it as a whole
 
     @property
@@ -266,17 +262,17 @@ class Rollout:
 
     @property
     def opening(self) -> str:
-        """The tag of the thought that the policy's last turn began in; empty outside of thoughts."""
+        """Opening tag of a thought in which the policy's last turn began; empty outside of thoughts."""
         return "" if self.last_turn is None else self.last_turn.opening
 
     @property
     def content(self) -> str:
-        """What the policy said in its last turn: the text without its thoughts."""
+        """The policy's visible answer in its last turn: the text without its thoughts."""
         return "" if self.last_turn is None else self.last_turn.content
 
     @property
     def policy_turns(self) -> tuple[Turn, ...]:
-        """The policy's turns: of the main path, then of each branch."""
+        """The policy's turns: those of the main path, then those of each branch."""
         paths = (self.turns, *(branch.turns for branch in self.branches))
         return tuple(turn for turns in paths for turn in turns if turn.sampled)
 
@@ -295,7 +291,7 @@ class Rollout:
 
     @property
     def path_images(self) -> tuple[PromptImage, ...]:
-        """The images of the main path: of the prompt, then of the observations."""
+        """The images of the main path: the prompt's, then the observations'."""
         return (*self.images, *(image for turn in self.turns for image in turn.images))
 
     def tokens(self) -> Tensor:  # [P + L]
@@ -305,7 +301,7 @@ class Rollout:
         turn = replace(turn, num_messages=len(messages))
         if turn.columns and any(earlier.sampled for earlier in self.turns):
             observed = sum(len(earlier.tokens) for earlier in takewhile(lambda each: not each.sampled, reversed(self.turns)))
-            turn = turn.with_last_read(observed + 1)  # the last token of the turn before was not read when it was sampled
+            turn = turn.with_last_read(observed + 1)  # the previous turn's last token had not been read when sampled
         return replace(self, turns=(*self.turns, turn), messages=(*self.messages, *messages))
 
     @property
@@ -323,14 +319,14 @@ class Group:
     version: int  # the weight version of the generators when the group was started
     rollouts: tuple[Rollout, ...]
     baseline: Rollout | None = None  # a greedy rollout, for algorithms that use it as a baseline; never trained on
-    unscored: tuple[Rollout, ...] = ()  # left out of ``rollouts``: of no baseline, no loss
+    unscored: tuple[Rollout, ...] = ()  # rollouts without a reward, left out of ``rollouts``, the baseline and the loss
 
     @property
     def every_rollout(self) -> tuple[Rollout, ...]:
         return (*self.rollouts, *self.unscored)
 
     def leave_out_unscored(self) -> Group:
-        """Return the group with the rollouts that have a reward, and the others apart; unchanged where none has one."""
+        """Return the group with unscored rollouts moved to ``unscored``; unchanged if no rollout has a reward."""
         scored = tuple(rollout for rollout in self.rollouts if not rollout.unscored)
         if not scored or len(scored) == len(self.rollouts):
             return self
@@ -338,7 +334,7 @@ class Group:
 
     @property
     def is_unscored(self) -> bool:
-        """Whether it has no reward to learn from: that of each rollout is missing, or that of the greedy one."""
+        """Whether the group has no reward to learn from: no rollout has one, or the greedy baseline has none."""
         return all(rollout.unscored for rollout in self.rollouts) or (self.baseline is not None and self.baseline.unscored)
 
     @property
@@ -361,12 +357,12 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutCredit:
-    """The credit of the rollouts of some groups, in their order, which packing gives to their tokens."""
+    """The credit of the rollouts of several groups, in order. Packing assigns it to their tokens."""
 
     rewards: Tensor  # [S] float64, as the algorithm uses them
     advantages: Tensor  # [S] float64
     mask: Tensor  # [S] bool: which rollouts count in the loss
-    predict: Literal["tokens", "last_token"] = "tokens"  # it goes to every sampled token, or to the last token of a rollout
+    predict: Literal["tokens", "last_token"] = "tokens"  # credit goes to every sampled token, or to a rollout's last
 
 
 @dataclass(frozen=True)
@@ -410,7 +406,7 @@ class Batch:
 
     totals: Totals
     leaf_sequence: Tensor | None = None  # [L] int64, ascending: the rollout of each path; None: every rollout is one path (L = S)
-    images: tuple[PromptImage, ...] = ()  # [I], ascending, ``start`` an index into T; that of a shared prompt stands once
+    images: tuple[PromptImage, ...] = ()  # [I], ascending, ``start`` an index into T; an image of a shared prompt appears once
     zero_gradient: Tensor | None = None  # [S] bool: rollouts whose loss gradient is exactly zero; no backward pass is run
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N, ...]
     read_columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [T, ...]: what an engine recorded of what it read
@@ -464,7 +460,9 @@ class Batch:
     def image_segments(self) -> list[int]:
         """The segment that each image stands in."""
         starts = torch.tensor([image.start for image in self.images], dtype=torch.int64)
-        found: list[int] = (torch.searchsorted(self.segment_start, starts, right=True) - 1).tolist()  # past empty ones before it
+        found: list[int] = (
+            torch.searchsorted(self.segment_start, starts, right=True) - 1
+        ).tolist()  # the last segment starting there
         return found
 
     @property

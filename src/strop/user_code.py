@@ -1,4 +1,4 @@
-"""Code and names that users write: import ``module:name`` or ``path/to/file.py:name``, suggest the nearest known name, describe errors."""
+"""User code: import ``module:name`` or ``path/to/file.py:name``, suggest the nearest known name, describe errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from typing import Any, get_type_hints
 
 from strop.safety.printable import shorten
 
-MAX_NAMES = 120  # of known names that a message lists
+MAX_NAMES = 120  # known names listed by a message
 MAX_ERROR_TEXT = 2000  # characters of an exception's text that are stored or shown
 
 
@@ -43,7 +43,9 @@ def suggest_names(name: str, known: Iterable[str], most: int = MAX_NAMES) -> str
 
 
 def explain_invalid(kind: Any, value: Any, error: Exception) -> str:
-    """Return why a value is not of the type ``kind``: pydantic's first reason, with the key inside of the value and the nearest name."""
+    """Explain why a value is not of the type ``kind``: pydantic's first reason, with the key inside the value and the nearest
+    name.
+    """
     if not hasattr(error, "errors"):  # pydantic's ValidationError has
         return str(error)
     first = error.errors()[0]
@@ -59,18 +61,18 @@ def explain_invalid(kind: Any, value: Any, error: Exception) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type, the text and the place of an exception that user code raised, shortened in the middle if it is long."""
+    """Return the type, text and location of an exception from user code, shortened in the middle if long."""
     try:
         text = str(error)
     except Exception as failed:  # its own __str__ raises
         text = f"(its text cannot be read: {type(failed).__name__})"
     place = find_user_place(error)
-    said = place is None or f"({place})" in text  # by the error that was raised from it
+    said = place is None or f"({place})" in text  # by a wrapping error
     return f"{type(error).__name__}: {shorten(text, MAX_ERROR_TEXT)}" + ("" if said else f" ({place})")
 
 
 def describe_value(value: Any) -> str:
-    """Return the first 80 characters of ``repr(value)``, or its type where it has none: integers may be too long for one."""
+    """Return the first 80 characters of ``repr(value)``, or its type if ``repr`` fails, as for very long integers."""
     try:
         return f"{value!r:.80}"
     except Exception:
@@ -79,19 +81,19 @@ def describe_value(value: Any) -> str:
 
 @dataclass(frozen=True)
 class UserPlace:
-    """The last line of a user's code that an exception came through."""
+    """The last line of user code that an exception passed through."""
 
     file: str
     line: int
     function: str  # with its class, such as Objective.loss
-    traceback: str  # from the first line of the user's code on
+    traceback: str  # starts at the first line of user code
 
     def __str__(self) -> str:
         return f"{self.file}, line {self.line}, in {self.function}"
 
 
 def find_user_place(error: BaseException) -> UserPlace | None:
-    """Return where in a user's code an exception, or what caused it, was raised or passed through; None if it did not."""
+    """Return where in user code an exception, or its cause, was raised or passed through; None if it was not."""
     cause: BaseException | None = error
     seen: set[int] = set()
     while cause is not None and id(cause) not in seen:
@@ -108,12 +110,12 @@ def find_user_place(error: BaseException) -> UserPlace | None:
 
 
 def is_user_file(file: str) -> bool:
-    """Whether a file of code was imported because a configuration or a call names it, or by one that was."""
+    """Whether a code file was imported because a configuration or a call names it, or by such a file."""
     return file in _user_files or any(Path(file) in state for state in _states.values())
 
 
 def remember_code(function: Any) -> None:
-    """Know the file of a function that was given in Python as a user's."""
+    """Register the file of a function passed in Python as user code."""
     with suppress(TypeError, OSError):
         _user_files.add(str(inspect.getsourcefile(inspect.unwrap(getattr(function, "func", function)))))
 
@@ -130,8 +132,8 @@ def import_attribute(path: str) -> Any:
     module_name, _, attribute = path.rpartition(":")
     try:
         module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
-    except BaseException as error:  # user code may raise anything, and end with sys.exit()
-        from strop.safety.exits import is_interrupt  # it loads asyncio, which no hint at a name needs
+    except BaseException as error:  # user code may raise anything, including SystemExit
+        from strop.safety.exits import is_interrupt  # imports asyncio, which suggesting a name does not need
 
         if is_interrupt(error):
             raise
@@ -145,11 +147,11 @@ def import_attribute(path: str) -> Any:
 
 
 def _import_module(name: str) -> ModuleType:
-    """Import a module by name. One below the current folder is loaded again if its file, or one that it imports, was edited."""
+    """Import a module by name. One in or below the current folder is reloaded if it, or a file it imports, was edited."""
     folder = Path.cwd()
     if str(folder) in sys.path or "" in sys.path:
         return _import_current(name, folder)
-    sys.path.append(str(folder))  # last, so that it shadows nothing; a console script does not search it by default
+    sys.path.append(str(folder))  # last, so that it shadows nothing; console scripts do not search it by default
     importlib.invalidate_caches()
     try:
         return _import_current(name, folder)
@@ -171,13 +173,13 @@ def _import_current(name: str, folder: Path) -> ModuleType:
 
 
 _found_files: dict[Path, Path] = {}
-_user_files: set[str] = set()  # of modules and functions that users name
-_State = dict[Path, bytes]  # the source of files of code
-_states: dict[str, _State] = {}  # of modules as they were loaded, by name
+_user_files: set[str] = set()  # files of modules and functions that users name
+_State = dict[Path, bytes]  # contents of code files
+_states: dict[str, _State] = {}  # of modules when they were loaded, by name
 
 
 def _find_file(path: Path) -> Path:
-    """Return the full path. A reward may change the working directory: then it is where it was found before."""
+    """Return the full path. If a reward has changed the working directory since, return the path found before."""
     full = path.expanduser().resolve()
     if full.is_file():
         _found_files[path] = full
@@ -185,10 +187,10 @@ def _find_file(path: Path) -> Path:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file under a name derived from its full path, and again if it, or a file beside it that it imports, was edited.
+    """Import a file under a name derived from its full path, and again if it, or a file next to it that it imports, was edited.
 
-    What it imports is looked for beside it first, as Python does for a script. These files are modules of their own folder: two rewards in
-    two folders may each have a ``utils.py``, and none takes the place of a library's module elsewhere.
+    Its imports are first looked up in its folder, as Python does for a script. These files are modules of that folder only: two
+    rewards in two folders may each have a ``utils.py``, and neither replaces a library's module elsewhere.
     """
     full = _find_file(path)
     name = f"strop_plugin_{full.stem}_{hashlib.blake2b(str(full).encode(), digest_size=4).hexdigest()}"
@@ -206,7 +208,7 @@ def _import_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_loader(name, _NeighbourLoader(name, str(full), neighbours))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    _states[name] = state  # first: what it raises has a place in it
+    _states[name] = state  # first: errors raised during the import refer to it
     sys.modules[name] = sys.modules[f"{neighbours.package}.{full.stem}"] = module  # first: dataclasses look up their module
     try:
         spec.loader.exec_module(module)
@@ -217,7 +219,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def list_own_files(file: Path, folder: Path) -> list[Path]:
-    """Return a file of code and those in ``folder`` that it imports, and that they do."""
+    """Return a code file and all files in ``folder`` that it imports, directly or indirectly."""
     found: dict[Path, None] = {}
     waiting = [file]
     while waiting:
@@ -232,7 +234,7 @@ def list_own_files(file: Path, folder: Path) -> list[Path]:
 
 
 def _module_paths(folder: Path, name: str) -> tuple[Path, ...]:
-    """Return where in a folder a module, or the packages that it is in, may be."""
+    """Return where a module, or the packages that contain it, may be in a folder."""
     parts = name.split(".")
     packages = (folder.joinpath(*parts[:length], "__init__.py") for length in range(1, len(parts) + 1))
     return (folder.joinpath(*parts).with_suffix(".py"), *reversed(list(packages)))
@@ -241,7 +243,7 @@ def _module_paths(folder: Path, name: str) -> tuple[Path, ...]:
 def _imported_names(path: Path) -> Iterator[str]:
     try:
         tree = ast.parse(path.read_bytes())
-    except (OSError, ValueError, SyntaxError, RecursionError):  # said where it is imported
+    except (OSError, ValueError, SyntaxError, RecursionError):  # reported when it is imported
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -257,7 +259,7 @@ def _read_state(file: Path, folder: Path) -> _State:
 
 
 def _forget_modules(file: Path, keep: Collection[str]) -> None:
-    """Let the next import of a file's module load it again."""
+    """Force a reload of a file's module at the next import."""
     for name, module in list(sys.modules.items()):
         if name not in keep and name != "__main__" and getattr(module, "__file__", None) == str(file):
             del sys.modules[name]
@@ -268,7 +270,9 @@ def _forget_modules(file: Path, keep: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class _Neighbours:
-    """``__import__`` of the files in a folder: what lies beside them comes first, as modules of a package that stands for the folder."""
+    """``__import__`` for the files of a folder: neighbouring files come first, as modules of a package that stands for the
+    folder.
+    """
 
     folder: Path
     package: str
@@ -301,14 +305,14 @@ class _Neighbours:
 
 
 class _NeighbourLoader(SourceFileLoader):
-    """Loads a file whose imports look beside it first."""
+    """Loads a file whose imports are first looked up in its folder."""
 
     def __init__(self, name: str, path: str, neighbours: _Neighbours) -> None:
         super().__init__(name, path)
         self.neighbours = neighbours
 
     def get_code(self, fullname: str) -> Any:
-        """Compile the source: cached code is known by its time in whole seconds and its size, which an edit may leave as they are."""
+        """Compile from source: cached bytecode is keyed by mtime in whole seconds and size, which an edit may leave unchanged."""
         return self.source_to_code(self.get_data(self.path), self.path)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -331,7 +335,7 @@ class _NeighbourFinder(MetaPathFinder):
 
 
 def find_near_paths(path: Path) -> list[Path]:
-    """Return what lies beside the first part of a path that does not exist and is spelled nearly so."""
+    """Return paths with similar spelling next to the first missing part of a path."""
     missing = path
     while missing != missing.parent and not missing.parent.is_dir():
         missing = missing.parent

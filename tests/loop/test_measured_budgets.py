@@ -68,7 +68,7 @@ def test_a_killed_run_continues_with_its_budget_although_more_memory_is_free(tin
     assert train(tiny, tmp_path, "auto", FreeMemory(FREE, then=Kill("at the optimizer step", 4))).code == -9
     outcome = train(tiny, tmp_path, "auto", FreeMemory(MORE))
     assert outcome.code == 0, outcome.err
-    assert f"{KEY}: auto is {found(automatic, 4)} tokens, as the run that is continued found it" in outcome.out
+    assert f"{KEY}: auto is {found(automatic, 4)} tokens, as measured by the continued run" in outcome.out
     assert found(tmp_path, 4) == found(tmp_path, 2) == found(automatic, 4)
     assert_same_run(automatic, tmp_path)
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from loop.runs import grpo, metrics_of, repeatable
-from loop.test_megatron_runs import megatron
 from loop.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -78,16 +77,16 @@ def test_in_float32_the_learner_would_choose_what_is_replayed_and_nothing_change
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("learner", ["torch", "megatron"])
-def test_ranks_replay_what_an_engine_in_another_process_says(learner: str, mixture: Path, tmp_path: Path) -> None:
-    """Experts cross processes, are cut among tensor ranks or stages, and are those that the ranks would choose, but for rounding."""
+def test_ranks_replay_what_an_engine_in_another_process_says(mixture: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
-    if learner == "megatron":
-        pytest.importorskip("megatron.core", reason="Megatron Core is not installed: pip install -e '.[megatron]'")
-        sizes = megatron(pipeline_model_parallel_size=2)
-    else:
-        sizes = {"cluster.gpus_per_node": 2, "policy.dtensor_cfg.tensor_parallel_size": 2, "cluster.backend": "ray"}
-    lines = train(mixture, tmp_path, **sizes)
+    replay_on_ranks(
+        mixture, tmp_path, {"cluster.gpus_per_node": 2, "policy.dtensor_cfg.tensor_parallel_size": 2, "cluster.backend": "ray"}
+    )
+
+
+def replay_on_ranks(mixture: Path, folder: Path, sizes: dict[str, Any]) -> None:
+    """Experts cross processes, are cut among tensor ranks or stages, and are those that the ranks would choose, but for rounding."""
+    lines = train(mixture, folder, **sizes)
     assert all(line["train/tokens_without_routes"] == 0.0 for line in lines.values())
     assert max(line["train/router_disagreement"] for line in lines.values()) < 0.01
     assert max(line["train/token_mult_prob_error"] for line in lines.values()) < 1.001

@@ -25,7 +25,9 @@ LIMITS = {
     "watchdog.generation_seconds": 0.5,
     "watchdog.training_seconds": 0.5,
 }
-LIMIT = r"step 2 waits longer than the limit of 0\.5 s \(watchdog\.{kind}_seconds\): training loop -> {chain}, for ([0-9.]+) s"
+LIMIT = (
+    r"step 2 has waited longer than the limit of 0\.5 s \(watchdog\.{kind}_seconds\): training loop -> {chain}, for ([0-9.]+) s"
+)
 CHAINS = {
     "environment": r"generation -> group \d+ \(task .* of arithmetic\) -> sample \d -> environment Arithmetic, rewards \(task .*\)",
     "engine": r"generation -> group \d+ \(task .* of arithmetic\) -> sample \d -> engine, turn 1",
@@ -92,7 +94,7 @@ def test_the_doctor_sees_a_run_live_hang_die_go_on_and_come_to_its_end(tiny, tmp
     status = until(tmp_path, lambda status: bool(status.troubles))
     hangs = strop("doctor", "logs", folder=tmp_path)
     assert hangs.code == 1
-    assert re.search(r"state +hung: step 2 waits longer than the limit of 3 s", hangs.out)
+    assert re.search(r"state +hung: step 2 has waited longer than the limit of 3 s", hangs.out)
     assert re.search(r"environment Arithmetic, rewards \(task .*\): [0-9.]+ of 3 s  OVER ITS LIMIT", hangs.out)
     assert "the environment does not answer" in hangs.out and f"kill -INT {status.pid}" in hangs.out
 

@@ -17,7 +17,7 @@ import torch
 
 from strop.generation.base import Completion, RequestTooLong
 from strop.models.adapters import lora_layers
-from strop.sampling import Sampling, filtered_logits, keep_mask
+from strop.sampling import KEPT, Sampling, filtered_logits, keep_mask
 from strop.weight_sync.base import Sender
 from strop.weight_sync.exporter import LocalAdapterSource
 from strop.weight_sync.transports.broadcast import BroadcastSender
@@ -163,12 +163,11 @@ def test_a_stop_string_ends_a_completion_and_is_in_its_text(room: BackgroundLoop
 def test_the_tokens_that_each_one_was_drawn_from_are_recorded(room: BackgroundLoop, served: ServedModel, published: None) -> None:
     sampling = Sampling(temperature=0.9, top_k=12, top_p=0.9, record_sampling_mask=True, max_new_tokens=12)
     completion = ask(room, served, sampling)
-    assert completion.kept is not None
     row = torch.cat([torch.tensor(PROMPT), completion.tokens])
     with torch.no_grad():
         logits = served.model(row[None]).logits[0, len(PROMPT) - 1 : -1]
     keep = keep_mask(logits / sampling.temperature, sampling)
-    for place, kept in enumerate(completion.kept):
+    for place, kept in enumerate(completion.columns[KEPT]):
         assert set(kept[kept >= 0].tolist()) == set(keep[place].nonzero()[:, 0].tolist())
     assert torch.isfinite(filtered_logits(logits, sampling).gather(-1, completion.tokens[:, None])).all()
 

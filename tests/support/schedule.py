@@ -10,7 +10,6 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 TOGETHER = {
     "tests/loop/test_vllm_runs.py": "tests/unit/generation/vllm",
     "tests/unit/generation/vllm": "tests/unit/generation/vllm",
-    "tests/loop/test_megatron_runs.py": "tests/extensions/megatron",
     "tests/extensions/megatron": "tests/extensions/megatron",
 }
 

@@ -44,15 +44,15 @@ SQUARED_PROBS = "squared_probs"  # a batch column, [N], of any content: the loss
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Properties of a run that decide whether an algorithm can be used in it."""
+    """Properties of a run that determine whether it can use an algorithm."""
 
     group_size: int = 1
     optimizer_steps: int = 1  # per batch
     max_staleness: int = 0
     environment_rewards: tuple[str, ...] = ()  # names, if known
     step_rewards: bool = True  # whether an environment rewards steps of a rollout
-    quantized_rollouts: str = ""  # the number format of the weights that sample, if it is not the learner's
-    turn_states: bool = True  # whether an environment says in which state a turn was taken
+    quantized_rollouts: str = ""  # number format of the sampling weights, if it differs from the learner's
+    turn_states: bool = True  # whether an environment reports the state in which a turn was taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Algorithm(ABC):
     summed (law 1). Compute what depends on the whole optimizer step in ``prepare_step``.
     """
 
-    # The kind of recorded data that it is trained on; empty if it is trained on sampled rollouts.
+    # Kind of recorded data it trains on; empty if it trains on sampled rollouts.
     recorded_data: ClassVar[Literal["", "conversations", "preferences", "judgements"]] = ""
     whole_groups: ClassVar[bool] = False  # its loss compares the rollouts of a group, so a micro-batch must not split one
     predict: ClassVar[Literal["tokens", "last_token"]] = "tokens"  # every sampled token, or one value at the last of a rollout
@@ -83,7 +83,7 @@ class Algorithm(ABC):
         return False
 
     def validate(self, plan: Plan) -> Iterator[str]:
-        """Yield a message for each reason why this algorithm cannot be used in such a run, with what to set instead."""
+        """Yield a message, with the fix, for each reason why this algorithm cannot be used in such a run."""
         return iter(())
 
     def keep(self, group: Group) -> bool:
@@ -103,7 +103,7 @@ class Algorithm(ABC):
         """Return the credit of each rollout, [G]."""
 
     def group_credit(self, groups: Sequence[Group]) -> RolloutCredit:
-        """Collect ``rewards``, ``advantages`` and ``rollout_mask`` of all rollouts. Raises ValueError if one has another length."""
+        """Collect ``rewards``, ``advantages`` and ``rollout_mask`` of all rollouts. Raises ValueError if a length differs."""
         return RolloutCredit(
             rewards=concatenate_per_rollout(self.rewards, groups).double(),
             advantages=concatenate_per_rollout(self.advantages, groups).double(),
@@ -138,7 +138,7 @@ class Algorithm(ABC):
         """Return the loss to minimize, already divided by ``batch.totals``, and its metrics."""
 
     def loss_terms(self, outputs: Any, batch: Batch, learner: str = "policy") -> LossTerms | None:
-        """Return the terms that make the loss of ``learner``, for the token ledger; None if the algorithm does not say them."""
+        """Return the terms that make up ``learner``'s loss, for the token ledger; None if the algorithm does not expose them."""
         return None
 
     def losses(self, step: int) -> dict[str, LossFn]:

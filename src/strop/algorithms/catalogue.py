@@ -1,4 +1,4 @@
-"""Algorithms and their parts by name. There is no registry: each algorithm is a file of this package and has the file's name.
+"""Algorithms and their parts by name. There is no registry: each algorithm is a file of this package and is named after it.
 
 gspo.py  ->  algorithm.name: gspo      the one Algorithm that the file defines
          ->  {name: sequence_clip}     every part that the file defines
@@ -26,7 +26,9 @@ def all_algorithms() -> dict[str, type[Algorithm]]:
 
 @cache
 def algorithm_of_file(name: str) -> type[Algorithm] | None:
-    """Return the algorithm of the file with this name, and import no other; None if there is no such file, or no algorithm in it."""
+    """Return the algorithm in the file with this name, without importing others; None if there is no such file, or no algorithm
+    in it.
+    """
     classes = [
         cls
         for file in _files().get(name, ())
@@ -57,7 +59,7 @@ def part_name(kind: type[Part]) -> str:
 
 
 def _is_incomplete(kind: type[Algorithm]) -> bool:
-    """Whether the class is only a base class: an algorithm has a default for every field."""
+    """Whether the class is only a base class: a real algorithm has a default for every field."""
     return any(field.default is inspect.Parameter.empty for field in inspect.signature(kind).parameters.values())
 
 

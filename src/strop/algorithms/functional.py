@@ -27,8 +27,8 @@ MAX_LOG_RATIO = 1e4  # nats: stands for infinity, if one side gives a sampled to
 def rounding_of(values: Tensor) -> float:
     """Return the share of their magnitude by which values may differ and count as equal.
 
-    Whole numbers are exact. A fraction that float32 has too may come from a model's scores, with their rounding errors; those that a
-    function computed in Python hardly ever are such.
+    Whole numbers are exact. A fraction exactly representable in float32 may be a model's score and have its rounding errors;
+    fractions computed by a Python function almost never are.
     """
     if values.dtype != torch.float64:
         return RELATIVE_ROUNDING
@@ -139,7 +139,7 @@ def aggregate(values: Tensor, batch: Batch, how: Aggregation = "token_mean", con
 
 
 def concatenate_per_rollout(method: Callable[[Group], Tensor], groups: Sequence[Group]) -> Tensor:
-    """Concatenate what a method of an algorithm returns for each group, [S]. Raises ValueError if one has another length."""
+    """Concatenate the results of an algorithm's method for each group, [S]. Raises ValueError if a length differs."""
     values = [method(group) for group in groups]
     for group, value in zip(groups, values, strict=True):
         if value.shape != (len(group.rollouts),):

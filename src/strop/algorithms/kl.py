@@ -24,7 +24,7 @@ class Kl:
     token_reward: each token's estimate is subtracted from that token's reward, so that it lowers the credit of this and all earlier
     tokens (PPO as in InstructGPT, arXiv 2203.02155; REINFORCE++, 2501.03262). token_credit: subtracted from the credit of that token alone,
     before the credit is whitened (NeMo-RL's reinforce_plus_plus).
-    Outside the loss it is measured with the policy before the update, so that it is 0 where that policy is the reference, whoever sampled.
+    Outside the loss it is measured with the policy before the update, so that it is 0 where that policy is the reference, for any sampler.
     With ``target``, the weight of a term outside the loss is only the first one. After each batch of n rollouts it is multiplied by
     1 + clip(estimate / target - 1, -0.2, 0.2) n / horizon (1909.08593), the estimate being a mean over rollouts of means over tokens.
     ``unbiased`` multiplies the estimate in the loss by the ratio of the policy to the sampler, so that the gradient of k1 and k3 is that

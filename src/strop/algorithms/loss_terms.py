@@ -1,6 +1,6 @@
 """The terms that a loss adds up, and what each token, rollout or group contributed to them.
 
-An algorithm computes its loss from its terms (``add_terms``), so what is said of the tokens cannot drift from what is trained on.
+An algorithm computes its loss from its terms (``add_terms``), so what is reported about tokens always matches the training loss.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class LossTerm:
     values: Tensor  # [N], [S] or [groups], as ``per`` says; differentiable
     reduce: Callable[[Tensor, Batch], Tensor]  # (values, batch) -> 0-dimensional
     per: Literal["token", "rollout", "group"] = "token"
-    # What ``values`` were after each step that made them, by the name of the step: objective, clip, correction. The last is ``values``.
+    # ``values`` after each step that produced them, by the name of the step: objective, clip, correction. The last entry is
+    # ``values``.
     stages: Mapping[str, Tensor] = field(default_factory=dict)
 
     def total(self, batch: Batch) -> Tensor:
@@ -33,7 +34,7 @@ class LossTerm:
         return self.weight * self.reduce(self.values, batch)
 
     def parts(self) -> list[LossTerm]:
-        """Return the term of each stage: the first as it is, then what each step changes. They sum to this term."""
+        """Return one term per stage: the first as it is, then the change made by each further stage. They sum to this term."""
         if not self.stages:
             return [self]
         values = list(self.stages.values())
@@ -54,15 +55,15 @@ class LossTerm:
 
 @dataclass(frozen=True, eq=False)
 class LossTerms:
-    """The terms of a loss, and what else it knows of its tokens."""
+    """The terms of a loss, and further per-token information."""
 
     terms: Sequence[LossTerm]
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # [N]: CLIPPED, CORRECTION, SELECTED
 
 
-CLIPPED = "clipped"  # 1 where a bound acts on the token's contribution, so that its gradient is none or another
-CORRECTION = "correction"  # the product of the weights of corrections
-SELECTED = "selected"  # 0 where the token is not among those that have a gradient
+CLIPPED = "clipped"  # 1 where a bound changes or removes the gradient of the token's contribution
+CORRECTION = "correction"  # product of the correction weights
+SELECTED = "selected"  # 0 for tokens outside the selection that has a gradient
 
 
 def add_terms(terms: Sequence[LossTerm], batch: Batch) -> Tensor:
@@ -71,7 +72,7 @@ def add_terms(terms: Sequence[LossTerm], batch: Batch) -> Tensor:
 
 
 def sum_tokens(values: Tensor, batch: Batch) -> Tensor:
-    """Reduce values [N] that are divided already."""
+    """Reduce values [N] that are already divided."""
     return values.sum()
 
 

@@ -13,16 +13,16 @@ from strop.stopping import EarlyStop
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The state of a run after ``step``, besides its learners."""
+    """The state of a run after ``step``, apart from its learners."""
 
     step: int
     stream: StreamState
     logged: Mapping[str, float]  # the step's metrics, for a run that was killed after saving the step but before logging it
     early_stop: EarlyStop | None = None
-    listeners: Mapping[str, Any] = field(default_factory=dict)  # the states of those that have one, by name
+    listeners: Mapping[str, Any] = field(default_factory=dict)  # the states of listeners that have one, by name
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        """Read a checkpoint, of earlier versions too, which have the state of one listener alone."""
+        """Read a checkpoint, including those of earlier versions, which have the state of only one listener."""
         monitor = saved.pop("monitor", None)
         vars(self).update({"listeners": {} if monitor is None else {"hacking": monitor}, **saved})
 
@@ -34,7 +34,7 @@ class Saveable(Protocol):
 
 
 class Restorable(Saveable, Protocol):
-    """What is saved with a run and restored in place."""
+    """A further component that is saved with a run and restored in place."""
 
     def load(self, folder: Path) -> None: ...
 
@@ -49,7 +49,7 @@ class Stageable(Protocol):
 
 
 class Checkpointer(Protocol):
-    """Saves the state of a run with its learners, and what else has a state of its own."""
+    """Saves the state of a run with its learners and other stateful components."""
 
     def save(self, state: RunState, learners: Mapping[str, Restorable]) -> Path:
         """Save atomically and return the checkpoint's folder.

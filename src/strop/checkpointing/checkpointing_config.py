@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from strop.base_config import BaseConfig, PathText
 from strop.problems import Problem
 
-# Metrics that metric_name may name after train:. A name with a slash is a metric of an environment or algorithm.
+# Values that metric_name may have after train:. A name with a slash is a metric of an environment or algorithm.
 TRAIN_METRICS = (
     "reward",
     "loss",
@@ -24,7 +24,7 @@ TRAIN_METRICS = (
 
 
 def _read_true_or_false(value: object) -> object:
-    """Read the values that earlier versions had."""
+    """Read the values of earlier versions."""
     return {True: "auto", False: "never"}[value] if isinstance(value, bool) else value
 
 
@@ -33,7 +33,7 @@ Resume = Annotated[Literal["auto", "must", "never", "previous"], BeforeValidator
 
 
 class CheckpointingConfig(BaseConfig):
-    """What is saved and when, and which checkpoints are kept."""
+    """What to save and when, and which checkpoints to keep."""
 
     unrelated_keys: ClassVar[tuple[str, ...]] = (
         "enabled",
@@ -60,8 +60,8 @@ class CheckpointingConfig(BaseConfig):
     )
     async_save: bool = Field(
         False,
-        description="Write checkpoints in the background while training continues. Only on several ranks; a single process "
-        "saves first.",
+        description="Write checkpoints in the background while training continues. Only on several ranks; a single process waits for the "
+        "save.",
     )
     save_on_sigterm_within: float | None = Field(
         120,
@@ -78,13 +78,13 @@ class CheckpointingConfig(BaseConfig):
     resume: Resume = Field(
         "auto",
         description="auto (or true): continue from the newest checkpoint in checkpoint_dir, if there is one; must: without one, end with "
-        "an error; previous: set damaged checkpoints aside and continue from the newest whole one; never (or false): begin anew, and "
-        "move what is there to previous_N.",
+        "an error; previous: move damaged checkpoints away and continue from the newest intact one; never (or false): start over, and "
+        "move existing checkpoints to previous_N.",
     )
     accept_changed: Strings = Field(
         (),
-        description="Keys whose data, weights, tokenizer or prompts may be others than when the run began, although their value is the "
-        "same, such as data.train.dataset_name; all is every key. Without it a run is not continued with other contents.",
+        description="Keys whose value is unchanged but whose data, weights, tokenizer or prompts may have changed since the run began, "
+        "such as data.train.dataset_name; all means every key. Otherwise a run is not resumed with changed contents.",
     )
 
     @property
@@ -134,15 +134,15 @@ class CheckpointingConfig(BaseConfig):
         if self.resume in ("must", "previous") and not self.enabled:
             yield Problem(
                 f"{key}.resume",
-                f"found {self.resume}, but {key}.enabled is false, and such a run neither saves nor reads checkpoints",
+                f"found {self.resume}, but {key}.enabled is false, and without it a run neither saves nor reads checkpoints",
                 f"Set {key}.enabled=true, or {key}.resume=auto.",
             )
 
 
 class RecordedCheckpointingConfig(CheckpointingConfig):
-    """Defaults of runs on recorded data, which a loss measures."""
+    """Defaults for runs on recorded data, which are ranked by a loss."""
 
-    # val_loss and validation-default_loss are NeMo-RL's names of loss.
+    # val_loss and validation-default_loss are NeMo-RL's names for the loss.
     validation_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "nll", "val_loss", "validation-default_loss")
 
     checkpoint_dir: PathText = Field("results/recorded", min_length=1, description="Folder of the step_N folders.")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +15,8 @@ from typing import Any
 import torch
 
 from strop.checkpointing.saved_model import SavedModel, SavedModelNotFound, read_yaml
-from strop.extensions.megatron.checkpoint.torch_dist import LATEST, find_iteration, model_folder
-from strop.learner.parallel.shard_files import METADATA, SafetensorsReader, ShardedReader, TensorReader, TensorShard, is_sharded
-from strop.models.adapters import adapter_folder, is_classifier_adapter, merge_adapters
-from strop.models.classifiers import load_classifier
+from strop.learner.parallel.shard_files import METADATA, SafetensorsReader, TensorReader, is_sharded
+from strop.models.adapters import adapter_folder
 from strop.models.export import (
     AS_THEY_ARE,
     ConversionError,
@@ -34,12 +31,11 @@ from strop.models.export import (
     save_model,
 )
 from strop.models.fit.damaged_weights import DamagedWeights, naming_damaged_weights
-from strop.models.fit.load_report import LoadReport, find_not_finite
-from strop.models.loading import ModelNotFound, find_model_folder, load_model, load_tokenizer
+from strop.models.loading import ModelNotFound, load_tokenizer
+from strop.models.rank_shards import find_shards
 
-SHARD_FILE_SUFFIXES = (METADATA, ".distcp", LATEST)  # endings of shard files, which are not copied
 MODEL_FILES = re.compile(r"(adapter_)?(config|model.*|base_config)\.(json|safetensors(\.index\.json)?)|pytorch_model.*|.*\.gguf")
-SPACE_MARGIN = 1.05  # tokenizer and configuration beside the weights
+SPACE_MARGIN = 1.05  # for the tokenizer and configuration next to the weights
 
 
 def convert_model(
@@ -51,28 +47,30 @@ def convert_model(
     model_name: str | None = None,
     finish: Callable[[Path], object] = lambda draft: None,
 ) -> None:
-    """Write the model and its tokenizer to ``target``, which appears whole or not at all.
+    """Write the model and its tokenizer to ``target``, atomically.
 
     Args:
         merge: Merge adapters into their base. Without it adapters stay adapters.
-        model_name: The model that configuration and tokenizer come from if the weights have none beside them.
+        model_name: The model that provides configuration and tokenizer if there are none next to the weights.
         finish: Adds further files to the folder before it appears.
 
     Raises ConversionError.
     """
     check_target(target)
-    with _conversion_errors(source):
+    with conversion_errors(source):
         _check_space(source, target, form, merge=merge)
     with new_folder(target) as draft:
-        with _conversion_errors(source):
+        with conversion_errors(source):
             _write_weights(source, draft, form, merge=merge, model_name=model_name)
-        _add_tokenizer(_model_folder(source), draft, model_name)
+        add_tokenizer(_model_folder(source), draft, model_name)
         finish(draft)
 
 
 @contextmanager
-def _conversion_errors(source: SavedModel) -> Iterator[None]:
-    """Raise a ValueError of the code inside as a ConversionError that names the folder, and damaged weights as one that names the file."""
+def conversion_errors(source: SavedModel) -> Iterator[None]:
+    """Convert a ValueError of the block into a ConversionError that names the folder, and DamagedWeights into one that names the
+    file.
+    """
     try:
         with naming_damaged_weights(source.weights):
             yield
@@ -81,7 +79,7 @@ def _conversion_errors(source: SavedModel) -> Iterator[None]:
     except DamagedWeights as error:
         raise ConversionError(str(error)) from error
     except ModelNotFound as error:
-        raise ConversionError(str(error.with_key("CHECKPOINT"))) from error  # as `strop export --help` calls it
+        raise ConversionError(str(error.with_key("CHECKPOINT"))) from error  # the name in `strop export --help`
     except ValueError as error:
         raise ConversionError(f"{source.weights}: {error}") from error
 
@@ -95,114 +93,22 @@ def convert_shards(source: Path, target: Path, *, model_name: str | None = None)
     convert_model(SavedModel(str(source)), target, model_name=model_name)
 
 
-def convert_megatron(source: Path, target: Path, *, model_name: str | None = None) -> None:
-    """Convert what Megatron Core saved, such as weights/iter_0000000, as ``convert_shards`` does. Raises ConversionError."""
-    if find_iteration(source) is None:
-        if is_sharded(source):
-            raise ConversionError(
-                f"{source} has no metadata.json: it was not saved by Megatron Core. Shards of the torch learner are converted by "
-                f"examples/converters/convert_dcp_to_hf.py, or strop export {source} {target}"
-            )
-        folders = ", ".join(sorted(path.name for path in source.iterdir() if path.is_dir())) if source.is_dir() else ""
-        found = f"; folders there: {folders}" if folders else ""
-        raise ConversionError(
-            f"{source} has no checkpoint of Megatron Core, which is <checkpoint_dir>/step_<N>/policy/weights/iter_0000000{found}"
-        )
-    convert_model(SavedModel(str(source)), target, model_name=model_name)
-
-
-def convert_to_megatron(model_name: str, target: Path) -> None:
-    """Write a Hugging Face model and its tokenizer as a folder with iter_0000000, in one process.
-
-    Raises ModelNotFound, ConversionError.
-    """
-    from safetensors.torch import load_file
-
-    from strop.extensions.megatron.checkpoint.hugging_face import write_megatron_weights
-
-    check_target(target)
-    folder = find_model_folder(model_name)
-    source = SavedModel(str(folder))
-    with new_folder(target) as draft, _conversion_errors(source):
-        files = sorted(folder.glob("*.safetensors"))  # mapped, not read
-        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        write_megatron_weights(weights, load_model_config(source.weights), draft)
-        for path in folder.iterdir():
-            if path.is_file() and (path.name == "config.json" or not MODEL_FILES.fullmatch(path.name)):
-                shutil.copyfile(path, draft / path.name)
-
-
-def convert_megatron_adapters(
-    adapters: Path, target: Path, *, model_name: str, base: Path | None = None, merge: bool = True
-) -> None:
-    """Write adapters of Megatron Core's layers in PEFT's format, or with ``merge`` the whole model that they make, in float32.
-
-    Args:
-        adapters: What a run saved as policy/weights, or an iter_XXXXXXX folder of NeMo-RL.
-        model_name: The Hugging Face model that they are for.
-        base: An iter_XXXXXXX folder with that model's weights; None reads those of ``model_name``.
-
-    Raises ModelNotFound, ConversionError.
-    """
-    check_target(target)
-    with new_folder(target) as draft, _conversion_errors(SavedModel(str(adapters))), tempfile.TemporaryDirectory() as temporary:
-        folder = adapter_folder(str(adapters)) or _read_megatron_adapters(adapters, model_name, Path(temporary))
-        if merge:
-            model = load_classifier(model_name) if is_classifier_adapter(folder) else load_model(model_name)
-            if base is not None:
-                _load_base(model, base)
-            save_model(merge_adapters(model, folder), draft)
-        else:
-            copy_adapters(folder, draft)
-        _add_tokenizer(folder, draft, model_name)
-
-
-def _read_megatron_adapters(source: Path, model_name: str, folder: Path) -> Path:
-    from strop.extensions.megatron.checkpoint.adapter_shards import read_adapter_shards
-
-    iteration = find_iteration(source)
-    if iteration is None or not (iteration / "run_config.yaml").is_file():
-        raise ConversionError(
-            f"{source} has neither adapter_config.json, as policy/weights of a run that trains adapters, nor an iter_XXXXXXX folder with "
-            "run_config.yaml, as NeMo-RL saves them"
-        )
-    peft = read_yaml(iteration / "run_config.yaml").get("peft")
-    if not peft:
-        raise ConversionError(f"{iteration / 'run_config.yaml'} has no section peft: its run trained no adapters")
-    read_adapter_shards(iteration, load_model_config(model_name), peft, base=model_name).write(folder)
-    return folder
-
-
-def _load_base(model: Any, base: Path) -> None:
-    """Load the weights of Megatron Core's checkpoint into a model."""
-    from strop.extensions.megatron.checkpoint.hugging_face import read_hugging_face_weights
-
-    if (iteration := find_iteration(base)) is None:
-        raise ConversionError(
-            f"{base} has no checkpoint of Megatron Core: name the iter_XXXXXXX folder of the base, or leave it out"
-        )
-    weights = read_hugging_face_weights(iteration, model.config)
-    LoadReport(not_finite=list(find_not_finite(weights.items()))).refuse(str(base), type(model).__name__, key="")
-    model.load_state_dict(weights, strict=False)  # all but tied weights, which the reader has once
-
-
 def _model_folder(source: SavedModel) -> Path:
     """Return the folder with configuration and tokenizer."""
-    iteration = find_iteration(Path(source.weights))
-    return Path(source.weights) if iteration is None else model_folder(iteration)
+    if source.shards is None:
+        return Path(source.weights)
+    reader, shards = source.shards
+    return reader.model_folder(shards)
 
 
 def _write_weights(source: SavedModel, draft: Path, form: ExportFormat, *, merge: bool, model_name: str | None) -> None:
     folder = Path(source.weights)
+    if source.shards is not None:
+        reader, shards = source.shards
+        config = _load_config(_model_folder(source), model_name)
+        export_weights(config, reader.read_shards(shards, config), draft, form)
+        return
     match source.layout:
-        case "shards":
-            export_weights(_load_config(folder, model_name), _read_weights(folder), draft, form)
-        case "megatron":
-            from strop.extensions.megatron.checkpoint.hugging_face import read_hugging_face_weights
-
-            config, iteration = _load_config(_model_folder(source), model_name), find_iteration(folder)
-            assert iteration is not None
-            export_weights(config, read_hugging_face_weights(iteration, config), draft, form)
         case "adapters" if merge:
             save_model(load_merged_model(folder), draft, form)
         case "adapters":
@@ -213,13 +119,6 @@ def _write_weights(source: SavedModel, draft: Path, form: ExportFormat, *, merge
             save_model(load_saved_model(source.weights), draft, form)
 
 
-def _read_weights(source: Path) -> dict[str, torch.Tensor]:
-    reader = ShardedReader(source)
-    weights = {name: torch.empty(shape, dtype=reader.dtypes[name]) for name, shape in reader.shapes.items()}
-    reader.read({name: TensorShard(tensor, (0,) * tensor.dim(), tuple(tensor.shape)) for name, tensor in weights.items()})
-    return weights
-
-
 def _check_shards(source: Path, target: Path) -> None:
     if not source.is_dir():
         raise ConversionError(f"there is no folder {source}; weights are in <checkpoint_dir>/step_<N>/policy/weights")
@@ -228,7 +127,7 @@ def _check_shards(source: Path, target: Path) -> None:
             f"{source} holds LoRA adapters in PEFT's format, not a whole model; merge them into their base: "
             f"python -m strop.models.lora merge {source} {target}"
         )
-    if not is_sharded(source) and find_iteration(source) is None:
+    if find_shards(source) is None:
         inner = next((path for path in (source / "weights", source / "policy" / "weights") if is_sharded(path)), None)
         if inner is not None:
             raise ConversionError(f"{source} itself holds no weights; name {inner}")
@@ -240,7 +139,7 @@ def _check_shards(source: Path, target: Path) -> None:
 
 
 def _check_space(source: SavedModel, target: Path, form: ExportFormat, *, merge: bool) -> None:
-    """Raise ConversionError if the disk has less room than the folder will need."""
+    """Raise ConversionError if the disk has too little space for the folder."""
     needed = _estimate_bytes(source, form, merge=merge) * SPACE_MARGIN
     parent = target.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
@@ -253,12 +152,13 @@ def _check_space(source: SavedModel, target: Path, form: ExportFormat, *, merge:
 
 
 def _estimate_bytes(source: SavedModel, form: ExportFormat, *, merge: bool) -> float:
-    """Return about how many bytes the weights will take; 0 where that is not known before they are loaded."""
+    """Return the approximate size of the weights in bytes; 0 if unknown before loading."""
     folder = Path(source.weights)
     if source.layout == "hub" or (source.layout == "adapters" and merge):
         return 0.0
-    shards = folder if source.layout == "shards" else find_iteration(folder)
-    reader: TensorReader = SafetensorsReader(folder) if shards is None else ShardedReader(shards)
+    reader: TensorReader = SafetensorsReader(folder)
+    if source.shards is not None:
+        reader = source.shards[0].open_shards(source.shards[1])
     return sum(
         torch.Size(shape).numel() * (form.torch_dtype or reader.dtypes[name]).itemsize for name, shape in reader.shapes.items()
     )
@@ -273,14 +173,16 @@ def _load_config(source: Path, model_name: str | None) -> Any:
     return load_model_config(name)
 
 
-def _add_tokenizer(source: Path, draft: Path, model_name: str | None) -> None:
+def add_tokenizer(source: Path, draft: Path, model_name: str | None) -> None:
     """Copy the other files of ``source``, such as tokenizer and chat template. Without any, save the tokenizer of ``model_name``.
 
-    The generation configuration of ``source`` replaces the one that is derived from the model's.
+    The generation configuration of ``source`` replaces the one derived from the model's.
     """
     written = {path.name for path in draft.iterdir()} - {"generation_config.json"}
+    found = find_shards(source)
     for path in source.iterdir() if source.is_dir() else ():
-        copied = path.is_file() and path.name not in written and not path.name.endswith(SHARD_FILE_SUFFIXES)
+        of_shards = found is not None and found[0].is_index(path.name)
+        copied = path.is_file() and path.name not in written and not of_shards
         if (
             copied
             and (path.name == "base_config.json" or not MODEL_FILES.fullmatch(path.name))
@@ -297,7 +199,9 @@ def _is_merged_away(path: Path, draft: Path) -> bool:
 
 
 def read_model_name(config_file: Path) -> str | None:
-    """Return the model that the configuration of a run names, None if it names none. Raises ConversionError for a file that is none."""
+    """Return the model named by a run's configuration, None if it names none. Raises ConversionError if the file is not a run's
+    configuration.
+    """
     if not config_file.is_file():
         raise ConversionError(
             f"there is no file {config_file}; each checkpoint contains the run's configuration as step_<N>/config.yaml"

@@ -41,8 +41,8 @@ from strop.storage.storage_error import StorageError, find_refusal, format_bytes
 
 log = logging.getLogger(__name__)
 
-RUN = "/run"  # in files.json: the id of the run, which all its checkpoints have
-_RECORDS = ("config.yaml", "contents.json", "metric.json")  # for people: a change is said, and no reason to refuse a checkpoint
+RUN = "/run"  # key in files.json: the id of the run, shared by all its checkpoints
+_RECORDS = ("config.yaml", "contents.json", "metric.json")  # for people: a change only causes a warning
 
 
 class CheckpointError(RuntimeError):
@@ -56,7 +56,7 @@ class FolderCheckpointer:
     folder: Path
     config_text: str
     save_tokenizer: Callable[[Path], Any]
-    contents_text: str = "{}"  # fingerprints of what the names in the configuration stand for
+    contents_text: str = "{}"  # fingerprints of the contents behind the configuration's names
     keep_top_k: int | None = 3  # None keeps all
     metric: str | None = None  # name as logged, such as validation/accuracy
     higher_is_better: bool = True
@@ -71,7 +71,7 @@ class FolderCheckpointer:
     def write(self, state: RunState, randomness: Mapping[str, Any], learners: Mapping[str, Saveable]) -> Path:
         """Write the checkpoint of ``state``, with the learners and random states (``get_random_states``) of the same moment.
 
-        Raises StorageError if the file system refuses it: then the draft is removed, and the other checkpoints are as they were.
+        Raises StorageError if the file system refuses it. The draft is then removed, and the other checkpoints are unchanged.
         """
         target = self.folder / f"step_{state.step}"
         draft = self.folder / f".tmp_step_{state.step}"
@@ -151,9 +151,9 @@ class FolderCheckpointer:
         return state
 
     def verify(self, path: Path) -> None:
-        """Compare the files of a checkpoint with what was saved. Raises CheckpointError, which names an older one that is whole.
+        """Compare the files of a checkpoint with their checksums. Raises CheckpointError, which names an older intact one.
 
-        ``config.yaml`` and ``metric.json`` are for people: if they changed, the checkpoint can be used, and a warning says so.
+        Changes to ``config.yaml`` and ``metric.json``, which are for people, only cause a warning.
         """
         damage = _find_damage(path)
         if damage is not None:
@@ -174,15 +174,15 @@ class FolderCheckpointer:
         )
 
     def _check_origin(self, path: Path, state: RunState) -> None:
-        """Raise ValueError if a checkpoint was copied here under another step, or from another run."""
+        """Raise ValueError if a checkpoint was copied here from another step or run."""
         if path.name != f"step_{state.step}":
             raise ValueError(f"it is the checkpoint of step {state.step}: the folder was renamed, or copied from elsewhere")
         own, others = _read_json(path / "files.json").get(RUN), self._find_run(state.step)
         if own is not None and others is not None and own != others:
-            raise ValueError(f"it is of another run ({own}) than the checkpoints before it ({others}): it was copied here")
+            raise ValueError(f"it belongs to another run ({own}) than the earlier checkpoints ({others}): it was copied here")
 
     def _find_run(self, step: int) -> str | None:
-        """Return the id of the run that wrote the newest checkpoint before ``step``; None if none says it."""
+        """Return the id of the run that wrote the newest checkpoint before ``step``; None if unknown."""
         older = (self.folder / f"step_{other}" / "files.json" for other in reversed(self.list_steps()) if other < step)
         runs = (_read_json(path).get(RUN) for path in older)
         return next((str(run) for run in runs if run is not None), None)
@@ -198,7 +198,7 @@ class FolderCheckpointer:
         numbers = [int(path.name[9:]) for path in self.folder.glob("previous_*") if path.name[9:].isdigit()]
         target = self.folder / f"previous_{max(numbers, default=0) + 1}"
         target.mkdir()
-        for step in reversed(steps):  # newest first, so that after a kill in between none looks like the newest of the new run
+        for step in reversed(steps):  # newest first, so that after a kill in between none is taken for the newest of the new run
             (self.folder / f"step_{step}").rename(target / f"step_{step}")
         return shorten_path(target)
 
@@ -218,19 +218,19 @@ class FolderCheckpointer:
         return (value if self.higher_is_better else -value), step
 
     def _clear_leftovers(self) -> None:
-        """Remove partly written and partly removed folders of a process that was killed."""
+        """Remove partly written and partly removed folders of a killed process."""
         if self.folder.is_dir():
             for path in self.folder.glob(".tmp_step_*"):
                 _remove(path)
 
 
 def _read_checksums(folder: Path) -> dict[str, FileChecksum]:
-    """Read files.json. Raises ValueError, which json's errors are too."""
+    """Read files.json. Raises ValueError, the base class of json's errors."""
     return decode_checksums(json.loads((folder / "files.json").read_text()))
 
 
 def _find_damage(folder: Path) -> str | None:
-    """Return what is wrong with the files of a checkpoint, apart from those for people; None if it is whole."""
+    """Return what is wrong with a checkpoint's files, except those for people; None if they are intact."""
     try:
         saved = _read_checksums(folder)
     except FileNotFoundError:
@@ -241,12 +241,12 @@ def _find_damage(folder: Path) -> str | None:
 
 
 def is_damaged(checkpoint: Path) -> bool:
-    """Return whether a checkpoint lacks files or has damaged ones, apart from those for people."""
+    """Return whether a checkpoint has missing or damaged files, except those for people."""
     return _find_damage(checkpoint) is not None
 
 
 def was_changed(checkpoint: Path, name: str) -> bool:
-    """Return whether a file of a checkpoint is not what was saved."""
+    """Return whether a file of a checkpoint has changed since it was saved."""
     with suppress(OSError, ValueError):
         checksum = _read_checksums(checkpoint).get(name)
         return checksum is not None and find_damage(checkpoint, {name: checksum}) is not None
@@ -263,7 +263,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or a file or link that has the name of one."""
+    """Remove a folder, or a file or link with that name."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,4 @@
-"""Find a saved model by what a user names: a run, a checkpoint, a folder of weights, or a model on the hub."""
+"""Find a saved model by the name a user gives: a run, a checkpoint, a folder of weights, or a model on the hub."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from strop.checkpointing.step_folders import list_steps
-from strop.extensions.megatron.checkpoint.torch_dist import find_iteration, model_folder
+from strop.models.rank_shards import RankShardReader, find_shards
 
 RUN_CONFIG = "config.yaml"  # in a log folder and in each checkpoint
 ATTACHED_CONFIG = "strop_config.yaml"  # the same, in an exported folder
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _WHOLE_MODEL = ("config.json", "adapter_config.json", "value_head.json")
 
-Layout: TypeAlias = Literal["whole", "shards", "megatron", "adapters", "value head", "hub"]
+Layout: TypeAlias = Literal["whole", "shards", "adapters", "value head", "hub"]
 
 
 class SavedModelNotFound(ValueError):
-    """No model is where the name says. The message says what is there instead."""
+    """There is no model under this name. The message lists what is there instead."""
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The weights of a model, and the run that they come from if there is one."""
+    """The weights of a model, and the run they come from if there is one."""
 
     weights: str  # a folder, or the name of a model on the hub
     checkpoint: Path | None = None  # its step_N folder
@@ -43,9 +43,7 @@ class SavedModel:
         folder = Path(self.weights)
         if not folder.is_dir():
             return "hub"
-        if find_iteration(folder) is not None:
-            return "megatron"
-        if (folder / ".metadata").is_file():
+        if self.shards is not None:
             return "shards"
         if (folder / "adapter_config.json").is_file():
             return "adapters"
@@ -53,12 +51,17 @@ class SavedModel:
 
     @property
     def needs_conversion(self) -> bool:
-        """Whether only ``convert_model`` makes it a folder that ``from_pretrained`` reads."""
-        return self.layout in ("shards", "megatron")
+        """Whether ``convert_model`` is needed to make a folder that ``from_pretrained`` reads."""
+        return self.layout == "shards"
+
+    @cached_property
+    def shards(self) -> tuple[RankShardReader, Path] | None:
+        """What reads the shards of ranks, and their folder; None for a model of another layout."""
+        return find_shards(Path(self.weights))
 
     @property
     def step(self) -> int | None:
-        """The step of its checkpoint; None if it comes from no checkpoint."""
+        """The step of its checkpoint; None if it does not come from a checkpoint."""
         name = "" if self.checkpoint is None else self.checkpoint.resolve().name
         return int(name[5:]) if re.fullmatch(r"step_\d+", name) else None
 
@@ -69,7 +72,7 @@ class SavedModel:
 
     @property
     def run_root(self) -> Path:
-        """The working directory of its run, as far as the names of its folders tell."""
+        """The working directory of its run, as far as its folder names reveal it."""
         if self.config_file is None:
             return Path()
         key, folder = ("logger", "log_dir"), self.config_file.parent
@@ -79,20 +82,15 @@ class SavedModel:
 
     @property
     def log_folder(self) -> Path | None:
-        """The log folder of its run, if it is there."""
+        """The log folder of its run, if it exists."""
         written = self.run_values.get("logger", {}).get("log_dir")
         folder = None if written is None else self.run_root / written
         return folder if folder is not None and folder.is_dir() else None
 
     @property
     def description(self) -> str:
-        kinds: dict[Layout, str] = {
-            "shards": "shards of several ranks",
-            "megatron": "shards of Megatron Core",
-            "adapters": "LoRA adapters",
-            "value head": "a value head",
-        }
-        kind = kinds.get(self.layout)
+        kinds: dict[Layout, str] = {"adapters": "LoRA adapters", "value head": "a value head"}
+        kind = kinds.get(self.layout) if self.shards is None else self.shards[0].shards_title
         return f"{self.weights} ({kind})" if kind else self.weights
 
 
@@ -107,14 +105,14 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
 def find_saved_model(
     name: str | Path, *, step: int | None = None, best: bool = False, ema: bool = False, critic: bool = False
 ) -> SavedModel:
-    """Find the weights that ``name`` stands for.
+    """Find the weights that ``name`` refers to.
 
     Args:
         name: A log folder, a folder of checkpoints, a checkpoint (step_N), a folder in it, any Hugging Face folder, or a hub name.
         step: The step of the checkpoint of a run; None is the newest.
         best: The checkpoint of a run with the best value of ``checkpointing.metric_name``.
         ema: The averaged weights.
-        critic: The critic of ``strop ppo`` in place of the policy.
+        critic: The critic of ``strop ppo`` instead of the policy.
 
     Raises SavedModelNotFound.
     """
@@ -133,12 +131,12 @@ def find_saved_model(
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a name may be that of a model on the hub, and is no folder."""
+    """Whether a name may be a model on the hub, and is not a folder."""
     return bool(_HUB_NAME.fullmatch(name)) and not name.startswith((".", "~")) and not Path(name).exists()
 
 
 def find_checkpoints(folder: Path, values: Mapping[str, Any]) -> Path:
-    """Return the folder of checkpoints of the run in a log folder, whose configuration may name it relative to another folder."""
+    """Return the checkpoint folder of the run in a log folder, whose configuration may name it relative to another folder."""
     written = str(values.get("checkpointing", {}).get("checkpoint_dir", "results"))
     root = _strip_suffix(folder, str(values.get("logger", {}).get("log_dir", "")))
     candidates = [root / written, Path(written), *(parent / written for parent in folder.resolve().parents)]
@@ -146,7 +144,7 @@ def find_checkpoints(folder: Path, values: Mapping[str, Any]) -> Path:
 
 
 def choose_step(folder: Path, step: int | None, *, best: bool, higher_is_better: bool = True) -> Path:
-    """Return the newest step_N folder, that of a step, or the best one. Raises SavedModelNotFound."""
+    """Return the newest step_N folder, the one of a step, or the best one. Raises SavedModelNotFound."""
     steps = list_steps(folder)
     if not steps:
         raise SavedModelNotFound(f"{folder} has no checkpoint yet (checkpointing.save_period says when one is saved)")
@@ -164,7 +162,7 @@ def choose_step(folder: Path, step: int | None, *, best: bool, higher_is_better:
 
 
 def _find_checkpoint(folder: Path, step: int | None, best: bool) -> Path | None:
-    """Return the step_N folder that a folder is, contains or, as a log folder, names; None for a folder of weights."""
+    """Return the step_N folder that a folder is, contains or (for a log folder) names; None for a folder of weights."""
     if (folder / "policy").is_dir():
         return folder
     values = read_yaml(folder / RUN_CONFIG) if (folder / RUN_CONFIG).is_file() else {}
@@ -186,16 +184,17 @@ def _find_weights(folder: Path, *, ema: bool, critic: bool, chosen: bool) -> Sav
         raise SavedModelNotFound(f"{folder} is no run: --step and --best choose among the step_N folders of one")
     if (folder / "weights").is_dir():  # step_N/policy
         folder = folder / "weights"
-    iteration = find_iteration(folder)
-    if iteration == folder and find_iteration(model_folder(folder)) == folder:  # weights/iter_0000000
-        folder = model_folder(folder)
+    if (found := find_shards(folder)) is not None:
+        reader, shards = found
+        if shards == folder and reader.find_shards(reader.model_folder(folder)) == folder:  # the model is in the folder around it
+            folder = reader.model_folder(folder)
     checkpoint = folder.resolve().parents[1]
     belongs = folder.resolve().parent.name in ("policy", "value") and (checkpoint / RUN_CONFIG).is_file()
     if belongs and (ema or critic):
         return find_saved_model(checkpoint, ema=ema, critic=critic)
     if ema or critic:
         raise SavedModelNotFound(f"{folder} is no checkpoint: --ema and --critic choose among the parts of one (step_N)")
-    known = iteration is not None or any((folder / name).is_file() for name in (*_WHOLE_MODEL, ".metadata"))
+    known = found is not None or any((folder / name).is_file() for name in _WHOLE_MODEL)
     if not known and not any(folder.glob("*.gguf")):
         raise SavedModelNotFound(
             f"{folder} holds neither a run (config.yaml), nor checkpoints (step_N), nor a model (config.json, adapter_config.json)"
@@ -208,7 +207,7 @@ def _find_weights(folder: Path, *, ema: bool, critic: bool, chosen: bool) -> Sav
 
 
 def _find_elsewhere(name: str, path: Path, *, chosen: bool) -> SavedModel:
-    """Return a model on the hub. Raises SavedModelNotFound, with similar names, for what can only be a missing folder."""
+    """Return a model on the hub. Raises SavedModelNotFound, with similar names, if the name can only be a missing folder."""
     is_path = path.exists() or not is_hub_name(name)
     inside_local = len(path.parts) > 1 and Path(path.parts[0]).is_dir()
     near = suggest_paths(path)
@@ -221,7 +220,7 @@ def _find_elsewhere(name: str, path: Path, *, chosen: bool) -> SavedModel:
 
 
 def suggest_paths(path: Path) -> list[str]:
-    """Return existing folders with similar names, each part of the path corrected in turn; empty if a part resembles none."""
+    """Return existing folders with similar names, correcting each part of the path in turn; empty if a part resembles none."""
     found = Path(path.anchor) if path.is_absolute() else Path()
     for part in path.parts[1:] if path.is_absolute() else path.parts:
         if part in ("..", ".") or (found / part).exists():
@@ -256,7 +255,7 @@ def _explain_missing_part(checkpoint: Path, *, ema: bool, critic: bool) -> str:
 
 
 def _read_metric(checkpoint: Path) -> float | None:
-    """Return the value that ranks a checkpoint; None if it has none."""
+    """Return the ranking metric of a checkpoint; None if it has none."""
     try:
         value = json.loads((checkpoint / "metric.json").read_text())["value"]
     except (OSError, ValueError, KeyError):
@@ -265,7 +264,7 @@ def _read_metric(checkpoint: Path) -> float | None:
 
 
 def _strip_suffix(folder: Path, suffix: str) -> Path:
-    """Return the folder that ``suffix`` is relative to if ``folder`` ends with it; else the current one."""
+    """Return the folder to which ``suffix`` is relative if ``folder`` ends with it; otherwise the current folder."""
     parts = Path(suffix).parts
     if not parts or Path(suffix).is_absolute():
         return Path()

@@ -1,8 +1,8 @@
 """``state.pt``: the state of a run and of its random number generators.
 
-The file is a pickle, whose classes and functions are looked up in a list: reading it creates numbers, tensors, Strop's own dataclasses, and
-tasks of the run's environments, and imports nothing. Tasks of one's own are taken from modules that this process has imported already
-because they define its environments: dataclasses, enums and named tuples there.
+The file is a pickle whose classes and functions must be on a list: reading it creates numbers, tensors, Strop's own dataclasses,
+and tasks of the run's environments, and imports nothing. Custom tasks may be dataclasses, enums and named tuples from modules
+already imported because they define the run's environments.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _MOVED = {
     ("strop.environments.hosted", "RemoteTask"): ("strop.environments.remote", "RemoteTask"),
 }
 
-_PYTHON_2 = {"__builtin__": "builtins", "xrange": "range"}  # how the pickles of torch.save name them
+_PYTHON_2 = {"__builtin__": "builtins", "xrange": "range"}  # their names in pickles of torch.save
 
-# Modules of Strop whose classes (not functions) may stand in the file.
+# Modules of Strop whose classes (but not functions) may occur in the file.
 _OWN_MODULES = {
     "strop.checkpointing.base",
     "strop.data.recorded.examples",
@@ -51,7 +51,7 @@ _OWN_MODULES = {
     "strop.types",
 }
 
-# Of other libraries: what numbers, tensors, arrays and the values of data files are made of. None of them runs what it is given.
+# From other libraries: what numbers, tensors, arrays and values of data files consist of. None of them executes its arguments.
 _OTHERS = {
     ("_codecs", "encode"),
     *(("builtins", name) for name in ("bytearray", "complex", "frozenset", "range", "set", "slice")),
@@ -69,11 +69,11 @@ _OTHERS = {
 
 
 class UntrustedClass(pickle.UnpicklingError):
-    """A file names a class or function that is not one of a run's state. The message says which."""
+    """A file names a class or function outside of a run's state. The message names it."""
 
 
 def write_run_state(path: Path, state: RunState, randomness: Mapping[str, Any]) -> None:
-    """Write the state. Finished groups whose tasks could not be read again are left to be sampled again, with a warning."""
+    """Write the state. Finished groups whose tasks could not be read back are sampled again later, with a warning."""
     torch.save({"state": replace(state, stream=_drop_unreadable(state.stream)), "random": randomness}, path)
 
 
@@ -81,13 +81,13 @@ def read_run_state(path: Path) -> tuple[RunState, Mapping[str, Any]]:
     """Read the state and the random states. Raises UntrustedClass, and what the file format raises for a broken file."""
     with zipfile.ZipFile(path) as file:
         if any(name.endswith("/constants.pkl") for name in file.namelist()):
-            raise UntrustedClass(f"{path} is a TorchScript program, not the state of a run")
+            raise UntrustedClass(f"{path} is a TorchScript program, not a run's state")
     saved = torch.load(path, weights_only=False, map_location="cpu", pickle_module=_STATE_PICKLE)
     return saved["state"], saved["random"]
 
 
 class _StateUnpickler(pickle.Unpickler):
-    """Finds only what may be in the state of a run, classes of earlier versions under their new names."""
+    """Finds only allowed classes, and those of earlier versions under their new names."""
 
     def find_class(self, module: str, name: str) -> Any:
         module, name = _MOVED.get((module, name), (_PYTHON_2.get(module, module), _PYTHON_2.get(name, name)))
@@ -97,8 +97,8 @@ class _StateUnpickler(pickle.Unpickler):
         if isinstance(found, type) and found.__module__ == module and (module in _OWN_MODULES or _is_task_data(found)):
             return found
         raise UntrustedClass(
-            f"it names {module}.{name}, which is not among what a run saves; a task of one's own is read if its class is a dataclass in "
-            "the module of the run's environment"
+            f"it names {module}.{name}, which is not part of a run's state; a custom task can be read if its class is a dataclass in the "
+            "module of the run's environment"
         )
 
 
@@ -110,7 +110,7 @@ _STATE_PICKLE = SimpleNamespace(__name__="pickle", Unpickler=_StateUnpickler, lo
 
 
 def _is_task_data(found: type) -> bool:
-    """Whether a class is data, from a module that defines an environment or a task of this run."""
+    """Whether a class is plain data from a module that defines an environment or a task of this run."""
     is_data = is_dataclass(found) or issubclass(found, enum.Enum) or (issubclass(found, tuple) and hasattr(found, "_fields"))
     return is_data and any(found.__module__ == other.__module__ for base in (Task, Environment) for other in _subclasses(base))
 
@@ -121,7 +121,7 @@ def _subclasses(base: type) -> set[type]:
 
 
 def _drop_unreadable(stream: StreamState) -> StreamState:
-    """Move finished groups with tasks that ``read_run_state`` would refuse to those that are started again."""
+    """Move finished groups with tasks that ``read_run_state`` would refuse to the groups to restart."""
     unreadable = {group.index: reason for group in stream.finished if (reason := _why_unreadable(group)) is not None}
     if not unreadable:
         return stream
@@ -133,7 +133,7 @@ def _drop_unreadable(stream: StreamState) -> StreamState:
 def _why_unreadable(group: Group) -> str | None:
     try:
         _load(io.BytesIO(pickle.dumps([rollout.task for rollout in group.rollouts], protocol=2)))
-    except Exception as error:  # tasks of users, which may raise anything
+    except Exception as error:  # tasks of users may raise any exception
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-_STEP = re.compile(r"step_(0|[1-9][0-9]*)")  # step_05 is no checkpoint of step 5: a run would write step_5 beside it
+_STEP = re.compile(r"step_(0|[1-9][0-9]*)")  # step_05 is not a checkpoint of step 5: a run would write step_5 next to it
 
 
 def list_steps(folder: Path) -> list[int]:

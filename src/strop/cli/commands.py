@@ -1,8 +1,8 @@
 """The command line: one file for each command.
 
 Options and ``a.b=c`` overrides may be given in any order. Heavy packages are imported only when needed, so that ``--help`` and errors in
-a configuration are fast. Exit codes: 0 success, 1 failure, 2 error in the arguments or the configuration, 130 interrupted, 141 nobody
-reads the output, 143 stopped by SIGTERM or the time limit and can be continued.
+a configuration are fast. Exit codes: 0 success, 1 failure, 2 error in the arguments or the configuration, 130 interrupted, 141
+the reader of the output is gone, 143 stopped by SIGTERM or the time limit and can be continued.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 @dataclass(frozen=True)
 class Command:
-    """What ``strop NAME`` calls, and its line in ``strop --help``.
+    """The function called by ``strop NAME``, and its line in ``strop --help``.
 
     ``target``: a function of the arguments and of the whole command line that returns an exit code, or ``module:function``, which is
     imported when it is called. An extension declares one in the entry points ``strop.commands``.
@@ -102,7 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _heed_broken_pipe(command: Callable[[], int]) -> int:
-    """Run a command. If nobody reads its output any more (``strop ... | head``), return what a shell reports of SIGPIPE."""
+    """Run a command. If the reader of its output is gone (``strop ... | head``), return the exit code that shells use for
+    SIGPIPE.
+    """
     try:
         code = command()
         sys.stdout.flush()

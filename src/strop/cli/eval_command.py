@@ -87,7 +87,7 @@ def _find_model(name: str | None, options: argparse.Namespace) -> SavedModel | N
 
 
 def _gives_environment(model: SavedModel, overrides: Sequence[str]) -> bool:
-    """Whether the environment that a run on recorded data lacks is given, so that its model is to be sampled."""
+    """Whether an environment is given for a run on recorded data, which lacks one, so that its model is to be sampled."""
     given = any(text.lstrip("+").startswith(("env.", "env=", "data.env_name=")) for text in overrides)
     return given and bool({"sft", "dpo", "rm"} & set(model.run_values))
 
@@ -117,7 +117,7 @@ def _evaluate_run(model: SavedModel, options: argparse.Namespace) -> int:
 
 
 def _examine_tasks(config: TrainingRunConfig) -> DataExamination:
-    """Look at what a checkpoint would be evaluated on. Raises ConfigError."""
+    """Examine the evaluation data of a checkpoint. Raises ConfigError."""
     from strop.config import ConfigError
     from strop.runs.dry_run.examined_data import examine_data
 
@@ -150,7 +150,7 @@ def _evaluate_model(model: SavedModel | None, options: argparse.Namespace) -> in
 
 
 def _chat_template(model: SavedModel) -> dict[str, Any]:
-    """Return the keys of the tokenizer that the run of a model set."""
+    """Return the tokenizer keys set by a model's run."""
     tokenizer = model.run_values.get("policy", {}).get("tokenizer") or {}
     return {name: tokenizer[name] for name in ("chat_template", "chat_template_kwargs") if tokenizer.get(name) is not None}
 

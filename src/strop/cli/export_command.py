@@ -48,7 +48,7 @@ def make_export_parser() -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a step_N folder, a run (its newest checkpoint), or any model")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write, which must be new or empty")
     add_choice_of_weights(parser)
-    parser.add_argument("--critic", action="store_true", help="the critic of `strop ppo` in place of the policy")
+    parser.add_argument("--critic", action="store_true", help="the critic of `strop ppo` instead of the policy")
     parser.add_argument(
         "--merge", action="store_true", help="merge LoRA adapters into their base; without it adapters stay adapters"
     )

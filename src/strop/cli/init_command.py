@@ -18,7 +18,7 @@ FOLDER = Path(__file__).with_name("starters")  # examples/starters in the reposi
 
 @dataclass(frozen=True)
 class Starter:
-    """The files of a starter, its configuration first, and what can be done with them."""
+    """The files of a starter, its configuration first, and commands to run with them."""
 
     meaning: str
     files: tuple[str, ...]
@@ -34,8 +34,8 @@ TICKETS = ("tickets.jsonl", "tickets_test.jsonl", "prompt.txt", "reward.py")
 STARTERS = {
     "grpo": _training("grpo", "grpo", "GRPO on your own rows and reward function", *TICKETS),
     "multi-turn": _training("grpo", "multi_turn", "GRPO over several turns, with a tool", "sums.jsonl", "calculator.py"),
-    "tools": _training("grpo", "tools", "GRPO with functions of your own as tools", "sums.jsonl", "tools.py"),
-    "agent": _training("grpo", "agent", "GRPO of an agent that asks through OpenAI's API", "sums.jsonl", "agent.py"),
+    "tools": _training("grpo", "tools", "GRPO with your own functions as tools", "sums.jsonl", "tools.py"),
+    "agent": _training("grpo", "agent", "GRPO of an agent that uses OpenAI's API", "sums.jsonl", "agent.py"),
     "sft": _training("sft", "sft", "supervised fine-tuning on your own answers", "answers.jsonl", "prompt.txt"),
     "dpo": _training("dpo", "dpo", "DPO on your own preferences", "preferences.jsonl", "prompt.txt"),
     "rm": _training("rm", "rm", "a reward model from your own preferences", "preferences.jsonl", "prompt.txt"),

@@ -1,4 +1,4 @@
-"""The log folder of the run that a command names."""
+"""The log folder of the run named on a command line."""
 
 from __future__ import annotations
 

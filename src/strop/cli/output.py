@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, the parser of commands that take a configuration, messages, and ``--dry-run``."""
+"""Common parts of the commands: exit codes, the parser for commands with a configuration, messages, and ``--dry-run``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ USAGE_ERROR, INTERRUPTED = 2, 130
 
 
 class RunParser(argparse.ArgumentParser):
-    """A parser that says, of an option that it lacks, which one was meant, or that settings are key=value."""
+    """A parser that suggests the intended option for an unknown one, or the key=value form of settings."""
 
     def error(self, message: str) -> NoReturn:
         _, found, rest = message.partition("unrecognized arguments: ")
@@ -52,7 +52,7 @@ def make_run_parser(command: str, description: str, default_config: Path | None)
 
 
 def removed_option(instead: str) -> Callable[[str], NoReturn]:
-    """Return the type of an option that is gone: it refuses whatever is given, with what to do instead."""
+    """Return the type of a removed option: it rejects any value and names the replacement."""
 
     def refuse(given: str) -> NoReturn:
         raise argparse.ArgumentTypeError(f"this option is gone: {instead}")
@@ -61,7 +61,7 @@ def removed_option(instead: str) -> Callable[[str], NoReturn]:
 
 
 def add_assumptions(parser: argparse.ArgumentParser) -> None:
-    """Add the options that describe GPUs which this machine does not have."""
+    """Add the options that describe GPUs that this machine lacks."""
     parser.add_argument(
         "--assume-gpus", type=_positive, metavar="N", help="with --dry-run, show what the run would do on nodes of N GPUs"
     )
@@ -76,7 +76,7 @@ def _positive(text: str) -> int:
 
 @dataclass(frozen=True)
 class AssumedCluster:
-    """The GPUs that a dry run describes, in place of those of this machine."""
+    """The GPUs that a dry run describes, instead of this machine's."""
 
     gpus: int
     nodes: int
@@ -87,7 +87,7 @@ class AssumedCluster:
 
 
 def read_assumptions(parser: argparse.ArgumentParser, options: argparse.Namespace) -> AssumedCluster | None:
-    """Return what --assume-gpus and --assume-nodes describe; None without them. Exits for a combination without meaning."""
+    """Return the GPUs described by --assume-gpus and --assume-nodes; None without them. Exits for an invalid combination."""
     if options.assume_gpus is None and options.assume_nodes is None:
         return None
     if not options.dry_run:
@@ -98,7 +98,7 @@ def read_assumptions(parser: argparse.ArgumentParser, options: argparse.Namespac
 
 
 def note_assumptions(assumed: AssumedCluster, config: TrainingRunConfig) -> Iterator[str]:
-    """Yield where what is assumed differs from what the configuration without it says."""
+    """Yield where the assumptions differ from the configuration."""
     cluster = config.cluster
     for option, value, key, configured, default in (
         ("--assume-gpus", assumed.gpus, "cluster.gpus_per_node", cluster.gpus_per_node, 1),
@@ -138,7 +138,7 @@ def print_dry_run(
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Print Python's warnings and those of Strop's loggers as lines on stderr, until a run takes over."""
+    """Print warnings of Python and of Strop's loggers as lines on stderr, until a run takes over."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("warning: %(message)s"))
     logger, previous = logging.getLogger("strop"), warnings.showwarning

@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="strop plot",
         description="Plot the metrics of a run, or of several in one picture, to a PNG file.",
-        epilog="Runs that differ in their seed alone are one line, their mean, in a band from the lowest to the highest.",
+        epilog="Runs that differ only in their seed are one line, their mean, in a band from the lowest to the highest.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -86,7 +86,7 @@ def _read_settings(folder: Path) -> Mapping[str, Any]:
 
 
 def _list_beside(run: Path) -> str:
-    """Return the nearest names of runs in the folder above, for an error."""
+    """Return the nearest run names in the folder above, for an error."""
     from strop.user_code import suggest_names
 
     runs = [path.parent.name for path in run.parent.glob("*/metrics.jsonl")] if run.parent.is_dir() else []

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 TEXT_LIMIT = 1500  # characters of a message, unless --full
 TERMINAL_ROLLOUTS, STEPS_OF_A_TASK = 4, 20  # unless --limit
-PIPE_WIDTH = 100  # columns where there is no terminal
+PIPE_WIDTH = 100  # columns without a terminal
 
 
 def rollouts(arguments: Sequence[str], command_line: str) -> int:
@@ -27,14 +27,14 @@ def rollouts(arguments: Sequence[str], command_line: str) -> int:
     try:
         return _show(options)
     except BrokenPipeError:  # `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard what is still buffered
         return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="strop rollouts",
-        description="Show stored rollouts: conversations turn by turn, with rewards and why they ended.",
+        description="Show stored rollouts: conversations turn by turn, with their rewards and endings.",
         epilog="Without --step the newest step is shown; --task without --step shows a sample of that task in every step.",
         allow_abbrev=False,
     )
@@ -42,8 +42,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--step", type=int, metavar="N", help="the step (default: the newest)")
     parser.add_argument("--task", metavar="ID", help="rollouts of this task only")
     parser.add_argument("--environment", metavar="NAME", help="rollouts of this environment only")
-    parser.add_argument("--ending", metavar="WORD", help="rollouts that ended so: stop, length, context, turns or error")
-    parser.add_argument("--flagged", action="store_true", help="rollouts that the monitor of reward hacking names")
+    parser.add_argument("--ending", metavar="WORD", help="rollouts with this ending: stop, length, context, turns or error")
+    parser.add_argument("--flagged", action="store_true", help="rollouts flagged by the reward hacking monitor")
     parser.add_argument("--best", type=_count, metavar="K", help="the K rollouts of the highest reward")
     parser.add_argument("--worst", type=_count, metavar="K", help="the K rollouts of the lowest reward")
     parser.add_argument("--validation", action="store_true", help="samples of validations instead of training")

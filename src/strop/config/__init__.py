@@ -1,4 +1,4 @@
-"""Configuration: a typed schema, YAML loading with overrides, and errors that say what to do.
+"""Configuration: a typed schema, YAML loading with overrides, and errors with suggested fixes.
 
     load_config(path, overrides, root=GrpoRunConfig) -> LoadedConfig      dump_config(config) -> YAML      ConfigError
 

@@ -1,7 +1,8 @@
-"""What identifies a run: each key's role when a run is continued, and how two configurations differ.
+"""The identity of a run: each key's role when a run is resumed, and the differences between two configurations.
 
-A section names its keys in ``identity_keys`` (a change would be another run, and is refused) and ``unrelated_keys`` (a change does not
-reach training: folders, logs, devices, how a batch is cut). Every other key is applied: a change holds from the next step on.
+A section names its keys in ``identity_keys`` (a change would make it another run, and is refused) and ``unrelated_keys`` (a
+change does not affect training: folders, logs, devices, how a batch is cut). Every other key is applied: a change takes effect
+from the next step on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ROLES: tuple[Role, ...] = ("identity", "unrelated")  # those that sections decla
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value differs from that of the run which is continued."""
+    """A key whose value differs from the resumed run's."""
 
     key: str
     role: Role
@@ -53,7 +54,7 @@ def flatten(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def role_of(model: type[BaseConfig], path: Sequence[str]) -> Role:
-    """Return the role of the key at a path below ``model``. What a section says of a key holds for everything under it."""
+    """Return the role of the key at a path below ``model``. A section's declaration for a key applies to everything under it."""
     declared = {name: role for base in model.__mro__ for role in ROLES for name in vars(base).get(f"{role}_keys", ())}
     for depth in range(1, len(path) + 1):
         if (name := ".".join(path[:depth])) in declared:

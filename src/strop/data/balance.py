@@ -1,8 +1,8 @@
 """Balance the rollouts of a batch over data-parallel ranks and their micro-batches. Deterministic: every rank computes the same result.
 
-Ranks synchronize in every layer of every micro-batch, to gather weights and to reduce gradients. So all ranks have the same number of
-micro-batches, and concurrent micro-batches should have the same size, because all ranks wait for the slowest. For the same reason,
-rollouts with zero gradient have micro-batches of their own.
+Ranks synchronize in every layer of every micro-batch, to gather weights and to reduce gradients. So all ranks have the same
+number of micro-batches, and concurrent micro-batches should have the same size, because all ranks wait for the slowest. For the
+same reason, rollouts with zero gradient go into separate micro-batches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from strop.data.splitting import find_rollout_segments, group_members, pack_first_fit, split_group
 from strop.types import Batch
 
-Unit = tuple[list[int], int]  # rollouts that stay together, and their tokens without other units
+Unit = tuple[list[int], int]  # rollouts that stay together, and their number of tokens without shared prefixes
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,10 @@ def partition_batch(
 ) -> BatchPartition:
     """Assign a batch's rollouts to ``ranks``, in micro-batches of at most ``token_budget`` tokens (more only for a single larger unit).
 
-    A unit is a group, or a part of a group that is larger than the budget or than an even share; with ``whole_groups``, always a group.
-    Units are assigned largest first to the rank with the fewest tokens, so that no rank exceeds the mean by more than one unit (each
-    counted on its own, without shared prefixes). With ``padded``, every rollout counts as a row as long as the longest of the batch.
+    A unit is a group, or a part of a group that is larger than the budget or than an even share; with ``whole_groups``, always a
+    group. Units are assigned largest first to the rank with the fewest tokens, so that no rank exceeds the mean by more than one
+    unit (each counted separately, without shared prefixes). With ``padded``, every rollout counts as a row as long as the longest
+    of the batch.
     """
     costs = _TokenCounter(batch, padded)
     flags = [False] * batch.num_sequences if batch.zero_gradient is None else batch.zero_gradient.tolist()
@@ -69,7 +70,7 @@ class _TokenCounter:
     def __init__(self, batch: Batch, padded: bool) -> None:
         self.lengths: list[int] = batch.segment_length.tolist()
         self.row_length = int(batch.positions.max()) + 1 if padded else None
-        self.rows = [len(paths) for paths in batch.rollout_paths()]  # of each rollout, where it is padded
+        self.rows = [len(paths) for paths in batch.rollout_paths()]  # rows of each rollout if padded
         self.segments = find_rollout_segments(batch)
 
     def count(self, sequences: Sequence[int]) -> int:
@@ -103,7 +104,7 @@ def _distribute_evenly(units: Iterable[Unit], bins: int) -> list[list[Unit]]:
 def _align_micro_batches(
     ranks: Sequence[Sequence[Unit]], token_budget: int, costs: _TokenCounter
 ) -> list[tuple[tuple[int, ...], ...]]:
-    """Return the micro-batches of each rank, largest first: as many for every rank as the rank with the most needs."""
+    """Return the micro-batches of each rank, largest first. Every rank gets as many as the rank that needs the most."""
     packed_ranks = [pack_first_fit(list(units), token_budget) for units in ranks]
     count = max(map(len, packed_ranks))
     plans = []

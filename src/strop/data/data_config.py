@@ -1,4 +1,4 @@
-"""Section ``data``: which tasks, from where, in what mix."""
+"""Section ``data``: the tasks, their sources and their mix."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ class DataEntryConfig(BaseConfig):
     dataset_name: PathText | None = Field(
         None,
         description="A built-in dataset, OWNER/NAME on the hub, a .jsonl, .json, .csv, .parquet or .arrow file, or a class or function "
-        "that makes rows (package.module.Class, module:name, file.py:name); null for an environment that generates its tasks.",
+        "that returns rows (package.module.Class, module:name, file.py:name); null for an environment that generates its tasks.",
     )
     dataset_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the class or the function that dataset_name names."
     )
     subset: str | None = Field(None, description="Configuration of a hub dataset; null is its default.")
     split: str | None = Field(
-        None, description="Split of a hub dataset; null is the built-in dataset's own, else train, for validation too."
+        None,
+        description="Split of a hub dataset; null is the built-in dataset's default, otherwise train, including for validation.",
     )
     revision: str | None = Field(
         None,
@@ -50,15 +51,15 @@ class DataEntryConfig(BaseConfig):
     )
     messages_key: str | None = Field(
         None,
-        description="Column of a conversation, a list of {role, content}; null looks for messages and conversations. Beside input_key "
-        "or output_key, it is read where the data has it.",
+        description="Column of a conversation, a list of {role, content}; null looks for messages and conversations. If input_key or "
+        "output_key is set too, it is used where the data has it.",
     )
     text_key: str | None = Field(
         None,
         description="Column of raw text, for sft: all of it is trained on, without a prompt and a chat template; null is none.",
     )
     characters_per_sample: int | None = Field(
-        None, ge=1, description="Join rows of raw text, with newlines, until they have so many (characters); null is one row."
+        None, ge=1, description="Join rows of raw text with newlines up to this length; null is one row (characters)."
     )
     chosen_key: str | None = Field(None, description="Column of the better answer, for dpo and rm; null is chosen.")
     rejected_key: str | None = Field(None, description="Column of the worse answer, for dpo and rm; null is rejected.")
@@ -70,12 +71,12 @@ class DataEntryConfig(BaseConfig):
         None, description="Column of the definitions of tools, which the chat template shows; null is tools, if there is one."
     )
     margin_key: str | None = Field(
-        None, description="Column of how much better the chosen answer is; null is margin, if there is one."
+        None, description="Column with the margin of the chosen answer; null is margin, if there is one."
     )
     image_key: str | None = Field(
         None,
-        description="Column of the images of a record, one or a list: paths, addresses, bytes, or the images of a hub dataset; null looks "
-        "for images and image. A text has places for them as <image>, else they come first.",
+        description="Column of the images of a record, one or a list: paths, addresses, bytes, or the images of a hub dataset; null "
+        "looks for images and image. A text marks their places with <image>; otherwise they come first.",
     )
     media_data_dir: PathText | None = Field(
         None,
@@ -94,26 +95,31 @@ class DataEntryConfig(BaseConfig):
     system_prompt: str | None = Field(None, description="The system prompt; null is none.")
     shuffle_choices: bool = Field(
         False,
-        description="Shuffle the options of a built-in dataset's multiple-choice questions, by seed and question; the letter of the right "
-        "one follows. GPQA's are shuffled by the question in any case.",
+        description="Shuffle the options of a built-in dataset's multiple-choice questions, by seed and question; the letter of the "
+        "right one is adjusted. GPQA's options are always shuffled, by question.",
     )
-    env_name: str | None = Field(None, description="Alias in env of the environment that scores the tasks; null is the only one.")
+    env_name: str | None = Field(
+        None, description="Alias (in env) of the environment that scores the tasks; null is the only one."
+    )
     weight: float | None = Field(
-        1.0, gt=0, description="Share of this entry in the mix, relative to the other weights; null of all is by their sizes."
+        1.0,
+        gt=0,
+        description="Share of this entry in the mix, relative to the other weights; null for all entries means proportional to their "
+        "sizes.",
     )
     prompts_per_step: int | None = Field(
         None,
         ge=1,
-        description="Exactly so many groups of each step are of this entry, in place of weight; those of all entries add up to a step's "
-        "(prompts).",
+        description="Exact number of groups per step from this entry, instead of weight; the numbers of all entries must add up to the "
+        "groups of a step (prompts).",
     )
     size: int | None = Field(
         None, ge=1, description="Number of tasks to generate, or to take from the dataset; null is all (tasks)."
     )
     streaming: bool = Field(
         False,
-        description="Read the dataset in order, a few blocks of it in memory, whatever its size: a file, a folder of files, a pattern "
-        "such as data/*.jsonl, or a hub set, which is not downloaded as a whole.",
+        description="Read the dataset in order with only a few blocks in memory, for any size: a file, a folder of files, a pattern such "
+        "as data/*.jsonl, or a hub set, which is not downloaded as a whole.",
     )
     shuffle_buffer: int = Field(
         10_000, ge=1, description="Rows of a block of a streamed dataset, within which they are shuffled (rows)."
@@ -124,14 +130,16 @@ class DataEntryConfig(BaseConfig):
         0.0, ge=0, description="Hold this out for validation: below 1 a fraction of the entry, from 1 on a number (tasks)."
     )
 
-    # Data in memory, in place of ``dataset_name``: a list of dicts, or a ``datasets.Dataset``. Set from Python only; not saved.
+    # In-memory data instead of ``dataset_name``: a list of dicts, or a ``datasets.Dataset``. Set from Python only; not saved.
     rows: Any = Field(None, exclude=True, repr=False)
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_rows_in_files(cls, values: Any) -> Any:
         if isinstance(values, Mapping) and values.get("rows") is not None:
-            raise ValueError("rows are data in memory, which only Python can give; name a file or a hub set in dataset_name")
+            raise ValueError(
+                "rows is for in-memory data, which can be set only from Python; name a file or a hub set in dataset_name"
+            )
         return values
 
     def with_rows(self, rows: Any) -> Self:
@@ -144,7 +152,7 @@ class DataEntryConfig(BaseConfig):
 
     @property
     def share(self) -> float | None:
-        """Share of this entry in the mix, relative to the others; None of all is by their sizes."""
+        """Share of this entry in the mix, relative to the others; None for all means proportional to their sizes."""
         return self.weight if self.prompts_per_step is None else self.prompts_per_step
 
     @property
@@ -168,7 +176,7 @@ class DataEntryConfig(BaseConfig):
         for name in ("prompt_file", "system_prompt_file", *(("dataset_name",) if self.is_file else ())):
             path = getattr(self, name)
             if are_assumed() and name == "dataset_name":
-                continue  # the data of a run on other machines need not be here
+                continue  # data of a run for other machines need not exist here
             if path is not None and not (name == "prompt_file" and path == AUTO_PROMPT) and not _is_file(path):
                 beside = "" if name == "dataset_name" else ", nor in the folder of the configuration that names it or one above"
                 where = "" if Path(path).is_absolute() else f" in the working directory {Path.cwd()}{beside}"
@@ -202,7 +210,7 @@ class DataEntryConfig(BaseConfig):
             yield Problem(
                 f"{key}.split_validation_size",
                 f"{self.split_validation_size:g} rows are to be held out of a streamed dataset, whose number of rows is not known",
-                "Set a fraction below 1: which rows it holds out follows from their questions.",
+                "Set a fraction below 1: the held-out rows are chosen by their questions.",
             )
 
     def _check_system_prompt(self, key: str) -> Iterator[Problem]:
@@ -211,7 +219,7 @@ class DataEntryConfig(BaseConfig):
 
 
 def list_unread_keys(entry: Any) -> dict[str, str]:
-    """Return the keys of an entry, or of a data source, that no file has: a subset, a revision, and a split other than all rows."""
+    """Return the keys of an entry or data source that do not apply to files: subset, revision, and a split other than all rows."""
     given = {name: getattr(entry, name) for name in ("subset", "split", "revision")}
     return {name: value for name, value in given.items() if value is not None and (name, value) != ("split", "train")}
 
@@ -219,12 +227,12 @@ def list_unread_keys(entry: Any) -> dict[str, str]:
 def _is_file(path: str) -> bool:
     try:
         return Path(path).is_file()
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # not a valid file name
         return False
 
 
 class DefaultEntryConfig(DataEntryConfig):
-    """Keys for the entries of train and validation that do not set them. The rules are asked of those entries."""
+    """Default keys for entries of train and validation. Checks apply to those entries."""
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
@@ -246,19 +254,19 @@ class DataConfig(BaseConfig):
         ge=1,
         description="Skip and count tasks with a longer prompt (tokens).",
     )
-    shuffle: bool = Field(True, description="Shuffle the training tasks, by the run's seed.")
+    shuffle: bool = Field(True, description="Shuffle the training tasks with the run's seed.")
     num_workers: int | None = Field(
         None,
         ge=0,
         le=64,
-        description="Processes that tokenize recorded data ahead of the training loop; 0 is a thread, null is one for each eight "
-        "processor cores and at most four (processes).",
+        description="Processes that tokenize recorded data ahead of the training loop; 0 uses a thread, null one process per eight "
+        "processor cores, at most four (processes).",
     )
     prefetch: int | None = Field(
         None,
         ge=0,
-        description="How far ahead of the training loop data is tokenized, beyond the step in progress; 0 is not at all, null is one step "
-        "(groups).",
+        description="How many groups data is tokenized ahead of the training loop, beyond the step in progress; 0 turns this off, null "
+        "is one step (groups).",
     )
     add_eos: bool = Field(
         True, description="In recorded data, end the loss tokens with a stop token where the chat template does not."
@@ -269,11 +277,11 @@ class DataConfig(BaseConfig):
     )
     add_generation_prompt: bool = Field(
         True,
-        description="In recorded data, count what the chat template writes to open an answer as context; false trains on it, too.",
+        description="In recorded data, treat the chat template's opening of an answer as context; false trains on it too.",
     )
     train: Entries = Field((), description="One entry, or a list of entries that are mixed by weight.")
     validation: Entries | None = Field(
-        None, description="One entry, or a list of entries; null is what split_validation_size holds out of train, if anything."
+        None, description="One entry, or a list of entries; null is the part of train held out by split_validation_size, if any."
     )
     default: DefaultEntryConfig = subsection(DefaultEntryConfig)
     curriculum: CurriculumConfig = subsection(CurriculumConfig)
@@ -316,7 +324,7 @@ class DataConfig(BaseConfig):
             if entry.prompts_per_step is not None and entry.weight not in (default_of(entry, "weight"), None):
                 yield Problem(
                     f"{place}.weight",
-                    f"found {entry.weight}, beside prompts_per_step={entry.prompts_per_step}, which says the share of this entry by itself",
+                    f"found {entry.weight}, but prompts_per_step={entry.prompts_per_step} already determines the share of this entry",
                     "Remove one of the two.",
                 )
 
@@ -328,7 +336,7 @@ class DataConfig(BaseConfig):
 
     @property
     def validation_entries(self) -> tuple[DataEntryConfig, ...]:
-        """The entries to validate on: those of ``validation``, else those of ``train`` that hold out a part."""
+        """The entries to validate on: those of ``validation``, otherwise the entries of ``train`` with a held-out part."""
         if self.validation is not None:
             return self.validation
         return tuple(entry for entry in self.train if entry.split_validation_size)
@@ -347,7 +355,7 @@ class DataConfig(BaseConfig):
 
     @field_serializer("train", "validation")
     def _serialize_entries(self, entries: tuple[DataEntryConfig, ...] | None) -> Any:
-        """Write a single entry without the list, so that ``data.train.dataset_name=...`` also works on a saved file."""
+        """Write a single entry without a list, so that ``data.train.dataset_name=...`` also works on a saved file."""
         dumped = None if entries is None else [to_tree(entry, mode="python") for entry in entries]
         return dumped[0] if dumped is not None and len(dumped) == 1 else dumped
 
@@ -357,7 +365,7 @@ class DataConfig(BaseConfig):
 
 
 def entry_keys(key: str, count: int) -> tuple[str, ...]:
-    """Return the keys of ``count`` entries of a list, as they are named in messages: the only one has no number."""
+    """Return the keys of ``count`` list entries as named in messages: a single entry has no number."""
     return (key,) if count == 1 else tuple(f"{key}.{index}" for index in range(count))
 
 
@@ -382,18 +390,18 @@ class EvalEntryConfig(DataEntryConfig):
         AUTO_PROMPT,
         json_schema_extra=NAMES_FILE,
         description="Text file with {question} or {} where the question goes; auto is the usual wording of a built-in dataset that has "
-        "one, else the question alone; null is the question alone. Like system_prompt_file, it is relative to the working directory, or "
-        "else to the folder of the configuration that names it or one above.",
+        "one, otherwise only the question; null is only the question. Like system_prompt_file, it is relative to the working directory, "
+        "or else to the folder of the configuration that names it or one above.",
     )
 
 
 class EvalSetConfig(EvalEntryConfig):
-    """One of several sets to evaluate on. Keys that it does not set come from data."""
+    """One of several sets to evaluate on. Unset keys come from data."""
 
     name: str | None = Field(
         None,
         min_length=1,
-        description="Name in metrics; null is that of the dataset, with its subset where that tells two apart.",
+        description="Name in metrics; null is the dataset's name, with its subset if needed to distinguish two sets.",
     )
     num_tests_per_prompt: int | None = Field(
         None, ge=1, description="Samples per task of this set; null is eval.num_tests_per_prompt (samples)."
@@ -412,8 +420,8 @@ class EvalDataConfig(EvalEntryConfig):
     )
     sets: Annotated[tuple[EvalSetConfig, ...], Field(strict=False)] = Field(
         (),
-        description="Several sets, each with the keys of data that it does not set itself; several names in dataset_name, as a list or "
-        "with commas between them, are the same.",
+        description="Several sets; keys that a set does not set come from data. Several names in dataset_name, as a list or separated by "
+        "commas, have the same effect.",
     )
 
     @property
@@ -439,7 +447,7 @@ class EvalDataConfig(EvalEntryConfig):
     @model_validator(mode="before")
     @classmethod
     def _split_sets(cls, values: Any) -> Any:
-        """Turn several names into ``sets``, and give each set the keys of ``data`` that it does not set. Idempotent."""
+        """Turn several names into ``sets``, and fill in unset keys of each set from ``data``. Idempotent."""
         if not isinstance(values, Mapping):
             return values
         names = split_names(values.get("dataset_name"))
@@ -455,7 +463,7 @@ class EvalDataConfig(EvalEntryConfig):
 
 
 def split_names(value: Any) -> list[str]:
-    """Return the names of several data sets, given as a list or with commas between them; none for a single one."""
+    """Return the names of several data sets, given as a list or separated by commas; none for a single name."""
     if isinstance(value, str) and "," in value and not _is_file(value):
         value = [name.strip() for name in value.split(",") if name.strip()]
     return [str(name) for name in value] if isinstance(value, list | tuple) else []

@@ -1,4 +1,4 @@
-"""The position of data that cannot be computed from the number of a task alone: a stream that was read so far, a curriculum.
+"""The position of data that does not follow from the task number: a partly read stream, or a curriculum.
 
 Such data is ``Resumable``. Its state is JSON, and is saved in ``data/state.json`` of a checkpoint.
 """
@@ -18,20 +18,20 @@ STATE_FILE = "state.json"
 
 
 class Resumable(Protocol):
-    """Data with a position."""
+    """Data with a saved position."""
 
     def state(self) -> Mapping[str, Any]:
-        """Return the state as JSON has it: what is needed to give the tasks again that are unfinished, and all later ones."""
+        """Return the state as JSON values: enough to reproduce the unfinished tasks and all later ones."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state. Raises DataError if it is of other data."""
+        """Continue from a state. Raises DataError for the state of other data."""
         ...
 
 
 @dataclass(frozen=True)
 class SavedDataState:
-    """A state as it is written to a checkpoint, perhaps in another thread."""
+    """A state on its way to a checkpoint, perhaps in another thread."""
 
     text: str
 
@@ -53,7 +53,7 @@ class DataState:
         self.stage().save(folder)
 
     def load(self, folder: Path) -> None:
-        """Restore the state of a checkpoint. One that has none was saved before the data had a position: they start anew."""
+        """Restore the state of a checkpoint. Without one, the checkpoint predates saved positions, and the data starts over."""
         file = folder / STATE_FILE
         if file.exists():
             self.data.load_state(json.loads(file.read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""Texts without what does not make them others."""
+"""Normalise texts, so that equal ones compare equal."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _MARKS = re.compile(r"[.,;:!?\"'`]+(?=\s|$)")
 
 
 def fold_text(text: str) -> str:
-    """Return a text without case, white space at its ends and more than one space in a row, and marks at the ends of words."""
+    """Return a text in lower case, with single spaces, without white space at its ends and punctuation at word ends."""
     return " ".join(_MARKS.sub(" ", text).casefold().split())

@@ -4,8 +4,8 @@
     weights 3:1   A  A  A  B  A  A  A  B  ...      evenly spaced, not random
     within A      its rows, shuffled in every epoch by (seed, source, epoch)
 
-The map is stateless, so a run that resumes at i continues exactly. A source of unknown size gives its rows in the order of its own: its
-row is the position in it, over all epochs.
+The map is stateless, so a run that resumes at i continues exactly. A source of unknown size keeps its own order: the row is the
+position in it, counted over all epochs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Parse columns with conversations into messages.
 
-Two formats are read: {role, content} of chat templates and of OpenAI's API, with tool_calls, tool_call_id, name, reasoning and weight, and
-ShareGPT's {from, value}. Parts of a content are texts, and images (``strop.data.sources.images``). A record with content that ``Message``
-cannot represent is an error; nothing is dropped silently.
+Two formats are read: {role, content} as in chat templates and OpenAI's API, with tool_calls, tool_call_id, name, reasoning and
+weight, and ShareGPT's {from, value}. Content parts are texts and images (``strop.data.sources.images``). A record with content
+that ``Message`` cannot represent is an error; nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ ROLES: Mapping[str, str] = {
     "function_call": "assistant",
     "observation": "tool",
 }
-_LISTED = re.compile(r"\s*\[\s*\{\s*[\"']")  # how a list of objects begins as text
+_LISTED = re.compile(r"\s*\[\s*\{\s*[\"']")  # start of a list of objects written as text
 TOOL_ROLES = ("tool", "function", "ipython")
-CALL_ROLE = "function_call"  # ShareGPT's: a message that is a call
+CALL_ROLE = "function_call"  # ShareGPT's role for a message that is a call
 TEXT_TYPES = ("text", "input_text", "output_text")
 MEDIA_PARTS = (
     "audio",
@@ -40,7 +40,7 @@ MEDIA_PARTS = (
     "video",
     "video_url",
     "input_video",
-)  # types of parts that no model here reads
+)  # content types that no supported model reads
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -58,8 +58,7 @@ def get_text_or_messages(record: Record, key: str, option: str, where: str) -> s
 
 
 def decode_messages(value: Any) -> Any:
-    """Return the list of messages that a text holds as JSON or as Python writes it, as exports to CSV and Parquet have it; any other value
-    as it is."""
+    """Return the list of messages that a text holds as JSON or Python, as in CSV and Parquet exports; any other value unchanged."""
     if not isinstance(value, str) or not _LISTED.match(value):
         return value
     for read in (json.loads, ast.literal_eval):
@@ -73,13 +72,13 @@ def decode_messages(value: Any) -> Any:
 
 
 def get_prompt_text(record: Record, key: str, option: str, where: str) -> str:
-    """Return the text of a prompt column, of messages that of all, with its images, by which equal prompts are recognized."""
+    """Return the text of a prompt column (for messages: of all of them), with its images. It identifies equal prompts."""
     value = get_text_or_messages(record, key, option, where)
     return "\0".join((value, *record.get(IMAGES, ()))) if isinstance(value, str) else join_text(value)
 
 
 def join_text(messages: Messages) -> str:
-    """Return roles and contents in one text, which is equal only for equal messages."""
+    """Return roles and contents as one text that is equal only for equal messages."""
     return "\0".join(text for message in messages for text in (message.role, message.content, *_other_texts(message)))
 
 
@@ -91,8 +90,8 @@ def _other_texts(message: Message) -> tuple[str, ...]:
 def parse_messages(value: Any, where: str, images: Any = None) -> tuple[Message, ...]:
     """Parse a list of messages in either format. ``where`` names the record and column in errors. Raises DataError.
 
-    ``images``: of the record, for messages that only have places for them, ``{type: image}`` or ``<image>`` in a text. Without any place
-    they stand before the text of the first message by the user.
+    ``images``: the record's images, for messages with placeholders only: ``{type: image}``, or ``<image>`` in a text. Without
+    placeholders they go before the text of the user's first message.
     """
     value = decode_messages(value)
     if not isinstance(value, list | tuple):
@@ -138,7 +137,7 @@ def _parse_message(item: Any, where: str, unplaced: RecordImages) -> Message:
 
 
 def _parse_weight(item: Mapping[str, Any], where: str) -> bool:
-    """Return whether a message is trained on: its ``weight``, 1 unless it is set, as in OpenAI's format."""
+    """Return whether a message is trained on: its ``weight``, by default 1, as in OpenAI's format."""
     weight = item.get("weight")
     if weight is None or (isinstance(weight, int | float) and weight in (0, 1)):
         return weight != 0
@@ -146,7 +145,7 @@ def _parse_weight(item: Mapping[str, Any], where: str) -> bool:
 
 
 def _write_result(value: Any) -> Any:
-    """Return the result of a tool as text: an object or a list that is none of parts as JSON, as templates write it."""
+    """Return a tool result as text: objects and lists that are not content parts become JSON, as templates write it."""
     parts = isinstance(value, list | tuple) and all(isinstance(part, str) or _is_part(part) for part in value)
     structured = isinstance(value, Mapping | list | tuple) and not (parts and value) and not _is_part(value)
     return json.dumps(value, ensure_ascii=False) if structured else value
@@ -157,11 +156,11 @@ def _is_part(value: Any) -> bool:
 
 
 def _parse_written_call(text: Any) -> tuple[ToolCall, ...]:
-    """Return the call that a text is, as JSON with name and arguments; nothing if it is in another form, and stays a text."""
+    """Parse a text that is a JSON call with name and arguments; in any other form it stays a text, and nothing is returned."""
     try:
         call = json.loads(text) if isinstance(text, str) else None
         return (_parse_call(call, ""),)
-    except (ValueError, RecursionError):  # no JSON, or no call
+    except (ValueError, RecursionError):  # not JSON, or not a call
         return ()
 
 
@@ -172,7 +171,7 @@ def _parse_role(name: Any, where: str) -> str:
 
 
 def _parse_content(value: Any, where: str, unplaced: RecordImages) -> tuple[str, tuple[Image, ...]]:
-    """Return a text, or the joined texts of a list of parts, and the images between them. Raises DataError."""
+    """Return a text, or the joined texts of a list of parts, and the images in it. Raises DataError."""
     if isinstance(value, str):
         return unplaced.place(check_text(value, "content", where), where)
     text, images, has_parts = "", [], False
@@ -196,7 +195,7 @@ def _parse_content(value: Any, where: str, unplaced: RecordImages) -> tuple[str,
 
 
 def _parse_image(part: Mapping[str, Any], where: str, unplaced: RecordImages) -> str:
-    """Return the reference of an image: of the part itself, else the next of the record's. Raises DataError."""
+    """Return the reference of an image: the part's own, otherwise the record's next one. Raises DataError."""
     found = next((part[key] for key in (*REFERENCE_KEYS, "bytes") if part.get(key) is not None), None)
     reference = unplaced.take() if found is None else read_reference(found, where)
     if reference is not None:
@@ -217,7 +216,7 @@ def _parse_field(item: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _parse_calls(item: Mapping[str, Any], where: str) -> tuple[ToolCall, ...]:
-    """Return the calls of tools of a message: OpenAI's tool_calls, its older function_call, or calls of name and arguments alone."""
+    """Return the tool calls of a message: OpenAI's tool_calls, its older function_call, or plain calls with name and arguments."""
     calls = item.get("tool_calls") or ([item["function_call"]] if item.get("function_call") else [])
     if not isinstance(calls, list | tuple):
         raise DataError(f"{where}: 'tool_calls' is {calls!r:.80}, not a list of calls; fix the record")
@@ -239,7 +238,7 @@ def _parse_call(call: Any, where: str) -> ToolCall:
 
 
 def parse_tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
-    """Parse definitions of tools, a list or its JSON, as chat templates take them. Raises DataError."""
+    """Parse tool definitions, a list or its JSON, into the form chat templates take. Raises DataError."""
     try:
         listed = json.loads(value) if isinstance(value, str) and value.strip() else value or []
     except ValueError as error:
@@ -261,9 +260,10 @@ def _parse_tool(tool: Any, where: str) -> Mapping[str, Any]:
 def make_prompt(
     value: str | tuple[Message, ...], template: PromptTemplate, where: str, images: Sequence[Any] | None = None
 ) -> tuple[Message, ...]:
-    """Return the prompt: a question in the template, or messages with the template's system prompt unless they have their own.
+    """Return the prompt: a question in the template, or messages, with the template's system prompt unless they have their own.
 
-    ``images``: of the record, which a question has places for, ``<image>``, or which come first; messages have theirs.
+    ``images``: the record's images, for a question with ``<image>`` placeholders (without them, images come first); messages hold
+    their own.
 
     Raises DataError for an empty question, and for messages if a prompt file is set, which applies only to questions.
     """
@@ -298,7 +298,7 @@ def make_completion(value: str | tuple[Message, ...], prompt: Messages, where: s
 
 
 def trim_after_last_reply(messages: Messages) -> tuple[Message, ...]:
-    """Return the messages up to the last assistant message; empty if there is none. Nothing after it is trained on."""
+    """Return the messages up to the last assistant message, as nothing after it is trained on; empty if there is none."""
     last = max((index for index, message in enumerate(messages) if message.role == "assistant"), default=-1)
     return tuple(messages[: last + 1])
 

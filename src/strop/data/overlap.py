@@ -1,6 +1,6 @@
-"""Contamination: which evaluation questions stand in the training data, word for word or in large part.
+"""Contamination: which evaluation questions occur in the training data, verbatim or in large part.
 
-The questions are indexed, and the training texts are read once, in batches, so that memory depends on the questions alone. Texts are
+The questions are indexed, and the training texts are read once, in batches, so that memory depends only on the questions. Texts are
 compared as sequences of words, numbers and operators, without case, punctuation, markup and white space: "What is 3+4?" equals
 "what is $3 + 4$", and not "What is 3+5?".
 """
@@ -20,29 +20,29 @@ import numpy as np
 # Words; numbers, with their decimals; signs between terms. A hyphen between letters is no minus.
 _TOKEN = re.compile(r"[^\W\d_]+|\d+(?:\.\d+)?|[+*/=<>^%≤≥≠±×÷√∑∫]|(?<![^\W\d_])-|-(?![^\W\d_])")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
-LONG_ENOUGH = 8  # tokens from which on a whole question inside a longer text is more than coincidence
-COMMON = 10  # questions that share an n-gram from which on it is taken for a template
+LONG_ENOUGH = 8  # minimum tokens of a question for its occurrence in a longer text to count
+COMMON = 10  # an n-gram shared by this many questions is taken for a template
 BATCH_TOKENS = 1 << 17
 _BASE = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """A training text that has an evaluation question, or much of it, in it."""
+    """A training text that contains an evaluation question, or much of it."""
 
     question: str  # where the question is
-    text: str  # where the training text is
-    exact: bool  # the same text but for case, punctuation and white space
-    shared: float  # the share of the question's n-grams that are in the training text
+    text: str  # location of the training text
+    exact: bool  # identical except for case, punctuation and white space
+    shared: float  # share of the question's n-grams found in the training text
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionOverlap:
-    """An evaluation question with the training texts that have it, of which the closest are kept."""
+    """An evaluation question with the closest of the training texts that contain it."""
 
     question: str
-    exact: int  # texts that are the question
-    partial: int  # other texts that share much of it
+    exact: int  # number of texts identical to the question
+    partial: int  # number of other texts that share much of it
     closest: tuple[Overlap, ...]
 
 
@@ -52,17 +52,17 @@ class OverlapReport:
 
     questions: int  # compared
     texts: int
-    texts_found: int  # training texts that have a question in them
+    texts_found: int  # number of training texts that contain a question
     found: tuple[QuestionOverlap, ...]  # in the order of the questions
 
     @property
     def exact(self) -> int:
-        """Questions that are in the training data word for word."""
+        """Number of questions found verbatim in the training data."""
         return sum(each.exact > 0 for each in self.found)
 
     @property
     def share(self) -> float:
-        """The share of the questions that were found."""
+        """Share of the questions that were found."""
         return len(self.found) / self.questions if self.questions else 0.0
 
 
@@ -124,8 +124,8 @@ def find_overlaps(
 class QuestionIndex:
     """Evaluation questions by the hashes of their n-grams.
 
-    A question of fewer than ``ngram`` tokens is one n-gram of its own length if it has ``LONG_ENOUGH``, and else only found where a
-    training text is the question. N-grams that ``COMMON`` questions share, and more than one in a hundred, are of a template, and not
+    A question of fewer than ``ngram`` tokens is one n-gram if it has at least ``LONG_ENOUGH``; otherwise only an identical
+    training text counts. N-grams shared by ``COMMON`` questions and more than one in a hundred belong to a template, and are not
     counted.
     """
 
@@ -134,7 +134,7 @@ class QuestionIndex:
             raise ValueError(f"ngram is {ngram}; it must be at least 1")
         self.ngram = ngram
         self.locations: list[str] = []
-        self._vocabulary: dict[str, int] = {}  # 0 stands for words of no question and for the ends of texts
+        self._vocabulary: dict[str, int] = {}  # 0 stands for words in no question and for the ends of texts
         tokens: list[Any] = []
         for location, text in questions:
             self.locations.append(location)
@@ -145,9 +145,10 @@ class QuestionIndex:
         self._index_ngrams(tokens)
 
     def search(self, texts: Iterable[tuple[str, str]], *, threshold: float = 0.5) -> Iterator[Overlap]:
-        """Yield every pair of a question and a training text that are the same, or share ``threshold`` of the question's n-grams.
+        """Yield every pair of a question and a training text that are identical, or share ``threshold`` of the question's
+        n-grams.
 
-        The pairs of one text come one after another.
+        Pairs of the same text are yielded consecutively.
         """
         get = self._vocabulary.get
         locations: list[str] = []
@@ -211,7 +212,7 @@ class QuestionIndex:
                 continue
             values = hashes.windows(length)
             places = table.find_candidates(values)
-            places = places[unknown[places + length] == unknown[places]]  # windows without a word that no question has
+            places = places[unknown[places + length] == unknown[places]]  # windows in which every word occurs in some question
             rows, places = table.look_up(values[places], places)
             texts = np.searchsorted(stops, places, side="right")
             pairs.append(table.pair_with_owners(texts, rows))
@@ -231,7 +232,7 @@ class QuestionIndex:
 
 
 class _NgramTable:
-    """The n-grams of one length, sorted by hash, with the questions that have them."""
+    """The n-grams of one length, sorted by hash, with the questions that contain them."""
 
     def __init__(self, found: Sequence[tuple[Any, int]], limit: int) -> None:
         hashes = np.concatenate([values for values, _ in found])
@@ -249,11 +250,11 @@ class _NgramTable:
         self._filter[self.values >> self._shift] = True
 
     def find_candidates(self, values: Any) -> Any:
-        """Return the places of hashes that may be in the table."""
+        """Return the positions of hashes that may be in the table."""
         return np.flatnonzero(self._filter[values >> self._shift])
 
     def look_up(self, values: Any, places: Any) -> tuple[Any, Any]:
-        """Return the rows of the table that have these hashes, and the places of the hashes that are found."""
+        """Return the table rows with these hashes, and the positions of the hashes that were found."""
         if not len(self.values):
             return np.zeros(0, dtype=np.int64), places[:0]
         rows = np.minimum(np.searchsorted(self.values, values), len(self.values) - 1)
@@ -261,7 +262,7 @@ class _NgramTable:
         return rows[hits], places[hits]
 
     def pair_with_owners(self, texts: Any, rows: Any) -> Any:
-        """Return the pairs (text, question), one for each different n-gram of a text and each question that has it."""
+        """Return the pairs (text, question), one for each distinct n-gram of a text and each question that contains it."""
         unique = np.unique(np.stack([texts, rows], axis=1), axis=0) if len(rows) else np.zeros((0, 2), dtype=np.int64)
         counts = self.first[unique[:, 1] + 1] - self.first[unique[:, 1]]
         offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -270,7 +271,7 @@ class _NgramTable:
 
 
 class _Hashes:
-    """64-bit hashes of the windows of a sequence of keys: sums of keys times powers of a base, by differences of one running sum."""
+    """64-bit rolling hashes of windows of keys: sums of keys times powers of a base, as differences of one running sum."""
 
     def __init__(self, keys: Any) -> None:
         powers, self._inverse = _powers(len(keys) + 1)

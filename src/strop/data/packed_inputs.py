@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from strop.columns import TokenColumn
 from strop.data.token_tree import TokenPath
@@ -16,25 +17,25 @@ from strop.types import PromptImage, Rollout
 
 
 def same_images(left: Rollout, right: Rollout) -> bool:
-    """Return whether two prompts have the same images: equal tokens may stand for different ones."""
+    """Return whether two prompts have the same images, since equal tokens may stand for different ones."""
     return [image.digest for image in left.images] == [image.digest for image in right.images]
 
 
 def place_images(
     rollouts: Sequence[Rollout], trees: Sequence[Sequence[TokenPath]], segment_starts: Sequence[int]
 ) -> tuple[PromptImage, ...]:
-    """Return the images of the tokens that are read, each once, ascending, with their places in T.
+    """Return the images of the tokens that are read, each once, ascending, with their positions in T.
 
-    Raises ValueError for a branch that leaves its path within an image.
+    Raises ValueError for a branch that starts within an image.
     """
     placed: dict[int, PromptImage] = {}
     for rollout, paths in zip(rollouts, trees, strict=True):
         turns = (rollout.turns, *(branch.turns for branch in rollout.branches))
         own = [tuple(image for turn in each for image in turn.images) for each in turns]
-        for number, (path, images) in enumerate(zip(paths, own, strict=False)):  # without branches where only an end is predicted
+        for number, (path, images) in enumerate(zip(paths, own, strict=False)):  # without branches if only the end is predicted
             for image in (*rollout.images, *images) if number == 0 else _inherited(rollout, number, images):
                 if image.start >= path.start + path.read:
-                    continue  # in what follows the last sampled token, which nothing is predicted from
+                    continue  # after the last sampled token; nothing is predicted from it
                 start, last = path.find_between(image.start, image.end)[[0, -1]].tolist()
                 if bisect_right(segment_starts, start) != bisect_right(segment_starts, last):
                     raise ValueError(
@@ -66,7 +67,7 @@ def pack_columns(
 
     Where only an end is predicted, ``at_end``, there are none of predicted tokens. Raises ValueError for values of different shapes.
     """
-    of_turns = _declared(turn.columns for rollout in rollouts for turn in rollout.policy_turns)
+    of_turns = _declared(turn.columns for rollout in rollouts for turn in rollout.policy_turns if len(turn.tokens))
     of_tokens = [] if at_end else [column for column in of_turns if column.aligned in ("predicted", "turn")]
     return {
         "columns": {column.name: _join_tokens(column, rollouts) for column in of_tokens},
@@ -81,18 +82,30 @@ def pack_columns(
 
 
 def _declared(found: Iterable[Iterable[TokenColumn]]) -> list[TokenColumn]:
-    """Return each column once."""
-    return list(dict.fromkeys(column for columns in found for column in columns))
+    """Return each column once. Raises ValueError for different columns of one name."""
+    columns = list(dict.fromkeys(column for columns in found for column in columns))
+    if len({column.name for column in columns}) < len(columns):
+        raise ValueError(f"two of the columns of this batch have one name: {columns}; give one of them another")
+    return columns
 
 
 def _join_tokens(column: TokenColumn, rollouts: Sequence[Rollout]) -> Tensor:  # [N, ...]
-    turns = [turn for rollout in rollouts for turn in rollout.policy_turns]
-    joined = _join(
-        column, [(turn.columns.get(column), len(turn.tokens) if column.aligned == "predicted" else 1) for turn in turns]
-    )
-    if column.aligned == "predicted":
-        return joined
-    return joined.repeat_interleave(torch.tensor([len(turn.tokens) for turn in turns]), 0)
+    turns = [turn for rollout in rollouts for turn in rollout.policy_turns if len(turn.tokens)]
+    found, lengths = [turn.columns.get(column) for turn in turns], [len(turn.tokens) for turn in turns]
+    recorded = [values for values in found if values is not None]
+    if column.complete and 0 < len(recorded) < len(turns):
+        raise ValueError(
+            f"only {len(recorded)} of the {len(turns)} turns of this batch recorded {column.name!r}: they were sampled under different "
+            f"options. Resume with the {column.key} of the run's beginning"
+        )
+    if column.ragged and recorded:
+        widest = max(values.shape[1] for values in recorded)
+        found = [None if values is None else pad(values, (0, widest - values.shape[1]), value=column.fill) for values in found]
+    of_tokens = column.aligned == "predicted"
+    joined = _join(column, list(zip(found, lengths if of_tokens else [1] * len(turns), strict=True)))
+    if column.check is not None:
+        column.check(joined, torch.cat([turn.tokens for turn in turns]))
+    return joined if of_tokens else joined.repeat_interleave(torch.tensor(lengths), 0)
 
 
 def _join(column: TokenColumn, parts: Sequence[tuple[Tensor | None, int]]) -> Tensor:
@@ -130,7 +143,7 @@ def _place_read(
     placed = torch.zeros(length, dtype=torch.bool)
     for rollout, paths in zip(rollouts, trees, strict=True):
         starts = [(len(rollout.prompt), rollout.turns), *((branch.start, branch.turns) for branch in rollout.branches)]
-        for path, (end, turns_of) in zip(paths, starts, strict=False):  # without branches where only an end is predicted
+        for path, (end, turns_of) in zip(paths, starts, strict=False):  # without branches if only the end is predicted
             for turn in turns_of:
                 end += len(turn.tokens)
                 values = turn.columns.get(column)

@@ -1,7 +1,8 @@
 """Pack groups into a flat batch, without changing the context of any token (law 1).
 
-A packed batch stores a group's prompt once, as the parent segment of its completions, and what the branches of a rollout have in common
-once, as the parent segments of what they do not. It leaves out the last token of each path, which predicts nothing.
+A packed batch stores a group's prompt once, as the parent segment of its completions. Likewise, a prefix shared by branches of a
+rollout is stored once, as the parent of their separate continuations. The last token of each path is left out, because it
+predicts nothing.
 """
 
 from __future__ import annotations
@@ -11,11 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from strop.data.packed_inputs import pack_columns, place_images, same_images
 from strop.data.token_tree import FlatTokens, TokenPath, concatenate, make_paths, own_tokens
-from strop.sampling import KEPT_TOKENS, NO_TOKEN
 from strop.types import Batch, Group, Rollout, RolloutCredit, Totals
 
 
@@ -32,8 +31,8 @@ class _Predictions:
 def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_prefixes: bool = True) -> Batch:
     """Pack groups into one flat batch with the credit of their rollouts. Raises ValueError if the policy sampled no token.
 
-    Without ``credit``, for a batch that is only scored, advantages are 0 and all rollouts count. Without ``share_prefixes``, every path of
-    a rollout is a row of its own, in which the tokens of its own turns alone are predicted.
+    Without ``credit``, for a batch that is only scored, advantages are 0 and all rollouts count. Without ``share_prefixes``,
+    every path of a rollout is a separate row, in which only the tokens of its own turns are predicted.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     credit = _no_credit(rollouts) if credit is None else credit
@@ -62,30 +61,26 @@ def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_
         raise ValueError("the policy sampled no token of this batch: all rollouts are empty")
     dtype = torch.get_default_dtype()
     sequence = _count_off([predicted.target for predicted in predictions])
-    return (
-        Batch(
-            tokens=torch.cat(flat.tokens),
-            positions=torch.cat(flat.positions),
-            segment_start=torch.tensor(flat.starts),
-            segment_parent=torch.tensor(flat.parents),
-            source=torch.cat([predicted.source for predicted in predictions]),
-            target=target,
-            sequence=sequence,
-            rollout_logprobs=torch.cat([predicted.logprobs for predicted in predictions]),
-            versions=torch.cat([predicted.versions for predicted in predictions]),
-            advantages=credit.advantages.to(dtype)[sequence],
-            mask=credit.mask.to(dtype)[sequence],
-            leaf=torch.tensor([leaf for each in leaves for leaf in each]),
-            group=torch.tensor([index for index, group in enumerate(groups) for _ in group.rollouts]),
-            rewards=credit.rewards,
-            leaf_sequence=_count_off(leaves) if any(len(each) > 1 for each in leaves) else None,
-            images=place_images(rollouts, paths_of, flat.starts),
-            totals=Totals(0, 0, 0),
-            **pack_columns(rollouts, paths_of, flat.length, at_end=at_end),
-        )
-        .with_columns({} if at_end else _kept_token_ids(rollouts, target))
-        .with_totals()
-    )
+    return Batch(
+        tokens=torch.cat(flat.tokens),
+        positions=torch.cat(flat.positions),
+        segment_start=torch.tensor(flat.starts),
+        segment_parent=torch.tensor(flat.parents),
+        source=torch.cat([predicted.source for predicted in predictions]),
+        target=target,
+        sequence=sequence,
+        rollout_logprobs=torch.cat([predicted.logprobs for predicted in predictions]),
+        versions=torch.cat([predicted.versions for predicted in predictions]),
+        advantages=credit.advantages.to(dtype)[sequence],
+        mask=credit.mask.to(dtype)[sequence],
+        leaf=torch.tensor([leaf for each in leaves for leaf in each]),
+        group=torch.tensor([index for index, group in enumerate(groups) for _ in group.rollouts]),
+        rewards=credit.rewards,
+        leaf_sequence=_count_off(leaves) if any(len(each) > 1 for each in leaves) else None,
+        images=place_images(rollouts, paths_of, flat.starts),
+        totals=Totals(0, 0, 0),
+        **pack_columns(rollouts, paths_of, flat.length, at_end=at_end),
+    ).with_totals()
 
 
 def _no_credit(rollouts: Sequence[Rollout]) -> RolloutCredit:
@@ -93,31 +88,8 @@ def _no_credit(rollouts: Sequence[Rollout]) -> RolloutCredit:
     return RolloutCredit(rewards=rewards, advantages=torch.zeros_like(rewards), mask=torch.ones_like(rewards))
 
 
-def _kept_token_ids(rollouts: Sequence[Rollout], target: Tensor) -> dict[str, Tensor]:
-    """Return the column ``kept_tokens``, [N, K] int32: the token ids that each target was sampled from, K the size of the largest set.
-
-    Returns no column if none was recorded. Raises ValueError if only some turns recorded them, or if a target is not in its set.
-    """
-    turns = [turn for rollout in rollouts for turn in rollout.policy_turns if len(turn.tokens)]
-    recorded = [turn.kept for turn in turns if turn.kept is not None]
-    if not recorded:
-        return {}
-    if len(recorded) < len(turns):
-        raise ValueError(
-            f"only {len(recorded)} of the {len(turns)} turns of this batch recorded the tokens they were sampled from: they were sampled "
-            "under different options. Resume with the policy.generation.keep_sampling_mask of the run's beginning"
-        )
-    largest = max(kept.shape[1] for kept in recorded)
-    column = torch.cat([pad(kept, (0, largest - kept.shape[1]), value=NO_TOKEN) for kept in recorded])
-    if not bool((column == target[:, None]).any(1).all()):
-        raise ValueError(
-            "a sampled token is not among the recorded tokens that it was sampled from: the engine records wrong tokens"
-        )
-    return {KEPT_TOKENS: column}
-
-
 def _count_off(sized: Sequence[Sized]) -> Tensor:
-    """Return the index of each, as often as its length."""
+    """Repeat each index by its length."""
     return torch.arange(len(sized)).repeat_interleave(torch.tensor([len(each) for each in sized]))
 
 

@@ -1,4 +1,4 @@
-"""Sections ``sequence_packing`` and ``dynamic_batching``: how micro-batches are cut."""
+"""Sections ``sequence_packing`` and ``dynamic_batching``: the size of micro-batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field
 from strop.base_config import BaseConfig, follows
 
 TokenBudget = Annotated[int, Field(ge=1)] | Literal["auto"]
-"""Tokens of a micro-batch; auto is what fits into memory, measured when the run starts."""
+"""Tokens of a micro-batch; auto is the largest number that fits into memory, measured when the run starts."""
 
 
 class SequencePackingConfig(BaseConfig):
@@ -19,15 +19,14 @@ class SequencePackingConfig(BaseConfig):
 
     enabled: bool = Field(
         True,
-        description="Pack rollouts into flat rows; false pads them to the longest of the batch, and the budgets of "
-        "dynamic_batching hold.",
+        description="Pack rollouts into flat rows; false pads them to the longest of the batch and uses the budgets of dynamic_batching.",
     )
     train_mb_tokens: TokenBudget = follows(
         "..max_total_sequence_length",
         "..train_micro_batch_size",
         standalone=2048,
-        description="Token budget of a training micro-batch; auto is what fits into the free memory, measured when the run starts "
-        "and kept in its checkpoints (tokens).",
+        description="Token budget of a training micro-batch; auto is the largest that fits into free memory, measured at the start of "
+        "the run and saved in its checkpoints (tokens).",
     )
     logprob_mb_tokens: int = follows(
         "..max_total_sequence_length",
@@ -40,7 +39,7 @@ class SequencePackingConfig(BaseConfig):
 
 
 class DynamicBatchingConfig(BaseConfig):
-    """Token budgets of padded micro-batches, where sequence_packing is off."""
+    """Token budgets of padded micro-batches, used if sequence_packing is off."""
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
@@ -51,8 +50,8 @@ class DynamicBatchingConfig(BaseConfig):
         "..max_total_sequence_length",
         "..train_micro_batch_size",
         standalone=2048,
-        description="Token budget of a training micro-batch, padding included; auto is what fits into the free memory, measured when the "
-        "run starts and kept in its checkpoints (tokens).",
+        description="Token budget of a training micro-batch, padding included; auto is the largest that fits into free memory, measured "
+        "at the start of the run and saved in its checkpoints (tokens).",
     )
     logprob_mb_tokens: int = follows(
         "..max_total_sequence_length",
@@ -64,12 +63,12 @@ class DynamicBatchingConfig(BaseConfig):
 
 
 def require_number(budget: TokenBudget) -> int:
-    """Return a budget that is a number. Raises ValueError for auto, where nothing measures memory."""
+    """Return a budget that is a number. Raises ValueError for auto, if memory cannot be measured."""
     if budget == "auto":
         raise ValueError("train_mb_tokens: found auto, but this learner measures no memory; set it to a number of tokens")
     return budget
 
 
 def format_micro_batches(budget: TokenBudget) -> str:
-    """Say how large micro-batches are."""
+    """Describe the size of micro-batches."""
     return "micro-batches as large as memory allows (auto)" if budget == "auto" else f"micro-batches of at most {budget} tokens"

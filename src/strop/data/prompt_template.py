@@ -1,4 +1,4 @@
-"""Prompt templates: turn a question into a conversation with a prompt file and a system prompt."""
+"""Prompt templates turn a question into a conversation, using a prompt file and a system prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from strop.data.sources.records import DataError
 from strop.storage.text_file import read_text_file
 from strop.types import Message, system, user
 
-AUTO_PROMPT = "auto"  # in place of a prompt file: the usual wording of a built-in set, if it has one
+AUTO_PROMPT = "auto"  # instead of a prompt file: the usual wording of a built-in set, if it has one
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ def read_prompt_file(path: str, option: str) -> str:
 def parse_prompt_template(text: str, name: str, system_prompt: str | None = None) -> PromptTemplate:
     """Split a prompt at its placeholder. Raises DataError if it does not have exactly one.
 
-    The placeholder is ``{question}``, and all other text is literal. Without it, ``{}`` is the placeholder, and ``{{`` and ``}}`` are
-    single braces, as in Python's format strings, so that existing prompt files work. Newlines at the end belong to such a prompt, and
-    not to one with ``{question}``.
+    The placeholder is ``{question}``, and all other text is literal. Without it, ``{}`` is the placeholder, and ``{{`` and ``}}``
+    are single braces, as in Python's format strings, so that existing prompt files work. Trailing newlines are kept in such a
+    prompt, and removed with ``{question}``.
     """
     if (count := text.count("{question}")) > 0:
         parts = text.rstrip("\n").split("{question}")

@@ -1,4 +1,4 @@
-"""Selects rollouts of a batch as a batch of their own."""
+"""Selects rollouts of a batch as a separate batch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class SubBatch:
 class RolloutSelector:
     """Selects rollouts of one batch, any number of times.
 
-    It reads the whole batch once. After that a selection takes time in proportion to what is selected, so that a batch can be divided
-    into many parts in the time of one pass over it.
+    It reads the whole batch once. After that the cost of a selection is proportional to its size, so a batch can be divided into
+    many parts in the time of one pass.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -35,7 +35,7 @@ class RolloutSelector:
         ascending = bool((batch.sequence.diff() >= 0).all())
         self._by_rollout = None if ascending else batch.sequence.argsort(stable=True)
         ends = torch.bincount(batch.sequence, minlength=batch.num_sequences).cumsum(0).tolist()
-        self._tokens_of = list(zip([0, *ends], ends, strict=False))  # of each rollout, from and to where in _by_rollout
+        self._tokens_of = list(zip([0, *ends], ends, strict=False))  # start and end of each rollout in _by_rollout
         self._images = list(zip(batch.images, batch.image_segments, strict=True)) if batch.images else []
         self._new_position = torch.full((len(batch.tokens),), -1)  # overwritten by each selection
         self._new_sequence = torch.full((batch.num_sequences,), -1)
@@ -84,12 +84,12 @@ class RolloutSelector:
         return SubBatch(part, index)
 
     def _tokens_of_segments(self, segments: Sequence[int]) -> Tensor:
-        """Return the places of the segments' tokens in the batch's T, in order."""
+        """Return the positions of the segments' tokens in the batch's T, in order."""
         starts, lengths = self._starts, self._lengths
         return torch.cat([torch.arange(starts[segment], starts[segment] + lengths[segment]) for segment in segments])
 
     def _predicted_tokens(self, sequences: Sequence[int]) -> Tensor:
-        """Return the places of the rollouts' predicted tokens in the batch's N, ascending."""
+        """Return the positions of the rollouts' predicted tokens in the batch's N, ascending."""
         spans = [torch.arange(*self._tokens_of[sequence]) for sequence in sequences]
         places = torch.cat(spans) if self._by_rollout is None else self._by_rollout[torch.cat(spans)]
         return places.sort().values

@@ -24,10 +24,10 @@ def find_rollout_segments(batch: Batch) -> list[set[int]]:
 def split_micro_batches(batch: Batch, token_budget: int, *, padded: bool = False, whole_groups: bool = False) -> list[SubBatch]:
     """Split a batch into micro-batches of at most ``token_budget`` tokens, at group boundaries where a group fits.
 
-    A larger group is split between its rollouts, with its prompt in each part; a single rollout over the budget is a micro-batch of its
-    own. First fit, longest first: few micro-batches, and deterministic. With ``padded``, every path of a rollout counts as a row as long
-    as the longest. Groups with zero gradient do not share a micro-batch with others. With ``whole_groups``, groups are never split, for
-    losses that compare the rollouts of a group.
+    A larger group is split between its rollouts, with its prompt in each part; a single rollout over the budget gets its own
+    micro-batch. First fit, longest first: few micro-batches, and deterministic. With ``padded``, every path of a rollout counts
+    as a row as long as the longest. Groups with zero gradient do not share a micro-batch with others. With ``whole_groups``,
+    groups are never split, for losses that compare the rollouts of a group.
     """
     lengths, segments = batch.segment_length.tolist(), find_rollout_segments(batch)
     budget = 1 << 62 if whole_groups else token_budget

@@ -1,4 +1,4 @@
-"""The tokens of a prompt, its rollouts and their branches as a tree of segments, each of which the network reads once."""
+"""The tokens of a prompt, its rollouts and their branches as a tree of segments, each read once by the network."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ class FlatTokens:
 
 @dataclass(eq=False)
 class TokenPath:
-    """A prompt, a rollout or a branch: its own tokens after ``start`` tokens of ``parent``, cut into segments where others leave it."""
+    """A prompt, a rollout or a branch: its own tokens after ``start`` tokens of ``parent``, cut into segments where other paths
+    branch off.
+    """
 
-    tokens: Tensor  # its own, all of them
-    read: int  # of them that the network reads
+    tokens: Tensor  # all of its own tokens
+    read: int  # number of them that the network reads
     parent: TokenPath | None = None
     start: int = 0
     cuts: set[int] = field(default_factory=set)  # among its own tokens
@@ -54,7 +56,7 @@ class TokenPath:
             self.read = max(self.read, position - self.start)
 
     def append_to(self, flat: FlatTokens) -> None:
-        """Append its segments. Those of its parent must be there, and all paths that leave it must be known."""
+        """Append its segments. Those of its parent must already be there, and all paths branching off it must be known."""
         bounds = [0, *sorted(self.cuts - {self.read}), self.read]
         parent = -1 if self.parent is None else self.parent._segment_before(self.start)
         for first, last in pairwise(bounds):
@@ -67,13 +69,13 @@ class TokenPath:
         return self.segments[-1][1]
 
     def _segment_before(self, position: int) -> int:
-        """Return the segment that ends at a position, where the path is cut; -1 at its beginning."""
+        """Return the segment ending at a position where the path is cut; -1 at its beginning."""
         if position <= self.start:
             return -1 if self.parent is None else self.parent._segment_before(position)
         return next(segment for first, segment, _ in reversed(self.segments) if first < position)
 
     def find(self, positions: Tensor) -> Tensor:
-        """Return the indices in T of the tokens at ``positions``, which ascend, from ``start`` - 1 on."""
+        """Return the indices in T of the tokens at ascending ``positions``, from ``start`` - 1 on."""
         if len(self.segments) == 1:
             (first, _, offset), *_ = self.segments
             found = positions + (offset - first)
@@ -86,7 +88,7 @@ class TokenPath:
         return found
 
     def find_between(self, first: int, last: int) -> Tensor:
-        """Return the indices in T of the tokens at positions ``first`` to ``last`` - 1, those of its parents too."""
+        """Return the indices in T of the tokens at positions ``first`` to ``last`` - 1, including those of its parents."""
         if self.parent is None or first >= self.start:
             return self.find(torch.arange(first, last))
         own = self.find(torch.arange(self.start, last)) if last > self.start else torch.zeros(0, dtype=torch.int64)
@@ -94,7 +96,7 @@ class TokenPath:
 
 
 def make_paths(rollout: Rollout, root: TokenPath | None, *, share: bool, at_end: bool) -> list[TokenPath]:
-    """Return the main path of a rollout and its branches. ``at_end`` there is only the former, with its last sampled token."""
+    """Return the main path of a rollout and its branches; with ``at_end``, only the main path up to its last sampled token."""
     prompt, (tokens, end) = rollout.prompt, own_tokens(rollout.turns)
     read = end if at_end else max(end - 1, 0)
     main = (
@@ -112,7 +114,7 @@ def make_paths(rollout: Rollout, root: TokenPath | None, *, share: bool, at_end:
 
 
 def own_tokens(turns: Sequence[Turn]) -> tuple[Tensor, int]:
-    """Return the tokens of some turns, and how many of them there are up to the last one that was sampled."""
+    """Return the tokens of some turns, and their number up to the last sampled one."""
     lengths = list(accumulate(len(turn.tokens) for turn in turns))
     return concatenate([turn.tokens for turn in turns], torch.int64), max(
         (end for end, turn in zip(lengths, turns, strict=True) if turn.sampled and len(turn.tokens)), default=0

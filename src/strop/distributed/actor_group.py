@@ -33,7 +33,7 @@ class ActorGroup:
         return await self.call_each(method, [arguments] * len(self.actors), urgent=urgent)
 
     async def call_each(self, method: str, arguments: Sequence[Sequence[Any]], *, urgent: bool = False) -> list[Any]:
-        """Like ``call_all``, with arguments of its own for each member."""
+        """Like ``call_all``, with separate arguments for each member."""
         if self._died is not None:
             raise self._died
         calls = [
@@ -71,7 +71,7 @@ class ActorGroup:
         raise self._find_cause([call.exception() for call in calls if call.done()])
 
     async def _shut_down(self, calls: Sequence[asyncio.Future[Any]]) -> None:
-        """Kill all members after one has failed: the others may wait for it forever in a collective."""
+        """Kill all members after one has failed, because the others may wait for it forever in a collective."""
         await self.close()
         _, pending = await asyncio.wait(calls, timeout=10.0)
         for call in pending:
@@ -79,7 +79,7 @@ class ActorGroup:
         await asyncio.gather(*calls, return_exceptions=True)
 
     def _find_cause(self, errors: Sequence[BaseException | None]) -> BaseException:
-        """Return a member's own error if there is one, else the death of a member, else a member's error about a lost peer."""
+        """Return a member's own error if there is one, otherwise the death of a member, otherwise an error about a lost peer."""
         raised = [error for error in errors if error is not None]
         own_errors = [error for error in raised if not isinstance(error, ActorDied) and not _is_peer_failure(error)]
         deaths = [error for error in raised if isinstance(error, ActorDied)]
@@ -94,7 +94,7 @@ class ActorGroup:
 
 
 def _is_peer_failure(error: BaseException) -> bool:
-    """Return whether the error is that of a collective that lost another rank."""
+    """Return whether the error comes from a collective that lost another rank."""
     text = str(error).lower()
     return any(
         marker in text

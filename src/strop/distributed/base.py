@@ -26,12 +26,12 @@ ActorKind = Literal["threads", "async"]
 
 @dataclass(frozen=True, kw_only=True)
 class ActorOptions:
-    """What the process of an object is started with."""
+    """Options for starting an object's process."""
 
     name: str  # such as learner-0; used for its log file and in messages
     role: RoleConfig = DEFAULT_ROLE  # its resources, environment variables, packages and interpreter
     node: int | None = None  # index of a node of the cluster; None: any node
-    further_nodes: tuple[int, ...] = ()  # others that it needs, for processes that it starts itself
+    further_nodes: tuple[int, ...] = ()  # further nodes, for processes that it starts itself
     devices: tuple[int, ...] = ()  # indices of the node's GPUs that it may use
     kind: ActorKind = "threads"
     num_gpus: float = 0.0  # reserved in addition to the node's GPUs, which the whole run shares
@@ -72,7 +72,7 @@ class RemoteActor(Protocol):
         ...
 
     def control_profile(self, what: str, operators: bool = False) -> Awaitable[Any]:
-        """Call ``strop.monitoring.profiling.process_profile.control_profile`` there, beside other calls."""
+        """Call ``strop.monitoring.profiling.process_profile.control_profile`` there, concurrently with other calls."""
         ...
 
     async def kill(self) -> None:
@@ -98,7 +98,7 @@ class Cluster(Protocol):
     on_cpu: bool  # whether devices are CPU processes instead of GPUs
 
     async def spawn(self, options: ActorOptions, make: Callable[..., Any], *arguments: Any) -> RemoteActor:
-        """Start a process and make ``make(*arguments)`` in it. Raises ActorDied, and what ``make`` raises."""
+        """Start a process and create ``make(*arguments)`` in it. Raises ActorDied, and any error of ``make``."""
         ...
 
     def spawn_sync(self, options: ActorOptions, make: Callable[..., Any], *arguments: Any) -> RemoteActor:

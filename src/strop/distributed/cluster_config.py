@@ -18,12 +18,12 @@ class RoleConfig(BaseConfig):
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
-    num_cpus: float = Field(0.0, ge=0, description="CPUs that Ray reserves for each process; 0 reserves none (CPUs).")
+    num_cpus: float = Field(0.0, ge=0, description="CPUs reserved by Ray for each process; 0 reserves none (CPUs).")
     num_gpus: float | None = Field(
         None,
         gt=0,
-        description="GPUs of each teacher or environment process, beside those of the run; a fraction such as 0.5 shares "
-        "one. null is 1 for a teacher and none for an environment (GPUs).",
+        description="GPUs of each teacher or environment process, in addition to the run's; a fraction such as 0.5 shares one. null is 1 "
+        "for a teacher and none for an environment (GPUs).",
     )
     resources: dict[str, float] = Field(
         default_factory=dict, description="Custom Ray resources of each process, such as {sandbox: 1}."
@@ -51,7 +51,7 @@ class ClusterConfig(BaseConfig):
         1,
         ge=0,
         le=1024,
-        description="GPUs of each node that may be used; without GPUs, as many processes take their place (GPUs).",
+        description="GPUs to use on each node; without GPUs, the same number of processes (GPUs).",
     )
     num_nodes: int = Field(1, ge=1, le=10_000, description="Number of nodes (nodes).")
     backend: Literal["auto", "local", "ray"] = Field(

@@ -1,8 +1,8 @@
-"""End a Ray cluster that a run started, together with the run.
+"""End a Ray cluster that was started by a run, together with the run.
 
-Ray's servers end with the process that started them, but its agents then try for a minute to reach a server that no longer exists. A small
-watcher process waits until the driver ends, for whatever reason, and kills the rest: every process with the cluster's mark in its
-environment. Linux only; on other systems it does nothing.
+Ray's servers end with the process that started them, but its agents then try for a minute to reach a server that no longer
+exists. A small watcher process waits until the driver ends for any reason, and kills the rest: every process with the cluster's
+mark in its environment. Linux only; on other systems it does nothing.
 """
 
 from __future__ import annotations

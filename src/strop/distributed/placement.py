@@ -28,7 +28,7 @@ class Node:
 
 @dataclass(frozen=True)
 class DeviceSlot:
-    """Devices on one node, or of an engine that is larger than a node on several."""
+    """Devices on one node, or on several for an engine larger than a node."""
 
     node: int  # index among the nodes of the run
     devices: tuple[int, ...]  # indices on the node
@@ -123,7 +123,7 @@ class DeviceCounts:
     engines: int | None = 0  # None: as many as fit; 0: the run does not sample
     engine_devices: int | None = None  # per node, for generation only
     engine_nodes: int | None = None  # whole nodes for generation only
-    colocated: bool = True  # engines use the devices that train
+    colocated: bool = True  # engines use the training devices
     uses_ray: bool = False
 
     @property
@@ -185,8 +185,8 @@ def plan_devices(counts: DeviceCounts, *, on_cpu: bool) -> DevicePlan:
     """Divide the devices between the learner and the engines.
 
     Colocated: all devices train, and engines take turns with the learner on them. Otherwise engines have the last ``engine_nodes`` nodes,
-    or the last ``engine_devices`` devices of each node. ``engines`` None: as many as fit, or one without GPUs. An engine spans nodes only
-    if it is larger than one, and then has all devices of its nodes that generate.
+    or the last ``engine_devices`` devices of each node. ``engines`` None: as many as fit, or one without GPUs. An engine spans
+    nodes only if it is larger than one, and then uses all generation devices of its nodes.
 
     Raises PlacementError.
     """
@@ -220,7 +220,7 @@ def _split_devices(
     if engine_nodes is not None and nodes > 1:
         if engine_nodes >= nodes:
             raise PlacementError(
-                f"{key}.num_nodes is {engine_nodes} of cluster.num_nodes {nodes}: no node is left to train; lower the first"
+                f"{key}.num_nodes is {engine_nodes} of cluster.num_nodes {nodes}, which leaves no node for training; lower the first"
             )
         reserved = {(node, device) for node, device in all_devices if node >= nodes - engine_nodes}
     else:

@@ -1,4 +1,4 @@
-"""Preflight checks: find out from what the nodes of a cluster report whether a run can start on it. Independent of Ray.
+"""Preflight checks: decide from the nodes' reports whether a run can start on a cluster. Independent of Ray.
 
 ``strop.distributed.survey`` collects the reports; ``find_problems`` turns them into findings, each with a fix. A fatal finding means
 that a run would fail.
@@ -61,7 +61,7 @@ class NodeInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """A node and what it reported."""
+    """A node and its report."""
 
     number: int  # among the nodes of the run, in the order of ranks
     address: str
@@ -92,7 +92,7 @@ class ClusterSurvey:
     nodes: Sequence[NodeReport]
     needs: RunNeeds
     on_cpu: bool
-    placement_error: str = ""  # why the nodes do not have what the run asks for
+    placement_error: str = ""  # why the nodes lack what the run requests
     unwritable: Mapping[str, str] = field(default_factory=dict)  # folder -> why the driver cannot write there
     visible_files: Mapping[str, frozenset[int]] = field(default_factory=dict)  # folder -> nodes whose files the driver found
     all_reduce: AllReduceSpeed | None = None
@@ -233,7 +233,7 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def format_survey(survey: ClusterSurvey) -> list[str]:
-    """Format a table with one line per node, and what was found about versions, folders and the interconnect."""
+    """Format a table with one line per node, and the findings about versions, folders and the interconnect."""
     rows = [("versions", ", ".join(f"{name} {version or 'not installed'}" for name, version in survey.driver.items()))]
     rows += [(key, f"{folder}{_format_folder(survey, folder)}") for folder, key in survey.needs.folder_keys.items()]
     if survey.all_reduce is not None:

@@ -44,13 +44,13 @@ log = logging.getLogger(__name__)
 ray: Any = ray_package  # Ray's decorators are not typed
 
 AUTH_CHOSEN = "RAY_AUTH_MODE" in os.environ  # by the user
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # of a cluster that somebody else starts
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # of a cluster started by someone else
 TOKEN = secrets.token_hex(32)  # of the clusters that this process starts
 POLL_SECONDS = 0.05  # seconds between checks whether a process has ended
 KILL_SECONDS = 10.0  # seconds until a process that does not end gets SIGKILL
 LOCAL_CLUSTER_CONFIG = {
     "gcs_rpc_server_reconnect_timeout_s": 10,  # default: 60; on a local cluster nothing restarts a server that died
-    "prestart_worker_first_driver": False,  # a process for each core, of which the run's, with environments of their own, use none
+    "prestart_worker_first_driver": False,  # one process per core, which the run would not use
 }
 MAX_CONCURRENCY = 100_000  # concurrent calls of an actor on an event loop
 
@@ -111,12 +111,12 @@ class RayCluster:
         return remote
 
     def _start_timeout(self, options: ActorOptions) -> float | None:
-        """Return the timeout in seconds for an actor with GPUs besides those of the run, which may never be free; None for others."""
+        """Return the timeout in seconds for an actor that needs GPUs beyond the run's, which may never be free; None for others."""
         return self.config.wait_seconds if options.num_gpus else None
 
     def _no_gpus_error(self, options: ActorOptions) -> PlacementError:
         return PlacementError(
-            f"{options.name} needs {options.num_gpus:g} GPUs besides those of the run, and no node had them free within "
+            f"{options.name} needs {options.num_gpus:g} GPUs in addition to the run's, and no node had them free within "
             f"{self.config.wait_seconds:g} s (cluster.wait_seconds); free: {ray.available_resources()}. Add a node, lower "
             "cluster.gpus_per_node so that the run leaves some, or let processes share one (num_gpus of their role in cluster.roles)"
         )
@@ -190,7 +190,7 @@ PROCESS_DIED = (
     exceptions.RayActorError,
     exceptions.NodeDiedError,
     exceptions.ObjectLostError,
-    exceptions.OutOfMemoryError,  # killed by Ray, which found too little memory left on the node
+    exceptions.OutOfMemoryError,  # killed by Ray because memory on the node ran low
 )
 
 
@@ -220,7 +220,7 @@ class RayActor:
         return self._await_result(self._actor.control_profile.remote(what, operators))
 
     def call_actor(self, what: str, *arguments: Any) -> Awaitable[Any]:
-        """Call a method of the actor itself, not of the object that it holds: ``get_pid_and_address`` or ``make``."""
+        """Call a method of the actor itself, not of the object it holds: ``get_pid_and_address`` or ``make``."""
         return self._await_result(getattr(self._actor, what).remote(*arguments))
 
     def call_actor_sync(self, what: str, *arguments: Any, timeout: float | None = None) -> Any:
@@ -354,7 +354,7 @@ class AsyncActor:
 
 
 def _describe_target(arguments: Sequence[Any]) -> str:
-    """Return the name of the learner, scorer or teacher that a call is for, which is its first argument."""
+    """Return the learner, scorer or teacher that a call addresses, which is its first argument."""
     return arguments[0] if arguments and isinstance(arguments[0], str) and len(arguments[0]) < 40 else ""
 
 
@@ -401,7 +401,7 @@ async def connect(
 
     Args:
         config: The nodes of the run.
-        on_cpu: Whether processes stand for GPUs; None: if no node has GPUs.
+        on_cpu: Whether processes replace GPUs; None: if no node has GPUs.
         cpus_per_node: CPUs to reserve on each node.
         output_folder: Folder on a shared disk for the output of processes, one file each.
     """
@@ -433,7 +433,7 @@ def _connect_or_start(address: str | None, on_cpu: bool | None, cpus_per_node: f
         raise RuntimeError(
             "this process is already connected to a Ray cluster; disconnect with ray.shutdown() before starting a run"
         )
-    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it cannot handle signals, which the run does itself
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it cannot handle signals, which the run handles itself
     quiet_options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     address = address or os.environ.get("RAY_ADDRESS") or _find_local_cluster()
     if address and address != "local":
@@ -468,9 +468,9 @@ def _connect_or_start(address: str | None, on_cpu: bool | None, cpus_per_node: f
 
 @contextmanager
 def _authenticate(mode: Literal["token", "disabled"]) -> Iterator[None]:
-    """Have Ray connect, and the processes that are started inside the context answer, in this mode, unless the user has set RAY_AUTH_MODE.
+    """Make Ray connect in this mode, and processes started inside the context use it, unless the user has set RAY_AUTH_MODE.
 
-    Ray's servers listen on every interface, and without a token whoever reaches one can run programs as this user. The token is in the
+    Ray's servers listen on every interface, and without a token anyone who reaches one can run programs as this user. The token is in the
     environment of the cluster's processes, which other users cannot read; Ray itself would write it to the home folder.
     """
     if AUTH_CHOSEN:
@@ -480,7 +480,7 @@ def _authenticate(mode: Literal["token", "disabled"]) -> Iterator[None]:
     os.environ["RAY_AUTH_MODE"] = mode
     if mode == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", TOKEN)
-    ray._raylet.Config.initialize("")  # it read the mode when it was imported
+    ray._raylet.Config.initialize("")  # it was read on import
     ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
     try:
         yield
@@ -501,7 +501,7 @@ def _check_reachable(address: str) -> None:
 def _find_local_cluster() -> str | None:
     """Return the address of a cluster that `ray start` started on this machine, if it still answers.
 
-    Raises ConnectionError if another user could have written it: this run's code and data would go where it says.
+    Raises ConnectionError if another user could have written it, because this run's code and data would go to that address.
     """
     path = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
     try:

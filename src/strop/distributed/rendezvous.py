@@ -8,7 +8,7 @@ from typing import Any
 
 
 def serve_store(host: str, world: int, timeout: float) -> Any:
-    """Serve a TCPStore on ``host``, this node's address in the cluster. Its own listener would be on every interface."""
+    """Serve a TCPStore on ``host``, this node's cluster address. The store's own listener would be on every interface."""
     import torch.distributed
 
     distributed: Any = torch.distributed

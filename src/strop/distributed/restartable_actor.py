@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 class RestartableActor:
     """``make(*arguments)`` in a process that is started at the first call, and again at the first call after it died.
 
-    A call during which the process dies raises ActorDied; whether to repeat it is up to the caller.
+    A call during which the process dies raises ActorDied; the caller decides whether to repeat it.
     """
 
     def __init__(self, cluster: Cluster, options: ActorOptions, make: Callable[..., Any], *arguments: Any) -> None:

@@ -26,7 +26,7 @@ CPU_BYTES, GPU_BYTES = 16 << 20, 256 << 20  # size of the all-reduce
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectedCluster:
-    """A cluster to inspect, with the resources that the run asks for unless there is a ``placement_error``."""
+    """A cluster to inspect, with the resources requested by the run unless there is a ``placement_error``."""
 
     cluster: RayCluster
     nodes: Sequence[Node]
@@ -61,7 +61,7 @@ async def connect_to_inspect(
 
 
 async def survey_cluster(connected: ConnectedCluster, needs: RunNeeds) -> ClusterSurvey:
-    """Look at every node, and time an all-reduce over all of them."""
+    """Inspect every node, and time an all-reduce over all of them."""
     with _write_tokens(needs.folder_keys) as token:
         writable = tuple(folder for folder in needs.folder_keys if folder not in token.unwritable)
         reports = await _probe_nodes(connected.nodes, needs, writable, token.name)

@@ -1,1 +1,1 @@
-"""Environments: the tasks, prompts, turns and rewards that a policy is trained on."""
+"""Environments: the tasks, prompts, turns and rewards used to train a policy."""

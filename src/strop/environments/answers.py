@@ -1,6 +1,6 @@
 """Extract the final answer from a model's output and normalize it.
 
-This runs in the event loop on whatever a model writes, so every function takes time linear in the length of its text.
+This runs in the event loop on arbitrary model output, so every function takes time linear in the length of its text.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _INTEGER = re.compile(r"-?\d+")
 _LATEX_SPACE = re.compile(r"\\[!,;: ]|\{,\}(?=\d)|\\text\{[^{}]*\}")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"[{}]")
-MOST_LINES, MOST_BOXES = 200, 20  # in which the boxes of several answers are looked for
-_TRAILING_SPACE = 64  # characters of white space at the end in which _STATED_ANSWER looks; its time is quadratic in their number
+MOST_LINES, MOST_BOXES = 200, 20  # limits of the search for boxes of several answers
+_TRAILING_SPACE = 64  # trailing white space searched by _STATED_ANSWER, whose time is quadratic in its length
 
 
 def extract_last_number(text: str) -> Fraction | None:
@@ -89,7 +89,7 @@ def normalize_answer(answer: str) -> str:
     text = answer.strip().strip("$").strip().removesuffix(".").replace("\u2212", "-")
     text = re.sub(r"\s+", " ", re.sub(r"\\(?:left|right|!|,|;|\s)", "", text))
     text = _SHORT_FRACTION.sub(lambda found: "\\frac" + (f"{{{found[1]}}}{{{found[2]}}}" if found[1] else ""), text)
-    # Between digits a space says something: 1 3/4 is not 13/4.
+    # Between digits a space is significant: 1 3/4 is not 13/4.
     text = re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", text))
     number = _THOUSANDS.sub("", text)
     if fraction := _FRACTION.fullmatch(text):

@@ -22,7 +22,7 @@ from strop.sampling import mix_seed
 from strop.types import Messages, Rollout
 
 OPERATORS = ("+", "-", "*")
-MAX_ATTEMPTS = 10_000  # draws until a task belongs to the requested split; far more than any sensible fraction needs
+MAX_ATTEMPTS = 10_000  # draws until a task falls into the requested split; far more than any sensible fraction needs
 
 
 @dataclass(frozen=True, kw_only=True)

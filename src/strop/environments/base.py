@@ -10,7 +10,7 @@ call it through a handle (``strop.environments.handle``), in this process or ano
 
 Rewards that compare the rollouts of one task are computed when all of them have ended.
 
-An exception from any method, also SystemExit, is recorded on that rollout; its group is dropped and counted, and training continues
+An exception from any method, including SystemExit, is recorded on that rollout; its group is dropped and counted, and training continues
 (law 7).
 """
 
@@ -125,7 +125,7 @@ class Environment(ToolOptions, ABC, Generic[TaskT]):
 
     @classmethod
     def list_marks(cls, options: Mapping[str, Any]) -> Mapping[str, RewardMark]:
-        """Return how the rewards of an environment with these options count, by name."""
+        """Return, by name, how the rewards of an environment with these options count."""
         return reward_marks(cls)
 
     @property
@@ -145,13 +145,13 @@ class Environment(ToolOptions, ABC, Generic[TaskT]):
         return None
 
     def reference_turns(self, task: TaskT) -> Sequence[str]:
-        """Return turns that solve a task, for ``strop env check``; none if they are not known, or if ``task.answer`` is enough."""
+        """Return turns that solve a task, for ``strop env check``; empty if unknown, or if ``task.answer`` is enough."""
         return ()
 
 
 @dataclass(frozen=True)
 class GeneratedTasks(Sequence[T]):
-    """A sequence of ``size`` tasks that are generated on access. ``make`` must depend on the index alone."""
+    """A sequence of ``size`` tasks that are generated on access. ``make`` must depend only on the index."""
 
     size: int
     make: Callable[[int], T]
@@ -182,7 +182,7 @@ class DatasetEnvironment(Environment[PromptedTask]):
 
     @property
     def needs_answers(self) -> bool:
-        """Whether data without a column of reference answers is an error."""
+        """Whether data without a reference answer column is an error."""
         return True
 
     def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
@@ -195,7 +195,7 @@ class DatasetEnvironment(Environment[PromptedTask]):
         if is_streamed(rows):
             return rows.map(make)
         if len(rows) and data.opened is None:
-            make(rows[0])  # a prompt file that does not fit the prompts is an error now, not in each rollout
+            make(rows[0])  # report a prompt file that does not fit the prompts now, not in each rollout
         return GeneratedTasks(len(rows), lambda index: make(rows[index]))
 
     def prompt(self, task: PromptedTask) -> Messages:

@@ -1,6 +1,6 @@
-"""Call the rewards of an environment, check what they return, and sum them.
+"""Call the rewards of an environment, check their results, and sum them.
 
-An exception from a reward, or something that is not a finite number, raises RewardError, which is recorded on the rollout (law 7).
+An exception from a reward, or a result that is not a finite number, raises RewardError, which is recorded on the rollout (law 7).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from strop.safety.exits import contain_exits
 from strop.types import Rollout, StepReward, Task
 from strop.user_code import describe_error, describe_value
 
-LARGEST_REWARD = 1e30  # float32 ends at 3.4e38, and groups and batches add rewards up
+LARGEST_REWARD = 1e30  # float32 ends at 3.4e38, and groups and batches sum rewards
 
 
 async def compute_rewards(environment: Environment[TaskT], task: TaskT, rollout: Rollout) -> RewardResult:
-    """Compute every reward of a single rollout in order, up to one that returns None: that rollout cannot be scored. Raises
+    """Compute the rewards of a single rollout in order. If one returns None, the rest is skipped and the rollout cannot be scored. Raises
     RewardError if one raises or is not a finite number.
 
-    Rewards marked ``concurrent`` run beside each other, as soon as their gates are known. Everything else is as if they did not: the
-    order of sums and of metrics, and which error is raised."""
+    Rewards marked ``concurrent`` run in parallel, as soon as their gates are known. The order of sums and metrics and the raised
+    error are the same as without concurrency."""
     async with _RewardCalls(environment, task, rollout) as calls:
         return await _sum_rewards(environment, task, rollout, calls)
 
@@ -70,7 +70,7 @@ async def _sum_rewards(environment: Environment[TaskT], task: TaskT, rollout: Ro
 
 
 class _RewardCalls:
-    """The calls of the rewards of a rollout: the concurrent ones as tasks, each of which sets metrics of its own."""
+    """The reward calls of a rollout: concurrent ones run as tasks, each with its own metrics."""
 
     def __init__(self, environment: Environment[Any], task: Task, rollout: Rollout) -> None:
         self._functions = {name: each for name, each in environment.reward_functions.items() if not each.mark.group}
@@ -94,7 +94,7 @@ class _RewardCalls:
                     self._running[name] = asyncio.create_task(_call_reward(self._functions[name], self._task, own)), own
 
     async def result(self, name: str) -> Any:
-        """Return what a reward returned. Raises RewardError."""
+        """Return the result of a reward. Raises RewardError."""
         if name not in self._running:
             return await _call_reward(self._functions[name], self._task, self._rollout)
         running, own = self._running.pop(name)
@@ -130,7 +130,9 @@ def _read_turn_states(environment: Environment[TaskT], task: TaskT, rollout: Rol
 
 
 def read_step_rewards(each: RewardFunction, task: Task, rollout: Rollout, returned: Any) -> list[tuple[int, float]]:
-    """Return (index of its last token among the sampled ones, reward) of each step of a ``per_turn`` reward. Raises RewardError."""
+    """Return (index of the step's last token among the sampled ones, reward) for each step of a ``per_turn`` reward. Raises
+    RewardError.
+    """
     turns = rollout.policy_turns
     wanted = (
         f"a per_turn reward is a list with one item for each of the {len(turns)} turns of the policy: a finite number or a bool, None, or "
@@ -189,7 +191,7 @@ async def compute_group_rewards(environment: Environment[TaskT], task: TaskT, ro
 
 
 async def _compare_rollouts(each: RewardFunction, task: Task, rollouts: Sequence[Rollout]) -> list[float | None]:
-    """Call the reward of a group; None stands for a rollout that it cannot score. Raises RewardError."""
+    """Call a group reward; None stands for a rollout that it cannot score. Raises RewardError."""
     returned = await _call_reward(each, task, rollouts)
     listed = returned.tolist() if hasattr(returned, "tolist") else returned  # of NumPy or torch
     given = list(listed) if isinstance(listed, Sequence) and not isinstance(listed, str) else []
@@ -206,7 +208,7 @@ async def _compare_rollouts(each: RewardFunction, task: Task, rollouts: Sequence
 def _add_reward(
     environment: Environment[Any], name: str, rollout: Rollout, result: RewardResult, closed: Gate | None, value: float | None
 ) -> RewardResult:
-    """Add the reward ``name`` of a group to those that a rollout has; ``closed`` is the gate that it did not pass."""
+    """Add the group reward ``name`` to a rollout's rewards; ``closed`` is the gate that the rollout did not pass."""
     if value is None:
         return result
     each, weight = environment.reward_functions[name], weight_of(environment, name, rollout)
@@ -217,7 +219,9 @@ def _add_reward(
 
 
 def weight_of(environment: Environment[Any], name: str, rollout: Rollout) -> float:
-    """Return the weight of a reward: of the configuration, else of its schedule at the version that began the rollout, else its own."""
+    """Return the weight of a reward: from the configuration, else from its schedule at the version that started the rollout, else
+    its own.
+    """
     mark = environment.reward_functions[name].mark
     own = mark.weight if mark.schedule is None else mark.schedule.at(rollout.version)
     return environment.reward_weights.get(name, own)
@@ -229,7 +233,7 @@ def _log_weighted(each: RewardFunction, name: str, rollout: Rollout, weighted: f
 
 
 def _check_metrics(environment: Environment[Any], task: Task, rollout: Rollout) -> Mapping[str, float]:
-    """Make the metrics that an environment set floats. Raises RewardError for a name or a value that cannot be logged."""
+    """Convert an environment's metrics to floats. Raises RewardError for a name or value that cannot be logged."""
     for name, given in rollout.metrics.items():
         if not isinstance(name, str) or not name.isprintable() or name in ("", "reward"):
             raise RewardError(
@@ -246,7 +250,7 @@ def _check_metrics(environment: Environment[Any], task: Task, rollout: Rollout) 
 
 
 def check_total(environment: Environment[Any], task: Task, total: float, rewards: Mapping[str, float]) -> None:
-    """Raise RewardError if rewards that are finite have a weighted sum that is not."""
+    """Raise RewardError if finite rewards have a weighted sum that is not finite."""
     if not math.isfinite(total):
         largest = max(rewards, key=lambda name: abs(rewards[name]))
         raise RewardError(

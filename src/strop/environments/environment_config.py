@@ -19,9 +19,8 @@ class EnvironmentConfig(BaseConfig):
     type: str | None = Field(
         None,
         min_length=1,
-        description="A registered name, or module:Class; null is the alias, or reward_function where reward or rewards is set, "
-        "or agent where agent or command is. "
-        "All other keys are options of the environment.",
+        description="A registered name, or module:Class; null is the alias, or reward_function if reward or rewards is set, or agent if "
+        "agent or command is set. All other keys are options of the environment.",
     )
     options: dict[str, Any] = Field(default_factory=dict, exclude=True)  # every key but ``type``
 
@@ -39,7 +38,7 @@ class EnvironmentConfig(BaseConfig):
 
     @model_serializer
     def _serialize(self) -> dict[str, Any]:
-        """Write functions, which Python may set, by their names, so that a configuration can be saved and compared."""
+        """Write functions, which can be set from Python, as names, so that a configuration can be saved and compared."""
         return {"type": self.type, **_name_functions(self.options)}
 
     def type_of(self, alias: str) -> str:
@@ -51,7 +50,7 @@ class EnvironmentConfig(BaseConfig):
 
 
 def _expand_homes(value: Any) -> Any:
-    """Expand ``~/`` at the begin of texts: options have no types that would tell paths."""
+    """Expand ``~/`` at the beginning of texts, because options have no types that identify paths."""
     if isinstance(value, dict):
         return {key: _expand_homes(inner) for key, inner in value.items()}
     if isinstance(value, list):

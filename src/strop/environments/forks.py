@@ -1,6 +1,7 @@
-"""Processes that user code forks: none of them runs on in Strop's code, and none outlives the run.
+"""Processes forked by user code: they must not continue in Strop's code, nor outlive the run.
 
-A reward that calls ``os.fork`` and lets the child return would leave a second run, in the same folders and on the same connections.
+A reward that calls ``os.fork`` and lets the child return would leave a second run in the same folders and on the same
+connections.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _in_user_code: ContextVar[bool] = ContextVar("strop_in_user_code", default=False)
 _children: set[int] = set()  # forked in user code, and not reaped yet
 _before: set[int] = set()
-_said = mmap.mmap(-1, 1)  # shared with forks: the first one that is ended says so
+_said = mmap.mmap(-1, 1)  # shared with forks: only the first one that is ended is reported
 
 
 async def run_in_one_process(function: Callable[..., Coroutine[Any, Any, T]], *arguments: Any, **named: Any) -> T:
-    """Await a function that calls user code. A fork that comes back from that code exits at once, and forks that have ended are reaped."""
+    """Await a function that calls user code. A fork that returns from that code exits at once, and ended forks are reaped."""
     return await _Steps(function(*arguments, **named))
 
 
 class _Steps(Awaitable[T]):
-    """A coroutine, with a look at the process after each of its steps."""
+    """A coroutine that checks the process after each of its steps."""
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
         self._work = work
@@ -64,21 +65,21 @@ class _Steps(Awaitable[T]):
 
 
 def reap_forks() -> None:
-    """Wait for the forks that have ended, without blocking, so that none stays in the process table."""
+    """Wait for ended forks, without blocking, so that none stays in the process table."""
     if not _children:
         return
-    managed = {child.pid for child in multiprocessing.active_children()}  # it waits for its own
+    managed = {child.pid for child in multiprocessing.active_children()}  # multiprocessing reaps its own children
     for child in [*_children]:
         try:
             ended = child in managed or os.waitpid(child, os.WNOHANG)[0] == child
-        except ChildProcessError:  # waited for by whoever forked it
+        except ChildProcessError:  # already reaped by the code that forked it
             ended = True
         if ended:
             _children.discard(child)
 
 
 def end_forks() -> None:
-    """Kill the forks that still run. Called when a run, and when this process, ends."""
+    """Kill the forks that still run. Called at the end of a run and of this process."""
     reap_forks()
     for child in [*_children]:
         with suppress(OSError):
@@ -115,7 +116,7 @@ def _after_fork_in_parent() -> None:
 def _after_fork_in_child() -> None:
     _children.clear()
     if _in_user_code.get() and _libc is not None and threading.current_thread() is threading.main_thread():
-        _libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # also where the run itself is killed
+        _libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # also if the run itself is killed
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

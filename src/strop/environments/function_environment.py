@@ -28,8 +28,8 @@ from strop.user_code import suggest_names
 
 OPTIONS = ("function", "thread", *MARK_OPTIONS)
 CALLS = (
-    "a reward is called with (task, rollout), or with (task, rollouts) for all rollouts of a prompt at once: rollout.text is the "
-    "completion, task.answer the reference answer, task.metadata the row"
+    "a reward is called with (task, rollout), or with (task, rollouts), all rollouts of a prompt: rollout.text is the completion, "
+    "task.answer the reference answer, task.metadata the row"
 )
 
 
@@ -39,8 +39,8 @@ class FunctionEnvironment(DatasetEnvironment):
     mapping of ``function`` or ``verifier`` with ``weight`` (default 1), ``gate``, ``accuracy``, ``group`` and ``per_turn``, as in
     ``strop.environments.base.reward``; all other keys are options of the verifier.
 
-    Evaluation reports as accuracy the reward with ``accuracy: true``, else the only one annotated to return bool (or verifier that says
-    whether an answer is right), else the only reward, else the total.
+    Evaluation reports as accuracy the reward with ``accuracy: true``, else the only one annotated to return bool (or the only
+    verifier of correctness), else the only reward, else the total.
     """
 
     reward: Any = None  # one function
@@ -71,7 +71,9 @@ class FunctionEnvironment(DatasetEnvironment):
         return any(each.verifier.needs_answer for each in self._verifiers)
 
     def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
-        """Load what the verifiers need too: a wrong model, key or column raises EnvironmentConfigError at the start of the run."""
+        """Also load what the verifiers need, so that a wrong model, key or column raises EnvironmentConfigError at the start of
+        the run.
+        """
         for each in self._verifiers:
             each.verifier.prepare()
         tasks = super().tasks(data)
@@ -95,7 +97,7 @@ class FunctionEnvironment(DatasetEnvironment):
         return {name: each.mark for name, each in made.reward_functions.items()}
 
     def _list_given(self) -> Iterator[tuple[str | None, Any]]:
-        """Yield (name, what the configuration gives for it) of every reward; the name is None where the function's own counts."""
+        """Yield (name, configured value) of every reward; the name is None if the function's own name is used."""
         if self.reward is not None and self.rewards is not None:
             raise EnvironmentConfigError("reward and rewards are both set; keep one")
         given = self.reward if self.rewards is None else self.rewards
@@ -112,7 +114,7 @@ class FunctionEnvironment(DatasetEnvironment):
 
 
 def _make_reward(name: str | None, given: Any) -> tuple[str, RewardFunction, bool | None]:
-    """Return the name of a reward, its function, and whether it is the accuracy (None: not said). Raises EnvironmentConfigError."""
+    """Return a reward's name, its function, and whether it is the accuracy (None: not specified). Raises EnvironmentConfigError."""
     options = given if isinstance(given, Mapping) else {"function": given}
     if "verifier" in options:
         own_name, function, source, mark = _find_verifier(name, options)
@@ -168,7 +170,7 @@ def _find_function(name: str | None, options: Mapping[str, Any]) -> tuple[str, C
 
 
 def _in_thread(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a coroutine function that calls a plain one in a thread, so that a slow reward blocks nobody."""
+    """Return a coroutine function that calls a plain one in a thread, so that a slow reward does not block others."""
 
     @functools.wraps(function)
     async def call(task: Any, rollouts: Any) -> Any:
@@ -178,7 +180,7 @@ def _in_thread(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_parameters(function: Callable[..., Any], source: str) -> None:
-    """Raise EnvironmentConfigError unless the function can be called with (task, rollout) and does not name other things."""
+    """Raise EnvironmentConfigError unless the function can be called with (task, rollout) and has no other required parameters."""
     signature = inspect.signature(function)
     names = list(signature.parameters)
     try:

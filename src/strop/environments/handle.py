@@ -1,4 +1,4 @@
-"""An environment as episodes and evaluations call it: in this process (``LocalEnvironment``) or in another one
+"""The interface of an environment for episodes and evaluations: in this process (``LocalEnvironment``) or in another
 (``strop.environments.remote.RemoteEnvironment``).
 
     open(task): session and tools          prompt -> policy turn -> respond | answer_calls -> score           grade
@@ -29,7 +29,7 @@ from strop.types import Messages, Rollout
 
 @dataclass(frozen=True)
 class Grade:
-    """What an evaluation needs of a rollout that has its rewards."""
+    """The data that evaluation needs from a rollout with rewards."""
 
     accuracy: float
     answer: str | None  # normalized, for majority voting
@@ -37,24 +37,22 @@ class Grade:
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What an environment is and has. It is read once, so that what it does not have needs no call."""
+    """Properties of an environment. They are read once, so that missing features need no calls."""
 
     title: str  # for messages
     has_group_rewards: bool
     declares_accuracy: bool
-    responds: bool  # episodes have more than one turn of the policy, where they are allowed
+    responds: bool  # episodes may have more than one policy turn
     is_agent: bool  # an agent drives its episodes (strop.environments.agents)
-    tool_continuation: Literal["turn", "message"] | None  # where the policy goes on after a call; None: it has no tools
-    has_session: bool  # or tools, or a result of an agent: something that is open during an episode
+    tool_continuation: Literal["turn", "message"] | None  # where the policy continues after a call; None: no tools
+    has_session: bool  # something is open during an episode: a session, tools, or an agent's result
     has_stop_strings: bool
     has_answer_key: bool
-    accuracy_reward: str | None  # name of the reward that is the accuracy; None: the total reward
-    overrides_accuracy: bool  # has an ``accuracy`` of its own
+    accuracy_reward: str | None  # name of the accuracy reward; None: the total reward
+    overrides_accuracy: bool  # defines its own ``accuracy``
     needed_resources: tuple[str, ...] = ()  # of this process (strop.environments.resources)
-    prompts_are_of_rows: bool = (
-        False  # the messages of a PromptedTask are its prompt as it stands, so that it may be tokenized ahead
-    )
-    past_selves: PastSelvesRule | None = None  # which earlier selves of the policy it plays against
+    prompts_are_of_rows: bool = False  # the messages of a PromptedTask are its exact prompt, so that it can be tokenized ahead
+    past_selves: PastSelvesRule | None = None  # the earlier selves of the policy that it plays against
 
     @property
     def has_tools(self) -> bool:
@@ -62,7 +60,7 @@ class Traits:
 
 
 class EnvironmentHandle(ABC, Generic[TaskT]):
-    """What episodes and evaluations call. Every method may raise what the environment's code raises."""
+    """The methods that episodes and evaluations call. Each may raise any exception of the environment's code."""
 
     traits: Traits
 
@@ -71,7 +69,7 @@ class EnvironmentHandle(ABC, Generic[TaskT]):
 
     @abstractmethod
     def open(self, task: TaskT) -> AbstractAsyncContextManager[Any]:
-        """Return what is open during one episode and its rewards: the session, and the tools in it."""
+        """Return a context manager for one episode and its rewards: the session, and its tools."""
 
     @abstractmethod
     async def prompt(self, task: TaskT) -> Messages: ...
@@ -84,11 +82,11 @@ class EnvironmentHandle(ABC, Generic[TaskT]):
 
     @abstractmethod
     async def offer_tools(self) -> ToolOffer | None:
-        """Return what the open episode offers to the policy; None without tools."""
+        """Return the open episode's tools for the policy; None without tools."""
 
     @abstractmethod
     async def answer_calls(self, rollout: Rollout, reply: ParsedReply) -> Messages | None:
-        """Return the results of the calls of the policy's last turn, and what could not be read of it; None ends the episode."""
+        """Return the results of the calls in the policy's last turn, and reports of unreadable ones; None ends the episode."""
 
     @abstractmethod
     async def run_agent(self, task: TaskT, endpoint: Any) -> Any:
@@ -100,7 +98,7 @@ class EnvironmentHandle(ABC, Generic[TaskT]):
 
     @abstractmethod
     async def score_group(self, task: TaskT, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
-        """Add the group's rewards to those that the rollouts of a task have. Raises RewardError."""
+        """Add the group rewards to the rewards of a task's rollouts. Raises RewardError."""
 
     @abstractmethod
     async def grade(self, task: TaskT, rollout: Rollout) -> Grade: ...

@@ -14,11 +14,11 @@ from strop.types import Rollout
 class MathEnvironment(DatasetEnvironment):
     """The answer is the last ``\\boxed{...}`` of the last turn, else the last expression in it; ``verifier`` compares it.
 
-    exact: equal after normalizing notation and fractions. dapo: what follows the last "Answer:", equal after DAPO's normalization.
-    multilingual: as math_verify, with digits of any script, after "Answer:" or its translations.
-    boxed, olympiad, minerva: only the last box, as the sets of these names are reported. number: of the box, "####" or "answer is".
-    strict_multichoice: the option that is stated last, and nothing else with it.
-    english_multichoice, multilingual_multichoice: the letter that follows "Answer:", or its translations.
+    exact: equal after normalizing notation and fractions. dapo: the text after the last "Answer:", equal after DAPO's
+    normalization. multilingual: like math_verify, with digits of any script, after "Answer:" or its translations. boxed,
+    olympiad, minerva: only the last box, compared as is usual for the data sets of these names. number: of the box, "####" or
+    "answer is". strict_multichoice: the option stated last, and nothing else with it. english_multichoice,
+    multilingual_multichoice: the letter that follows "Answer:", or its translations.
     """
 
     verifier: MathMethod = "math_verify"

@@ -13,9 +13,9 @@ _FORMAT = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class MathMultiReward(DatasetEnvironment):
-    """The answer is what the last ``<answer>`` holds, or else the whole turn. It must equal the reference as text."""
+    """The answer is the content of the last ``<answer>``, otherwise the whole turn. It must equal the reference as text."""
 
-    num_workers: int = 1  # of NeMo-RL; nothing here needs another process
+    num_workers: int = 1  # a NeMo-RL option without effect; no other process is needed
 
     @reward(weight=1.0, accuracy=True)
     def correctness(self, task: PromptedTask, rollout: Rollout) -> bool:

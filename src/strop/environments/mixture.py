@@ -1,7 +1,8 @@
-"""Mix the tasks of several environments. The task at position i of the stream depends on i alone (strop.data.interleaving), or is chosen
-by a curriculum (strop.data.curriculum.task_chooser).
+"""Mix the tasks of several environments. The task at position i of the stream depends only on i (strop.data.interleaving), or is
+chosen by a curriculum (strop.data.curriculum.task_chooser).
 
-Of tasks that are streamed the number is not known. A mixture with such tasks ends with the last epoch of the first of them that ends.
+The number of streamed tasks is unknown. A mixture with streamed tasks ends when the first of them reaches the end of its last
+epoch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from strop.types import Group, Messages, Rollout, Task
 
 log = logging.getLogger(__name__)
 
-CURRICULUM = "curriculum"  # in the state, and before the names of its metrics
+CURRICULUM = "curriculum"  # key in the state, and prefix of its metrics
 
 
 class TaskSource(Protocol):
@@ -59,10 +60,10 @@ class Mixture:
     shuffle: bool = True
     max_epochs: int | None = None  # None: no limit
     chooser: TaskChooser | None = field(default=None, compare=False)  # of a curriculum
-    scored_by: str | None = None  # the reward that the curriculum sees; None: the accuracy
+    scored_by: str | None = None  # the reward used by the curriculum; None: the accuracy
     _reading: Lock = field(
         default_factory=Lock, init=False, repr=False, compare=False
-    )  # data sets of users need not know of threads
+    )  # data sets of users need not be thread-safe
 
     def __post_init__(self) -> None:
         weights = [component.weight for component in self.components]
@@ -103,9 +104,10 @@ class Mixture:
             return component.name, component.environment, component.tasks[task_index]
 
     def peek_messages(self, index: int) -> Messages | None:
-        """Return the prompt of a task that the run has not come to, in any thread.
+        """Return the prompt of a task that the run has not reached yet, from any thread.
 
-        None where that would change something or be another prompt: by a curriculum, by code of an environment, or without such a task.
+        None if that would change a state or might give another prompt (with a curriculum or an environment's own code), or if
+        there is no such task.
         """
         if self.chooser is not None or not self.has(index):
             return None
@@ -150,7 +152,7 @@ class Mixture:
         return replace(self, chooser=chooser, scored_by=config.reward)
 
     def observe(self, group: Group) -> None:
-        """Tell the curriculum what came of a group, and add its metrics of the choice to those of the rollouts."""
+        """Report a group's outcome to the curriculum, and add its metrics of the choice to the rollouts' metrics."""
         placed = None if self.chooser is None else self.chooser.find(group.index)
         if self.chooser is None or placed is None:
             return
@@ -161,12 +163,12 @@ class Mixture:
         self.chooser.record(group.index, self._score(environment, [rollout for rollout in valid if not rollout.unscored]))
 
     def _score(self, environment: EnvironmentHandle[Any], rollouts: Sequence[Rollout]) -> list[float]:
-        """Return the score of each rollout; none if the environment cannot say."""
+        """Return the score of each rollout; empty if the environment cannot score them."""
         try:
             with contain_exits():
                 if self.scored_by is None:
                     return [float(environment.accuracy(rollout)) for rollout in rollouts]
-        except Exception as error:  # an environment of a user's own may override it
+        except Exception as error:  # a user's environment may override it
             log.warning("the curriculum has no result of a group: %s.accuracy raised %r", environment.traits.title, error)
             return []
         return [rollout.rewards[self.scored_by] for rollout in rollouts if self.scored_by in rollout.rewards]

@@ -1,9 +1,9 @@
-"""The policy that is trained, as an environment may ask it: for the other side of a game that it plays against itself.
+"""The trained policy as a client for environments, for the other side of a game that it plays against itself.
 
     with serve_policy(client): ...          around an episode, by whoever runs it (``strop.rollouts.episode``)
     await get_policy().complete(messages)   in the environment
 
-What is sampled this way is not trained on.
+Text sampled this way is not trained on.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ class PastSelvesRule:
     """Which earlier selves of the policy a run keeps."""
 
     snapshot_every: int  # steps
-    pool_size: int  # snapshots; the oldest one goes first
+    pool_size: int  # number of snapshots; the oldest is dropped first
 
 
 class PolicyClient(Protocol):
     @property
     def version(self) -> int:
-        """The version of its weights, which is the step that they were published after."""
+        """The version of its weights: the step after which they were published."""
         ...
 
     def past(self, share: float) -> PolicyClient:
-        """Return an earlier self in the given share of groups, the same one to all rollouts of a group, and itself in the others.
+        """Return an earlier self in the given share of groups, the same one for all rollouts of a group, and itself in the
+        others.
 
-        Raises NoPolicyError where none are kept."""
+        Raises NoPolicyError if none are kept."""
         ...
 
     async def complete(self, messages: Messages, *, seed: int, stop_strings: Sequence[str] = ()) -> str:
-        """Return what the policy writes next in a conversation, sampled as in the episode."""
+        """Return the policy's next message in a conversation, sampled as in the episode."""
         ...
 
 
 class NoPolicyError(RuntimeError):
-    """An environment asked for the policy where there is none."""
+    """An environment requested the policy where there is none."""
 
 
 _policy: ContextVar[PolicyClient | None] = ContextVar("strop_policy", default=None)
@@ -63,7 +64,7 @@ def get_policy() -> PolicyClient:
     """Return the policy of the episode. Raises NoPolicyError outside of one."""
     if (client := _policy.get()) is None:
         raise NoPolicyError(
-            "this environment plays against the policy itself, which is only there in the process that samples; set "
-            "cluster.environment_hosts to 0, or let it play against a served model (opponent: endpoint)"
+            "this environment plays against the policy itself, which exists only in the sampling process; set cluster.environment_hosts "
+            "to 0, or let it play against a served model (opponent: endpoint)"
         )
     return client

@@ -27,7 +27,7 @@ ENVIRONMENTS = {
 
 
 def list_environments() -> list[str]:
-    """Return the names of all environments, those of extensions too."""
+    """Return the names of all environments, including those of extensions."""
     return sorted({*ENVIRONMENTS, *plugins.declared("environments")})
 
 
@@ -37,13 +37,13 @@ def make_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
 
 
 def list_marks(name: str, options: Mapping[str, Any]) -> Mapping[str, RewardMark]:
-    """Return how the rewards of an environment count, by name, as its options say. Raises EnvironmentConfigError."""
+    """Return, by name, how the rewards of an environment with these options count. Raises EnvironmentConfigError."""
     marks, weights = environment_class(name).list_marks(options), options.get("reward_weights") or {}
     return {key: replace(mark, weight=weights[key], schedule=None) if key in weights else mark for key, mark in marks.items()}
 
 
 def gives_turn_states(name: str) -> bool:
-    """Return whether an environment says in which state a turn was taken. Raises EnvironmentConfigError."""
+    """Return whether an environment reports the state in which a turn was taken. Raises EnvironmentConfigError."""
     return environment_class(name).turn_states is not Environment.turn_states
 
 

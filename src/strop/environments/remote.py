@@ -81,7 +81,7 @@ class RemoteEnvironmentError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentDescription:
-    """Everything needed to build an environment in any process. Picklable."""
+    """The settings needed to build an environment in any process. Picklable."""
 
     alias: str  # key under ``env``
     name: str  # registered name, module:Class, or path/to/file.py:Class (relative to the process's working folder)
@@ -156,7 +156,7 @@ class EnvironmentServer:
             return CallResult.from_exception(error)
 
     async def traits(self) -> Traits:
-        """Return the environment's traits without those that hold in its own process only."""
+        """Return the environment's traits, without those that are valid only in its own process."""
         return replace(self.environment.traits, needed_resources=(), prompts_are_of_rows=False, past_selves=None)
 
     async def task_count(self, part: int) -> int:
@@ -189,7 +189,7 @@ class EnvironmentServer:
     async def answer_calls(
         self, task: RemoteTask, rollout: Rollout, reply: ParsedReply, session: str = ""
     ) -> tuple[tuple[Message, ...] | None, dict[str, float]]:
-        """Return the messages of the tools, and the metrics of the rollout as they left them."""
+        """Return the messages of the tools, and the updated metrics of the rollout."""
         local = replace(rollout, task=self._get_task(task.part, task.index))
         messages = await self._run_in_session(session, lambda: self.environment.answer_calls(local, reply))
         return None if messages is None else tuple(messages), rollout.metrics
@@ -201,7 +201,7 @@ class EnvironmentServer:
     async def respond(
         self, task: RemoteTask, rollout: Rollout, session: str = ""
     ) -> tuple[tuple[Message, ...] | None, dict[str, float]]:
-        """Return the messages of the environment, and the metrics of the rollout as it left them."""
+        """Return the messages of the environment, and the updated metrics of the rollout."""
         local_task = self._get_task(task.part, task.index)
         messages = await self._run_in_session(
             session, lambda: self.environment.respond(local_task, replace(rollout, task=local_task))
@@ -221,7 +221,9 @@ class EnvironmentServer:
         return await self.environment.grade(local_task, replace(rollout, task=local_task))
 
     async def close(self, session: str, failed: str = "") -> None:
-        """Close a session. ``failed`` says why the episode ended without rewards; it is raised inside the session as an exception."""
+        """Close a session. ``failed`` gives the reason if the episode ended without rewards; it is raised inside the session as
+        an exception.
+        """
         if (episode := self._sessions.pop(session, None)) is not None:
             await episode.close(failed)
 

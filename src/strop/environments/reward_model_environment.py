@@ -1,7 +1,7 @@
 """The score of a trained reward model as the reward: rows of a dataset, scored by a sequence classifier with one label.
 
-The reward model's own chat template and tokenizer render the whole conversation. They may differ from the policy's, because nothing is
-trained on these tokens.
+The reward model's own chat template and tokenizer render the whole conversation. They may differ from the policy's, because
+these tokens are not trained on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from strop.models.tokenizer_config import read_chat_template
 from strop.packages import install_command, is_installed
 from strop.types import Messages, Rollout
 
-if TYPE_CHECKING:  # a configuration is checked without loading models
+if TYPE_CHECKING:  # checking a configuration must not load models
     from strop.models.chat_template import ChatTemplate
     from strop.models.reward_scorer import RewardScorer, ScorerLimits
 
@@ -38,7 +38,7 @@ class RatingModel:
     device: str = "auto"  # cpu, cuda, cuda:1, ...; auto is a GPU if one is visible
     device_map: str | dict[str, int | str] | None = None  # balanced: layers over all GPUs; or module name -> device
     precision: Literal["bfloat16", "float32"] = "bfloat16"
-    chat_template: str | None = None  # Jinja, or a file with it, in place of the tokenizer's own
+    chat_template: str | None = None  # Jinja template or a file with one, instead of the tokenizer's
     ends: Literal["answer", "rendering"] = "answer"  # read the score before or after the template's trailing white space
     max_length: int | None = None  # tokens; longer conversations are truncated on the left. None: the model's maximum
     batch_size: int = 32  # conversations of one batch
@@ -78,7 +78,7 @@ class RatingModel:
 
     async def rate(self, messages: Messages) -> float:
         """Return the score of a conversation."""
-        scorer = await asyncio.to_thread(self.load_scorer)  # slow at the first call in a process that created no tasks
+        scorer = await asyncio.to_thread(self.load_scorer)  # slow at the first call in a process that did not create tasks
         value = self.scale * await scorer.score(messages, ends=self.ends, max_length=self.max_length)
         value = value if self.min_score is None else max(value, self.min_score)
         return value if self.max_score is None else min(value, self.max_score)
@@ -129,7 +129,9 @@ class ConversationScorer:
             if not self._warned:
                 self._warned = True
                 log.warning(
-                    "the reward model reads %d tokens, and a conversation has %d: it is truncated on the left", limit, len(tokens)
+                    "the reward model reads at most %d tokens, and a conversation has %d: it is truncated on the left",
+                    limit,
+                    len(tokens),
                 )
             tokens = tokens[-limit:]
         return await self.scorer.score(tokens)

@@ -1,4 +1,4 @@
-"""What a reward of an environment is: a marked method or a function, with how it counts."""
+"""Rewards of an environment: marked methods or functions, and how they count."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
 class RewardError(Exception):
-    """A reward method raised, or returned something other than a finite number. The message names the environment and the method."""
+    """A reward method raised an exception, or returned something other than a finite number. The message names the environment
+    and the method.
+    """
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,11 @@ class RewardMark:
     weight: float = 1.0
     accuracy: bool = False
     group: bool = False  # called once for all rollouts of a task
-    per_turn: bool = False  # a process reward: one for each turn of the policy
-    schedule: WeightSchedule | None = None  # the weight by step, in place of ``weight``
+    per_turn: bool = False  # a process reward: one value per policy turn
+    schedule: WeightSchedule | None = None  # weights by step, instead of ``weight``
     gates: tuple[Gate, ...] = ()  # all must open
-    log_weighted: bool = False  # as the metric ``weighted/NAME``, too
-    concurrent: bool = False  # it may run beside others: it shares no state with them
+    log_weighted: bool = False  # also logged as the metric ``weighted/NAME``
+    concurrent: bool = False  # may run in parallel with others, because it shares no state with them
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def reward(
     def mark(method: MethodT) -> MethodT:
         of_group = takes_rollouts(method) if group is None else group
         if of_group and per_turn:
-            raise TypeError("a reward is of a group or per_turn, not both: a per_turn reward sees one rollout")
+            raise TypeError("a reward is for a group or per_turn, not both: a per_turn reward sees one rollout")
         method.__reward__ = RewardMark(weight, accuracy, of_group, per_turn)  # type: ignore[attr-defined]
         return method
 
@@ -82,8 +84,8 @@ class RewardResult:
     rewards: Mapping[str, float]
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the rollout, checked
     step_rewards: tuple[StepReward, ...] = ()  # the parts of ``reward`` that belong to steps
-    turn_states: tuple[str | None, ...] = ()  # of each turn of the policy, or empty
-    unscored: bool = False  # a reward returned None, so that the rollout counts nowhere
+    turn_states: tuple[str | None, ...] = ()  # one per policy turn, or empty
+    unscored: bool = False  # a reward returned None, so the rollout is left out everywhere
 
 
 def to_number(value: Any) -> float | None:
@@ -91,7 +93,7 @@ def to_number(value: Any) -> float | None:
     try:
         item = value.item() if hasattr(value, "item") else value
         number = float(item) if isinstance(item, Real) else math.nan
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # several elements; an integer above all floats
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # several elements, or an integer larger than any float
         return None
     return number if math.isfinite(number) else None
 
@@ -101,5 +103,5 @@ def is_finite(value: Any) -> bool:
 
 
 def takes_rollouts(function: Callable[..., Any]) -> bool:
-    """Whether a reward has a parameter ``rollouts``, and so wants all rollouts of a task at once."""
+    """Whether a reward has a parameter ``rollouts``, and so needs all rollouts of a task."""
     return "rollouts" in inspect.signature(function).parameters

@@ -1,4 +1,4 @@
-"""Verifiers by name, as the rewards of an environment name them; others are ``file.py:Class``."""
+"""Verifiers by name, for the rewards of an environment; others are ``file.py:Class``."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ VERIFIERS = {
 
 
 def list_verifiers() -> list[str]:
-    """Return the names of all verifiers, those of extensions too."""
+    """Return the names of all verifiers, including those of extensions."""
     return sorted({*VERIFIERS, *plugins.declared("verifiers")})
 
 
 def make_verifier(name: str, options: Mapping[str, Any], *, others: Sequence[str] = ()) -> Verifier:
     """Build the verifier ``name``. Raises EnvironmentConfigError for an unknown name and for unknown, ill-typed or missing options.
 
-    ``others``: names that may stand beside the options and are read elsewhere."""
+    ``others``: further allowed names that are read elsewhere."""
     path = (VERIFIERS.get(name) or plugins.find_path("verifiers", name) or name) if isinstance(name, str) else ""
     if ":" not in path:
         raise EnvironmentConfigError(
@@ -58,7 +58,7 @@ def make_verifier(name: str, options: Mapping[str, Any], *, others: Sequence[str
 
 @dataclass(frozen=True)
 class VerifierReward:
-    """A verifier as a reward function: of a rollout, of each of its turns, or of the rollouts of a task."""
+    """A verifier as a reward function: for a rollout, for each of its turns, or for the rollouts of a task."""
 
     name: str
     verifier: Verifier
@@ -74,7 +74,7 @@ class VerifierReward:
         return self._log([await call_score(self.verifier, task, read_reply(rollout))], rollout)[0]
 
     def _log(self, scores: list[Scored], rollout: Rollout) -> list[float | bool]:
-        """Return the values; the metrics beside them, means over the turns, become the rollout's."""
+        """Return the values; accompanying metrics, averaged over turns, become the rollout's."""
         logged: dict[str, list[float]] = {}
         for score in scores:
             for name, value in score.metrics.items() if isinstance(score, Score) else ():

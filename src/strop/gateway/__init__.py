@@ -1,1 +1,1 @@
-"""Agents that were written elsewhere, served by the policy that is trained."""
+"""Serves the trained policy to existing agents."""

@@ -1,4 +1,4 @@
-"""One episode of an agent: its requests are answered by the policy, and become a rollout."""
+"""One episode of an agent: the policy answers its requests, which become a rollout."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from strop.types import Branch, Ending, Message, Messages, Rollout, Turn, observ
 class _Path:
     parent: int
     start: int
-    tokens: tuple[int, ...]  # of the whole path, those of its parents included
+    tokens: tuple[int, ...]  # of the whole path, including its parents
     turns: list[Turn]
     exchanges: list[Exchange]
 
 
 def add_turns(rollout: Rollout, exchanges: Sequence[Exchange]) -> Rollout:
-    """Return the rollout with the prompt, turns, branches and messages of its requests. There must be one at least."""
+    """Return the rollout with the prompt, turns, branches and messages of its requests. There must be at least one."""
     ordered = sorted(exchanges, key=lambda exchange: exchange.number)
     last = ordered[-1]
     chain = [each for each in ordered[:-1] if last.context[: len(each.tokens)] == each.tokens] + [last]
@@ -76,11 +76,11 @@ def _insert(paths: list[_Path], exchange: Exchange) -> None:
 
 
 def count_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the longest common beginning."""
+    """Return the length of the common prefix."""
     shorter = min(len(left), len(right))
     if left[:shorter] == right[:shorter]:
         return shorter
-    low, high = 0, shorter  # they agree before low, and differ before high
+    low, high = 0, shorter  # they agree before low, and differ at some position before high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if left[low:middle] == right[low:middle] else (low, middle)
@@ -88,7 +88,7 @@ def count_common(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def _count_messages(path: _Path) -> list[Turn]:
-    """Return the turns of the main path, which say how many messages each of them added, where that adds up."""
+    """Return the turns of the main path, with the number of messages each of them added, if consistent."""
     added = [len(after.messages) - len(before.messages) for before, after in pairwise(path.exchanges)]
     if not path.exchanges[-1].messages or any(count < 1 for count in added):
         return path.turns
@@ -122,7 +122,7 @@ _said: set[str] = set()  # warnings, each once
 
 
 class ToolCalling(Protocol):
-    """Tools in prompts, and calls in what was sampled (``strop.rollouts.tool_turns``)."""
+    """Tools in prompts, and calls in sampled text (``strop.rollouts.tool_turns``)."""
 
     def describe(self, messages: Messages) -> Messages: ...
 
@@ -133,7 +133,7 @@ class ToolCalling(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class AgentSession:
-    """What the gateway knows of one episode."""
+    """The gateway's state of one episode."""
 
     rollout: Rollout  # without tokens
     generator: Generator
@@ -145,7 +145,7 @@ class AgentSession:
     max_length: int  # tokens of a conversation
     exchanges: list[Exchange] = field(default_factory=list)
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # that answer its requests
-    conversations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by the ids of the Responses API
+    conversations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by response id of the Responses API
     ending: Ending | None = None  # of the last request
     prompt_error: str = ""  # why the last request's prompt was refused, if it was
     failure: Exception | None = None  # of the engine
@@ -163,7 +163,7 @@ class AgentSession:
         self._counts = dict.fromkeys(COUNTED, 0)
         self._requests = self._turns = 0
         self._lock = Lock()
-        self._asked: dict[bytes, int] = {}  # contexts -> how often they were asked for
+        self._asked: dict[bytes, int] = {}  # contexts -> number of requests with them
 
     def count_request(self) -> None:
         """Count a request before it is read. Raises BadRequest if there were too many."""
@@ -200,7 +200,7 @@ class AgentSession:
             self._counts["refused"] += 1
             self.ending = Ending.TURNS
         raise BadRequest(
-            f"the episode has had {self._turns} turns of the policy, {wanted} more are asked for, and it may have {self.max_turns} "
+            f"the episode has had {self._turns} turns of the policy, {wanted} more are requested, and {self.max_turns} are allowed "
             "(max_rollout_turns)",
             code="max_turns_exceeded",
         )
@@ -224,14 +224,14 @@ class AgentSession:
             completions = await asyncio.gather(*sampled)
         except InvalidRequest as error:
             raise self._refuse(error) from error
-        except Exception as error:  # of the engine, not of the agent
+        except Exception as error:  # errors of the engine, not of the agent
             self.failure = self.failure or error
             raise
         replies = [self._record(asked, encoded, number, place, completion) for place, completion in enumerate(completions)]
         return list(completions), replies
 
     def _refuse(self, error: ValueError) -> BadRequest:
-        """Count a request that an engine cannot serve: that is the agent's error, and its rollout goes on."""
+        """Count a request that an engine cannot serve: this is the agent's error, and its rollout continues."""
         self._counts["refused"] += 1
         self.prompt_error = str(error)
         if isinstance(error, RequestTooLong):
@@ -259,13 +259,13 @@ class AgentSession:
         if overridden and "overridden" not in _said:
             _said.add("overridden")
             log.warning(
-                "an agent asks for %s; its completions are sampled with the run's own parameters, which the learner trains with "
+                "an agent asks for %s; its completions are sampled with the run's own parameters, which the learner uses too "
                 "(gateway.sampling)",
                 ", ".join(overridden),
             )
 
     def _choose_sampling(self, asked: CompletionRequest) -> Sampling:
-        """Return the run's sampling within the limits of the request; the request's, where agents may choose."""
+        """Return the run's sampling options within the limits of the request, or the request's if agents may choose."""
         limit = min(self.sampling.max_new_tokens, asked.sampling.max_new_tokens)
         stop = tuple(dict.fromkeys((*self.sampling.stop_strings, *asked.stop)))
         chosen = replace(self.sampling, max_new_tokens=limit, stop_strings=stop)
@@ -275,7 +275,7 @@ class AgentSession:
         return replace(chosen, **given)
 
     async def _sample(self, prompt: Sequence[int], sampling: Sampling, place: tuple[int, int]) -> Completion:
-        """Sample one completion. Its seed depends on what is asked, not on when (law 5)."""
+        """Sample one completion. Its seed depends on the request's content, not on time (law 5)."""
         key = prompt_key(prompt)
         earlier = self._asked.get(key, 0)
         self._asked[key] = earlier + 1
@@ -288,11 +288,11 @@ class AgentSession:
             )
 
     def _read_reply(self, asked: CompletionRequest, turn: Turn, completion: Completion) -> ParsedReply:
-        """Take a turn apart: reasoning and calls stand apart in the answer to a chat."""
+        """Parse a turn: a chat answer has separate reasoning and calls."""
         if not asked.is_chat:
             return ParsedReply(cut_at_stop(completion.text, asked.stop))
         text = cut_at_stop(turn.text, asked.stop)
-        in_channels = CHANNEL in turn.text  # content is in one of them
+        in_channels = CHANNEL in turn.text  # one of the channels has the content
         if asked.tools or in_channels:
             reply = self.offer_tools(asked.tools).parse(turn, len(self.exchanges))
             self._counts["malformed_calls"] += len(reply.malformed)
@@ -301,7 +301,7 @@ class AgentSession:
                 return replace(reply, content=cut_at_stop(reply.content, asked.stop), calls=calls)
             if in_channels and not reply.calls and not reply.malformed:
                 return reply
-        reasoning, content = split_thoughts(text, turn.opening)  # as it was written, also where a call could not be read
+        reasoning, content = split_thoughts(text, turn.opening)  # as written, even if a call could not be read
         return ParsedReply(content.lstrip("\n") if reasoning else content, reasoning)
 
     def _record(
@@ -312,7 +312,7 @@ class AgentSession:
         place: int,
         completion: Completion,
     ) -> ParsedReply:
-        """Store a completion, and return it as it is answered."""
+        """Store a completion, and return it in the form of the answer."""
         context = tuple(asked.prompts[place // asked.choices])
         turn = make_policy_turn(completion, context, self.template, self.generator, self.sampling)
         reply = self._read_reply(asked, turn, completion)
@@ -332,7 +332,7 @@ class AgentSession:
         return reply
 
     async def close(self) -> None:
-        """Cancel the requests that are not answered."""
+        """Cancel unanswered requests."""
         for task in (tasks := list(self.tasks)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -343,7 +343,7 @@ class AgentSession:
         return self.ending in (Ending.CONTEXT, Ending.TURNS)
 
     def make_rollout(self) -> Rollout:
-        """Return what was sampled as a rollout. There must be an exchange."""
+        """Return the sampled turns as a rollout. There must be an exchange."""
         rollout = add_turns(self.rollout, self.exchanges)
         counts = {**self._counts, "branches": len(rollout.branches)}
         rollout.metrics.update({f"gateway/{name}": float(value) for name, value in counts.items()})

@@ -1,4 +1,4 @@
-"""What OpenAI's API returns for a chat completion or a completion: whole, or in chunks."""
+"""Chat completions and completions in the format of OpenAI's API: whole, or in chunks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Answer:
         self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def format_whole(self, completions: Sequence[Completion], replies: Sequence[ParsedReply] = ()) -> dict[str, Any]:
-        """Return the whole answer. ``replies`` are the completions taken apart, if they were."""
+        """Return the whole answer. ``replies`` are the parsed completions, if they were parsed."""
         read = replies or [ParsedReply(cut_at_stop(completion.text, self.asked.stop)) for completion in completions]
         choices = [self._format_choice(index, *each) for index, each in enumerate(zip(completions, read, strict=True))]
         return {**self.head, "object": self.kind, "choices": choices, "usage": self.count_tokens(completions)}
@@ -38,7 +38,7 @@ class Answer:
         return self._chunk_of(index, content, logprobs=self.format_logprobs(tokens, logprobs))
 
     def format_parts(self, index: int, completion: Completion, reply: ParsedReply) -> list[dict[str, Any]]:
-        """Return the chunks of a completion that is there already."""
+        """Return the chunks of a finished completion."""
         tokens, logprobs = completion.tokens.tolist(), completion.logprobs.tolist()
         parts = [self.format_part(index, reply.content, tokens, logprobs)] if reply.content or self.asked.logprobs else []
         if self.asked.is_chat:

@@ -1,4 +1,4 @@
-"""Messages and tools of OpenAI's API, from and to the messages that chat templates take."""
+"""Converts messages and tools between OpenAI's API and the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from strop.sampling import is_encodable
 from strop.tools.base import ParsedReply
 from strop.types import Message, ToolCall
 
-# Roles that chat templates do not know, and what stands for them.
+# Roles unknown to chat templates, and their replacements.
 ROLES = {"developer": "system", "function": "tool"}
 
 
@@ -45,7 +45,7 @@ def read_content(content: Any, where: str) -> str:
     kinds = ("text", "input_text", "output_text")
     if isinstance(content, list) and any(isinstance(part, Mapping) and "image" in str(part.get("type")) for part in content):
         raise BadRequest(
-            f"{where}.content has an image, and agents talk to the policy in text alone; an environment that is no agent may show images "
+            f"{where}.content has an image, but agents can send only text to the policy; other environments support images "
             "(docs/images.md)",
             where,
         )
@@ -77,7 +77,7 @@ def read_arguments(arguments: Any, where: str) -> Mapping[str, Any]:
 
 
 def read_tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """Read the tools that a policy may call; none with ``tool_choice: none``. Raises BadRequest."""
+    """Read the tools available to the policy; none with ``tool_choice: none``. Raises BadRequest."""
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
         raise BadRequest("tools must be a list of functions, each with type: function and a function with a name", "tools")

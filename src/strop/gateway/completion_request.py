@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API: what is asked for, as tokens, sampling options and messages."""
+"""Parses requests of OpenAI's API into tokens, sampling options and messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strop.sampling import Sampling, is_encodable, is_finite, is_whole, shown
 from strop.types import Message
 
 MAX_PROMPTS, MAX_CHOICES = 2048, 128
-Neutral = Mapping[str, Sequence[Any]]  # parameter -> its values that change nothing
+Neutral = Mapping[str, Sequence[Any]]  # parameter -> values that have no effect
 PENALTIES: Neutral = {"presence_penalty": (None, 0, 0.0), "frequency_penalty": (None, 0, 0.0)}
 NOT_SUPPORTED: Neutral = {
     "functions": (None, []),
@@ -25,12 +25,12 @@ NOT_SUPPORTED: Neutral = {
     "suffix": (None, ""),
     "top_logprobs": (None, 0),
 }
-SAMPLING_PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "seed", *PENALTIES)  # that change the distribution, or the draw
+SAMPLING_PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "seed", *PENALTIES)  # they change the distribution, or the draw
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
-    """Prompts as tokens, and how each is continued."""
+    """Prompts as tokens, and how to continue each."""
 
     prompts: Sequence[Sequence[int]]
     sampling: Sampling
@@ -42,11 +42,11 @@ class CompletionRequest:
     logprobs: bool
     is_chat: bool
     messages: tuple[Message, ...] = ()  # of a chat
-    texts: tuple[str, ...] = ()  # of completions whose prompts are texts
-    tools: Sequence[Mapping[str, Any]] = ()  # that the policy may call
+    texts: tuple[str, ...] = ()  # for completions whose prompts are texts
+    tools: Sequence[Mapping[str, Any]] = ()  # available to the policy
     parallel_calls: bool = True  # more than one in a turn
-    must_call: bool = False  # at least one, or a certain one
-    sampling_parameters: tuple[str, ...] = ()  # those that the request sets
+    must_call: bool = False  # at least one, or a specific one
+    sampling_parameters: tuple[str, ...] = ()  # those set by the request
 
 
 Encode = Callable[[tuple[Message, ...], Sequence[Mapping[str, Any]]], Sequence[int]]  # of messages and tools
@@ -62,12 +62,12 @@ class RequestReader:
     max_length: int  # tokens of prompt and completion together
     length_key: str = "--max-model-len"  # what sets it
     takes_tools: bool = False
-    overrides_sampling: bool = False  # the parameters of the request that change the distribution have no effect
+    overrides_sampling: bool = False  # the request's parameters that change the distribution have no effect
 
     def read(
         self, body: Any, *, is_chat: bool, encode: Encode | None = None, encode_text: EncodeText | None = None
     ) -> CompletionRequest:
-        """Read a request. ``encode`` and ``encode_text`` make tokens of conversations and texts; default: the tokenizer's."""
+        """Read a request. ``encode`` and ``encode_text`` tokenize conversations and texts; default: the tokenizer's."""
         if not isinstance(body, Mapping):
             raise BadRequest("the request must be a JSON object")
         self._check_supported(body)
@@ -98,7 +98,7 @@ class RequestReader:
             seed=_read(body, "seed", int, random.getrandbits(62)),
             stream=_read(body, "stream", bool, False),
             include_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
-            logprobs=body.get("logprobs") is not None and body["logprobs"] is not False,  # 0 asks for them too
+            logprobs=body.get("logprobs") is not None and body["logprobs"] is not False,  # 0 requests them too
             is_chat=is_chat,
             messages=messages,
             texts=() if is_chat else tuple(texts),
@@ -139,7 +139,7 @@ class RequestReader:
             )
 
     def _check_characters(self, texts: Any, param: str) -> None:
-        """Refuse what is too long however it is tokenized, which takes a second for each megabyte."""
+        """Refuse texts that are too long however they are tokenized, because tokenizing takes a second per megabyte."""
         characters = _count_characters(texts)
         if characters >= self.max_length * (longest := self.template.longest_token):
             self._check_length(characters // longest, param, f"{characters} characters, at least ")
@@ -165,7 +165,7 @@ class RequestReader:
     ) -> Sequence[int]:
         try:
             return (encode or self.template.encode_prompt)(messages, tools)
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # a template may raise any exception
             raise BadRequest(
                 f"the chat template does not accept these messages: {type(error).__name__}: {error}", "messages"
             ) from error
@@ -198,7 +198,7 @@ class RequestReader:
 
 
 def _count_characters(value: Any) -> int:
-    """Return how many characters the texts in a value of JSON have."""
+    """Return the number of characters in the texts of a JSON value."""
     count, left = 0, [value]
     while left:
         each = left.pop()

@@ -1,6 +1,6 @@
-"""The OpenAI-compatible server that agents reach the policy by, in the process that trains it.
+"""The OpenAI-compatible server through which agents reach the policy, in the training process.
 
-It listens while an episode of an agent is open. Each episode has a key of its own, which ends with it.
+It listens while an agent's episode is open. Each episode has its own key, which expires with it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from strop.gateway.responses_api import ResponseAnswer, make_chat_body, number_e
 from strop.safety.http_server import Handler, bearer_key, check_sender, listening, make_app, make_local, parse_json, read_body
 from strop.safety.site_guard import BadRequest
 
-KEEP_ALIVE_SECONDS = 15.0  # between the comments of a stream that waits for its completion
+KEEP_ALIVE_SECONDS = 15.0  # between comments in a stream that waits for its completion
 SESSION: web.RequestKey[AgentSession] = web.RequestKey("session", AgentSession)
 
 
@@ -42,7 +42,7 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
-        self._sessions: dict[str, AgentSession] = {}  # by a digest of the key, so that looking one up says nothing about it
+        self._sessions: dict[str, AgentSession] = {}  # keyed by a digest of the key, so that timing reveals nothing
         self._listening = AsyncExitStack()
         self._address = ""
         self._lock = asyncio.Lock()
@@ -64,7 +64,7 @@ class Gateway:
             await self._stop()
 
     async def _start(self) -> str:
-        """Listen, unless it does already. Returns the base URL."""
+        """Start listening, unless it does already. Returns the base URL."""
         async with self._lock:
             if not self._address:
                 place, settings = (self.config.host, self.config.port), "gateway.host or gateway.port (0 takes a free port)"
@@ -151,7 +151,7 @@ class Gateway:
                 await send_event(response, event, name)
         except ConnectionError:  # the client went away
             raise
-        except Exception as error:  # the status is sent already
+        except Exception as error:  # the status was already sent
             failed = {"type": "error", "param": None, "code": None, "message": format_error(error)["error"]["message"]}
             for name, event in number_events(iter([failed]), sent):
                 await send_event(response, event, name)
@@ -160,7 +160,7 @@ class Gateway:
 
 
 async def _keep_alive(response: web.StreamResponse, work: Any) -> Any:
-    """Await the work, with a comment in the stream now and then, so that no client or proxy takes the connection for dead."""
+    """Await the work, sending occasional comments in the stream so that no client or proxy considers the connection dead."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait([task], timeout=KEEP_ALIVE_SECONDS))[0]:
@@ -171,7 +171,7 @@ async def _keep_alive(response: web.StreamResponse, work: Any) -> Any:
 
 
 def _model_of(body: Any) -> str:
-    """Return the name that the agent uses for the policy: any will do."""
+    """Return the agent's name for the policy: any name works."""
     return str(body.get("model") or MODEL)
 
 

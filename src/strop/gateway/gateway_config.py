@@ -20,16 +20,16 @@ class GatewayConfig(BaseConfig):
     url: str | None = Field(
         None,
         min_length=1,
-        description="Base URL that agents are given, where they reach the gateway by another name; null is http://HOST:PORT/v1.",
+        description="Base URL given to agents, if they reach the gateway under another name; null is http://HOST:PORT/v1.",
     )
     sampling: Literal["run", "agent"] = Field(
         "run",
-        description="Whose temperature, top_p, top_k and min_p count: the run's, which the learner trains with, or those that an agent "
-        "asks for.",
+        description="Whose temperature, top_p, top_k and min_p apply: the run's, which the learner uses too, or those of an agent's "
+        "request.",
     )
     max_requests: int = Field(1024, ge=1, description="Most requests of one episode, refused ones included (requests).")
     max_body_mb: float = Field(32.0, gt=0, description="Largest body of a request (MB).")
-    body_timeout_s: float = Field(60.0, gt=0, description="Time in which a request must have arrived as a whole (s).")
+    body_timeout_s: float = Field(60.0, gt=0, description="Time within which a request must arrive completely (s).")
 
     def errors(self, key: str) -> Iterator[Problem]:
         if self.url is not None and not self.url.startswith(("http://", "https://")):
@@ -39,14 +39,14 @@ class GatewayConfig(BaseConfig):
         if not is_loopback(self.host):
             yield Problem(
                 f"{key}.host",
-                f"found {self.host}, which other machines can reach: whoever reads an episode's key on the way can use it until the "
-                "episode ends",
+                f"found {self.host}, which other machines can reach: anyone who intercepts an episode's key can use it until the episode "
+                "ends",
                 "Keep to a network that you trust.",
             )
         if self.sampling == "agent":
             yield Problem(
                 f"{key}.sampling",
-                "found agent: log-probabilities are those of the distribution that an agent asked for, and the learner computes its own "
-                "with policy.generation's",
+                "found agent: log-probabilities belong to the distribution requested by an agent, and the learner computes its own with "
+                "policy.generation's options",
                 "Set it to run to train; agent is for evaluation.",
             )

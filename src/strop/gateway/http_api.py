@@ -1,4 +1,4 @@
-"""What the servers of OpenAI's API share: routes, errors, streams of events."""
+"""What the servers of OpenAI's API share: paths, errors, streams of events."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from strop.safety.site_guard import BadRequest
 log = logging.getLogger(__name__)
 
 MAX_BODY = 32 * 2**20  # bytes
-LARGE_BODY = 2**16  # bytes that are tokenized in about a tenth of a second
+LARGE_BODY = 2**16  # bytes that take about a tenth of a second to tokenize
 T = TypeVar("T")
 
 
 def answer_error(error: Exception, request: web.Request) -> web.Response:
-    """Answer as OpenAI's API does."""
+    """Answer with an error in the format of OpenAI's API."""
     status = error.status if isinstance(error, BadRequest) else 400 if isinstance(error, InvalidRequest) else 500
     return web.json_response(format_error(error), status=status)
 
 
 def format_error(error: Exception) -> dict[str, Any]:
-    """Return an error as OpenAI's API does. What failed inside the server is logged, and not told to the client."""
+    """Return an error in the format of OpenAI's API. Internal errors are logged, but not sent to the client."""
     if isinstance(error, BadRequest | InvalidRequest):
         status, param, code = (getattr(error, name, None) for name in ("status", "param", "code"))
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status or 400, "invalid_request_error")
@@ -46,7 +46,7 @@ def add_routes(app: web.Application, models: Handler, complete: Handler) -> None
 
 
 async def read_beside(request: web.Request, read: Callable[[], T]) -> T:
-    """Call ``read``, in a thread if the request is so large that it would hold up all others."""
+    """Call ``read``, in a thread if the request is so large that it would delay all others."""
     if (request.content_length or LARGE_BODY) < LARGE_BODY:
         return read()
     return await asyncio.to_thread(read)
@@ -69,7 +69,7 @@ async def open_stream(request: web.Request) -> web.StreamResponse:
 
 @asynccontextmanager
 async def stream_completions(request: web.Request) -> AsyncIterator[web.StreamResponse]:
-    """Answer with the events of completions. The status is sent before anything can fail, so an error is an event, too."""
+    """Answer with the events of completions. The status is sent before anything can fail, so errors are events too."""
     response = await open_stream(request)
     try:
         yield response
@@ -82,6 +82,6 @@ async def stream_completions(request: web.Request) -> AsyncIterator[web.StreamRe
 
 
 async def send_event(response: web.StreamResponse, data: Any, event: str = "") -> None:
-    """Send an event: a text, or what JSON writes."""
+    """Send an event: a text, or a value as JSON."""
     text = data if isinstance(data, str) else json.dumps(data)
     await response.write(f"{f'event: {event}' + chr(10) if event else ''}data: {text}\n\n".encode())

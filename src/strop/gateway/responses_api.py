@@ -1,4 +1,4 @@
-"""OpenAI's Responses API over chat completions: input items to messages, replies to output items, and the events of a stream."""
+"""OpenAI's Responses API on top of chat completions: input items to messages, replies to output items, and stream events."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from strop.generation.base import Completion
 from strop.safety.site_guard import BadRequest
 from strop.tools.base import ParsedReply
 
-Conversations = dict[str, list[dict[str, Any]]]  # by the id of a response: the messages up to its reply
+Conversations = dict[str, list[dict[str, Any]]]  # response id -> the messages up to its reply
 SAME_NAME = ("model", "temperature", "top_p", "tool_choice", "parallel_tool_calls", "stream", "seed", "min_p", "top_k", "stop")
 
 
 def make_chat_body(body: Any, conversations: Conversations) -> dict[str, Any]:
-    """Return the body of the chat completion that a request asks for. Raises BadRequest."""
+    """Return the equivalent body of a chat completion request. Raises BadRequest."""
     if not isinstance(body, Mapping):
         raise BadRequest("the request must be a JSON object")
     for name, neutral in (("background", (None, False)), ("prompt", (None,)), ("conversation", (None,))):
@@ -55,7 +55,7 @@ def _continue(body: Mapping[str, Any], conversations: Conversations) -> Sequence
 
 
 def read_items(items: Any) -> list[dict[str, Any]]:
-    """Return input items as messages of a chat. What the assistant wrote at once becomes one message. Raises BadRequest."""
+    """Return input items as chat messages. Consecutive assistant items become one message. Raises BadRequest."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list):
@@ -95,7 +95,7 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
 
 
 def _open_reply(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the assistant's message that an item belongs to."""
+    """Return the assistant message that an item belongs to."""
     if not messages or messages[-1].get("role") != "assistant":
         messages.append({"role": "assistant", "content": None})
     if messages[-1]["content"] is None and "tool_calls" not in messages[-1]:
@@ -135,7 +135,7 @@ class ResponseAnswer:
         }
 
     def keep(self, reply: ParsedReply, conversations: Conversations) -> None:
-        """Remember the conversation, for a request that names this response as the previous one."""
+        """Store the conversation, for a request that refers to this response as the previous one."""
         messages = [message for message in self.chat["messages"] if message["role"] != "system" or not self.head["instructions"]]
         conversations[self.id] = [*messages, format_reply(reply)]
 
@@ -167,13 +167,13 @@ class ResponseAnswer:
             yield {"type": "function_call", "id": f"fc_{tail}_{index}", "status": status, **named}
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        """Yield the events before anything is sampled."""
+        """Yield the events before sampling starts."""
         empty = {**self.head, "status": "in_progress", "output": [], "usage": None}
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": empty}
 
     def finish(self, completion: Completion, reply: ParsedReply) -> Iterator[dict[str, Any]]:
-        """Yield the events of a completion that is there."""
+        """Yield the events of a finished completion."""
         items = list(self._items(reply, "completed" if completion.stopped else "incomplete"))
         for index, item in enumerate(items):
             place = {"output_index": index, "item_id": item["id"]}

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-_INCOMPLETE = "\ufffd"  # decoded from the first bytes of a character
+_INCOMPLETE = "\ufffd"  # decoded from an incomplete character
 
 
 class StreamedText:
-    """Turns tokens into text that can be sent at once: whole characters, and nothing that may begin a stop string."""
+    """Turns tokens into text that can be sent at once: complete characters that cannot begin a stop string."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._tokens: list[int] = []
         self._context = self._read = (
-            0  # tokens before ``_read`` are in ``_text``; those from ``_context`` on affect how others decode
+            0  # tokens before ``_read`` are in ``_text``; those from ``_context`` on affect the decoding of later ones
         )
         self._text = ""
         self._sent = 0
@@ -31,7 +31,7 @@ class StreamedText:
         return self._send(len(self._text) - self._count_held())
 
     def finish(self) -> str:
-        """Return the text that was held back."""
+        """Return the text held back so far."""
         self._text += self._decode(self._tokens[self._context :])[len(self._decode(self._tokens[self._context : self._read])) :]
         return self._send(len(self._text))
 
@@ -42,7 +42,7 @@ class StreamedText:
         return part
 
     def _count_held(self) -> int:
-        """Return the length of the longest end of the text that begins a stop string."""
+        """Return the length of the longest suffix of the text that begins a stop string."""
         lengths = (length for stop in self._stop for length in range(1, len(stop)) if self._text.endswith(stop[:length]))
         return max(lengths, default=0)
 

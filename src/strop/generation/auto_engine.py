@@ -1,4 +1,4 @@
-"""What ``generation.backend: auto`` stands for on the machines of a run."""
+"""The engine chosen by ``generation.backend: auto`` on a run's machines."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class AutoEngine:
-    """The engine that ``auto`` stands for where there is a GPU, and why."""
+    """The engine that ``auto`` chooses if there is a GPU, and the reason."""
 
     name: Literal["torch", "vllm"] = "torch"
     reason: str
-    detail: str = ""  # of the reason, for a warning
-    lacking: bool = False  # whether vLLM would be taken if it could do what the configuration asks for
+    detail: str = ""  # more of the reason, for a warning
+    lacking: bool = False  # whether vLLM would be chosen if it supported the configuration

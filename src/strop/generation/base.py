@@ -13,7 +13,7 @@ from strop.sampling import MAX_COUNT, Sampling, shown
 from strop.types import PromptImage
 from strop.weight_sync.base import UpdatableEngine
 
-COUNTERS = (  # that an engine in processes of its own sums from its start
+COUNTERS = (  # summed by an engine in separate processes since its start
     "prompt_tokens",
     "sampled_tokens",
     "preemptions",
@@ -34,14 +34,13 @@ class Completion:
     text: str
     stopped: bool  # True: ended by a stop token or stop string; False: by the maximum number of tokens
     entropies: Tensor | None = None  # [L] float32
-    kept: Tensor | None = None  # [L, K] int32, ids each token was sampled from, padded with -1; with records_sampling_mask
     columns: Columns = field(
         default_factory=dict
     )  # what else was recorded of the tokens: [L, ...], or [P + L - 1, ...] of all read
 
 
 class InvalidRequest(ValueError):
-    """A request that no engine can serve: what was found, and why not. The engine serves the others."""
+    """A request that no engine can serve, with the reason. The engine continues to serve others."""
 
 
 class RequestTooLong(InvalidRequest):
@@ -51,9 +50,9 @@ class RequestTooLong(InvalidRequest):
 def check_request(
     prompt: Sequence[int], sampling: Sampling, seed: int, session: str = "", *, length: int, vocabulary: int | None = None
 ) -> None:
-    """Check what an engine is asked, once for all of them. Its sampling options were checked when they were made.
+    """Check a request, in one place for all engines. Its sampling options were checked on creation.
 
-    ``length``: tokens of the longest sequence; ``vocabulary``: ids that the model has embeddings for, if the engine knows.
+    ``length``: tokens of the longest sequence; ``vocabulary``: number of token ids with an embedding, if known.
     Raises InvalidRequest.
     """
     if not isinstance(sampling, Sampling):
@@ -64,7 +63,7 @@ def check_request(
         raise InvalidRequest("a request needs a prompt of at least one token; this one is empty")
     if set(map(type, prompt)) != {int}:
         wrong = next(token for token in prompt if type(token) is not int)
-        raise InvalidRequest(f"a prompt holds {shown(wrong)}, which is no token id: ids are whole numbers")
+        raise InvalidRequest(f"a prompt holds {shown(wrong)}, which is not a token id: ids are whole numbers")
     most = MAX_COUNT if vocabulary is None else vocabulary - 1
     if min(prompt) < 0 or max(prompt) > most:
         wrong = min(prompt) if min(prompt) < 0 else max(prompt)
@@ -85,17 +84,18 @@ class Generator(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the weights that it samples with."""
+        """Version of the weights used for sampling."""
         ...
 
     async def generate(
         self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "", images: Sequence[PromptImage] = ()
     ) -> Completion:
-        """Sample one completion. Equal (prompt, images, sampling, seed, weights) give equal tokens, whatever else is in the batch.
+        """Sample one completion. Equal (prompt, images, sampling, seed, weights) give equal tokens, regardless of the rest of the
+        batch.
 
-        ``session`` names a conversation whose prefix may be cached. ``images`` stand in the prompt, which has all the tokens that stand
-        for them (``strop.models.vision.vision_processor``). Raises InvalidRequest for what cannot be served, RequestTooLong if the
-        prompt cannot fit.
+        ``session`` names a conversation whose prefix may be cached. ``images`` belong to the prompt, which contains all their
+        placeholder tokens (``strop.models.vision.vision_processor``). Raises InvalidRequest for what cannot be served,
+        RequestTooLong if the prompt cannot fit.
         """
         ...
 
@@ -103,7 +103,7 @@ class Generator(Protocol):
 
 
 class PastGenerator(Protocol):
-    """A generator with the weights of an earlier version, which stay as they are."""
+    """A generator with the fixed weights of an earlier version."""
 
     @property
     def version(self) -> int: ...
@@ -118,11 +118,11 @@ class PastSelf:
     """An earlier self of the policy, drawn for the rollouts of a group."""
 
     generator: PastGenerator
-    quantile: float  # uniform in [0, 1): it plays where this is below the share of games against earlier selves
+    quantile: float  # uniform in [0, 1): it plays if this is below the share of games against earlier selves
 
 
 class PastSelves(Protocol):
-    """Earlier selves of the policy that a run keeps."""
+    """Earlier selves of the policy kept by a run."""
 
     def draw(self, seed: int) -> PastSelf: ...
 

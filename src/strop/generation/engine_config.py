@@ -20,14 +20,12 @@ class EngineConfig(BaseConfig):
     num_engines: int | None = Field(
         None,
         ge=1,
-        description="Engines, each with all weights; null is as many as fit the GPUs of a Ray cluster, else 1 (engines).",
+        description="Engines, each with all weights; null is as many as fit on the GPUs of a Ray cluster, otherwise 1 (engines).",
     )
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of each engine process; null is the learner's number (threads)."
     )
-    max_restarts: int = Field(
-        3, ge=0, description="Restarts in a row of an engine whose process died, before the run stops (restarts)."
-    )
+    max_restarts: int = Field(3, ge=0, description="Consecutive restarts of a dead engine before the run stops (restarts).")
     startup_seconds: float = Field(600.0, gt=0, description="How long an engine may take to become ready (seconds).")
     env_vars: EnvironmentVariables = Field(
         default_factory=dict, description="Environment variables of the engine processes only."
@@ -37,7 +35,7 @@ class EngineConfig(BaseConfig):
 
         @property
         def dtype(self) -> Precision:
-            """The data type that the engine computes in, and of weights that are not quantised."""
+            """The engine's compute data type, and that of weights that are not quantised."""
 
         @property
         def max_model_len(self) -> int:
@@ -45,11 +43,11 @@ class EngineConfig(BaseConfig):
 
         @property
         def engine_size(self) -> int:
-            """The number of ranks of one engine, each on a device of its own."""
+            """The number of ranks of one engine, each on its own device."""
 
     @property
     def num_local_engines(self) -> int:
-        """The number of engines of a run in one process, where null is 1."""
+        """The number of engines of a run in one process; null means 1."""
         return self.num_engines or 1
 
     def require_library(self) -> None:

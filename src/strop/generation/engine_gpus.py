@@ -7,8 +7,9 @@ from strop.gpus import describe_visible, visible_gpus
 
 
 def choose_engine_gpus(config: GenerationConfig, learner: int) -> list[list[str]]:
-    """Return the GPUs of each engine of this process, as ``CUDA_VISIBLE_DEVICES`` names them: those that this process sees, beginning with
-    the learner's or, where engines are not colocated, without it. ``learner``: torch's index of the learner's GPU. Raises ValueError."""
+    """Return the GPUs of each engine of this process, as values of ``CUDA_VISIBLE_DEVICES``: those visible to this process,
+    starting with the learner's or, if engines are not colocated, without it. ``learner``: torch's index of the learner's GPU.
+    Raises ValueError."""
     options, visible = config.engine_options, visible_gpus()
     size, count = options.engine_size, options.num_local_engines
     own = visible[learner : learner + 1] if config.colocated.enabled else []

@@ -19,11 +19,11 @@ from strop.models.vision.vision_processor import VisionProcessor
 
 @dataclass(frozen=True)
 class NodeRanks:
-    """The ranks that an engine has on one of several nodes."""
+    """The ranks of an engine on one of several nodes."""
 
     node: str  # Ray's id of the node
     count: int
-    gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them there; empty on a CPU
+    gpus: tuple[str, ...] = ()  # as in CUDA_VISIBLE_DEVICES there; empty on a CPU
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,18 @@ class EngineLaunch(ABC):
     """What one engine is launched with: its configuration, and what is not a key of it."""
 
     config: GenerationConfig
-    model: str  # a folder with config.json and tokenizer files; weights are read from it only with ``load_weights``
+    model: str  # a folder with config.json and tokenizer files; its weights are used only with ``load_weights``
     on_cpu: bool
     load_weights: bool = False
-    tokenizer: str = ""  # a folder or a name; empty: that of the model
+    tokenizer: str = ""  # a folder or a name; empty: the model's
     adapters: LaunchedAdapters | None = None  # LoRA adapters that are sent alone; None: merged weights are sent
-    return_routes: bool = False  # the experts of each token, for router replay
+    return_routes: bool = False  # report the experts of each token, for router replay
     reads_images: bool = False  # a vision-language model
     batch_invariant: bool = False  # the bits of a token do not depend on the batch
-    draft: str = ""  # folder of the draft head that the learner trains and sends
-    environment: Mapping[str, str] = field(default_factory=dict)  # where the engine runs: its CPU threads or its GPUs
+    draft: str = ""  # folder of the draft head that the learner trains and publishes
+    environment: Mapping[str, str] = field(default_factory=dict)  # its CPU threads or GPUs
     output_file: Path | None = None  # file for the output of the engine's processes; None: that of this process
-    nodes: tuple[NodeRanks, ...] = ()  # of an engine that is larger than a node, the one where it is launched first
+    nodes: tuple[NodeRanks, ...] = ()  # for an engine larger than a node; the first one is where it is launched
     ray_address: str = ""  # of the cluster with these nodes
 
     @property

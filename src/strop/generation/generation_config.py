@@ -29,7 +29,7 @@ def _check_top_k(value: int | None) -> int | None:
 TopK = Annotated[int | None, AfterValidator(_check_top_k)]
 
 
-# Keys of vLLM's section that say how rollouts are quantised, whichever engine samples them.
+# Keys of vLLM's section that quantise rollouts, for any engine.
 QUANTIZATION_KEYS = (
     "precision",
     "is_mx",
@@ -63,27 +63,27 @@ else:
 
 RolloutFormat = Literal["fp8_tensor", "fp8_row", "fp8_block", "fp8_block_pow2", "mxfp8", "nvfp4"]
 
-KERNEL_FORMATS: tuple[RolloutFormat, ...] = ("fp8_block", "fp8_block_pow2", "mxfp8")  # that vLLM reads from a publish
+KERNEL_FORMATS: tuple[RolloutFormat, ...] = ("fp8_block", "fp8_block_pow2", "mxfp8")  # accepted by vLLM in a publish
 
 
 class RolloutQuantizationConfig(BaseConfig):
-    """Rollouts with weights of low precision, in the linear layers of the decoder."""
+    """Low-precision weights for rollouts, in the linear layers of the decoder."""
 
     format: RolloutFormat | None = Field(
         None,
         description="Number format of the engine's weights: fp8_tensor, fp8_row and fp8_block (128 x 128) are E4M3 with a float32 scale "
-        "for each matrix, row or block, fp8_block_pow2 has powers of two as scales; mxfp8 (1 x 32) and nvfp4 (1 x 16). null is "
-        "what vllm_cfg.precision says: fp8_block for fp8, mxfp8 with is_mx.",
+        "for each matrix, row or block, fp8_block_pow2 has powers of two as scales; mxfp8 (1 x 32) and nvfp4 (1 x 16). null follows "
+        "vllm_cfg.precision: fp8_block for fp8, mxfp8 with is_mx.",
     )
     emulate: bool = Field(
         False,
         description="Round weights to the format and back, and compute in bfloat16 or float32, which needs no FP8 hardware and saves "
-        "nothing. The torch engine rounds the inputs of its layers, and with kv_cache_dtype=fp8 keys and values, too.",
+        "nothing. The torch engine also rounds the inputs of its layers and, with kv_cache_dtype=fp8, keys and values.",
     )
     send_quantized: bool = Field(
         False,
-        description="Quantise weights where they are trained, once for all engines, and send values and scales: half the bytes of a "
-        "publish. false sends them in the engine's data type, and each engine quantises. For vLLM's own FP8 layers.",
+        description="Quantise weights once, on the learner, and send values and scales: half the bytes of a publish. false sends them in "
+        "the engine's data type, and each engine quantises them. For vLLM's own FP8 layers.",
     )
 
 
@@ -106,7 +106,7 @@ class ColocatedConfig(BaseConfig):
 
 
 class MismatchConfig(BaseConfig):
-    """Limits on the mismatch of engine and learner: token_mult_prob_error of the newest tokens of a training step."""
+    """Limits on the mismatch between engine and learner: token_mult_prob_error of the newest tokens in a training step."""
 
     warn: float | None = Field(1.2, gt=1, description="Warn above this; null never warns (factor).")
     warn_every: int = Field(20, ge=1, description="Warn at most once in this many steps (steps).")
@@ -135,20 +135,23 @@ class GenerationConfig(BaseConfig):
     )
     temperature: Temperature = Field(1.0, description="Sampling temperature; 0 is greedy.")
     top_p: TopP = Field(1.0, description="Sample from the smallest set of tokens with this probability; 1 turns it off.")
-    top_k: TopK = Field(None, description="Sample from this many most likely tokens; null or -1 turns it off (tokens).")
+    top_k: TopK = Field(None, description="Sample from only the most likely tokens, this many; null or -1 turns it off (tokens).")
     min_p: float = Field(
-        0.0, ge=0, le=1, description="Sample from tokens at least this times as likely as the most likely one; 0 turns it off."
+        0.0,
+        ge=0,
+        le=1,
+        description="Sample from tokens with at least this fraction of the most likely token's probability; 0 turns it off.",
     )
     keep_sampling_mask: bool = Field(
         False,
-        description="Record which tokens top_k, top_p and min_p kept, and renormalise over them in the learner (arXiv "
-        "2512.02556), so that ratios do not jump where the learner would keep others. Needs a top_k of at most "
-        "4096, and up to 4 x top_k bytes for each sampled token.",
+        description="Record which tokens top_k, top_p and min_p kept, and renormalise over them in the learner (arXiv 2512.02556), so "
+        "that ratios do not jump where the learner would keep different tokens. Needs a top_k of at most 4096, and up to 4 x top_k bytes "
+        "for each sampled token.",
     )
     val_temperature: Temperature = follows(".temperature", standalone=1.0, description="temperature in validation.")
     val_top_p: TopP = follows(".top_p", standalone=1.0, description="top_p in validation.")
     val_top_k: TopK = follows(
-        ".top_k", standalone=None, description="top_k in validation; -1 turns it off whatever top_k is (tokens)."
+        ".top_k", standalone=None, description="top_k in validation; -1 turns it off, regardless of top_k (tokens)."
     )
     stop_token_ids: TokenIds | None = Field(None, description="Token ids that end a completion, besides the model's own.")
     stop_strings: Strings | None = Field(None, description="Texts that end a completion.")
@@ -163,8 +166,8 @@ class GenerationConfig(BaseConfig):
     weight_sync: WeightSyncConfig = subsection(WeightSyncConfig)
     colocated: ColocatedConfig = subsection(ColocatedConfig)
 
-    # What backend=auto stands for here; None: torch, without a GPU. Set when a configuration is loaded; not saved, so that a run may
-    # continue on other machines.
+    # The choice of backend=auto on this machine; None: torch, without a GPU. Set when a configuration is loaded; not saved, so
+    # that a run may continue on other machines.
     auto_engine: AutoEngine | None = Field(None, exclude=True, repr=False)
 
     @field_validator("keep_sampling_mask")
@@ -222,17 +225,17 @@ class GenerationConfig(BaseConfig):
 
     @property
     def engine_name(self) -> str:
-        """What messages call the engine."""
+        """The engine's name in messages."""
         return self.engine_options.title if self.uses_engines else "torch"
 
     @property
     def sends_adapters(self) -> bool:
-        """Whether a run with LoRA sends engines its adapters alone, over a base that they keep."""
+        """Whether a run with LoRA sends engines only its adapters, over a base that they keep."""
         return self.weight_sync.adapters_alone and self.uses_engines and self.engine_options.takes_adapters
 
     @property
     def weight_format(self) -> RolloutFormat | None:
-        """The number format of the engine's weights; None: they are the learner's, in the engine's data type."""
+        """The number format of the engine's weights; None: the learner's weights in the engine's data type."""
         if self.quantization.format is not None or self.vllm_cfg.precision != "fp8" or self.uses_extension:
             return self.quantization.format
         if self.vllm_cfg.is_mx:
@@ -253,6 +256,11 @@ class GenerationConfig(BaseConfig):
             "stop_strings": self.stop_strings or (),
         }
 
+    @property
+    def records_sampling_mask(self) -> bool:
+        """Whether rollouts that are trained on have the sets of tokens that theirs were sampled from."""
+        return Sampling(**self.sampling_options()).records_sampling_mask
+
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_sampling(key)
         yield from self._check_quantization(key)
@@ -263,7 +271,7 @@ class GenerationConfig(BaseConfig):
             yield from self.vllm_cfg.vllm_errors(f"{key}.vllm_cfg")
 
     def _check_sampling(self, key: str) -> Iterator[Problem]:
-        """Yield why the options define no distribution, as every request is checked."""
+        """Yield why the options do not define a distribution, by the same checks as for every request."""
         try:
             for validation in (False, True):
                 Sampling(**self.sampling_options(validation=validation))
@@ -315,7 +323,7 @@ class GenerationConfig(BaseConfig):
         if self.quantization.send_quantized and not in_kernels:
             yield Problem(
                 f"{key}.quantization.send_quantized",
-                "found true, but no engine of this run has layers that take values and scales",
+                "found true, but no engine of this run accepts values and scales",
                 f"Set it to false, or {key}.backend=vllm and {key}.vllm_cfg.precision=fp8 without {key}.quantization.emulate.",
             )
 
@@ -366,17 +374,19 @@ class GenerationConfig(BaseConfig):
             yield Problem(
                 f"{key}.quantization.format" if self.quantization.format else f"{key}.vllm_cfg.precision",
                 f"found {self.quantization.format or self.vllm_cfg.precision} on a CPU, for which vLLM has no kernels of FP8",
-                f"Set {key}.quantization.emulate=true to round the weights that are sent and compute in {self.vllm_cfg.dtype}, or take "
-                "a GPU.",
+                f"Set {key}.quantization.emulate=true to round the weights that are sent and compute in {self.vllm_cfg.dtype}, or use a "
+                "GPU.",
             )
 
     def async_errors(self, key: str, device: str) -> Iterator[Problem]:
-        """Yield what cannot work in asynchronous training with vLLM engines and the learner on ``device`` (``auto``: not known yet)."""
+        """Yield the settings that cannot work in asynchronous training with vLLM engines and the learner on ``device`` (``auto``:
+        not known yet).
+        """
         if self.colocated.enabled and device.startswith("cuda"):
             yield Problem(
                 f"{key}.colocated.enabled",
-                "found true, but asynchronous training samples while the learner trains, and an engine on the learner's GPU sleeps "
-                "meanwhile",
+                "found true, but asynchronous training samples while the learner trains, and an engine on the learner's GPU would be "
+                "asleep then",
                 "Set it to false, with a GPU for each engine, or train synchronously.",
             )
 
@@ -385,7 +395,7 @@ class GenerationConfig(BaseConfig):
             yield Problem(
                 f"{key}.backend",
                 f"found auto, which is the torch engine here: {self.auto_engine.reason}{self.auto_engine.detail}",
-                f"Set {key}.backend=torch to choose it, or change what vLLM cannot do.",
+                f"Set {key}.backend=torch to choose it, or change the setting that vLLM does not support.",
             )
         yield from self._warn_unused_engine_options(key)
         yield from self._warn_unused_resources(key)
@@ -399,9 +409,9 @@ class GenerationConfig(BaseConfig):
         if version := unchecked_version():
             yield Problem(
                 f"{key}.backend",
-                f"vLLM {version} is installed, and Strop, which repairs and reads parts of it that change, was checked with "
+                f"vLLM {version} is installed, and Strop, which patches and reads internal parts of it, was tested with "
                 f"{describe_checked()}",
-                "`make setup-vllm` in Strop's checkout installs that one; what does not fit ends the engine when it starts.",
+                "`make setup-vllm` in Strop's checkout installs that one; an incompatibility ends the engine when it starts.",
             )
 
     def _warn_unused_engine_options(self, key: str) -> Iterator[Problem]:
@@ -441,7 +451,7 @@ class GenerationConfig(BaseConfig):
 
 
 class UnusedGenerationConfig(GenerationConfig):
-    """The inference engine, in a run on recorded data, which does not sample."""
+    """The inference engine in a run on recorded data, which does not sample."""
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_sampling(key)

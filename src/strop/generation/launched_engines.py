@@ -27,7 +27,7 @@ def find_engine(config: GenerationConfig) -> type[LaunchedEngine]:
 def make_launched_engine(
     name: str, launch: EngineLaunch, tokenizer: Any, *, stop_ids: Sequence[int], vision: VisionProcessor | None = None
 ) -> LaunchedEngine:
-    """Make the engine of a launch, without starting it. ``vision``: of a model that reads images."""
+    """Create the engine of a launch, without starting it. ``vision``: the image processor of a model that reads images."""
     return find_engine(launch.config)(name, launch, tokenizer, stop_ids=stop_ids, vision=vision)
 
 
@@ -41,12 +41,12 @@ def make_local_engines(
     output_folder: Path | None = None,
     vision: VisionProcessor | None = None,
 ) -> list[LaunchedEngine]:
-    """Make the configured number of engines on this machine, without starting them.
+    """Create the configured number of engines on this machine, without starting them.
 
     Raises ValueError if their library is not installed, GPUs are missing, or the launch cannot work here.
 
     Args:
-        launch: What all of them have in common.
+        launch: Settings common to all of them.
         tokenizer: Of the model.
         learner: Device of the learner, with which colocated engines begin.
         stop_ids: Token ids that end every request.
@@ -66,7 +66,7 @@ def make_local_engines(
 def _launch_each(
     launch: EngineLaunch, *, learner: torch.device, threads: int | None, output_folder: Path | None
 ) -> list[EngineLaunch]:
-    """Return the launch of each engine of this process. Raises ValueError if there are fewer GPUs than they need."""
+    """Return the launch of each engine of this process. Raises ValueError if there are too few GPUs."""
     options = launch.config.engine_options
     if launch.on_cpu:
         own = {"OMP_NUM_THREADS": str(options.num_threads or threads or torch.get_num_threads())}

@@ -1,4 +1,4 @@
-"""A completion as a turn of the policy."""
+"""Converts a completion into a turn of the policy."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Sequence
 
 from strop.generation.base import Completion, Generator
 from strop.models.chat_template import ChatTemplate
-from strop.sampling import Sampling
+from strop.sampling import KEPT, Sampling
 from strop.types import Turn
 
 
 def make_policy_turn(
     completion: Completion, context: Sequence[int], template: ChatTemplate, generator: Generator, sampling: Sampling
 ) -> Turn:
-    """Return what is trained on; ``context`` is what the policy read. Raises RuntimeError for a sampling mask that was not reported."""
-    if sampling.records_sampling_mask and completion.kept is None:
+    """Return the turn to train on; ``context`` is the policy's input. Raises RuntimeError if a required sampling mask was not
+    reported.
+    """
+    if sampling.records_sampling_mask and KEPT not in completion.columns:
         raise RuntimeError(
             f"{type(generator).__name__} does not report the sampling mask, which policy.generation.keep_sampling_mask requires; set that "
             "key to false, or set policy.generation.backend to torch"
@@ -26,7 +28,5 @@ def make_policy_turn(
         opening=template.find_opening(context),
         logprobs=completion.logprobs,
         versions=completion.versions,
-        entropies=completion.entropies,
-        kept=completion.kept,
         columns=completion.columns,
     )

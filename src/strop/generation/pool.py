@@ -1,4 +1,4 @@
-"""Several engines as one generator: prefix-aware routing, and restarts of engines that die.
+"""Several engines as one generator: prefix-aware routing, and restarts of dead engines.
 
 A request goes to the engine that most likely has its prefix cached: turns of a conversation to the engine of the previous turn, samples of
 one prompt to the engine of the first sample. A cached prefix is not worth a longer queue, so an engine with many more requests than the
@@ -33,7 +33,9 @@ class Router:
     """Prefix-aware routing of requests to engines. Remembers session names and whole prompts, and evicts the least recently used."""
 
     def __init__(self, engines: int, *, imbalance: int = 8) -> None:
-        """A request leaves its preferred engine when that has over ``imbalance`` requests, and over a quarter, more than the least busy."""
+        """A request leaves its preferred engine if that engine has over ``imbalance`` requests, and over a quarter, more than the
+        least busy one.
+        """
         self.running = [0] * engines
         self.imbalance = imbalance
         self._owners: OrderedDict[str | tuple[int | str, ...], int] = OrderedDict()
@@ -63,7 +65,9 @@ class Router:
 
 
 class EnginePool:
-    """A ``Generator`` over several engines. Requests of an engine that dies are issued again, with the same seed, after its restart."""
+    """A ``Generator`` over several engines. When an engine dies, its requests are issued again with the same seeds after its
+    restart.
+    """
 
     def __init__(
         self,

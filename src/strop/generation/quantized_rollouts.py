@@ -1,4 +1,4 @@
-"""The quantisation that a configuration asks for in rollouts."""
+"""The quantisation of rollouts requested by a configuration."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from strop.weight_sync.sent_precision import SentPrecision
 
 @dataclass(frozen=True)
 class PlannedPrecision:
-    """The precision of published weights by a plan."""
+    """Rounds published weights by a plan."""
 
     plan: QuantizationPlan
-    dtype: torch.dtype  # that the engine computes in: weights are cast to it and then rounded
+    dtype: torch.dtype  # the engine's compute dtype: weights are cast to it and then rounded
     by_engine: bool
-    packs: bool = False  # what the engine quantises is sent quantised
+    packs: bool = False  # weights quantised by the engine are sent quantised
 
     def packed_size(self, name: str, shape: Sequence[int]) -> int | None:
         rows = self.plan.weights.rows
@@ -41,7 +41,7 @@ class PlannedPrecision:
 
 
 def make_rollout_plan(generation: GenerationConfig) -> QuantizationPlan | None:
-    """Return how the engine's weights are quantised; None: they are not."""
+    """Return the quantisation plan of the engine's weights; None: not quantised."""
     name, options = generation.weight_format, generation.vllm_cfg
     if name is None:
         return None
@@ -56,17 +56,17 @@ def make_rollout_plan(generation: GenerationConfig) -> QuantizationPlan | None:
 
 
 def make_emulation(generation: GenerationConfig, *, rounds_weights: bool) -> EmulatedQuantization | None:
-    """Return what the torch engine rounds; None: nothing.
+    """Return the rounding done by the torch engine; None: none.
 
-    ``rounds_weights``: its weights are the learner's own, and not rounded before they are sent."""
+    ``rounds_weights``: its weights are the learner's own, and were not rounded before sending."""
     plan = make_rollout_plan(generation)
     return None if plan is None else EmulatedQuantization(plan, rounds_weights)
 
 
 def make_weight_rounding(generation: GenerationConfig, precision: str) -> SentPrecision | None:
-    """Return how published weights are rounded; None: they are not.
+    """Return the rounding of published weights; None: not rounded.
 
-    ``precision``: that the torch engine computes in."""
+    ``precision``: the compute precision of the torch engine."""
     plan = make_rollout_plan(generation)
     if plan is None:
         return None

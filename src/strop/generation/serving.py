@@ -1,4 +1,4 @@
-"""Engines that read their weights themselves, for a model that nothing trains."""
+"""Engines that read their weights from disk, for a model that is not trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from strop.weight_sync.base import UpdatableEngine
 
 
 class ServingEngine(Engine, Protocol):
-    """An engine that can be started with weights of its own."""
+    """An engine that can be started with its own weights."""
 
     async def use_own_weights(self, version: int) -> None:
         """Serve with the weights that the engine was started with, as ``version``, without a publish."""
@@ -22,7 +22,7 @@ class ServingEngine(Engine, Protocol):
 async def start_serving_pool(
     engines: Sequence[ServingEngine], *, max_restarts: int, on_close: Callable[[], object] | None = None
 ) -> EnginePool:
-    """Start engines with their own weights, and put them behind one generator. ``on_close`` is called when it is closed."""
+    """Start engines with their own weights, as one generator. ``on_close`` is called when it is closed."""
     pool = EnginePool(engines, max_restarts=max_restarts, on_close=[] if on_close is None else [on_close])
 
     async def restart(engine: UpdatableEngine) -> None:

@@ -49,10 +49,11 @@ def make_synced_pool(
     allow_shrink: bool = False,
     learner_memory: LearnerMemory | None = None,
 ) -> SyncedGenerator:
-    """Put engines that hold their own weights behind one generator, with a publisher of the learner's weights.
+    """Combine engines with their own weights into one generator, with a publisher of the learner's weights.
 
-    ``allow_shrink``: continue without engines that cannot be restarted. ``learner_memory``: of a learner that leaves the engines' devices
-    while they sample."""
+    ``allow_shrink``: continue without engines that cannot be restarted. ``learner_memory``: the memory of a learner that is
+    offloaded while the engines sample.
+    """
     pool = EnginePool(
         engines, max_restarts=config.engine_options.max_restarts, allow_shrink=allow_shrink, engine_key=config.engine_key
     )

@@ -1,1 +1,1 @@
-"""What devices can do, and what a model asks of them: no torch, no network."""
+"""Device performance, and model costs: no torch, no network."""

@@ -1,6 +1,6 @@
 """The table of devices: arithmetic and memory.
 
-Rates are the vendors' own, for dense matrices (data sheets print twice as much, with 2:4 sparsity) that are summed in float32.
+Rates are the vendors' own, for dense matrices (data sheets print twice as much, with 2:4 sparsity) with float32 accumulation.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 class Device:
     """One device, as its vendor describes it."""
 
-    name: str  # as a user writes it, in any case: h100
-    bf16_tflops: float  # 10^12 FLOPs a second; a multiply-add is 2
+    name: str  # as written by users, in any case: h100
+    bf16_tflops: float  # 10^12 FLOPs per second; a multiply-add is 2
     fp8_tflops: float | None  # None: it has no FP8 arithmetic
     fp32_tflops: float  # without TF32
     memory_gib: float  # GiB that the driver reports
-    names: tuple[str, ...] = ()  # what torch and NVML call it; the first of the table that stands in a device's name
+    names: tuple[str, ...] = ()  # its names in torch and NVML; the first table entry contained in a device's name matches
 
     def peak_flops(self, precision: str) -> float:
-        """Return FLOPs a second in ``precision``: bfloat16, float16, fp8 or float32. Raises ValueError where it has none."""
+        """Return FLOPs per second in ``precision``: bfloat16, float16, fp8 or float32. Raises ValueError for unsupported ones."""
         rates = {
             "bfloat16": self.bf16_tflops,
             "float16": self.bf16_tflops,
@@ -81,7 +81,7 @@ DEVICES: tuple[Device, ...] = (
 
 
 def device_named(name: str) -> Device:
-    """Return the device that a user names: ``h100``, ``RTX 4090``. Raises ValueError, with the names of the table."""
+    """Return a device by the user's name for it: ``h100``, ``RTX 4090``. Raises ValueError, listing the names in the table."""
     wanted = _plain(name)
     for device in DEVICES:
         if _plain(device.name) == wanted:
@@ -90,9 +90,9 @@ def device_named(name: str) -> Device:
 
 
 def find_device(reported: str) -> Device | None:
-    """Return the device that torch or NVML reports ("NVIDIA H100 80GB HBM3"); None for one that the table lacks.
+    """Return the device for a name reported by torch or NVML ("NVIDIA H100 80GB HBM3"); None if it is not in the table.
 
-    A MIG slice is None: it has a part of the device's arithmetic, which its name does not tell in full.
+    None for a MIG slice, whose name does not fully determine its share of the device's arithmetic.
     """
     if "MIG" in reported:
         return None
@@ -101,7 +101,7 @@ def find_device(reported: str) -> Device | None:
 
 
 def _stands_in(name: str, words: str) -> bool:
-    """Return whether ``name`` stands in ``words`` as words of its own: GB200 is no B200, and a "GH200" no H200."""
+    """Return whether ``name`` occurs in ``words`` as separate words: GB200 is not a B200, and "GH200" not an H200."""
     start = words.find(name)
     return start >= 0 and not words[start - 1].isalnum() and not words[start + len(name)].isalnum()
 

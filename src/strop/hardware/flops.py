@@ -1,10 +1,10 @@
-"""FLOPs that a model asks for: a multiply-add is 2, what is computed again (checkpointed layers, logits) counts once.
+"""FLOPs of a model: a multiply-add is 2, and recomputation (checkpointed layers, logits) is not counted.
 
 A forward pass over T tokens of which N are predicted, with P (query, key) pairs in each layer:
 
     2 T sum(layer matrices) + 2 P (query width + value width) + 2 N hidden vocabulary
 
-A backward pass is twice that: once for what went in, once for the weights, which frozen ones (LoRA) do without. The same as
+A backward pass is twice that: once for the inputs and once for the weights, which frozen weights (LoRA) do not need. The same as
 "6 N D" (Kaplan et al., arXiv:2001.08361) with attention and the output layer counted as they are; of experts only the chosen ones
 (Narayanan et al., arXiv:2104.04473, count dense models like this).
 """
@@ -18,7 +18,9 @@ from strop.hardware.model_dimensions import DecoderDimensions
 
 @dataclass(frozen=True, kw_only=True)
 class PassCounts:
-    """What a pass reads. ``pairs`` has an entry for every window that the model's layers have, with None for full attention."""
+    """The token counts of a pass. ``pairs`` has an entry for each window size of the model's layers, with None for full
+    attention.
+    """
 
     read: int  # T
     predicted: int  # N
@@ -35,7 +37,7 @@ def forward_flops(model: DecoderDimensions, counts: PassCounts) -> float:
 
 
 def training_flops(model: DecoderDimensions, counts: PassCounts, *, frozen: bool = False) -> float:
-    """Count the FLOPs of a forward and a backward pass. ``frozen``: the matrices have no gradients of their own (LoRA)."""
+    """Count the FLOPs of a forward and a backward pass. ``frozen``: the matrices have no gradients (LoRA)."""
     passes = 2 if frozen else 3
     return passes * (_matrices(model, counts) + _output(model, counts)) + 3 * _attention(model, counts)
 

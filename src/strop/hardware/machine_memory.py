@@ -1,4 +1,4 @@
-"""The memory of this machine, within the limits of the control groups that this process is in, as a container's is."""
+"""The memory of this machine, within the limits of this process's control groups, for example a container's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.u
 _RECLAIMED = (
     "inactive_file ",
     "total_inactive_file ",
-)  # lines of memory.stat: pages of files, which the kernel drops when it has to
+)  # lines of memory.stat: file pages, which the kernel drops if needed
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class GroupLimit:
 
 
 def read_meminfo(name: str, proc: Path = PROC) -> int | None:
-    """Return the bytes that a line of /proc/meminfo gives, such as MemTotal; None where it cannot be read."""
+    """Return the bytes in a line of /proc/meminfo, such as MemTotal; None if it cannot be read."""
     try:
         lines = (proc / "meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
@@ -32,13 +32,13 @@ def read_meminfo(name: str, proc: Path = PROC) -> int | None:
 
 
 def total_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Return the bytes that this process may use at most: those of the machine, or of its container. 0 where they cannot be read."""
+    """Return the maximum bytes this process may use: those of the machine, or of its container. 0 if unknown."""
     total = read_meminfo("MemTotal", proc)
     return 0 if total is None else min([total, *(limit.most for limit in iter_limits(proc, cgroups))])
 
 
 def iter_limits(proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[GroupLimit]:
-    """Yield the limits of this process' memory groups and of their parents, which hold too."""
+    """Yield the limits of this process's memory groups and of their parents, which also apply."""
     for folder in _find_groups(proc, cgroups):
         yield from _read_limits(folder)
 
@@ -72,7 +72,7 @@ def _read_limits(folder: Path) -> Iterator[GroupLimit]:
 
 
 def _count_reclaimed(folder: Path) -> int:
-    """Return the bytes that count as used and are given up under pressure."""
+    """Return the bytes that count as used but are freed under pressure."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:

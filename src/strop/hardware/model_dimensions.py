@@ -10,12 +10,12 @@ class LayerDimensions:
     """One layer of a decoder."""
 
     attention: int  # parameters of its attention's matrices
-    mlp: int  # parameters of the MLP's matrices that one token is multiplied with: its experts, the shared ones, the router
+    mlp: int  # parameters of the MLP matrices that one token is multiplied with: its experts, the shared ones, the router
     resident: int  # parameters of its MLP in memory: all experts
-    query_width: int  # of all heads: what a query and a key are multiplied over
+    query_width: int  # over all heads: the inner dimension of query-key products
     value_width: int  # of all heads
-    cache_width: int  # numbers that a token leaves in the KV cache
-    window: int | None = None  # tokens that a token attends to, itself included; None: all before it
+    cache_width: int  # numbers per token in the KV cache
+    window: int | None = None  # number of tokens that a token attends to, including itself; None: all before it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,5 +35,5 @@ class DecoderDimensions:
 
     @property
     def cache_width(self) -> int:
-        """Numbers that a token leaves in the KV cache, of all layers. A window forgets them again."""
+        """Numbers per token in the KV cache, over all layers. A window drops them again."""
         return sum(layer.cache_width for layer in self.layers)

@@ -19,7 +19,7 @@ class BackwardResult:
     """Metrics and outputs of one pass over a batch."""
 
     metrics: Metrics
-    outputs: Outputs  # of the whole batch, detached, under the weights of this pass
+    outputs: Outputs  # for the whole batch, detached, under the weights of this pass
 
 
 class WeightSource(Protocol):

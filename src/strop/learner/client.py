@@ -1,7 +1,7 @@
 """Awaitable learners, scorers and column sources, for the training loop.
 
-A client has typed methods to await, and a caller decides where they run: ``InlineCaller`` in this thread, for a learner that takes turns
-with an engine on its module; ``ThreadCaller`` beside the event loop, while engines in other processes generate; ``RankCaller``
+A client has typed awaitable methods, and a caller decides where they run: ``InlineCaller`` in this thread, for a learner that
+shares its module with an engine; ``ThreadCaller`` in another thread, while engines in other processes generate; ``RankCaller``
 (``strop.distributed.workers.remote_learner``) on every rank.
 """
 
@@ -24,11 +24,11 @@ from strop.metrics import Metrics
 from strop.monitoring.profiling.span_recorder import RECORDER
 from strop.types import Batch, Group
 
-POLICY_ENTROPY = "policy_entropy"  # a batch column, [N]: of the policy before the update
+POLICY_ENTROPY = "policy_entropy"  # a batch column, [N]: entropy of the policy before the update
 
 
 class Caller(Protocol):
-    """Calls the methods of one learner, scorer or column source, wherever it is."""
+    """Calls the methods of one learner, scorer or column source, local or remote."""
 
     async def call(self, method: str, *arguments: Any) -> Any: ...
 
@@ -90,12 +90,12 @@ class LearnerClient(ScorerClient):
         return metrics
 
     async def probe_memory(self, rollouts: int, length: int) -> MemoryProbe:
-        """Measure a pass over made-up rollouts of ``length`` tokens; of several ranks, the worst of what they measure."""
+        """Measure a pass over synthetic rollouts of ``length`` tokens; with several ranks, return their worst values."""
         probe: MemoryProbe = await self.caller.call("probe_memory", rollouts, length)
         return probe
 
     async def set_train_tokens(self, tokens: int) -> None:
-        """Set the token budget of training where the configuration says auto."""
+        """Set the training token budget if the configuration says auto."""
         await self.caller.call("set_train_tokens", tokens)
 
     def weights(self) -> WeightSource:
@@ -154,8 +154,9 @@ class LogprobColumn:
 
 @dataclass(frozen=True)
 class PolicyColumns:
-    """What the policy says of the sampled tokens before the update, as the columns POLICY_LOGPROBS and POLICY_ENTROPY, and with
-    ``squares`` as POLICY_SQUARES."""
+    """The policy's outputs for the sampled tokens before the update, as the columns POLICY_LOGPROBS and POLICY_ENTROPY, and with
+    ``squares`` also POLICY_SQUARES.
+    """
 
     policy: ScorerClient
     squares: bool = False
@@ -168,7 +169,7 @@ class PolicyColumns:
         return {name: column for name, column in columns.items() if column is not None}
 
     async def outputs(self, batch: Batch) -> Outputs:
-        """Return the policy's outputs for a batch, which its columns are if they have been filled."""
+        """Return the policy's outputs for a batch, from its columns if they have been filled."""
         if POLICY_ENTROPY in batch.columns:
             return TokenOutputs(batch.column(POLICY_LOGPROBS), batch.column(POLICY_ENTROPY))
         return await self.policy.score(batch)
@@ -176,7 +177,7 @@ class PolicyColumns:
 
 @dataclass(frozen=True)
 class NoColumns:
-    """The columns of an algorithm that does without them in this run."""
+    """The columns of an algorithm that needs none in this run."""
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         return {}

@@ -1,6 +1,6 @@
-"""A thread that a learner computes in, so that generation and environments continue on the event loop meanwhile.
+"""A thread for a learner's computations, so that generation and environments continue on the event loop.
 
-Do not use it for a learner that shares its module with an engine in this process: the two take turns on one thread.
+Do not use it for a learner that shares its module with an engine in this process, because the two must alternate on one thread.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from strop.base_config import BaseConfig, Device, PathText, Precision, follows, subsection
+from strop.base_config import Device, PathText, Precision, follows, subsection
 from strop.data.packing_config import DynamicBatchingConfig, SequencePackingConfig
-from strop.extensions.megatron.megatron_config import MegatronConfig
+from strop.learner.learner_config import TORCH, WithLearner
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.torch.optimizer_config import EmaConfig, OptimizerConfig, SchedulerConfig
 from strop.models.image_processor_config import ImageProcessorConfig
@@ -19,7 +19,7 @@ from strop.models.tokenizer_config import TokenizerConfig
 from strop.problems import Problem
 
 
-class ModelConfig(BaseConfig):
+class ModelConfig(WithLearner):
     """A model and its training."""
 
     identity_keys: ClassVar[tuple[str, ...]] = (
@@ -84,23 +84,23 @@ class ModelConfig(BaseConfig):
     )
     attention_kernel: Literal["auto", "plain", "flash", "blockwise", "flex"] = Field(
         "auto",
-        description="What computes the learner's attention over packed rows: plain (products with a mask, padded to the longest sibling), "
-        "flash (torch's fused kernels, merged over the prefix tree), blockwise (torch code, any option), flex (FlexAttention, "
-        "compiled); auto chooses by device, dtype and length.",
+        description="The learner's attention kernel for packed rows: plain (products with a mask, padded to the longest sibling), flash "
+        "(torch's fused kernels, merged over the prefix tree), blockwise (torch code, any option), flex (FlexAttention, compiled); auto "
+        "chooses by device, dtype and length.",
     )
     compile: Literal["auto"] | bool = Field(
         "auto",
         description="Compile the decoder layers of the learner by torch.compile, attention left out: true, false, or auto (on one GPU "
-        "with Triton, for the dense models that it is tested with). A CPU needs a C++ compiler.",
+        "with Triton, for dense models whose layers are of a known form). A CPU needs a C++ compiler.",
     )
     freeze_moe_router: bool = Field(
-        False, description="Do not train the weights that choose the experts of a token; nothing in a model without experts."
+        False, description="Freeze the routers, which choose the experts of a token; no effect in a model without experts."
     )
     router_losses: RouterLossConfig = subsection(RouterLossConfig)
     freeze_vision_tower: bool = Field(
         False,
-        description="Do not train the vision tower; nothing in a model of text. What projects its rows into the language model is trained "
-        "where it stands apart (multi_modal_projector, connector).",
+        description="Freeze the vision tower; no effect in a text model. A separate projector into the language model "
+        "(multi_modal_projector, connector) is still trained.",
     )
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the gradient to this norm; null does not clip.")
     optimizer: OptimizerConfig = subsection(OptimizerConfig)
@@ -114,19 +114,18 @@ class ModelConfig(BaseConfig):
     )
     scheduler_unit: Literal["batch", "optimizer_step"] = Field(
         "batch",
-        description="What a step of the schedule is: a pass over a batch, however many optimizer steps it makes (as in NeMo-RL "
-        "and verl), or an optimizer_step (as in TRL).",
+        description="Unit of a schedule step: a pass over a batch, with any number of optimizer steps (as in NeMo-RL and verl), or an "
+        "optimizer_step (as in TRL).",
     )
     ema: EmaConfig = subsection(EmaConfig)
     dtensor_cfg: DtensorConfig = subsection(DtensorConfig)
-    megatron_cfg: MegatronConfig = subsection(MegatronConfig)
     fp8: Float8Config = subsection(Float8Config)
     sequence_packing: SequencePackingConfig = subsection(SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = subsection(DynamicBatchingConfig)
 
     @property
     def batching(self) -> SequencePackingConfig | DynamicBatchingConfig:
-        """The section whose token budgets apply: of packed micro-batches, or of padded ones."""
+        """The section whose token budgets apply: for packed micro-batches, or for padded ones."""
         return self.sequence_packing if self.sequence_packing.enabled else self.dynamic_batching
 
     @property
@@ -136,9 +135,8 @@ class ModelConfig(BaseConfig):
 
     @property
     def adapter_rank(self) -> int | None:
-        """The rank of the adapters that are trained, whoever trains; None where all weights are."""
-        adapters = self.megatron_cfg.peft if self.megatron_cfg.enabled else self.dtensor_cfg.lora_cfg
-        return adapters.dim if adapters.enabled else None
+        """The rank of the trained adapters in any backend; None if all weights are trained."""
+        return self.learner.adapters.dim if self.learner.adapters.enabled else None
 
     @field_validator("weights_dtype")
     @classmethod
@@ -146,37 +144,31 @@ class ModelConfig(BaseConfig):
         return check_weights_dtype(weights_dtype, values)
 
     def errors(self, key: str) -> Iterator[Problem]:
-        if self.compile is True and not self.megatron_cfg.enabled:
+        if self.compile is True and self.uses_torch:
             yield from self._check_compile_alone(key)
-        yield from self._check_dequantized(key)
         yield from self._check_float8(key)
-        if self.router_losses.observes:
+        if self.router_losses.observes and self.uses_torch:
             yield from self._check_router_losses(f"{key}.router_losses", key)
-        if not self.dtensor_cfg.enabled and not self.megatron_cfg.enabled:
+        yield from self._check_learner(key)
+
+    def _check_learner(self, key: str) -> Iterator[Problem]:
+        enabled = [name for name, section in self.learner_sections.items() if section.enabled and name != TORCH]
+        if len(enabled) > 1:
+            yield Problem(
+                f"{key}.{enabled[1]}.enabled", f"found true, but {key}.{enabled[0]}.enabled is true too", "Set one to false."
+            )
+        if not self.dtensor_cfg.enabled and self.uses_torch:
+            others = "".join(f", and {key}.{name}.enabled is false too" for name in self.learner_sections if name != TORCH)
             yield Problem(
                 f"{key}.dtensor_cfg.enabled",
-                f"found false, and {key}.megatron_cfg.enabled is false too, which leaves no learner",
+                f"found false{others}, which leaves no learner",
                 f"Set {key}.dtensor_cfg.enabled=true.",
-            )
-
-    def _check_dequantized(self, key: str) -> Iterator[Problem]:
-        if self.dequantize_base_checkpoint and self.megatron_cfg.enabled:
-            yield Problem(
-                f"{key}.dequantize_base_checkpoint",
-                "found true, but ranks of Megatron Core read their shards of the files, where weights and scales are apart",
-                f"Set {key}.model_name to a dequantised copy of the model, or policy.backend=torch.",
             )
 
     def _check_float8(self, key: str) -> Iterator[Problem]:
         yield from self.fp8.float8_errors(f"{key}.fp8", self.device)
         if not self.fp8.enabled:
             return
-        if self.megatron_cfg.enabled:
-            yield Problem(
-                f"{key}.fp8.enabled",
-                "found true, but it is about the torch learner, and Megatron Core trains",
-                f"Set it to false; {key}.megatron_cfg.fp8_cfg.enabled=true trains in FP8 there.",
-            )
         if (size := self.dtensor_cfg.tensor_parallel_size) > 1:
             yield Problem(
                 f"{key}.fp8.enabled",
@@ -188,33 +180,26 @@ class ModelConfig(BaseConfig):
         yield from self.fp8.float8_warnings(f"{key}.fp8")
 
     def _check_router_losses(self, section: str, key: str) -> Iterator[Problem]:
-        """Yield what the losses of routers do not go with."""
-        if self.megatron_cfg.enabled:
-            yield Problem(
-                section,
-                "losses of routers are set, but Megatron Core trains, which has its own keys for them",
-                f"Set {key}.megatron_cfg.moe_router_load_balancing_type, moe_aux_loss_coeff and moe_z_loss_coeff instead.",
-            )
-            return
+        """Yield settings that are incompatible with router losses."""
         sizes = self.dtensor_cfg
         for name in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
             if (size := getattr(sizes, name)) > 1:
                 yield Problem(
                     f"{key}.dtensor_cfg.{name}",
-                    f"found {size}, but {section} compares the experts of a whole rollout in one process, and these ranks share it",
+                    f"found {size}, but {section} compares the experts of a whole rollout in one process, and these ranks split it",
                     f"Set it to 1, where data- and expert-parallel ranks work, or the coefficients of {section} to 0.",
                 )
         if self.compile is True:
             yield Problem(
                 f"{key}.compile",
-                f"found true, but {section} watches what a router does, which compiled layers do not show",
+                f"found true, but {section} observes the routers, which compiled layers do not expose",
                 f"Set it to auto or false, or the coefficients of {section} to 0.",
             )
 
     def _check_compile_alone(self, key: str) -> Iterator[Problem]:
-        """Yield sections that layers are not compiled beside."""
+        """Yield sections that are incompatible with compiled layers."""
         for section, refused, reason, value in (
-            ("sequence_packing.enabled", not self.sequence_packing.enabled, "padded rows are read by layers as they are", "true"),
+            ("sequence_packing.enabled", not self.sequence_packing.enabled, "padded rows are read by uncompiled layers", "true"),
             (
                 "dtensor_cfg.lora_cfg.enabled",
                 self.dtensor_cfg.lora_cfg.enabled,

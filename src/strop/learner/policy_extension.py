@@ -26,6 +26,11 @@ class PolicyExtension(BaseConfig):
     The methods do nothing here. Keys of ``policy`` itself share one object: their methods call those of ``super()`` too.
     """
 
+    @property
+    def trains_draft(self) -> bool:
+        """Whether a draft head is trained beside the policy, which engines may draft with."""
+        return False
+
     def change_policy(self, network: Network, tokenizer: Any, measure: Measure, seed: int) -> None:
         """Change the policy after it is loaded, with its adapters, before it is sharded. Raises ModelNotFound, ValueError."""
 

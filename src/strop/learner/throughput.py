@@ -1,4 +1,4 @@
-"""How fast training is for the devices that it has: tokens a second of each, and the share of their arithmetic (MFU)."""
+"""Training speed per device: tokens per second, and the share of its peak arithmetic (MFU)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from strop.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPasses:
-    """What an update does with its batch."""
+    """The passes of an update over its batch."""
 
     epochs: int = 1  # forward and backward passes over it
-    scored_before: bool = False  # it is read once more before, without a gradient
+    scored_before: bool = False  # an additional earlier pass without gradient
     zero_gradient: Tensor | None = None  # [S] bool: rollouts without a backward pass
 
     def gradient_share(self, batch: Batch) -> float:
@@ -29,13 +29,13 @@ class TrainingPasses:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """What rates are divided by. Arithmetic is the policy's alone: the time of a critic that trains beside it lowers the MFU."""
+    """The quantities that rates are divided by. Only the policy's arithmetic counts, so the time of a critic lowers the MFU."""
 
-    devices: int  # of the run: those that train and those that generate
+    devices: int  # of the run: for training and generation
     training_devices: int
-    model: DecoderDimensions | None = None  # None: its layers are not known
-    peak_flops: float | None = None  # of one device, FLOPs a second; None: not known
-    frozen: bool = False  # the weights have no gradients of their own (LoRA)
+    model: DecoderDimensions | None = None  # None: its layers are unknown
+    peak_flops: float | None = None  # of one device, FLOPs per second; None: unknown
+    frozen: bool = False  # the weights have no gradients (LoRA)
 
     def metrics(self, batch: Batch, passes: TrainingPasses, timing: Mapping[str, float]) -> dict[str, float]:
         """Return ``perf/...`` of a step, from its batch and its ``timing/`` and ``performance/`` metrics."""
@@ -50,7 +50,7 @@ class Throughput:
         return found
 
     def count_flops(self, batch: Batch, passes: TrainingPasses) -> float:
-        """Count what the update needs: tokens without a gradient are read but not trained on, shared prompts are read once."""
+        """Count the FLOPs of an update: tokens without a gradient only have a forward pass, and shared prompts are read once."""
         assert self.model is not None
         counts = count_batch(batch, self.model)
         forward = forward_flops(self.model, counts)
@@ -60,7 +60,7 @@ class Throughput:
 
 
 def count_batch(batch: Batch, model: DecoderDimensions) -> PassCounts:
-    """Count what a pass over a packed batch reads. A token attends to itself and all before it on its path: its position + 1."""
+    """Count what a pass over a packed batch reads. A token attends to itself and all tokens before it on its path: position + 1."""
     seen = batch.positions + 1
     pairs = {window: int((seen if window is None else seen.clamp(max=window)).sum()) for window in windows_of(model)}
     return PassCounts(read=len(batch.tokens), predicted=len(batch.target), pairs=pairs)

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of training besides the weights."""
+"""Training state in a checkpoint, in addition to the weights."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class TrainingState:
     optimizer: Optimizer
     scheduler: LRScheduler | None
     average: AveragedWeights | None
-    configured: Hyperparameters  # of this run, whatever the run had that saved a state
+    configured: Hyperparameters  # of this run, regardless of the run that saved a state
     schedule_unit: ScheduleUnit = field(default_factory=ScheduleUnit)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors of the state besides the module's own parameters."""
+        """Yield all tensors of the state except the module's own parameters."""
         nested: list[Any] = [self.masters.copies, self.optimizer.state, self.average and self.average.state_dict()]
         while nested:
             match nested.pop():
@@ -60,7 +60,7 @@ class TrainingState:
         return {**self.scheduler.state_dict(), "unit": self.schedule_unit.state_dict()} if self.scheduler else None
 
     def load_state_dict(self, state: Mapping[str, Any], path: Path) -> None:
-        """Restore a ``state_dict``, which was read from ``path``. Raises ValueError if it is of other parameters."""
+        """Restore a ``state_dict`` that was read from ``path``. Raises ValueError if its parameters differ."""
         self.masters.load_state_dict(state.get("masters", {}))
         self.load_optimizer(state["optimizer"])
         self.load_scheduler(state["scheduler"], state["optimizer"])

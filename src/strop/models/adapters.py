@@ -32,7 +32,7 @@ BASE_CONFIG_FILE = "base_config.json"  # not config.json: the folder must not lo
 CLASSIFIER_TASK = "SEQ_CLS"  # PEFT's task type of sequence classifiers
 _PREFIX = "base_model.model."  # of each name in PEFT's files
 _DOWN = ".lora_A.weight"
-_EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj")  # what PEFT takes for experts' layers, by name
+_EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj")  # layers that PEFT takes for experts', by name
 
 
 def identity(tensor: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def _make_lora_layer(name: str, module: Any) -> LoraLayer:
 
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """Disable a model's adapters: each layer runs its base alone, bitwise equal to the base model and without a copy.
+    """Disable a model's adapters: each layer runs only its base, bitwise equal to the base model and without a copy.
 
     Raises RuntimeError while an engine has replaced the layers' forward methods.
     """
@@ -111,14 +111,16 @@ def merged_weights(model: nn.Module, gather: Callable[[Tensor], Tensor] = identi
     """Yield the model's weights under their names without adapters, with adapters merged in, one at a time.
 
     ``gather`` returns the full tensor of a sharded one. Rounded to bfloat16, merged weights lose changes below half a unit of precision of
-    the weight: send the adapters beside the base instead.
+    the weight: send base and adapters separately instead.
     """
     for name, tensor, adapter in weights_with_layers(model):
         yield name, gather(tensor) if adapter is None else adapter.merged_weight(gather)
 
 
 def merged_roundings(model: nn.Module) -> dict[str, RoundWeight]:
-    """Return what rounds ``merged_weights`` for engines, by name: nothing of layers with adapters, which are added to a rounded base."""
+    """Return the rounding functions of ``merged_weights`` for engines, by name. Layers with adapters, which are added to a
+    rounded base, have none.
+    """
     merged = {f"{layer.name}.weight" for layer in lora_layers(model)}
     return {name: rounding for name, rounding in weight_roundings(model).items() if name not in merged}
 
@@ -130,7 +132,7 @@ def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _split_name(name: str, layers: Mapping[str, LoraLayer]) -> tuple[LoraLayer | None, str]:
-    """Split a name of the state dict into the adapter layer that contains it, if any, and the rest of the name."""
+    """Split a state dict name into the adapter layer that contains it, if any, and the rest of the name."""
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
         if (layer := layers.get(".".join(parts[:length]))) is not None:
@@ -165,11 +167,11 @@ class AdapterTargets:
 
     @classmethod
     def of(cls, names: Iterable[str], model_type: str, *, experts: bool = False) -> AdapterTargets:
-        """Name layers, by full names or the ends of them, so that PEFT finds exactly these in a model of this type.
+        """Name layers, by full names or suffixes, so that PEFT finds exactly these in a model of this type.
 
-        Since Transformers 5 keeps experts in one tensor, PEFT takes ``gate_proj`` and others in many mixtures for layers of experts,
-        also those of dense layers and shared experts, and puts adapters on the experts. The weights of such layers are named instead, which
-        PEFT leaves as they are. ``experts``: the model has experts; used only without PEFT, which cannot be asked then.
+        Since Transformers 5 keeps experts in one tensor, PEFT takes ``gate_proj`` and others in many mixtures of experts for
+        expert layers, even in dense layers and shared experts, and puts adapters on the experts. For such layers their weights
+        are named instead, which PEFT does not translate. ``experts``: whether the model has experts; needed only if PEFT is not installed.
         """
         names = list(names)
         renamed = {name for name in names if _is_renamed(name.rpartition(".")[2], model_type, experts)}
@@ -180,13 +182,13 @@ class AdapterTargets:
         """Return the keys of PEFT's configuration."""
         if not self.parameters:
             return {"target_modules": self.modules}
-        # PEFT refuses dropout beside adapters of parameters, and dropout is of training alone.
+        # PEFT refuses dropout together with parameter adapters, and dropout is only for training.
         return {"target_modules": self.modules, "target_parameters": self.parameters, "lora_dropout": 0.0}
 
 
 @cache
 def _is_renamed(layer: str, model_type: str, experts: bool) -> bool:
-    """Return whether PEFT looks for another layer when a configuration names this one."""
+    """Return whether PEFT resolves this layer name to a different layer."""
     try:
         from peft import LoraConfig
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -203,8 +205,8 @@ def _is_renamed(layer: str, model_type: str, experts: bool) -> bool:
 def save_adapters(model: Any, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
     """Write the adapters in PEFT's format: ``PeftModel.from_pretrained(base, folder)`` loads them.
 
-    ``tensors`` replace the weights of a sharded model by full tensors. The model's configuration is written beside them, so that a later
-    merge builds the model that was trained.
+    ``tensors`` replace the weights of a sharded model by full tensors. The model's configuration is written next to them, so
+    that a later merge builds the same model.
     """
     from safetensors.torch import save_file
 
@@ -253,7 +255,7 @@ def _check_adapter_config(model: nn.Module, folder: Path) -> None:
     for name, key in (("r", "dim"), ("lora_alpha", "alpha"), ("use_rslora", "use_rslora")):
         if saved.get(name) != getattr(current, name):
             raise ValueError(
-                f"the adapters in {folder} have {name} = {saved.get(name)}, and this run's have {getattr(current, name)}; set "
+                f"the adapters in {folder} have {name} = {saved.get(name)}, but this run's have {getattr(current, name)}; set "
                 f"dtensor_cfg.lora_cfg.{key} as it was when they were saved"
             )
     if (saved_base := saved.get("base_model_name_or_path")) != current.base_model_name_or_path:
@@ -294,7 +296,7 @@ def is_classifier_adapter(folder: Path) -> bool:
 def merge_adapters(model: Any, folder: Path) -> Any:
     """Merge the adapters in ``folder`` into ``model`` and return an ordinary model. Accepts any adapters that PEFT can merge.
 
-    Raises DamagedWeights, and WeightsDoNotFit for adapters that are not those of their configuration or of the model.
+    Raises DamagedWeights, and WeightsDoNotFit for adapters that do not match their configuration or the model.
     """
     from peft import PeftModel
 
@@ -304,7 +306,7 @@ def merge_adapters(model: Any, folder: Path) -> Any:
         adapted = PeftModel.from_pretrained(model, str(folder), **({} if config is None else {"config": config}))
     loaded = adapted.load_adapter(
         str(folder), ADAPTER, ignore_mismatched_sizes=True
-    )  # again, as only this returns what was loaded
+    )  # again, because only this call returns the load result
     own = [(name, tensor) for name, tensor in adapted.state_dict().items() if f".{ADAPTER}." in name]
     report = LoadReport(missing=loaded.missing_keys, unexpected=loaded.unexpected_keys, not_finite=list(find_not_finite(own)))
     report.refuse(str(folder), f"the adapters of {type(model).__name__}")
@@ -312,9 +314,10 @@ def merge_adapters(model: Any, folder: Path) -> Any:
 
 
 def _correct_peft_config(model: Any, folder: Path) -> Any:
-    """Return a configuration with which PEFT finds all layers of a folder that names some as it takes for experts; else None.
+    """Return a configuration with which PEFT finds all layers of a folder whose names it would take for experts; None if not
+    needed.
 
-    Such are files of PEFT with Transformers 4, and Megatron learners' of older versions. PEFT itself would leave these layers out.
+    Such are files of PEFT with Transformers 4, and of Strop's older versions. PEFT itself would leave these layers out.
     """
     from peft import PeftConfig
     from safetensors import safe_open
@@ -330,7 +333,7 @@ def _correct_peft_config(model: Any, folder: Path) -> Any:
     targets = AdapterTargets.of(found, model.config.model_type)
     if not targets.parameters:
         return None
-    if len(found) == len(saved):  # else some are of single experts, which PEFT puts together
+    if len(found) == len(saved):  # otherwise some are single experts, which PEFT combines
         config.target_modules = set(targets.modules)
     config.target_parameters, config.lora_dropout = targets.parameters, 0.0
     return config

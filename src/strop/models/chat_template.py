@@ -1,7 +1,7 @@
 """Messages to tokens, with the tokenizer's chat template. Text becomes tokens only here (law 2).
 
-Sampled tokens are never tokenized again. An observation is tokenized alone, as the part of the rendered template between the end of the
-policy's turn and the start of its next one.
+Sampled tokens are never tokenized again. An observation is tokenized separately, as the part of the rendered template between
+the end of the policy's turn and the start of its next one.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from strop.types import Image, Message, Messages, PromptImage, ToolCall, assista
 if TYPE_CHECKING:  # it imports torch, which a template does not need
     from strop.models.vision.vision_processor import VisionProcessor
 
-# A reply that no template changes and no conversation contains. The rendered text around it is the same for every reply.
+# A reply that no template changes and no conversation contains. The text rendered around it is the same for every reply.
 _REPLY_MARKER = "\u241e\u2418\u241e"
-_CALL_MARKER = "strop-call-marker"  # the same for calls; no template escapes it
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message, as templates name it
-_THOUGHT_SWITCHES = ("enable_thinking", "thinking")  # options of templates: whether a turn begins with thoughts
+_CALL_MARKER = "strop-call-marker"  # the same for calls; not escaped by any template
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys of a message's reasoning in templates
+_THOUGHT_SWITCHES = ("enable_thinking", "thinking")  # template options: whether a turn begins with thoughts
 TOOL_ROLES = ("tool", "function", "ipython")
-_REMEMBERED_TOKENS = 2**20  # of prompts that were encoded lately
-_OPENING_TOKENS = 16  # at the end of a prompt, in which it may open a thought
-_REMEMBERED_IMAGES = 512  # prompts with images that were encoded lately
-_CONTEXT_CHARACTERS = 64  # characters before a text that can affect how it is tokenized
+_REMEMBERED_TOKENS = 2**20  # of recently encoded prompts
+_OPENING_TOKENS = 16  # tokens at the end of a prompt that may open a thought
+_REMEMBERED_IMAGES = 512  # recently encoded prompts with images
+_CONTEXT_CHARACTERS = 64  # characters before a text that can affect its tokenization
 
 
-Tools = Sequence[Mapping[str, Any]]  # definitions, as templates take them
+Tools = Sequence[Mapping[str, Any]]  # definitions in the form that templates take
 
 
 @dataclass(frozen=True)
 class CallStyle:
-    """How a template wants the calls of a message."""
+    """How a template expects the calls of a message."""
 
     arguments_as_text: bool  # JSON, not an object
-    content_absent: bool  # the content of a message with calls is none, not an empty text
+    content_absent: bool  # messages with calls have no content, rather than an empty text
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,20 @@ class TokenSpan:
     tokens: list[int]
     in_loss: bool
     text: str
-    images: tuple[PromptImage, ...] = ()  # places count from the span's first token
+    images: tuple[PromptImage, ...] = ()  # positions count from the span's first token
 
 
 @dataclass(frozen=True)
 class _Reply:
-    """A message of the assistant in the text that it ends: what the policy generates of it is between ``start`` and ``end``."""
+    """An assistant message in the text that it ends; the policy generates the part between ``start`` and ``end``."""
 
     index: int
-    text: str  # the conversation, rendered with the message as its last
+    text: str  # the conversation rendered with this message last
     start: int
     end: int
 
     def follows(self, other: _Reply) -> bool:
-        """Whether the policy reads the other reply, as it was generated, before it writes this one."""
+        """Whether the policy reads the other reply, exactly as generated, before it writes this one."""
         return other.end <= self.start and self.text.startswith(other.text[: other.end])
 
 
@@ -86,8 +86,9 @@ class ChatTemplate:
         reads_images: bool = False,
         vision: VisionProcessor | None = None,
     ) -> None:
-        """``options`` are passed to the template, such as ``enable_thinking``. ``vision``: of a model that reads images; a message with
-        images is an error otherwise. ``reads_images``: the model reads them, and messages are only rendered as text.
+        """``options`` are passed to the template, such as ``enable_thinking``. ``vision``: the image processor of a model that
+        reads images; without it, messages with images are an error. ``reads_images``: the model reads images, but messages are
+        only rendered as text.
 
         Without a template, messages are joined as plain text and a warning is issued.
         """
@@ -107,7 +108,7 @@ class ChatTemplate:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters that a token may stand for: a text of more has at least two tokens. Unknown words count as 64."""
+        """The most characters that one token may stand for; a longer text has at least two tokens. Unknown words count as 64."""
         return max(64, *map(len, self.tokenizer.get_vocab()))
 
     def encode_prompt(self, messages: Messages, tools: Tools = ()) -> list[int]:
@@ -131,7 +132,7 @@ class ChatTemplate:
         return _join_messages(messages) if self.joins_plain_text else self._render(messages, open_turn=True, tools=tools)
 
     def remember_prompt(self, messages: Messages, ids: Sequence[int]) -> None:
-        """Keep the tokens of a prompt for the other samples of its task."""
+        """Cache the tokens of a prompt for the other samples of its task."""
         if self._prompt_tokens > _REMEMBERED_TOKENS:
             self._prompts, self._prompt_tokens = {}, 0
         self._prompts[tuple(messages)] = array("q", ids)
@@ -140,7 +141,7 @@ class ChatTemplate:
     def encode_with_images(self, messages: Messages, tools: Tools = ()) -> EncodedPrompt:
         """Encode the conversation so far and the start of the policy's turn, with the images of its messages.
 
-        Raises ValueError if it is empty or has other places than images, ImageError for an image that cannot be read.
+        Raises ValueError if the prompt is empty or its placeholders do not match its images, ImageError for an unreadable image.
         """
         if self.vision is None or not (images := images_of(messages)):
             return EncodedPrompt(self.encode_prompt(messages, tools))
@@ -149,7 +150,7 @@ class ChatTemplate:
         if encoded is None:
             encoded = self.vision.encode_text(self.render_prompt(messages, tools), [self.vision.read(image) for image in images])
         if key is not None:
-            self._encoded[key] = encoded  # the samples of a task share the files
+            self._encoded[key] = encoded  # samples of a task share the files
             if len(self._encoded) > _REMEMBERED_IMAGES:
                 self._encoded.popitem(last=False)
         return encoded
@@ -159,7 +160,7 @@ class ChatTemplate:
     ) -> EncodedPrompt:
         """Encode the tokens to append to the policy's turn ``sampled``, as ``encode_observation``, with the images of the messages.
 
-        Their places count from the first of these tokens.
+        Image positions count from the first of these tokens.
         """
         if self.vision is None or not (images := images_of(messages)):
             return EncodedPrompt(self.encode_observation(messages, sampled, calls=calls))
@@ -183,8 +184,8 @@ class ChatTemplate:
     ) -> list[int]:
         """Encode the tokens to append to the policy's turn ``sampled``.
 
-        They are the end of that turn (unless it was sampled), the messages, and the start of a new turn. ``calls`` are what the messages
-        answer; where none of them could be read, any stands for it.
+        They are the end of that turn (unless it was sampled), the messages, and the start of a new turn. ``calls`` are the calls
+        answered by the messages; if none could be parsed, any call may stand in.
         """
         if self.joins_plain_text:
             return self._encode("\n" + _join_messages(messages) + "\n")
@@ -200,35 +201,35 @@ class ChatTemplate:
         _, marker, rest = self._render([*context, *messages], open_turn=True).partition(_REPLY_MARKER)
         if not marker:
             raise ValueError(
-                "the chat template does not render an assistant's message as it is written, so a conversation cannot be continued as "
-                "tokens; set policy.tokenizer.chat_template to one that does, or allow only one turn"
+                "the chat template does not render an assistant's message unchanged, so a conversation cannot be continued as tokens; "
+                "set policy.tokenizer.chat_template to one that does, or allow only one turn"
             )
         return rest
 
     def _drop_end(self, ids: list[int], sampled: Sequence[int], calls: Sequence[ToolCall] | None) -> list[int]:
         """Return the ids without the end of the policy's turn, if it was sampled."""
-        ended = sampled[-4:] if calls else sampled[-1:]  # a call may be ended by several tokens, of which a template writes one
+        ended = sampled[-4:] if calls else sampled[-1:]  # a call may end with several tokens, of which a template writes one
         return ids[1:] if ids and ids[0] in ended else ids
 
     def encode_after(self, preceding: str, text: str) -> list[int]:
-        """Encode text that goes on in the policy's turn, after ``preceding``."""
+        """Encode text that continues the policy's turn, after ``preceding``."""
         return self._encode_continuation(preceding, text)
 
     def decode_turn(self, sampled: Sequence[int]) -> str:
-        """Decode a turn of the policy with special tokens, which formats of calls may consist of, but without one that ends it."""
+        """Decode a policy turn with its special tokens, which call formats may use, but without the one that ends it."""
         last = self.tokenizer.decode(sampled[-1:], skip_special_tokens=True) if len(sampled) else ""
         text: str = self.tokenizer.decode(sampled if last else sampled[:-1], skip_special_tokens=False)
         return text
 
     def find_opening(self, context: Sequence[int]) -> str:
-        """Return the tag of the thought that a turn after these tokens goes on with; empty if it begins outside of thoughts."""
+        """Return the opening tag of a thought that a turn after these tokens continues; empty if it begins outside of thoughts."""
         return find_opening(self.tokenizer.decode(context[-_OPENING_TOKENS:], skip_special_tokens=False))
 
     # --- tools ----------------------------------------------------------------------------------------------------------------
 
     @cached_property
     def describes_tools(self) -> bool:
-        """Whether the template shows definitions of tools to the model."""
+        """Whether the template includes tool definitions."""
         if self.joins_plain_text:
             return False
         parameters = {"type": "object", "properties": {}}
@@ -237,7 +238,7 @@ class ChatTemplate:
 
     @cached_property
     def renders_tool_messages(self) -> bool:
-        """Whether the template accepts messages of tools."""
+        """Whether the template accepts tool messages."""
         call = ToolCall("f", {"text": "x"}, id="call00000")
         message = Message("tool", _CALL_MARKER, name="f", tool_call_id=call.id)
         turns = [Message("assistant", "", tool_calls=(call,))] if self.call_style is not None else [assistant("x")]
@@ -250,7 +251,7 @@ class ChatTemplate:
 
     @cached_property
     def call_style(self) -> CallStyle | None:
-        """How the template wants calls; None: it writes none, and they stand in the content."""
+        """How the template expects calls; None: it has no calls, and they are part of the content."""
         if self.joins_plain_text:
             return None
         for style in (CallStyle(text, absent) for absent in (False, True) for text in (False, True)):
@@ -260,7 +261,7 @@ class ChatTemplate:
         return None
 
     def write_call(self, call: ToolCall) -> tuple[str, str] | None:
-        """Return a call as the template writes it in a turn, and the token that ends the turn; None if it writes no calls."""
+        """Return a call as the template writes it in a turn, and the token that ends the turn; None if it does not write calls."""
         if self.call_style is None:
             return None
         opened = self._render([user("?")], open_turn=True)
@@ -294,7 +295,9 @@ class ChatTemplate:
         return frozenset({*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""})
 
     def encode_conversation(self, messages: Messages, *, trailing: bool = True, tools: Tools = ()) -> list[int]:
-        """Encode a complete conversation, such as for a reward model; without ``trailing``, up to the template's trailing white space."""
+        """Encode a complete conversation, for example for a reward model; without ``trailing``, up to the template's trailing
+        white space.
+        """
         text = self.render_conversation(messages, tools=tools)
         return self._encode(text if trailing else text.rstrip())
 
@@ -308,13 +311,14 @@ class ChatTemplate:
         """Split a recorded conversation into paths of spans: a prompt, then loss spans and context spans in alternation.
 
         The loss covers the assistant's messages from index ``loss_from`` on, except one that opens the conversation and those with
-        ``in_loss=False``. Each is rendered as the last message, which is how the policy would write it: it begins where sampling would
-        begin, after ``encode_prompt(messages before it)``, and ends with the special token that ends a turn in the template, if there is
-        one. It goes on with the path of the turn before it if the template still renders that one alike, and else begins another path. The
-        first path is that of the last turn, the others follow in order; most templates need one. Joined, the texts of a path are the
-        rendered conversation up to its last turn, and of the last turn to its end. The first span has exactly the tokens of the prompt of
-        the path's first turn. With ``opened=False``, what the template writes to open a turn is in the loss, too, as if the policy had
-        generated it. Raises ConversationError if the template renders a turn differently from how it would have been sampled.
+        ``in_loss=False``. Each is rendered as the last message, as the policy would write it: it begins where sampling would
+        begin, after ``encode_prompt(messages before it)``, and ends with the template's end-of-turn token, if there is one. It
+        continues the path of the previous turn if the template still renders that turn identically, and otherwise starts another
+        path. The first path is that of the last turn, the others follow in order; most templates need only one. Joined, the
+        texts of a path are the rendered conversation up to its last turn; those of the last turn's path reach to its end. The
+        first span has exactly the tokens of the prompt of the path's first turn. With ``opened=False``, the template's opening
+        of a turn is in the loss too, as if the policy had generated it. Raises ConversationError if the template renders a turn
+        differently from how it would have been sampled.
         """
         turns = self._find_turns(messages, loss_from)
         if self.joins_plain_text:
@@ -326,7 +330,7 @@ class ChatTemplate:
         return [self._spans_with_images(texts, contents[: len(images_of(shown))], self.vision) for texts, shown in paths]
 
     def _spans_with_images(self, texts: Sequence[str], contents: Sequence[bytes], vision: VisionProcessor) -> list[TokenSpan]:
-        """Return the spans of texts with places for images, in order."""
+        """Return the spans of texts with image placeholders, in order."""
         counts = [text.count(vision.placeholder) for text in texts]
         if sum(counts) != len(contents):
             vision.write_images("".join(texts), contents)  # raises
@@ -335,13 +339,13 @@ class ChatTemplate:
         written = [vision.write_images(text, own) for text, own in zip(texts, of_text, strict=True)]
         spans = zip(
             self._spans(written, self._encode(written[0])), texts, of_text, strict=False
-        )  # an empty last text has no span
+        )  # an empty last text becomes no span
         return [replace(span, text=text, images=vision.find_images(span.tokens, own)) for span, text, own in spans]
 
     def split_text(
         self, messages: Messages, *, loss_from: int = 0, opened: bool = True, tools: Tools = ()
     ) -> list[list[str]] | None:
-        """Return the texts of ``encode_spans``, before they are tokens; None where messages are joined as plain text."""
+        """Return the texts of ``encode_spans`` before tokenization; None where messages are joined as plain text."""
         turns = self._find_turns(messages, loss_from)
         if self.joins_plain_text:
             return None
@@ -362,7 +366,7 @@ class ChatTemplate:
     def _cut_conversation(
         self, messages: Messages, turns: Sequence[int], opened: bool, tools: Tools
     ) -> list[tuple[list[str], Messages]]:
-        """Return the texts of each path, and the messages that they show."""
+        """Return the texts of each path, and the messages in them."""
         if tools and not self.describes_tools:
             raise ConversationError(
                 "the data has definitions of tools, which the chat template does not show; write them into the system message of the data, "
@@ -378,7 +382,7 @@ class ChatTemplate:
         return [_cut_path(path, rendered, messages) for path in (paths[-1], *paths[:-1])]
 
     def _find_reply(self, messages: Messages, turn: int, rendered: str, *, opened: bool, tools: Tools = ()) -> _Reply:
-        """Return the part of message ``turn`` that the policy generates, where the message is the last one."""
+        """Return the part of message ``turn`` that the policy generates, with the message rendered last."""
         last = turn + 1 == len(messages)
         for mode in self._modes:
             prompt = self._render(messages[:turn], open_turn=opened, tools=tools, mode=mode)
@@ -410,7 +414,9 @@ class ChatTemplate:
 
     @cached_property
     def _modes(self) -> list[dict[str, bool]]:
-        """Options with which a reply may have been asked for: the run's, then without and with thoughts, if the run leaves it open."""
+        """Template options a reply may have been sampled with: the run's, then without and with thoughts if the run leaves it
+        open.
+        """
         template = str(getattr(self.tokenizer, "chat_template", ""))
         switches = [
             name for name in _THOUGHT_SWITCHES if name not in self.options and re.search(rf"(?<![.\w]){name}\b", template)
@@ -427,8 +433,7 @@ class ChatTemplate:
         _, marker, suffix = rendered.rpartition(_REPLY_MARKER)
         if not marker:
             raise ConversationError(
-                "the chat template does not render an assistant's message as it is written; "
-                "set policy.tokenizer.chat_template to one that does"
+                "the chat template does not render an assistant's message unchanged; set policy.tokenizer.chat_template to one that does"
             )
         start, length = min(
             ((suffix.index(token), -len(token)) for token in self._special_tokens if token in suffix), default=(0, 0)
@@ -442,14 +447,14 @@ class ChatTemplate:
             return None
         try:
             suffix, generated = self._reply_suffix
-        except (ConversationError, ValueError):  # said where an example is read
+        except (ConversationError, ValueError):  # reported when an example is read
             return None
         ids = self.tokenizer.encode(suffix[:generated], add_special_tokens=False)
         return (ids[-1], suffix[:generated]) if ids else None
 
     @cached_property
     def _call_suffix(self) -> tuple[str, int]:
-        """The same as ``_reply_suffix`` for a message with calls, of which some templates end otherwise: the last special token and on."""
+        """Like ``_reply_suffix`` for a message with calls, which some templates end differently: from the last special token on."""
         message = Message("assistant", "", tool_calls=(ToolCall("f", {"text": _CALL_MARKER}, id="call00000"),))
         closing = self._render([user("?"), message], open_turn=False).rpartition(_CALL_MARKER)[2]
         text = closing.rstrip()
@@ -468,14 +473,14 @@ class ChatTemplate:
         return self._spans(texts, self.encode_prompt(messages[: turns[0]]))
 
     def _spans(self, texts: Sequence[str], prompt: list[int]) -> list[TokenSpan]:
-        """Return the spans of ``texts``, of which every second one is in the loss. An empty last text is left out."""
+        """Return the spans of ``texts``, every second of which is in the loss. An empty last text is left out."""
         spans = [TokenSpan(prompt, False, texts[0])]
         for index, (preceding, text) in enumerate(pairwise(texts), start=1):
             spans.append(TokenSpan(self._encode_continuation(preceding, text), index % 2 == 1, text))
         return spans if texts[-1] else spans[:-1]
 
     def _encode_continuation(self, preceding: str, text: str) -> list[int]:
-        """Encode ``text`` as a continuation of ``preceding``, or alone if the two would share a token.
+        """Encode ``text`` as a continuation of ``preceding``, or separately if the two would share a token.
 
         Some tokenizers mark the start of their input as the start of a word, which is wrong for a continuation.
         """
@@ -495,7 +500,7 @@ class ChatTemplate:
         return text
 
     def _try_render(self, messages: Messages, style: CallStyle | None = None) -> str:
-        """Return the rendered messages, or an empty text if the template refuses them: it may raise anything."""
+        """Return the rendered messages, or an empty text if the template rejects them, which may raise any exception."""
         style = style or (self.call_style if any(message.tool_calls for message in messages) else None)
         try:
             return self._apply([self._as_dict(message, style) for message in messages], False)
@@ -503,7 +508,7 @@ class ChatTemplate:
             return ""
 
     def _as_dict(self, message: Message, style: CallStyle | None) -> dict[str, Any]:
-        """Return a message as this template reads it. Raises ConversationError for calls and reasoning that it would drop."""
+        """Return a message in the form this template reads. Raises ConversationError for calls and reasoning that it would drop."""
         fields = message.as_dict()
         if message.images:
             self._check_images()
@@ -515,8 +520,8 @@ class ChatTemplate:
         if message.tool_calls:
             if style is None:
                 raise ConversationError(
-                    "the chat template writes no calls of tools, so a message's tool_calls would be lost; write them into its content as "
-                    "the model does, or set policy.tokenizer.chat_template to a template with tools"
+                    "the chat template writes no tool calls, so a message's tool_calls would be lost; write them into its content as the "
+                    "model does, or set policy.tokenizer.chat_template to a template with tools"
                 )
             if style.arguments_as_text:
                 for call in fields["tool_calls"]:
@@ -534,20 +539,20 @@ class ChatTemplate:
         return fields
 
     def _check_images(self) -> None:
-        """Raise ConversationError for a message with images that the model or the template does not take."""
+        """Raise ConversationError for a message with images that the model or the template does not support."""
         if not self.reads_images:
             raise ConversationError(
-                "a message has images, and the policy reads text alone: leave out the records with images, or write what they show into "
-                "the content"
+                "a message has images, but the policy reads only text: leave out the records with images, or describe them in the "
+                "content"
             )
         if not self.renders_images:
             raise ConversationError(
-                "a message has images, for which the chat template has no place; set policy.tokenizer.chat_template to one that has"
+                "a message has images, which the chat template does not support; set policy.tokenizer.chat_template to one that does"
             )
 
     @cached_property
     def renders_images(self) -> bool:
-        """Whether the template has a place for images in a message."""
+        """Whether the template supports images in messages."""
         if self.joins_plain_text:
             return False
         text = {"type": "text", "text": _CALL_MARKER}
@@ -556,7 +561,7 @@ class ChatTemplate:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether the template reads contents as lists of parts only."""
+        """Whether the template accepts contents only as lists of parts."""
         if _CALL_MARKER in self._try_apply("user", _CALL_MARKER):
             return False
         rendered = self._try_apply("user", [{"type": "text", "text": _CALL_MARKER}])
@@ -564,23 +569,25 @@ class ChatTemplate:
 
     @cached_property
     def _named_roles(self) -> frozenset[str]:
-        """The roles whose names the template writes."""
+        """The roles for which the template writes the names of messages."""
         return frozenset(
             role for role in ("system", "user", "assistant") if _CALL_MARKER in self._try_apply(role, "?", name=_CALL_MARKER)
         )
 
     def _try_apply(self, role: str, content: Any, **fields: str) -> str:
-        """Return one rendered message, after a question by the user where it is none, or an empty text if the template refuses it."""
+        """Return one rendered message (after a user question unless it is one itself), or an empty text if the template rejects
+        it.
+        """
         message = {"role": role, "content": content, **fields}
         question = {"role": "user", "content": [{"type": "text", "text": "?"}] if isinstance(content, list) else "?"}
         try:
             return self._apply([question, message] if role == "assistant" else [message], False)
-        except Exception:  # a template may raise anything
+        except Exception:  # a template may raise any exception
             return ""
 
     @cached_property
     def _reasoning_keys(self) -> tuple[str, ...]:
-        """The names by which the template reads the reasoning of a message."""
+        """The keys under which the template reads the reasoning of a message."""
         template = str(getattr(self.tokenizer, "chat_template", ""))
         return tuple(key for key in _REASONING_KEYS if re.search(rf"\b{key}\b", template))
 
@@ -603,14 +610,14 @@ def _warn_of_mode(name: str, on: bool) -> None:
 @cache
 def _warn_of_name(role: str) -> None:
     warnings.warn(
-        f"the chat template does not write who speaks: the names of messages by {role!r} are left out; write them into the content, or set "
-        "policy.tokenizer.chat_template",
+        f"the chat template does not write the names of speakers: the names of {role!r} messages are left out; write them into the "
+        "content, or set policy.tokenizer.chat_template",
         stacklevel=2,
     )
 
 
 def _cut_path(replies: Sequence[_Reply], rendered: str, messages: Messages) -> tuple[list[str], Messages]:
-    """Cut the text of replies that follow each other where they begin and end. ``rendered``: all messages."""
+    """Cut the text of consecutive replies at the start and end of each. ``rendered``: all messages."""
     last = replies[-1]
     whole = rendered.startswith(last.text[: last.end])
     text = rendered if whole else last.text
@@ -626,7 +633,7 @@ def images_of(messages: Messages) -> list[Image]:
 def _join_messages(messages: Messages) -> str:
     if images_of(messages):
         raise ConversationError(
-            "a message has images, for which plain text has no place; set policy.tokenizer.chat_template to one that has"
+            "a message has images, which plain text cannot contain; set policy.tokenizer.chat_template to a template with images"
         )
     return "\n".join(message.content for message in messages)
 

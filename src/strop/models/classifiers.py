@@ -1,4 +1,4 @@
-"""Load sequence classifiers with one label, Transformers' form of reward models and critics, and set their padding token."""
+"""Load sequence classifiers with one label (reward models and critics in Transformers), and set their padding token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from strop.safety.remote_code import trusts_remote_code
 log = logging.getLogger(__name__)
 
 _CLASSIFIER = "ForSequenceClassification"
-OUTPUT_LAYERS = ("lm_head.", "embed_out.")  # of language models, which their classifiers lack
+OUTPUT_LAYERS = ("lm_head.", "embed_out.")  # names in language models, absent in their classifiers
 
 
 def load_classifier(
@@ -74,7 +74,7 @@ def load_classifier(
 
 
 def _forget_head(report: LoadReport, model: Any) -> LoadReport:
-    """Leave the score layer, which will be initialized, and the language model's output layer out of a report."""
+    """Remove the score layer, which will be initialized, and the language model's output layer from a report."""
     inside = f"{model.base_model_prefix}."
     return replace(
         report,
@@ -92,7 +92,7 @@ def _load_with_adapters(adapters: Path, overrides: Mapping[str, Any] | None) -> 
 
 
 def _convert_language_model(model: Any) -> Any:
-    """Return a classifier that takes over the base model of a causal LM."""
+    """Return a classifier that reuses the base model of a causal LM."""
     from transformers import AutoModelForSequenceClassification
 
     config = model.config
@@ -140,7 +140,9 @@ def _check_supported(name: str, config: Any) -> None:
 
 
 def to_classifier_config(name: str, config: Any) -> Any:
-    """Change a model's configuration, in place, to that of its classifier with one label. Raises ValueError if it has none."""
+    """Change a model's configuration, in place, into that of a classifier with one label. Raises ValueError if the family has
+    none.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as KNOWN
 
     _check_single_label(name, config)

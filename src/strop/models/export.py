@@ -35,7 +35,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class ExportFormat:
     """How weights are written."""
 
-    dtype: str | None = None  # a key of DTYPES; None keeps that of the weights
+    dtype: str | None = None  # a key of DTYPES; None keeps the weights' dtype
     max_shard_size: str | None = None  # such as 5GB; None is Transformers' default
 
     @property
@@ -51,7 +51,7 @@ class ConversionError(ValueError):
 
 
 def check_target(target: Path) -> None:
-    """Raise ConversionError if there is something in ``target`` already."""
+    """Raise ConversionError if ``target`` is not empty."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConversionError(f"{target} already exists; remove it, or name another folder")
 
@@ -83,7 +83,7 @@ def load_model_config(name: str) -> Any:
     """Load a model's configuration by its folder or hub name. Raises ModelNotFound."""
     from transformers import AutoConfig
 
-    if (Path(name) / "config.json").exists():  # also a folder of shards, which is no model
+    if (Path(name) / "config.json").exists():  # also a folder of shards, which is not a model
         return from_pretrained(AutoConfig, name)
     folder, gguf = locate_model(name)
     return from_pretrained(AutoConfig, folder, **({"gguf_file": gguf} if gguf else {}))
@@ -107,7 +107,7 @@ def export_weights(config: Any, weights: Mapping[str, Tensor], folder: Path, for
 
 
 def load_saved_model(folder: str) -> Any:
-    """Load a Hugging Face folder as the class that it names, in the data type of its weights."""
+    """Load a Hugging Face folder as the class named in it, in the data type of its weights."""
     if not (Path(folder) / "config.json").exists() or not any(Path(folder).glob("*.safetensors")):
         return load_model(folder)
     kind = find_model_class(load_model_config(folder))
@@ -132,7 +132,7 @@ def save_model(model: Any, folder: Path, form: ExportFormat = AS_THEY_ARE) -> No
 
 
 def save_model_config(config: Any, dtype: torch.dtype, folder: Path, *, scores: bool = False) -> None:
-    """Write the configuration of a language model, or with ``scores`` of its sequence classifier, with the name of its class."""
+    """Write the configuration of a language model, or with ``scores`` of its sequence classifier, including the class name."""
     from transformers import AutoModelForSequenceClassification
 
     config = copy.deepcopy(config)
@@ -160,7 +160,7 @@ def copy_adapters(source: Path, folder: Path, form: ExportFormat = AS_THEY_ARE) 
 
 
 def find_model_class(config: Any) -> Any:
-    """Return the class that a configuration names. Raises ValueError if this version of Transformers does not have it."""
+    """Return the model class named by a configuration. Raises ValueError if this version of Transformers lacks it."""
     import transformers
 
     kind = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
@@ -173,7 +173,7 @@ def find_model_class(config: Any) -> Any:
 
 
 def describe_model(config: Any, *, classifier: bool = False) -> Any:
-    """Return a causal LM, or a classifier with one label, on the meta device: it has names and shapes, and no memory."""
+    """Return a causal LM, or a classifier with one label, on the meta device, where weights have names and shapes but no memory."""
     from transformers import AutoModelForSequenceClassification
 
     if classifier:

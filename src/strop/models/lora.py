@@ -85,18 +85,18 @@ def _inject_adapters(model: Any, names: Sequence[str], options: LoraConfig, base
         task_type=CLASSIFIER_TASK if _is_classifier(model) else "CAUSAL_LM",
         base_model_name_or_path=base,
     )
-    # PEFT replaces the names of some layers by those of experts (see AdapterTargets), unless the model has no configuration.
+    # PEFT replaces some layer names by those of experts (see AdapterTargets), unless the model has no configuration.
     plain = nn.Module()
     for name, child in model.named_children():
         plain.add_module(name, child)
     inject_adapter_in_model(config, plain, adapter_name=ADAPTER)
-    # Set after the injection: PEFT would wrap the score layer, and make parametrizations of targets that are parameters.
+    # Set after the injection: otherwise PEFT would wrap the score layer and create parametrizations for parameter targets.
     saved = AdapterTargets.of(targets, model.config.model_type).options()
     model.peft_config = {ADAPTER: replace(config, **saved, modules_to_save=_modules_to_save(model) or None)}
 
 
 def _shorten_names(names: Sequence[str], layers: Collection[str]) -> list[str]:
-    """Return the last parts of the names if these select the same layers, as is usual in PEFT's files; else the full names."""
+    """Return the last parts of the names if these select the same layers, as usual in PEFT's files; otherwise the full names."""
     ends = {name.rpartition(".")[2] for name in names}
     same = {name for name in layers if name.rpartition(".")[2] in ends} == set(names)
     return sorted(ends) if same else list(names)
@@ -143,8 +143,8 @@ def find_target_layers(model: Any, options: LoraConfig) -> list[str]:
     selected -= _match_layers("exclude_modules", options.exclude_modules, linear, model)
     if not selected:
         raise ValueError(
-            f"dtensor_cfg.lora_cfg: of the {len(linear)} linear layers of {type(model).__name__} none is left for an adapter; "
-            "list fewer in exclude_modules"
+            f"dtensor_cfg.lora_cfg: of the {len(linear)} linear layers of {type(model).__name__} all are excluded from adapters; list "
+            "fewer in exclude_modules"
         )
     if not options.target_modules and (fused := _expert_weights(model)):
         warnings.warn(
@@ -180,12 +180,14 @@ def _match_layers(key: str, patterns: Sequence[str], names: Sequence[str], model
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern matches the full name, its end after a dot, or with * ? or [ the full name as a shell pattern."""
+    """Return whether a pattern matches the full name, a suffix of it after a dot or, with * ? or [, the full name as a shell
+    pattern.
+    """
     return name == pattern or name.endswith(f".{pattern}") or fnmatchcase(name, pattern)
 
 
 def _explain_mismatch(pattern: str, model: Any) -> str | None:
-    """Describe what a pattern matches if it cannot have an adapter."""
+    """Explain why a pattern matches only modules that cannot have adapters."""
     for name, module in model.named_modules():
         if name and _matches(pattern, name):
             head = None if _is_classifier(model) else model.get_output_embeddings()
@@ -198,7 +200,7 @@ def _explain_mismatch(pattern: str, model: Any) -> str | None:
 
 
 def _expert_weights(model: nn.Module) -> list[str]:
-    """Return the names of weights that hold all experts of a layer in one tensor, with ``*`` for the number of the layer."""
+    """Return the names of weights that hold all experts of a layer in one tensor, with ``*`` for the layer index."""
     convolutions = {id(module.weight) for module in model.modules() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)}
     fused = [name for name, weight in model.named_parameters() if weight.dim() == 3 and id(weight) not in convolutions]
     return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in fused))
@@ -211,7 +213,7 @@ def _is_classifier(model: Any) -> bool:
 
 
 def _modules_to_save(model: Any) -> list[str]:
-    """Return the names of layers that are fully trained and saved beside the adapters."""
+    """Return the names of layers that are fully trained and saved together with the adapters."""
     if not _is_classifier(model):
         return []
     layer = get_score_layer(model)

@@ -26,9 +26,8 @@ class LoraConfig(BaseConfig):
     enabled: bool = Field(False, description="Train only adapters. The reference policy is then the model with its adapters off.")
     target_modules: Patterns = Field(
         (),
-        description="Name patterns of the layers that get adapters, such as [q_proj, v_proj] or ['*.mlp.*']. A pattern "
-        "matches the end of a name after a dot, or with * ? or [ the whole name. One that matches nothing is an "
-        "error.",
+        description="Name patterns of the layers that get adapters, such as [q_proj, v_proj] or ['*.mlp.*']. A pattern matches a suffix "
+        "of a name after a dot or, with * ? or [, the whole name. A pattern without a match is an error.",
     )
     exclude_modules: Patterns = Field((), description="Name patterns of layers without adapters, matched in the same way.")
     match_all_linear: bool | None = Field(
@@ -40,7 +39,10 @@ class LoraConfig(BaseConfig):
     alpha: int = Field(32, ge=1, description="Scale of an adapter: its output is multiplied by alpha / dim.")
     use_rslora: bool = Field(False, description="Scale by alpha / sqrt(dim) instead.")
     dropout: float = Field(
-        0.0, ge=0, lt=1, description="Dropout in training; only for recorded data, where no policy samples (fraction)."
+        0.0,
+        ge=0,
+        lt=1,
+        description="Dropout probability in training; only for recorded data, where the policy does not sample (fraction).",
     )
     dropout_position: Literal["pre", "post"] = Field(
         "post", description="Drop an adapter's inputs (pre, as PEFT does) or outputs (post)."

@@ -12,8 +12,8 @@ def reuse_freed_memory() -> bool:
     """Keep freed memory in the process instead of returning it to the system. Return whether that is supported (glibc only).
 
     By default glibc maps every large block with mmap and unmaps it when it is freed, so a training step touches gigabytes of new pages,
-    each of which costs a page fault: a fifth of a step on a small machine. A process that repeats the same step needs the same blocks
-    again. The cost is memory: fragments that no later block fits stay with the process until ``trim_freed_memory``.
+    each of which costs a page fault: a fifth of a step on a small machine. A process that repeats the same step needs the same
+    blocks again. The cost is memory: fragments too small for later blocks stay allocated until ``trim_freed_memory``.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -1,7 +1,7 @@
-"""A causal language model as the learner uses it: hidden states at the positions that a batch predicts from.
+"""A causal language model as used by the learner: hidden states at the positions that predict a batch's tokens.
 
 A model that follows Transformers' attention interface reads packed rows with shared prefixes. A probe detects a model that cannot
-(recurrent layers, custom attention); it reads padded rows instead, one rollout a row, with a warning.
+(recurrent layers, custom attention); it reads padded rows instead, one rollout per row, with a warning.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TokenSharding(Protocol):
     """How devices share the tokens and the predicted tokens of a micro-batch."""
 
     def shard_tokens(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, AttentionPlan]:
-        """[T] tokens and positions -> those of this device, and the plan of their attention."""
+        """[T] tokens and positions -> those of this device, and the plan for their attention."""
         ...
 
     def gather_hidden(self, hidden: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class TokenSharding(Protocol):
         ...
 
     def shard_layers(self, column: Tensor, padding: int) -> Tensor:
-        """[T, ...] -> the rows that the layers of this device compute between attentions; rows of ``padding`` where there is no token."""
+        """[T, ...] -> the rows that this device's layers compute between attentions; rows of ``padding`` where there is no token."""
         ...
 
     def add_counts(self, counts: Tensor) -> Tensor:
@@ -113,17 +113,17 @@ class Network:
         self.chunk = chunk
         self.attention_kernel: AttentionKernel = attention_kernel  # of packed rows
         self.device = next(model.parameters()).device
-        self.fused_layers: FusedLayers = enable_fused_layers(model)  # a learner's passes use them
-        self.compiled_layers: CompiledLayers | None = None  # with policy.compile: they use these instead
+        self.fused_layers: FusedLayers = enable_fused_layers(model)  # used in the learner's passes
+        self.compiled_layers: CompiledLayers | None = None  # with policy.compile: used instead
         self.token_sharding: TokenSharding = NoTokenSharding()
         self.routed: RoutedLayers | None = None  # with router replay
         self.observed_routers: ObservedRouters | None = None  # with router losses
-        self.router_counts: Tensor | None = None  # since they were taken: (token, layer) pairs that differ, compared
+        self.router_counts: Tensor | None = None  # since the last read: (token, layer) pairs that differ, compared
         self.exact: ExactPasses | None = None  # with policy.exact_on_policy
         self.draft: DraftHead | None = None  # of an extension
         self.vision: VisionTower | None = None  # with a processor of images
-        self.no_vision = ""  # why a model with a tower reads no images
-        self.received: Tensor | None = None  # [t, H], from an earlier pipeline stage: this one does not embed the tokens
+        self.no_vision = ""  # why a model with a vision tower reads no images
+        self.received: Tensor | None = None  # [t, H], from the previous pipeline stage: this one does not embed the tokens
         self.fallback: str | None = None  # why the model cannot read packed rows
         self.packed = self._probe() if packed is None else packed
         self.use_learner_attention()
@@ -155,7 +155,9 @@ class Network:
 
     @property
     def reads_plain_rows(self) -> bool:
-        """Whether it reads a packed row's tokens, positions and sources as they are, so that they may be on its device already."""
+        """Whether it reads the tokens, positions and sources of a packed row unchanged, so that they may already be on its
+        device.
+        """
         whole = isinstance(self.token_sharding, NoTokenSharding)
         return self.packed and whole and self.vision is None and self.routed is None and self.draft is None
 
@@ -165,15 +167,15 @@ class Network:
         return embedded
 
     def enable_router_replay(self) -> None:
-        """Record the experts that an engine chooses, and train with recorded ones. Raises ValueError for a model without experts."""
+        """Enable recording an engine's experts and training with recorded ones. Raises ValueError for a model without experts."""
         self.routed = install_router_replay(self.model)
 
     def observe_routers(self, config: RouterLossConfig, section: str) -> None:
-        """Add the losses of routers to the gradient of observed passes, and count their load. Raises ValueError without experts."""
+        """Add router losses to the gradient of observed passes, and count expert load. Raises ValueError without experts."""
         self.observed_routers = ObservedRouters(self.model, config, section)
 
     def _observe(self, batch: Batch, source: Tensor | None = None) -> Mapping[str, RouterObserver]:
-        """Return the keyword argument of the decoder that watches the routers of a pass. ``source``: as for replay."""
+        """Return the decoder's keyword argument that observes the routers of a pass. ``source``: as for replay."""
         if self.observed_routers is None:
             return {}
         columns = (batch.source if source is None else source, batch.sequence, batch.mask)
@@ -181,33 +183,35 @@ class Network:
         return self.observed_routers.observe(places, sequence, mask, batch.totals.tokens)
 
     def enable_vision(self, processor: VisionProcessor) -> None:
-        """Read images, with the vision tower of the model."""
+        """Enable image inputs, using the model's vision tower."""
         self.vision = VisionTower(self.model, processor)
 
     def disable_vision(self, reason: str) -> None:
-        """Read text alone; a batch with images is then an error, which says ``reason``."""
+        """Read only text; a batch with images is then an error that gives ``reason``."""
         self.vision, self.no_vision = None, reason
 
     def _check_no_images(self, batch: Batch) -> None:
-        """Raise ValueError for a batch with images, for a network that reads none."""
+        """Raise ValueError if a batch has images that this network cannot read."""
         if batch.images:
             raise ValueError(
-                f"a batch has images, and {type(self.model).__name__} reads text alone"
+                f"a batch has images, and {type(self.model).__name__} reads only text"
                 + (f" ({self.no_vision})" if self.no_vision else "")
                 + ": name a vision-language model (policy.model_name), or leave the images out of the data"
             )
 
     def make_exact(self) -> None:
-        """Compute the same bits for a token whatever stands beside it, from now on. Raises NotExactError for a model that cannot."""
+        """From now on, compute the same bits for a token regardless of its neighbours. Raises NotExactError for an unsupported
+        model.
+        """
         if is_vision_config(self.model.config):
             raise NotExactError(
-                f"policy.exact_on_policy: {type(self.model).__name__} has a vision tower, which no exact pass is written for; set it to "
+                f"policy.exact_on_policy: {type(self.model).__name__} has a vision tower, which exact mode does not support; set it to "
                 "false"
             )
         if not self.packed:
             raise NotExactError(
                 f"policy.exact_on_policy: {type(self.model).__name__} cannot read packed rows "
-                f"({self.fallback or 'sequence packing is off'}), and padded ones have no fixed order of additions; set it to false"
+                f"({self.fallback or 'sequence packing is off'}), and padded rows have no fixed order of additions; set it to false"
             )
         self.exact = ExactPasses(self.model)
 
@@ -229,7 +233,7 @@ class Network:
     def _replay(self, batch: Batch, source: Tensor | None = None) -> dict[str, ReplayedRoutes]:
         """Return the keyword argument of the decoder that replays the recorded experts of a batch.
 
-        ``source`` [N]: of padded rows, the places in all rows that the predicted tokens are predicted from.
+        ``source`` [N]: for padded rows, the positions (over all rows) from which the predicted tokens are predicted.
         """
         column = None if self.routed is None else self.routed.column
         if self.routed is None or column is None or column.name not in batch.read_columns:
@@ -278,7 +282,7 @@ class Network:
         return self.token_sharding.gather_outputs(outputs, len(batch.target))
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Return the hidden states [N, H] at the positions that the batch predicts from; with token sharding, at those of this device."""
+        """Return the hidden states [N, H] that predict the batch's tokens; with token sharding, only this device's."""
         return self._hidden_packed(batch) if self.packed else self._hidden_padded(batch)
 
     def _hidden_packed(self, batch: Batch) -> Tensor:
@@ -367,7 +371,7 @@ class Network:
 
 
 def set_attention(model: Any, implementation: str) -> None:
-    """Set what computes a language model's attention. A vision tower keeps its own: it reads each image whole."""
+    """Set the attention implementation of a language model. A vision tower keeps its own, because it reads each image whole."""
     model.set_attn_implementation({"text_config": implementation} if is_vision_config(model.config) else implementation)
 
 
@@ -378,13 +382,13 @@ def _native_attention(model: Any) -> str:
 
 
 def _read_rows(batch: Batch, column: Tensor) -> list[Tensor]:
-    """Return the rows of a column [T, ...] of each path of the rollouts."""
+    """Return the rows of a column [T, ...], one per path of the rollouts."""
     segments = column.split(batch.segment_length.tolist())
     return [torch.cat([segments[segment] for segment in path]) for paths in batch.rollout_paths() for path in paths]
 
 
 def _source_rows(batch: Batch) -> Tensor:  # [N] int64
-    """Return the row of each predicted token: the first path of its rollout that its source is on."""
+    """Return the row of each predicted token: the first path of its rollout that contains its source."""
     if batch.leaf_sequence is None:
         return batch.sequence
     rows: dict[tuple[int, int], int] = {}  # (rollout, segment) -> path
@@ -459,7 +463,9 @@ def probe_batch(vocabulary: int) -> Batch:
 
 
 def name_base_model(model: Any) -> Any:
-    """Return a causal LM whose ``base_model`` is its decoder: Transformers' class of Llama 4's text names one that it does not have."""
+    """Make a causal LM's ``base_model`` its decoder: Transformers' text class for Llama 4 names an attribute that it does not
+    have.
+    """
     if model.base_model is model and model.get_output_embeddings() is not None:
         embeddings = model.get_input_embeddings()
         for name, child in model.named_children():
@@ -469,9 +475,9 @@ def name_base_model(model: Any) -> Any:
 
 
 def disable_dropout(model: nn.Module) -> Sequence[str]:
-    """Disable dropout and return where it was active: probability ratios under two dropout masks would measure the masks.
+    """Disable dropout and return where it was active: probability ratios between two dropout masks would measure only the masks.
 
-    Families have it in modules and in numbers (``attention_dropout``, ``hidden_dropout``, ``resid_pdrop``).
+    Model families have it as modules and as numbers (``attention_dropout``, ``hidden_dropout``, ``resid_pdrop``).
     """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
     for module in model.modules():
@@ -485,7 +491,7 @@ def disable_dropout(model: nn.Module) -> Sequence[str]:
 
 
 def freeze_routers(model: nn.Module) -> Sequence[str]:
-    """Stop training the weights that choose the experts of each token, and return their names; none in a model without experts."""
+    """Freeze the weights that choose the experts of each token, and return their names; empty for a model without experts."""
     names = [
         f"{name}.{child}.weight"
         for name, block in model.named_modules()

@@ -1,4 +1,4 @@
-"""A reward model that batches concurrent requests, each with one conversation.
+"""A reward model that batches concurrent requests of one conversation each.
 
 score(tokens) --+
 score(tokens) --+--> queue --> one thread: a padded batch -> scores [B] --> one score per caller
@@ -31,8 +31,8 @@ class ScorerLimits:
     """Limits of one batch."""
 
     conversations: int = 32
-    tokens: int = 16384  # including padding; a longer conversation is a batch of its own
-    wait: float = 0.005  # seconds that the first request of a batch waits for others
+    tokens: int = 16384  # including padding; a longer conversation is a separate batch
+    wait: float = 0.005  # seconds that a batch's first request waits for others
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class RewardScorer:
             logits: Tensor = self.model(input_ids=tokens, attention_mask=mask).logits[:, 0]
             return logits
         hidden = self.model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
-        layer = get_score_layer(self.model)  # a model over several devices ends on another one than it begins
+        layer = get_score_layer(self.model)  # a model spread over several devices ends on a different one than it begins
         hidden = hidden[torch.arange(len(tokens), device=hidden.device), last.to(hidden.device)]
         return apply_score_layer(layer, hidden.to(layer.weight.device))
 
@@ -105,7 +105,7 @@ class RewardScorer:
                 return
 
     def _count_fitting(self, waiting: Sequence[ScoreRequest]) -> int:
-        """Return how many requests, from the first on, fit one batch."""
+        """Return the number of requests, counted from the first, that fit into one batch."""
         longest = 0
         for count, request in enumerate(waiting):
             longest = max(longest, len(request.tokens))
@@ -138,25 +138,25 @@ def load_reward_scorer(
 ) -> RewardScorer:
     """Load a trained sequence classifier with one label: a folder of ``strop rm``, or a Hugging Face model.
 
-    ``device_map`` places its layers on several devices, in place of ``device``: "balanced" over all GPUs, or as it says.
+    ``device_map`` spreads its layers over several devices instead of ``device``: "balanced" uses all GPUs; otherwise as mapped.
 
     Raises ModelNotFound, and ValueError for several labels or a model without a trained score layer.
     """
-    model = load_classifier(name, init_std=0.0)  # a score layer that is missing in the files becomes all zeros
+    model = load_classifier(name, init_std=0.0)  # a score layer missing in the files is loaded as zeros
     if not get_score_layer(model).weight.any():
         raise ValueError(
             f"model_name: {name} has no trained score layer: it is a language model, not a reward model; set it to a sequence classifier "
             "with one label, such as the folder that strop rm saves (policy/weights)"
         )
     disable_dropout(model)
-    fix_rotary_length(model, model.config.get_text_config().max_position_embeddings)  # not by the neighbours of a conversation
+    fix_rotary_length(model, model.config.get_text_config().max_position_embeddings)  # independent of the rest of the batch
     cast_weights(model, precision)
     placed = model.to(device) if device_map is None else _place_layers(model, device_map)
     return RewardScorer(placed, precision=precision, limits=limits)
 
 
 def _place_layers(model: Any, device_map: str | Mapping[str, int | str]) -> Any:
-    """Place the layers on several devices; a batch goes through them one after the other. Raises ValueError for a map that does not fit."""
+    """Place the layers on several devices, which a batch passes through in order. Raises ValueError for a map that does not fit."""
     from accelerate import dispatch_model, infer_auto_device_map
     from accelerate.utils import check_device_map, get_balanced_memory
 

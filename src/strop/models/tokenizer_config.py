@@ -22,8 +22,8 @@ class TokenizerConfig(BaseConfig):
     chat_template: str | None = Field(
         None,
         json_schema_extra=NAMES_FILE,
-        description="Jinja template, or a file that holds one; null or default is the tokenizer's own, passthrough "
-        "joins the contents of the messages.",
+        description="Jinja template, or a file that holds one; null or default uses the tokenizer's, passthrough joins the contents of "
+        "the messages.",
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the chat template, such as enable_thinking."
@@ -32,14 +32,14 @@ class TokenizerConfig(BaseConfig):
     tool_call_format: str | None = Field(
         None,
         min_length=1,
-        description="How the model writes calls of tools: hermes, qwen_xml, xml, llama3_json, mistral, gpt_oss or deepseek; null is as the "
-        "chat template writes them.",
+        description="How the model writes tool calls: hermes, qwen_xml, xml, llama3_json, mistral, gpt_oss or deepseek; null follows the "
+        "chat template.",
     )
 
     @field_validator("chat_template")
     @classmethod
     def _read_file(cls, value: str | None) -> str | None:
-        """Put the text of a file in the place of its path, so that a saved run does not depend on the file."""
+        """Replace a file path by the file's text, so that a saved run does not depend on the file."""
         try:
             return value if value == "passthrough" else read_chat_template(value)
         except ValueError:
@@ -57,14 +57,14 @@ PASSTHROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}
 
 
 def read_chat_template(value: str | None) -> str | None:
-    """Return the template that a configuration names: the text of a file, or the value itself. Raises ValueError."""
+    """Return the configured template: the text of a file, or the value itself. Raises ValueError."""
     if value is None or value == "default" or "{%" in value or "{{" in value:
         return value
     if value == "passthrough":
         return PASSTHROUGH
     try:
         return read_text_file(value)
-    except (OSError, ValueError, RuntimeError) as error:  # not UTF-8, a name that no file can have, the home of nobody
+    except (OSError, ValueError, RuntimeError) as error:  # not UTF-8, an invalid file name, or an unknown user's home
         raise ValueError(
             f"it is neither a Jinja template nor a file with one: {Path(value).absolute()!s:.300} cannot be read"
         ) from error

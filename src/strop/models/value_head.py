@@ -1,7 +1,7 @@
 """A critic that is one linear layer on the policy's hidden states: no second model in memory, and no gradient into the policy.
 
-Its features come from the policy's training alone. A separate critic (``strop.models.value_network``) learns its own features, at
-the cost of a second model.
+Its features are trained only by the policy. A separate critic (``strop.models.value_network``) learns its own features, at the
+cost of a second model.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ScalarHead(nn.Module):
 
 
 class ValueHead:
-    """A critic for a learner: batch -> values [N]. ``model`` is the head alone; the trunk is the policy with its current weights."""
+    """A critic for a learner: batch -> values [N]. ``model`` is only the head; the trunk is the policy with its current weights."""
 
     def __init__(self, trunk: Network, head: ScalarHead | None = None) -> None:
         """Raises ValueError if the head does not fit the size of the trunk's hidden states."""
@@ -73,7 +73,7 @@ class ValueHead:
         self.compute_hidden: Callable[[Batch], Tensor] = trunk.hidden
         self.device: torch.device = trunk.device
         self.packed = trunk.packed
-        # The trunk is on the meta device on ranks that have not received it yet; the head is the same zeros on all of them.
+        # On ranks that have not received it yet, the trunk is on the meta device; the head is the same zeros on all of them.
         device = torch.device("cpu") if trunk.device.type == "meta" else trunk.device
         self.model = (ScalarHead(size) if head is None else head).to(device=device, dtype=wide)
 

@@ -1,4 +1,4 @@
-"""What a run reports: a console, metric and rollout files, and external services.
+"""Reporting of a run: a console, metric and rollout files, and external services.
 
     train --log(step, metrics)---> CompositeTracker --+--> live | plain console
                                                       +--> metrics.jsonl        read by `strop plot`

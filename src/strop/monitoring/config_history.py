@@ -1,7 +1,7 @@
-"""``config_history.jsonl``: which settings held from which step on, and how the run finished.
+"""``config_history.jsonl``: the settings of a run by step, and how it finished.
 
-The first line has the whole configuration; a line for each start with other settings has what changed, as {key: [old, new]}; the last line
-of a finished run has its step and its end. A run that continues drops the lines of later steps, as it drops their metrics.
+The first line has the whole configuration; each start with other settings adds a line with the changes, as {key: [old, new]};
+the last line of a finished run has its step and its end. A resumed run drops the lines of later steps, as it drops their metrics.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from strop.storage.atomic_file import atomic_write
 
 HISTORY_FILE = "config_history.jsonl"
 
-# What ended a finished run: its last step, its last task, or a validation metric.
+# Why a run is finished: its last step, its last task, or a validation metric.
 End = Literal["steps", "tasks", "early_stop"]
 
 
@@ -31,7 +31,7 @@ class FinishedRun:
 
 
 def record_start(folder: Path, *, step: int, config: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> None:
-    """Record the settings of a run that continues after ``step``; -1 or 0 is a new run."""
+    """Record the settings of a run that continues after ``step``; -1 or 0 means a new run."""
     lines = [line for line in _read(folder) if line.get("from_step", step + 2) <= step] if step > 0 else []
     if not lines:
         lines = [{"from_step": max(step, 0) + 1, "time": _now(), "config": config}]
@@ -60,7 +60,7 @@ def read_changes(folder: Path) -> list[tuple[int, Mapping[str, tuple[Any, Any]]]
 
 
 def read_first_config(folder: Path) -> Mapping[str, Any]:
-    """Return the configuration that a run began with; empty for a run that did not write it down."""
+    """Return the configuration that a run began with; empty if it was not recorded."""
     lines = _read(folder)
     return dict(lines[0].get("config", {})) if lines else {}
 

@@ -1,4 +1,4 @@
-"""Section ``logger``: where metrics and rollouts go."""
+"""Section ``logger``: destinations of metrics and rollouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from strop.problems import Problem
 from strop.user_code import UserCodeError, import_attribute
 
 SWANLAB_PROJECT = r"[0-9a-zA-Z_\-+.]{1,100}"
-SERVICES = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")  # names of their packages, too
+SERVICES = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")  # also the names of their packages
 
 
 class WandbConfig(BaseConfig):
@@ -29,7 +29,7 @@ class WandbConfig(BaseConfig):
     name: str | None = Field(None, description="Run name; null is run_name, and without one Weights & Biases chooses.")
     group: str | None = Field(None, description="Group of runs that belong together, such as the seeds of one experiment.")
     tags: list[str] = Field(default_factory=list, description="Words to find the run by.")
-    notes: str | None = Field(None, description="A longer description, as people write into a commit.")
+    notes: str | None = Field(None, description="A longer description, like a commit message.")
     job_type: str | None = Field(None, description="Kind of run within the group, such as train.")
     mode: Literal["online", "offline", "disabled"] | None = Field(
         None, description="offline keeps the run on this machine for a later wandb sync; null is WANDB_MODE, or else online."
@@ -53,7 +53,7 @@ class MlflowConfig(BaseConfig):
     experiment_name: str | None = Field(
         None,
         min_length=1,
-        description="Experiment, which is made if there is none of this name; null is MLFLOW_EXPERIMENT_NAME, or else strop.",
+        description="Experiment, created if it does not exist; null is MLFLOW_EXPERIMENT_NAME, or else strop.",
     )
     run_name: str | None = Field(None, description="Run name; null is run_name, and without one MLflow chooses.")
     run_id: str | None = Field(
@@ -62,9 +62,7 @@ class MlflowConfig(BaseConfig):
     tracking_uri: str | None = Field(
         None, description="Server or database; null is MLFLOW_TRACKING_URI, or else mlflow.db in the run's log folder."
     )
-    artifact_location: str | None = Field(
-        None, description="Where a new experiment keeps its artifacts; null: the server decides."
-    )
+    artifact_location: str | None = Field(None, description="Artifact location of a new experiment; null: the server decides.")
     tags: dict[str, str] = Field(default_factory=dict, description="Tags of the run.")
 
 
@@ -100,7 +98,7 @@ class TrackioConfig(BaseConfig):
 
 
 class TrackerConfig(BaseConfig):
-    """The section of a tracker that an extension brings: it attaches a subclass to ``LoggerConfig``, under the tracker's name."""
+    """The section of a tracker added by an extension, which attaches a subclass to ``LoggerConfig`` under the tracker's name."""
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
@@ -108,7 +106,7 @@ class TrackerConfig(BaseConfig):
 
 
 class GpuMonitoringConfig(BaseConfig):
-    """How often GPUs and machines are looked at."""
+    """How often GPUs and machines are sampled."""
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
@@ -121,7 +119,7 @@ class GpuMonitoringConfig(BaseConfig):
 
 
 class LoggerConfig(BaseConfig):
-    """Where metrics and rollouts go."""
+    """Destinations of metrics and rollouts."""
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
@@ -140,13 +138,13 @@ class LoggerConfig(BaseConfig):
     )
     token_columns: Literal["sampled", "all", "none"] = Field(
         "sampled",
-        description="What the update says of each token, stored with the rollouts: of sampled ones, of all (recorded data is stored too), "
-        "or none.",
+        description="Per-token results of the update to store with the rollouts: for sampled tokens, for all (recorded data is stored "
+        "too), or none.",
     )
     routes: bool = Field(
         False,
-        description="Store the experts of each token with the rollouts, with policy.router_replay, so that `strop replay` can train a step "
-        "again: a byte for each token, layer and expert chosen, two with more than 128 experts.",
+        description="Store the experts of each token with the rollouts, with policy.router_replay, so that `strop replay` can train a "
+        "step again: a byte per token, layer and chosen expert, or two with more than 128 experts.",
     )
     wandb_enabled: bool = Field(False, description="Log to Weights & Biases.")
     tensorboard_enabled: bool = Field(False, description="Log to TensorBoard.")
@@ -154,21 +152,21 @@ class LoggerConfig(BaseConfig):
     swanlab_enabled: bool = Field(False, description="Log to SwanLab.")
     trackio_enabled: bool = Field(False, description="Log to Trackio.")
     monitor_gpus: bool = Field(
-        True, description="Log what GPUs, processors, memory, disk and network of each machine do, as system/...."
+        True, description="Log the utilisation of each machine's GPUs, processors, memory, disk and network, as system/...."
     )
     peak_tflops: Annotated[float, Field(gt=0)] | Literal["measure"] | None = Field(
         None,
-        description="Peak of one device that trains, for perf/mfu (10^12 FLOPs a second). null: of the table of devices, which has no "
-        "processors; measure: this machine's processors are measured, about a second, once.",
+        description="Peak arithmetic of one training device, for perf/mfu (10^12 FLOPs per second). null: from a table of GPUs; measure: "
+        "measure this machine's processors once, for about a second.",
     )
     tracked_samples: int = Field(
         8,
         ge=0,
-        description="Rollouts that these services show of a validation and of a step (rollouts); 0: none, and no histograms.",
+        description="Rollouts of a validation and of a step shown in these services (rollouts); 0: none, and no histograms.",
     )
-    tracked_samples_period: int = Field(10, ge=1, description="Training rollouts are shown every so many steps (steps).")
+    tracked_samples_period: int = Field(10, ge=1, description="Interval at which training rollouts are shown (steps).")
     tracked_checkpoints: Literal["none", "reference", "upload"] = Field(
-        "none", description="Checkpoints in Weights & Biases and MLflow: not at all, only where they are, or their files."
+        "none", description="Checkpoints in Weights & Biases and MLflow: none, only their location, or their files."
     )
     close_timeout: float = Field(60, gt=0, description="How long the end of a run waits for each service (s).")
     metric_aliases: bool = Field(
@@ -184,14 +182,14 @@ class LoggerConfig(BaseConfig):
 
     @property
     def services(self) -> tuple[str, ...]:
-        """The services that are enabled, those of extensions last."""
+        """The enabled services, those of extensions last."""
         own = [name for name in SERVICES if getattr(self, f"{name}_enabled")]
         attached = [(name, getattr(self, name)) for name in fields_of(type(self))]
         return (*own, *(name for name, section in attached if isinstance(section, TrackerConfig) and section.enabled))
 
     @property
     def shown_samples(self) -> int | None:
-        """How many rollouts services show; None: there is no service, or it is to show none."""
+        """Number of rollouts that services show; None: no service is enabled, or none are to be shown."""
         return self.tracked_samples if self.services and self.tracked_samples else None
 
     def examine(self, key: str, environments: Mapping[str, Any]) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""A matplotlib figure that a notebook shows without pyplot, and so without its global state."""
+"""A matplotlib figure that a notebook displays without pyplot and its global state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 
 class NotebookFigure(Figure):
-    """A figure that is shown where it is the last value of a cell, whatever backend the notebook has."""
+    """A figure that is displayed when it is a cell's last value, with any notebook backend."""
 
     def _repr_png_(self) -> bytes:
         content = io.BytesIO()

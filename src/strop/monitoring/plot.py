@@ -1,9 +1,9 @@
 """``strop plot RUN``: plot the curves of a run, or of several in one picture, from metrics.jsonl, as small multiples in one PNG.
 
-Panels without data are omitted. The number of a panel is the last step's. Light points are raw values, and the line is a moving average,
-as the picture says; short series such as validations are plotted without smoothing. The last panel stacks the phases of each step's time;
-for several runs, it is the time of a step. Runs that differ in their seed alone are one line, their mean, in a band from the lowest to the
-highest.
+Panels without data are omitted. The number in a panel is the last step's value. Light points are raw values, and the line is a
+moving average, as stated in the picture; short series such as validations are plotted without smoothing. The last panel stacks
+the phases of each step's time; for several runs, it is the time of a step. Runs that differ only in their seed are one line,
+their mean, in a band from the lowest to the highest.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Curve:
     tag: str
     colour: str = BLUE
     reference: float | None = None  # draw a horizontal line at this value
-    span: float = 0.0  # the axis covers at least so much, so that noise does not look like a trend
-    share: bool = False  # of a whole: the axis is 0 to 1
+    span: float = 0.0  # minimum range of the axis, so that noise does not look like a trend
+    share: bool = False  # a share of a whole: the axis is 0 to 1
     from_zero: bool = False
 
 
@@ -141,7 +141,7 @@ def _find_curve(tag: str, runs: Sequence[LoggedRun]) -> Curve:
 
 
 def _name_runs(sources: Sequence[Path]) -> list[str]:
-    """Name runs by their folders, with those above where two have one name."""
+    """Name runs by their folders, adding parent folders where two have the same name."""
     folders = [source.resolve().parent for source in sources]
     for depth in range(1, max(len(folder.parts) for folder in folders)):
         names = ["/".join(folder.parts[-depth:]) for folder in folders]
@@ -248,7 +248,7 @@ def _make_panels(panels: int, title: str) -> tuple[Figure, list[Axes]]:
 
 
 def _widen_axis(axis: Axes, curve: Curve) -> None:
-    """Give the axis its range: 0 to 1 for a share, else at least ``curve.span``, on one side of 0 if all values are."""
+    """Set the range of the axis: 0 to 1 for a share, otherwise at least ``curve.span``, on one side of 0 if all values are."""
     if curve.share:
         axis.set_ylim(-0.03, 1.03)
         return

@@ -1,4 +1,4 @@
-"""Runs as lines of one picture: those that differ in their seed alone are one line, named by what differs between the lines."""
+"""Runs as lines of one picture: runs that differ only in their seed share a line, and labels show the differences between lines."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 Steps = Sequence[tuple[int, Mapping[str, float]]]
 
-LONGEST_LABEL = 48  # characters; longer differences are not a label
+LONGEST_LABEL = 48  # characters; longer differences are not used as labels
 _NOT_COMPARED = ("logger.", "checkpointing.", "run_name", "watchdog.", "cluster.")  # where a run writes and runs, not what it is
 SMOOTH_ABOVE = 12  # series with more points are smoothed
 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """What a run logged, and its configuration by dotted keys (empty if it has none)."""
+    """A run's metrics, and its configuration by dotted keys (empty if it has none)."""
 
     name: str
     steps: Steps
@@ -85,7 +85,7 @@ def _is_seed(key: str) -> bool:
 
 
 def _make_labels(groups: Sequence[Sequence[LoggedRun]]) -> list[str]:
-    """Name each group by the settings in which the groups differ, or by its runs where that would be long or the same for two."""
+    """Name each group by the differing settings, or by its runs if that is too long or ambiguous."""
     firsts = [group[0].settings for group in groups]
     known = {key for settings in firsts for key in settings if not key.startswith(_NOT_COMPARED)}
     keys = sorted(known, key=lambda key: (_is_seed(key), key))

@@ -1,4 +1,4 @@
-"""``starts.jsonl``: one line for each start of a run, with what it ran on: command, packages, hardware, fingerprints of its contents."""
+"""``starts.jsonl``: one line per start of a run, with its command, packages, hardware and content fingerprints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from strop import plugins
 
 STARTS_FILE = "starts.jsonl"
 
-# Those that decide what a run computes; others that are installed are left out.
+# Packages that affect a run's results; other installed ones are left out.
 PACKAGES = (
     "strop", "torch", "transformers", "numpy", "vllm", "megatron-core", "ray", "peft", "torchao", "triton", "flash-attn",
     "tokenizers", "safetensors", "datasets", "math-verify", "pyarrow",
@@ -28,14 +28,14 @@ PACKAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """What a run was started with. Readers take what is missing in older files as unknown."""
+    """The environment in which a run was started. Fields missing in older files are read as unknown."""
 
-    after_step: int  # the step that it continues after; 0: from the beginning
+    after_step: int  # the step after which it continues; 0: from the beginning
     time: str = ""
     command: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     hardware: Mapping[str, str] = field(default_factory=dict)
-    data: Mapping[str, str] = field(default_factory=dict)  # fingerprints of what names stand for, by key
+    data: Mapping[str, str] = field(default_factory=dict)  # fingerprints of the contents behind names, by key
 
 
 def record_run_start(folder: Path, start: RunStart) -> None:
@@ -46,7 +46,7 @@ def record_run_start(folder: Path, start: RunStart) -> None:
 
 
 def read_run_starts(folder: Path) -> list[RunStart]:
-    """Return the starts of a run, the first one first; none for a run of an older version. A line that cannot be read is left out."""
+    """Return the starts of a run, oldest first; empty for a run of an older version. Unreadable lines are skipped."""
     try:
         lines = (folder / STARTS_FILE).read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -72,13 +72,13 @@ def format_now() -> str:
 
 
 def find_versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages that decide what a run computes."""
+    """Return the versions of Python and of the installed packages that affect a run's results."""
     names = (*PACKAGES, *plugins.declared("engines"))
     versions = {name: version for name in names if (version := _find_version(name)) is not None}
     return {"python": platform.python_version(), **versions}
 
 
-@functools.cache  # the library parses all that a package says of itself
+@functools.cache  # cached, because the library parses all of a package's metadata
 def _find_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -87,7 +87,7 @@ def _find_version(package: str) -> str | None:
 
 
 def describe_hardware() -> dict[str, str]:
-    """Return what this process computes on: processor, cores, threads, memory, system, and GPUs with their memory and driver's runtime."""
+    """Return this process's hardware: processor, cores, threads, memory, system, and GPUs with their memory and driver's runtime."""
     torch = sys.modules.get("torch")  # not imported for this
     found = {
         "processor": find_processor(),
@@ -101,7 +101,7 @@ def describe_hardware() -> dict[str, str]:
 
 
 def find_processor() -> str:
-    """Return what this machine's processor calls itself."""
+    """Return the processor's name for itself."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

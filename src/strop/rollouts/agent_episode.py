@@ -37,7 +37,9 @@ async def run_agent(
     max_turns: int,
     max_length: int,
 ) -> Rollout:
-    """Run the agent of a rollout. Raises what the agent raises, unless that follows from a refused request: then it is truncated."""
+    """Run the agent of a rollout. Its exceptions propagate, except those caused by a refused request: the rollout is then
+    truncated.
+    """
     if not packages.is_installed("aiohttp"):
         raise ImportError(
             f"{environment.traits.title} needs the gateway, and that the package aiohttp: {install_command('serve')}"

@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRules:
-    """Limits of an episode, and what becomes of its reward."""
+    """Limits of an episode, and the processing of its reward."""
 
     max_turns: int = 1  # turns of the policy
     max_length: int = 4096  # tokens of the whole conversation
     max_prompt_length: int | None = None  # tokens of the first prompt; None: max_length - 1
     scaling: RewardScalingConfig | None = None
     penalties: RewardPenaltiesConfig | None = None
-    tool_call_format: str | None = None  # None: the one that the chat template writes
+    tool_call_format: str | None = None  # None: the format of the chat template
     gateway: GatewayConfig | None = None  # for agents
 
 
@@ -70,7 +70,7 @@ async def run_group(
     """Run all rollouts of one task concurrently. An error of the environment or the engine is recorded on its rollout (law 7).
 
     With ``greedy_baseline``, one more rollout is sampled greedily, as a baseline for the others. The rewards of the group see it too.
-    ``past``: earlier selves of the policy, of which all rollouts meet the same one.
+    ``past``: earlier selves of the policy; all rollouts of the group play against the same one.
     """
     version = generator.version
     compares = environment.traits.has_group_rewards
@@ -106,7 +106,7 @@ async def run_group(
 async def _score_group(
     environment: EnvironmentHandle[Any], task: Task, rollouts: Sequence[Rollout], scaling: RewardScalingConfig | None
 ) -> list[Rollout]:
-    """Return the rollouts with the rewards of their group. An error is recorded on each rollout that had none."""
+    """Return the rollouts with their group rewards. An error is recorded on each rollout that had no error before."""
     valid = [rollout for rollout in rollouts if rollout.error is None]
     try:
         where = f"environment {environment.traits.title}, rewards of the group"
@@ -166,7 +166,7 @@ async def run_episode(
 ) -> Rollout:
     """Run one rollout and score it. Errors of the environment or the engine are recorded on the rollout, not raised.
 
-    Raises EngineDied if the engine is dead, and was restarted as often as it may be.
+    Raises EngineDied if the engine died and has no restarts left.
     """
     empty = torch.zeros(0, dtype=torch.int64)
     rollout = Rollout(task=task, sample=sample, seed=seed, messages=(), prompt=empty, version=version)
@@ -223,7 +223,7 @@ async def _run_episode(
                 f"{environment.traits.title}.session swallowed an exception; let it propagate, so that it is recorded"
             )
     except EngineDied:
-        raise  # after its restarts: no fault of the rollout, which an evaluation would count as wrong
+        raise  # the engine's restarts are used up. This is no fault of the rollout, which an evaluation would count as wrong
     except Exception as error:
         log.debug("task %s, sample %d failed", task.id, sample, exc_info=error)
         return replace(rollout, ending=Ending.ERROR, error=describe_error(error))
@@ -303,7 +303,7 @@ async def _policy_turn(
     rules: EpisodeRules,
     tools: ToolTurns | None,
 ) -> tuple[Rollout, ParsedReply | None]:
-    """Return the rollout with a turn of the policy, and the turn taken apart if there are tools."""
+    """Return the rollout with a policy turn appended, and the parsed turn if there are tools."""
     if tools is not None:
         sampling = tools.stop_at_calls(sampling)
     remaining = rules.max_length - rollout.length
@@ -353,7 +353,7 @@ async def _environment_turn(
 
 
 def _append(rollout: Rollout, messages: Messages, encoded: EncodedPrompt, rules: EpisodeRules) -> Rollout:
-    """Return the rollout with an observation, or ended where it leads to no further turn of the policy."""
+    """Return the rollout with an observation appended, or ended if no further policy turn can follow."""
     if len(rollout.policy_turns) >= rules.max_turns:
         return replace(rollout, ending=Ending.TURNS)
     if rollout.length + len(encoded.tokens) >= rules.max_length:
@@ -363,7 +363,7 @@ def _append(rollout: Rollout, messages: Messages, encoded: EncodedPrompt, rules:
     return rollout.with_turn(observation_turn(encoded.tokens, text, images), *messages)
 
 
-# The policy as an opponent of itself: what it would write in another conversation.
+# The policy as its own opponent: the reply it would write in another conversation.
 
 
 @dataclass(frozen=True)
@@ -383,8 +383,8 @@ class SampledPolicy:
     def past(self, share: float) -> SampledPolicy:
         if self.earlier is None:
             raise NoPolicyError(
-                "this environment plays against earlier selves of the policy, which are kept in training only; set opponent to self, or to "
-                "endpoint with a model that strop serve serves"
+                "this environment plays against earlier selves of the policy, which exist only in training; set opponent to self, or to "
+                "endpoint with a model served by strop serve"
             )
         return replace(self, generator=self.earlier.generator) if self.earlier.quantile < share else self
 

@@ -1,7 +1,7 @@
-"""Prompts that are rendered and tokenized before their groups are started, in a thread.
+"""Renders and tokenizes prompts in a thread before their groups are started.
 
-Only what is certain is made ahead: prompts that are rows of data. An episode asks the chat template for its prompt as ever, which then
-knows the tokens.
+Only prompts known in advance are prepared: rows of data. An episode asks the chat template for its prompt as usual and finds the
+tokens cached.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ log = logging.getLogger(__name__)
 
 class PromptsAhead:
     def __init__(self, peek: Callable[[int], Messages | None], template: ChatTemplate, *, ahead: int) -> None:
-        """``peek(index)`` returns the prompt of a task that is not started yet; None if it is not known. ``ahead``: how many."""
+        """``peek(index)`` returns the prompt of a task that has not started; None if it is not known yet. ``ahead``: how many
+        prompts to prepare.
+        """
         self._peek, self._template, self._ahead = peek, template, ahead
-        self._own = deepcopy(template)  # a tokenizer is not for two threads
+        self._own = deepcopy(template)  # a tokenizer must not be shared by two threads
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._next = 0
 
     def advance(self, index: int) -> None:
-        """Make the prompts after a group that is started."""
+        """Prepare the prompts after a group that was started."""
         first, self._next = max(self._next, index + 1), max(self._next, index + 1 + self._ahead)
         for position in range(first, self._next):
             self._thread.submit(self._prepare, position)
@@ -35,9 +37,9 @@ class PromptsAhead:
     def _prepare(self, index: int) -> None:
         try:
             messages = self._peek(index)
-            if messages is not None and not images_of(messages):  # images are read where their task is
+            if messages is not None and not images_of(messages):  # images are read with their task
                 self._template.remember_prompt(messages, self._own.encode_prompt(messages))
-        except Exception as error:  # the group records it when it is started
+        except Exception as error:  # the error is recorded on the group when it is started
             log.debug("the prompt of position %d cannot be made ahead", index, exc_info=error)
 
     async def close(self) -> None:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """The group of an example before its conversations are tokens. Each conversation becomes a rollout with a reward."""
+    """The group of an example before its conversations are tokenized. Each conversation becomes a rollout with a reward."""
 
     index: int
     name: str
@@ -39,7 +39,7 @@ class PlannedGroup:
     rewards: tuple[float, ...]
 
     def make(self, tokenized: Sequence[TokenizedConversation] | str) -> Group:
-        """Return the group with these tokens, or of one rollout with the error why there are none (law 7).
+        """Return the group with these tokens, or a group of one rollout with the reason why there are none (law 7).
 
         A second rollout shares the prompt tensor of the first if it is equal, so that it is packed once.
         """

@@ -36,7 +36,7 @@ class ExampleTooLong(ValueError):
 
 @dataclass(frozen=True)
 class RecordedConversation:
-    """Messages of which the assistant's are in the loss, from the index ``loss_from`` on; or a raw text, all of it in the loss."""
+    """Messages whose assistant turns are in the loss, from the index ``loss_from`` on; or a raw text, all of it in the loss."""
 
     messages: tuple[Message, ...]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -51,12 +51,12 @@ class RecordedTurn:
     tokens: array[int]
     in_loss: bool
     text: str
-    images: tuple[PromptImage, ...] = ()  # places count from the conversation's first token
+    images: tuple[PromptImage, ...] = ()  # positions count from the conversation's first token
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedBranch:
-    """Turns that the template renders otherwise once the conversation goes on, after ``start`` tokens of the conversation."""
+    """Turns that the template renders differently once the conversation goes on, starting after ``start`` tokens of it."""
 
     start: int
     turns: tuple[RecordedTurn, ...]
@@ -73,7 +73,7 @@ class TokenizedConversation:
 def tokenize_group(
     conversations: Sequence[RecordedConversation], template: ChatTemplate, rules: RecordedRules
 ) -> list[TokenizedConversation] | str:
-    """Return the tokens of the conversations of a group, or why one of them cannot be used.
+    """Return the tokens of a group's conversations, or why one of them cannot be used.
 
     All exceptions are caught, because a chat template may raise any.
     """
@@ -98,7 +98,7 @@ def tokenize_conversation(
 
 
 def _make_branch(path: Sequence[TokenSpan], whole: Sequence[int], template: ChatTemplate) -> RecordedBranch:
-    """Return the part of a path that the conversation does not have: its loss tokens, and the prompt from where they differ."""
+    """Return the part of a path that the conversation lacks: its loss tokens, and the prompt from where they differ."""
     prompt, *spans = path
     start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt.tokens, whole, strict=False)))
     if start < len(prompt.tokens):
@@ -113,7 +113,7 @@ def _join_tokens(spans: Sequence[TokenSpan]) -> list[int]:
 
 
 def finish_spans(encoded: Sequence[TokenSpan], template: ChatTemplate, rules: RecordedRules) -> list[TokenSpan]:
-    """Return the spans of a path from its prompt to its last loss token, with the tokens that begin and end it.
+    """Return the spans of a path from its prompt to its last loss token, adding tokens that begin and end it.
 
     Raises ValueError for a conversation that cannot be used.
     """
@@ -141,12 +141,12 @@ def finish_spans(encoded: Sequence[TokenSpan], template: ChatTemplate, rules: Re
 
 
 def encode_spans(conversation: RecordedConversation, template: ChatTemplate, rules: RecordedRules) -> list[list[TokenSpan]]:
-    """Return the tokens of a conversation as the chat template splits it, those of the path of the last turn first. Raises ValueError."""
+    """Return the tokens of a conversation as split by the chat template, the path of the last turn first. Raises ValueError."""
     if conversation.raw_text is None:
         return template.encode_spans(
             conversation.messages, loss_from=conversation.loss_from, opened=rules.add_generation_prompt, tools=conversation.tools
         )
-    # With the tokens that the tokenizer puts around a text. The first is only read: nothing predicts it.
+    # Includes the special tokens that the tokenizer adds around a text. Nothing predicts the first one.
     tokens: list[int] = template.tokenizer(conversation.raw_text)["input_ids"]
     return [[TokenSpan(tokens[:1], False, ""), TokenSpan(tokens[1:], True, conversation.raw_text)]]
 
@@ -174,7 +174,7 @@ def _move_stop_tokens(spans: Sequence[TokenSpan], stops: Sequence[int]) -> list[
 
 
 def _prepend_bos(prompt: TokenSpan, bos: int | None) -> TokenSpan:
-    """Begin the conversation with the token, if the tokenizer has one and the template did not write it."""
+    """Prepend the BOS token to the conversation, if the tokenizer has one and the template did not write it."""
     if bos is None or prompt.tokens[:1] == [bos]:
         return prompt
     return replace(prompt, tokens=[bos, *prompt.tokens], images=tuple(image.moved(1) for image in prompt.images))

@@ -1,4 +1,4 @@
-"""Section ``reward_penalties``: what rollouts and turns are penalised for, by how they are written, as in NeMo-RL."""
+"""Section ``reward_penalties``: penalties for the form of rollouts and turns, as in NeMo-RL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from strop.base_config import BaseConfig, subsection
 from strop.problems import Problem
 from strop.types import Rollout, Turn
 
-UNREAD = "tool"  # the name of the message that answers a call that could not be read
+UNREAD = "tool"  # name of the message that answers an unreadable call
 
 
 class PenaltyTokenIdsConfig(BaseConfig):
@@ -29,7 +29,7 @@ class PenaltyTokenIdsConfig(BaseConfig):
 
 
 class RewardPenaltiesConfig(BaseConfig):
-    """What sets the reward of a rollout to 0. Each is logged as ``penalty/NAME``, 1 for a rollout that was penalised."""
+    """Conditions that set a rollout's reward to 0. Each is logged as ``penalty/NAME``: 1 for a penalised rollout."""
 
     penalize_duplicated_reasoning: bool = Field(False, description="An answer that repeats the thinking before it word by word.")
     penalize_empty_final_answer: bool = Field(False, description="Nothing after the thinking of the last turn.")
@@ -63,7 +63,7 @@ class RewardPenaltiesConfig(BaseConfig):
 
     @property
     def gives_advantages(self) -> bool:
-        """Whether turns are given advantages of their own."""
+        """Whether turns get advantages of their own rather than the rollout's."""
         return self.invalid_tool_call_advantage is not None or self.malformed_think_tag_advantage is not None
 
     def errors(self, key: str) -> Iterator[Problem]:
@@ -81,7 +81,7 @@ class RewardPenaltiesConfig(BaseConfig):
         return {name: check(self, rollout, tokenizer) for name, check in PENALTIES.items() if getattr(self, f"penalize_{name}")}
 
     def apply(self, rollout: Rollout, tokenizer: Any, reward: float) -> Rollout:
-        """Return the rollout with ``reward`` in place of its own if it is penalised."""
+        """Return the rollout, with ``reward`` in place of its own reward if it is penalised."""
         if self.gives_advantages:
             rollout = self._give_advantages(rollout, tokenizer)
         found = self.find_violations(rollout, tokenizer)
@@ -91,7 +91,7 @@ class RewardPenaltiesConfig(BaseConfig):
         return replace(rollout, metrics=metrics, reward=reward, rewards=dict.fromkeys(rollout.rewards, 0.0))
 
     def _give_advantages(self, rollout: Rollout, tokenizer: Any) -> Rollout:
-        """Return the rollout with advantages for its turns that are penalised, and the shares of those turns as metrics."""
+        """Return the rollout with advantages for its penalised turns, and their shares as metrics."""
         turns = rollout.policy_turns
         shares: dict[str, float] = {}
         given = [0.0] * len(turns)
@@ -137,7 +137,7 @@ def has_unwanted_tokens(section: RewardPenaltiesConfig, rollout: Rollout, tokeni
 
 
 def is_malformed(section: RewardPenaltiesConfig, rollout: Rollout, tokenizer: Any) -> bool:
-    """Return whether the tags of a turn do not fit what stands before it, by tokens where tags are tokens, and by text."""
+    """Return whether the thinking tags of a turn do not match its context. Compares tokens where tags are tokens, otherwise text."""
     return any(find_malformed_turns(section, rollout, tokenizer))
 
 
@@ -152,7 +152,7 @@ def find_malformed_turns(section: RewardPenaltiesConfig, rollout: Rollout, token
 
 
 def has_invalid_call(section: RewardPenaltiesConfig, rollout: Rollout, tokenizer: Any) -> bool:
-    """Return whether a call could not be read, or what is left of a message without its calls looks like one."""
+    """Return whether a call could not be parsed, or the rest of a message looks like a call."""
     if rollout.metrics.get("malformed_tool_calls", 0.0) > 0:
         return True
     said = [message.content for message in rollout.messages[len(rollout.prompt_messages) :] if message.role == "assistant"]
@@ -160,9 +160,9 @@ def has_invalid_call(section: RewardPenaltiesConfig, rollout: Rollout, tokenizer
 
 
 def find_invalid_calls(section: RewardPenaltiesConfig, rollout: Rollout, tokenizer: Any) -> list[bool]:
-    """Return for each turn of the policy whether a call in it could not be read, or what it says without its calls looks like one.
+    """Return for each policy turn whether a call in it could not be parsed, or its remaining text looks like one.
 
-    Of turns in branches no messages are kept; there nothing is found.
+    Turns in branches keep no messages, so nothing is found in them.
     """
     found: list[bool] = []
     messages = iter(rollout.messages[len(rollout.prompt_messages) :])
@@ -170,7 +170,7 @@ def find_invalid_calls(section: RewardPenaltiesConfig, rollout: Rollout, tokeniz
         own = list(islice(messages, turn.num_messages))
         if turn.sampled:
             found.append(any(pattern in message.content for pattern in section.tool_call_patterns for message in own))
-        elif found:  # what could not be read is answered by a tool without a call
+        elif found:  # an unreadable call is answered by a tool message without a call
             found[-1] = found[-1] or any(
                 message.role == "tool" and message.name == UNREAD for message in own if not message.tool_call_id
             )
@@ -184,7 +184,7 @@ def _unbalanced(context: list[int], turn: Turn, opening: int, closing: int) -> b
 
 
 def _turns_with_context(rollout: Rollout) -> Iterator[tuple[list[int], Turn]]:
-    """Yield each turn of the policy with the tokens since its last one."""
+    """Yield each policy turn with the tokens since the previous one."""
     context = rollout.prompt.tolist()
     for turn in rollout.turns:
         if turn.sampled:

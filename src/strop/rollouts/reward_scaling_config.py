@@ -26,7 +26,7 @@ class RewardScalingConfig(BaseConfig):
 
     @property
     def slope(self) -> float:
-        """The factor of a step's reward, which is a part of the rollout's."""
+        """The factor for a step's reward, which is part of the rollout's reward."""
         return (self.target_max - self.target_min) / (self.source_max - self.source_min)
 
     def errors(self, key: str) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
-"""Tokenizes recorded conversations beside the training loop: in worker processes, or in a thread of this one.
+"""Tokenizes recorded conversations alongside the training loop: in worker processes, or in a thread of this process.
 
-Until the first worker is ready, and where none can be had, a thread does it. The tokens are the same.
+A thread does it until the first worker is ready, and wherever no worker can start. The tokens are the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TokenizingPool:
     """``tokenize`` may be called by as many threads as there are workers."""
 
     def __init__(self, template: ChatTemplate, rules: RecordedRules, num_workers: int) -> None:
-        self._template, self._rules = deepcopy(template), rules  # a tokenizer is not for two threads
+        self._template, self._rules = deepcopy(template), rules  # a tokenizer must not be shared by two threads
         self._template_lock, self._lock = Lock(), Lock()
         self._idle: LifoQueue[subprocess.Popen[bytes]] = LifoQueue()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -58,7 +58,7 @@ class TokenizingPool:
             thread.join()
 
     def tokenize(self, conversations: Sequence[RecordedConversation]) -> Tokenized:
-        """Return the tokens of the conversations of a group, or why there are none. Raises TokenizingWorkerDied."""
+        """Return the tokens of a group's conversations, or why there are none. Raises TokenizingWorkerDied."""
         try:
             worker = self._idle.get_nowait()
         except Empty:
@@ -142,10 +142,10 @@ class TokenizingPool:
 
 
 def _start_worker() -> subprocess.Popen[bytes]:
-    """Start a process that loads the tokenizer's library and nothing else, without a thread or a device of this one."""
+    """Start a process that loads only the tokenizer's library and inherits no thread or device from this one."""
     path = os.pathsep.join(dict.fromkeys([str(Path(__file__).parents[2]), *filter(None, sys.path)]))  # and remote code's folder
     settings = {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-P", "-m", "strop.rollouts.tokenizing_worker"]
-    return subprocess.Popen(  # in a session of its own: Ctrl-C is for the run, which ends its workers
+    return subprocess.Popen(  # in its own session: Ctrl-C is for the run, which ends its workers
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **settings}, start_new_session=True
     )

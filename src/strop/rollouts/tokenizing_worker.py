@@ -1,7 +1,8 @@
 """A process that tokenizes recorded conversations: ``python -m strop.rollouts.tokenizing_worker``.
 
-It reads messages from its standard input, each a pickle after its length: first (chat template, rules), which it answers with "ready", then
-the conversations of a group each, which it answers with their tokens. It ends when its input is closed, so it does not outlive the run.
+It reads messages from its standard input, each a pickle after its length: first (chat template, rules), answered with "ready",
+then one message per group of conversations, answered with their tokens. It exits when its input is closed, so it does not outlive
+the run.
 """
 
 from __future__ import annotations
@@ -50,6 +51,6 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print must not stand among the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
     serve(sys.stdin.buffer, answers)
     os._exit(0)

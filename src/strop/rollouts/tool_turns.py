@@ -1,4 +1,4 @@
-"""Turns with calls of tools: the tools in the prompt, the calls in what was sampled, and the results as tokens (law 2)."""
+"""Turns with tool calls: the tools in the prompt, the calls in the sampled text, and the results as tokens (law 2)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def find_format(template: ChatTemplate, name: str | None) -> ToolCallFormat:
 
 
 def describe_tool_calls(environments: Iterable[EnvironmentHandle[Any]], template: ChatTemplate, name: str | None) -> str | None:
-    """Return how a run's tools are called, in words; None without tools. Raises ToolConfigError if they cannot be."""
+    """Describe how the tools of a run are called; None without tools. Raises ToolConfigError if they cannot be."""
     continuations = sorted({continuation for each in environments if (continuation := each.traits.tool_continuation)})
     if not continuations:
         return None
@@ -46,7 +46,7 @@ class ToolTurns:
 
     @staticmethod
     def make(offer: ToolOffer, template: ChatTemplate, format_name: str | None) -> ToolTurns:
-        """Raises ToolConfigError where the format is not known, or cannot go on in the same message."""
+        """Raises ToolConfigError if the format is unknown, or cannot continue within the same message."""
         found = find_format(template, format_name)
         if offer.continuation == "message" and not (found.stop_strings and found.inline_result):
             raise ToolConfigError(
@@ -56,14 +56,14 @@ class ToolTurns:
         return ToolTurns(offer, template, found)
 
     def describe(self, messages: Messages) -> Messages:
-        """Return the messages, with a system message that describes the tools where the chat template does not."""
+        """Return the messages, adding a system message that describes the tools if the chat template does not."""
         if self.template.describes_tools:
             return messages
         role = "system" if self.template.renders_system_messages else "user"
         return with_description(messages, self.offer, self._example(), role)
 
     def _example(self) -> str:
-        """Return how a call is written: as the chat template writes those of earlier turns, else as the format does."""
+        """Return an example call: as the chat template writes those of earlier turns, otherwise as the format does."""
         name = self.offer.schemas[0]["function"]["name"] if self.offer.schemas else "NAME"
         written = self.template.write_call(ToolCall(name, {"ARGUMENT": "VALUE"}, id="call00000"))
         return self.format.example(name) if written is None else written[0].strip()
@@ -75,20 +75,20 @@ class ToolTurns:
         return self.template.encode_with_images(messages, self.offer.schemas if self.template.describes_tools else ())
 
     def stop_at_calls(self, sampling: Sampling) -> Sampling:
-        """Return the sampling that stops after a call where the same message goes on."""
+        """Return sampling settings that stop after a call, for calls that continue within the same message."""
         if self.offer.continuation == "turn":
             return sampling
         return replace(sampling, stop_strings=tuple(dict.fromkeys((*sampling.stop_strings, *self.format.stop_strings))))
 
     def parse(self, turn: Turn, number: int) -> ParsedReply:
-        """Take a turn of the policy apart. Its calls have ids of nine letters and digits, which is what every template accepts."""
+        """Parse a policy turn. Its calls get ids of nine letters and digits, which every template accepts."""
         reply = self.format.parse(turn.opening + turn.text, self.offer.schemas)
         return replace(reply, calls=tuple(_identify(call, number, index) for index, call in enumerate(reply.calls)))
 
     def encode_results(self, messages: Messages, turn: Turn, reply: ParsedReply) -> EncodedPrompt:
         """Encode the answers to the calls of a turn, and the start of what the policy samples next.
 
-        Raises ValueError for an answer with images where the policy's message goes on: an image stands in a message of its own.
+        Raises ValueError for an answer with images if the policy's message continues: an image needs its own message.
         """
         sampled = turn.tokens.tolist()
         if self.offer.continuation == "message" and self.format.inline_result is not None:
@@ -96,8 +96,8 @@ class ToolTurns:
             if self.template.decode_turn(sampled).rstrip().endswith(end):
                 if any(message.images for message in messages):
                     raise ValueError(
-                        "a tool answered with an image, but its answer goes on in the policy's own message (tool_continuation is message), "
-                        "where no image can stand; set tool_continuation to turn"
+                        "a tool answered with an image, but its answer goes on in the policy's own message (tool_continuation is "
+                        "message), which cannot hold an image; set tool_continuation to turn"
                     )
                 text = "".join(self.format.inline_result.format(result=message.content) for message in messages)
                 return EncodedPrompt(self.template.encode_after(end, text))
@@ -110,7 +110,7 @@ class ToolTurns:
 
 
 def _identify(call: ToolCall, turn: int, index: int) -> ToolCall:
-    """Return the call with an id: that which the policy wrote, where its format has such, or one that follows from its place."""
+    """Return the call with an id: the one the policy wrote, if its format has ids, otherwise one derived from its position."""
     return call if len(call.id) == 9 and call.id.isalnum() else replace(call, id=f"c{turn:04d}{index:04d}")
 
 
@@ -119,7 +119,7 @@ def make_reply_message(reply: ParsedReply) -> Message:
 
 
 def with_description(messages: Messages, offer: ToolOffer, example: str, role: str) -> Messages:
-    """Return the messages with the tools described in the first one, if it is of ``role``, or in one before it."""
+    """Return the messages with the tools described in the first one, if it has ``role``, or in a new one before it."""
     listed = "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in offer.schemas)
     text = f"You may call these tools:\n{listed}\n\nA call is written exactly like this:\n{example}"
     if messages and messages[0].role == role:

@@ -1,1 +1,1 @@
-"""From a configuration to a running system. The only package that knows all others."""
+"""From a configuration to a running system. The only package that depends on all others."""

@@ -70,7 +70,7 @@ class LocalBackend:
         self.policy = policy
         self.bundle: TokenizerBundle = policy
         self.packed = policy.network.packed
-        self._scoring: list[TrainableNetwork] = []  # networks beside the learners, which may share theirs
+        self._scoring: list[TrainableNetwork] = []  # networks in addition to the learners, which may share theirs
         self.make_caller: Callable[[Any], Caller] = InlineCaller
         if generates_meanwhile(config):
             self.make_caller = partial(ThreadCaller, thread=LearnerThread())
@@ -115,7 +115,7 @@ class LocalBackend:
 
 
 def generates_meanwhile(config: TrainingRunConfig) -> bool:
-    """Return whether engines in other processes generate while the learner trains. The torch engine takes turns with it instead."""
+    """Return whether engines in other processes generate while the learner trains. The torch engine alternates with it instead."""
     return (
         isinstance(config, RolloutRunConfig)
         and config.rollout_training.max_staleness > 0
@@ -124,12 +124,12 @@ def generates_meanwhile(config: TrainingRunConfig) -> bool:
 
 
 def describe_origin(model_name: str) -> str:
-    """Describe from where a model is loaded."""
+    """Describe where a model is loaded from."""
     return "from this folder" if Path(model_name).is_dir() else "from the hub or its local cache"
 
 
 async def make_backend(config: TrainingRunConfig, cluster: Cluster | None, tracker: Tracker) -> Backend:
-    """Make the backend of a run and load the policy. Raises ModelNotFound, ValueError."""
+    """Create the backend of a run and load the policy. Raises ModelNotFound, ValueError."""
     tracker.progress(f"loading the model: {config.policy.model_name} {describe_origin(config.policy.model_name)}")
     backend: Backend
     if cluster is None:

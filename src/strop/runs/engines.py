@@ -1,4 +1,4 @@
-"""Build the generator of a run and its weight sync: the torch engine on the learner's module, or engines in processes of their own."""
+"""Build the generator of a run and its weight sync: the torch engine on the learner's module, or engines in separate processes."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class GeneratorSpec:
 def make_generator(
     policy: LoadedPolicy, config: PolicyConfig, spec: GeneratorSpec, memory: LearnerMemory | None = None
 ) -> SyncedGenerator:
-    """Make the torch engine in this process, or engines in child processes. Raises ValueError for options that do not go together.
+    """Create the torch engine in this process, or engines in child processes. Raises ValueError for incompatible options.
 
-    ``memory``: of the learner, which leaves the device while an engine there samples."""
+    ``memory``: the learner's, offloaded while an engine samples on the same device."""
     generation, network = config.generation, policy.network
     if not generation.uses_engines:
         engine = make_torch_engine(
@@ -74,7 +74,7 @@ def make_generator(
     on_cpu = network.device.type == "cpu"
     adapters = generation.sends_adapters and bool(lora_layers(network.model))
     drafts = generation.uses_vllm and generation.vllm_cfg.speculation.method == "eagle3"
-    head = network.draft if drafts else None  # that an engine drafts with
+    head = network.draft if drafts else None  # used by an engine for drafts
     layers = lora_layers(network.model)
     launch = make_launch(
         config,
@@ -94,7 +94,7 @@ def make_generator(
         vision=policy.template.vision,
     )
     locations = EngineLocations(count=len(engines), colocated=generation.colocated.enabled)
-    choose_senders(generation.weight_sync, network.device, locations, [locations.host])  # refuses several of one process
+    choose_senders(generation.weight_sync, network.device, locations, [locations.host])  # refuses several senders in one process
     exporter = make_local_exporter(
         spec.learner.weights if head is None else partial(_with_draft, spec.learner, head),
         make_sender_factory(generation.weight_sync, network.device, locations, spec.output_folder / "weights"),
@@ -127,7 +127,7 @@ def _with_draft(learner: LearnerClient, head: DraftHead) -> Iterator[tuple[str, 
 
 
 def make_past_selves(policy: LoadedPolicy, config: PolicyConfig, rule: PastSelvesRule) -> TorchPastSelves:
-    """Make an engine in this process for earlier selves of the policy. Call it before the run's generator is made."""
+    """Create an engine in this process for earlier selves of the policy. Call it before the run's generator is created."""
 
     def make_engine(network: Network) -> TorchEngine:
         length, options = config.max_total_sequence_length, config.generation.torch_cfg
@@ -150,7 +150,7 @@ def pool_engines(
     allow_shrink: bool = False,
     memory: LearnerMemory | None = None,
 ) -> SyncedGenerator:
-    """Put engines that hold their own weights behind one generator, with a publisher of the learner's weights and a canary.
+    """Combine engines with their own weights into one generator, with a publisher of the learner's weights and a canary.
 
     ``adapters``: only adapters are published. ``allow_shrink``: continue without engines that cannot be restarted."""
     generation = config.generation
@@ -183,9 +183,9 @@ def pool_engines(
 
 
 def offloads_learner(config: RolloutRunConfig, *, on_cpu: bool, shares_module: bool) -> bool:
-    """Return whether the learner leaves its device while engines sample (``policy.offload``).
+    """Return whether the learner is offloaded while engines sample (``policy.offload``).
 
-    ``shares_module``: the engine runs the learner's module, so its weights stay and only what trains them can leave."""
+    ``shares_module``: the engine runs the learner's module, so its weights stay and only the training state can be offloaded."""
     if config.policy.offload == "auto" and (on_cpu or shares_module):
         return False
     alternates = config.policy.generation.colocated.enabled and config.rollout_training.max_staleness == 0

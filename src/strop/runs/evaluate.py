@@ -38,7 +38,7 @@ from strop.trainer.evaluation import Evaluator, write_results
 
 @dataclass(frozen=True)
 class CheckpointEvaluation:
-    """A checkpoint, and the configuration of its run as the evaluation changes it."""
+    """A checkpoint, and its run's configuration with the evaluation's changes."""
 
     model: SavedModel
     run: EvaluatedRun
@@ -50,7 +50,7 @@ def run_evaluation(evaluation: EvalRunConfig | CheckpointEvaluation, *, as_json:
 
 
 def summarize_evaluation(evaluation: EvalRunConfig | CheckpointEvaluation) -> str:
-    """Return what is evaluated on what, in a few lines. Raises ValueError."""
+    """Describe what is evaluated on which data, in a few lines. Raises ValueError."""
     if isinstance(evaluation, EvalRunConfig):
         return summarize(evaluation)
     model, config = evaluation.model, evaluation.run.config
@@ -88,7 +88,7 @@ async def _print_evaluation(evaluation: EvalRunConfig | CheckpointEvaluation, as
 async def evaluate_any(
     evaluation: EvalRunConfig | CheckpointEvaluation, note: Callable[[str], object] = print, *, console: ConsoleKind = "auto"
 ) -> EvaluationReport:
-    """Evaluate a model as configured, or a checkpoint on what its run validates on."""
+    """Evaluate a model as configured, or a checkpoint on its run's validation data."""
     if isinstance(evaluation, EvalRunConfig):
         return await evaluate_job(make_evaluation_job(evaluation), note, console=console)
     if isinstance(evaluation.run.config, RecordedRunConfig):
@@ -101,7 +101,7 @@ async def evaluate_any(
 async def evaluate_job(
     job: EvaluationJob, note: Callable[[str], object] = print, *, console: ConsoleKind = "auto"
 ) -> EvaluationReport:
-    """Sample every task that is not finished, score the samples and store them."""
+    """Sample every unfinished task, score the samples and store them."""
     configure_resources(job.resources)
     identity = identify_entries(job).to_json()
     sources = [make_mixture(each.entries, job.env, "validation", seed=job.task_seed, purpose=job.purpose) for each in job.sets]
@@ -161,7 +161,7 @@ def make_evaluator(
 
 
 def _choose_turns(job: EvaluationJob, source: Mixture) -> int:
-    """Return the most turns of the policy: those that are configured, else as many as fit if an environment answers."""
+    """Return the maximum number of policy turns: as configured, otherwise as many as fit if an environment answers."""
     if job.max_turns is not None:
         return job.max_turns
     answers = any(each.environment.traits.responds for each in source.components)
@@ -169,7 +169,7 @@ def _choose_turns(job: EvaluationJob, source: Mixture) -> int:
 
 
 def _shared_folder(job: EvaluationJob, opened: OpenFolder | None) -> Path | None:
-    """Return where temporary weights are that several nodes read."""
+    """Return the folder for temporary weights that several nodes read."""
     return opened.path if opened is not None and job.cluster.num_nodes > 1 else None
 
 
@@ -177,7 +177,7 @@ def _name_headline(job: EvaluationJob, metrics: Mapping[str, float]) -> str:
     """Return the metric chosen by ``eval.metric``. Raises ValueError if it needs answers to vote on and the environment has none."""
     samples = {each.samples for each in job.sets}
     if job.scoring.metric == "avg@n" and len(samples) > 1:
-        return "accuracy"  # the same of each set, whatever its n
+        return "accuracy"  # the same metric for each set, for any n
     k = min(samples) if job.scoring.metric == "avg@n" else job.scoring.k_value
     name = f"{job.scoring.metric[:-1]}{k}"
     if name not in metrics:

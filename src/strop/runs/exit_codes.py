@@ -1,4 +1,4 @@
-"""Run a command and turn errors that the user can fix into a message and an exit code."""
+"""Run a command, and turn errors that the user can fix into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ USER_ERRORS = (
 
 
 def run_command(work: Coroutine[Any, Any, object], *, quiet: bool = False) -> int:
-    """Run a command and print what it returns, unless that is None. Return 0 on success, 1 after printing an error that the user can fix.
+    """Run a command and print its result, unless it is None. Return 0 on success, 1 after printing an error that the user can
+    fix.
 
-    Raises BrokenPipeError if nobody reads the output.
+    Raises BrokenPipeError if the reader of the output is gone.
     """
     configure_messages()
     try:
@@ -71,13 +72,15 @@ def run_command(work: Coroutine[Any, Any, object], *, quiet: bool = False) -> in
     if said is not None and not quiet:
         try:
             print(said, flush=True)
-        except BrokenPipeError:  # what was run is fine
+        except BrokenPipeError:  # the command itself succeeded
             discard_output()
     return 0
 
 
 def _print_error(error: Exception) -> None:
-    """Print the message, with the place and the traceback of what a user's code raised; with STROP_LOG=debug, always the traceback."""
+    """Print the message, with the location and traceback of errors in user code; with STROP_LOG=debug, always print the
+    traceback.
+    """
     print(f"error: {make_printable(str(error)) or type(error).__name__}", file=sys.stderr)
     log.debug("where the error was raised", exc_info=error)
     if log.isEnabledFor(logging.DEBUG):

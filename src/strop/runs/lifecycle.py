@@ -1,4 +1,4 @@
-"""What is around every training run: trackers, checkpoints, seeds and the watchdog."""
+"""Common parts of every training run: trackers, checkpoints, seeds and the watchdog."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ METRIC_ALIASES = {
 
 
 def make_early_stop(config: TrainingRunConfig) -> EarlyStop | None:
-    """Make the rule that stops a run at a validation metric; None if none is configured."""
+    """Create the rule that stops a run at a validation metric; None if none is configured."""
     training = config.training
     if training.stop_at_validation_metric is None:
         return None
@@ -63,7 +63,7 @@ def resolve_metric(name: str, default: str = "train") -> str:
 
 
 def make_tracker(config: TrainingRunConfig) -> CompositeTracker:
-    """Make the enabled trackers. Services are imported only if enabled, and called in threads of their own."""
+    """Create the enabled trackers. Services are imported only if enabled, and called in separate threads."""
     logger, folder = config.logger, Path(config.logger.log_dir)
     steps = config.training.last_step if config.training.last_step < 1_000_000 else None
     return CompositeTracker(
@@ -76,7 +76,9 @@ def make_tracker(config: TrainingRunConfig) -> CompositeTracker:
 
 
 def make_services(config: TrainingRunConfig) -> list[Tracker]:
-    """Make the trackers of the enabled services, and import only those. Raises ImportError or ValueError for one that cannot work."""
+    """Create the trackers of the enabled services, importing only those. Raises ImportError or ValueError for one that cannot
+    work.
+    """
     settings = redact_secrets(to_tree(config))
     run = TrackedRun(logger=config.logger, name=config.run_name, folder=Path(config.logger.log_dir), settings=settings)
     return [plugins.load("trackers", name)(run) for name in config.logger.services]
@@ -105,7 +107,7 @@ def make_saver(config: TrainingRunConfig, folders: FolderCheckpointer) -> Checkp
 
 
 def begin_run(config: TrainingRunConfig, algorithm: Algorithm, tracker: Tracker, cluster: Cluster | None) -> TrainingRunConfig:
-    """Set up this process and note what is run. Return the configuration as it holds on the devices of the cluster."""
+    """Set up this process and log what is run. Return the configuration adjusted to the cluster's devices."""
     if cluster is not None:
         config = resolve_auto_backend(config, has_gpus=not cluster.on_cpu)
     seed_everything(config.training.seed)
@@ -117,7 +119,7 @@ def begin_run(config: TrainingRunConfig, algorithm: Algorithm, tracker: Tracker,
 
 @asynccontextmanager
 async def finish_at_end(run: TrainingRun) -> AsyncIterator[TrainingRun]:
-    """Complete the checkpoint that is being written when the context ends, in an error too, and end the listeners."""
+    """Complete the checkpoint in progress when the context ends, even with an error, and end the listeners."""
     try:
         yield run
         if run.checkpoints is not None:

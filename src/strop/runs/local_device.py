@@ -1,4 +1,4 @@
-"""The device of this process by the name of a configuration."""
+"""Resolve the configured device of this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from strop.gpus import describe_visible, has_gpu, visible_gpus
 
 
 def resolve_device_name(device: str) -> str:
-    """Return cpu, cuda or cuda:N; "auto" is a GPU if there is one. Raises ValueError if the GPU that is asked for is missing."""
+    """Return cpu, cuda or cuda:N; "auto" is a GPU if there is one. Raises ValueError if a requested GPU is missing."""
     if device == "auto":
         return gpus.KIND if has_gpu() else "cpu"
     if device.startswith("cuda") and not has_gpu():
@@ -26,7 +26,7 @@ def resolve_device_name(device: str) -> str:
 
 
 def count_threads(configured: int | None) -> int | None:
-    """Return how many threads torch computes with on CPUs; None if that is known only once it is imported."""
+    """Return torch's number of CPU threads; None if it is known only after importing torch."""
     if configured is not None:
         return configured
     if "torch" in sys.modules:

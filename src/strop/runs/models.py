@@ -78,14 +78,14 @@ class TokenizerBundle:
 
 
 def load_bundle(config: ModelConfig) -> TokenizerBundle:
-    """Load the tokenizer of a model, and what its configuration says of the end of a turn, without the model. Raises ModelNotFound."""
+    """Load a model's tokenizer, and the end-of-turn tokens from its configuration, without the model. Raises ModelNotFound."""
     tokenizer = load_tokenizer(config.tokenizer.name, chat_template=config.tokenizer.chat_template, key=tokenizer_key(config))
     stop_ids = read_stop_token_ids(config.model_name, tokenizer, overrides=config.hf_config_overrides)
     return TokenizerBundle(tokenizer, make_template(config, tokenizer, read_model_config(config.model_name)), stop_ids)
 
 
 def make_template(config: ModelConfig, tokenizer: Any, model_config: Any) -> ChatTemplate:
-    """Make the chat template of a model, which writes images if the model reads them. ``model_config``: of Transformers."""
+    """Create a model's chat template, which writes images if the model reads them. ``model_config``: from Transformers."""
     vision = find_vision_processor(
         base_model_name(adapters) if (adapters := adapter_folder(config.model_name)) is not None else config.model_name,
         model_config,
@@ -128,7 +128,7 @@ class LoadedPolicy(TokenizerBundle):
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return the device that a configuration asks for; "auto" is a GPU if there is one. Raises ValueError if there is none."""
+    """Return the configured device; "auto" is a GPU if there is one. Raises ValueError if there is none."""
     return torch.device(resolve_device_name(device))
 
 
@@ -144,24 +144,24 @@ def prepare_device(device: str, threads: int | None) -> torch.device:
 
 
 def select_device(device: str) -> None:
-    """Make the GPU of the policy the current one of this process, where libraries start what is given no device."""
+    """Make the policy's GPU the current one of this process, which libraries use by default."""
     chosen = resolve_device(device)
     if chosen.index is not None:
         torch.get_device_module(chosen).set_device(chosen)
 
 
 def set_up_gpu(config: TrainingRunConfig) -> None:
-    """Make the policy's GPU the current one, and choose how its memory is divided, before anything is on it.
+    """Make the policy's GPU the current one, and configure its memory segments, before anything is allocated.
 
-    Segments that expand leave no gaps between packed rows of ever new lengths. Other processes do not map them, or slowly, so a learner
-    that may send its weights by CUDA IPC keeps fixed ones.
+    Expandable segments leave no gaps between packed rows of ever new lengths. Other processes cannot map them, or only slowly, so
+    a learner that may send its weights by CUDA IPC uses fixed segments.
     """
     select_device(config.policy.device)
     if resolve_device(config.policy.device).type != "cuda":
         return
     chosen = next((os.environ[name] for name in ALLOCATOR_SETTINGS if "expandable_segments" in os.environ.get(name, "")), None)
     if chosen is not None:
-        log.info("GPU memory of the learner: %s, as the environment says", chosen)
+        log.info("GPU memory of the learner: %s, set by an environment variable", chosen)
     elif _may_send_by_ipc(config):
         log.info(
             "GPU memory of the learner: fixed segments, as weights may be sent by CUDA IPC; transport=memory lets them expand"
@@ -208,7 +208,7 @@ class LocalLoader:
 
 
 class HostLoader(LocalLoader):
-    """Loads the whole model in CPU memory: a device need not hold it in float32 where its weights are rounded."""
+    """Loads the whole model into CPU memory, so that a device with rounded weights need not hold it in float32."""
 
     def load_model(self, load: Callable[..., Any], name: str, device: torch.device, **options: Any) -> Any:
         return load(name, device="cpu", **options)
@@ -239,7 +239,7 @@ def load_policy(config: ModelConfig, seed: int = 0, loader: ModelLoader = LOCAL_
 
 
 def tokenizer_key(config: ModelConfig) -> str:
-    """Return the key that names the tokenizer: the model's, unless another model's tokenizer is asked for."""
+    """Return the key that names the tokenizer: the model's, unless another tokenizer is configured."""
     return "policy.model_name" if config.tokenizer.name == config.model_name else "policy.tokenizer.name"
 
 
@@ -318,7 +318,7 @@ def make_each_learner(
     total_steps: int | None,
     make: Callable[..., LearnerT],
 ) -> dict[str, LearnerT]:
-    """Make the learner of each trained model: ``make`` is called with its name and the options that learners of every kind take."""
+    """Create the learner of each trained model: ``make`` is called with its name and the common options of all learners."""
     sections = dict(list_trained_models(config))
     return {
         name: make(
@@ -387,9 +387,9 @@ def check_same_vocabulary(tokenizer: Any, name: str) -> None:
     if different := sorted((token_id, token) for token, token_id in policy_vocab.items() if critic_vocab.get(token) != token_id):
         token_id, token = different[0]
         raise ValueError(
-            f"value.tokenizer.name: the critic reads the tokens that the policy wrote, and {name} has {len(different)} other ids: "
-            f"{token!r} is {token_id} for the policy and {critic_vocab.get(token, 'unknown')} for the critic. "
-            "Name a critic of the policy's family (value.model_name)"
+            f"value.tokenizer.name: the critic reads the tokens that the policy wrote, and {name} has {len(different)} different ids: "
+            f"{token!r} is {token_id} for the policy and {critic_vocab.get(token, 'unknown')} for the critic. Name a critic of the "
+            "policy's family (value.model_name)"
         )
 
 
@@ -409,9 +409,9 @@ def make_offload(
     *,
     keep_weights: Collection[str] = (),
 ) -> ModelOffload:
-    """Return what leaves the device while an engine samples there: learners and networks that only score.
+    """Return the offload of a device while an engine samples on it: learners and networks that only score.
 
-    ``keep_weights``: learners whose weights stay. ``parallelism``: of the scoring networks by their id; those without are on one device.
+    ``keep_weights``: learners whose weights stay. ``parallelism``: of the scoring networks, by id; others are on one device.
     """
     device = next(iter(learners.values())).network.device
     trained = {id(learner.network) for learner in learners.values()}
@@ -429,7 +429,9 @@ def make_offload(
 
 
 def write_model_folder(policy: LoadedPolicy, folder: Path, config: PolicyConfig) -> Path:
-    """Write the folder that engines build the model from: configuration and tokenizer, without the weights, which the learner sends."""
+    """Write the folder from which engines build the model: configuration and tokenizer, but not the weights, which the learner
+    sends.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     model = policy.network.model
     described = type(model.config).from_dict(model.config.to_dict())

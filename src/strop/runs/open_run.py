@@ -1,4 +1,4 @@
-"""Open a run from its configuration: the list of its parts."""
+"""Open a run from its configuration: assemble its parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def open_run(
 ) -> AsyncIterator[TrainingRun]:
     """Open a run in this process or on ``cluster``, restored from its newest checkpoint if there is one."""
     config = begin_run(config, algorithm, tracker, cluster)
-    source: SampledSource | RecordedSource  # read first: a model takes longer to load than to find what is wrong with data
+    source: SampledSource | RecordedSource  # read first, because loading a model takes longer than finding errors in data
     if isinstance(config, RolloutRunConfig):
         source = read_tasks(config, algorithm, cluster, tracker)
     else:

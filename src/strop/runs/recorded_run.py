@@ -78,11 +78,11 @@ class RecordedExamples:
 
     @property
     def resumable(self) -> bool:
-        """Whether some are streamed, so that a checkpoint holds where they are read."""
+        """Whether some are streamed, so that checkpoints save their positions."""
         return any(is_streamed(part) for part in self.parts)
 
     def reach(self, index: int) -> None:
-        """Note that the run has come to a position, which a checkpoint then leads to."""
+        """Record that the run has reached a position, which checkpoints then save."""
         part, position = self.interleaving.locate(index)
         examples = self.parts[part]
         if is_streamed(examples):
@@ -109,7 +109,7 @@ class RecordedExamples:
         return make_group(self.plan_group(index, part, position), self.bundle.template, self.rules)
 
     def plan_group(self, index: int, part: int, position: int) -> PlannedGroup:
-        """Return what the group of example ``position`` of entry ``part`` is made of."""
+        """Return the plan for the group of example ``position`` of entry ``part``."""
         examples, name = self.parts[part], self.names[part]
         example: Any = examples.peek(position) if is_streamed(examples) else examples[position]
         match self.kind:
@@ -118,7 +118,7 @@ class RecordedExamples:
             case "preferences":
                 return plan_preference(index, name, example, self.rules)
             case _:
-                # The example after this one may be the other completion of the same prompt, so take the second next.
+                # The next example may be the other completion of the same prompt, so take the one after it.
                 other: Any = examples.beside(position) if is_streamed(examples) else examples[(position + 2) % len(examples)]
                 return plan_unpaired_preference(index, name, example, other, self.rules)
 
@@ -127,7 +127,7 @@ class RecordedExamples:
         return [group for group in self.read_every() if not group.errors]
 
     def read_every(self) -> list[Group]:
-        """Return the group of every example once, in order; that of an unusable one records the error."""
+        """Return the group of every example once, in order; unusable examples give a group that records the error."""
         pairs = [(part, position) for part, examples in enumerate(self.parts) for position in range(len(examples))]
         return [self.make_group(index, part, position) for index, (part, position) in enumerate(pairs)]
 
@@ -152,7 +152,7 @@ class RecordedSource:
         return self.examples.size
 
     def prepare(self, backend: Backend) -> TrainOptions:
-        """Cut the examples by the policy's tokenizer. Return the options of the loop."""
+        """Tokenize the examples with the policy's tokenizer. Return the options of the loop."""
         config, bundle = self.config, backend.bundle
         self.examples = join_examples(config, config.data.train, self.train, self.algorithm, bundle)
         self.validation_groups = make_validation_groups(config, self.validation, self.algorithm, bundle, self.tracker)
@@ -178,7 +178,7 @@ class RecordedSource:
         columns: ColumnSources,
         state: RunState | None,
     ) -> AsyncIterator[GroupSupply]:
-        """Start to read ahead."""
+        """Start reading ahead."""
         ahead = make_examples_ahead(self.config, self.examples, options)
         stream = make_recorded_stream(self.examples, options, None if state is None else state.stream, ahead)
         evaluator = None
@@ -217,7 +217,8 @@ def make_recorded_rules(config: RecordedRunConfig, bundle: TokenizerBundle) -> R
         max_length=config.policy.max_total_sequence_length,
         final_turn_only=isinstance(training, SftConfig) and training.only_unmask_final,
         add_bos=config.data.add_bos,
-        # A reward model scores the whole conversation: where an answer opens changes nothing, and templates may open it in two ways.
+        # A reward model scores the whole conversation, so the start of an answer does not matter, and templates may open it in
+        # two ways.
         add_generation_prompt=config.data.add_generation_prompt and not isinstance(training, RmConfig),
         add_eos=config.data.add_eos,
         stop_ids=bundle.stop_ids,
@@ -258,7 +259,9 @@ def join_examples(
 
 
 def read_validation_examples(config: RecordedRunConfig, algorithm: Algorithm) -> tuple[Sequence[Task], ...]:
-    """Read what to validate on: the validation entries, else the held-out part of the training entries, else nothing."""
+    """Read the validation examples: the validation entries, otherwise the held-out part of the training entries, otherwise
+    nothing.
+    """
     training, entries = config.recorded_training, config.data.validation_entries
     validates = training.val_period or training.val_at_start or training.val_at_end
     return read_examples(config, entries, "validation", algorithm) if validates and entries else ()
@@ -285,7 +288,7 @@ def make_validation_groups(
 def make_recorded_stream(
     examples: RecordedExamples, options: TrainOptions, state: StreamState | None, ahead: ExamplesAhead | None = None
 ) -> RolloutStream:
-    """Make the stream of groups. ``ahead`` None: each is made when the loop asks for it."""
+    """Create the stream of groups. ``ahead`` None: each group is prepared when the loop requests it."""
 
     async def read(index: int) -> Group:
         examples.reach(index)
@@ -295,7 +298,7 @@ def make_recorded_stream(
 
 
 class ExamplesAhead:
-    """Reads and tokenizes examples beside the loop, ahead of it."""
+    """Reads and tokenizes examples in the background, ahead of the loop."""
 
     def __init__(self, examples: RecordedExamples, *, num_workers: int, prefetch: int) -> None:
         self._examples, self._lock = examples, Lock()
@@ -304,7 +307,7 @@ class ExamplesAhead:
 
     def _make_group(self, index: int) -> Group:
         try:
-            with self._lock, contain_exits():  # data sets of users need not know of threads
+            with self._lock, contain_exits():  # data sets of users need not be thread-safe
                 plan = self._examples.plan_group(index, *self._examples.interleaving.locate(index))
             return plan.make(self.pool.tokenize(plan.conversations))
         except Exception as error:

@@ -1,4 +1,4 @@
-"""A run that learns from its own rollouts, GRPO and its family, PPO, distillation: its tasks, engine, stream and validation."""
+"""A run that learns from its own rollouts (GRPO and its family, PPO, distillation): its tasks, engine, stream and validation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from strop.trainer.run import DATA, PAST_SELVES, DrainBefore, GroupSupply, Train
 from strop.types import Group
 from strop.weight_sync.snapshots import SnapshottedWeights
 
-UNFILTERED = 1 << 60  # groups generated for a step, of an algorithm that drops none
+UNFILTERED = 1 << 60  # group limit per step for an algorithm that drops none
 
 
 @dataclass(kw_only=True)
@@ -60,11 +60,11 @@ class SampledSource:
     train: Mixture
     validation: Mixture | None = None
     options: TrainOptions = field(init=False)  # of the loop, once it is prepared
-    selves: TorchPastSelves | None = None  # earlier ones of the policy, which environments play against
+    selves: TorchPastSelves | None = None  # earlier selves of the policy, opponents in environments
 
     @property
     def environments(self) -> list[EnvironmentHandle[Any]]:
-        """The environments of both, an environment as often as it is named."""
+        """The environments of both, listed as often as they are named."""
         mixtures = [self.train] if self.validation is None else [self.train, self.validation]
         return [component.environment for mixture in mixtures for component in mixture.components]
 
@@ -77,14 +77,14 @@ class SampledSource:
         return self.train.size
 
     def prepare(self, backend: Backend) -> TrainOptions:
-        """Return the options of the loop; note how tool calls are written, and what a filter changes about the shares of the data."""
+        """Return the options of the loop. Notes how tool calls are written, and how a filter changes the shares of the data."""
         config = self.config
         if said := describe_tool_calls(self.environments, backend.bundle.template, config.policy.tokenizer.tool_call_format):
             self.tracker.note(said)
         filters: bool = getattr(self.algorithm, "drop_constant_groups", type(self.algorithm).keep is not Algorithm.keep)
         if filters and any(entry.prompts_per_step for entry in config.data.train):
             self.tracker.note(
-                "prompts_per_step is of the groups begun: those that the algorithm drops are replaced by the next in turn"
+                "prompts_per_step counts started groups: those that the algorithm drops are replaced by the next ones in turn"
             )
         share_prefixes = config.policy.sequence_packing.prefix_sharing and backend.packed
         self.options = make_train_options(config, share_prefixes=share_prefixes, filters=filters, tasks=self.train.epoch_size)
@@ -145,7 +145,7 @@ def read_tasks(config: RolloutRunConfig, algorithm: Algorithm, cluster: Cluster 
 
 
 def describe_order(config: RolloutRunConfig) -> str:
-    """Say what a curriculum changes; empty without one."""
+    """Describe the effect of a curriculum; empty without one."""
     name, limit = config.data.curriculum.name, config.training.max_num_epochs
     if not config.data.curriculum.enabled:
         return ""
@@ -197,7 +197,7 @@ class Episodes:
 def make_rollout_stream(
     episodes: Episodes, options: TrainOptions, state: RunState | None, ahead: PromptsAhead | None = None
 ) -> RolloutStream:
-    """Make the stream, from where a checkpoint left it. ``ahead`` None: a prompt is made when its group begins."""
+    """Create the stream, starting where a checkpoint left it. ``ahead`` None: a prompt is prepared when its group starts."""
     order = make_order(episodes.config, options)
 
     async def run(index: int) -> Group:
@@ -218,7 +218,7 @@ def make_rollout_stream(
 
 
 def resume_stream(state: RunState, options: TrainOptions, order: GroupOrder) -> StreamState:
-    """Return the stream's state of a checkpoint, without groups that are too old for this run."""
+    """Return a checkpoint's stream state, without groups that are too old for this run."""
     return requeue_stale(
         state.stream,
         step=state.step,
@@ -229,7 +229,9 @@ def resume_stream(state: RunState, options: TrainOptions, order: GroupOrder) -> 
 
 
 def make_order(config: RolloutRunConfig, options: TrainOptions) -> GroupOrder:
-    """Return the order in which finished groups are trained on. A synchronous run is always FIFO: all groups have the newest version."""
+    """Return the order in which finished groups are trained on. A synchronous run is always FIFO, because all groups have the
+    newest version.
+    """
     section = config.rollout_training.async_config
     if options.drop_stale:
         return DropTooOld()
@@ -262,7 +264,9 @@ def make_prompts_ahead(config: RolloutRunConfig, source: Mixture, template: Chat
 
 
 def make_past_selves(backend: Backend, environments: Sequence[EnvironmentHandle[Any]]) -> TorchPastSelves | None:
-    """Make the earlier selves of the policy that environments play against, None if none does. Raises ValueError if they do not agree."""
+    """Create the earlier selves of the policy used by environments, None if none uses them. Raises ValueError if their settings
+    differ.
+    """
     rules = {environment.traits.past_selves for environment in environments} - {None}
     if len(rules) > 1:
         raise ValueError(
@@ -314,10 +318,10 @@ def make_evaluator(
 
 
 def choose_forgetting(config: RolloutRunConfig, generator: Generator) -> Callable[[], object]:
-    """Return what drops the prompts that the embedded engine has cached, for when a synchronous run has validated.
+    """Return a function that drops the embedded engine's cached prompts after a synchronous run has validated.
 
-    A prompt of both sets would be taken from the cache, where it was read beside other prompts and rounded differently in the last digits.
-    A run that is resumed behind the validation has no such cache, and would not equal the uninterrupted one.
+    Otherwise a prompt in both sets would come from the cache, where it was computed in another batch and rounded differently in
+    the last digits. A run resumed after the validation has no such cache, and would differ from the uninterrupted one.
     """
     if isinstance(generator, TorchEngine) and config.rollout_training.max_staleness == 0:
         return generator.runner.reset_prefix_cache
@@ -325,7 +329,7 @@ def choose_forgetting(config: RolloutRunConfig, generator: Generator) -> Callabl
 
 
 def engine_shares_module(config: RolloutRunConfig) -> bool:
-    """Return whether the generator runs the learner's module, so that the two take turns."""
+    """Return whether the generator runs the learner's module, so that the two alternate."""
     return not config.policy.generation.uses_engines and not count_devices(config).uses_ray
 
 
@@ -339,8 +343,9 @@ def choose_drain(config: RolloutRunConfig) -> DrainBefore:
 def make_train_options(
     config: RolloutRunConfig, *, share_prefixes: bool, filters: bool = False, tasks: int | None = None
 ) -> TrainOptions:
-    """Make the options of the loop. ``filters``: the algorithm drops groups, so the number generated for a step is bounded.
-    ``tasks``: those of an epoch."""
+    """Create the options of the loop. ``filters``: the algorithm drops groups, so the number generated per step is bounded.
+    ``tasks``: number per epoch.
+    """
     training = config.rollout_training
     return TrainOptions(
         section=config.section,

@@ -1,4 +1,4 @@
-"""The folders that a run or an evaluation writes: locked and tried before models load; what a checkpoint needs against what is free."""
+"""The folders written by a run or an evaluation: locked and tested before models load, and checked for space for a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from strop.storage.short_path import shorten_path
 from strop.storage.storage_error import format_bytes, free_bytes
 
 WRITTEN_IN_LOGS = ("rollouts", "validation", "engines", "workers", "wandb", "tensorboard")  # folders, where they exist
-ADAM_STATES = 2  # float32 numbers for each trained parameter
+ADAM_STATES = 2  # float32 values per trained parameter
 
 
 @contextmanager
 def lock_run_folders(config: TrainingRunConfig) -> Iterator[ResumePlan]:
-    """Lock the log and checkpoint folders of a run for the time of the context, after trying every folder that the run will write. Yield
-    what the run will do with what they hold.
+    """Lock the log and checkpoint folders of a run for the duration of the context, after testing every folder the run will
+    write. Yield what the run will do with their contents.
 
     Raises FolderLocked if another run uses one of them, ResumeError if they hold a run that this one cannot continue, and StorageError if
     one cannot be written or a checkpoint has no room.
@@ -45,7 +45,7 @@ def lock_run_folders(config: TrainingRunConfig) -> Iterator[ResumePlan]:
 
 
 def lock_evaluation_folder(folder: Path | None) -> AbstractContextManager[None]:
-    """Lock the folder that an evaluation writes, if it writes any."""
+    """Lock the folder of an evaluation, if it writes any."""
     return lock_folders({"eval.save_path": folder.absolute()} if folder else {})
 
 
@@ -65,9 +65,9 @@ def _check_folders(config: TrainingRunConfig, folders: Mapping[str, Path]) -> No
 
 
 def _estimate_checkpoint(config: TrainingRunConfig) -> int | None:
-    """Return the bytes of the weights in a checkpoint, from the headers of a local model; None if that is not known yet.
+    """Return the size of a checkpoint's weights in bytes, from the headers of a local model; None if unknown.
 
-    A lower bound, without the optimizer: what is certainly too little need not wait for the model to load.
+    A lower bound without the optimizer, so that a clear lack of space is reported before the model loads.
     """
     policy = config.policy
     folder = Path(policy.model_name)
@@ -76,7 +76,7 @@ def _estimate_checkpoint(config: TrainingRunConfig) -> int | None:
     try:
         count = sum(_count_parameters(path) for path in folder.glob("*.safetensors"))
     except (OSError, ValueError):
-        return None  # loading the model says what is wrong with it
+        return None  # reported when the model is loaded
     return count * (2 if policy.weights_dtype == "bfloat16" else 4) or None
 
 
@@ -93,9 +93,10 @@ def _count_parameters(path: Path) -> int:
 
 
 def check_checkpoint_space(config: TrainingRunConfig, learners: Mapping[str, LearnerClient], tracker: Tracker) -> None:
-    """Check that a checkpoint of the models as they are loaded has room; note it if all that are kept have not. Raises StorageError.
+    """Check that there is space for a checkpoint of the loaded models; note if there is not enough for all checkpoints to keep.
+    Raises StorageError.
 
-    Ranks in other processes are not asked: they are covered by the estimate before.
+    Ranks in other processes are not queried; the earlier estimate covers them.
     """
     saving = config.checkpointing
     sizes = [_checkpoint_bytes(learner, optimizer=saving.save_optimizer) for learner in learners.values()]

@@ -1,4 +1,4 @@
-"""Make the sources of the columns that an algorithm requires."""
+"""Create the sources of the columns required by an algorithm."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from strop.types import Group
 
 
 class ScoringModels(Protocol):
-    """The models of a run that fill columns, wherever they are. They are copied from the policy as it is before training."""
+    """The models of a run that fill columns, local or remote. They are copied from the policy before training."""
 
     packed: bool  # whether the policy supports packed rows
 
     def make_reference(self) -> ScorerClient:
-        """Return the policy before training."""
+        """Return the policy as it is before training."""
         ...
 
     def make_untrained_policy(self) -> tuple[ScorerClient, str]:
-        """Return the policy itself, which scores as the reference does until training starts, and a fingerprint of its weights."""
+        """Return the policy itself, which scores like the reference until training starts, and a fingerprint of its weights."""
         ...
 
     async def make_teachers(
@@ -62,10 +62,10 @@ async def make_columns(
     groups: Callable[[], Sequence[Group]] = list,
     last_metrics: Callable[[], Mapping[str, float]] = dict,
 ) -> ColumnSources:
-    """Make the sources of the columns that the algorithm requires. Call it before a checkpoint is loaded.
+    """Create the sources of the columns required by the algorithm. Call it before a checkpoint is loaded.
 
-    ``groups()`` returns every group that a run on recorded data will read, for reference log-probabilities that are computed once, before
-    training. ``last_metrics()``: those of the last step. Raises ValueError for a column without a source.
+    ``groups()`` returns every group that a run on recorded data will read, for reference log-probabilities computed once before
+    training. ``last_metrics()`` returns the last step's metrics. Raises ValueError for a column without a source.
     """
     scorers: dict[str, AsyncColumnSource] = {}
     if REFERENCE_LOGPROBS in algorithm.requires:
@@ -96,7 +96,7 @@ async def make_columns(
 
 
 def moves_away_from_sampler(config: TrainingRunConfig) -> bool:
-    """Return whether a batch may come from an older policy than the one that is updated, or makes several optimizer steps."""
+    """Return whether a batch may come from an older policy than the updated one, or has several optimizer steps."""
     if not isinstance(config, RolloutRunConfig):
         return False
     training = config.rollout_training

@@ -1,4 +1,4 @@
-"""Summarize what a configuration runs, and where, in about ten lines. Printed by ``--dry-run`` and at the start of every run."""
+"""Summarize a configured run and its devices in about ten lines. Printed by ``--dry-run`` and at the start of every run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from strop.runs.cluster.device_plan import format_placement
 from strop.runs.local_device import count_threads, resolve_device_name
 from strop.trainer.training_config import AsyncConfig, RolloutTrainingConfig, TrainingConfig
 
-UNLIMITED_STEPS = 1_000_000  # the default of max_num_steps: the epochs end the run
+UNLIMITED_STEPS = 1_000_000  # default of max_num_steps: the run ends with its epochs
 
 
 def summarize(
@@ -38,11 +38,10 @@ def summarize(
 ) -> str:
     """Return the summary of a run.
 
-    ``algorithm``: the configuration's, if it has been made.
-    ``on_cpu``: whether devices are processes on CPUs, as the cluster reports it; None: decided by the devices of this machine.
-    ``verbose``: with every option of the algorithm, not only those that differ from its own.
+    ``algorithm``: the configuration's, if already created. ``on_cpu``: whether devices are CPU processes, as reported by the
+    cluster; None: decided by this machine's devices. ``verbose``: include every option of the algorithm, not only non-default ones.
 
-    Raises ValueError for settings that do not go together, PlacementError for a layout that does not fit the devices."""
+    Raises ValueError for incompatible settings, PlacementError for a layout that does not fit the devices."""
     if isinstance(config, EvalRunConfig):
         return "\n".join(_summarize_evaluation(config))
     algorithm = algorithm or make_run_algorithm(config)
@@ -70,9 +69,9 @@ def summarize(
 
 @dataclass(frozen=True)
 class RunDevices:
-    """The devices of a run: those of this process, or of the nodes of a cluster."""
+    """The devices of a run: those of this process, or of a cluster's nodes."""
 
-    name: str  # of the policy's: auto where only the cluster knows it
+    name: str  # of the policy; auto if only the cluster knows it
     lines: tuple[str, ...] = ()  # the layout on the cluster; empty for one process
     on_cpu: bool | None = None  # None: this process decides
 
@@ -209,7 +208,7 @@ def _format_engines(generation: GenerationConfig, devices: RunDevices, *, on_gpu
 def _format_model(model: ModelConfig, devices: RunDevices) -> str:
     """Format a trained model with its device and precision."""
     adapters = "" if model.adapter_rank is None else f", adapters of rank {model.adapter_rank}"
-    masters = model.precision == "bfloat16" and (model.weights_dtype == "bfloat16" or model.megatron_cfg.enabled)
+    masters = model.precision == "bfloat16" and (model.weights_dtype == "bfloat16" or model.learner.weights_follow_precision)
     precision = "bfloat16, float32 masters" if masters else _format_precision(model.precision)
     return f"{model.model_name} on {devices.format_device(model)}, {precision}{adapters}"
 
@@ -258,7 +257,7 @@ def _format_set(config: EvalRunConfig, entry: DataEntryConfig) -> str:
 
 
 def format_auto_engine(generation: GenerationConfig) -> list[str]:
-    """Format the engine of an evaluation where ``auto`` chose it among those of a GPU."""
+    """Format the engine of an evaluation if ``auto`` chose a GPU engine."""
     auto = generation.auto_engine if generation.backend == "auto" else None
     return [] if auto is None else [f"engine      {'vLLM' if auto.name == 'vllm' else 'torch'} (backend auto: {auto.reason})"]
 

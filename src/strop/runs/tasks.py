@@ -1,4 +1,4 @@
-"""Make mixtures of tasks from the ``data`` and ``env`` sections."""
+"""Create mixtures of tasks from the ``data`` and ``env`` sections."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from strop.user_code import suggest_names
 T = TypeVar("T")
 EnvironmentConfigs = Mapping[str, EnvironmentConfig]
 RemoteEnvironments = Mapping[str, EnvironmentHandle[Any]]
-"""Environments in other processes, by alias; the others are made in this process."""
+"""Environments in other processes, by alias; the others are created in this process."""
 
 
 def make_training_tasks(config: RolloutRunConfig, remote: RemoteEnvironments = MappingProxyType({})) -> Mixture:
@@ -44,7 +44,7 @@ def make_training_tasks(config: RolloutRunConfig, remote: RemoteEnvironments = M
 
 
 def _check_scores(config: RolloutRunConfig) -> None:
-    """Raise EnvironmentConfigError if an environment lacks the reward that the curriculum sees."""
+    """Raise EnvironmentConfigError if an environment lacks the reward used by the curriculum."""
     wanted = config.data.curriculum.reward
     for alias, names in list_reward_marks(config).items():
         if wanted is not None and wanted not in names:
@@ -54,7 +54,7 @@ def _check_scores(config: RolloutRunConfig) -> None:
 
 
 def count_slots(config: RolloutRunConfig) -> int:
-    """Return how many groups may be started and not yet trained on."""
+    """Return the number of groups that may be started and not yet trained on."""
     training = config.rollout_training
     configured = training.async_config.slots if training.max_staleness else None
     return (training.max_staleness + 1) * training.num_prompts_per_step if configured is None else configured
@@ -79,7 +79,7 @@ def make_mixture(
 ) -> Mixture:
     """Make a mixture of the tasks of data entries; several entries of training tasks are mixed by their shares.
 
-    ``purpose``: chooses the split of a built-in set; None: what the part is for."""
+    ``purpose``: chooses the split of a built-in set; None: the purpose of the part."""
     weighted = part == "train" and len(entries) > 1
     sources = [DataSource.from_entry(entry, seed=seed, part=part, purpose=purpose, shuffle=shuffle) for entry in entries]
     components = [
@@ -90,7 +90,7 @@ def make_mixture(
 
 
 def describe_environments(config: RolloutRunConfig) -> Mapping[str, EnvironmentDescription]:
-    """Return by alias what another process needs to make an environment of the run and its tasks."""
+    """Return, by alias, the settings with which another process can create an environment of the run and its tasks."""
     sources: dict[str, list[DataSource]] = {}
     env, seed = config.env, config.rollout_training.seed
     parts: list[tuple[Part, Sequence[DataEntryConfig]]] = [
@@ -127,14 +127,14 @@ def _make_component(
             tasks = environment.tasks(source)
     except (DataError, EnvironmentConfigError):
         raise
-    except Exception as error:  # user-defined environments may raise anything
+    except Exception as error:  # user-defined environments may raise any exception
         where = f"env.{alias}: {environment.traits.title}.tasks"
         raise EnvironmentConfigError(f"{where} raised {type(error).__name__}: {error}") from error
     return Component(alias, environment, tasks, weight, name_data(entry) or alias)
 
 
 def name_data(entry: DataEntryConfig) -> str:
-    """Return a short name of an entry's data set; empty for an environment that generates its tasks."""
+    """Return a short name for an entry's data set; empty for generated tasks."""
     name = entry.data_name or ""
     if entry.is_file:
         return Path(name).stem
@@ -142,7 +142,7 @@ def name_data(entry: DataEntryConfig) -> str:
 
 
 def list_reward_names(config: RolloutRunConfig, of_steps: bool = False) -> tuple[str, ...]:
-    """Return the names of the rewards that the environments of the training tasks give; ``of_steps``: those of steps of a rollout only."""
+    """Return the names of the rewards of the training tasks' environments; ``of_steps``: only step rewards."""
     listed = list_reward_marks(config).values()
     return tuple(dict.fromkeys(name for marks in listed for name, mark in marks.items() if mark.per_turn or not of_steps))
 
@@ -153,14 +153,14 @@ def list_reward_marks(config: RolloutRunConfig) -> Mapping[str, Mapping[str, Rew
 
 
 def _ask_environments(config: RolloutRunConfig, listing: Callable[[str, Mapping[str, Any]], T]) -> dict[str, T]:
-    """Return what ``listing`` says of each environment of the training tasks."""
+    """Return the result of ``listing`` for each environment of the training tasks."""
     used = [resolve_alias(entry, config.env) for entry in config.data.train]
     aliases = {alias: _environment_config(config.env, alias) for alias in used}
     return {alias: _call_for_alias(alias, listing, each.type_of(alias), each.options) for alias, each in aliases.items()}
 
 
 def have_turn_states(config: RolloutRunConfig) -> bool:
-    """Return whether an environment of the training tasks says in which state a turn was taken."""
+    """Return whether an environment of the training tasks reports the state in which a turn was taken."""
     aliases = {resolve_alias(entry, config.env) for entry in config.data.train}
     return any(
         _call_for_alias(alias, gives_turn_states, _environment_config(config.env, alias).type_of(alias)) for alias in aliases
@@ -178,12 +178,12 @@ def resolve_alias(entry: DataEntryConfig, env: EnvironmentConfigs) -> str:
 
 
 def _environment_config(env: EnvironmentConfigs, alias: str) -> EnvironmentConfig:
-    """Return the section of an alias; an alias without one is the name of an environment."""
+    """Return the section of an alias; an alias without a section is the name of an environment."""
     return env.get(alias, EnvironmentConfig(type=None))
 
 
 def _call_for_alias(alias: str, make: Callable[..., T], *arguments: Any) -> T:
-    """Return ``make(*arguments)``; an EnvironmentConfigError is raised with the key of the environment in its message."""
+    """Return ``make(*arguments)``; an EnvironmentConfigError is raised with the environment's key in its message."""
     try:
         return make(*arguments)
     except EnvironmentConfigError as error:

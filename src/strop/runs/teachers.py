@@ -1,4 +1,4 @@
-"""Make the teachers of a distillation and the sources of the columns that they fill."""
+"""Create the teachers of a distillation and the sources of their columns."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from strop.types import Group, Message
 
 @dataclass(frozen=True)
 class StudentInfo:
-    """What a teacher in another process needs to know about the policy."""
+    """The information about the policy needed by a teacher in another process."""
 
     vocab_size: int  # size of its output layer
     tokenizer: Any
@@ -49,7 +49,7 @@ class LoadedTeacher:
     """A teacher's frozen network."""
 
     network: Network
-    vocab_size: int  # the token ids, from 0, that it shares with the student
+    vocab_size: int  # number of token ids, from 0, shared with the student
 
 
 def make_teachers(
@@ -84,7 +84,7 @@ def get_student_info(policy: LoadedPolicy) -> StudentInfo:
 
 
 def combine_teachers(by_teacher: Mapping[str, AsyncColumnSource], config: DistillationRunConfig) -> AsyncColumnSource:
-    """Combine the sources of teachers, by key, into one: route by environment, and mix teachers that have no environments."""
+    """Combine the sources of teachers, by key, into one: route by environment, and mix teachers without environments."""
     sources = {key: (teacher, by_teacher[key]) for key, teacher in config.all_teachers.items()}
     routed = {name: source for teacher, source in sources.values() for name in teacher.environments or ()}
     general = [(teacher.weight, source) for teacher, source in sources.values() if teacher.environments is None]
@@ -112,11 +112,12 @@ def load_teacher(
 def load_teacher_network(
     key: str, config: DistillationRunConfig, student: StudentInfo, loader: ModelLoader = HOST_LOADER
 ) -> LoadedTeacher:
-    """Load a teacher's frozen network, with weights of its ``weights_dtype`` alone on its device. Raises ModelNotFound, and ValueError if
-    its vocabulary is not the student's."""
+    """Load a teacher's frozen network, keeping only weights in its ``weights_dtype`` on its device. Raises ModelNotFound, and
+    ValueError if its vocabulary is not the student's.
+    """
     teacher = config.all_teachers[key]
     model = {name: getattr(teacher, name) for name in ("model_name", "tokenizer", "device", "precision", "weights_dtype")}
-    model["dequantize_base_checkpoint"] = True  # a frozen model loses nothing by it
+    model["dequantize_base_checkpoint"] = True  # loses nothing for a frozen model
     model["max_total_sequence_length"] = config.policy.max_total_sequence_length
     try:
         teacher_policy = load_policy(validate_section(ModelConfig, model), loader=loader)
@@ -143,7 +144,7 @@ def make_teacher_sources(
     parallelism: Parallelism | None = None,
     context: ScoringContext = nullcontext,
 ) -> dict[str, TeacherLogprobs | TeacherTopK]:
-    """Make the sources of a loaded teacher by column. ``parallelism``: how it is sharded; None is on a single device."""
+    """Create the sources of a loaded teacher by column. ``parallelism``: how it is sharded; None means a single device."""
     tokens = config.all_teachers[key].logprob_mb_tokens
     scorer = NetworkScorer(loaded.network, unfiltered_sampling(sampling, columns), tokens, parallelism, context)
     return {column: make_source(column, scorer, config, loaded.vocab_size) for column in columns}
@@ -166,13 +167,13 @@ def _make_self_teacher(
 ) -> dict[str, ColumnSource]:
     """Make the policy its own teacher: it scores rollouts with a demonstration in the prompt."""
     scorer = _make_self_scorer(teacher, policy.network, unfiltered_sampling(sampling, columns), learner)
-    assert teacher.demonstration is not None  # a rule of the configuration
+    assert teacher.demonstration is not None  # ensured by the configuration checks
     prompt = _make_demonstration_prompt(teacher.demonstration, policy)
     return {column: SelfTeacher(make_source(column, scorer, config, None), prompt) for column in columns}
 
 
 def unfiltered_sampling(sampling: Sampling, columns: Collection[str]) -> Sampling:
-    """Return the student's sampling without its filters. Raises ValueError if top-k distillation needs the tokens that they remove."""
+    """Return the student's sampling without its filters. Raises ValueError if top-k distillation needs the filtered tokens."""
     if sampling.filtered and TEACHER_CANDIDATES in columns:
         raise ValueError(
             "policy.generation: top_k, top_p or min_p removes tokens from the student's distribution, and the loss is not defined on "
@@ -184,7 +185,9 @@ def unfiltered_sampling(sampling: Sampling, columns: Collection[str]) -> Samplin
 def make_source(
     column: str, scorer: LocalScorer, config: DistillationRunConfig, vocab_size: int | None
 ) -> TeacherLogprobs | TeacherTopK:
-    """Make the source of a column from a teacher's scorer. ``vocab_size``: the token ids, from 0, that it shares with the student."""
+    """Create the source of a column from a teacher's scorer. ``vocab_size``: number of token ids, from 0, shared with the
+    student.
+    """
     if column == TEACHER_LOGPROBS:
         return TeacherLogprobs(scorer)
     return TeacherTopK(scorer, config.distillation.topk_logits_k, vocab_size)
@@ -198,7 +201,7 @@ def _make_self_scorer(teacher: TeacherConfig, network: Network, sampling: Sampli
             return NetworkScorer(network, sampling, tokens)
         case "ema":
             average = learner.average
-            assert average is not None  # a rule of the configuration
+            assert average is not None  # ensured by the configuration checks
             return NetworkScorer(network, sampling, tokens, context=lambda: average.swap_in(learner.trainable_parameters))
         case "initial":
             if lora_layers(network.model):

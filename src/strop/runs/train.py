@@ -26,15 +26,17 @@ from strop.trainer.train import train
 
 
 def run_training(config: TrainingRunConfig) -> int:
-    """Train as configured, and print what can be done next. Return 0 on success, 1 after printing an error."""
+    """Train as configured, and print suggested next commands. Return 0 on success, 1 after printing an error."""
     return run_command(train_as_configured(config), quiet=config.logger.console == "none")
 
 
 async def train_as_configured(config: TrainingRunConfig) -> Closing | str:
-    """Train, from the newest checkpoint on, and return what to say at the end. Raises RunStopped if a stop signal ends the run."""
+    """Train, starting from the newest checkpoint, and return the closing message. Raises RunStopped if a stop signal ends the
+    run.
+    """
     started = time.monotonic()
     log_dir = Path(config.logger.log_dir).absolute()  # a reward may change the working directory
-    algorithm = make_run_algorithm(config)  # may refuse the run, before a log folder is made and processes are started
+    algorithm = make_run_algorithm(config)  # may refuse the run before a log folder is created and processes are started
     with lock_run_folders(config) as plan:
         if plan.nothing_to_do is not None:
             return plan.nothing_to_do
@@ -60,7 +62,7 @@ async def train_as_configured(config: TrainingRunConfig) -> Closing | str:
 
 
 def make_closing(config: TrainingRunConfig, run: TrainingRun, failures: Sequence[str], seconds: float) -> Closing:
-    """Make the last lines of a run that has ended."""
+    """Create the last lines of a finished run."""
     folder = Path(config.checkpointing.checkpoint_dir)
     newest = max(list_steps(folder), default=None) if config.checkpointing.enabled else None
     return Closing(

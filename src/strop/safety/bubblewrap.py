@@ -1,4 +1,4 @@
-"""Commands that run in bubblewrap: without network, and without the files of this machine."""
+"""Runs commands in bubblewrap: without network, and without this machine's files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ NAMESPACES = (
 
 
 def isolate_command(command: list[str], readable: Iterable[str]) -> list[str]:
-    """Return a command that runs ``command`` without network and without the files of this machine, but for ``readable`` and the system.
+    """Return a command that runs ``command`` without network and without this machine's files, except ``readable`` and the
+    system.
 
-    Its /tmp is empty but for what is ``readable`` there. Where bubblewrap cannot do that, the command itself.
+    Its /tmp is empty except for ``readable`` paths in it. If bubblewrap does not work, the command itself is returned.
     """
     if not _bubblewrap_works():
         return command
@@ -32,7 +33,7 @@ def isolate_command(command: list[str], readable: Iterable[str]) -> list[str]:
         "bwrap",
         *NAMESPACES,
         *identity,
-        *("--perms", "0700", "--tmpfs", "/tmp"),  # first, or it would hide what is readable below /tmp
+        *("--perms", "0700", "--tmpfs", "/tmp"),  # first, otherwise it would hide readable paths below /tmp
         *show_system(readable),
         "--remount-ro",
         "/",
@@ -42,7 +43,7 @@ def isolate_command(command: list[str], readable: Iterable[str]) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _bubblewrap_works() -> bool:
-    """Whether this machine lets bubblewrap make its namespaces."""
+    """Whether bubblewrap can create its namespaces on this machine."""
     if sys.platform != "linux" or shutil.which("bwrap") is None:
         return False
     command = ["bwrap", *NAMESPACES, *show_system(()), "/usr/bin/env", "true"]
@@ -50,7 +51,7 @@ def _bubblewrap_works() -> bool:
 
 
 def show_system(readable: Iterable[str], shown_at: Callable[[str], str] = str) -> list[str]:
-    """The programs and libraries of this machine, the interpreter, and what else is ``readable``."""
+    """Return the arguments that expose this machine's programs and libraries, the interpreter, and ``readable``."""
     options = ["--ro-bind", "/usr", "/usr"]
     for folder in ("bin", "lib", "lib64", "sbin"):
         path = Path("/", folder)
@@ -71,7 +72,7 @@ def show_system(readable: Iterable[str], shown_at: Callable[[str], str] = str) -
 
 
 def _bind(path: str, shown_at: str, made: set[str]) -> Iterator[str]:
-    """Bind ``path`` read-only, with parents that every user may enter, whatever they are outside."""
+    """Bind ``path`` read-only, with parents that every user may enter, regardless of their permissions outside."""
     if path.startswith("/usr/"):
         return
     for parent in reversed(Path(shown_at).parents):

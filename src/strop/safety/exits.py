@@ -1,4 +1,4 @@
-"""What user code raises besides exceptions: exits and cancellations of its own, kept apart from those of the run."""
+"""Exits and cancellations raised by user code, kept separate from those of the run."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from contextvars import ContextVar
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
-exit_process: Callable[[int], NoReturn] = os._exit  # as it is outside of runs, for the run's own ends
+exit_process: Callable[[int], NoReturn] = os._exit  # the original, used to end the run itself
 _contained: ContextVar[bool] = ContextVar("code is contained", default=False)
 
 
 class RunExited(RuntimeError):
-    """SystemExit was raised where no rollout could record it, such as a task of asyncio or a library's callback."""
+    """SystemExit was raised where no rollout could record it, for example in an asyncio task or a library's callback."""
 
 
 class NotAnException(Exception):
-    """Stands for what user code raised that is no Exception, such as SystemExit. The name of its type is the original's."""
+    """Stands for something raised by user code that is not an Exception, such as SystemExit. Its type has the original's name."""
 
 
 @contextmanager
 def contain_exits() -> Iterator[None]:
-    """Raise a ``NotAnException`` for SystemExit, KeyboardInterrupt, CancelledError or GeneratorExit that the code inside raises itself.
+    """Convert SystemExit, KeyboardInterrupt, CancelledError or GeneratorExit raised by the block itself into a
+    ``NotAnException``.
 
-    They would end the run, or the task that awaits the code, without a word. A Ctrl-C of the terminal and a cancellation from outside
-    pass, and so does the closing of a coroutine that nobody awaits any more.
+    They would silently end the run, or the task that awaits the code. A Ctrl-C in the terminal and a cancellation from outside
+    pass, and so does the closing of a coroutine that is no longer awaited.
     """
     task = _current_task()
     inside = _contained.set(True)
@@ -45,15 +46,15 @@ def contain_exits() -> Iterator[None]:
             raise
         raise type(type(error).__name__, (NotAnException,), {})(str(error)) from error
     finally:
-        with suppress(ValueError):  # a coroutine that nobody awaits any more is closed in another context
+        with suppress(ValueError):  # a coroutine that is no longer awaited is closed in another context
             _contained.reset(inside)
 
 
 @contextmanager
 def _containing_hard_exits() -> Iterator[None]:
-    """Let ``os._exit`` raise SystemExit where ``contain_exits`` is around it in this process: nothing could report such an end.
+    """Make ``os._exit`` raise SystemExit inside ``contain_exits`` in this process, because such an exit could not be reported.
 
-    Processes that user code forks end by it as ever, and so do libraries that call it elsewhere.
+    Processes forked by user code still exit by it, and so do libraries that call it elsewhere.
     """
     process = os.getpid()
 
@@ -70,9 +71,10 @@ def _containing_hard_exits() -> Iterator[None]:
 
 
 async def contain_cancellation(work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work`` in a task of its own. Raises NotAnException if the work cancels that task; a cancellation from outside passes.
+    """Await ``work`` in a separate task. Raises NotAnException if the work cancels that task; a cancellation from outside passes.
 
-    A library's timeout that goes wrong does so, and within one task it cannot be told from a cancellation by who awaits it.
+    A library's faulty timeout can cause this, and within one task it cannot be distinguished from a cancellation by the awaiting
+    code.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -81,19 +83,21 @@ async def contain_cancellation(work: Coroutine[Any, Any, T]) -> T:
         outer = _current_task()
         if not task.cancelled() or (outer is not None and outer.cancelling() > 0):
             raise
-        raise type("CancelledError", (NotAnException,), {})("the code cancelled the task that it runs in") from error
+        raise type("CancelledError", (NotAnException,), {})("the code cancelled its own task") from error
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether this is a KeyboardInterrupt by a signal, which comes in the main thread and whose last frame is the signal's handler."""
+    """Whether this is a KeyboardInterrupt caused by a signal: raised in the main thread, with the signal handler as its last
+    frame.
+    """
     if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return False
     handler: Any = signal.getsignal(signal.SIGINT)
-    if handler == signal.SIG_IGN:  # a shell starts its background jobs that way: no signal becomes an exception
+    if handler == signal.SIG_IGN:  # a shell starts background jobs like this: no signal becomes an exception
         return False
     while isinstance(handler, functools.partial):
         handler = handler.func
-    code = getattr(handler, "__code__", None)  # of asyncio's handler; Python's own is no function of Python
+    code = getattr(handler, "__code__", None)  # asyncio's handler; Python's own is not a Python function
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -101,9 +105,9 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run``, which never ends with the exit code of user code, nor by its ``os._exit``.
+    """Like ``asyncio.run``, but never ends with user code's exit code, or by its ``os._exit``.
 
-    Raises RunExited if code that nobody awaits calls sys.exit().
+    Raises RunExited if code that is not awaited calls sys.exit().
     """
     try:
         with _containing_hard_exits():

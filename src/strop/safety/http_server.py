@@ -1,4 +1,4 @@
-"""What every HTTP server of Strop shares: who sent a request, JSON or an error in its place, and listening until Ctrl-C."""
+"""Common parts of Strop's HTTP servers: checking the sender, JSON bodies and error answers, and listening until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from aiohttp import web
 
 from strop.safety.site_guard import JSON, BadRequest, SiteGuard, is_key, refuse_content_type
 
-BODY_SECONDS = 120.0  # in which a body has to arrive
-SHUTDOWN_SECONDS = 2.0  # for answers under way when a server is stopped
-LONGEST_LINE = 2**16  # bytes of an address, or of a header
+BODY_SECONDS = 120.0  # time limit for a body to arrive
+SHUTDOWN_SECONDS = 2.0  # for answers in progress when a server stops
+LONGEST_LINE = 2**16  # bytes of a URL or a header
 SEND_KEY = "the API key is missing or wrong: send Authorization: Bearer KEY"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 AnswerError = Callable[[Exception, web.Request], web.Response | None]
 
 
 def make_app(check: Callable[[web.Request], object], answer_error: AnswerError, *, max_body: int) -> web.Application:
-    """Return an app without routes. ``check`` raises BadRequest for a request that is refused. ``answer_error`` returns what answers an
+    """Return an app without handlers. ``check`` raises BadRequest for a request that is refused. ``answer_error`` returns what answers an
     error, those of aiohttp given as BadRequest; None for a fault of the server."""
 
     @web.middleware
@@ -60,10 +60,10 @@ def lower_headers(request: web.Request) -> dict[str, str]:
 def check_sender(
     request: web.Request, host: str, key: str | None, given: str, *, kinds: Collection[str] | None = JSON, help: str = SEND_KEY
 ) -> None:
-    """Raise BadRequest for a request without the key, if there is one, and for one that a page of another site may have sent.
+    """Raise BadRequest for a request without the key, if there is one, and for one that may come from another site's page.
 
-    ``host``: the address that the server was told to listen on. No web page has the key, so a server with one may be reached by other
-    names, those of a proxy. ``kinds``: content types of bodies; None: any.
+    ``host``: the server's listening address. Web pages do not have the key, so a server with a key may also be reached under a
+    proxy's name. ``kinds``: content types of bodies; None: any.
     """
     if key is not None and not is_key(given, key):
         raise BadRequest(help, status=401, code="invalid_api_key")
@@ -94,10 +94,10 @@ async def read_body(request: web.Request, seconds: float = BODY_SECONDS, setting
 
 
 def parse_json(body: bytes, status: int = 400) -> Any:
-    """Parse a body of JSON, whatever charset its header claims. Raises BadRequest with this status."""
+    """Parse a JSON body, ignoring the charset in its header. Raises BadRequest with this status."""
     try:
         return json.loads(body)
-    except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is one, too
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise BadRequest(f"the body is not valid JSON: {reason}", status=status) from error
 
@@ -118,9 +118,9 @@ async def listening(
     shutdown_s: float = SHUTDOWN_SECONDS,
     cancels: bool = True,
 ) -> AsyncIterator[str]:
-    """Serve an app meanwhile. Yields its address. ``cancels``: an answer is given up when its client goes away.
+    """Serve an app during the context. Yields its URL. ``cancels``: an answer is cancelled when its client disconnects.
 
-    Raises OSError, which names ``settings``, if the address cannot be listened on.
+    Raises OSError, which names ``settings``, if the address is not available.
     """
     runner = web.AppRunner(
         app, handler_cancellation=cancels, shutdown_timeout=shutdown_s, access_log=None,
@@ -140,7 +140,7 @@ async def listening(
 
 @contextmanager
 def naming_address(host: str, port: int, settings: str = "--host or --port") -> Iterator[None]:
-    """Say in an OSError which address cannot be listened on, and which settings change it."""
+    """Add to an OSError which address is not available, and which settings change it."""
     try:
         yield
     except OSError as error:
@@ -154,7 +154,7 @@ def make_address(host: str, port: int) -> str:
 
 
 def make_local(address: str) -> str:
-    """Return the URL by which this machine reaches a server, which may listen on all of its addresses."""
+    """Return the URL under which this machine reaches a server, which may listen on all addresses."""
     return address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 

@@ -1,4 +1,4 @@
-"""Text that a model, a user's code or a file wrote, made safe for a terminal, a page and a line of a log.
+"""Makes text from a model, user code or a file safe for terminals, pages and log lines.
 
 A terminal obeys control sequences, and terminals and browsers reorder text around bidirectional controls. Such characters are shown by
 their codes instead: ``\\x1b``, ``\\u202e``.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 import unicodedata
 
-_HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, formats, surrogates, separators of lines and paragraphs
+_HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, formats, surrogates, line and paragraph separators
 _HARMLESS = "\n\t\u200c\u200d"  # the joiners are part of emoji and of several scripts
 _SUSPECT = re.compile(r"[^\n\t -~]")
 
 
 def make_printable(text: str) -> str:
-    """Return the text with every character that controls how it is shown written as an escape sequence."""
+    """Return the text with all characters that control its display written as escape sequences."""
     return _SUSPECT.sub(lambda match: _show(match[0]), text)
 
 
@@ -26,7 +26,7 @@ def _show(character: str) -> str:
 
 
 def shorten(text: str, limit: int, around: str = " ") -> str:
-    """Return the beginning and the end of a text that is longer than ``limit``, and how much is left out between them."""
+    """Return the beginning and end of a text longer than ``limit``, and the length of the omitted part."""
     if len(text) <= limit:
         return text
     half = limit // 2

@@ -1,7 +1,7 @@
-"""Commands and settings without the secrets in them.
+"""Removes secrets from commands and settings.
 
-Every value of an environment variable (``env_vars``) is left out, since no name says for certain that it holds no secret, and so is who a
-URL logs in as.
+Every value of an environment variable (``env_vars``) is removed, because names do not reliably reveal secrets, and so are logins
+in URLs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def redact_secrets(value: Any, parent: str = "") -> Any:
 def redact_yaml(text: str) -> str:
     """Return a configuration's text without the values of environment variables and the logins of URLs."""
     lines: list[str] = []
-    section, names = -1, cast("int | None", None)  # indentation of env_vars and of the names in it, while its lines last
+    section, names = -1, cast("int | None", None)  # indentation of env_vars and of its names, while inside it
     for line in text.split("\n"):
         indent = len(line) - len(line.lstrip())
         key, colon, value = line.partition(":")
@@ -47,7 +47,7 @@ def redact_yaml(text: str) -> str:
             line = f"{key}: {REDACTED}" if colon and indent == names else f"{' ' * indent}{REDACTED}"
         elif key.strip(" -\"'") == ENV_VARS and value.strip() in ("", "{}", "null"):
             section = indent
-        elif ENV_VARS in line:  # in braces, which may go on over lines
+        elif ENV_VARS in line:  # in braces, which may span lines
             section, names = indent, -1
             line = f"{line.partition(ENV_VARS)[0]}{ENV_VARS}: {REDACTED}"
         lines.append(redact_text(line))
@@ -64,7 +64,7 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def describe_command() -> str:
-    """Return the command of this process as it was typed, without secrets."""
+    """Return the command of this process as typed, without secrets."""
     program, *arguments = sys.argv or [""]
     typed = ["python", "-m", "strop"] if program.endswith("strop/__main__.py") else [program]
     if typed[0].endswith(".py"):

@@ -1,4 +1,4 @@
-"""Whether the Python code that models bring may run."""
+"""Whether Python code contained in models may run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ TRUST_VARIABLE = "STROP_TRUST_REMOTE_CODE"  # environment variable
 
 
 def trusts_remote_code() -> bool:
-    """Whether the Python code that models bring may run."""
+    """Whether Python code contained in models may run."""
     return os.environ.get(TRUST_VARIABLE) == "1"
 
 
 @contextmanager
 def trust_remote_code(trusted: bool) -> Iterator[None]:
-    """Let models' own code run inside the context if ``trusted``, also in the processes that are started there."""
+    """Allow models' own code inside the context if ``trusted``, including in processes started there."""
     before = os.environ.get(TRUST_VARIABLE)
     if trusted:
         os.environ[TRUST_VARIABLE] = "1"

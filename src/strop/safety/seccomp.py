@@ -1,10 +1,10 @@
-"""Filters of system calls, for Linux on x86-64 and 64-bit ARM; elsewhere they raise OSError. They cannot be undone.
+"""System call filters for Linux on x86-64 and 64-bit ARM; elsewhere they raise OSError. They cannot be undone.
 
 After ``confine()`` this process can compute and read files, and nothing else: all calls but a few are denied, so no new process or
 program, no network, no file written, created or removed, no signals, no resource limit raised.
 
-``build_program_filter()`` is for programs in a namespace of their own, which may start processes and write files. It denies what is of use
-against the kernel and the rest of the machine, and every call that is newer than this list.
+``build_program_filter()`` is for programs in separate namespaces, which may start processes and write files. It denies calls
+that could attack the kernel or the rest of the machine, and every call newer than this list.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _AARCH64 = {
 }  # fmt: skip
 _ARCHITECTURES = {"x86_64": (0xC000003E, _X86_64), "aarch64": (0xC00000B7, _AARCH64)}  # the kernel's AUDIT_ARCH numbers
 
-# Denied to programs: tracing others, mounts and namespaces, sockets (a pair of connected ones is allowed), memory that no limit counts
-# (memfd, System V), what the whole machine shares (contexts of asynchronous I/O, unwritten data, watches on what is opened, cached files),
-# and interfaces to the kernel that had many holes. The third row of numbers is the same on both architectures.
+# Denied to programs: tracing others, mounts and namespaces, sockets (a pair of connected ones is allowed), memory that no limit
+# counts (memfd, System V), resources shared by the whole machine (asynchronous I/O contexts, unwritten data, file watches, cached
+# files), and kernel interfaces with many past vulnerabilities. The third row of numbers is the same on both architectures.
 _X86_64_DENIED = {
     "shmget": 29, "shmat": 30, "socket": 41, "semget": 64, "msgget": 68, "ptrace": 101, "syslog": 103, "personality": 135,
     "vhangup": 153, "modify_ldt": 154, "pivot_root": 155, "adjtimex": 159, "chroot": 161, "acct": 163, "settimeofday": 164,
@@ -68,14 +68,14 @@ _BOTH_DENIED = {
     "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_getfd": 438, "process_madvise": 440, "mount_setattr": 442,
     "quotactl_fd": 443, "memfd_secret": 447,
 }  # fmt: skip
-_PROGRAMS = {  # calls whose arguments matter, and what is denied
+_PROGRAMS = {  # calls with relevant arguments, and what is denied
     "x86_64": ({"ioctl": 16, "clone": 56, "prlimit64": 302, "socketpair": 53}, _X86_64_DENIED),
     "aarch64": ({"ioctl": 29, "clone": 220, "prlimit64": 261, "socketpair": 199}, _AARCH64_DENIED),
 }
-_NEWEST = 450  # the last call that was considered; x86-64's x32 calls have far higher numbers
-_CLONE3 = 435  # its flags are in memory, where a filter cannot look; the C library falls back to clone
-_NEW_NAMESPACE = 0x7E020080  # the flags of clone that make one
-_UNIX_SOCKET = 1  # the family of a pair; another one is made before it is refused, and loads a module of the kernel
+_NEWEST = 450  # the newest call considered; x86-64's x32 calls have far higher numbers
+_CLONE3 = 435  # its flags are in memory, which a filter cannot read; the C library falls back to clone
+_NEW_NAMESPACE = 0x7E020080  # the flags of clone that create one
+_UNIX_SOCKET = 1  # the only family allowed for a pair; others are created before they are refused, and load a kernel module
 _TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX, which type into a terminal
 
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06  # classic BPF: load a word, jump if equal, if any bit, return
@@ -109,7 +109,7 @@ def build_confining_filter() -> bytes:
 
 
 def build_program_filter() -> bytes:
-    """Return the filter for programs in namespaces of their own. Raises OSError if there is none for this machine."""
+    """Return the filter for programs in separate namespaces. Raises OSError if there is none for this machine."""
     machine = _machine()
     checked, denied = _PROGRAMS[machine]
     code = [
@@ -150,7 +150,7 @@ def _build_filter(architecture: int, calls: dict[str, int]) -> bytes:
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
     code = [
         (_LOAD, 0, 0, _ARCHITECTURE),
-        (_EQUAL, 1, 0, architecture),  # another architecture numbers its calls differently
+        (_EQUAL, 1, 0, architecture),  # other architectures number calls differently
         (_RETURN, 0, 0, _DENY),
         (_LOAD, 0, 0, _NUMBER),
         (_EQUAL, 0, 4, calls["openat"]),

@@ -1,4 +1,4 @@
-"""Two evaluations compared: by set and as a whole, by the metric asked for and by the others, with the verdict in words."""
+"""Compares two evaluations: by set and as a whole, by the requested metric and by others, with the verdict in words."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from strop.statistics.task_metrics import SHARE, TaskMetric, find_task_metric, l
 
 
 def describe_verdict(found: PairedComparison, metric: TaskMetric, margin: float | None = None) -> str:
-    """Return what a comparison says, in a sentence."""
+    """Return the result of a comparison in a sentence."""
     p_value = found.adjusted_p_value
     shown = "p < 0.001" if p_value < 0.001 else f"p = {p_value:.3f}"
     size = f"{format_difference(found.difference, metric)}, {format_interval(found, metric)}, {shown}"
@@ -46,25 +46,25 @@ def describe_verdict(found: PairedComparison, metric: TaskMetric, margin: float 
 
 
 def describe_forecast(found: PairedComparison, metric: TaskMetric, margin: float | None = None) -> list[str]:
-    """Return what it would take to decide, a sentence each; nothing where it is decided."""
+    """Return what a decision would need, one sentence each; empty if it is decided."""
     if found.higher_one is not None or (margin is not None and found.is_equivalent(margin)):
         return []
     if not math.isfinite(found.detectable):
-        return ["one task does not tell how far tasks differ; evaluate more"]
+        return ["one task does not show how much tasks vary; evaluate more"]
     sought = abs(found.difference) if margin is None else margin
     visible = format_size(found.detectable, metric)
-    lines = [f"{found.tasks:,} tasks tell a difference of {visible} from none with probability {POWER:g}"]
+    lines = [f"{found.tasks:,} tasks detect a difference of {visible} with probability {POWER:g}"]
     if sought == 0:
         return [*lines, "there is no difference that more tasks could confirm"]
     what = f"a difference of {format_size(sought, metric)}{', as found,' if margin is None else ''}"
     if found.more_tasks is None:
-        lines.append(f"{what} is too small to be told from none by any practical number of tasks")
+        lines.append(f"{what} is too small to be detected by any practical number of tasks")
     elif found.more_tasks:
         lines.append(f"{what} takes {found.tasks + found.more_tasks:,} tasks, {found.more_tasks:,} more")
     if found.sampling_variance is None:
-        lines.append("one sample of each task does not tell whether more of them would do, too")
+        lines.append("with one sample per task, it is unknown whether more samples would help")
     elif found.more_samples is None:
-        lines.append("more samples of each task would not do: the tasks themselves differ too much")
+        lines.append("more samples per task would not suffice: the tasks themselves vary too much")
     elif found.more_samples > 1:
         lines.append(f"or {found.more_samples:,.{1 if found.more_samples < 10 else 0}f} times as many samples of each task")
     return lines
@@ -105,14 +105,14 @@ class Comparison:
     """Two evaluations on the same tasks."""
 
     metric: TaskMetric
-    margin: float | None  # differences below which do not matter
-    total: PairedComparison  # of all tasks, or the plain mean of several sets
+    margin: float | None  # differences below this do not matter
+    total: PairedComparison  # over all tasks, or the plain mean of several sets
     sets: Mapping[str, PairedComparison]
-    others: Mapping[TaskMetric, PairedComparison]  # the total by the other metrics
-    samples: tuple[str, str]  # of each task, in A and in B: 4, or 1 to 4
+    others: Mapping[TaskMetric, PairedComparison]  # the total, by other metrics
+    samples: tuple[str, str]  # per task, in A and in B: 4, or 1 to 4
     only_a: int  # tasks
     only_b: int
-    won: tuple[ChangedTask, ...]  # where B does better, the largest differences first
+    won: tuple[ChangedTask, ...]  # tasks that B does better, the largest differences first
     lost: tuple[ChangedTask, ...]
     notes: tuple[str, ...] = ()
     sources: tuple[str, str] = ("A", "B")  # which evaluations were compared
@@ -120,7 +120,7 @@ class Comparison:
 
     @property
     def better(self) -> Literal["a", "b"] | None:
-        """Which of the two is better; None if no difference can be seen, or the metric is neither good nor bad."""
+        """Which of the two is better; None if there is no significant difference, or the metric has no preferred direction."""
         higher, good = self.total.higher_one, self.metric.higher_is_better
         return None if good is None or higher is None else higher if good else "a" if higher == "b" else "b"
 
@@ -130,11 +130,11 @@ class Comparison:
 
     @property
     def forecast(self) -> list[str]:
-        """What it would take to decide, a sentence each."""
+        """What is needed for a decision, one sentence each."""
         return describe_forecast(self.total, self.metric, self.margin)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON holds it."""
+        """Return everything as JSON values."""
         return {
             "metric": self.metric.name,
             "verdict": self.verdict,
@@ -175,8 +175,8 @@ def compare_evaluations(
         metric: accuracy, avg@n, pass@k, cons@k, reward, avg_length, truncated or errors.
         level: The probability that an interval holds the true difference.
         margin: A difference that does not matter, in the units of the metric; the two may then be found equivalent.
-        shown: How many of the tasks that changed most are kept, won and lost.
-        identities: How each was sampled and scored, as it is stored with the tasks; None where that is not known.
+        shown: Number of tasks with the largest changes to keep, both won and lost.
+        identities: How each was sampled and scored, as stored with the tasks; None if unknown.
 
     Raises NotComparable if the tasks are not the same, or do not have the metric.
     """
@@ -238,7 +238,7 @@ def _compare_sets(
 
 
 def _average(sets: Mapping[str, PairedComparison], values: Mapping[str, PairedValues], margin: float | None) -> PairedComparison:
-    """Return the comparison of the plain means over sets, whose samples are independent."""
+    """Return the comparison of plain means over sets, whose samples are independent."""
     found, tasks = list(sets.values()), sum(each.tasks for each in sets.values())
     difference = math.fsum(each.difference for each in found) / len(found)
     weighted = [part / each.tasks for name, each in sets.items() for part in values[name].differences]
@@ -273,7 +273,7 @@ def _average(sets: Mapping[str, PairedComparison], values: Mapping[str, PairedVa
 
 
 def _average_intervals(parts: Sequence[tuple[float, Interval]]) -> Interval:
-    """Return the interval of the mean of independent estimates: the squares of their distances to the ends add up."""
+    """Return the interval of the mean of independent estimates: squared distances to the interval ends add up."""
     mean = math.fsum(value for value, _ in parts) / len(parts)
     below = math.hypot(*(value - interval.low for value, interval in parts)) / len(parts)
     above = math.hypot(*(interval.high - value for value, interval in parts)) / len(parts)
@@ -323,7 +323,7 @@ def _list_changed(tasks: Sequence[MatchedTask], metric: TaskMetric) -> dict[bool
 
 
 def _read_sample(task: StoredTask, *, best: bool) -> str:
-    """Return what the best or the worst sample of a task says."""
+    """Return the text of a task's best or worst sample."""
     choose = max if best else min
     return str(choose(task["samples"], key=lambda sample: float(sample["accuracy"])).get("completion", ""))
 
@@ -338,7 +338,7 @@ def _note_settings(differences: Sequence[SettingDifference]) -> list[str]:
         return []
     named = "; ".join(map(str, differences[:MOST_NAMED]))
     more = f"; and {len(differences) - MOST_NAMED} more" if len(differences) > MOST_NAMED else ""
-    return [f"A and B were not sampled and scored alike, and what is found is of that, too: {named}{more}"]
+    return [f"A and B were sampled and scored differently, which affects the result: {named}{more}"]
 
 
 def _note_unknown(identities: tuple[Identity | None, Identity | None]) -> list[str]:
@@ -346,8 +346,8 @@ def _note_unknown(identities: tuple[Identity | None, Identity | None]) -> list[s
     if not unknown:
         return []
     return [
-        f"how {' and '.join(unknown)} {'were' if len(unknown) > 1 else 'was'} sampled and scored is not stored, as by older versions: "
-        "whether temperature, prompt and grader are the same is not known"
+        f"how {' and '.join(unknown)} {'were' if len(unknown) > 1 else 'was'} sampled and scored is not stored (older versions did not): "
+        "temperature, prompt and grader may differ"
     ]
 
 

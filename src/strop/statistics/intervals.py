@@ -1,4 +1,4 @@
-"""How far an estimate may be off: standard errors and confidence intervals of means over tasks."""
+"""Uncertainty of estimates: standard errors and confidence intervals of means over tasks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from strop.statistics.student_t import NORMAL, student_t_quantile
 
-# Tasks' worth of prior evidence that means of tasks vary as single outcomes of 0 or 1 do, the most they can: without it a few equal
-# tasks near a bound would have intervals of no width.
+# Number of prior tasks assumed to vary like 0/1 outcomes, the maximum: without it a few equal tasks near a bound would give
+# intervals of zero width.
 PRIOR_TASKS = 1.0
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A range that holds the true value of an estimate with the probability it was made for."""
+    """A range that contains the true value of an estimate with a given probability."""
 
     low: float
     high: float
@@ -30,10 +30,10 @@ class Interval:
 
 
 def standard_error(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> float:
-    """Return the standard error of the mean of values, of which there are at least two.
+    """Return the standard error of the mean of at least two values.
 
-    The values are independent, or, with ``clusters`` (the name of the cluster of each value: of all questions about one passage, say),
-    those of different clusters are.
+    The values are independent or, with ``clusters`` (the cluster name of each value, for example the passage of a question), only
+    between clusters.
     """
     mean = math.fsum(values) / len(values)
     sums = _sum_clusters([value - mean for value in values], clusters)
@@ -49,15 +49,15 @@ def confidence_interval(
 ) -> Interval:
     """Return the confidence interval of a mean over tasks.
 
-    Of accuracies, pass@k and other shares give the ``bounds`` (0, 1): the interval stays inside, and has a width where all values are
-    equal. It is Wilson's where each value is 0 or 1. Other means within bounds have Wilson's with an effective number of tasks: as many
-    outcomes of 0 or 1 as would vary as much, with the quantile of Student's t. Without bounds it is the t interval, and infinite for a
-    single value.
+    For accuracies, pass@k and other shares, give the ``bounds`` (0, 1): the interval then stays inside, and has a width even if
+    all values are equal. It is Wilson's where each value is 0 or 1. Other bounded means use Wilson's with an effective number of
+    tasks: the number of 0/1 outcomes with the same variance, and Student's t quantile. Without bounds it is the t interval, and
+    infinite for a single value.
 
     Args:
         values: One for each task: the mean over its samples.
         level: The probability that the interval holds the true mean.
-        bounds: The least and the largest possible value, if there are such.
+        bounds: The smallest and the largest possible value, if any.
         clusters: The cluster of each value, if values of one cluster depend on each other.
 
     Raises ValueError if there are no values, or one is out of bounds.

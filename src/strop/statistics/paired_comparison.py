@@ -1,4 +1,4 @@
-"""Two evaluations on the same tasks: their difference, how far it may be off, and what it would take to decide."""
+"""Compares two evaluations on the same tasks: their difference, its uncertainty, and what a decision would need."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from strop.statistics.sign_flip_test import sign_flip_p_value
 from strop.statistics.student_t import NORMAL, student_t_quantile
 
 POWER = 0.8
-PRIOR_PAIRS = 2.0  # as Bonett and Price (2012) add to paired proportions: a pair that A wins, and one that B wins
-FEW = 5  # tasks that differ, below which nothing is known of how far they differ
-SMALL_SAMPLE = 4  # tasks more than normal theory asks for, because of Student's quantiles and of the two pairs
-MOST = 10_000_000  # a forecast beyond this is none
+PRIOR_PAIRS = 2.0  # as added to paired proportions by Bonett and Price (2012): one pair won by A, one won by B
+FEW = 5  # below this many differing tasks, the spread of differences is unknown
+SMALL_SAMPLE = 4  # tasks beyond normal theory, for Student's quantiles and the two added pairs
+MOST = 10_000_000  # larger forecasts are not given
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedValues:
-    """What a metric is of each task in two evaluations.
+    """A metric's value for each task in two evaluations.
 
-    ``a_noise`` and ``b_noise`` are the variances of these values over further samples of the same task, estimated from its samples; None
-    where one sample is all there is.
+    ``a_noise`` and ``b_noise`` are the variances of these values over further samples of the same task, estimated from its
+    samples; None with only one sample.
     """
 
     a: Sequence[float]
@@ -32,7 +32,7 @@ class PairedValues:
     a_noise: Sequence[float] | None = None
     b_noise: Sequence[float] | None = None
     bounds: tuple[float, float] | None = None  # of the metric: (0, 1) for shares
-    clusters: Sequence[Hashable] | None = None  # of the tasks, where some depend on each other
+    clusters: Sequence[Hashable] | None = None  # of the tasks, if some depend on each other
 
     @property
     def differences(self) -> list[float]:
@@ -51,33 +51,33 @@ class PairedComparison:
     difference: float  # b - a, paired by task
     interval: Interval  # of the difference
     p_value: float  # of the paired permutation test
-    adjusted_p_value: float  # for the number of sets that are compared
+    adjusted_p_value: float  # corrected for the number of compared sets
     level: float
     higher: int  # tasks where B is higher
     lower: int
-    variance: float  # of the difference of one task
-    sampling_variance: float | None  # the part of it that more samples of each task would reduce; None: unknown
-    more_tasks: int | None  # that tell a difference of this size from none with probability 0.8; None: too many, or it is 0
-    more_samples: float | None  # how many times as many samples of each task would do that; None: no number would, or unknown
-    detectable: float  # the least difference that this many tasks tell from none with probability 0.8
+    variance: float  # of a single task's difference
+    sampling_variance: float | None  # the part of it that more samples per task would reduce; None: unknown
+    more_tasks: int | None  # needed to detect a difference of this size with probability 0.8; None: too many, or it is 0
+    more_samples: float | None  # factor on the samples per task for the same; None: no number suffices, or unknown
+    detectable: float  # the smallest difference that this many tasks detect with probability 0.8
 
     @property
     def higher_one(self) -> Literal["a", "b"] | None:
-        """Which of the two is higher, where both the test and the interval say so."""
+        """Which of the two is higher, if both the test and the interval agree."""
         if self.adjusted_p_value > 1.0 - self.level or 0.0 in self.interval:
             return None
         return "b" if self.difference > 0 else "a"
 
     def is_equivalent(self, margin: float) -> bool:
-        """Whether the difference is smaller than a margin, whatever of the interval is true."""
+        """Whether the difference is smaller than a margin anywhere in the interval."""
         return -margin < self.interval.low and self.interval.high < margin
 
 
 def compare_paired(values: PairedValues, *, level: float = 0.95, margin: float | None = None) -> PairedComparison:
-    """Compare two evaluations on the same tasks. What is needed to decide is forecast for a difference of ``margin``; None: that found.
+    """Compare two evaluations on the same tasks. The forecast is for a difference of ``margin``; None: the observed one.
 
-    The interval is a paired t interval whose variance counts two more pairs, one that each of the two wins by as much as the tasks that
-    differ do: without them few wins, and none, would have intervals that are too narrow. The test is exact (``sign_flip_p_value``).
+    The interval is a paired t interval whose variance includes two extra pairs, one won by each side with the typical size of a
+    difference: without them, intervals would be too narrow for few or no wins. The test is exact (``sign_flip_p_value``).
 
     Raises ValueError if there are no tasks.
     """
@@ -120,9 +120,9 @@ def compare_paired(values: PairedValues, *, level: float = 0.95, margin: float |
 
 
 def forecast_tasks(difference: float, variance: float, *, level: float = 0.95, power: float = POWER) -> float:
-    """Return how many tasks tell a difference of means from none with probability ``power``; infinite for none.
+    """Return the number of tasks that detect a difference of means with probability ``power``; infinite for a difference of 0.
 
-    ``variance`` is that of the difference of one task.
+    ``variance`` is the variance of a single task's difference.
     """
     return _normal_tasks(difference, variance, level, power) + SMALL_SAMPLE
 
@@ -137,8 +137,8 @@ def _normal_tasks(difference: float, variance: float, level: float, power: float
 def forecast_more_tasks(
     difference: float, variance: float, tasks: int, *, level: float = 0.95, power: float = POWER
 ) -> int | None:
-    """Return how many tasks beyond those of an evaluation are needed. None: there is nothing to tell apart, or too many."""
-    fewest = 1 - math.log2(1.0 - level)  # whose differences, all of one sign, the exact test tells from none
+    """Return the number of additional tasks needed. None: there is nothing to detect, or too many are needed."""
+    fewest = 1 - math.log2(1.0 - level)  # fewest tasks for which the exact test is significant if all differences have one sign
     needed = max(forecast_tasks(difference, variance, level=level, power=power), fewest)
     return max(math.ceil(needed) - tasks, 0) if needed <= MOST else None
 
@@ -152,10 +152,10 @@ def forecast_more_samples(
     level: float = 0.95,
     power: float = POWER,
 ) -> float | None:
-    """Return how many times as many samples of each task are needed, at this number of tasks.
+    """Return the factor by which samples per task must grow, at this number of tasks.
 
-    ``sampling`` is the part of the variance that n times as many samples divide by n. None where no number of samples would do, because
-    the tasks themselves differ too much, or where it is unknown.
+    ``sampling`` is the part of the variance that n times as many samples divide by n. None if no number of samples suffices,
+    because the tasks themselves differ too much, or if it is unknown.
     """
     if sampling is None or difference == 0 or not math.isfinite(variance):
         return None
@@ -169,13 +169,13 @@ def forecast_more_samples(
 
 
 def _spread(values: PairedValues, mean: float) -> list[float]:
-    """Return how far the difference of each task, or of a cluster as if all were of one size, is from the mean."""
+    """Return the deviation from the mean of each task's difference, or of each cluster's as if all had equal size."""
     totals = _sum_clusters([difference - mean for difference in values.differences], values.clusters)
     return [total * len(totals) / len(values.a) for total in totals]
 
 
 def _standard_error(values: PairedValues, spread: Sequence[float], mean: float) -> float:
-    """Return the standard error of the mean difference, with the two pairs more."""
+    """Return the standard error of the mean difference, including the two extra pairs."""
     count = len(spread)
     if count == 1:
         return math.inf
@@ -185,12 +185,12 @@ def _standard_error(values: PairedValues, spread: Sequence[float], mean: float) 
     if (few and values.bounds is not None) or squares <= 1e-24 * count:
         of_one = _largest_difference(values) ** 2 if values.bounds is not None or mean == 0 else mean * mean
     else:
-        of_one = math.fsum(each**4 for each in spread) / squares  # the mean square of differences, as those weigh that matter
+        of_one = math.fsum(each**4 for each in spread) / squares  # the mean square of differences, weighted by relevance
     return math.sqrt((squares + PRIOR_PAIRS * of_one) / (count * (count - 1 + PRIOR_PAIRS)))
 
 
 def _largest_difference(values: PairedValues) -> float:
-    """Return how far two values of one task may be apart: by the bounds, or as far as all values are."""
+    """Return the largest possible distance of a task's two values: by the bounds, or the range of all values."""
     pooled = [*values.a, *values.b] if values.bounds is None else list(values.bounds)
     return max(pooled) - min(pooled)
 

@@ -1,4 +1,4 @@
-"""What two evaluations were made with differently: how their samples were drawn and scored."""
+"""Differences in how the samples of two evaluations were drawn and scored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-Identity = Mapping[str, Any]  # "settings" of all sets, and those of each of the "sets" by its name, as an evaluation stores them
+Identity = Mapping[str, Any]  # common "settings", and those of each of the "sets" by name, as stored by an evaluation
 
 SAMPLED = ("tokenizer", "hf_config_overrides", "engine", "precision", "vllm_kwargs", "rules", "gateway.sampling")
 SAMPLED_IN_SET = (
@@ -40,7 +40,7 @@ SHOWN = 60
 
 @dataclass(frozen=True)
 class SettingDifference:
-    """A setting that two evaluations do not share."""
+    """A setting that differs between two evaluations."""
 
     key: str
     a: Any
@@ -51,8 +51,9 @@ class SettingDifference:
 
 
 def list_setting_differences(a: Identity, b: Identity) -> list[SettingDifference]:
-    """Return how two evaluations were sampled and scored differently. Models, seeds and numbers of samples may differ, and data is matched
-    task by task."""
+    """Return the differences in how two evaluations were sampled and scored. Models, seeds and numbers of samples may differ, and
+    data is matched task by task.
+    """
     found = list(_compare(_pick(a["settings"], SAMPLED), _pick(b["settings"], SAMPLED)))
     pairs = [(f"{name}: ", ours, b["sets"][name]) for name, ours in a["sets"].items() if name in b["sets"]]
     if not pairs and len(a["sets"]) == len(b["sets"]) == 1:
@@ -64,7 +65,7 @@ def list_setting_differences(a: Identity, b: Identity) -> list[SettingDifference
 
 
 def _pick(settings: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of these names, or below them, without what is the model's own."""
+    """Return the settings with these names or prefixes, without those of the model."""
     flat = dict(_flatten(settings))
     return {
         key: value
@@ -80,7 +81,7 @@ def _compare(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> Ite
 
 
 def _file_name(value: Any) -> Any:
-    """Return FILE.py:NAME without the folder: of code, the text is compared."""
+    """Return FILE.py:NAME without the folder, because code is compared by its text."""
     return PurePath(value).name if isinstance(value, str) and ".py:" in value else value
 
 

@@ -1,4 +1,4 @@
-"""Student's t distribution, whose quantiles the intervals need and SciPy, no dependency, would give."""
+"""Student's t distribution, whose quantiles the intervals need, without a dependency on SciPy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TERMS, _PRECISION = 500, 1e-15
 
 @cache
 def student_t_quantile(probability: float, freedom: float) -> float:
-    """Return the value that a t-distributed variable with ``freedom`` degrees of freedom stays below with this probability."""
+    """Return the quantile of a t distribution with ``freedom`` degrees of freedom."""
     if probability == 0.5:
         return 0.0
     if probability < 0.5:
@@ -37,7 +37,7 @@ def regularized_beta(x: float, a: float, b: float) -> float:
     """Return the regularized incomplete beta function I_x(a, b): the distribution function of a beta(a, b) variable."""
     if x <= 0.0 or x >= 1.0:
         return 0.0 if x <= 0.0 else 1.0
-    if x > (a + 1.0) / (a + b + 2.0):  # where the continued fraction of the other tail converges faster
+    if x > (a + 1.0) / (a + b + 2.0):  # the continued fraction of the other tail converges faster here
         return 1.0 - regularized_beta(1.0 - x, b, a)
     scale = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
     return scale * _beta_fraction(x, a, b)

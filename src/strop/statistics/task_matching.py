@@ -1,4 +1,4 @@
-"""Which tasks of two evaluations are the same: by their names, and by what was asked."""
+"""Matches the tasks of two evaluations by name and question."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from strop.statistics.not_comparable import NotComparable
 
 StoredTask = Mapping[str, Any]
-_Key = tuple[str, str, int]  # the set, the name, and which of the tasks of that name: data may be repeated
+_Key = tuple[str, str, int]  # the set, the name, and the index among tasks of that name, because data may be repeated
 SHOWN = 80
 REPAIR = "compare evaluations of the same data: the same data set, split, size and seed"
 
@@ -32,22 +32,22 @@ class MatchedTask:
 
 @dataclass(frozen=True, kw_only=True)
 class MatchedTasks:
-    """The tasks that two evaluations share, and how many only one of them has."""
+    """The tasks common to two evaluations, and the numbers that only one of them has."""
 
     tasks: tuple[MatchedTask, ...]
     only_a: int
     only_b: int
-    reworded: bool  # the questions stand in other prompts
+    reworded: bool  # the prompts around the questions differ
 
 
 def match_tasks(a: Sequence[StoredTask], b: Sequence[StoredTask]) -> MatchedTasks:
-    """Match the tasks of two evaluations by set and name, and those of one name in their order.
+    """Match the tasks of two evaluations by set and name, and tasks of the same name in order.
 
-    The prompts may differ in what stands around every question, as the instructions of two runs do.
+    The prompts may differ in the text around every question, such as the instructions of two runs.
 
-    Raises OtherTasks if no task is in both, or tasks of one name ask something else or expect another answer.
+    Raises OtherTasks if no task is in both, or if tasks of the same name have different questions or answers.
     """
-    with_sets = all(any("set" in task for task in tasks) for tasks in (a, b))  # where both say which set a task is of
+    with_sets = all(any("set" in task for task in tasks) for tasks in (a, b))  # only if both record the set of each task
     ours, theirs = (_by_name(tasks, with_sets) for tasks in (a, b))
     shared = [key for key in ours if key in theirs]
     if not shared:
@@ -58,7 +58,7 @@ def match_tasks(a: Sequence[StoredTask], b: Sequence[StoredTask]) -> MatchedTask
 
 
 def read_question(task: StoredTask) -> str:
-    """Return the prompt of a stored task: the messages before what the policy wrote."""
+    """Return the prompt of a stored task: the messages before the policy's first one."""
     sample = next((sample for sample in task["samples"] if sample.get("messages")), None)
     if sample is None:
         return ""
@@ -85,7 +85,7 @@ def _name_set(task: StoredTask) -> str:
 
 
 def _check_questions(pairs: Mapping[_Key, tuple[StoredTask, StoredTask]]) -> bool:
-    """Raise OtherTasks for tasks of one name that differ. Return whether the prompts around the questions do."""
+    """Raise OtherTasks for different tasks of the same name. Return whether the prompts around the questions differ."""
     answers = {key: (str(a.get("answer")), str(b.get("answer"))) for key, (a, b) in pairs.items()}
     _raise_if_different(answers, "expects", "the answer")
     whole = {key: (read_question(a), read_question(b)) for key, (a, b) in pairs.items()}
@@ -99,7 +99,7 @@ def _check_questions(pairs: Mapping[_Key, tuple[StoredTask, StoredTask]]) -> boo
 
 
 def _strip_common(texts: Sequence[str]) -> list[str]:
-    """Return what differs between texts, without the prompt that is around all of them."""
+    """Return the differing parts of texts, without the prompt common to all of them."""
     if len(texts) == 1:
         return list(texts)
     rest = [text[_count_common(texts) :] for text in texts]
@@ -108,7 +108,7 @@ def _strip_common(texts: Sequence[str]) -> list[str]:
 
 
 def _count_common(texts: Sequence[str]) -> int:
-    """Return how many characters all texts begin with."""
+    """Return the length of the common prefix of all texts."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(min(texts), max(texts), strict=False)))
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a stored task: its value, and how much that value varies with the samples that were drawn."""
+"""Metrics of a stored task: its value, and how much the value varies with the drawn samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from strop.statistics.not_comparable import NotComparable
 from strop.statistics.task_results import TaskResult, pass_at_k
 
-StoredTask = Mapping[str, Any]  # with ``environment`` and ``samples``, as an evaluation writes it
+StoredTask = Mapping[str, Any]  # with ``environment`` and ``samples``, as written by an evaluation
 TRUNCATED = ("length", "context")
 SHARE = (0.0, 1.0)
 KNOWN = "accuracy, avg@N, pass@K, cons@K, maj@K, reward, avg_length, truncated or errors"
@@ -22,18 +22,18 @@ class TaskMetric:
 
     name: str
     value: Callable[[StoredTask], float]
-    noise: Callable[[StoredTask], float | None]  # the variance of the value over other samples of the task; None: not known
+    noise: Callable[[StoredTask], float | None]  # the variance of the value over other samples of the task; None: unknown
     is_share: bool = False  # between 0 and 1
     higher_is_better: bool | None = True  # None: neither is
 
     def fit(self, tasks: Sequence[StoredTask]) -> TaskMetric:
-        """Return the metric as these tasks have it: an accuracy that is a score of another scale is no share."""
+        """Return the metric for these tasks: an accuracy that is a score on another scale is not a share."""
         inside = all(SHARE[0] <= self.value(task) <= SHARE[1] for task in tasks)
         return self if inside else replace(self, is_share=False)
 
 
 def find_task_metric(name: str) -> TaskMetric:
-    """Return the metric of a name. Raises NotComparable if there is none that is a mean over tasks."""
+    """Return a metric by name. Raises NotComparable if there is no such mean over tasks."""
     kind, _, number = name.partition("@")
     k = int(number) if number.isdigit() and int(number) > 0 else None
     if kind == "pass" and k is not None:
@@ -51,12 +51,12 @@ def find_task_metric(name: str) -> TaskMetric:
         "errors": _mean_metric("errors", lambda sample: sample["error"] is not None, is_share=True, higher_is_better=False),
     }
     if name not in means:
-        raise NotComparable(f"{name!r} is no metric that tasks can be compared by; choose {KNOWN}")
+        raise NotComparable(f"{name!r} is not a metric for comparing tasks; choose {KNOWN}")
     return means[name]
 
 
 def list_task_metrics(tasks: Sequence[StoredTask]) -> list[str]:
-    """Return the names of the metrics that these tasks have: pass@k for powers of two up to their least number of samples."""
+    """Return the metrics that these tasks have: pass@k for powers of two up to their smallest number of samples."""
     least = min(len(task["samples"]) for task in tasks)
     names = ["accuracy", *(f"pass@{1 << power}" for power in range(1, least.bit_length()))]
     answered = any(sample["answer"] is not None for task in tasks for sample in task["samples"])
@@ -114,7 +114,7 @@ def _pass(task: StoredTask, k: int) -> float:
 
 
 def _pass_noise(task: StoredTask, k: int) -> float | None:
-    """Return the jackknife variance: each sample left out in turn. With all k samples needed there is nothing to leave out."""
+    """Return the jackknife variance, leaving out each sample in turn. If all k samples are needed, none can be left out."""
     count, correct = len(task["samples"]), _result(task).correct
     if count <= k:
         return None

@@ -43,10 +43,10 @@ class TaskResult:
         return self.accuracies[self.answers.index(votes.most_common(1)[0][0])]
 
     def majority(self, k: int) -> float:
-        """Return the expected accuracy of the most frequent answer of k samples, drawn from all without replacement: of the equally
-        frequent ones each is as likely. It is the mean over all choices of k samples, which has the expectation of k new samples.
+        """Return the expected accuracy of the most frequent answer among k samples drawn from all without replacement, with ties
+        broken at random. The mean over all choices of k samples is unbiased for k new samples.
 
-        0 for a choice of which no sample has an answer.
+        0 for a choice in which no sample has an answer.
         """
         if not 1 <= k <= len(self.answers):
             raise ValueError(f"maj@{k} cannot be estimated from {len(self.answers)} samples per task")
@@ -62,16 +62,16 @@ class TaskResult:
 
 @lru_cache(maxsize=65_536)
 def _chance_of_majority(own: int, counts: tuple[int, ...], silent: int, k: int) -> Fraction:
-    """Return the chance that an answer which ``own`` samples gave wins the vote of k samples, ties broken at random.
+    """Return the probability that an answer given by ``own`` samples wins the vote of k samples, ties broken at random.
 
-    ``counts``: of all answers, with its own. ``silent``: samples without an answer.
+    ``counts``: of all answers, including this one. ``silent``: samples without an answer.
     """
     others = list(counts)
     others.remove(own)
     ways = Fraction(0)
     for votes in range(1, min(own, k) + 1):
         free = silent + sum(count for count in others if count < votes)  # that cannot have as many votes
-        # (samples drawn, answers with as many votes) -> choices of samples of the answers that could have as many
+        # (samples drawn, answers with the same number of votes) -> number of choices
         drawn: dict[tuple[int, int], int] = {(0, 0): 1}
         for count in (each for each in others if each >= votes):
             following: dict[tuple[int, int], int] = {}

@@ -19,7 +19,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
         fsync_path(path.parent)
     finally:
-        with suppress(OSError):  # a file system that became read-only, while its own error is raised
+        with suppress(OSError):  # the file system became read-only; its own error is raised
             temporary.unlink(missing_ok=True)
 
 

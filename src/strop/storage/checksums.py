@@ -35,14 +35,14 @@ def compute_checksums(folder: Path, entries: Iterable[str]) -> dict[str, FileChe
 
 
 def find_damage(folder: Path, saved: Mapping[str, FileChecksum]) -> str | None:
-    """Return what is wrong with the first file that is not as it was saved, or None."""
+    """Return what is wrong with the first file that differs from when it was saved, or None."""
     with ThreadPoolExecutor(THREADS) as threads:
         found = threads.map(lambda item: _compare(folder / item[0], item[1]), sorted(saved.items()))
         return next((damage for damage in found if damage is not None), None)
 
 
 def encode_checksums(sums: Mapping[str, FileChecksum], facts: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the checksums and other facts, whose names begin with a slash, as JSON values with a checksum of themselves."""
+    """Return the checksums and other facts (with names that begin with a slash) as JSON values, including their own checksum."""
     values: dict[str, Any] = {name: asdict(checksum) for name, checksum in sums.items()} | dict(facts or {})
     return {**values, _OWN: _digest_of(values)}
 
@@ -52,7 +52,7 @@ def decode_checksums(values: Any) -> dict[str, FileChecksum]:
     if isinstance(values, dict) and _OWN in values:
         values, own = {name: value for name, value in values.items() if name != _OWN}, values[_OWN]
         if _digest_of(values) != own:
-            raise ValueError("the list of files is not the one that was saved")
+            raise ValueError("the list of files has changed since it was saved")
     try:
         return {
             str(name): FileChecksum(value) if isinstance(value, int) else FileChecksum(int(value["bytes"]), str(value["xxh3"]))
@@ -89,5 +89,5 @@ def _compare(path: Path, saved: FileChecksum) -> str | None:
     if size != saved.bytes:
         return f"{path} has {size} bytes, and {saved.bytes} were saved"
     if saved.xxh3 is not None and compute_checksum(path).xxh3 != saved.xxh3:
-        return f"{path} is damaged: its contents are not those that were saved (their checksums differ)"
+        return f"{path} is damaged: its checksum differs from when it was saved"
     return None

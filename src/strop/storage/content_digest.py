@@ -1,9 +1,9 @@
-"""Digests of the contents of files and folders, large ones from a cache.
+"""Digests of the contents of files and folders, cached for large files.
 
-All bytes are read: a checksum of sizes and samples would miss one row of an embedding, or one answer in the middle of a file. XXH3 is as
-fast as the disk, and the run reads the same bytes afterwards, from memory. The digest of a file of more than ``SMALL_BYTES`` is kept in the
-user's cache under its path, size, inode and both times (of modification and of the last change of status, which no program sets back), so
-that each state of a file is read once on a machine.
+All bytes are read: a checksum of sizes and samples would miss one row of an embedding, or one answer in the middle of a file.
+XXH3 is as fast as the disk, and the run then reads the same bytes from the page cache. The digest of a file of more than
+``SMALL_BYTES`` is kept in the user's cache under its path, size, inode and both times (of modification and of the last status
+change, which programs cannot set), so that each state of a file is read only once on a machine.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def _read_cache() -> dict[str, tuple[_Key, str]]:
     try:
         saved = json.loads((user_cache_folder() / _CACHE).read_bytes())
         found: dict[str, tuple[_Key, str]] = {path: (tuple(key), str(digest)) for path, (key, digest) in saved.items()}
-    except (OSError, ValueError, TypeError, AttributeError, RuntimeError):  # without one, all is read
+    except (OSError, ValueError, TypeError, AttributeError, RuntimeError):  # without xattr support, everything is read
         return {}
     return found
 
 
 def _write_cache(cache: dict[str, tuple[_Key, str]]) -> None:
     newest = dict(list(cache.items())[-CACHED_FILES:])
-    with suppress(OSError, RuntimeError):  # it saves time, and nothing depends on it
+    with suppress(OSError, RuntimeError):  # the cache only saves time
         folder = user_cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(folder / _CACHE) as draft:

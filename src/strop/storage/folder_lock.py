@@ -1,13 +1,13 @@
 """A folder is used by one run at a time.
 
-    <folder>/.strop.lock     JSON: who holds the folder (process, host, command, since when)
+    <folder>/.strop.lock     JSON: the holder of the folder (process, host, command, time)
 
-The lock is the kernel's (flock) on that file: it is gone with the process, however it dies, also when a process number is used again, and a
-stopped process keeps it. Children do not inherit it: the descriptor is closed when they fork or execute a program.
+The lock is the kernel's (flock) on that file: it disappears with the process, however it dies and even if its pid is reused, and
+a stopped process keeps it. Children do not inherit it: the descriptor is closed when they fork or execute a program.
 
-A run removes the file when it ends. Where the lock is free and the file names a run on another machine, that run was killed, or the file
-system keeps locks to itself: a warning says so. Without the kernel's lock (some network file systems), creating the file (O_EXCL) is the
-lock, with one warning.
+A run removes the file when it ends. If the lock is free but the file names a run on another machine, a warning is given: either
+that run was killed, or the file system does not share locks between machines. Without the kernel's lock (some network file
+systems), creating the file (O_EXCL) is the lock, with one warning.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ log = logging.getLogger(__name__)
 
 LOCK_FILE = ".strop.lock"
 ZOMBIE = "zombie"
-CHILD_SECONDS = 2.0  # children of a dead holder have so long to close what they inherited
+CHILD_SECONDS = 2.0  # time for the children of a dead holder to close inherited descriptors
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 
 
 class FolderLocked(StorageError):
-    """Another run uses the folder. The message says which one, and what to do."""
+    """Another run uses the folder. The message names it, and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LockHolder:
-    """Who holds a folder."""
+    """The process that holds a folder."""
 
     pid: int
     host: str
-    boot: str  # names one start of the kernel; empty where unknown
-    namespace: str  # of process numbers: containers have their own
-    started: str  # of the process, which tells it from a later one with its number; empty where unknown
+    boot: str  # identifies a boot of the kernel; empty if unknown
+    namespace: str  # of process ids: containers have their own
+    started: str  # start time of the process, which distinguishes it from a later one with the same pid; empty if unknown
     since: str
     command: str
     log_dir: str
@@ -59,17 +59,17 @@ class LockHolder:
 
     @property
     def same_kernel(self) -> bool:
-        """Whether the holder runs, or ran, on this machine since it was started: the kernel's locks then tell whether it lives."""
+        """Whether the holder runs, or ran, on this machine since its boot, so that the kernel's lock shows whether it is alive."""
         return self.boot == _boot() and (bool(self.boot) or self.host == socket.gethostname())
 
     @property
     def is_local(self) -> bool:
-        """Whether process numbers mean the same for the holder and this process."""
+        """Whether process ids mean the same for the holder and this process."""
         return self.same_kernel and self.namespace == _namespace()
 
     @property
     def is_alive(self) -> bool:
-        """Whether a local holder's process exists, and is not another one with its number."""
+        """Whether a local holder's process exists, and is not another one with the same pid."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -105,19 +105,19 @@ class FolderLock:
                     found = _read(path)
                     if found is None or not found.is_local or found.is_alive:
                         raise FolderLocked(_describe(folder, found))
-                    if time.monotonic() > deadline:  # a child that library code forked still has the descriptor
+                    if time.monotonic() > deadline:  # a child forked by library code still has the descriptor
                         _remove_stale(path, found)
                     time.sleep(0.05)
                     os.close(descriptor)
                     continue
-                if not _is_same_file(descriptor, path):  # its last holder removed it when it was done
+                if not _is_same_file(descriptor, path):  # the last holder removed it at its end
                     os.close(descriptor)
                     continue
                 found = _read(path)
-                if found is not None and not found.same_kernel:  # this file system may keep its locks from other machines
+                if found is not None and not found.same_kernel:  # this file system may not share locks between machines
                     log.warning(
-                        "%s was last used by %s, which did not give it back: it was killed, or this file system keeps locks from other "
-                        "machines and it still runs: then stop one of the two", folder, found,
+                        "%s was last used by %s, which did not release it: either it was killed, or it still runs and this file system "
+                        "does not share locks between machines; in that case stop one of the two", folder, found,
                     )  # fmt: skip
                 _write(descriptor, holder)
                 return cls(path, descriptor, holder)
@@ -145,7 +145,7 @@ class FolderLock:
         return cls(path, descriptor, holder)
 
     def release(self) -> None:
-        """Give the folder back, and remove the file. Safe to call twice."""
+        """Release the folder, and remove the file. Safe to call twice."""
         if self._descriptor is None:
             return
         try:
@@ -153,7 +153,7 @@ class FolderLock:
             if found is not None and found.token == self.holder.token:
                 self.path.unlink(missing_ok=True)
         except OSError:
-            pass  # the lock is the kernel's, not the file
+            pass  # the kernel holds the lock, not the file
         self._close()
 
     def _close(self) -> None:
@@ -176,8 +176,9 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def read_holder(folder: Path) -> LockHolder | None:
-    """Return who holds a folder, or None if nobody does. For ``strop doctor``: never raises, and takes no lock. A run that was killed on
-    another machine is taken for alive."""
+    """Return the holder of a folder, or None. For ``strop doctor``: never raises, and takes no lock. A run killed on another
+    machine counts as alive.
+    """
     path = folder / LOCK_FILE
     holder = _read(path)
     return None if holder is None or (holder.is_local and not holder.is_alive) else holder
@@ -207,7 +208,7 @@ def _describe(folder: Path, holder: LockHolder | None) -> str:
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """Return a descriptor of the file, and whether this created it."""
+    """Return a descriptor of the file, and whether this call created it."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
     except FileExistsError:
@@ -235,7 +236,7 @@ def _remove_stale(path: Path, found: LockHolder | None) -> None:
     except FileNotFoundError:
         return
     taken = _read(aside)
-    if (taken and taken.token) != (found and found.token):  # a new holder's: give it back
+    if (taken and taken.token) != (found and found.token):  # it belongs to a new holder: restore it
         try:
             os.link(aside, path)
         except OSError:
@@ -281,7 +282,7 @@ def _namespace() -> str:
 
 
 def _process_start(pid: int) -> str:
-    """Return when a process started, in clock ticks since boot, or ZOMBIE; empty where /proc does not say."""
+    """Return a process's start time in clock ticks since boot, or ZOMBIE; empty if /proc does not show it."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return ZOMBIE if state in "ZX" else rest[18]

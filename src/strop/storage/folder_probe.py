@@ -1,4 +1,4 @@
-"""Try, before a run starts, whether the folders that it will write can be written."""
+"""Test, before a run starts, whether its folders are writable."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def probe_folder(key: str, folder: Path) -> None:
 
 
 def explain_folder(folder: Path, error: OSError) -> str:
-    """Say why a folder cannot be created or written, and what to do."""
+    """Explain why a folder cannot be created or written, and what to do."""
     for path in (folder, *folder.parents):
         if path.is_symlink() and not path.exists():
             return f"{path} is a link to {os.readlink(path)}, which does not exist; create that folder, or set another one"
@@ -52,7 +52,7 @@ def explain_folder(folder: Path, error: OSError) -> str:
 
 
 def check_entries(key: str, folder: Path) -> None:
-    """Check that no file has the name of a checkpoint's folder. Raises StorageError with the key."""
+    """Check that no file has the name of a checkpoint folder. Raises StorageError with the key."""
     for path in sorted(folder.iterdir()):
         if _IN_THE_WAY.fullmatch(path.name) and not path.is_dir():
             raise StorageError(

@@ -1,4 +1,4 @@
-"""The folders that a run writes: created, locked and tried before anything in them is read or moved."""
+"""The folders written by a run: created, locked and tested before anything in them is read or moved."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from strop.storage.storage_error import StorageError
 def lock_folders(
     folders: Mapping[str, Path], *, log_dir: Path | None = None, hint: str = "", check: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Hold folders, given by the configuration's keys, for the time of the context. A folder under two keys is locked once.
+    """Hold folders, given by configuration keys, for the duration of the context. A folder under two keys is locked once.
 
     ``check`` is called when all are locked.
 
-    Raises FolderLocked if another run holds one of them, and StorageError if one cannot be written. Then none is locked, and those that
-    were created are removed.
+    Raises FolderLocked if another run holds one of them, and StorageError if one is not writable. Then none stays locked, and
+    newly created ones are removed.
     """
     created: list[Path] = []
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Files of a run's records, which a full disk does not end."""
+"""Record files of a run; a full disk does not end the run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ log = logging.getLogger(__name__)
 
 
 class RecordFiles:
-    """Writes whole files atomically. What the file system refuses is lost, with a warning. Other errors are raised."""
+    """Writes whole files atomically. Refused writes are lost, with a warning. Other errors are raised."""
 
     def __init__(self, what: str) -> None:
         self.what = what  # for warnings, such as "rollouts"
-        self._lost = 0  # files, since the last one that was written
+        self._lost = 0  # files, since the last successful write
 
     def write(self, path: Path, content: bytes) -> bool:
         """Write a file. Return whether it is on disk."""
@@ -31,7 +31,7 @@ class RecordFiles:
             if self._lost == 1:
                 free = format_bytes(free_bytes(path.parent))
                 log.warning(
-                    "%s cannot be written to %s: %s (%s free). %s and what follows are lost until there is room",
+                    "%s cannot be written to %s: %s (%s free). %s and later ones are lost until there is room",
                     self.what, path.parent, reason, free, path.name,
                 )  # fmt: skip
             return False

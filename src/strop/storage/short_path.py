@@ -1,4 +1,4 @@
-"""Paths as people read them."""
+"""Paths for display."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ def shorten_path(path: Path) -> Path:
     """Return an absolute path relative to the working directory if it lies in it. Valid until the directory changes."""
     try:
         return path.relative_to(Path.cwd())
-    except (ValueError, OSError):  # elsewhere; or the working directory was removed
+    except (ValueError, OSError):  # outside; or the working directory was removed
         return path

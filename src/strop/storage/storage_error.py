@@ -1,4 +1,4 @@
-"""Errors of folders: what a file system refuses, in words, with the space that is free."""
+"""Errors of folders: file system refusals in words, with the free space."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-# Error numbers of a file system that refuses to write -> what to tell the user.
+# Error numbers of refused writes -> what to tell the user.
 _REFUSALS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the quota of this user or project is used up",
@@ -17,22 +17,22 @@ _REFUSALS = {
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
     errno.EIO: "the device reports input/output errors",
-    errno.ESTALE: "the file system was mounted again or is gone (stale handle)",
+    errno.ESTALE: "the file system was remounted or is gone (stale handle)",
 }
 OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_ERROR_NUMBER = re.compile(r"(?:\[errno|os error) (\d+)", re.IGNORECASE)  # as Arrow, Rust and remote tracebacks write it
-_TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "unexpected pos")  # torch.save names no error number
+_ERROR_NUMBER = re.compile(r"(?:\[errno|os error) (\d+)", re.IGNORECASE)  # as written by Arrow, Rust and remote tracebacks
+_TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "unexpected pos")  # torch.save gives no error number
 _ALMOST_FULL = 1 << 24
 
 
 class StorageError(RuntimeError):
-    """A folder cannot be used or written. The message says which one, why, and what to do."""
+    """A folder cannot be used or written. The message names the folder, the reason and what to do."""
 
 
 def find_refusal(error: BaseException, folder: Path) -> str | None:
-    """Return in words why the file system of ``folder`` refused a write, or None if the error is another one.
+    """Describe why the file system of ``folder`` refused a write, or None for any other error.
 
-    Call it before removing what was written: errors without a number are told apart by the free space.
+    Call it before removing written files: errors without a number are distinguished by the free space.
     """
     for link in _chain(error):
         if isinstance(link, OSError) and link.errno in _REFUSALS:
@@ -48,7 +48,7 @@ def find_refusal(error: BaseException, folder: Path) -> str | None:
 
 
 def is_out_of_space(error: BaseException) -> bool:
-    """Return whether a disk or a quota is full, which may pass: as the system says it, or SQLite."""
+    """Return whether a disk or quota is full, which may be temporary, according to the system or SQLite."""
     return any(
         (isinstance(link, OSError) and link.errno in OUT_OF_SPACE) or getattr(link, "sqlite_errorname", "") == "SQLITE_FULL"
         for each in _chain(error)
@@ -57,7 +57,7 @@ def is_out_of_space(error: BaseException) -> bool:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return how many bytes this user may write in ``folder``, or where it will be created."""
+    """Return the number of bytes this user may write in ``folder``, or where it will be created."""
     for existing in (folder, *folder.absolute().parents):
         if existing.is_dir():
             return shutil.disk_usage(existing).free

@@ -1,4 +1,4 @@
-"""Text files that users write: UTF-8, with or without a byte order mark."""
+"""The user's text files: UTF-8, with or without a byte order mark."""
 
 from __future__ import annotations
 

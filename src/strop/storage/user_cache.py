@@ -1,4 +1,4 @@
-"""Where files that one user's runs share lie: compiled code, which is made again if it is gone."""
+"""The folder for files shared by one user's runs: compiled code, which is rebuilt if missing."""
 
 from __future__ import annotations
 

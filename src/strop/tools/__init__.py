@@ -1,1 +1,1 @@
-"""Tools that a policy may call."""
+"""Tools available to a policy."""

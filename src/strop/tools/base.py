@@ -10,17 +10,17 @@ from typing import Any, Protocol
 from strop.types import ToolCall
 
 ToolSchema = Mapping[str, Any]
-"""A tool as chat templates and OpenAI's API take it: {"type": "function", "function": {"name", "description", "parameters"}}."""
+"""A tool in the form of chat templates and OpenAI's API: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that a policy may call."""
+    """A function available to a policy."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]  # JSON schema of its arguments, an object
-    function: Callable[..., Awaitable[str] | str]  # arguments by name -> what the policy reads; a plain one runs in a thread
+    function: Callable[..., Awaitable[str] | str]  # arguments by name -> result for the policy; a plain function runs in a thread
 
     @property
     def schema(self) -> ToolSchema:
@@ -29,7 +29,7 @@ class Tool:
 
 
 class ToolError(Exception):
-    """A call failed in a way that the policy is told, in these words. The episode goes on."""
+    """A call failed; the message is shown to the policy. The episode goes on."""
 
 
 class InfrastructureError(RuntimeError):
@@ -38,25 +38,25 @@ class InfrastructureError(RuntimeError):
 
 
 class ToolSet(Protocol):
-    """Something that has tools for as long as an episode is open: an interpreter, a folder, a server."""
+    """A resource that provides tools while an episode is open: an interpreter, a folder, a server."""
 
     def open(self) -> AbstractAsyncContextManager[Sequence[Tool]]:
-        """Open it for one episode. What the tools share is theirs alone."""
+        """Open it for one episode. State shared by its tools is private to the episode."""
         ...
 
 
 class ToolConfigError(ValueError):
-    """Tools cannot be had as configured. The message says what to set instead."""
+    """Tools cannot be provided as configured. The message says what to set instead."""
 
 
 @dataclass(frozen=True)
 class ParsedReply:
-    """A turn of the policy, taken apart."""
+    """A parsed policy turn."""
 
-    content: str  # what is left without reasoning and calls
+    content: str  # the text without reasoning and calls
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
-    malformed: tuple[str, ...] = ()  # why a call could not be read, in words that the policy can be told
+    malformed: tuple[str, ...] = ()  # why calls could not be read, in words for the policy
 
     @property
     def asks_for_tools(self) -> bool:
@@ -64,28 +64,28 @@ class ParsedReply:
 
 
 class ToolCallFormat(Protocol):
-    """How models of a family write calls."""
+    """The call syntax of a model family."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def stop_strings(self) -> Sequence[str]:
-        """With which a call ends, if sampling must stop there."""
+        """Strings that end a call, if sampling must stop there."""
         ...
 
     @property
     def inline_result(self) -> str | None:
-        """How a result goes on in the same turn, with {result}; None: the format has no such form."""
+        """Template of a result that continues the same turn, with {result}; None: not supported by the format."""
         ...
 
     def parse(self, text: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
-        """Take a turn apart. ``text`` is decoded with special tokens, where the format's markers are such tokens.
+        """Parse a turn. ``text`` is decoded with special tokens if the format's markers are such tokens.
 
-        Formats that write every argument as text read numbers and lists by the schemas of ``tools``.
+        Formats that write every argument as text parse numbers and lists by the schemas of ``tools``.
         """
         ...
 
     def example(self, name: str) -> str:
-        """Return a call as the format writes it, to show it where a chat template does not describe tools."""
+        """Return a call in this format, to show it if a chat template does not describe tools."""
         ...

@@ -15,7 +15,7 @@ Number = Fraction | float
 
 LONGEST = 500  # characters of an expression
 LARGEST = 10_000  # bits of a number
-DIGITS = 30  # of the decimal form of a fraction
+DIGITS = 30  # digits of a fraction's decimal form
 
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})
 _GROUPS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?![\d,])")  # 1,000,000
@@ -81,7 +81,7 @@ CALCULATOR = Tool(
 
 
 def write_number(value: Number) -> str:
-    """Return a whole number or a finite decimal as it is, another fraction with its decimal form, a float as an approximation."""
+    """Return a whole number or a finite decimal exactly, another fraction with its decimal form, a float as an approximation."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise ToolError(f"the result is {value}")
@@ -115,7 +115,8 @@ def _evaluate(node: ast.expr) -> Number:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords:
         return _bounded(_FUNCTIONS[node.func.id](*map(_evaluate, node.args)))
     raise ToolError(
-        f"{ast.unparse(node)[:80]!r} is not known here. There are numbers, + - * / // % ^, parentheses, pi, e, and {', '.join(_FUNCTIONS)}"
+        f"{ast.unparse(node)[:80]!r} is not supported. Supported are numbers, + - * / // % ^, parentheses, pi, e, and "
+        f"{', '.join(_FUNCTIONS)}"
     )
 
 
@@ -128,7 +129,7 @@ def _bounded(value: Number) -> Number:
 def _power(base: Number, exponent: Number) -> Number:
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
         size = max(base.numerator.bit_length(), base.denominator.bit_length())
-        if size > 1 and abs(exponent) * (size - 1) > LARGEST:  # said before it is computed
+        if size > 1 and abs(exponent) * (size - 1) > LARGEST:  # reported before it is computed
             raise ToolError(f"a number with more than {LARGEST * 3 // 10} digits")
         if size <= 1:  # 0, 1, -1: any exponent
             exponent = exponent % 2 + 2 if exponent > 0 else exponent if base == 0 else exponent % 2

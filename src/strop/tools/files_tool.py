@@ -1,4 +1,4 @@
-"""Files of an episode as tools. They are in memory: no path leads to this machine's files, and nothing is left behind."""
+"""Files of an episode as tools. They exist only in memory: no path reaches this machine's files, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from strop.tools.shorten_middle import shorten_middle
 
 @dataclass(frozen=True, kw_only=True)
 class FilesTool:
-    """``list_files``, ``read_file``, ``write_file`` and ``replace_in_file`` over a folder that is the episode's own."""
+    """``list_files``, ``read_file``, ``write_file`` and ``replace_in_file`` in the episode's own folder."""
 
-    start: str | None = None  # a folder whose text files are there at first; links in it are left out
+    start: str | None = None  # a folder with the initial text files; links in it are ignored
     max_files: int = 64
     max_file_chars: int = 65_536
-    max_output_chars: int = 8000  # that reading returns at once; more is cut out of the middle
+    max_output_chars: int = 8000  # limit of one read; the middle of longer text is cut
 
     def __post_init__(self) -> None:
         if min(self.max_files, self.max_file_chars, self.max_output_chars) < 1:

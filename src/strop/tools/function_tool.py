@@ -1,4 +1,4 @@
-"""A typed Python function as a tool: its schema from signature and docstring, its arguments checked, its result as text."""
+"""A typed Python function as a tool: schema from signature and docstring, checked arguments, result as text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DocumentedFunction:
 
 
 def read_docstring(text: str | None) -> DocumentedFunction:
-    """Return the description, up to the first section, and what is said of each parameter."""
+    """Return the description, up to the first section, and the description of each parameter."""
     documented = DocumentedFunction()
     lines = inspect.cleandoc(text or "").splitlines()
     description: list[str] = []
@@ -64,7 +64,9 @@ def _read_sphinx(lines: list[str], index: int, match: re.Match[str], documented:
 
 
 def _read_items(lines: list[str], index: int, documented: DocumentedFunction, *, numpy: bool) -> int:
-    """Read the parameters from line ``index`` on, and return where they end. Further lines of an item are indented below it."""
+    """Read the parameters from line ``index`` on, and return the line where they end. Continuation lines are indented below their
+    item.
+    """
     names: list[str] = []
     indent = 0
     while index < len(lines):
@@ -91,11 +93,11 @@ _SHOWN_PROBLEMS = 5
 
 
 def make_tool(function: Callable[..., Any], *, name: str | None = None, description: str | None = None) -> Tool:
-    """Make a tool of a function, plain or async. Raises ToolConfigError for one whose arguments cannot be described as JSON.
+    """Create a tool from a function, plain or async. Raises ToolConfigError if its arguments cannot be described as JSON.
 
     Types of parameters may be what JSON has, ``Literal``, ``Optional``, enums, dataclasses, and lists and dicts of those. A parameter is
-    described by its docstring, or by ``Annotated[int, "what it is"]``. Whatever the function returns is told to the policy: text as it is,
-    data as JSON.
+    described by its docstring, or by ``Annotated[int, "what it is"]``. The function's result is shown to the policy: text
+    unchanged, data as JSON.
     """
     title = str(name or getattr(function, "__name__", type(function).__name__))
     documented = read_docstring(inspect.getdoc(function) if inspect.isroutine(function) else inspect.getdoc(type(function)))
@@ -120,7 +122,9 @@ def make_tool(function: Callable[..., Any], *, name: str | None = None, descript
 
 
 def _make_model(function: Callable[..., Any], title: str, described: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
-    """Return a pydantic model of a function's arguments, and the parameter of each field: fields may not have every name."""
+    """Return a pydantic model of a function's arguments, and the parameter of each field, since some names are not allowed as
+    fields.
+    """
     from pydantic import ConfigDict, Field, create_model
 
     target = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
@@ -147,14 +151,14 @@ def _make_model(function: Callable[..., Any], title: str, described: Mapping[str
     try:
         model = create_model(title, __config__=ConfigDict(extra="forbid", strict=True), **fields)
         model.model_json_schema(by_alias=True)
-    except Exception as error:  # pydantic has several kinds for types that it cannot describe
+    except Exception as error:  # pydantic raises several kinds of errors for types that it cannot describe
         why = str(error).partition("\n")[0]
         raise ToolConfigError(f"the tool {title} has a parameter whose type cannot be written as JSON: {why}") from error
     return model, names
 
 
 def _check_arguments(model: Any, names: Mapping[str, str], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments as the function's types. Raises ToolError that says all that is wrong with them."""
+    """Return the arguments as the function's types. Raises ToolError with all problems."""
     from pydantic import ValidationError
 
     try:
@@ -170,7 +174,7 @@ def _check_arguments(model: Any, names: Mapping[str, str], arguments: Mapping[st
 
 
 def format_result(value: Any) -> str:
-    """Return what a tool gave as text: text as it is, data as JSON."""
+    """Return a tool's result as text: text unchanged, data as JSON."""
     if isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False, default=_to_data)
@@ -187,7 +191,7 @@ def _to_data(value: Any) -> Any:
 
 
 def _clean_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema as chat templates show it: without titles, and with definitions in the place where they are used."""
+    """Return a schema in the form for chat templates: without titles, and with definitions inlined."""
     definitions = schema.get("$defs", {})
 
     def clean(value: Any, inside: tuple[str, ...] = ()) -> Any:
@@ -197,7 +201,7 @@ def _clean_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
             return value
         name = str(value.get("$ref", "")).rpartition("/")[2]
         if name in inside:
-            return {"type": "object"}  # a type that contains itself is described once
+            return {"type": "object"}  # a recursive type is described once
         if name:
             return clean({**definitions[name], **{key: each for key, each in value.items() if key != "$ref"}}, (*inside, name))
         result = {}

@@ -1,4 +1,4 @@
-"""The tools of an MCP server: a process that is started, or an address (Model Context Protocol, by the package ``mcp``)."""
+"""The tools of an MCP server: a process to start, or a URL (Model Context Protocol, with the package ``mcp``)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ T = TypeVar("T")
 class McpServer:
     """An MCP server, connected anew for each episode."""
 
-    command: tuple[str, ...] = ()  # started for each episode; it speaks on standard input and output
-    url: str | None = None  # or the address of one that runs (streamable HTTP)
-    server: Any = None  # or, in Python, an object of the package's own that runs in this process
+    command: tuple[str, ...] = ()  # started for each episode; it communicates on standard input and output
+    url: str | None = None  # or the URL of a running server (streamable HTTP)
+    server: Any = None  # or, from Python, an object of the mcp package that runs in this process
     env: Mapping[str, str] = field(
         default_factory=dict
-    )  # of the command, which sees no other variables but PATH, HOME and their like
+    )  # for the command, which otherwise sees only PATH, HOME and similar variables
     cwd: str | None = None  # of the command
     token_env: str | None = None  # the variable of this process's environment that holds the bearer token for ``url``
     tools: tuple[str, ...] | None = None  # only these of its tools; None: all
@@ -84,7 +84,7 @@ class McpServer:
 
 
 class _Connection:
-    """A client in a task of its own: a server that dies cancels that task, and not the episode."""
+    """A client in a separate task: a server that dies cancels that task, not the episode."""
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
@@ -169,5 +169,5 @@ def _describe(error: BaseException) -> str:
 
 
 def _read_content(content: Sequence[Any]) -> str:
-    """Return the text of a result; of what is no text, its kind."""
+    """Return the text of a result; for other content, its kind."""
     return "\n".join(str(block.text) if block.type == "text" else f"[{block.type}]" for block in content)

@@ -19,7 +19,7 @@ from strop.tools.base import Tool
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
 _WORD = re.compile(r"\w+")
-_building = Lock()  # one index at a time, so that two episodes that start together do not build it twice
+_building = Lock()  # one index at a time, so that two episodes starting together do not build it twice
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchTool:
-    """``search(query)``: the best documents of a corpus, with their ids in brackets, by which a policy can cite them."""
+    """``search(query)``: the best documents of a corpus, with their ids in brackets, which a policy can cite."""
 
     corpus: str  # a .jsonl file with ``text`` and, if it has them, ``id`` and ``title``; or a folder of .txt, .md and .rst files
     results: int = 3
-    snippet_chars: int = 500  # of each document, around the first word of the query
+    snippet_chars: int = 500  # per document, around the first word of the query
 
     def __post_init__(self) -> None:
         if self.results < 1 or self.snippet_chars < 1:
@@ -76,7 +76,7 @@ PARAMETERS = {
 
 
 class SearchIndex:
-    """A corpus and its BM25 index. The same query always has the same results, in the same order."""
+    """A corpus and its BM25 index. The same query always gives the same results in the same order."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
         import bm25s  # type: ignore[import-untyped,unused-ignore]
@@ -91,7 +91,7 @@ class SearchIndex:
         words = [self.words[word] for word in _WORD.findall(query.lower()) if word in self.words]
         if not words:
             return []
-        scores = self.ranking.get_scores_from_ids(sorted(words)).tolist()  # sorted: sums of floats depend on the order
+        scores = self.ranking.get_scores_from_ids(sorted(words)).tolist()  # sorted, because float sums depend on the order
         best = sorted((index for index, score in enumerate(scores) if score > 0), key=lambda index: (-scores[index], index))
         return [self.documents[index] for index in best[:results]]
 
@@ -101,7 +101,7 @@ def split_words(document: Document) -> list[str]:
 
 
 def load_index(corpus: str) -> SearchIndex:
-    """Return the index of a corpus, built once in a process and again when the corpus changes."""
+    """Return the index of a corpus, built once per process and again when the corpus changes."""
     path = Path(corpus)
     with _building:
         return _build_index(corpus, path.stat().st_mtime_ns)
@@ -139,7 +139,7 @@ def _read_document(line: str, where: str, number: int) -> Document:
 
 
 def cut_snippet(text: str, query: str, length: int) -> str:
-    """Return ``length`` characters of a text, around the first place of a word of the query."""
+    """Return ``length`` characters of a text around the first occurrence of a query word."""
     if len(text) <= length:
         return text
     lower = text.lower()
@@ -149,7 +149,7 @@ def cut_snippet(text: str, query: str, length: int) -> str:
 
 
 def list_citations(text: str) -> tuple[str, ...]:
-    """Return the ids that a text cites in brackets, in order: what a reward for a citation hit compares with the document it wants."""
+    """Return the ids cited in brackets by a text, in order. A citation reward compares them with the wanted document."""
     return tuple(
         dict.fromkeys(found.strip() for group in re.findall(r"\[([^\[\]\n]{1,200})\]", text) for found in group.split(","))
     )

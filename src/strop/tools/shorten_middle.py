@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def shorten_middle(text: str, limit: int) -> str:
-    """Return at most ``limit`` characters of a text and a note in the middle of how many are missing."""
+    """Return at most ``limit`` characters of a text, with a note in the middle about how many are missing."""
     if len(text) <= limit:
         return text
     head, tail = limit - limit // 2, limit // 2

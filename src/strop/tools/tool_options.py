@@ -1,4 +1,4 @@
-"""The options of tools that every environment has."""
+"""The tool options of every environment."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ TOOLS = {
 
 
 def list_tools() -> list[str]:
-    """Return the names of all tools, those of extensions too."""
+    """Return the names of all tools, including those of extensions."""
     return sorted({*TOOLS, *plugins.declared("tools")})
 
 
 @dataclass(frozen=True)
 class SingleTool:
-    """A tool that keeps nothing from call to call."""
+    """A tool without state between calls."""
 
     tool: Tool
 
@@ -44,7 +44,7 @@ class SingleTool:
 
 
 def make_tool_sets(tools: Any) -> tuple[tuple[str, ToolSet], ...]:
-    """Return the sets that a list names, each with its name. Raises ToolConfigError.
+    """Return the tool sets in a list, each with its name. Raises ToolConfigError.
 
     An item is a name (``python``), a function (``file.py:function``, ``module:function``), or one of these with options
     (``{search: {corpus: notes.jsonl}}``); in Python also a function, a ``Tool`` or a ``ToolSet`` itself.
@@ -77,7 +77,7 @@ def _make_named(name: str, options: Mapping[str, Any]) -> tuple[str, ToolSet]:
 
 
 def _wrap(found: Any, name: str, options: Mapping[str, Any]) -> tuple[str, ToolSet]:
-    """Return a set of what was named: a class that is a set, a set, a tool, or a function."""
+    """Return a tool set for a named object: a tool set class, a tool set, a tool, or a function."""
     title = name.rpartition(":")[2]
     if isinstance(found, type) and hasattr(found, "open"):
         return title, _build(found, name, options)
@@ -93,7 +93,7 @@ def _wrap(found: Any, name: str, options: Mapping[str, Any]) -> tuple[str, ToolS
 
 
 def _build(kind: type, name: str, options: Mapping[str, Any]) -> ToolSet:
-    """Build a set, a dataclass whose fields are its options."""
+    """Build a tool set, a dataclass whose fields are its options."""
     from pydantic import TypeAdapter, ValidationError
 
     known = {each.name: each for each in dataclasses.fields(kind) if each.init} if dataclasses.is_dataclass(kind) else {}
@@ -119,16 +119,16 @@ def _build(kind: type, name: str, options: Mapping[str, Any]) -> ToolSet:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolOptions:
-    """Which tools the policy may call in an episode, and how often."""
+    """The tools available to the policy in an episode, and limits on their use."""
 
     tools: Any = ()  # names, functions as file.py:function, and {NAME: {OPTION: VALUE}}
-    max_tool_calls: int | None = None  # in an episode; None: as many as fit
+    max_tool_calls: int | None = None  # per episode; None: as many as fit
     tool_timeout_s: float = 60.0  # for one call
-    parallel_tool_calls: bool = True  # whether a turn may have several calls, which run beside each other
-    at_tool_limit: Literal["tell", "end"] = "tell"  # a call beyond max_tool_calls is told to the policy, or ends the episode
+    parallel_tool_calls: bool = True  # whether a turn may have several calls, which run concurrently
+    at_tool_limit: Literal["tell", "end"] = "tell"  # a call beyond max_tool_calls is reported to the policy, or ends the episode
     max_tool_result: int = 20_000  # characters of a result; the middle of a longer one is left out
     tool_continuation: Literal["turn", "message"] = (
-        "turn"  # after a call: a tool message and a new turn, or the same message goes on
+        "turn"  # after a call: a tool message and a new turn, or a continuation of the same message
     )
 
     @cached_property
@@ -151,7 +151,7 @@ class ToolOptions:
         return open_toolbox(self.tool_sets, limits, self.tool_continuation)
 
     def check_tool_options(self) -> None:
-        """Raise ToolConfigError for tools and limits that cannot be."""
+        """Raise ToolConfigError for invalid tools and limits."""
         if self.max_tool_calls is not None and self.max_tool_calls < 1:
             raise ToolConfigError(f"max_tool_calls is {self.max_tool_calls}; set it to at least 1, or tools to [] for none")
         if self.tool_timeout_s <= 0:

@@ -1,4 +1,4 @@
-"""The open tools of one episode: calls are checked, run beside each other under limits, and answered as messages."""
+"""The open tools of one episode: calls are checked, run concurrently under limits, and answered as messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ToolLimits:
 
 @dataclass(frozen=True)
 class ToolOffer:
-    """What an episode offers to the policy. Picklable."""
+    """The tools offered to the policy in an episode. Picklable."""
 
     schemas: tuple[ToolSchema, ...]
     continuation: Continuation = "turn"
@@ -43,7 +43,7 @@ class ToolOffer:
 
 @dataclass
 class Toolbox:
-    """The tools of an episode that is open."""
+    """The tools of an open episode."""
 
     tools: Mapping[str, Tool]
     limits: ToolLimits
@@ -51,7 +51,7 @@ class Toolbox:
     used: int = field(default=0, init=False)
 
     async def answer(self, reply: ParsedReply, metrics: MutableMapping[str, float]) -> tuple[Message, ...] | None:
-        """Run the calls of a turn and return what the policy reads, a message for each; None ends the episode at a limit."""
+        """Run the calls of a turn and return one message for the policy per call; None ends the episode at a limit."""
         for name in METRICS:
             metrics.setdefault(name, 0.0)
         metrics["malformed_tool_calls"] += len(reply.malformed)
@@ -70,7 +70,7 @@ class Toolbox:
         return self.limits.max_calls is not None and self.used + more > self.limits.max_calls
 
     async def _answer_one(self, call: ToolCall, number: int) -> tuple[str, bool]:
-        """Return what the policy is told of a call, and whether it failed."""
+        """Return the message for the policy about a call, and whether the call failed."""
         try:
             if number and not self.limits.parallel:
                 raise ToolError("only the first call of a turn is run; make one call at a time")
@@ -80,7 +80,7 @@ class Toolbox:
             text, failed = await self._run(call), False
         except ToolError as error:
             text, failed = f"Error: {error}", True
-        text = text.encode(errors="replace").decode()  # no tokenizer reads lone surrogates
+        text = text.encode(errors="replace").decode()  # tokenizers reject lone surrogates
         return shorten(text, self.limits.max_result, around="\n"), failed
 
     async def _run(self, call: ToolCall) -> str:
@@ -117,7 +117,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def check_arguments(tool: Tool, arguments: Mapping[str, Any]) -> None:
-    """Check the names of arguments and the types at their top against the schema. Raises ToolError that says all that is wrong."""
+    """Check argument names and top-level types against the schema. Raises ToolError with all problems."""
     properties = tool.parameters.get("properties", {})
     problems = [f"{name} is missing" for name in tool.parameters.get("required", ()) if name not in arguments]
     for name, value in arguments.items():
@@ -144,7 +144,7 @@ def _has_type(value: Any, name: str) -> bool:
 
 
 async def run_in_daemon_thread(function: Callable[[], Any], name: str) -> Any:
-    """Await a plain function in a thread of its own: one that hangs holds up no other call, and no exit of the process."""
+    """Await a plain function in its own thread: if it hangs, neither other calls nor the exit of the process are delayed."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
@@ -164,7 +164,7 @@ async def run_in_daemon_thread(function: Callable[[], Any], name: str) -> Any:
             result = context.run(function)
         except Exception as error:
             failed = error
-        except BaseException as error:  # SystemExit would end the thread without a word
+        except BaseException as error:  # SystemExit would silently end the thread
             failed = RuntimeError(f"{type(error).__name__}: {error}")
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, failed)
@@ -180,7 +180,9 @@ current_toolbox: ContextVar[Toolbox | None] = ContextVar("strop_toolbox", defaul
 async def open_toolbox(
     sets: Sequence[tuple[str, ToolSet]], limits: ToolLimits, continuation: Continuation
 ) -> AsyncIterator[Toolbox]:
-    """Open tool sets for one episode; ``current_toolbox`` of its context has them. Names that meet are prefixed by the set's name."""
+    """Open tool sets for one episode; they are in ``current_toolbox`` of its context. Colliding names are prefixed with the set's
+    name.
+    """
     async with AsyncExitStack() as stack:
         opened = [(name, await stack.enter_async_context(each.open())) for name, each in sets]
         count: dict[str, int] = {}

@@ -1,6 +1,6 @@
 """What happens around the steps: at the start, after each step, and when no tasks are left.
 
-Shows the step to the listeners, validates, decides whether the run ends, saves and logs.
+Notifies the listeners, validates, decides whether the run ends, saves and logs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from strop.types import Batch, Group
 
 
 async def start(run: TrainingRun) -> None:
-    """Publish the weights, validate them if due and log the metrics as step 0. Find out whether there is anything to train."""
+    """Publish the weights, validate them if due and log the metrics as step 0. Raises if there is nothing to train on."""
     await run.weights.publish(run.step)
     check_stop_request(run)
     await run.listeners.on_start(run.step, run.tracker)
@@ -35,7 +35,7 @@ async def start(run: TrainingRun) -> None:
 
 
 async def after_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, result: UpdateResult, published: Metrics) -> None:
-    """Show the step to the listeners; validate, end the run and save, where due; log the metrics. Raises EndRun."""
+    """Notify the listeners, validate if due, check for the end of the run, save if due, and log the metrics. Raises EndRun."""
     step = view_step(run, groups, batch, result, published)
     with run.timer.span("storing"):
         run.last_metrics = await run.listeners.on_step(step)
@@ -73,7 +73,7 @@ async def log_step(run: TrainingRun, step: StepView) -> None:
 
 
 def count_sampled(run: TrainingRun, step: StepView) -> int | None:
-    """Count the tokens that engines sampled for a step, those of dropped and unscored rollouts included; None for recorded data."""
+    """Count the tokens the engines sampled for a step, including dropped and unscored rollouts; None for recorded data."""
     if run.algorithm.recorded_data:
         return None
     unused = [rollout for group, _ in step.dropped for rollout in group.rollouts]
@@ -111,7 +111,7 @@ async def finish_without_tasks(run: TrainingRun, left_over_groups: int) -> None:
 
 
 async def validate_if_due(run: TrainingRun) -> dict[str, float]:
-    """Validate the policy, if due after this step, and return the metrics, which are the step's too; empty if not due."""
+    """Validate the policy if due after this step. Returns the metrics (also logged with the step), empty if not due."""
     options = run.options
     periodic = options.val_period and run.step % options.val_period == 0 and run.step >= options.val_start_at
     last = options.val_at_end and run.ending == "finished"
@@ -155,7 +155,7 @@ async def save_if_due(run: TrainingRun, stream: StreamState) -> None:
 
 
 def announce_checkpoint(run: TrainingRun) -> None:
-    """Tell the trackers of the newest checkpoint once it is whole on disk: one that is written beside training is so later."""
+    """Report the newest checkpoint to the trackers once it is complete on disk. A background save completes some steps later."""
     if run.saved.unannounced is not None and run.saved.unannounced.folder.exists():
         run.tracker.log_checkpoint(run.saved.unannounced)
         run.saved.unannounced = None
@@ -181,7 +181,7 @@ def check_ending(run: TrainingRun, logged: Mapping[str, float]) -> None:
 
 
 def check_stop_request(run: TrainingRun) -> None:
-    """Stop the run if that was requested, and log it once. A run that is stopped is not validated as after its last step."""
+    """Stop the run if a stop was requested, and log it once. A stopped run skips the validation after the last step."""
     if not run.stop_request.noted and (reason := run.stop_request.check()) is not None:
         run.stop_request.noted = True
         run.ending = run.ending or "stopped"

@@ -18,7 +18,7 @@ from strop.types import Batch, Group
 
 @dataclass(frozen=True)
 class AdaptedKlWeight:
-    """The weight of a KL term that adapts, as the column KL_WEIGHT. It is in the last step's metrics, which a checkpoint holds."""
+    """The KL_WEIGHT column: the weight of an adaptive KL term, taken from the last step's metrics, which checkpoints hold."""
 
     first: float
     last_metrics: Callable[[], Mapping[str, float]]
@@ -36,8 +36,9 @@ class ColumnSources:
     sources: Mapping[str, AsyncColumnSource]
 
     async def fill(self, batch: Batch, groups: Sequence[Group]) -> Batch:
-        """Return the batch with all required columns, computed in the order of their names, and with the rewards of steps and the turns
-        if there are several. ``batch`` was packed from ``groups``."""
+        """Return the batch with all required columns, computed in the order of their names, and with step rewards, and turn
+        boundaries if there are several turns. ``batch`` was packed from ``groups``.
+        """
         batch = batch.with_columns(
             {
                 **make_step_columns(batch, groups),

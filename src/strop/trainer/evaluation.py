@@ -67,7 +67,7 @@ class Evaluator:
     past: PastSelves | None = None  # earlier selves of the policy, for environments that play against them
     samples_to_print: int = 0  # samples to print at each evaluation
     samples_to_track: int | None = None  # samples that services show of each evaluation; None: there is no service
-    finished: FinishedTasks | None = None  # tasks of an evaluation that was interrupted, and where those of this one are kept
+    finished: FinishedTasks | None = None  # tasks already done, if the evaluation was interrupted, and where to keep more
     name_set: Callable[[int], str] | None = None  # from the index of a task to the name of its data set
     identity: Mapping[str, Any] | None = None  # what the samples depend on, for the file
     keep_logprobs: bool = False  # ids and log-probabilities of the sampled tokens, in the file
@@ -102,14 +102,16 @@ class Evaluator:
         results = [read_result(task) for task in tasks]
         metrics = {**summarize_results(results, ks, voters, self.majorities), **summarize_samples(tasks)}
         if not any(environment.traits.declares_accuracy for environment in environments.values()):
-            metrics["score"] = metrics["accuracy"]  # what the accuracy is where no reward is declared to be one
+            metrics["score"] = metrics["accuracy"]  # the accuracy, where no reward is declared as accuracy
         for name in environments if len(environments) > 1 else ():
             means = summarize_results([result for result in results if result.environment == name], ks, voters, self.majorities)
             metrics |= {f"{name}/{key}": value for key, value in means.items()}
         return metrics | mean_metrics(tasks)
 
     async def _evaluate_tasks(self, tracker: Tracker | None) -> list[dict[str, Any]]:
-        """Return every task with its scored samples: those that are finished, and the others sampled, ``concurrent_tasks`` at a time."""
+        """Return every task with its scored samples. Finished tasks are reused; the rest are sampled ``concurrent_tasks`` at a
+        time.
+        """
         known = {} if self.finished is None else self.finished.tasks
         tasks = {index: known[index] for index in range(self.size) if index in known}
         groups: dict[int, Group] = {}
@@ -180,7 +182,7 @@ def write_results(
     identity: Mapping[str, Any] | None = None,
     files: RecordFiles | None = None,
 ) -> None:
-    """Write what an evaluation found, and what that depends on; ``files`` may give it up on a full disk."""
+    """Write the results of an evaluation and the settings they depend on. ``files`` may skip this on a full disk."""
     known = {} if identity is None else {"identity": identity}
     content = {"step": step, **known, "metrics": metrics, "tasks": tasks}
     data = encodable(json.dumps(content, ensure_ascii=False, indent=1)).encode()
@@ -196,7 +198,7 @@ def _find_question(rollout: Rollout) -> str:
     of_assistant = [index for index, message in enumerate(rollout.messages) if message.role == "assistant"]
     written = (
         of_assistant[-len(rollout.policy_turns) :] if rollout.policy_turns else []
-    )  # those before are examples in the prompt
+    )  # earlier ones are few-shot examples in the prompt
     questions = [
         message.content for message in rollout.messages[: written[0] if written else None] if message.role != "assistant"
     ]

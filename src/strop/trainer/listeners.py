@@ -1,4 +1,4 @@
-"""Listeners: what attaches to a run and sees each of its steps. The loop names none of them."""
+"""Listeners attach to a run and observe each of its steps. The loop names none of them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from strop.user_code import describe_error
 
 
 class RunListener:
-    """Sees a run from its start to its end. Override what is needed.
+    """Observes a run from start to end. Override only the methods you need.
 
     A method that raises EndRun ends the run once the step is stored, saved and logged; with any other exception the listener is
     reported and detached, and the run goes on.
     """
 
-    name: str  # of its state in checkpoints and in messages
+    name: str  # identifies its state in checkpoints, and the listener in messages
     warnings: Sequence[str] = ()  # what the end of the run repeats
 
     async def on_start(self, step: int, tracker: Tracker) -> None:
@@ -30,7 +30,7 @@ class RunListener:
         return {}
 
     async def on_log(self, step: StepView) -> Mapping[str, float]:
-        """Return further metrics of a step that has been validated and saved, and whose metrics have its times."""
+        """Return further metrics of a step that has been validated and saved; its metrics include the timings."""
         return {}
 
     async def state_dict(self) -> Any:

@@ -1,6 +1,7 @@
-"""Whether the loss of a user's algorithm has one gradient however a batch is cut (law 1), and none where the algorithm says so.
+"""Check that the loss of a user's algorithm has the same gradient however a batch is cut (law 1), and none where it declares
+none.
 
-The gradient by the network's outputs decides both, so that neither takes another pass of the network, whatever the learner is.
+Both are decided from the gradient with respect to the network's outputs, so neither needs another forward pass, for any learner.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from strop.data.splitting import select_rollouts
 from strop.learner.parallel.micro_batch import tensor_fields
 from strop.types import Batch
 
-ROUNDING = 1e-3  # of the gradient: sums of float32 in another order differ by far less, and a wrong divisor by half of it
-SMALLEST = 1e-5  # of the gradient of a mean over tokens: below, all of it may be rounding
+ROUNDING = 1e-3  # relative error of the gradient: reordered float32 sums differ by far less, and a wrong divisor by half of it
+SMALLEST = 1e-5  # norm of the gradient of a mean over tokens, below which it may be all rounding
 
 
 def check_loss(algorithm: Algorithm, loss: LossFn, batch: Batch, outputs: Outputs) -> None:
-    """Check the loss of an optimizer step's ``batch``, if some of the algorithm is not Strop's own. Raises ValueError.
+    """Check the loss on an optimizer step's ``batch`` if any part of the algorithm is the user's. Raises ValueError.
 
-    ``outputs``: those of the learner for the whole batch.
+    ``outputs`` are the learner's outputs for the whole batch.
     """
     if all(type(part).__module__.startswith("strop.") for part in (algorithm, *_parts(algorithm))):
         return
@@ -57,7 +58,9 @@ def _parts(algorithm: Algorithm) -> list[object]:
 
 
 def _gradient_in_halves(loss: LossFn, batch: Batch, outputs: Outputs, *, whole_groups: bool) -> Tensor | None:
-    """Return the same from every second rollout, so that groups are cut too, or every second group; None if there is nothing to cut."""
+    """Return the gradient of two parts, cut by every second rollout (which splits groups) or every second group; None if there is
+    only one.
+    """
     unit = batch.group.tolist() if whole_groups else range(batch.num_sequences)
     chosen = [[sequence for sequence, each in enumerate(unit) if each % 2 == side] for side in (0, 1)]
     halves = [select_rollouts(batch, sequences) for sequences in chosen if sequences]
@@ -69,7 +72,7 @@ def _gradient_in_halves(loss: LossFn, batch: Batch, outputs: Outputs, *, whole_g
 
 
 def _gradient(loss: LossFn, batch: Batch, outputs: Outputs) -> Tensor:  # [N, outputs]
-    """Return the gradient of a loss by all outputs of each token."""
+    """Return the gradient of a loss with respect to all outputs of each token."""
     leaves: dict[str, Any] = {name: column.detach().clone().requires_grad_() for name, column in tensor_fields(outputs)}
     with torch.enable_grad():
         value, _ = loss(replace(outputs, **leaves), batch)

@@ -140,7 +140,7 @@ class MismatchGuard(RunListener):
     exact: bool = False  # policy.exact_on_policy: no token of the current weights may differ in a single bit
     steps_above_stop: int = 0  # consecutive steps above ``stop``
     last_warning: int | None = None  # the step of the last warning
-    report: MismatchReport | None = None  # of the step that is being stored
+    report: MismatchReport | None = None  # for the step being stored
 
     async def on_step(self, step: StepView) -> dict[str, float]:
         outputs = step.result.old_outputs
@@ -150,7 +150,7 @@ class MismatchGuard(RunListener):
         return self.report.metrics()
 
     async def on_log(self, step: StepView) -> dict[str, float]:
-        """Warn, or raise MismatchTooLarge: when the step is stored, so that its tokens can be looked at."""
+        """Warn, or raise MismatchTooLarge. This runs once the step is stored, so that its tokens can be inspected."""
         report, self.report = self.report, None
         if report is not None and (warning := self.check(step.step, report)) is not None:
             step.tracker.note(f"warning: {warning}")

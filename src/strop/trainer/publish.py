@@ -1,4 +1,4 @@
-"""Hand devices to the learner and new weights to the generators, with no group in flight where that is not allowed."""
+"""Hand devices to the learner and new weights to the generators. Waits for the groups in flight where required."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class TrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSupply:
-    """What a run gets its groups from, at work."""
+    """The source of a run's groups while it runs."""
 
     stream: GroupStream
     weights: WeightSync  # of what generates
@@ -82,17 +82,17 @@ class Saved:
     """The newest checkpoint."""
 
     step: int = -1
-    failed: bool = False  # the last save did: the next step is saved
-    unannounced: SavedCheckpoint | None = None  # until the trackers know of it
+    failed: bool = False  # the last save failed, so the next step saves again
+    unannounced: SavedCheckpoint | None = None  # until it has been reported to the trackers
 
 
 @dataclass
 class Collected:
     """What the current step did to collect its groups."""
 
-    stream: StreamState | None = None  # at the beginning of the step
+    stream: StreamState | None = None  # state at the beginning of the step
     dropped: list[tuple[Group, DropReason]] = field(default_factory=list)  # with the reason
-    errors_in_a_row: int = 0  # groups, also of earlier steps
+    errors_in_a_row: int = 0  # failed groups in a row, across steps
 
 
 @dataclass(kw_only=True)
@@ -103,7 +103,7 @@ class TrainingRun:
     algorithm: Algorithm
     stream: GroupStream
     learners: Mapping[str, LearnerClient]
-    parts: Mapping[str, Restorable] = field(default_factory=dict)  # what else has a state that is saved, by name
+    parts: Mapping[str, Restorable] = field(default_factory=dict)  # other components whose state is saved, by name
     columns: ColumnSources
     weights: WeightSync
     tracker: Tracker
@@ -113,7 +113,7 @@ class TrainingRun:
     checkpoints: Checkpointer | None = None
     listeners: Listeners = field(default_factory=Listeners)
     step: int = 0
-    ending: RunEnding | None = None  # None: there is a further step
+    ending: RunEnding | None = None  # None: the run goes on
     saved: Saved = field(default_factory=Saved)
     last_metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of the last step
     timer: StepTimer = field(default_factory=StepTimer)  # of the current step
@@ -121,7 +121,7 @@ class TrainingRun:
 
     @property
     def saved_parts(self) -> Mapping[str, Restorable]:
-        """What a checkpoint holds beside the state of the run, by name."""
+        """What a checkpoint holds in addition to the state of the run, by name."""
         return {**self.learners, **self.parts}
 
     @property

@@ -61,7 +61,7 @@ def group_metrics(
 def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return ``environments/NAME/METRIC``: the mean of each metric that an environment set, over its rollouts that have it.
 
-    Those of a curriculum, ``curriculum/METRIC``, are of all environments together.
+    ``curriculum/METRIC`` is a mean over all environments together.
     """
     values: dict[str, list[float]] = {}
     for group in groups:
@@ -75,7 +75,9 @@ def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def progress_metrics(
     previous: Mapping[str, float], trained: Mapping[str, float], groups: Sequence[Group], tasks_per_epoch: int | None
 ) -> dict[str, float]:
-    """Return how far the run is: the tokens trained on and the passes over the data so far. ``previous``: the metrics of the last step."""
+    """Return the progress of the run: tokens trained on and passes over the data so far. ``previous`` holds the last step's
+    metrics.
+    """
     logged = {"train/total_tokens": previous.get("train/total_tokens", 0.0) + trained["train/tokens_trained"]}
     if tasks_per_epoch is None:
         return logged

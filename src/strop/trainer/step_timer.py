@@ -40,9 +40,9 @@ class StepTimer:
         RECORDER.add("training loop", phase, started, ended)
 
     def metrics(self, *, tokens_read: int, tokens_sampled: int | None) -> dict[str, float]:
-        """Return the seconds of each phase, and tokens per second of the step, of generation and of training.
+        """Return the seconds of each phase, and the tokens per second of the step, of generation and of training.
 
-        ``tokens_sampled`` None: the rollouts are recorded, and there is no rate of generation.
+        ``tokens_sampled`` None means recorded rollouts, which have no generation rate.
         """
         self.ended = time.perf_counter()
         total = self.ended - self.started

@@ -1,4 +1,4 @@
-"""A trained step, as the loop shows it to the listeners of a run."""
+"""A trained step, as the loop passes it to listeners."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OptimizerPass:
     """A forward and backward pass of a learner over a mini-batch."""
 
     learner: str
-    index: Tensor  # [n] int64: the predicted tokens of the batch that it trained on
+    index: Tensor  # [n] int64: indices of the predicted tokens that it trained on
     batch: Batch  # the mini-batch as the loss read it
     outputs: Outputs
     loss: LossFn
@@ -29,7 +29,7 @@ class OptimizerPass:
 class UpdateResult:
     """What the update of a step computed."""
 
-    old_outputs: Outputs  # the policy's for the batch, from before the first optimizer step
+    old_outputs: Outputs  # the policy's outputs for the batch, before the first optimizer step
     metrics: Mapping[str, float]
     passes: Sequence[OptimizerPass] = ()  # in order
 
@@ -43,6 +43,6 @@ class StepView:
     dropped: Sequence[tuple[Group, DropReason]]
     batch: Batch
     result: UpdateResult
-    metrics: Mapping[str, float]  # those of the loop and of the listeners before this one
+    metrics: Mapping[str, float]  # metrics of the loop and of the listeners called before this one
     timer: StepTimer
     tracker: Tracker  # for notes

@@ -1,4 +1,4 @@
-"""Stop a run on SIGTERM, which clusters send before they take a machine away, or at a time limit.
+"""Stop a run on SIGTERM, which clusters send before they reclaim a machine, or at a time limit.
 
 The first SIGTERM asks the loop, through a ``StopRequest``, to save and stop after the step in progress. A second one, or a step that takes
 longer than the grace period, exits at once: the previous checkpoint is complete (law 6).

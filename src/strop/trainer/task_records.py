@@ -1,4 +1,4 @@
-"""Evaluated tasks as they are stored: each with its scored samples, from which every metric is computed."""
+"""Evaluated tasks as stored: each with its scored samples, from which all metrics are computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRUNCATED = ("length", "context")
 
 
 class FinishedTasks(Protocol):
-    """Tasks that are evaluated, by their index."""
+    """Evaluated tasks, by index."""
 
     @property
     def tasks(self) -> Mapping[int, dict[str, Any]]: ...
@@ -24,7 +24,7 @@ class FinishedTasks(Protocol):
 
 
 def make_task_record(group: Group, result: TaskResult, *, keep_logprobs: bool = False) -> dict[str, Any]:
-    """Return a task with its samples as JSON holds it."""
+    """Return a task with its samples in JSON form."""
     samples = [
         {
             "sample": rollout.sample,
@@ -52,7 +52,7 @@ def make_task_record(group: Group, result: TaskResult, *, keep_logprobs: bool = 
 
 
 def _write_message(message: Message) -> dict[str, Any]:
-    """Return a message as JSON holds it: with its images by name, not as they are."""
+    """Return a message in JSON form, with images by name instead of their content."""
     return {**message.as_dict(), "content": message.shown_content} if message.images else message.as_dict()
 
 

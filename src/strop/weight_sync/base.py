@@ -7,13 +7,14 @@ learner has a ``Sender`` and each generator process a ``Receiver``; how the byte
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from strop.columns import Columns
 from strop.metrics import Metrics
 from strop.sampling import Sampling
 
@@ -31,10 +32,10 @@ class WeightSync(Protocol):
 
 
 class LearnerMemory(Protocol):
-    """The device memory of a learner that takes turns with engines on its devices."""
+    """The device memory of a learner that shares its devices with engines in turns."""
 
     async def offload(self) -> None:
-        """Move the learner and the models beside it to CPU memory, where its weights can still be read."""
+        """Move the learner and its accompanying models to CPU memory, where its weights can still be read."""
         ...
 
     async def onload(self) -> None:
@@ -160,7 +161,7 @@ class TensorFingerprint:
 class LoadReceipt:
     """An engine's report after loading a publish."""
 
-    version: int  # that the engine now reports; -1 if its weights are undefined
+    version: int  # version now reported by the engine; -1 if its weights are undefined
     fingerprints: Mapping[str, tuple[int, ...]]  # tensor name -> fingerprints of the tensor as it arrived, one per engine process
     seconds: float  # from the first byte to weights that are ready for use
 
@@ -172,7 +173,7 @@ class CanarySample:
     tokens: Tensor  # [L] int64
     logprobs: Tensor  # [L] float32
     cached: int  # number of prompt tokens found in the prefix cache
-    kept: Tensor | None = None  # [L, K] int32, ids that each token was sampled from; with ``records_sampling_mask``
+    columns: Columns = field(default_factory=dict)  # as in a completion
 
 
 class UpdatableEngine(Protocol):

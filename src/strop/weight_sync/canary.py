@@ -1,4 +1,4 @@
-"""The canary: an engine samples a few tokens after a publish, and the learner must find them as likely as the engine did."""
+"""The canary: after a publish an engine samples a few tokens, and the learner must assign them the same probabilities."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ ComputeLogprobs = Callable[[Batch], Awaitable[Tensor]]
 ScoreSamples = Callable[[Sequence[Sequence[int]], Sequence[CanarySample]], Awaitable[Sequence[Tensor]]]
 """Return the learner's log-probabilities [L] of each sample, given its prompt."""
 
-CANARY_TOKENS = 16  # sampled for each prompt of the canary
+CANARY_TOKENS = 16  # tokens sampled per canary prompt
 # Mean difference in nats, by precision; a tied head that was not updated differs by 0.1 to 10.
 CANARY_TOLERANCE = {"float32": 0.002, "bfloat16": 0.1}
-# The same for engines with weights of low precision, by the bits of a number's fraction: FP8 (E4M3) and FP4 (docs/fp8.md).
+# The same for engines with low-precision weights, by the number of fraction bits: FP8 (E4M3) and FP4 (docs/fp8.md).
 ROUNDED_TOLERANCE = {"fp8": 0.3, "mxfp8": 0.3, "nvfp4": 0.8}
 CANARY_TEXTS = (
     "A farmer has 17 sheep, 23 goats and 4 dogs. On Monday she sells 5 of the sheep and buys 9 goats. On Tuesday two of the dogs run away, "
@@ -45,7 +45,7 @@ class CanaryReport:
 
 @dataclass(frozen=True)
 class Canary:
-    """A few fixed prompts to compare the log-probabilities of engine and learner on."""
+    """A few fixed prompts on which the log-probabilities of engine and learner are compared."""
 
     prompts: tuple[tuple[int, ...], ...]
     sampling: Sampling
@@ -56,8 +56,9 @@ class Canary:
     async def check(self, engine: UpdatableEngine) -> CanaryReport:
         """Sample every prompt and compare log-probabilities with the learner's. Raises VerificationFailed.
 
-        The prompts are the same after every publish, so a hit in the prefix cache means that keys and values of older weights were kept,
-        unless it is what the chat template begins them all with: that was computed for the prompts before, with the new weights.
+        The prompts are the same after every publish, so a hit in the prefix cache means that keys and values of older weights
+        were kept, except for the beginning that the chat template gives all prompts: an earlier prompt computed it with the new
+        weights.
         """
         samples: list[CanarySample] = []
         for index, prompt in enumerate(self.prompts):
@@ -76,16 +77,16 @@ class Canary:
         if not report.mean <= self.tolerance:
             raise VerificationFailed(
                 f"{engine.name} and the learner disagree on the canary's {report.tokens} tokens by {report.mean:.4g} nats on average "
-                f"(largest {report.largest:.4g}), and {self.tolerance:g} is allowed (policy.generation.weight_sync.canary_tolerance): "
-                "the engine does not sample from the policy that is trained. A tensor that cannot be read back may be stale, an "
-                "adapter may not be applied, or the two compute the model differently; set policy.generation.vllm_cfg.precision=float32 "
-                "to rule out rounding"
+                f"(largest {report.largest:.4g}), and {self.tolerance:g} is allowed (policy.generation.weight_sync.canary_tolerance): the "
+                "engine does not sample from the trained policy. A tensor that cannot be read back may be stale, an adapter may not be "
+                "applied, or the two compute the model differently; set policy.generation.vllm_cfg.precision=float32 to rule out "
+                "rounding"
             )
         return report
 
 
 def count_shared(prompt: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens both begin with."""
+    """Return the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, other, strict=False)))
 
 
@@ -107,7 +108,7 @@ def make_canary(
         template: Makes the prompts.
         config: Sets the tolerance.
         sampling: Of the run's rollouts.
-        compute_logprobs: Scores a batch with the learner.
+        compute_logprobs: Computes the learner's log-probabilities of a batch.
         precision: Of the engines' weights.
         max_length: The longest sequence of the engines, in tokens.
         share_prefixes: Whether prompts are shared in training batches.
@@ -127,7 +128,7 @@ def make_canary(
 
 
 def make_canary_prompts(template: ChatTemplate, max_length: int) -> tuple[tuple[int, ...], ...]:
-    """Return prompts of at most ``max_length`` tokens each, long enough to fill blocks of a prefix cache if that allows it."""
+    """Return prompts of at most ``max_length`` tokens each, if possible long enough to fill blocks of a prefix cache."""
     return tuple(tuple(template.encode_prompt([user(text)])[-max_length:]) for text in CANARY_TEXTS)
 
 
@@ -150,7 +151,8 @@ def _to_group(index: int, prompt: Iterable[int], sample: CanarySample) -> Group:
         text="",
         logprobs=sample.logprobs,
         versions=torch.zeros(len(sample.tokens), dtype=torch.int32),
-        kept=sample.kept,
+        # Its own tokens are scored as they were sampled; what it read is read as the learner does.
+        columns={column: values for column, values in sample.columns.items() if column.aligned != "read"},
     )
     rollout = Rollout(
         task=Task(id=f"canary {index}"), sample=0, seed=0, messages=(), prompt=torch.tensor(list(prompt)), turns=(turn,)

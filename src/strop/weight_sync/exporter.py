@@ -33,10 +33,10 @@ from strop.weight_sync.weight_source import (
 )
 
 MakeSender = Callable[[int], Sender]
-"""Create a sender for a number of receivers."""
+"""Create a sender for the given number of receivers."""
 
 TransferContent = Literal["weights", "last", "base"]
-"""The learner's current weights, those of the last publish again, or the base weights of LoRA adapters."""
+"""The learner's current weights, those of the last publish (resent), or the base weights below LoRA adapters."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Fingerprints:
     read_back: Mapping[str, int]  # empty unless requested
     experts: Mapping[str, tuple[int, ...]] = field(
         default_factory=dict
-    )  # of them, those of experts, one by one: they add up to the whole
+    )  # fingerprints of single experts, which add up to that of the whole tensor
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class SentAdapters:
 
 @dataclass(frozen=True, eq=False)
 class PreparedWeights:
-    """What the ranks will send, and who sends which tensor."""
+    """The weights to send, and the sender of each."""
 
-    weights: tuple[DealtWeight, ...]  # all of them; of a snapshot, only those that this rank sends
+    weights: tuple[DealtWeight, ...]  # all weights; from a snapshot, only those that this rank sends
     manifest: Manifest  # of all senders together
     aliases: Mapping[str, str]
 
@@ -126,7 +126,7 @@ class SenderRole:
     """The ranks that send weights, and which rank this process is."""
 
     rank: int = 0
-    senders: tuple[int, ...] = (0,)  # tensors are dealt to them in this order
+    senders: tuple[int, ...] = (0,)  # tensors are distributed over them in this order
 
     @property
     def sends(self) -> bool:
@@ -199,7 +199,7 @@ class BlockingExporter:
         return PreparedWeights(tuple(dealt), manifest, untied.aliases)
 
     def _pack_entries(self, manifest: Manifest, aliases: Iterable[str]) -> Manifest:
-        """Return the manifest with the weights that are sent quantised as bytes."""
+        """Return the manifest in which quantised weights are entered as bytes."""
         precision = self._quantization
         if precision is None:
             return manifest
@@ -232,9 +232,9 @@ class BlockingExporter:
         outgoing = OutgoingWeights(gathered, self._own_manifest(), read_back=read_back, rounded=self._select_rounded())
         sender = self._sender
         try:
-            if sender is None and self.role.sends:  # closed by another thread, since an engine failed before the transfer
+            if sender is None and self.role.sends:  # closed by another thread because an engine failed before the transfer
                 raise TransportError("the channel was closed before anything was sent")
-            if sender is not None and outgoing.manifest.entries:  # receivers expect nothing of a sender without tensors
+            if sender is not None and outgoing.manifest.entries:  # receivers expect nothing from a sender without tensors
                 sender.send(outgoing.manifest, outgoing)
         finally:  # gathering is collective: finish it on all ranks even if sending failed
             outgoing.finish()
@@ -287,8 +287,8 @@ def make_local_exporter(
 ) -> LocalExporter:
     """Create an exporter for an unsharded model in this process. ``tensors`` returns its weights under canonical names.
 
-    ``device``: where they are sent from, if they may be offloaded; ``roundings``: what rounds those that are fake-quantised, by name;
-    ``quantization``: of the engines' weights.
+    ``device``: where the weights are sent from, if they may be offloaded; ``roundings``: rounding functions of fake-quantised
+    weights, by name; ``quantization``: quantisation of the engines' weights.
     """
     return LocalExporter(
         BlockingExporter(

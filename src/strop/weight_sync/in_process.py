@@ -24,7 +24,7 @@ class InProcessEngine(Protocol):
 
 
 class CountingEngine(Protocol):
-    """An engine that says what it did, by the name of the metric, since it was last asked."""
+    """An engine that counts its work as metrics, each time since the last request."""
 
     def collect_metrics(self) -> Mapping[str, float]: ...
 
@@ -38,9 +38,10 @@ class InProcessWeights:
         learner_memory: TimedMemory | None = None,
         counting: CountingEngine | None = None,
     ) -> None:
-        """``learner_memory``: of what only training needs, which leaves the device while generators sample; None: it stays.
+        """``learner_memory``: the memory that only training needs, offloaded while generators sample; None: it stays on the
+        device.
 
-        ``counting``: the engine whose metrics are added to those of a publish."""
+        ``counting``: an engine whose metrics are added to those of a publish."""
         self.generators = generators
         self.learner_memory = learner_memory
         self.counting = counting

@@ -44,7 +44,7 @@ class PublishOptions:
 
 @dataclass
 class _PublishStats:
-    """Cost of one publish, and how much of it was verified."""
+    """Cost of one publish, and the verified share of it."""
 
     send_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -100,7 +100,7 @@ class WeightPublisher:
             on_published: Called with each version that all engines hold.
             drop_engine: Drops an engine that cannot be restarted; returns False if that is not allowed.
             note: Logs a line for the user.
-            learner_memory: Of a learner that leaves the engines' devices while they sample; None: it stays.
+            learner_memory: The memory of a learner that is offloaded while the engines sample; None: it stays on the device.
         """
         self.engines = tuple(engines)
         self._drop_engine = drop_engine
@@ -121,7 +121,7 @@ class WeightPublisher:
         self._asleep = False
 
     async def yield_device(self) -> None:
-        """Put engines that share the learner's device to sleep. One that dies is restarted by the next publish."""
+        """Put engines that share the learner's device to sleep. An engine that dies here is restarted by the next publish."""
         if self.options.separate_devices:
             return
         self._asleep = True
@@ -140,9 +140,9 @@ class WeightPublisher:
     async def publish(self, version: int) -> Metrics:
         started = time.perf_counter()
         async with self._lock:
-            if self._verification_error is not None:  # verification failed for a restarted engine, and so did its requests
+            if self._verification_error is not None:  # verification of a restarted engine failed, and its requests with it
                 raise self._verification_error
-            if self.learner_memory is not None:  # before engines start or wake; weights are sent from CPU memory
+            if self.learner_memory is not None:  # before engines start or wake; the weights are sent from CPU memory
                 await self.learner_memory.offload()
             stats = await self._publish_with_retries(version)
         timing = {} if self.learner_memory is None else self.learner_memory.metrics()
@@ -177,8 +177,8 @@ class WeightPublisher:
     async def _restart_dead_engines(self) -> None:
         """Restart dead engines, and drop those that cannot be restarted. Raises EngineLost if dropping is not allowed.
 
-        All start at once, also with an empty cache of compiled code: engines of one machine then each compile the same, in the time that
-        one of them takes. vLLM writes its compiled files atomically, so that those who share a cache do not disturb each other.
+        All start at once. With an empty compile cache, engines of one machine then compile the same code in parallel, which takes
+        no longer than for one. vLLM writes its compiled files atomically, so engines can share a cache.
         """
         await _at_once([engine for engine in self.engines if not engine.alive], self._start_or_drop)
 
@@ -286,9 +286,10 @@ class WeightPublisher:
 
 
 async def _at_once(engines: Sequence[UpdatableEngine], call: Callable[[UpdatableEngine], Awaitable[T]]) -> list[T]:
-    """Await ``call`` of all engines at once, each to its end, so that none is left in the middle of it. Return their results.
+    """Await ``call`` for all engines concurrently, each to completion, so that none is left in an intermediate state. Return
+    their results.
 
-    Raises the first error, an EngineDied only if there is no other: the engine is restarted, and the publish tried again.
+    Raises the first error; EngineDied only if there is no other, because the engine is then restarted and the publish retried.
     """
     results = await asyncio.gather(*map(call, engines), return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]

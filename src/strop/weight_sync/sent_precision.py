@@ -1,4 +1,4 @@
-"""The precision of published weights: the learner's, rounded to the number format that rollouts are sampled with."""
+"""The precision of published weights: the learner's, rounded to the number format used for sampling."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 
 class SentPrecision(Protocol):
-    """How the weights of a publish are quantised, and where."""
+    """How and where the weights of a publish are quantised."""
 
     @property
     def by_engine(self) -> bool:
-        """Whether the engine quantises what arrives, in its own kernels' layout; else it is sent values that are rounded already."""
+        """Whether the engine quantises arriving weights into its own kernels' layout; otherwise it receives rounded values."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """The data type that the engine computes in: weights are cast to it before they are quantised."""
+        """The compute data type of the engine; weights are cast to it before they are quantised."""
         ...
 
     def packed_size(self, name: str, shape: Sequence[int]) -> int | None:
-        """Return the bytes of a selected weight that is sent quantised; None: it is sent as numbers."""
+        """Return the size in bytes of a selected weight that is sent quantised; None: it is sent as numbers."""
         ...
 
     def pack(self, tensor: Tensor) -> Tensor:
@@ -31,9 +31,9 @@ class SentPrecision(Protocol):
         ...
 
     def select(self, names: Iterable[str]) -> frozenset[str]:
-        """Return the names of weights that are quantised, of all names of a publish."""
+        """Return the names of the weights to quantise, given all names of a publish."""
         ...
 
     def round(self, tensor: Tensor) -> Tensor:
-        """Return a selected weight as the engine computes with it, in its own data type."""
+        """Return a selected weight as rounded by the engine, in its own data type."""
         ...

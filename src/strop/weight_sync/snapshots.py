@@ -1,4 +1,4 @@
-"""Snapshots of a policy's weights, taken when they are published: its earlier selves. They are in CPU memory and in each checkpoint."""
+"""Snapshots of a policy's weights, its earlier selves, taken at publishes. Kept in CPU memory and in each checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Snapshot:
     """The trained weights of one version."""
 
     version: int
-    weights: Mapping[str, Tensor]  # on the CPU, by their names in the module
+    weights: Mapping[str, Tensor]  # on the CPU, by parameter name
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
@@ -33,7 +33,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class SavedSnapshots:
-    """Snapshots as they are written to a checkpoint, perhaps in another thread."""
+    """Snapshots on their way to a checkpoint, perhaps in another thread."""
 
     snapshots: tuple[Snapshot, ...]
 
@@ -47,12 +47,12 @@ class SnapshotPool:
     """The newest snapshots of a model."""
 
     def __init__(self, model: nn.Module, *, every: int, size: int) -> None:
-        """Keep ``size`` snapshots of ``model``, one of each version that is a multiple of ``every``."""
+        """Keep the newest ``size`` snapshots of ``model``, taken at versions that are multiples of ``every``."""
         self.model, self.every, self.size = model, every, size
         self.snapshots: list[Snapshot] = []  # in ascending order of versions
 
     def take(self, version: int) -> None:
-        """Take a snapshot, if one is due: the model has the weights of ``version``."""
+        """Take a snapshot if one is due. The model must hold the weights of ``version``."""
         if self.snapshots and (version % self.every or version <= self.snapshots[-1].version):
             return
         weights = {name: parameter.detach().to("cpu", copy=True) for name, parameter in _trained(self.model).items()}
@@ -65,7 +65,7 @@ class SnapshotPool:
         self.stage().save(folder)
 
     def load(self, folder: Path) -> None:
-        """Read the snapshots of a checkpoint. Where it has none, the first is that of the next publish."""
+        """Read the snapshots of a checkpoint. If it has none, the next publish takes the first one."""
         versions = sorted(int(path.stem) for path in folder.glob("*.safetensors"))
         if not versions:
             log.warning("the checkpoint has no earlier selves of the policy; they are kept from here on")
@@ -73,7 +73,7 @@ class SnapshotPool:
 
 
 class SnapshottedWeights:
-    """A ``WeightSync`` that takes a snapshot of what it has published, where one is due."""
+    """A ``WeightSync`` that takes a snapshot after each publish where one is due."""
 
     def __init__(self, weights: WeightSync, pool: SnapshotPool) -> None:
         self.weights, self.pool = weights, pool

@@ -1,4 +1,4 @@
-"""The memory of a learner, with the time that moving it takes."""
+"""A learner's memory that records how long moving it takes."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Verification that an engine holds the weights that the learner sent: version, fingerprints and canary (law 4).
+"""Verification that an engine holds the weights sent by the learner: version, fingerprints and canary (law 4).
 
-Three checks, none of which replaces another:
+Three independent checks:
 
 - Did every byte arrive? Both ends compute the fingerprint of each tensor, as sent and as it arrives.
-- Does the engine compute with it? Its weights are read back from its own layout, under canonical names.
+- Does the engine use it? Its weights are read back from its own layout, under canonical names.
 - Does the engine agree with the learner? It samples a few tokens, and the learner's log-probabilities of them are compared
-  (``strop.weight_sync.canary``). This covers weights that cannot be read back, and everything else (adapters that are not applied,
+  (``strop.weight_sync.canary``). This covers weights that cannot be read back, and other faults (adapters that are not applied,
   prefix caches of older weights).
 """
 
@@ -21,13 +21,13 @@ from strop.weight_sync.weight_sync_config import WeightSyncConfig
 
 
 class VerificationFailed(RuntimeError):
-    """An engine does not hold the published weights; the message names the tensor, or what else is stale."""
+    """An engine does not hold the published weights; the message names the tensor, or the stale part."""
 
 
 def is_verification_due(config: WeightSyncConfig, publishes: int) -> bool:
-    """Whether the expensive checks (read-back and canary) are due after ``publishes`` earlier publishes.
+    """Whether the expensive checks (read-back and canary) are due, given the number of earlier publishes.
 
-    What arrived is compared at every publish."""
+    The arrived weights are compared at every publish."""
     return config.proof == "always" or publishes == 0 or (config.proof == "every_n" and publishes % config.proof_every == 0)
 
 
@@ -63,7 +63,7 @@ def verify_arrival(name: str, sent: Mapping[str, int], receipt: LoadReceipt) -> 
 
 @dataclass(frozen=True)
 class ReadBackReport:
-    """How much of a publish was verified by reading it back."""
+    """The verified part of a publish, by read-back."""
 
     verified: int  # number of tensors
     unread: tuple[str, ...]  # tensors that cannot be read back; verified only by their arrival and the canary
@@ -77,11 +77,11 @@ def verify_fingerprints(
     *,
     experts: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> ReadBackReport:
-    """Verify that the weights that the engine computes with are those that were sent.
+    """Verify that the weights in use by the engine are those that were sent.
 
-    ``sent`` are the fingerprints of the sent tensors with -0.0 replaced by 0.0. ``aliases`` maps the names of tied tensors to the names
-    that they were sent under. ``experts`` are the fingerprints of each expert of tensors that hold several, so that an error can say which
-    one is wrong. Raises VerificationFailed.
+    ``sent`` are the fingerprints of the sent tensors with -0.0 replaced by 0.0. ``aliases`` maps the names of tied tensors to the
+    names that they were sent under. ``experts`` are the fingerprints of each expert of tensors that hold several, so that an
+    error can name the wrong one. Raises VerificationFailed.
     """
     verified: set[str] = set()
     for tensor, shards in held.items():
@@ -113,7 +113,7 @@ def _replicas_agree(shards: Sequence[TensorFingerprint]) -> bool:
 
 
 def _find_expert(shards: Sequence[TensorFingerprint], sent: Sequence[int]) -> str:
-    """Return which expert of a tensor is not as it was sent, for a message; empty for other tensors."""
+    """Name the expert of a tensor that differs from the sent one, for a message; empty for other tensors."""
     for expert, expected in enumerate(sent):
         own = {shard.region: shard for shard in shards if shard.region[0] == expert}
         agree = _replicas_agree([shard for shard in shards if shard.region[0] == expert])

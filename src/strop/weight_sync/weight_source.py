@@ -1,4 +1,4 @@
-"""A learner's weights as they are sent: tied tensors once, in the engine's data type, fingerprinted on the way."""
+"""A learner's weights as sent: tied tensors once, in the engine's data type, fingerprinted during sending."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PendingWeight(Protocol):
     """A weight that is being gathered on one rank."""
 
     def wait(self) -> Tensor | None:
-        """Return the full tensor on the rank that it is gathered on, and None on the others, once they have sent their shards."""
+        """Return the full tensor on the gathering rank, and None on the others once they have sent their shards."""
         ...
 
 
@@ -35,29 +35,27 @@ class Weight:
     spec: Tensor  # has its global shape and data type; may be on the meta device
     gather: Callable[[], Tensor]  # returns the full tensor; a collective of all ranks if it is sharded
     storage_key: tuple[int, ...]  # equal for tied weights
-    begin_gather: Callable[[int], PendingWeight] | None = None  # begins to gather it on one rank alone; None: only ``gather`` can
-    rounding: Callable[[Tensor], Tensor] | None = (
-        None  # what engines receive of the full tensor, in the data type that it is sent in
-    )
+    begin_gather: Callable[[int], PendingWeight] | None = None  # starts gathering it on one rank; None: only ``gather`` exists
+    rounding: Callable[[Tensor], Tensor] | None = None  # the part of the full tensor that engines receive, in the sent data type
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, as it is gathered."""
+        """Size in bytes of the gathered tensor."""
         return self.spec.numel() * self.spec.element_size()
 
     def to_sent(self, full: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the gathered tensor as engines receive it: in ``dtype``, and rounded if the learner computes with rounded weights."""
+        """Return the gathered tensor as engines receive it: in ``dtype``, and rounded if the learner uses rounded weights."""
         cast = full.detach().to(dtype)
         return cast if self.rounding is None else self.rounding(cast)
 
     def begin(self, rank: int) -> PendingWeight:
-        """Begin to gather the tensor on ``rank``. All ranks must call it, and ``wait`` for the results in the same order."""
+        """Start gathering the tensor on ``rank``. All ranks must call it, and ``wait`` for the results, in the same order."""
         return _GatheredByAll(self.gather) if self.begin_gather is None else self.begin_gather(rank)
 
 
 @dataclass(frozen=True)
 class _GatheredByAll:
-    """A weight that all ranks gather, whoever needs it."""
+    """A weight gathered by all ranks, regardless of the rank that needs it."""
 
     gather: Callable[[], Tensor]
 
@@ -75,7 +73,7 @@ class DealtWeight:
 
 @torch.no_grad()
 def gather_dealt(dealt: Iterable[DealtWeight], rank: int, ahead: int = GATHERED_AHEAD) -> Iterator[tuple[Weight, Tensor]]:
-    """Gather weights, each on the rank that sends it; yield those of this ``rank``, in order.
+    """Gather weights, each on its sending rank; yield those of this ``rank``, in order.
 
     Up to ``ahead`` bytes are gathered at the same time, so that one rank can send a tensor while others receive their shards. All ranks
     must iterate to the end.
@@ -100,10 +98,10 @@ def _finish(dealt: DealtWeight, pending: PendingWeight, rank: int) -> Iterator[t
 
 
 def choose_sent_dtype(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the data type that a tensor is sent in: ``dtype``, or its own if that is None.
+    """Return the data type used to send a tensor: ``dtype``, or its own if that is None.
 
-    Integers keep their own, and so does the bias by which a router chooses experts: engines hold it in float32, since rounding it changes
-    which experts are chosen.
+    Integers keep their own, and so does a router's expert bias: engines hold it in float32, because rounding it would change the
+    choice of experts.
     """
     keeps = dtype is None or not tensor.is_floating_point() or name.endswith("e_score_correction_bias")
     return tensor.dtype if dtype is None or keeps else dtype
@@ -119,12 +117,12 @@ def local_weights(
     device: torch.device | None = None,
     roundings: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
 ) -> list[Weight]:
-    """Return the weights of an unsharded model in this process. ``device``: where they are sent from; None: where they are.
+    """Return the weights of an unsharded model in this process. ``device``: where they are sent from; None: where they are now.
 
-    ``roundings``: what rounds the weights that are fake-quantised, by name.
+    ``roundings``: rounding functions of fake-quantised weights, by name.
 
-    Tensors are tied if they share all their memory, with equal shape and strides. Adapters that are merged on the fly are new tensors each
-    time, so they are never tied.
+    Tensors are tied if they share all their memory, with equal shape and strides. Weights with adapters merged on the fly are new
+    tensors each time, so they are never tied.
     """
     return [
         Weight(
@@ -161,7 +159,7 @@ def remove_tied(weights: Iterable[Weight]) -> UntiedWeights:
 
 @dataclass(frozen=True)
 class RoundedWeights:
-    """The weights of a publish that the engines have in low precision."""
+    """The weights of a publish that engines hold in low precision."""
 
     precision: SentPrecision
     names: frozenset[str]
@@ -177,7 +175,7 @@ class OutgoingWeights:
     rounded: RoundedWeights | None = None
     sent_fingerprints: dict[str, int] = field(default_factory=dict)
     read_back_fingerprints: dict[str, int] = field(default_factory=dict)
-    expert_fingerprints: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the experts of a tensor that has several
+    expert_fingerprints: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of single experts, for tensors with several
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         dtypes = {entry.name: entry.dtype for entry in self.manifest.entries}
@@ -196,11 +194,11 @@ class OutgoingWeights:
         return self.rounded is not None and name in self.rounded.names and dtype is torch.uint8
 
     def _round(self, weight: Weight, tensor: Tensor) -> Tensor:
-        """Return what an engine computes with that is sent this tensor."""
+        """Return the values the engine will use after its own rounding of this tensor."""
         if self.rounded is None or weight.name not in self.rounded.names:
             return tensor
         if weight.rounding is not None and not self.rounded.precision.by_engine:
-            return tensor  # the learner computes with rounded weights, which the engine then has
+            return tensor  # the learner already uses rounded weights, and the engine gets the same values
         return self.rounded.precision.round(tensor)
 
     def _fingerprint_for_read_back(self, name: str, tensor: Tensor) -> None:
@@ -212,7 +210,7 @@ class OutgoingWeights:
         self.read_back_fingerprints[name] = combine_fingerprints(experts)
 
     def finish(self) -> None:
-        """Gather what was not sent: other ranks wait for this one's shards."""
+        """Gather the remaining weights: other ranks wait for this one's shards."""
         for _ in self.gathered:
             pass
 
@@ -225,7 +223,7 @@ class WeightSnapshot:
 
     @torch.no_grad()
     def update(self, weights: Iterable[tuple[Weight, Tensor]], dtype: torch.dtype) -> list[Weight]:
-        """Copy gathered weights into the snapshot, reusing its memory, in the data types they are sent in. Return the copies."""
+        """Copy gathered weights into the snapshot, reusing its memory, in the data types used for sending. Return the copies."""
         for weight, tensor in weights:
             sent_dtype = choose_sent_dtype(weight.name, weight.spec, dtype)
             if weight.name not in self._tensors:

@@ -18,19 +18,20 @@ class WeightSyncConfig(BaseConfig):
 
     transport: Annotated[str, AfterValidator(NameOf("transports", ("auto",)))] = Field(
         "auto",
-        description="memory: shared memory of one machine; cuda_ipc: device memory of one GPU; broadcast: gloo, or NCCL "
-        "between GPUs; folder: files; auto chooses by where learner and engines are.",
+        description="memory: shared memory of one machine; cuda_ipc: device memory of one GPU; broadcast: gloo, or NCCL between GPUs; "
+        "folder: files; auto chooses by the location of learner and engines.",
     )
     folder: PathText | None = Field(
-        None, description="Folder of transport folder, which every engine must see; null is engines/weights in logger.log_dir."
+        None,
+        description="Folder for transport=folder, which must be visible to every engine; null is engines/weights in logger.log_dir.",
     )
     bucket_mb: float | None = Field(
         None, gt=0, description="Size of the buckets that weights are sent in; null is the transport's choice (MiB)."
     )
     senders: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
-        description="Ranks of a learner over Ray that send weights, each its part of the tensors; auto: up to 4, and one where the "
-        "transport is cuda_ipc or NCCL.",
+        description="Number of ranks of a learner over Ray that send weights, each a part of the tensors; auto: up to 4, and one where "
+        "the transport is cuda_ipc or NCCL.",
     )
     timeout_seconds: float = Field(600.0, gt=0, description="How long a publish may take (seconds).")
     adapters_alone: bool = Field(
@@ -38,9 +39,9 @@ class WeightSyncConfig(BaseConfig):
     )
     proof: Literal["always", "first", "every_n"] = Field(
         "every_n",
-        description="When to read weights back from the engine, compare fingerprints with the learner's, tensor by tensor, "
-        "and sample the canary: after every publish, after the first of a run, or also after every "
-        "proof_every-th. Versions and received weights are compared every time.",
+        description="When to read weights back from the engine, compare fingerprints with the learner's tensor by tensor, and sample the "
+        "canary: after every publish, after the first one of a run, or also after every proof_every-th. Versions and received weights "
+        "are always compared.",
     )
     proof_every: int = Field(10, ge=1, description="Period of every_n (publishes).")
     canary_tolerance: float | None = Field(
@@ -68,7 +69,7 @@ class WeightSyncConfig(BaseConfig):
     ) -> Iterator[Problem]:
         """Yield why weights cannot reach engines in other processes from a learner on ``device`` (``auto``: not known yet).
 
-        ``key``: of the generation section. ``engines``: how many there are. ``same_machine``: the learner and the engines are on one.
+        ``key``: of the generation section. ``engines``: their number. ``same_machine``: learner and engines are on the same one.
         """
         transport, transport_key = self.transport, f"{key}.weight_sync.transport"
         if transport == "cuda_ipc" and device == "cpu":
@@ -111,11 +112,11 @@ class WeightSyncConfig(BaseConfig):
 
 
 def choose_auto_transport(device: str, *, engines: int, colocated: bool, same_machine: bool) -> str:
-    """Return the transport that ``auto`` stands for. ``device``: the kind of the learner's, cpu or cuda."""
+    """Return the transport chosen by ``auto``. ``device``: the learner's device type, cpu or cuda."""
     if not same_machine:
         return "broadcast"
     if device == "cpu":
         return "memory"
     if not colocated:
         return "broadcast"
-    return "cuda_ipc" if engines == 1 else "memory"  # of several engines only the first can access the learner's GPU
+    return "cuda_ipc" if engines == 1 else "memory"  # only the first of several engines can access the learner's GPU

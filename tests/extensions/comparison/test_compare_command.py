@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import strop
 from strop import cli
 from support.reported_runs import HOSTILE
 from support.saved_runs import save_run
@@ -57,6 +58,7 @@ def test_the_better_of_two_evaluations_is_named(tmp_path: Path, capsys: pytest.C
     assert "\nB is better: +" in out and "95 % interval +" in out and "p < 0.001." in out
     assert "40 tasks, samples: 4 of each" in out and "\npass@4, % " in out and "\ntruncated" not in out and "\navg_length " in out
     assert "B better, the largest differences:" in out and "'Solve: what is " in out and "expected '" in out
+    assert strop.compare(a, b).better == "b" and strop.compare(str(b), a, margin=0.01).better == "a"
     assert cli.main(["compare", str(b), str(a)]) == 0
     assert "\nA is better: -" in capsys.readouterr().out
 
@@ -133,14 +135,14 @@ def test_evaluations_that_were_sampled_or_scored_differently_are_said_to_be(
     a = write_identity(write_evaluation(tmp_path / "a.json"), sampled(1.0))
     b = write_identity(write_evaluation(tmp_path / "b.json", seed=1), sampled(0.6, "dapo"))
     found = compare(capsys, a, b)
-    assert "not sampled and scored alike" in found["notes"][0] and "temperature: 1.0 in A, 0.6 in B" in found["notes"][0]
+    assert "sampled and scored differently" in found["notes"][0] and "temperature: 1.0 in A, 0.6 in B" in found["notes"][0]
     assert found["differences"][1] == {"key": "env.math.verifier", "a": "boxed", "b": "dapo"}
     alike = write_identity(write_evaluation(tmp_path / "c.json", seed=1), sampled(1.0))
     assert not compare(capsys, a, alike)["notes"] and not compare(capsys, a, alike)["differences"]
     old = write_evaluation(tmp_path / "d.json")
     assert compare(capsys, a, old)["notes"][0].startswith("how B was sampled and scored is not stored")
     assert cli.main(["compare", str(a), str(b)]) == 0
-    assert "not sampled and scored alike" in capsys.readouterr().out
+    assert "sampled and scored differently" in capsys.readouterr().out
 
 
 def test_several_sets_are_compared_each_and_as_their_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Ranks are forks of a server that has imported Megatron Core."""
+"""Ranks are forks of a server that has imported Megatron Core; a folder with the tiny model of whole runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from loop.conftest import tiny as tiny
 from support.forks import forks_with
 
 

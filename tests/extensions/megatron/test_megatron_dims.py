@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from strop.extensions.megatron.megatron_config import Fp8Config, MegatronConfig
-from strop.extensions.megatron.megatron_dims import MegatronDims, MegatronModelShape, model_errors, size_errors
+from strop.extensions.megatron.megatron_dims import MegatronDims, model_errors
+from strop.models.local_files import ModelShape
 
-SHAPE = MegatronModelShape(name="m", layers=8, heads=12, key_value_heads=2)
-EXPERTS = MegatronModelShape(name="m", layers=8, heads=8, key_value_heads=4, experts=6)
+SHAPE = ModelShape(name="m", layers=8, heads=12, key_value_heads=2)
+EXPERTS = ModelShape(name="m", layers=8, heads=8, key_value_heads=4, experts=6)
 
 
 def make(**sizes: Any) -> MegatronConfig:
@@ -50,7 +51,7 @@ def test_experts_are_on_ranks_of_a_stage_whatever_the_others_are() -> None:
     ],
 )
 def test_sizes_that_do_not_divide_the_devices_are_refused(sizes: dict[str, int], devices: int, key: str) -> None:
-    (problem,) = size_errors(make(**sizes), "policy.megatron_cfg", devices)
+    (problem,) = make(**sizes).size_errors("policy.megatron_cfg", devices, uses_ray=True)
     assert problem.key == f"policy.megatron_cfg.{key}" and f"the {devices} devices that train" in problem.message
     with pytest.raises(ValueError, match=key):
         MegatronDims.from_config(make(**sizes), devices)
@@ -121,12 +122,12 @@ def test_experts_whose_gradients_would_not_be_added_are_refused() -> None:
 
 def test_the_shape_is_read_of_a_hugging_face_configuration() -> None:
     values = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "num_local_experts": 6}
-    assert MegatronModelShape.from_hf("m", {"text_config": values}) == MegatronModelShape(
+    assert ModelShape.from_hf("m", {"text_config": values}) == ModelShape(
         name="m", layers=4, heads=8, key_value_heads=2, experts=6
     )
-    latent = MegatronModelShape.from_hf("m", {**values, "kv_lora_rank": 16})
+    latent = ModelShape.from_hf("m", {**values, "kv_lora_rank": 16})
     assert latent is not None and latent.key_value_heads == 8
-    assert MegatronModelShape.from_hf("m", {"hidden_size": 3}) is None
+    assert ModelShape.from_hf("m", {"hidden_size": 3}) is None
 
 
 def test_training_in_fp8_says_what_it_needs() -> None:

@@ -22,7 +22,7 @@ from strop.config.schema.run_config import TRAINING_RUNS, DistillationRunConfig,
 from strop.distributed.workers.column_shards import ColumnShard, merge_columns
 from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs, tensor_fields
 from strop.runs.algorithm.run_algorithm import make_run_algorithm
-from strop.runs.cluster.rank_builders import choose_rank_builders
+from strop.runs.learner_backend import load_backend
 from strop.runs.models import load_training_policy, make_critic
 from strop.runs.teachers import get_student_info, load_teacher
 from strop.sampling import Sampling
@@ -71,9 +71,9 @@ class Said:
 def ask_rank(rank: int, configs: Mapping[str, TrainingRunConfig], folder: Path) -> dict[str, Said]:
     said = {}
     for name, config in configs.items():
-        builders = choose_rank_builders(config)
-        policy, batch = builders.load_policy(config), batch_of(config)
-        models = builders.build_models(config, make_run_algorithm(config), SAMPLING, None, policy, "cpu", 2)
+        backend = load_backend(config.policy.learner)
+        policy, batch = backend.load_policy(config), batch_of(config)
+        models = backend.build_models(config, make_run_algorithm(config), SAMPLING, None, policy, "cpu", 2)
         found = said[name] = Said(fingerprint=policy.fingerprint())
         models.offload.offload()
         models.offload.onload()
@@ -84,8 +84,8 @@ def ask_rank(rank: int, configs: Mapping[str, TrainingRunConfig], folder: Path) 
         weights = {weight.name: weight.gather() for weight in models.weights.iter_weights()}
         if rank == 0:
             found.weights = weights
-            written = builders.write_model_folder(policy, folder / name)
-            found.folder = sorted(path.name for path in written.iterdir())
+            backend.write_model_folder(policy, config, folder / name)
+            found.folder = sorted(path.name for path in (folder / name).iterdir())
     return said
 
 
@@ -180,5 +180,5 @@ def test_sizes_that_do_not_divide_the_model_are_refused_at_their_key(models: tup
 
 
 def build_on_rank(rank: int, config: TrainingRunConfig) -> None:
-    builders = choose_rank_builders(config)
-    builders.build_models(config, make_run_algorithm(config), SAMPLING, None, builders.load_policy(config), "cpu", 3)
+    backend = load_backend(config.policy.learner)
+    backend.build_models(config, make_run_algorithm(config), SAMPLING, None, backend.load_policy(config), "cpu", 3)

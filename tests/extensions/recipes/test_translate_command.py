@@ -85,7 +85,7 @@ def test_a_folder_is_counted_by_outcome_and_reason(recipes: Path, capsys: pytest
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert lines[0].startswith("5 run configurations below")
     assert lines[1:4] == [
-        "1 pass the dry run, and mean the same",
+        "1 pass the dry run, with the same meaning",
         "1 pass the dry run, with differences in meaning",
         "3 are refused",
     ]

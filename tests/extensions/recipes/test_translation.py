@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -10,11 +12,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import pytest
 
 from strop.base_config import BaseConfig, KeyPath
+from strop.config.load.recipe_library import translate_source
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig
 from strop.config.source.keys import iter_keys
 from strop.config.source.yaml_source import ConfigSource, merge_sections
 from strop.extensions.recipes import translation
-from strop.extensions.recipes.translation import is_recipe, translate_source
+from strop.extensions.recipes.translation import is_recipe, translate_nemo_rl
 
 ROOTS: dict[str, type[BaseConfig]] = {**TRAINING_RUNS, "eval": EvalRunConfig}
 PLAIN = {bool: (True, False), int: (0, 1, 3, 512), float: (0.0, 0.5, 1.0), str: ("a", "auto", "math"), type(None): (None,)}
@@ -41,6 +44,18 @@ def possible_values(annotation: Any) -> Iterator[Any]:
         yield from PLAIN.get(annotation, ())
 
 
+def test_a_configuration_in_strop_s_own_words_imports_no_rule() -> None:
+    run = ["policy.model_name=m", "data.train.env_name=arithmetic", "env.arithmetic={}"]
+    code = f"""
+import sys
+from strop.config import GrpoRunConfig, load_config
+load_config(None, {run}, root=GrpoRunConfig)
+rules = ("nemo_rl", "trl", "verl", "recipe")
+print([name for name in rules if f"strop.extensions.recipes.{{name}}" in sys.modules], "strop.extensions.recipes.libraries" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[] True\n"
+
+
 @pytest.mark.parametrize("kind", ROOTS)
 def test_the_rules_have_nothing_to_say_of_what_is_no_recipe(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a key of Strop would mean one thing in a recipe and another in a file of Strop's own."""
@@ -59,7 +74,8 @@ def test_the_rules_have_nothing_to_say_of_what_is_no_recipe(kind: str, monkeypat
             own += 1
             with monkeypatch.context() as patched:
                 patched.setattr(translation, "is_recipe", lambda source, root: True)
-                translated = translate_source(source, root)
+                translated = translate_nemo_rl(source, root)
+                assert translated is not None
             assert translated.source.values == tree and not translated.differences
     assert own > 30
 
@@ -94,4 +110,5 @@ def test_one_word_of_nemo_rl_makes_a_recipe(key: str, value: Any) -> None:
 def test_options_of_strop_s_own_parts_make_no_recipe(key: str, value: Any) -> None:
     source = ConfigSource.from_python(nest(tuple(key.split(".")), value))
     assert not is_recipe(source, GrpoRunConfig)
+    assert translate_nemo_rl(source, GrpoRunConfig) is None
     assert translate_source(source, GrpoRunConfig).source is source

@@ -16,11 +16,12 @@ from strop.extensions.replay.stored_groups import LearnerReads, rebuild_groups
 from strop.models.routing.router_replay_config import ROUTES
 from strop.monitoring.rollout_store.rollout_record import list_images, make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore, StoreFormat
-from strop.sampling import pad_kept_tokens
+from strop.sampling import KEPT, pad_kept_tokens
 from strop.types import Batch, Branch, Ending, Group, PromptImage, Rollout, Turn, observation_turn
 from support.rollouts import make_agent_groups, make_group, make_rollout, sampled_turn
 
-ALL = LearnerReads(columns=(ROUTES,), kept_tokens=True, baseline=True)
+ALL = LearnerReads(columns=(ROUTES, KEPT), baseline=True)
+ALL_STORED = LearnerReads(columns=(ROUTES, KEPT))
 IMAGE = 7  # the token of images
 
 
@@ -44,13 +45,13 @@ def change_turns(group: Group, change: Callable[[Turn], Turn]) -> Group:
 def with_kept(turn: Turn) -> Turn:
     """The ids that each token was sampled from: as many as the token is large, and itself."""
     sets = [torch.tensor([*range(token % 5), token], dtype=torch.int32) for token in turn.tokens.tolist()]
-    return replace(turn, kept=pad_kept_tokens(sets))
+    return replace(turn, columns={**turn.columns, KEPT: pad_kept_tokens(sets)})
 
 
 def with_routes(turn: Turn, experts: int = 100) -> Turn:
     dtype = torch.int8 if experts <= 128 else torch.int16
     routes = torch.randint(0, experts, (len(turn.tokens), 2, 3), dtype=dtype, generator=torch.Generator().manual_seed(1))
-    return replace(turn, columns={ROUTES: routes})
+    return replace(turn, columns={**turn.columns, ROUTES: routes})
 
 
 def store_and_rebuild(
@@ -153,9 +154,33 @@ def test_what_an_earlier_version_did_not_store_is_refused_by_name() -> None:
     records = make_records(1, [make_group(seeing(0))])
     for reads, change, message in (
         (LearnerReads(), {"image_places": None}, "where they stand in the tokens"),
-        (LearnerReads(kept_tokens=True), {}, "the sets that tokens were sampled from"),
+        (LearnerReads(columns=(KEPT,)), {}, "keep_sampling_mask is true, .* 'kept_tokens' .* cannot be replayed"),
         (LearnerReads(columns=(ROUTES,)), {}, "set logger.routes=true"),
         (LearnerReads(baseline=True), {}, "greedy rollout of each group, and step 1 stored none"),
     ):
         with pytest.raises(ReplayError, match=message):
             rebuild_groups([replace(record, **change) for record in records], reads)  # type: ignore[arg-type]
+
+
+def test_files_of_earlier_versions_with_columns_of_nulls_or_values_are_read(tmp_path: Path) -> None:
+    """They have a column for each that this version knew, null where a run did not store it, and the sets before the experts."""
+    import pyarrow
+    import pyarrow.parquet
+
+    groups = [change_turns(change_turns(group, with_kept), with_routes) for group in make_agent_groups()]
+    store = RolloutStore(tmp_path, "parquet")
+    for number, each in ((1, groups), (2, make_agent_groups())):
+        path = store.write(number, make_records(number, each, stores=lambda _: True))
+        assert path is not None
+        table = pyarrow.parquet.read_table(path)
+        values = {name: table[name] for name in table.column_names if name in ("routes", "kept_tokens")}
+        experts = pyarrow.list_(
+            pyarrow.struct([("turn", pyarrow.int64()), ("shape", pyarrow.list_(pyarrow.int64())), ("data", pyarrow.binary())])
+        )
+        for name, kind in (("kept_tokens", pyarrow.list_(pyarrow.list_(pyarrow.int32()))), ("routes", experts)):
+            table = table.drop_columns([name]) if name in values else table
+            table = table.append_column(name, values.get(name, pyarrow.nulls(len(table), kind)))
+            assert table[name].type == kind
+        pyarrow.parquet.write_table(table, path)
+    assert_same(pack(groups), pack(rebuild_groups(store.read(1), ALL_STORED).groups))
+    assert not any(record.columns for record in store.read(2))

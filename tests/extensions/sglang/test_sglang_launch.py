@@ -121,7 +121,7 @@ def test_a_kernel_that_is_missing_may_be_named_and_says_so_when_it_is_called() -
         ),
         ([f"{KEY}.sglang_cfg.context_length=64"], f"{KEY}.sglang_cfg.context_length", "would truncate"),
         (["policy.exact_on_policy=true"], "policy.exact_on_policy", "has not been tried"),
-        (["policy.router_replay.enabled=true"], "policy.router_replay.enabled", "not read from SGLang"),
+        (["policy.router_replay.enabled=true"], "policy.router_replay.enabled", "SGLang does not report the experts"),
         ([f"{KEY}.quantization.format=fp8_block"], f"{KEY}.quantization.format", "does not publish to SGLang"),
         (
             ["policy.deterministic=true", "policy.device=cuda"],
@@ -221,5 +221,5 @@ def test_drafts_are_refused_on_a_cpu_where_sglang_would_accept_them_greedily(giv
 def test_values_and_scales_are_sent_only_to_engines_with_layers_for_them() -> None:
     changes = [f"{KEY}.quantization.send_quantized=true", "loss_fn.use_importance_sampling_correction=true"]
     for given in (["vllm_cfg.precision=fp8"], ["quantization.format=fp8_block", "quantization.emulate=true"]):
-        with pytest.raises(ConfigError, match=r"send_quantized.*no engine of this run has layers that take values and scales"):
+        with pytest.raises(ConfigError, match=r"send_quantized.*no engine of this run accepts values and scales"):
             load_config(None, [*BASE, *changes, *(f"{KEY}.{each}" for each in given)], root=GrpoRunConfig)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from strop.extensions.sglang.sglang_requests import RequestAborted, to_completion, to_request
-from strop.sampling import Sampling
+from strop.sampling import KEPT, Sampling
 
 ANSWERS: dict[str, Any] = json.loads((Path(__file__).parent / "recorded_answers.json").read_text())
 
@@ -99,8 +99,8 @@ def test_sglangs_own_sampler_is_corrected_by_the_tokens_that_it_kept() -> None:
         {**answer, "meta_info": {**info, "output_token_logprobs": of_all}}, sampling, Letters(), sampler="sglang"
     )
     assert kept.logprobs.tolist() == pytest.approx(info["output_token_sampling_logprobs"])
-    assert kept.kept is not None and kept.kept.shape == (len(kept.tokens), 8)
-    assert all(token in row for token, row in zip(kept.tokens.tolist(), kept.kept.tolist(), strict=True))
+    assert kept.columns[KEPT].shape == (len(kept.tokens), 8)
+    assert all(token in row for token, row in zip(kept.tokens.tolist(), kept.columns[KEPT].tolist(), strict=True))
 
 
 def test_filters_of_sglangs_own_sampler_without_their_mask_are_refused() -> None:

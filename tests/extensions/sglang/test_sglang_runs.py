@@ -97,7 +97,7 @@ def test_a_scheduler_that_stops_answering_is_named_and_one_that_comes_back_goes_
         )
         began = len((tmp_path / ".err").read_text())
         os.kill(scheduler.pid, signal.SIGSTOP)
-        named = re.compile(r"waits longer than the limit of 4 s .*engine")
+        named = re.compile(r"has waited longer than the limit of 4 s .*engine")
         _wait_until(lambda: named.search((tmp_path / ".err").read_text()[began:]) is not None, 60)
         os.kill(scheduler.pid, signal.SIGCONT)
     finally:

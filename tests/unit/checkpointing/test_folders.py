@@ -274,7 +274,7 @@ def test_a_checkpoint_under_another_name_or_of_another_run_is_refused(tmp_path):
         own.load(tmp_path / "own" / "step_99", {"policy": FakeLearner()})
     shutil.rmtree(tmp_path / "own" / "step_99")
     shutil.copytree(other.save(state(99), {"policy": FakeLearner()}), tmp_path / "own" / "step_99")
-    with pytest.raises(CheckpointError, match=r"step_99 .*it is of another run \(\w+\) than the checkpoints before it"):
+    with pytest.raises(CheckpointError, match=r"step_99 .*it belongs to another run \(\w+\) than the earlier checkpoints"):
         own.load(tmp_path / "own" / "step_99", {"policy": FakeLearner()})
     shutil.rmtree(tmp_path / "own" / "step_99")
     again = make(tmp_path / "own").save(state(6), {"policy": FakeLearner()})  # the same run, continued

@@ -129,7 +129,7 @@ def test_a_file_that_names_anything_else_is_refused_and_nothing_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"state": attack, "random": {}}, "state.pt", _use_new_zipfile_serialization=not legacy)
-    with pytest.raises(Exception, match=r"which is not among what a run saves|not a zip file"):
+    with pytest.raises(Exception, match=r"which is not part of a run's state|not a zip file"):
         read_run_state(tmp_path / "state.pt")
     (tmp_path / "state.pt").write_bytes(pickle.dumps(attack))
     with pytest.raises(Exception, match="not a zip file"):

@@ -162,7 +162,7 @@ KEYS = [
     typed("grpo.adv_estimator.name=gea", "grpo.adv_estimator.name", "'gea' is not a known advantage", "did you mean 'gae'?"),
 ]
 FILES = [
-    written("  num_prompts", "\u00a0\u00a0num_prompts", "", "U+00A0 stands where a space belongs", "write a plain space", line=2),
+    written("  num_prompts", "\u00a0\u00a0num_prompts", "", "U+00A0 is used instead of a space", "write a plain space", line=2),
     written("  val_period", "\tval_period", "", "not valid YAML", "'\\t'", line=4),
     written("val_period: 0", "val_period: 0\n  val_period: 1", "", "grpo.val_period occurs twice", "first on line 4", line=5),
     written("device: cpu", "device: *x", "", "undefined alias 'x'", "line 7, column 11", line=7),
@@ -214,7 +214,7 @@ NAMED = [
           "did you mean 'weight'?"),
     typed(("env.mine={rewards: {right: {verifier: math, weight: {schedul: linear}}}}", MINE), "env.mine.rewards.right.weight.schedul",
           "the weight of the reward right has no option", "did you mean 'schedule'?"),
-    typed("policy.tokenizer.tool_call_format=hermess", "policy.tokenizer.tool_call_format", "no form of calls 'hermess'", "'hermes'?"),
+    typed("policy.tokenizer.tool_call_format=hermess", "policy.tokenizer.tool_call_format", "no tool call format 'hermess'", "'hermes'?"),
     typed("policy.model_name=./nope", "policy.model_name", "there is no folder ./nope", "Set it to a folder with a model"),
     typed("policy.model_name=$HF_HOME/model", "policy.model_name", "'$HF_HOME/model' is neither", "${oc.env:NAME}"),
     typed("policy.tokenizer.chat_template=nope.jinja", "policy.tokenizer.chat_template", "found 'nope.jinja'", "Set it to an existing"),

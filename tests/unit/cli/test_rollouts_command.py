@@ -116,7 +116,7 @@ def test_flagged_rollouts_are_chosen_and_say_by_what(run: Path, capsys: pytest.C
         (["--task", "tsk-1"], "no rollout of steps 1 to 2 is of the task 'tsk-1'; did you mean 'task-1'?"),
         (["--ending", "stopped"], "no rollout of step 2 ended by 'stopped'; did you mean 'stop'?"),
         (["--environment", "serch"], "did you mean 'search'?"),
-        (["--environment", "search", "--task", "task-0"], "has all of what was asked for"),
+        (["--environment", "search", "--task", "task-0"], "meets all conditions"),
         (["--validation"], "no validation is stored in"),
     ],
 )

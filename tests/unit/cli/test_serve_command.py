@@ -71,7 +71,7 @@ def test_shards_of_many_ranks_are_served_from_a_temporary_folder(
         (["logs/mien"], 2, "did you mean logs/mine?"),
         (["logs/mine", "--dtype", "float16"], 1, "use bfloat16 or float32, or --engine vllm"),
         (["logs/mine", "--max-model-len", "4096"], 1, "the model has positions for 256 tokens; set it to that or less"),
-        (["logs/mine", "--", "--seed", "1"], 1, "arguments after -- are for vLLM"),
+        (["logs/mine", "--", "--seed", "1"], 1, "arguments after -- are passed to vLLM"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_what_to_set(
@@ -122,14 +122,3 @@ def test_a_served_run_answers_a_client_and_ends_cleanly_at_ctrl_c(tmp_path: Path
     outcome = running.finish(timeout=20)
     assert outcome.code == 0 and outcome.out.rstrip().endswith("stopped") and "Traceback" not in outcome.err
     assert "warning: 0.0.0.0 is reachable from other machines, and no --api-key is set" in outcome.err
-
-
-def test_the_tinker_service_wants_the_sdk_and_the_torch_engine(
-    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["serve", str(tiny_model_folder), "--tinker", "--engine", "vllm"]) == 1
-    assert "--tinker trains and samples with the torch engine; leave out --engine vllm" in capsys.readouterr().err
-    monkeypatch.setattr(serve_model.packages, "is_installed", lambda name: name != "tinker")
-    assert cli.main(["serve", str(tiny_model_folder), "--tinker"]) == 1
-    assert "pip install -e '.[tinker]'" in capsys.readouterr().err

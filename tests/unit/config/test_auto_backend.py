@@ -63,7 +63,7 @@ def test_without_a_gpu_or_without_vllm_auto_is_the_torch_engine(monkeypatch: pyt
     ("overrides", "reason"),
     [
         ([f"{G}temperature=0.001"], "vLLM raises temperatures between 0 and 0.01"),
-        (["grpo.async_grpo.enabled=true"], "an engine on the learner's GPU sleeps meanwhile"),
+        (["grpo.async_grpo.enabled=true"], "an engine on the learner's GPU would be asleep then"),
         ([f"{G}vllm_cfg.expert_parallel_size=3", f"{G}vllm_cfg.tensor_parallel_size=2"], "divides its experts over all ranks"),
     ],
 )

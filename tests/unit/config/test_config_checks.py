@@ -94,8 +94,6 @@ def test_a_batch_that_cuts_groups_or_leaves_a_rest_is_refused_with_the_sizes_tha
         ("data.train.prompt_file=no/such/prompt.txt", "there is no file no/such/prompt.txt"),
         ("data.train.dataset_name=no/such/tasks.jsonl", "there is no file no/such/tasks.jsonl"),
         ("~data.train", "nothing to train on"),
-        ("policy.megatron_cfg={enabled: true, tensor_model_parallel_size: 8}", "8 ranks do not divide the 1 devices"),
-        ("policy.megatron_cfg={enabled: true, peft: {enabled: true, dropout: 0.1}}", "rollouts are sampled without dropout"),
         ("policy.dtensor_cfg.enabled=false", "which leaves no learner"),
         ("policy.dtensor_cfg.tensor_parallel_size=8", "8 ranks do not divide the one device"),
         ("policy.dtensor_cfg.context_parallel_size=2", "2 ranks do not divide the one device"),
@@ -123,27 +121,6 @@ def test_a_reference_of_all_data_needs_data_that_is_not_streamed() -> None:
         load_config(None, [*data, "data.train.streaming=true"], root=DpoRunConfig)
     assert [problem.key for problem in caught.value.problems] == ["dpo.precompute_reference"]
     load_config(None, data, root=DpoRunConfig)
-
-
-MEGATRON = ["policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false"]
-
-
-def test_megatron_core_needs_ranks() -> None:
-    (problem,) = refusal(*MEGATRON, "cluster.backend=local").problems
-    assert problem.key == "cluster.backend" and "Megatron Core runs on ranks, which are processes of Ray" in str(problem)
-    assert "Set it to auto or ray, or policy.backend=torch." in str(problem)
-    for backend in ("auto", "ray"):
-        accepted(*MEGATRON, f"cluster.backend={backend}")
-
-
-def test_a_critic_of_megatron_core_is_a_network_of_its_own() -> None:
-    critic = [*RUN[:3], *MEGATRON, "value.megatron_cfg.enabled=true", "value.dtensor_cfg.enabled=false"]
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, [*critic, "value.head_only=true"], root=PpoRunConfig)
-    (problem,) = caught.value.problems
-    assert problem.key == "value.head_only" and "the policy's last stage has no value head" in str(problem)
-    assert "Set it to false, or policy.backend=torch." in str(problem)
-    load_config(None, critic, root=PpoRunConfig)
 
 
 def test_an_on_policy_ratio_needs_one_step_per_batch() -> None:
@@ -375,7 +352,7 @@ def test_a_run_on_recorded_data_has_its_own_metrics_and_asks_nothing_of_an_engin
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["policy.generation.colocated.enabled=false"], "the engine has devices of its own"),
+        (["policy.generation.colocated.enabled=false"], "the engine has its own devices"),
         (["policy.device=cpu", "grpo.async_grpo.enabled=true"], "asynchronous training samples while"),
     ],
 )
@@ -426,7 +403,6 @@ AUTO = "policy.sequence_packing.train_mb_tokens=auto"
             ["cluster.backend=ray", "cluster.gpus_per_node=2", "policy.dtensor_cfg.pipeline_parallel_size=2"],
             "with pipeline stages several micro-batches are in memory at once",
         ),
-        (["policy.megatron_cfg.enabled=true"], "the Megatron Core learner measures no memory"),
     ],
 )
 def test_a_budget_that_cannot_be_measured_is_refused(overrides: list[str], reason: str) -> None:
@@ -466,8 +442,8 @@ VLLM = "policy.generation.backend=vllm"
 @pytest.mark.parametrize(
     ("overrides", "key", "reason"),
     [
-        ([VLLM, "policy.device=cpu"], "policy.deterministic", "vLLM has its batch-invariant mode on GPUs alone"),
-        ([AUTO, GPU], "policy.sequence_packing.train_mb_tokens", "may cut a batch otherwise in another run"),
+        ([VLLM, "policy.device=cpu"], "policy.deterministic", "vLLM's batch-invariant mode exists only on GPUs"),
+        ([AUTO, GPU], "policy.sequence_packing.train_mb_tokens", "may cut a batch differently in another run"),
         (["grpo.async_grpo.enabled=true", GPU], "policy.deterministic", "depends on the speed of rollouts"),
     ],
 )
@@ -481,7 +457,9 @@ def test_a_deterministic_run_is_refused_where_something_lets_equal_runs_differ(
 
 def test_a_deterministic_run_is_warned_of_turns_that_come_when_environments_answer() -> None:
     def warned(*overrides: str) -> bool:
-        return "only if these answer in the same order" in str(accepted("policy.deterministic=true", GPU, *overrides))
+        return "only if their environments answer in the same order" in str(
+            accepted("policy.deterministic=true", GPU, *overrides)
+        )
 
     turns = "grpo.max_rollout_turns=3"
     assert warned(turns)

@@ -43,7 +43,7 @@ def test_quotas_that_add_up_to_a_step_are_the_shares() -> None:
         (["data.train=[{env_name: arithmetic, prompts_per_step: 3}, {env_name: arithmetic}]"],
          "data.train: some entries have prompts_per_step and some do not ([3, None])"),
         (["data.train.prompts_per_step=4", "data.train.weight=2", "grpo.num_prompts_per_step=4"],
-         "data.train.weight: found 2.0, beside prompts_per_step=4"),
+         "data.train.weight: found 2.0, but prompts_per_step=4"),
         (["data.curriculum.name=success"],
          "data.curriculum.name: found 'success', which is no curriculum; did you mean 'success_rate'?"),
         (["data.curriculum.name=difficulty"], "data.curriculum.difficulty.by: found null"),
@@ -65,9 +65,7 @@ def test_recorded_data_has_quotas_and_no_curriculum() -> None:
         *model, two, "policy.train_global_batch_size=null", kind="sft"
     )
     curriculum = ("data.train.dataset_name=squad", "data.curriculum.name=success_rate")
-    assert "a curriculum chooses the tasks that are sampled, and sft reads recorded data" in refused(
-        *model, *curriculum, kind="sft"
-    )
+    assert "a curriculum chooses tasks to sample, and sft reads recorded data" in refused(*model, *curriculum, kind="sft")
 
 
 def test_keys_that_change_nothing_are_warned_about() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from strop.data.packing import pack
 from strop.data.splitting import split_micro_batches, split_mini_batches
-from strop.sampling import KEPT_TOKENS, pad_kept_tokens
+from strop.sampling import KEPT, KEPT_TOKENS, pad_kept_tokens
 from strop.types import RolloutCredit, Totals, Turn, observation_turn
 from support.algorithms import grpo
 from support.packed import described, expected, history
@@ -59,7 +59,7 @@ def test_a_batch_of_empty_rollouts_is_refused() -> None:
 
 def recording(*sets: Sequence[int]) -> Turn:
     """A turn of the first token of each set, drawn from that set."""
-    return replace(sampled_turn([row[0] for row in sets]), kept=pad_kept_tokens([torch.tensor(row) for row in sets]))
+    return replace(sampled_turn([row[0] for row in sets]), columns={KEPT: pad_kept_tokens([torch.tensor(row) for row in sets])})
 
 
 def test_what_each_token_was_drawn_from_is_a_column_as_wide_as_the_largest_set() -> None:

@@ -140,8 +140,8 @@ def test_prompt_and_solution_are_found_where_no_key_is_set_and_the_log_says_so(a
     path = jsonl(tmp_path, [{"prompt": "1+1", answer: "2"}] * 2)
     assert [(row.question, row.answer) for row in DataSource(dataset_name=path).load_rows()] == [("1+1", "2")] * 2
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path} has no column 'problem': 'prompt' is read in its place; set input_key=prompt",
-        f"{path} has no column 'answer': {answer!r} is read in its place; set output_key={answer}",
+        f"{path} has no column 'problem': 'prompt' is used instead; set input_key=prompt",
+        f"{path} has no column 'answer': {answer!r} is used instead; set output_key={answer}",
     ]
 
 

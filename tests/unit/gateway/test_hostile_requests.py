@@ -56,7 +56,7 @@ def test_a_request_is_read_or_refused(body: Any, messages: list[Any], items: lis
     "part", [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "input_image", "image_url": "a.png"}]
 )
 def test_an_image_is_refused_with_what_to_do_instead(part: dict[str, object]) -> None:
-    with pytest.raises(BadRequest, match=r"messages\[0\].content has an image, and agents talk to the policy in text alone"):
+    with pytest.raises(BadRequest, match=r"messages\[0\].content has an image, but agents can send only text to the policy"):
         read_content([{"type": "text", "text": "look"}, part], "messages[0]")
 
 

@@ -19,7 +19,7 @@ from strop.generation.torch.model_runner import RecomputeRunner
 from strop.generation.torch.sampler import sample_tokens
 from strop.learner.torch.scorer import NetworkScorer
 from strop.models.network import Network
-from strop.sampling import KEPT_TOKENS, MAX_RECORDED_TOP_K, NO_TOKEN, Sampling, filtered_logits
+from strop.sampling import KEPT, KEPT_TOKENS, MAX_RECORDED_TOP_K, NO_TOKEN, Sampling, filtered_logits
 from strop.types import Batch, Group, Rollout, Turn
 from support.algorithms import grpo
 from support.learners import make_torch_learner
@@ -47,7 +47,7 @@ def completions_of(network: Network, sampling: Sampling, runner: Any = None) -> 
 
 
 def rollouts_of(found: Sequence[tuple[list[int], Completion]]) -> list[Rollout]:
-    return [make_rollout(prompt, replace(make_turn(answer), kept=answer.kept)) for prompt, answer in found]
+    return [make_rollout(prompt, make_turn(answer)) for prompt, answer in found]
 
 
 def batch_of(found: Sequence[tuple[list[int], Completion]]) -> Batch:
@@ -101,7 +101,7 @@ def test_nothing_is_recorded_where_it_was_not_asked_for_or_nothing_is_cut(networ
     for sampling in (replace(asked, top_k=6, record_sampling_mask=False), asked, replace(asked, top_k=6, temperature=0.0)):
         assert not sampling.records_sampling_mask
         found = completions_of(network, sampling)
-        assert all(completion.kept is None for _, completion in found)
+        assert not any(completion.columns for _, completion in found)
         assert KEPT_TOKENS not in batch_of(found).columns
 
 
@@ -111,8 +111,7 @@ def test_recording_does_not_change_what_is_drawn(network: Network) -> None:
         for (_, left), (_, right) in zip(completions_of(network, sampling), silent, strict=True):
             assert left.tokens.tolist() == right.tokens.tolist()
             assert torch.equal(left.logprobs, right.logprobs)
-            assert left.kept is not None
-            assert len(left.kept) == len(left.tokens)
+            assert len(left.columns[KEPT]) == len(left.tokens)
 
 
 def test_rows_that_record_and_rows_that_do_not_are_drawn_side_by_side() -> None:
@@ -202,7 +201,7 @@ def with_random_sets(groups: Sequence[Group], seed: int) -> list[Group]:
         return rows
 
     def record(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-        return tuple(replace(turn, kept=sets(turn.tokens)) if turn.sampled else turn for turn in turns)
+        return tuple(replace(turn, columns={KEPT: sets(turn.tokens)}) if turn.sampled else turn for turn in turns)
 
     return [
         replace(

@@ -80,7 +80,7 @@ def test_the_end_of_the_turn_is_appended_where_something_else_ended_it(last):
 
 def test_a_template_that_rewrites_replies_is_refused():
     rewriting = ChatTemplate(tiny_tokenizer(template=CHATML.replace("message['content']", "message['content'] | urlencode")))
-    with pytest.raises(ValueError, match="does not render an assistant's message as it is written"):
+    with pytest.raises(ValueError, match="does not render an assistant's message unchanged"):
         rewriting.encode_observation([user("no")], [5])
 
 
@@ -232,7 +232,7 @@ def test_a_template_that_takes_no_system_message_says_so_itself():
 
 def test_a_template_that_writes_replies_otherwise_is_refused():
     shouting = CHATML.replace("message['content']", "message['content'] | urlencode")
-    with pytest.raises(ConversationError, match="does not render an assistant's message as it is written"):
+    with pytest.raises(ConversationError, match="does not render an assistant's message unchanged"):
         ChatTemplate(tiny_tokenizer(template=shouting)).encode_spans([user("a"), assistant("b c")])
 
 

@@ -69,14 +69,14 @@ def list_missing(path: Path) -> None:
 
 
 DAMAGED: dict[str, tuple[str, tuple[Callable[[Path], object], ...], str]] = {
-    "a program": (BIN, (lambda path: save(path, {**tensors(), "x": Hostile()}),), r"Python objects beside tensors \(\w+\.system\)"),
+    "a program": (BIN, (lambda path: save(path, {**tensors(), "x": Hostile()}),), r"Python objects besides tensors \(\w+\.system\)"),
     "a program, the old format": (
         BIN,
         (lambda path: save(path, {**tensors(), "x": Hostile()}, _use_new_zipfile_serialization=False),),
-        r"Python objects beside tensors \(\w+\.system\)",
+        r"Python objects besides tensors \(\w+\.system\)",
     ),
     "a bare pickle": (BIN, (lambda path: path.write_bytes(pickle.dumps(Hostile())),), "damaged, or it was cut off"),
-    "a whole model": (BIN, (lambda path: save(path, build("llama")),), r"Python objects beside tensors \(.*LlamaForCausalLM\)"),
+    "a whole model": (BIN, (lambda path: save(path, build("llama")),), r"Python objects besides tensors \(.*LlamaForCausalLM\)"),
     "a list": (BIN, (lambda path: save(path, [1, 2]),), "it holds a list in place of tensors"),
     "numbers": (BIN, (lambda path: save(path, dict.fromkeys(tensors(), 1)),), "its entry '.*weight' is of type int"),
     "cut off": (BIN, (lambda path: save(path, tensors()), cut), "damaged, or it was cut off"),

@@ -13,11 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from strop.extensions.megatron.adapters.adapter_folder import make_peft_config
 from strop.models.adapters import (
     AdapterTargets,
     _is_renamed,
-    adapter_weights,
     lora_layers,
     merge_adapters,
     merged_weights,
@@ -171,17 +169,6 @@ def test_other_folders_with_these_layers_are_merged_whole(experts: bool, tmp_pat
 
 
 # --- names ----------------------------------------------------------------------------------------------------------------
-
-
-def test_megatron_learners_write_the_same_names(tmp_path: Path) -> None:
-    model = train(tmp_path, "deepseek_v3")
-    layers = [layer.name for layer in lora_layers(model)]
-    others = {f"model.layers.1.mlp.experts.{number}" for number in range(4)}
-    made = make_peft_config(layers, others, base="base", model_type="deepseek_v3", dim=8, alpha=32, dropout=0.1)
-    saved = read_adapter_config(tmp_path / "adapters")
-    keys = ("target_modules", "target_parameters", "lora_dropout")
-    assert {key: made[key] for key in keys} == {key: saved[key] for key in keys}
-    assert len(adapter_weights(model)) == 2 * len(layers)
 
 
 def test_without_peft_the_layers_of_mixtures_are_named_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ LOADERS: list[Callable[[str], Any]] = [
 
 @pytest.mark.parametrize("load", LOADERS, ids=["model", "classifier", "tokenizer", "config", "from_config"])
 def test_code_of_a_model_is_refused_with_the_key_to_set(load: Callable[[str], Any], foreign: Path) -> None:
-    with pytest.raises(RemoteCodeRefused, match=r"foreign brings Python code.*policy\.trust_remote_code=true"):
+    with pytest.raises(RemoteCodeRefused, match=r"foreign contains its own Python code.*policy\.trust_remote_code=true"):
         load(str(foreign))
     assert not (foreign.parent / "ran").exists()
 

@@ -216,10 +216,10 @@ def test_another_image_gives_other_log_probabilities() -> None:
 
 def test_a_network_without_a_processor_refuses_images() -> None:
     network = Network(build_vision_model("llava"), packed=True)
-    with pytest.raises(ValueError, match="reads text alone"):
+    with pytest.raises(ValueError, match="reads only text"):
         network.hidden(pack(make_image_groups("llava", 0)))
     network.disable_vision("tensor parallelism")
-    with pytest.raises(ValueError, match=r"reads text alone \(tensor parallelism\)"):
+    with pytest.raises(ValueError, match=r"reads only text \(tensor parallelism\)"):
         network.hidden(pack(make_image_groups("llava", 0)))
 
 

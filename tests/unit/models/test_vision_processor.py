@@ -151,7 +151,7 @@ def test_the_token_of_an_image_in_a_text_is_refused() -> None:
 
 
 def test_a_model_of_text_refuses_images() -> None:
-    with pytest.raises(ValueError, match="the policy reads text alone"):
+    with pytest.raises(ValueError, match="the policy reads only text"):
         ChatTemplate(build_vision_tokenizer("llava")).encode_with_images([question(draw_image(1))])
 
 
@@ -174,7 +174,7 @@ def test_an_image_is_read_from_wherever_it_is(tmp_path: Path) -> None:
         ("https://example.org/cat.png", "is an address.*allow_addresses=true"),
         ("nowhere/cat.png", "cannot be read: No such file"),
         ("data:image/png;base64,###", "cannot be decoded"),
-        (b"no image", "in no format that can be read"),
+        (b"no image", "has an unsupported format"),
         (7, "it must be a path"),
     ],
     ids=["address", "missing", "url", "bytes", "number"],

@@ -40,7 +40,7 @@ def test_of_nested_waits_over_their_limits_the_innermost_is_to_blame() -> None:
     (found,) = find_stalls(waits, WatchdogConfig(), loop_thread=LOOP)
     assert [found.kind, found.limit, [wait.number for wait in found.waits]] == ["weight_sync", 5.0, [1]]
     assert format_report(found, waits, 12) == (
-        "step 12 waits longer than the limit of 5 s (watchdog.weight_sync_seconds): "
+        "step 12 has waited longer than the limit of 5 s (watchdog.weight_sync_seconds): "
         "training loop -> weight_sync -> weight sync -> engine 1, for 8.0 s"
     )
 
@@ -109,7 +109,7 @@ def test_a_stuck_wait_is_named_within_its_limit_with_the_stacks(tmp_path: Path, 
             await sandbox()
 
     notes = watched(tmp_path, work, environment_seconds=0.1)
-    assert "step 12 waits longer than the limit of 0.1 s (watchdog.environment_seconds)" in notes[0]
+    assert "step 12 has waited longer than the limit of 0.1 s (watchdog.environment_seconds)" in notes[0]
     assert "training loop -> generation -> sample 3 -> environment Sandbox, turn 2 (task xyz), for 0." in notes[0]
     assert 1 <= len(notes) <= 3, "at 0.1 and 0.2 s, and once more on a slow machine"
     (stacks,) = tmp_path.glob("stacks_*.txt")

@@ -22,7 +22,7 @@ from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_episode, run_group
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
-from strop.sampling import Sampling
+from strop.sampling import KEPT, Sampling
 from strop.types import Ending, Group, Message, Messages, Rollout, Task, assistant, user
 from strop.weight_sync.base import EngineDied
 
@@ -277,13 +277,13 @@ def test_a_turn_carries_what_its_tokens_were_drawn_from():
     class Recording(FakeGenerator):
         async def generate(self, prompt: Any, *, sampling: Sampling, **rest: Any) -> Completion:
             found = await super().generate(prompt, sampling=sampling, **rest)
-            return replace(found, kept=found.tokens[:, None].int()) if sampling.records_sampling_mask else found
+            return replace(found, columns={KEPT: found.tokens[:, None].int()}) if sampling.records_sampling_mask else found
 
     scripted = says("12", "3")
     rollout = play(Talk(replies=("no",)), Recording(TOKENIZER, scripted.script), max_turns=2, sampling=RECORDING)
     assert rollout.error is None and len(rollout.policy_turns) == 2
     for turn in rollout.turns:
-        assert turn.kept is None if not turn.sampled else turn.kept.flatten().tolist() == turn.tokens.tolist()
+        assert not turn.columns if not turn.sampled else turn.columns[KEPT].flatten().tolist() == turn.tokens.tolist()
 
 
 def test_an_engine_that_cannot_record_what_it_kept_is_an_error_with_the_key_to_change():

@@ -40,12 +40,6 @@ def test_ranks_layout_and_engines_of_a_run_on_gpus() -> None:
     }
 
 
-def test_the_layout_of_megatron_core_has_stages() -> None:
-    sizes = ["policy.megatron_cfg.tensor_model_parallel_size=2", "policy.megatron_cfg.pipeline_model_parallel_size=2"]
-    found = lines(*TWO_NODES, "policy.megatron_cfg.enabled=true", *sizes, "policy.generation.backend=torch")
-    assert found["learner"] == "8 ranks on 2 nodes: Megatron Core, 2 data x 2 stages x 1 context x 2 tensor"
-
-
 def test_engines_apart_are_on_devices_of_their_own() -> None:
     wide = ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.tensor_parallel_size=2"]
     found = lines(*TWO_NODES, *APART, *wide)

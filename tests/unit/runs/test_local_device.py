@@ -56,7 +56,7 @@ def test_the_policys_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch
         (["policy.generation.backend=vllm"], {}, False, "fixed segments, as weights may be sent by CUDA IPC"),
         (["policy.generation.backend=vllm", "policy.generation.weight_sync.transport=memory"], {}, True, "segments that expand"),
         (["policy.generation.backend=vllm", "policy.generation.colocated.enabled=false"], {}, True, "segments that expand"),
-        ([], {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False, "as the environment says"),
+        ([], {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False, "set by an environment variable"),
         (["policy.device=cpu"], {}, False, None),
     ],
 )

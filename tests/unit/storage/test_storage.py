@@ -71,7 +71,7 @@ def test_files_that_a_full_disk_refuses_are_lost_with_a_warning_and_later_ones_a
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda path: path.write_bytes(b"onf"), "b/one is damaged: its contents are not those that were saved"),
+        (lambda path: path.write_bytes(b"onf"), "b/one is damaged: its checksum differs from when it was saved"),
         (lambda path: path.write_bytes(b"on"), "b/one has 2 bytes, and 3 were saved"),
         (lambda path: path.unlink(), "b/one is missing"),
         (lambda path: None, None),
@@ -95,7 +95,7 @@ def test_checkpoints_of_earlier_versions_have_sizes_only(tmp_path: Path) -> None
     assert find_damage(tmp_path, {"a": FileChecksum(3)}) is None
     assert "has 3 bytes, and 4 were saved" in str(find_damage(tmp_path, {"a": FileChecksum(4)}))
     listed = encode_checksums({"weights": FileChecksum(3, "ab")})
-    with pytest.raises(ValueError, match="the list of files is not the one that was saved"):
+    with pytest.raises(ValueError, match="the list of files has changed since it was saved"):
         decode_checksums({name.replace("weights", "weightr"): value for name, value in listed.items()})
     for broken in ([], {"a": "3"}, {"a": {"bytes": 3}}):
         with pytest.raises(ValueError, match="expected sizes and checksums"):

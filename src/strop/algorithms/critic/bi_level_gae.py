@@ -19,10 +19,10 @@ class BiLevelGae(Gae):
     A_k = delta_k + turn_gamma turn_lambda A_{k+1},    delta_k = r_k + turn_gamma V_{k+1} - V_k,    V_k at the last token of turn k
     A_t = delta_t + gamma lambda A_{t+1},              delta_t = r_t + gamma V_{t+1} - V_t,         within a turn
 
-    r_k is the reward at the last token of the turn (of steps that end there; for the last turn the outcome too, ``per_turn`` in
-    ``strop.environments.base.reward``), and r_t what is rewarded inside it, such as a KL term. V_{k+1} is 0 after the last turn. The
-    critic's targets are V + A, with ``lambda_value`` within turns. Where every rollout is one turn, this is ``gae`` with the same
-    options. All of Gae's options are of the tokens of a turn.
+    r_k is the reward at the last token of the turn: that of the steps ending there (``per_turn`` in
+    ``strop.environments.base.reward``) and, for the last turn, the outcome. r_t is any reward inside the turn, such as a KL term.
+    V_{k+1} is 0 after the last turn. The critic's targets are V + A, with ``lambda_value`` within turns. Where every rollout is
+    one turn, this is ``gae`` with the same options. Gae's own options apply to the tokens within a turn.
     """
 
     lambda_policy: float = 1.0

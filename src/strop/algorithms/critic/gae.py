@@ -91,7 +91,9 @@ class Gae(Advantage):
 
 
 def place_rewards(rewards: Tensor, batch: Batch) -> Tensor:
-    """Place the rewards of rollouts [S] at their tokens, [N] float64: those of steps where each ends, the rest at the last token."""
+    """Place the rewards of rollouts [S] at their tokens, [N] float64: step rewards where each step ends, the rest at the last
+    token.
+    """
     at_end = place_at_last_token(rewards - sum_of_steps(batch), batch)
     return at_end + batch.columns[STEP_REWARDS] if STEP_REWARDS in batch.columns else at_end
 

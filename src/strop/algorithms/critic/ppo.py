@@ -27,10 +27,10 @@ from strop.types import Batch
 class PPO(PolicyGradient):
     """Two learners, ``policy`` and ``value``, which train on the same batch with separate optimizers. A group may be a single rollout.
 
-    The last token of a rollout gets the rollout's reward, less that of its steps, which is at the token where each step ends
-    (``strop.environments.base.reward`` with ``per_turn``); all others get 0. ``kl.place`` says where the KL term goes: token_reward
-    subtracts weight x estimate from each token's reward (InstructGPT, with estimator k1), reward subtracts their sum from the last
-    token's reward, and loss adds the term to the policy's loss.
+    The last token of a rollout gets the rollout's reward minus its step rewards, which are placed where each step ends
+    (``strop.environments.base.reward`` with ``per_turn``); all others get 0. ``kl.place`` says where the KL term goes:
+    token_reward subtracts weight x estimate from each token's reward (InstructGPT, with estimator k1), reward subtracts their sum
+    from the last token's reward, and loss adds the term to the policy's loss.
 
     Before ``policy_training_start_step`` only the critic trains. The critic has its own optimizer, so ``value_scale`` only has an effect
     if its gradient norm is clipped, or if its optimizer is not scale-invariant.
@@ -81,7 +81,7 @@ class PPO(PolicyGradient):
         return LossTerms(self.value_terms(outputs, batch)[0]) if learner == "value" else super().loss_terms(outputs, batch)
 
     def value_terms(self, outputs: ValueOutputs, batch: Batch) -> tuple[list[LossTerm], dict[str, Tensor]]:
-        """Return what the critic's loss adds up, and columns [N] whose means over counted tokens are logged."""
+        """Return the terms of the critic's loss, and columns [N] whose means over counted tokens are logged."""
         values, returns = outputs.values, batch.column(RETURNS)
         errors = (values - returns).square()
         is_clipped = torch.zeros_like(errors)

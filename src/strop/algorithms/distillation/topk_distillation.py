@@ -69,7 +69,7 @@ class TopKDistillation(Algorithm):
         return torch.zeros(len(group.rollouts), dtype=torch.float64)
 
     def term(self, outputs: TokenOutputs, batch: Batch) -> tuple[LossTerm, dict[str, Tensor]]:
-        """Return what the loss is, and columns [N] whose means over counted tokens are logged."""
+        """Return the loss term, and columns [N] whose means over counted tokens are logged."""
         if outputs.candidates is None:
             raise ValueError(
                 "the student's log-probabilities of the teacher's tokens are missing: the batch has no column CANDIDATES"

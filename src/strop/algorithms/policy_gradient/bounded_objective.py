@@ -12,9 +12,9 @@ from strop.lazy_torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedObjective(Objective):
-    """An objective with a clip or a mask, whose effect the token ledger shows apart."""
+    """An objective with a clip or a mask, whose effect the token ledger shows separately."""
 
-    bound_columns: ClassVar[tuple[str, ...]] = ("ratio_clipped",)  # of those it returns: 1 where the bound acts
+    bound_columns: ClassVar[tuple[str, ...]] = ("ratio_clipped",)  # columns of the objective's result: 1 where the bound acts
 
     @abstractmethod
     def unbounded(self, tokens: PolicyTokens) -> Tensor:

@@ -68,13 +68,13 @@ class Composition(Algorithm):
         return needed or any(option is not None for option in optional)
 
     def learns_from_advantages_alone(self, learner: str) -> bool:
-        """Whether the loss of a learner has no term that is left where all advantages of a rollout are 0."""
+        """Whether ``learner``'s loss has no term left when all advantages of a rollout are 0."""
         kl_in_loss = self.kl is not None and self.kl.weight and self.kl.place == "loss"
         others = kl_in_loss or self.entropy_bonus or self.positive_nll
         return learner == "policy" and not others and has_no_gradient_without_advantage(self.objective)
 
     def bound_advantages(self, advantages: Tensor, batch: Batch) -> Tensor:
-        """Return the advantages [N] within their bounds, with those that single turns are given in their place."""
+        """Return the advantages [N] within their bounds, with the advantages given to single turns in their place."""
         if self.advantage_low is not None or self.advantage_high is not None:
             advantages = advantages.clamp(self.advantage_low, self.advantage_high)
         return replace_advantages(advantages, batch)
@@ -117,9 +117,10 @@ class Composition(Algorithm):
 def split_terms(
     algorithm: Composition, outputs: TokenOutputs, batch: Batch, terms: Sequence[LossTerm], columns: Mapping[str, Tensor]
 ) -> LossTerms:
-    """Return the terms of a loss with the objective divided into what it is without a clip, and what each part changes.
+    """Split the loss into terms: the objective without a clip, and the change made by each part.
 
-    A stage that cannot change anything, because the algorithm has no such part, is left out. ``columns``: what the loss logs, [N] each.
+    Stages without effect, because the algorithm has no such part, are left out. ``columns``: the logged columns of the loss, [N]
+    each.
     """
     objective, *others = terms
     stages = dict(objective.stages)

@@ -74,11 +74,11 @@ def _check_aggregation(algorithm: Composition) -> Iterator[str]:
 
 
 def _check_sampler(algorithm: Composition, plan: Plan) -> Iterator[str]:
-    """Rollouts of rounded weights are off-policy by more than rounding errors, so the loss must say by how much."""
+    """Rollouts sampled with rounded weights are off-policy by more than rounding errors, so the loss must correct for it."""
     corrects = algorithm.ratio_to != "learner" or algorithm.objective.corrects_for_sampler or bool(algorithm.corrections)
     if plan.quantized_rollouts and not corrects:
         yield (
-            f"rollouts are sampled with weights in {plan.quantized_rollouts}, which are not those that are trained, and nothing in the "
+            f"rollouts are sampled with weights in {plan.quantized_rollouts}, which differ from the trained weights, and nothing in the "
             "loss corrects for that; set loss_fn.use_importance_sampling_correction=true, best with "
             "loss_fn.truncated_importance_sampling_type=tis and loss_fn.truncated_importance_sampling_ratio=2"
         )

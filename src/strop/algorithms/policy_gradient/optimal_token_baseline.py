@@ -1,4 +1,6 @@
-"""The optimal token baseline (verl's ``optimal_token_baseline``): for each place of a group's rollouts, the baseline of least variance."""
+"""The optimal token baseline (verl's ``optimal_token_baseline``): a baseline of least variance for each token position within a
+group.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ from strop.algorithms.policy_gradient.process.steps import STEP_REWARDS, sum_to_
 from strop.lazy_torch import Tensor, torch
 from strop.types import Batch
 
-MIN_ENERGY = 1e-8  # added to the sum of weights: where all tokens so far were certain, the baseline is 0, as in verl
+MIN_ENERGY = 1e-8  # added to the sum of weights: if all tokens so far were certain, the baseline is 0, as in verl
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimalTokenBaseline(Advantage):
     """A_t = G_t - sum(W_t G_t) / sum(W_t), the sums over the rollouts of the group that have a t-th sampled token.
 
-    G_t is the reward still to come, with the KL terms of a KL term in ``token_reward`` and the rewards of steps. W_t is the sum over the
+    G_t is the remaining reward, including step rewards and a KL term in ``token_reward``. W_t is the sum over the
     tokens up to t of 1 - 2 pi + sum over the vocabulary of pi^2: the squared norm of the gradient of log pi with respect to the logits,
     under the policy before the update, times the squared weight of a correction that reweights. That costs a forward pass of the policy
     for each batch.
@@ -41,7 +43,7 @@ class OptimalTokenBaseline(Advantage):
         returns, energy = _returns(batch), _energy(batch)
         group, place = batch.group[batch.sequence], _places(batch)
         span = int(place.max()) + 1 if len(place) else 1
-        at = group * span + place  # one number for each place of each group
+        at = group * span + place  # one number per position of each group
 
         def sum_at(values: Tensor) -> Tensor:
             return values.new_zeros(batch.num_groups * span).index_add(0, at, values)[at]
@@ -74,7 +76,7 @@ def _energy(batch: Batch) -> Tensor:
 
 
 def _places(batch: Batch) -> Tensor:
-    """Return how many sampled tokens of its rollout come before each token, [N] int64."""
+    """Return the number of sampled tokens of its rollout before each token, [N] int64."""
     lengths = torch.bincount(batch.sequence, minlength=batch.num_sequences)
     return torch.arange(len(batch.sequence)) - (lengths.cumsum(0) - lengths)[batch.sequence]
 

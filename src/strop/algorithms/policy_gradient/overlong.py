@@ -14,7 +14,7 @@ class SoftOverlong(Shaping):
     """R - penalty x clip((length - (max_length - buffer)) / buffer, 0, 1), length in sampled tokens.
 
     Without ``max_length`` there is no punishment. ``truncated_factor`` first multiplies the reward of truncated rollouts. The key
-    ``stop_properly_penalty_coef`` sets it with ``penalty`` 0, as in NeMo-RL; set as options of the part, both apply.
+    ``stop_properly_penalty_coef`` sets it with ``penalty`` 0, as in NeMo-RL; if both are set as options of the part, both apply.
     """
 
     name: ClassVar[str] = "soft_overlong"

@@ -1,4 +1,4 @@
-"""What a part of a policy gradient returned, and what its class says of its formula."""
+"""Checks of what a policy gradient's part returns, and of what its class declares about its formula."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from strop.lazy_torch import Tensor, torch
 
 
 def check_per_token(part: Part, method: str, returned: object, size: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return what a part's method returned, if it is one value for each of the ``size`` tokens, and columns. Raises ValueError."""
+    """Return a part's result if it has one value for each of the ``size`` tokens, and columns. Raises ValueError."""
     values, columns = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if isinstance(values, torch.Tensor) and values.shape == (size,) and isinstance(columns, Mapping):
         return values, dict(columns)
     found = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
     raise ValueError(
         f"{type(part).__name__}.{method} returned {found}{'' if isinstance(columns, Mapping) else ' and no columns'}, but there are {size} "
-        "tokens, whose values are weighed, masked and added up after it. Return one value for each token, before any sum or mean, and a "
+        "tokens, whose values are weighted, masked and summed afterwards. Return one value for each token, before any sum or mean, and a "
         "dict of columns to log, which may be empty: (values, {})"
     )
 
 
 def has_no_gradient_without_advantage(objective: Objective) -> bool:
-    """Whether the class that defines the objective's formula, or one after it, says that it has none; a base speaks for its own alone."""
+    """Whether the class that defines the objective's formula, or a subclass after it, declares that it has none; a base class
+    declares it for itself only.
+    """
     kinds = type(objective).__mro__
     formula = next(place for place, kind in enumerate(kinds) if "__call__" in vars(kind))
     said = any("zero_gradient_without_advantage" in vars(kind) for kind in kinds[: formula + 1])

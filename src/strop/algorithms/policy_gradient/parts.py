@@ -42,7 +42,7 @@ class PolicyTokens:
         return bounded_difference(self.logprobs, self.old_logprobs)
 
     @property
-    def sampler_log_ratio(self) -> Tensor:  # [N] the same to the sampling policy
+    def sampler_log_ratio(self) -> Tensor:  # [N] log of the ratio to the sampling policy
         return bounded_difference(self.logprobs, self.rollout_logprobs)
 
     @property
@@ -64,7 +64,7 @@ class Mismatch:
 class Part(ABC):  # noqa: B024 - the abstract methods differ between parts
     """The base class of all parts."""
 
-    name: ClassVar[str] = ""  # its name in a configuration; empty: the class name in snake case
+    name: ClassVar[str] = ""  # name in a configuration; empty: the class name in snake case
 
     def validate(self, plan: Plan) -> Iterator[str]:
         """Yield a message for each reason why this part cannot be used in such a run."""
@@ -77,7 +77,7 @@ class Advantage(Part):
 
     greedy_baseline: ClassVar[bool] = False  # needs a greedy rollout for each group
     needs_named_rewards: ClassVar[bool] = False  # reads rewards by name
-    needs_step_rewards: ClassVar[bool] = False  # reads the rewards of steps
+    needs_step_rewards: ClassVar[bool] = False  # reads step rewards
     reads_weights: ClassVar[bool] = False  # reads the column CORRECTION_WEIGHTS
     divides_by_mean: ClassVar[bool] = False  # divides by the mean reward as a success rate, so no reward may be negative
     min_group_size: ClassVar[int] = 2
@@ -103,11 +103,11 @@ class Advantage(Part):
 class Objective(Part):
     """Computes the contribution of each token to the objective, which is maximized, from log-probabilities and credit."""
 
-    zero_gradient_without_advantage: ClassVar[bool] = False  # none where all are 0, says the class that defines __call__
+    zero_gradient_without_advantage: ClassVar[bool] = False  # ``__call__``'s class declares: no gradient if all are 0
     needs_step_outputs: ClassVar[bool] = False  # ``prepare_step`` needs the outputs of the whole optimizer step
     sequence_level: ClassVar[bool] = False  # has one ratio per rollout; a mean over tokens would give long rollouts more weight
-    corrects_for_sampler: ClassVar[bool] = False  # its own ratio is relative to the sampler
-    uses_ratio_to: ClassVar[bool] = True  # its ratio is relative to the policy of ``ratio_to``; False: it has none or its own
+    corrects_for_sampler: ClassVar[bool] = False  # its ratio is already relative to the sampler
+    uses_ratio_to: ClassVar[bool] = True  # its ratio is relative to the policy of ``ratio_to``; False: no ratio, or its own
     needs_drift: ClassVar[bool] = False  # has no effect while the ratio is 1
 
     @abstractmethod

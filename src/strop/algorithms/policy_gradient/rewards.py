@@ -1,4 +1,4 @@
-"""Rewards of rollouts as an advantage reads them: shaped, by name, less a KL term."""
+"""Rewards of rollouts as an advantage reads them: shaped, by name, minus a KL term."""
 
 from __future__ import annotations
 

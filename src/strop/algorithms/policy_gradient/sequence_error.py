@@ -1,8 +1,8 @@
 """Rollouts on which sampler and learner disagree leave the loss (NeMo-RL's ``seq_logprob_error_threshold``).
 
-The error of a rollout is the mean of exp|log pi_o - log mu| over its counted tokens: 1 where the two agree, and the same measure as
-``train/token_mult_prob_error``. The sign of a difference does not matter, unlike in ``sequence_mask_tis`` and the rejections, and a rollout
-that is left out does not count in the denominators of the loss either, nor in its KL term.
+The error of a rollout is the mean of exp|log pi_o - log mu| over its counted tokens: 1 where the two agree, and the same measure
+as ``train/token_mult_prob_error``. The sign of a difference does not matter, unlike in ``sequence_mask_tis`` and the rejections,
+and an excluded rollout also does not count in the denominators of the loss or in its KL term.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch
 
-PREFIX = "sequence_error/"  # of the columns that are logged; each holds one number for the whole optimizer step
+PREFIX = "sequence_error/"  # prefix of logged columns; each holds one number for the whole optimizer step
 
 
 def mask_sequence_errors(batch: Batch, learner_logprobs: Tensor, threshold: float) -> Batch:
@@ -40,7 +40,7 @@ def mask_sequence_errors(batch: Batch, learner_logprobs: Tensor, threshold: floa
 
 
 def check_threshold(threshold: float | None) -> Iterator[str]:
-    """Yield why no rollout can have an error that is at most ``threshold``."""
+    """Yield why no rollout can have an error of at most ``threshold``."""
     if threshold is not None and threshold < 1:
         yield (
             f"seq_logprob_error_threshold is {threshold}, but the error is 1 where sampler and learner agree, so no rollout would be left; "
@@ -49,7 +49,7 @@ def check_threshold(threshold: float | None) -> Iterator[str]:
 
 
 def logged_errors(batch: Batch) -> Metrics:
-    """Return the metrics of what ``mask_sequence_errors`` did, also where no rollout is left."""
+    """Return the metrics of ``mask_sequence_errors``, even if no rollout is left."""
     found = {name: column[0] for name, column in batch.columns.items() if name.startswith(PREFIX) and len(column)}
     return {
         name.replace("/", "_"): metrics.maximum(value) if name == f"{PREFIX}max" else metrics.mean(value, batch.num_sequences)

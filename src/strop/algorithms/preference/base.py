@@ -80,7 +80,7 @@ class PairwisePreference(Algorithm):
         return batch.with_column(SFT_WEIGHT, weight)
 
     def terms(self, outputs: TokenOutputs, batch: Batch) -> tuple[list[LossTerm], dict[str, Tensor]]:
-        """Return what the loss adds up, and what is logged."""
+        """Return the terms of the loss, and the values to log."""
         counted = self.as_pairs(batch.sequence_lengths, batch).sum(1) > 0
         logprobs = self.per_completion(outputs.logprobs, batch)
         scores = self.scores(outputs, batch)

@@ -78,7 +78,8 @@ class ReferencedPreference(PairwisePreference):
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedPreference(ReferencedPreference):
-    """Base class of pair losses that see the difference of the two scores only, so that another divergence may take the KL's place.
+    """Base class of pair losses that depend only on the difference of the two scores, so that another divergence may replace the
+    KL.
 
     The score of a completion is f'(pi / pi_ref), the derivative of the divergence's generator (f-DPO, arXiv 2309.16240): h itself for
     reverse_kl, 1 - exp(-h) for forward_kl, log 2 + log sigmoid(h) for js_divergence, and (exp((a - 1) h) - 1) / (a - 1) with a =

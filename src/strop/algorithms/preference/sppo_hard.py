@@ -12,7 +12,7 @@ from strop.lazy_torch import Tensor
 class SPPOHard(ReferencedPreference):
     """(h(chosen) - 1 / (2 beta))^2 + (h(rejected) + 1 / (2 beta))^2: the win rates of the paper are 1 and 0.
 
-    Each log-ratio has a target of its own, so both completions of a pair move. 1 / beta is the paper's eta.
+    Each log-ratio has its own target, so both completions of a pair move. 1 / beta is the paper's eta.
     """
 
     def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from strop.environments.agents.endpoint import Endpoint
 
 
 async def solve(task: Task, endpoint: Endpoint) -> dict[str, Any]:
-    """Return the reward of an episode, and what is worth logging."""
+    """Return the reward of an episode, and values to log."""
     client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
     messages: list[Any] = [{"role": "user", "content": f"{task.question} Answer with one number."}]
     first = await ask(client, endpoint.model, messages)

@@ -1,4 +1,4 @@
-"""The environment of multi_turn.yaml: rows of a dataset, and a calculator that the policy may ask between its turns."""
+"""The environment of multi_turn.yaml: rows of a dataset, and a calculator that the policy may use between its turns."""
 
 import re
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from strop import Message, Rollout, Task, reward
 from strop.environments.base import DatasetEnvironment, PromptedTask
 
 CALL = re.compile(r"<calc>\s*(-?\d{1,12})\s*([-+*])\s*(-?\d{1,12})\s*</calc>")
-INSTRUCTIONS = "Write <calc>12 * 34</calc>, with + - or *, to ask a calculator. Then answer, with the result as the last number."
-EXAMPLE = (  # a small model copies what it sees
+INSTRUCTIONS = "Write <calc>12 * 34</calc>, with + - or *, to use a calculator. Then answer, with the result as the last number."
+EXAMPLE = (  # small models copy what they see
     Message("user", "What is 12 * 34?"),
     Message("assistant", "<calc>12 * 34</calc>"),
     Message("user", "408"),
@@ -42,6 +42,6 @@ class Calculator(DatasetEnvironment):
 
 
 def calculate(left: str, sign: str, right: str) -> int:
-    """What the policy writes is never evaluated as code."""
+    """The policy's text is never evaluated as code."""
     a, b = int(left), int(right)
     return {"+": a + b, "-": a - b, "*": a * b}[sign]

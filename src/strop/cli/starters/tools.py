@@ -14,7 +14,7 @@ def calculate(left: int, operator: Literal["+", "-", "*"], right: int) -> int:
         operator: what to do with them
         right: the second number
     """
-    if max(abs(left), abs(right)) > 10**12:  # what the policy writes is hostile, and an exception is told to it
+    if max(abs(left), abs(right)) > 10**12:  # the policy's input is untrusted, and the exception is shown to it
         raise ValueError("numbers have at most 12 digits")
     return {"+": left + right, "-": left - right, "*": left * right}[operator]
 

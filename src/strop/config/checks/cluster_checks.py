@@ -1,4 +1,4 @@
-"""Rules about devices and processes that need more than one section: do the sizes fit, is there Ray, are there unused devices."""
+"""Checks about devices and processes that need more than one section: sizes that fit, Ray's presence, unused devices."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from strop.config.schema.run_config import (
 )
 from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.placement import count_engines, engine_size
-from strop.extensions.megatron.megatron_config import MegatronConfig
-from strop.extensions.megatron.megatron_dims import size_errors
-from strop.learner.parallel.dtensor_config import DtensorConfig
+from strop.learner.learner_config import TORCH, LearnerSection, WithLearner
 from strop.problems import Problem
 
 Problems = Iterator[Problem]
@@ -29,23 +27,46 @@ Problems = Iterator[Problem]
 
 def check_parallel_sizes(config: TrainingRunConfig) -> Problems:
     counts = count_devices(config)
-    for key, model in list_trained_models(config):
-        if model.megatron_cfg.enabled:
-            yield from size_errors(model.megatron_cfg, f"{key}.megatron_cfg", counts.learner_devices)
-        else:
-            yield from model.dtensor_cfg.size_errors(f"{key}.dtensor_cfg", counts.learner_devices, uses_ray=counts.uses_ray)
+    sections = {f"{key}.{model.learner_key}": model.learner for key, model in list_trained_models(config)}
     for key, teacher in config.all_teachers.items() if isinstance(config, DistillationRunConfig) else ():
-        if teacher.megatron_cfg.enabled:
-            yield from size_errors(teacher.megatron_cfg, f"{key}.megatron_cfg", counts.learner_devices)
-        elif not teacher.hosts:  # one in a single process may be offloaded
-            sizes = replace(teacher.dtensor_cfg, cpu_offload=False)
-            yield from sizes.size_errors(f"{key}.dtensor_cfg", counts.learner_devices, uses_ray=counts.uses_ray)
+        if not teacher.uses_torch:
+            sections[f"{key}.{teacher.learner_key}"] = teacher.learner
+        elif not teacher.hosts:  # a teacher in a single process may be offloaded
+            sections[f"{key}.{TORCH}"] = replace(teacher.dtensor_cfg, cpu_offload=False)
+    for key, section in sections.items():
+        yield from section.size_errors(key, counts.learner_devices, uses_ray=counts.uses_ray)
     if isinstance(config, PpoRunConfig) and config.value.head_only and config.policy.dtensor_cfg.pipeline_parallel_size > 1:
         yield Problem(
             "value.head_only",
             "found true, but with policy.dtensor_cfg.pipeline_parallel_size > 1 only the last stage has the hidden states that such a "
             "critic reads",
             "Set it to false, or policy.dtensor_cfg.pipeline_parallel_size=1.",
+        )
+
+
+def check_one_learner(config: TrainingRunConfig) -> Problems:
+    """Policy and critic have one learner; a teacher beside it may have the torch learner."""
+    models: dict[str, WithLearner] = dict(list_trained_models(config))
+    if isinstance(config, DistillationRunConfig) and config.policy.uses_torch:
+        models |= config.all_teachers
+    for name, section in config.policy.learner_sections.items():
+        enabled = str(section.enabled).lower()
+        for key, model in models.items():
+            if name != TORCH and (own := model.learner_sections[name].enabled) != section.enabled:
+                yield Problem(
+                    f"{key}.{name}.enabled",
+                    f"found {str(own).lower()}, but policy.{name}.enabled is {enabled}, and both are on the same ranks",
+                    f"Set it to {enabled}. Set policy.backend=torch to train all models with the torch learner, or {section.backend}.",
+                )
+
+
+def check_learner_processes(config: TrainingRunConfig) -> Problems:
+    learner = config.policy.learner
+    if learner.needs_ranks and config.cluster.backend == "local":
+        yield Problem(
+            "cluster.backend",
+            f"found local, but {learner.title} runs on ranks, which are processes of Ray, also with one device",
+            "Set it to auto or ray, or policy.backend=torch.",
         )
 
 
@@ -61,7 +82,7 @@ def check_torch_engine_devices(config: TrainingRunConfig) -> Problems:
 
 
 def check_engine_size(config: TrainingRunConfig) -> Problems:
-    """An engine that is larger than a node takes whole nodes: as many ranks on each."""
+    """An engine larger than a node uses whole nodes, with the same number of ranks on each."""
     if not isinstance(config, RolloutRunConfig) or not (counts := count_devices(config)).uses_ray:
         return
     if config.policy.generation.uses_extension:
@@ -86,7 +107,7 @@ def check_engine_size(config: TrainingRunConfig) -> Problems:
 
 
 def check_device_numbers(config: TrainingRunConfig) -> Problems:
-    """A process of a cluster sees the GPUs that it was given, from cuda:0 on."""
+    """A process of a cluster sees its assigned GPUs, numbered from cuda:0."""
     if not count_devices(config).uses_ray:
         return
     for key, section in iter_sections(config):
@@ -95,7 +116,7 @@ def check_device_numbers(config: TrainingRunConfig) -> Problems:
         if isinstance(device, str) and ":" in device and not follows_policy:
             yield Problem(
                 f"{key}.device",
-                f"found {device}, but this run uses Ray, which gives each process GPUs of its own, counted from 0 there",
+                f"found {device}, but this run uses Ray, which assigns GPUs to each process, numbered from 0 there",
                 f"Set it to cuda; CUDA_VISIBLE_DEVICES={device.removeprefix('cuda:')} where Ray starts chooses among the GPUs of a node.",
             )
 
@@ -136,8 +157,8 @@ def check_teacher_processes(config: DistillationRunConfig) -> Problems:
         if uses_ray and not teacher.hosts and teacher.model_name != "self" and teacher.device != config.policy.device:
             yield Problem(
                 f"{key}.device",
-                f"found {teacher.device} with policy.device = {config.policy.device}, but its shards are beside the policy's",
-                f"Leave it unset; {key}.offload=true keeps the shards in CPU memory, {key}.hosts=1 gives it a process of its own.",
+                f"found {teacher.device} with policy.device = {config.policy.device}, but its shards are on the policy's devices",
+                f"Leave it unset; {key}.offload=true keeps the shards in CPU memory, {key}.hosts=1 gives it a separate process.",
             )
         if teacher.hosts and not uses_ray:
             yield Problem(
@@ -148,7 +169,7 @@ def check_teacher_processes(config: DistillationRunConfig) -> Problems:
 
 
 def check_resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
-    """Check the GPUs of generation, which follow from the number of engines and their size."""
+    """Check the GPUs of generation, which follow from the number and size of the engines."""
     key, generation = generation_section(config)
     resources, options = generation.colocated.resources, generation.engine_options
     if generation.colocated.enabled or not generation.uses_engines:
@@ -205,8 +226,8 @@ MACHINE_CHECKS = (
 
 
 def find_machine_errors(config: TrainingRunConfig) -> list[Problem]:
-    """Return the errors that concern the machines alone."""
-    sections = [pair for pair in iter_sections(config) if isinstance(pair[1], ClusterConfig | DtensorConfig | MegatronConfig)]
+    """Return the errors that concern only the machines."""
+    sections = [pair for pair in iter_sections(config) if isinstance(pair[1], ClusterConfig | LearnerSection)]
     return [
         *(problem for key, section in sections for problem in section.errors(key)),
         *(problem for check in MACHINE_CHECKS for problem in check(config)),

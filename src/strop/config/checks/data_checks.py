@@ -1,4 +1,4 @@
-"""Rules about data, and the environments that score it, that need more than one section."""
+"""Checks about data and its environments that need more than one section."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_training_data(config: TrainingRunConfig) -> Problems:
 
 
 def check_unread_keys(config: TrainingRunConfig) -> Problems:
-    """What data.default sets for all entries is not asked about: others may read it."""
+    """Keys set for all entries in data.default are not checked, because others may read them."""
     parts = {"data.train": config.data.train, "data.validation": config.data.validation or ()}
     for place, entry in (
         (key, each) for part, own in parts.items() for key, each in zip(entry_keys(part, len(own)), own, strict=True)
@@ -58,7 +58,7 @@ def check_unread_keys(config: TrainingRunConfig) -> Problems:
 
 
 def check_quotas(config: TrainingRunConfig) -> Problems:
-    """The groups of a step are those of its entries."""
+    """The groups of a step are distributed over its entries."""
     quotas = [entry.prompts_per_step for entry in config.data.train]
     if not quotas or None in quotas:
         return
@@ -70,7 +70,7 @@ def check_quotas(config: TrainingRunConfig) -> Problems:
     if total != wanted:
         yield Problem(
             f"{entry_keys('data.train', len(quotas))[0]}.prompts_per_step",
-            f"the entries of data.train have {of_each} = {total} of a step, and {key} is {wanted or 'null'}",
+            f"the entries of data.train have {of_each} = {total} groups per step, but {key} is {wanted or 'null'}",
             f"Set {key}={total}{f', or prompts_per_step of the entries so that they add up to {wanted}' if wanted else ''}.",
         )
 
@@ -79,8 +79,7 @@ def check_curriculum(config: RecordedRunConfig) -> Problems:
     if config.data.curriculum.enabled:
         yield Problem(
             "data.curriculum.name",
-            f"found {config.data.curriculum.name}, but a curriculum chooses the tasks that are sampled, and {config.section} reads "
-            "recorded data",
+            f"found {config.data.curriculum.name}, but a curriculum chooses tasks to sample, and {config.section} reads recorded data",
             "Set it to none; data.shuffle=false keeps the order of the rows.",
         )
 
@@ -111,7 +110,7 @@ def check_environments(config: RolloutRunConfig | EvalRunConfig) -> Problems:
                 f"found null, but env has {aliases}, so the environment that scores these tasks is ambiguous",
                 "Set it to one of the aliases in env."
                 if config.env
-                else "Add an environment, such as env.math={}, or a reward of your own, such as env.task.reward=rewards.py:correct.",
+                else "Add an environment, such as env.math={}, or your own reward, such as env.task.reward=rewards.py:correct.",
             )
         elif alias not in config.env:
             yield Problem(
@@ -136,7 +135,7 @@ def _explain_unknown_set(name: str | None) -> str:
 
 
 def check_past_opponents(config: RolloutRunConfig | EvalRunConfig) -> Problems:
-    """Earlier selves of the policy are kept in the learner's process, by a run that trains."""
+    """Earlier selves of the policy exist in the learner's process of a training run."""
     for alias, section in config.env.items():
         if section.type_of(alias) != "two_player" or section.options.get("opponent") != "past":
             continue
@@ -144,7 +143,7 @@ def check_past_opponents(config: RolloutRunConfig | EvalRunConfig) -> Problems:
             yield Problem(
                 f"env.{alias}.opponent",
                 "found past, but a model that is evaluated has no earlier selves",
-                "Set it to self, or to endpoint with an earlier checkpoint that strop serve serves.",
+                "Set it to self, or to endpoint with an earlier checkpoint served by strop serve.",
             )
         elif config.policy.generation.uses_engines or count_devices(config).uses_ray:
             yield Problem(

@@ -1,4 +1,4 @@
-"""Rules about the policy, its engines and its budgets that need more than one section."""
+"""Checks about the policy, its engines and its budgets that need more than one section."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_global_batch(config: RolloutRunConfig) -> Problems:
 
 
 def check_critic_batch(config: PpoRunConfig) -> Problems:
-    """The critic trains on the policy's batches, with one optimizer step for each of the policy's."""
+    """The critic trains on the policy's batches, with one optimizer step per policy step."""
     policy, value = config.policy, config.value
     if value.train_global_batch_size not in (None, policy.train_global_batch_size):
         yield Problem(
@@ -76,7 +76,7 @@ def check_lengths(config: RolloutRunConfig | EvalRunConfig) -> Problems:
 
 
 def check_engine_device(config: RolloutRunConfig, device: str | None = None) -> Problems:
-    """Check vLLM engines beside the learner's ``device``: by default the configured one, which may be ``auto``."""
+    """Check vLLM engines with the learner's ``device``: by default the configured one, which may be ``auto``."""
     generation, key, device = config.policy.generation, "policy.generation", device or config.policy.device
     if generation.uses_vllm:
         yield from generation.quantization_errors(key, device)
@@ -94,7 +94,7 @@ def check_engine_device(config: RolloutRunConfig, device: str | None = None) -> 
 
 
 def check_chosen_device(config: TrainingRunConfig, device: str) -> Problems:
-    """Check what depends on the kind of device, once it is known what ``policy.device`` = auto is."""
+    """Run the checks that depend on the device type, once ``policy.device`` = auto is resolved."""
     for key, model in list_trained_models(config):
         yield from model.fp8.float8_errors(f"{key}.fp8", device)
     if isinstance(config, RolloutRunConfig):
@@ -102,20 +102,20 @@ def check_chosen_device(config: TrainingRunConfig, device: str) -> Problems:
 
 
 def check_one_process(config: TrainingRunConfig) -> Problems:
-    """Shapes are compared in the process that computes with them, and those of sharded weights never are."""
+    """Shapes are compared in the process that computes with them, but those of sharded weights never are."""
     if not isinstance(config, RolloutRunConfig) or not config.policy.exact_on_policy:
         return
     if count_devices(config).uses_ray:
         yield Problem(
             "policy.exact_on_policy",
-            "found true, but this run has its learner in processes of its own (Ray), and only a learner and an engine of one process "
-            "are known to agree to the last bit",
+            "found true, but the learner of this run is in separate processes (Ray), and only a learner and engine in one process are "
+            "known to agree to the last bit",
             "Set cluster.backend=local on one device, or policy.exact_on_policy=false.",
         )
 
 
 def check_order_of_events(config: TrainingRunConfig) -> Problems:
-    """``policy.deterministic`` is about kernels; the order of events depends on the speed of rollouts."""
+    """``policy.deterministic`` concerns kernels; the order of events still depends on the speed of rollouts."""
     if not isinstance(config, RolloutRunConfig) or not config.policy.deterministic:
         return
     training = config.rollout_training
@@ -123,13 +123,13 @@ def check_order_of_events(config: TrainingRunConfig) -> Problems:
     if training.max_staleness:
         yield Problem(
             "policy.deterministic",
-            f"found true, but with {key}.enabled it depends on the speed of rollouts which of them a step trains on",
+            f"found true, but with {key}.enabled the rollouts of a step depend on their speed",
             f"Train synchronously ({key}.enabled=false), or set policy.deterministic=false.",
         )
 
 
 def warn_order_of_turns(config: TrainingRunConfig) -> Problems:
-    """What the torch engine batches on a GPU depends on when environments answer."""
+    """The torch engine's batches on a GPU depend on when environments answer."""
     if not isinstance(config, RolloutRunConfig) or not config.policy.deterministic:
         return
     policy, training = config.policy, config.rollout_training
@@ -138,16 +138,16 @@ def warn_order_of_turns(config: TrainingRunConfig) -> Problems:
     if training.max_rollout_turns > 1:
         yield Problem(
             "policy.deterministic",
-            "on a GPU the last bits of a token depend on what the torch engine batches it with, and so on when environments answer "
-            "between turns: two runs are equal only if these answer in the same order",
-            "policy.exact_on_policy=true computes a token with the same bits in any batch.",
+            "on a GPU the last bits of a token depend on its batch in the torch engine, and so on when environments answer between "
+            "turns: two runs are equal only if their environments answer in the same order",
+            "policy.exact_on_policy=true computes a token bit-identically in any batch.",
         )
 
 
 def check_measured_budget(config: TrainingRunConfig) -> Problems:
-    """Memory is measured by the torch learner, before engines start: what takes more of it later must be known."""
+    """The torch learner measures memory before engines start, so later uses of memory must be known."""
     for key, model in list_trained_models(config):
-        if model.batching.train_mb_tokens != "auto":
+        if model.batching.train_mb_tokens != "auto" or not model.uses_torch:
             continue
         if (obstacle := _find_obstacle(config, model)) is not None:
             yield Problem(
@@ -156,11 +156,9 @@ def check_measured_budget(config: TrainingRunConfig) -> Problems:
 
 
 def _find_obstacle(config: TrainingRunConfig, model: ModelConfig) -> str | None:
-    """Return why the memory of a micro-batch cannot be measured at the start of a run; None if it can."""
-    if model.megatron_cfg.enabled:
-        return "the Megatron Core learner measures no memory"
+    """Return why a micro-batch's memory cannot be measured at the start of a run; None if it can."""
     if model.dtensor_cfg.pipeline_parallel_size > 1:
-        return "with pipeline stages several micro-batches are in memory at once, how many depends on the batch"
+        return "with pipeline stages several micro-batches are in memory at once, and their number depends on the batch"
     if not isinstance(config, RolloutRunConfig) or not config.policy.generation.colocated.enabled:
         return None
     if config.policy.generation.uses_engines or count_devices(config).uses_ray:

@@ -1,4 +1,4 @@
-"""Everything that speaks against a configuration: one list, which loading, a dry run, a run and a plan ask alike.
+"""All checks of a configuration: one list, shared by loading, a dry run, a run and a plan.
 
 A rule that reads one section is a method of it (``BaseConfig.errors`` and ``warnings``), and so is one about the section of an extension
 and the rest of the run (``errors_of_run`` and ``warnings_of_run``). The others are functions, by the section that they are about; the
@@ -15,7 +15,6 @@ from strop import plugins
 from strop.base_config import BaseConfig, iter_sections
 from strop.config.checks import cluster_checks, data_checks, policy_checks, unused_keys
 from strop.config.schema.run_config import DistillationRunConfig, GrpoRunConfig, PpoRunConfig, RolloutRunConfig, TrainingRunConfig
-from strop.extensions.megatron import megatron_checks
 from strop.problems import Problem
 
 Problems = Iterator[Problem]
@@ -112,7 +111,8 @@ ERROR_CHECKS: Mapping[str, tuple[Check, ...]] = {  # section -> its rules
         policy_checks.check_one_process,
         policy_checks.check_order_of_events,
         policy_checks.check_measured_budget,
-        *megatron_checks.ERROR_CHECKS,
+        cluster_checks.check_one_learner,
+        cluster_checks.check_learner_processes,
     ),
     "teacher": (check_teachers, cluster_checks.check_teacher_processes),
     "dpo": (data_checks.check_precomputed_reference,),
@@ -126,7 +126,6 @@ WARNING_CHECKS: Mapping[str, tuple[Check, ...]] = {
     "policy": (
         policy_checks.warn_order_of_turns,
         policy_checks.warn_unused_offload,
-        megatron_checks.warn_torch_keys,
         unused_keys.warn_unused_batch_sizes,
     ),
     "checkpointing": (warn_unranked_checkpoints,),
@@ -165,5 +164,5 @@ def _run(checks: Mapping[str, tuple[Check, ...]], config: BaseConfig) -> list[Pr
 
 @cache
 def _asked_of(check: Check) -> Any:
-    """Return the kind of run that a check is about."""
+    """Return the kind of run that a check concerns."""
     return get_type_hints(check)["config"]

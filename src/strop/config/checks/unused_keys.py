@@ -1,4 +1,4 @@
-"""Warnings about keys that have no effect beside what other keys say. Each names both."""
+"""Warnings about keys without effect because of other keys. Each names both."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from strop.trainer.training_config import AsyncConfig
 
 Problems = Iterator[Problem]
 
-# Sections whose other keys are read where they are not enabled, or that have rules of their own about it.
+# Sections with keys that are read even when they are not enabled, or with their own checks for that.
 READ_WHERE_OFF = (SequencePackingConfig, DynamicBatchingConfig, ColocatedConfig, DtensorConfig, CheckpointingConfig)
-IGNORED = ("enabled", "match_all_linear")  # the second says what is so without it
-SWITCHED = (AsyncConfig,)  # often turned off on the command line only, to compare with synchronous training
+IGNORED = ("enabled", "match_all_linear")  # the second determines the behaviour without it
+SWITCHED = (AsyncConfig,)  # often turned off only on the command line, to compare with synchronous training
 
 
 def warn_sections_off(config: BaseConfig) -> Problems:
@@ -32,7 +32,7 @@ def warn_sections_off(config: BaseConfig) -> Problems:
 
 
 def warn_unused_batch_sizes(config: TrainingRunConfig) -> Problems:
-    """Batch sizes in rollouts set the default of the budgets in tokens, and nothing beside budgets that are set."""
+    """Batch sizes in rollouts only set the default of token budgets, so they have no effect if budgets are set."""
     for key, model in list_trained_models(config):
         section = "sequence_packing" if model.sequence_packing.enabled else "dynamic_batching"
         yield from _warn_unused_sizes(key, section, model)
@@ -54,7 +54,7 @@ def _warn_unused_sizes(key: str, section: str, model: ModelConfig) -> Problems:
 
 
 def _follows(model: ModelConfig, name: str) -> bool:
-    """Return whether a budget in tokens is the one that follows from the batch size in rollouts."""
+    """Return whether a token budget is the one derived from the batch size in rollouts."""
     size = model.train_micro_batch_size if name == "train" else model.logprob_batch_size
     return bool(getattr(model.batching, f"{name}_mb_tokens") == size * model.max_total_sequence_length)
 

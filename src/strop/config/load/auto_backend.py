@@ -1,4 +1,6 @@
-"""Decide what ``generation.backend: auto`` stands for: vLLM where a GPU and vLLM are, unless vLLM cannot do what is configured."""
+"""Resolve ``generation.backend: auto``: vLLM if there is a GPU and vLLM is installed, unless vLLM does not support the
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ ConfigT = TypeVar("ConfigT", bound=BaseConfig)
 
 
 def resolve_auto_backend(config: ConfigT, *, has_gpus: bool | None = None) -> ConfigT:
-    """Return the configuration of a run that samples with what ``backend: auto`` stands for. Others are returned as they are.
+    """Return the configuration with ``backend: auto`` resolved, for a run that samples. Others are returned unchanged.
 
-    ``has_gpus``: whether the machines of the run have GPUs; None: as this one.
+    ``has_gpus``: whether the machines of the run have GPUs; None: same as this machine.
     """
     if not isinstance(config, TrainingRunConfig | EvalRunConfig) or isinstance(config, RecordedRunConfig):
         return config

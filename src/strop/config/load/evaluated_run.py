@@ -1,4 +1,4 @@
-"""The configuration of a run, read again to evaluate one of its checkpoints in one process."""
+"""Reads a run's configuration again to evaluate one of its checkpoints in one process."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ COLUMNS = (
     "prompt_file",
     "system_prompt_file",
     "system_prompt",
-)  # ends of keys that other data of a run share
-OTHER_DATA: Mapping[str, Any] = {  # what does not carry over to other data
+)  # suffixes of keys shared by other data of a run
+OTHER_DATA: Mapping[str, Any] = {  # keys that do not carry over to other data
     **dict.fromkeys(("dataset_name", "subset", "split", "revision", "size", "seed")),
     "split_validation_size": 0.0,
     "repeat": 1,
 }
-CHECKED = ("data.validation", "policy.generation", "env")  # sections whose rules concern an evaluation
+CHECKED = ("data.validation", "policy.generation", "env")  # sections whose checks apply to an evaluation
 NAME_KEY = "data.validation.dataset_name"
 NO_VALIDATION_DATA = "the run has no validation data, and its training data hold out none (split_validation_size)"
 
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """The configuration of a run with what an evaluation changes, and the keys that only an evaluation has."""
+    """A run's configuration with the changes for an evaluation, and the keys that only an evaluation has."""
 
     config: TrainingRunConfig
-    evaluation: EvalRunConfig  # only the keys that the run does not have are used
+    evaluation: EvalRunConfig  # only the keys that the run lacks are used
     seed: int  # of sampling
     notes: tuple[str, ...]
-    purpose: Purpose = "validation"  # evaluation: of other data than those of the run
-    several_sets: bool = False  # each of which has metrics of its own
+    purpose: Purpose = "validation"  # evaluation: of data other than the run's
+    several_sets: bool = False  # with separate metrics for each
 
 
 def load_evaluated_run(
@@ -71,7 +71,7 @@ def load_evaluated_run(
     values: Mapping[str, Any] | None = None,
     fresh_data: bool = False,
 ) -> EvaluatedRun:
-    """Read the configuration of a run for one process, with changes under the keys of training or of an evaluation.
+    """Read a run's configuration for one process, with changes under the keys of training or of an evaluation.
 
     Args:
         config_file: The run's ``config.yaml``.
@@ -115,7 +115,7 @@ def load_evaluated_run(
 
 
 def _prepare_values(saved: Mapping[str, Any], section: str, root: Path, changed: Sequence[str], *, fresh: bool) -> dict[str, Any]:
-    """Return what an evaluation changes in the values of a run: one process, files relative to its folder, the data."""
+    """Return a run's values with the changes for an evaluation: one process, files relative to its folder, the data."""
     values: dict[str, Any] = {}
     for key, value in {**ONE_PROCESS, "checkpointing.enabled": False, f"{section}.val_at_start": True}.items():
         values = merge_sections(values, nest(key, value))
@@ -131,7 +131,7 @@ def _prepare_values(saved: Mapping[str, Any], section: str, root: Path, changed:
     if is_other or (changed and not entries):
         pattern = (entries or _as_list(data.get("train")) or [{}])[0]
         shared = {key: value for key, value in pattern.items() if key.endswith(COLUMNS)}
-        prompt = shared.get("prompt_file") or AUTO_PROMPT  # a set that is graded as it is reported is asked as it is reported
+        prompt = shared.get("prompt_file") or AUTO_PROMPT  # a set that is graded as usually reported also gets its usual prompt
         entries = [{**OTHER_DATA, **shared, "prompt_file": prompt}]
     if not entries:
         raise ConfigError(
@@ -147,7 +147,7 @@ def _prepare_values(saved: Mapping[str, Any], section: str, root: Path, changed:
 
 
 def _take_names(given: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...], list[str]]:
-    """Return the values and overrides with the first of several names of data sets in place of all, and the names."""
+    """Return the values and overrides with only the first of several data set names, and all the names."""
     names: list[str] = []
     section = get_at(given, ("data", "validation"))
     if isinstance(section, Mapping) and (names := split_names(section.get("dataset_name"))):
@@ -164,7 +164,7 @@ def _take_names(given: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[s
 
 
 def _changed_data(given: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Return the keys of the validation data that are set for the evaluation."""
+    """Return the validation data keys that are set for the evaluation."""
     prefix = "data.validation."
     matches = (OVERRIDE.fullmatch(text.strip()) for text in overrides)
     typed = [match["key"].removeprefix(prefix) for match in matches if match and match["key"].startswith(prefix)]
@@ -173,7 +173,7 @@ def _changed_data(given: Mapping[str, Any], overrides: Sequence[str]) -> list[st
 
 
 def _relocate(value: Any, root: Path) -> Any:
-    """Return nested values with the names of files that exist relative to ``root``, and not to the current folder, as such."""
+    """Return nested values, prefixing file names with ``root`` if they exist there but not in the current folder."""
     if isinstance(value, Mapping):
         return {key: _relocate(inner, root) for key, inner in value.items()}
     if isinstance(value, list):
@@ -198,7 +198,7 @@ def _load_own_keys(config: TrainingRunConfig, own: Mapping[str, Any], overrides:
 
 
 def _check(config: TrainingRunConfig, evaluation: EvalRunConfig) -> None:
-    """Raise ConfigError for settings that cannot work in an evaluation. The rules of training do not apply."""
+    """Raise ConfigError for settings that cannot work in an evaluation. Checks for training do not apply."""
     problems = list(evaluation.eval.errors("eval"))
     for key, section in iter_sections(config):
         if key.startswith(CHECKED) and key != "policy.generation.weight_sync":

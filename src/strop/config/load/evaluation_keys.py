@@ -1,4 +1,4 @@
-"""The keys of an evaluation and those of training runs: each is understood where the other is expected."""
+"""Translates keys between evaluations and training runs: each is accepted where the other is expected."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from strop.config.source.yaml_source import OVERRIDE, merge_sections
 from strop.data.data_config import DataConfig
 from strop.problems import COMMAND_LINE, ConfigError, Origin, Problem
 
-SAMPLING = ("temperature", "top_p", "top_k")  # with a value of their own in validation
-OF_THE_MODEL = ("device", "num_threads", "precision")  # of the policy in a run, of the generation in an evaluation
+SAMPLING = ("temperature", "top_p", "top_k")  # keys with separate values for validation
+OF_THE_MODEL = ("device", "num_threads", "precision")  # in a run under the policy, in an evaluation under the generation
 TRAINING_NAMES = {  # eval.KEY -> SECTION.KEY of a run
     "num_tests_per_prompt": "val_num_generations_per_prompt",
     "max_val_samples": "max_val_samples",
@@ -27,11 +27,11 @@ class TranslatedOverrides:
 
     overrides: tuple[str, ...]
     evaluation: tuple[str, ...] = ()  # those that only an evaluation has
-    notes: tuple[str, ...] = ()  # what was read as what
+    notes: tuple[str, ...] = ()  # notes about translated keys
 
 
 def to_training_key(key: str, section: str) -> list[str]:
-    """Return the keys of a run that mean the same as a key of an evaluation; the key itself if it has no other name."""
+    """Return the training run keys with the same meaning as an evaluation key; the key itself if it has no other name."""
     first, _, rest = key.partition(".")
     name = rest.partition(".")[0]
     match first:
@@ -53,7 +53,7 @@ def to_training_key(key: str, section: str) -> list[str]:
 
 
 def to_evaluation_key(key: str) -> list[str]:
-    """Return the keys of an evaluation that mean the same as a key of a training run; the key itself if it has no other name."""
+    """Return the evaluation keys with the same meaning as a training run key; the key itself if it has no other name."""
     first, _, rest = key.partition(".")
     if first in TRAINING_RUNS:
         known = {name: own for own, name in TRAINING_NAMES.items()} | {"seed": "seed"}
@@ -74,7 +74,7 @@ def to_evaluation_key(key: str) -> list[str]:
 
 
 def is_only_of_evaluation(key: str) -> bool:
-    """Whether a run has no key of the same meaning."""
+    """Whether a run has no key with the same meaning."""
     return key == "generation.num_prompts_per_step" or (key.startswith("eval.") and key[5:] not in TRAINING_NAMES)
 
 
@@ -86,7 +86,7 @@ def translate_overrides(overrides: Sequence[str], *, section: str | None) -> Tra
     for text in overrides:
         match = OVERRIDE.fullmatch(text.strip())
         if match is None or (match["value"] is None and match["mark"] != "~"):
-            kept.append(text)  # the loader says what is wrong with it
+            kept.append(text)  # the loader reports what is wrong with it
             continue
         key, mark = match["key"], match["mark"] or ""
         value = "" if match["value"] is None else f"={match['value']}"
@@ -110,7 +110,7 @@ def translate_values(values: Mapping[str, Any], *, section: str | None) -> tuple
     evaluation: dict[str, Any] = {}
     for key, value in _leaves(values):
         if section is not None and key in ("generation.model_name", "policy.model_name", "tokenizer.name"):
-            continue  # a file for another model: the model is the run's
+            continue  # a file for another model, but the run determines the model
         if section is not None and is_only_of_evaluation(key):
             evaluation = merge_sections(evaluation, nest(key, value))
             continue

@@ -1,6 +1,6 @@
 """Load a configuration from YAML files and overrides, or raise one error that lists every problem.
 
-files + overrides -> keys of NeMo-RL translated -> defaults of the schema -> interpolation -> schema -> checks across keys
+files + overrides -> words of other libraries translated -> defaults of the schema -> interpolation -> schema -> checks across keys
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from strop.base_config import (
 from strop.config.checks import cluster_checks, run_checks
 from strop.config.load.auto_backend import resolve_auto_backend
 from strop.config.load.named_files import find_named_files
+from strop.config.load.recipe_library import explain_key, translate_source
 from strop.config.load.run_name import name_run
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, TrainingRunConfig
 from strop.config.source import keys, yaml_text
@@ -44,8 +45,6 @@ from strop.config.source.yaml_source import (
     read_config_file,
     without_key,
 )
-from strop.extensions.recipes.difference import Difference
-from strop.extensions.recipes.translation import translate_source
 from strop.problems import ConfigError, Origin, Problem
 from strop.safety.redaction import REDACTED, redact_secrets
 
@@ -60,8 +59,8 @@ class LoadedConfig(Generic[ConfigT]):
     warnings: tuple[Problem, ...]
     files: tuple[Path, ...]  # the file and all files it inherits from, base first
     overrides: tuple[str, ...]
-    differences: tuple[Difference, ...] = ()  # of keys of other libraries from what they are here
-    source: ConfigSource = field(default_factory=ConfigSource)  # what was set, translated, with its ${...}
+    differences: tuple[Any, ...] = ()  # differences in meaning from other libraries' keys
+    source: ConfigSource = field(default_factory=ConfigSource)  # the translated settings, with their ${...}
 
 
 def load_config(
@@ -99,15 +98,15 @@ def load_source(
     if open_values := find_missing_values(source):
         raise ConfigError(problems + open_values)
     if not source.values and problems:
-        raise ConfigError(problems)  # such as a file without --config, without which all that is required is missing
+        raise ConfigError(problems)  # such as a file without --config, which would make everything required appear missing
     source, removed = drop_removed_keys(source)
     source, unnamed = name_run(source, overrides)
     source, contradictions = resolve_synonyms(source, root)
     translation = translate_source(source, root)
-    source, warnings = find_named_files(translation.source, root), translation.warnings
+    source, warnings = find_named_files(translation.source, root), list(translation.warnings)
     config, invalid = validate_source(source, root)
     invalid = [problem for problem in invalid if not translation.explains(problem.key)]
-    problems += unnamed + contradictions + translation.problems + invalid + ([] if invalid else find_infinite_numbers(source))
+    problems += unnamed + contradictions + [*translation.problems] + invalid + ([] if invalid else find_infinite_numbers(source))
     problems += [*removed, *find_left_out(source)] if check else []
     if config is not None and check and len(problems) == len(translation.problems):
         config = resolve_auto_backend(config, has_gpus=has_gpus)
@@ -121,8 +120,9 @@ def load_source(
 
 
 def drop_consequences(problems: Sequence[Problem], source: ConfigSource, root: type[BaseConfig]) -> list[Problem]:
-    """Return the problems without those of keys whose ``${...}`` refers, perhaps through others, to a key with a problem of its own, or
-    to one that a problem says is misspelled."""
+    """Return the problems without mere consequences: those of keys whose ``${...}`` refers, perhaps indirectly, to a key with its
+    own problem, or to a misspelled key.
+    """
     wrong = {tuple(problem.key.split(".")) for problem in problems if problem.key}
     unknown = [path for path in wrong if keys.find_field(root, path) is None and path in source.origins]
     wrong |= {tuple(meant.split(".")) for path in unknown for meant in find_nearest_keys(path, root)[:1]}
@@ -130,7 +130,7 @@ def drop_consequences(problems: Sequence[Problem], source: ConfigSource, root: t
 
     def is_consequence(path: KeyPath) -> bool:
         return any(
-            _overlap(target, cause) and not any(_overlap(path, back) for back in followed[cause])  # a circle has no first
+            _overlap(target, cause) and not any(_overlap(path, back) for back in followed[cause])  # a cycle has no first element
             for target in followed.get(path, ())
             for cause in wrong - {path}
         )
@@ -139,7 +139,7 @@ def drop_consequences(problems: Sequence[Problem], source: ConfigSource, root: t
 
 
 def _find_followed(path: KeyPath, source: ConfigSource) -> set[KeyPath]:
-    """Return the paths that a key refers to, and those that these refer to."""
+    """Return the paths that a key refers to, directly or indirectly."""
     found: set[KeyPath] = set()
     todo = [path]
     while todo:
@@ -158,7 +158,7 @@ def _overlap(path: KeyPath, other: KeyPath) -> bool:
 
 
 def refuse_other_kind(source: ConfigSource, path: Path | str | None, root: type[BaseConfig]) -> None:
-    """Raise ConfigError for a file of another command: it has the section of that one, and none of this one."""
+    """Raise ConfigError for another command's file: it has that command's section but not this one's."""
     own = getattr(root, "section", "eval")
     kinds = [kind for kind in (*TRAINING_RUNS, "eval") if kind in source.values]
     if len(kinds) == 1 and own != kinds[0]:
@@ -167,7 +167,7 @@ def refuse_other_kind(source: ConfigSource, path: Path | str | None, root: type[
 
 
 def find_missing_values(source: ConfigSource) -> list[Problem]:
-    """Return a problem for each value that a file leaves to whoever inherits from it, as ``???``."""
+    """Return a problem for each value that a file leaves open for its heirs, as ``???``."""
     return [
         Problem(
             key := ".".join(path), "found ???: the file leaves this value open", f"Set it: {key}=...", source.find_origin(path)
@@ -178,7 +178,7 @@ def find_missing_values(source: ConfigSource) -> list[Problem]:
 
 
 def find_left_out(source: ConfigSource) -> list[Problem]:
-    """Return a problem for each value that a run's own config.yaml leaves out because it may be a secret."""
+    """Return a problem for each value that a run's own config.yaml omits because it may be a secret."""
     return [
         Problem(
             ".".join(path),
@@ -192,7 +192,7 @@ def find_left_out(source: ConfigSource) -> list[Problem]:
 
 
 def find_infinite_numbers(source: ConfigSource) -> list[Problem]:
-    """Return a problem for each infinite number, or NaN, among options that no schema describes, such as an optimizer's."""
+    """Return a problem for each infinite number or NaN among options without a schema, such as an optimizer's."""
     return [
         _describe_infinite(path, value, source)
         for path, value in iter_values(source.values)
@@ -204,11 +204,11 @@ def _describe_infinite(path: KeyPath, value: float, source: ConfigSource) -> Pro
     return Problem(".".join(path), f"found {value}, with which nothing can be computed", FINITE_HINT, source.find_origin(path))
 
 
-FINITE_HINT = "Set a finite number; where there is no limit, null or leaving the key out says so."
+FINITE_HINT = "Set a finite number; for no limit, use null or leave the key out."
 
 
 def dump_config(config: BaseConfig) -> str:
-    """Return YAML that loads back to an equal configuration, but for the values of env_vars and logins of URLs, which are left out."""
+    """Return YAML that loads back to an equal configuration, except for omitted values: env_vars and logins of URLs."""
     return yaml_text.dump(escape_values(redact_secrets(to_tree(config, mode="python"))))
 
 
@@ -221,7 +221,7 @@ def escape_values(value: Any) -> Any:
 
 
 def resolve_synonyms(source: ConfigSource, root: type[BaseConfig]) -> tuple[ConfigSource, list[Problem]]:
-    """Keep one of two keys that set the same option of the algorithm: the one of the later file, or of the command line.
+    """Keep one of two keys that set the same option of the algorithm: the later file's, or the command line's.
 
     Return a problem for each pair that one file, or the command line, sets to different values.
     """
@@ -270,14 +270,12 @@ def validate_source(source: ConfigSource, root: type[ConfigT]) -> tuple[ConfigT 
         return None, problems + list(dict.fromkeys(described))
 
 
-UNKNOWN = "unexpected_keyword_argument"  # what pydantic calls a key that a section does not have
-ALTERNATIVE = re.compile(
-    r"bool|int|float|str|(literal|list|tuple|dict|constrained|nullable)[\[-].*"
-)  # of several types of a value
+UNKNOWN = "unexpected_keyword_argument"  # pydantic's error type for an unknown key
+ALTERNATIVE = re.compile(r"bool|int|float|str|(literal|list|tuple|dict|constrained|nullable)[\[-].*")  # error types of unions
 
 
 def _keep_innermost(errors: Sequence[tuple[KeyPath, Any]], unresolved: Collection[KeyPath]) -> list[tuple[KeyPath, Any]]:
-    """Return the first error of each key, without those of what is around another: a list is wrong because its entry is."""
+    """Return the first error of each key, without errors of enclosing values: a list is wrong because its entry is."""
     first: dict[KeyPath, Any] = {}
     for path, item in errors:
         first.setdefault(path, item)
@@ -293,7 +291,7 @@ def _remove(tree: Any, path: KeyPath) -> None:
 
 
 def _user_path(location: Sequence[str | int], source: ConfigSource) -> KeyPath:
-    """Return the path of a pydantic error as the user wrote it: a single entry has no index, a scheduler no stages."""
+    """Return the path of a pydantic error as the user wrote it: no index for a single entry, no stages for a scheduler."""
     path = [str(part) for part in location]
     if path[:2] == ["policy", "scheduler"]:
         path = [part for part in path if part not in ("stages", "milestones")]
@@ -303,7 +301,7 @@ def _user_path(location: Sequence[str | int], source: ConfigSource) -> KeyPath:
 
 
 def _is_written(path: KeyPath, error: str, source: ConfigSource, root: type[BaseConfig]) -> bool:
-    """Return whether an error is in a value that the user wrote, not in a copy of it under a key that follows."""
+    """Return whether an error is in a value that the user wrote, rather than in its copy under a key that follows."""
     if error == "missing":
         field = keys.find_field(root, path)
         return len(path) > 1 and (field is None or not followed_keys(field))
@@ -311,12 +309,10 @@ def _is_written(path: KeyPath, error: str, source: ConfigSource, root: type[Base
 
 
 def _explain_unknown(path: KeyPath, value: Any, root: type[BaseConfig]) -> str:
-    """Return what may be meant by an unknown key: one of Strop's, or an argument of TRL's that is written alone or in a section."""
+    """Return what may be meant by an unknown key: one of Strop's, or of another library's."""
     kind = next((kind for kind, own in TRAINING_RUNS.items() if own is root), None)
     if kind is None or len(path) > 2 or find_nearest_keys(path, root):
         return suggest_keys(path, root)
-    from strop.extensions.recipes.trl.trl_format import explain_key
-
     return explain_key(kind, path[-1], value) or suggest_keys(path, root)
 
 
@@ -344,7 +340,7 @@ def describe_error(path: KeyPath, item: Any, source: ConfigSource, root: type[Ba
         return Problem(dotted, f"{found}{item['ctx']['error']}", meaning, origin)
     if item["type"] == "dataclass_type" and field is not None and (inner := section_model(field)):
         names = ", ".join(fields_of(inner))
-        return Problem(dotted, f"found {value!r}; this is a section, with keys under it", f"Its keys: {names}.", origin)
+        return Problem(dotted, f"found {value!r}; this is a section, which needs keys under it", f"Its keys: {names}.", origin)
     if isinstance(value, float) and not math.isfinite(value):
         return _describe_infinite(path, value, source)
     if item["type"] == "string_pattern_mismatch" and field is not None:
@@ -363,7 +359,7 @@ def _lower_first(text: str) -> str:
 
 
 def _suggest_target(source: ConfigSource, path: KeyPath, reason: str, root: type[BaseConfig]) -> str:
-    """Suggest what to export, or the nearest key for an interpolation of an unknown key."""
+    """Suggest a variable to export, or the nearest key for an interpolation of an unknown key."""
     if UNSET_VARIABLE in reason:
         variable = reason.partition(f"{UNSET_VARIABLE} ")[2].split()[0]
         return f"Run export {variable}=..., or write a default: ${{oc.env:{variable},DEFAULT}}."
@@ -384,13 +380,13 @@ MODEL_KEY, PLACEHOLDER_MODEL = "policy.model_name", "none"  # the schema require
 
 
 def find_training_root(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> type[TrainingRunConfig]:
-    """Return the kind of training whose section a file or an override has; without one that of GRPO."""
+    """Return the kind of training whose section a file or an override has; by default GRPO's."""
     sections = [*values, *(override.lstrip("~+").split(".")[0] for override in overrides)]
     return next((TRAINING_RUNS[section] for section in sections if section in TRAINING_RUNS), GrpoRunConfig)
 
 
 def load_any_kind(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig[TrainingRunConfig]:
-    """Load a training configuration of any kind. Without a file, check only what concerns the machines. Raises ConfigError."""
+    """Load a training configuration of any kind. Without a file, check only settings of the machines. Raises ConfigError."""
     values = dict(read_config_file(path).values) if path is not None else {}
     root = find_training_root(values, overrides)
     if path is not None:
@@ -406,6 +402,6 @@ def load_any_kind(path: Path | None, overrides: Sequence[str] = ()) -> LoadedCon
 
 
 def load_training_or_evaluation(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig[Any]:
-    """Load the configuration of an evaluation, which has the section ``eval``, or of training. Raises ConfigError."""
+    """Load the configuration of an evaluation (with the section ``eval``) or of training. Raises ConfigError."""
     is_evaluation = "eval" in read_config_file(path).values
     return load_config(path, overrides, root=EvalRunConfig) if is_evaluation else load_any_kind(path, overrides)

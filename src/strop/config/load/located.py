@@ -1,4 +1,4 @@
-"""The place of problems that are found after a configuration has loaded, where only its values are known, not their files and lines."""
+"""Locates problems found after loading, when only the values of a configuration are known, not their files and lines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from strop.base_config import KeyPath
 from strop.config.source.yaml_source import ConfigSource, get_at
 from strop.problems import COMMAND_LINE, Problem
 
-SUGGESTED = re.compile(r"; (?:did you mean|there are[: ])")  # what follows names what could be written, not what is
+SUGGESTED = re.compile(r"; (?:did you mean|there are[: ])")  # the text after this lists suggestions, not actual values
 KEY_FIRST = re.compile(r"(?P<key>[a-z_]\w*(?:\.[\w-]+)+): (?P<rest>.+)", re.DOTALL)
 
 
 def locate_problems(problems: Sequence[Problem], source: ConfigSource) -> list[Problem]:
-    """Return problems with the key that each is about, as far as the configuration writes it, and where it does."""
+    """Return problems with the key that each concerns, and its location, if the configuration sets it."""
     return [problem if problem.origin else _locate(problem, source) for problem in problems]
 
 
@@ -31,9 +31,9 @@ def _locate(problem: Problem, source: ConfigSource) -> Problem:
 
 
 def _find_named(message: str, keys: Sequence[KeyPath], source: ConfigSource) -> Iterator[KeyPath]:
-    """Yield which of the keys that are written a message names: by the whole key, by its name or by its value; the likeliest first."""
+    """Yield the set keys named by a message: by the whole key, by its name or by its value; most likely first."""
     message = SUGGESTED.split(message, maxsplit=1)[0]
-    keys = sorted(keys, key=lambda key: source.origins[key].source != COMMAND_LINE)  # stable: else in the order of the files
+    keys = sorted(keys, key=lambda key: source.origins[key].source != COMMAND_LINE)  # stable: otherwise in file order
     yield from (key for key in keys if len(key) > 1 and _occurs(".".join(key), message))
     yield from (key for key in keys if _occurs(f"'{key[-1]}'", message) or _occurs(f"option {key[-1]}", message))
     yield from (key for key in keys if "_" in key[-1] and _occurs(key[-1], message))

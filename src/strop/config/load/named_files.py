@@ -1,4 +1,6 @@
-"""Files that a configuration names: relative to the working directory, or else to the folder of the file that names them or one above."""
+"""Resolves files named by a configuration: relative to the working directory, otherwise to the folder of the naming file or one
+above.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from strop.data.prompt_template import AUTO_PROMPT
 
 
 def find_named_files(source: ConfigSource, root: type[BaseConfig]) -> ConfigSource:
-    """Return the source with the whole path of each file that is not in the working directory, but beside the file that names it or in a
-    folder above. One that is nowhere is left to the checks, which a saved run is read without."""
+    """Return the source with the full path of each file that is missing from the working directory but exists next to the file
+    that names it or in a folder above. Files that do not exist anywhere are left to the checks, which are skipped for a saved
+    run.
+    """
     for path in [path for path in source.origins if _may_name_file(root, path)]:
         value, named_by = get_at(source.values, path), source.origins[path]
         value = get_at(resolve_source(source, root)[0], path) if isinstance(value, str) and "${" in value else value
@@ -32,10 +36,10 @@ def _may_name_file(root: type[BaseConfig], path: KeyPath) -> bool:
 
 
 def _is_missing_file(value: object, *, template: bool) -> bool:
-    """Return whether a value may be the name of a file, and the working directory has none of that name."""
+    """Return whether a value may be a file name that does not exist in the working directory."""
     if not isinstance(value, str) or value == AUTO_PROMPT or "\n" in value or (template and not value.endswith(".jinja")):
         return False
     try:
         return not Path(value).is_file()
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # not a valid file name
         return False

@@ -47,7 +47,7 @@ ROOT_CONFIGS: Mapping[str, type[BaseConfig]] = {**TRAINING_RUNS, "eval": EvalRun
 
 @dataclass
 class Block:
-    """The keys that one class of the schema declares, and the sections that have them."""
+    """The keys declared by one class of the schema, and the sections that have them."""
 
     model: type[BaseConfig]
     keys: list[SchemaKey]

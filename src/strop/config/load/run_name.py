@@ -1,4 +1,4 @@
-"""``run_name``: the name of a run, its folders, and ``{overrides}`` in it, which makes a sweep one loop."""
+"""``run_name``: the name of a run, its folders, and the placeholder ``{overrides}``, which turns a sweep into one loop."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from strop.problems import Origin, Problem
 NAME: KeyPath = ("run_name",)
 FOLDERS: dict[KeyPath, str] = {("logger", "log_dir"): "logs", ("checkpointing", "checkpoint_dir"): "results"}
 OVERRIDES = "{overrides}"
-# Keys that do not make another run: its name and folders, and how it is started and watched.
+# Keys that do not make it another run: its name and folders, and how it is started and monitored.
 UNNAMED = ("run_name", "logger.log_dir", "checkpointing.checkpoint_dir", "checkpointing.resume", "logger.console")
-LONGEST = 100  # characters of the overrides in a name
-SHORTEST_KEY = 4  # characters of a key in a name that is too long
+LONGEST = 100  # maximum characters of the overrides in a name
+SHORTEST_KEY = 4  # minimum characters of a key in a name that is too long
 
 
 def name_run(source: ConfigSource, overrides: Sequence[str]) -> tuple[ConfigSource, list[Problem]]:
-    """Put the overrides into the name, and name the folders after it, unless the same file or a later one, or the command line, sets them.
+    """Put the overrides into the name, and name the folders after it, unless the same or a later file, or the command line, sets
+    them.
 
     A folder that an earlier file sets with ``${run_name}`` in it stays.
     """
     name = get_at(source.values, NAME)
-    if name == {"overrides": None}:  # run_name={overrides}, as YAML reads it
+    if name == {"overrides": None}:  # run_name={overrides}, as parsed by YAML
         name = OVERRIDES
     if not isinstance(name, str):
         return source, []
     if OVERRIDES in name:
         given = format_overrides(overrides)
         if not given and name == OVERRIDES:
-            fix = "Put text beside it, such as run_name='sweep_{overrides}', or override a key."
+            fix = "Add text to it, such as run_name='sweep_{overrides}', or override a key."
             problem = Problem("run_name", "nothing is left of {overrides}: no key is overridden", fix, source.find_origin(NAME))
             return _set(source, NAME, None), [problem]
         name = name.replace(OVERRIDES, given).strip("_-. ")
@@ -43,7 +44,7 @@ def name_run(source: ConfigSource, overrides: Sequence[str]) -> tuple[ConfigSour
 
 
 def _holds(source: ConfigSource, path: KeyPath) -> bool:
-    """Return whether a folder is set by what is read after the name, or beside it, or contains the name."""
+    """Return whether a folder is set in the same source as the name or a later one, or contains the name."""
     folder = get_at(source.values, path)
     if folder is None or path not in source.origins:
         return False
@@ -60,9 +61,10 @@ def _set(source: ConfigSource, path: KeyPath, value: object) -> ConfigSource:
 
 
 def format_overrides(overrides: Sequence[str]) -> str:
-    """Return overrides as a part of a file name: in alphabetical order, without keys that do not make another run, bounded in length.
+    """Return overrides as part of a file name: in alphabetical order, without keys that do not make it another run, bounded in
+    length.
 
-    Where they are too long, the keys are shortened before any value is: values are what the runs of a sweep differ in.
+    If they are too long, keys are shortened before any value, because the runs of a sweep differ in values.
     """
     last = {override.lstrip("+~").partition("=")[0].strip(): override.strip().lstrip("+") for override in overrides}
     texts = [text for key, text in sorted(last.items()) if key not in UNNAMED]
@@ -74,7 +76,7 @@ def format_overrides(overrides: Sequence[str]) -> str:
 
 
 def _shorten_keys(overrides: Sequence[str]) -> str:
-    """Return overrides with the last name of each key, or as much of it as leaves room for all values."""
+    """Return overrides with only the last name of each key, or as much of it as leaves room for all values."""
     parts = [override.partition("=") for override in overrides]
     names = [("~" * key.startswith("~") + key.rpartition(".")[2], sign + value) for key, sign, value in parts]
     for length in range(max(len(name) for name, _ in names), SHORTEST_KEY - 1, -1):

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from strop.base_config import BaseConfig, Device, PathText, Precision, follows, subsection
 from strop.config.schema.grpo_config import AlgorithmConfig
-from strop.extensions.megatron.megatron_config import MegatronConfig
+from strop.learner.learner_config import WithLearner
 from strop.learner.model_config import check_weights_dtype
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.models.tokenizer_config import TokenizerConfig
@@ -22,7 +22,7 @@ class DistillationConfig(RolloutTrainingConfig):
 
     num_generations_per_prompt: int = Field(1, ge=1, description="Rollouts sampled for each prompt (rollouts).")
     topk_logits_k: int = Field(
-        64, ge=1, description="Number of the teacher's most likely tokens that topk_distillation compares (tokens)."
+        64, ge=1, description="Number of most likely teacher tokens compared by topk_distillation (tokens)."
     )
     async_distillation: AsyncConfig = subsection(AsyncConfig)
 
@@ -62,7 +62,7 @@ class TeacherTokenizerConfig(TokenizerConfig):
     """The teacher's tokenizer, which must be the student's."""
 
 
-class TeacherConfig(BaseConfig):
+class TeacherConfig(WithLearner):
     """A teacher, which only scores rollouts."""
 
     identity_keys: ClassVar[tuple[str, ...]] = ("model_name", "demonstration", "self_weights")
@@ -88,16 +88,15 @@ class TeacherConfig(BaseConfig):
     hosts: int = Field(
         0,
         ge=0,
-        description="Processes, each with the whole teacher, that share the groups of a batch; 0 keeps it beside the policy, "
+        description="Processes, each with the whole teacher, that share the groups of a batch; 0 keeps it in the policy's processes, "
         "sharded over its ranks (processes). Only with Ray.",
     )
     offload: bool = Field(False, description="Keep it in CPU memory between uses.")
     dtensor_cfg: DtensorConfig = subsection(DtensorConfig)
-    megatron_cfg: MegatronConfig = subsection(MegatronConfig)
     environments: tuple[str, ...] | None = Field(
         None, strict=False, description="With several teachers: aliases of env whose rollouts this one scores; null is all."
     )
-    weight: float = Field(1.0, gt=0, description="Weight of this teacher where several score the same rollouts.")
+    weight: float = Field(1.0, gt=0, description="Weight of this teacher if several score the same rollouts.")
     demonstration: str | None = Field(
         None,
         description="With model_name self: text added to the question that the teacher reads, with {answer} for the task's "
@@ -119,7 +118,7 @@ class TeacherConfig(BaseConfig):
         yield from self._check_demonstration(key)
 
     def warnings(self, key: str) -> Iterator[Problem]:
-        if not self.dtensor_cfg.enabled and not self.megatron_cfg.enabled:
+        if not self.dtensor_cfg.enabled and self.uses_torch:
             yield Problem(f"{key}.dtensor_cfg.enabled", "it has no effect: a teacher runs on the torch backend")
         for name, used in (
             ("activation_checkpointing", self.dtensor_cfg.activation_checkpointing),
@@ -150,11 +149,12 @@ class TeacherConfig(BaseConfig):
                 f"found {self.hosts}, but model_name is self, and a policy that teaches itself runs in the learner",
                 "Set it to 0, or name a model.",
             )
-        elif self.hosts and self.megatron_cfg.enabled:
+        elif self.hosts and self.learner.needs_ranks:
             yield Problem(
                 f"{key}.hosts",
-                f"found {self.hosts}, but each of these processes holds all of the teacher, and Megatron Core runs on the learner's ranks",
-                f"Set it to 0, or {key}.megatron_cfg.enabled=false.",
+                f"found {self.hosts}, but each of these processes holds all of the teacher, and {self.learner.title} runs on the "
+                "learner's ranks",
+                f"Set it to 0, or {key}.{self.learner_key}.enabled=false.",
             )
         elif self.hosts and (size := self.dtensor_cfg.ranks_of_one_copy) > 1:
             yield Problem(

@@ -25,18 +25,18 @@ class EvalConfig(BaseConfig):
     num_tests_per_prompt: int = Field(1, ge=1, description="Samples per task: n (samples).")
     k_value: int = Field(1, ge=1, description="k of pass@k, cons@k and maj@k (samples).")
     max_val_samples: int | None = Field(
-        None, ge=1, description="Evaluate the first so many tasks of each set; null is all (tasks)."
+        None, ge=1, description="Evaluate only this many first tasks of each set; null is all (tasks)."
     )
     max_rollout_turns: int | None = Field(
         None,
         ge=1,
-        description="Most turns of the policy in a conversation; null is 1 where the environment does not answer, and else as many as fit "
-        "(turns).",
+        description="Maximum number of policy turns in a conversation; null is 1 if the environment does not answer, otherwise as many "
+        "as fit (turns).",
     )
     seed: int = Field(42, ge=0, description="Seed of all randomness of the evaluation.")
     save_path: PathText | None = Field(
         "auto",
-        description="Folder for every sample, from which the same command continues; auto is a new one, in evaluations of the run's log "
+        description="Folder for all samples, from which the same command continues; auto creates one, in evaluations in the run's log "
         "folder or in results/evals; null does not save.",
     )
     save_logprobs: bool = Field(False, description="Store the ids and log-probabilities of the sampled tokens with each sample.")
@@ -64,7 +64,7 @@ class EvalGenerationConfig(GenerationConfig):
         ".vllm_cfg.max_model_len", standalone=2048, ge=1, description="Longest completion of one turn (tokens)."
     )
     temperature: Temperature = Field(0.0, description="Sampling temperature; 0 is greedy.")
-    top_k: TopK = Field(-1, description="Sample from this many most likely tokens; null or -1 turns it off (tokens).")
+    top_k: TopK = Field(-1, description="Sample from only the most likely tokens, this many; null or -1 turns it off (tokens).")
     num_prompts_per_step: int = Field(-1, ge=-1, description="Tasks sampled at a time; -1 is all (tasks).")
     precision: Precision | Literal["fp8"] = follows(
         ".vllm_cfg.precision", standalone="bfloat16", description="Data type of the weights."
@@ -74,7 +74,7 @@ class EvalGenerationConfig(GenerationConfig):
 
     @property
     def max_total_sequence_length(self) -> int:
-        """Longest prompt and completion together, whatever the backend (tokens)."""
+        """Longest prompt and completion together, for any backend (tokens)."""
         return self.engine_options.max_model_len
 
     def _check_quantization(self, key: str) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Which environment grades the tasks of an evaluation: the configured one, or that of a built-in set as it is usually reported."""
+"""Chooses the environment that grades evaluation tasks: the configured one, or the usual one of a built-in set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from strop.data.builtin.builtin_dataset import Grader
 from strop.data.data_config import DataEntryConfig
 from strop.environments.environment_config import EnvironmentConfig
 
-DEFAULT_TYPE = "math"  # of the environment that a configuration names without having the set in mind
+DEFAULT_TYPE = "math"  # default type of an environment that was not configured for the set
 
 Entry = TypeVar("Entry", bound=DataEntryConfig)
 
@@ -18,12 +18,14 @@ Entry = TypeVar("Entry", bound=DataEntryConfig)
 def assign_graders(
     entries: Iterable[Entry], env: Mapping[str, EnvironmentConfig]
 ) -> tuple[tuple[Entry, ...], dict[str, EnvironmentConfig]]:
-    """Return the entries, each of a built-in set with the alias of the environment that grades it, and ``env`` with these environments.
+    """Return the entries, each entry of a built-in set with the alias of its grading environment, and ``env`` with these
+    environments.
 
-    ``env_name`` of an entry holds, and so does the only environment of ``env`` unless it is of the default type or of the grader's. Else a
-    built-in set is graded as it is usually reported, with the options of an alias of the same type laid over those of its grader.
+    An entry's ``env_name`` takes precedence, and so does a single environment in ``env`` unless it has the default type or the
+    grader's type. Otherwise a built-in set is graded as usually reported, with its grader's options overridden by those of an
+    alias of the same type.
     """
-    from strop.data.builtin.all_sets import BUILTIN_DATASETS  # some hundred sets, of which a run seldom names one
+    from strop.data.builtin.all_sets import BUILTIN_DATASETS  # several hundred sets, of which a run rarely names one
 
     graded: list[Entry] = []
     known = dict(env)
@@ -40,13 +42,13 @@ def assign_graders(
 
 
 def _is_chosen(env: Mapping[str, EnvironmentConfig], grader: Grader) -> bool:
-    """Whether the only environment is another one than the grader's, and not one that is named by default."""
+    """Whether the only environment differs from the grader's and is not the default one."""
     others = (DEFAULT_TYPE, grader.environment)
     return len(env) == 1 and all(section.type_of(alias) not in others for alias, section in env.items())
 
 
 def _find_section(name: str, grader: Grader, env: Mapping[str, EnvironmentConfig]) -> tuple[str, EnvironmentConfig]:
-    """Return the alias and the section of a set's grader: a configured one if its options are those of the grader, too."""
+    """Return the alias and section of a set's grader: a configured one if its options match the grader's."""
     same = [(alias, section) for alias, section in env.items() if section.type_of(alias) == grader.environment]
     alias, section = same[0] if same else ("", EnvironmentConfig(type=None))
     options = {**grader.options, **section.options}

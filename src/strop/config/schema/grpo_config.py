@@ -24,14 +24,14 @@ class AdvantageConfig(BaseConfig):
     deviation: Literal["population", "unbiased", "others"] | None = sets(
         "advantage.deviation",
         None,
-        description="Deviation that advantages are divided by: population, unbiased (Bessel's correction), or others (the "
-        "unbiased one of the group's other rewards, NeMo-RL's with a leave-one-out baseline). null is the algorithm's own "
-        "(grpo: population).",
+        description="Standard deviation by which advantages are divided: population, unbiased (Bessel's correction), or others (the "
+        "unbiased one of the group's other rewards, NeMo-RL's with a leave-one-out baseline). null is the algorithm's own (grpo: "
+        "population).",
     )
 
 
 class PolicyGradientConfig(RolloutTrainingConfig):
-    """What policy gradients with and without a critic have in common."""
+    """Common keys of policy gradients with and without a critic."""
 
     advantage_clip_low: float | None = sets("advantage_low", None, description="Lower clip of advantages; null does not clip.")
     advantage_clip_high: float | None = sets("advantage_high", None, description="Upper clip of advantages; null does not clip.")
@@ -39,8 +39,8 @@ class PolicyGradientConfig(RolloutTrainingConfig):
         "seq_logprob_error_threshold",
         None,
         ge=1,
-        description="Leave rollouts out of the loss whose mean exp|learner's log-probability - engine's| is above this, for "
-        "instance 2; null keeps all (ratio).",
+        description="Exclude rollouts from the loss if their mean exp|learner's log-probability - engine's| exceeds this, for instance "
+        "2; null keeps all (ratio).",
     )
 
 
@@ -172,7 +172,7 @@ class LossConfig(BaseConfig):
 
     @property
     def resolved_aggregation(self) -> Aggregation | None:
-        """The aggregation that ``aggregation`` and ``token_level_loss`` select; None is the algorithm's own."""
+        """The aggregation selected by ``aggregation`` and ``token_level_loss``; None is the algorithm's own."""
         if self.aggregation is not None or self.token_level_loss is None:
             return self.aggregation
         return "token_mean" if self.token_level_loss else "sequence_mean"
@@ -190,9 +190,8 @@ class AlgorithmConfig(BaseConfig):
     )
     kwargs: dict[str, Any] = Field(
         default_factory=dict,
-        description="Fields of the algorithm, which can also be written without kwargs: algorithm.objective.high. A part is "
-        "{name: .., option: ..}: advantage, objective, corrections (a list), selection, shaping, kl. Keys set in other "
-        "sections take precedence over kwargs.",
+        description="Fields of the algorithm; kwargs may be omitted: algorithm.objective.high. A part is {name: .., option: ..}: "
+        "advantage, objective, corrections (a list), selection, shaping, kl. Keys set in other sections take precedence over kwargs.",
     )
     options: dict[str, Any] = Field(default_factory=dict, exclude=True)  # every other key: the algorithm's fields
 

@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from strop.base_config import BaseConfig, subsection
-from strop.extensions.megatron.megatron_peft_config import MegatronPeftConfig
 from strop.generation.generation_config import GenerationConfig, UnusedGenerationConfig
+from strop.learner.learner_config import TORCH, LearnerName
 from strop.learner.model_config import ModelConfig
-from strop.models.lora_config import LoraConfig
+from strop.learner.policy_extension import policy_extensions
 from strop.models.routing.router_replay_config import RouterReplayConfig
 from strop.problems import Problem
 
@@ -29,10 +29,10 @@ class PolicyConfig(ModelConfig):
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("generation_batch_size", "offload")
 
-    backend: Literal["auto", "torch", "megatron"] = Field(
+    backend: LearnerName = Field(
         "auto",
-        description="Learner of all models of the run: torch, also for recipes that ask for Megatron Core; megatron; "
-        "auto is what dtensor_cfg.enabled and megatron_cfg.enabled say.",
+        description="Learner of all models of the run: torch, also for recipes that ask for another; that of an extension; "
+        "auto is the one whose section is enabled.",
     )
     generation_batch_size: int | None = Field(
         None,
@@ -42,41 +42,41 @@ class PolicyConfig(ModelConfig):
     )
     trust_remote_code: bool = Field(
         False,
-        description="Run the Python code that the models and tokenizers of the run bring. It has your rights: read it first.",
+        description="Run Python code contained in the run's models and tokenizers. It runs with your permissions: read it first.",
     )
     offload: bool | Literal["auto"] = Field(
         "auto",
-        description="Move the learner (weights, gradients, optimizer state) and the frozen models beside it to CPU memory while an engine "
-        "samples on the same device; auto does so on GPUs. With the torch engine in the learner's process, only true does, and the "
-        "policy's weights stay.",
+        description="Move the learner (weights, gradients, optimizer state) and its frozen models to CPU memory while an engine samples "
+        "on the same device; auto does so on GPUs. With the torch engine in the learner's process, only true does, and the policy's "
+        "weights stay.",
     )
     exact_on_policy: bool = Field(
         False,
-        description="Compute a token's log-probability with the same bits in the engine and in the learner, in both precisions: products, "
-        "attention, norms and activations in one order of additions, whatever stands beside the token. The ratio of an on-policy "
-        "step is then exactly 1, which every step checks. Costs time (performance). For the torch engine in the learner's process.",
+        description="Compute a token's log-probability with the same bits in the engine and in the learner, in both precisions: "
+        "products, attention, norms and activations in a fixed order of additions, independent of the token's neighbours. The ratio of "
+        "an on-policy step is then exactly 1, which every step checks. Costs time (performance). For the torch engine in the learner's "
+        "process.",
     )
     deterministic: bool = Field(
         False,
         description="Make two equal runs equal to the last bit on GPUs: torch's deterministic algorithms with flash attention's backward "
-        "pass, a fixed cuBLAS workspace, NCCL without additions in the switch, Megatron Core's deterministic mode, vLLM's batch-invariant "
-        "kernels. Slower (checkpoints). A CPU repeats without it.",
+        "pass, a fixed cuBLAS workspace, NCCL without additions in the switch, the deterministic modes of other learners, and vLLM's "
+        "batch-invariant kernels. Slower (checkpoints). A CPU repeats without it.",
     )
     reference: ReferenceConfig = subsection(ReferenceConfig)
     router_replay: RouterReplayConfig = subsection(RouterReplayConfig)
     generation: GenerationConfig = subsection(GenerationConfig)
 
     @property
-    def uses_megatron(self) -> bool:
-        """Whether Megatron Core trains the models of the run."""
-        return self.megatron_cfg.enabled
+    def sends_draft(self) -> bool:
+        """Whether engines are sent the draft head that is trained, and draft with it."""
+        trained = any(each.trains_draft for each in policy_extensions(self))
+        return trained and self.generation.uses_vllm and self.generation.vllm_cfg.speculation.method == "eagle3"
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from super().errors(key)
         yield from self._check_backend(key)
-        yield from self._check_adapter_dropout(f"{key}.dtensor_cfg.lora_cfg.dropout", self.dtensor_cfg.lora_cfg)
-        if self.megatron_cfg.enabled:
-            yield from self._check_adapter_dropout(f"{key}.megatron_cfg.peft.dropout", self.megatron_cfg.peft)
+        yield from self._check_adapter_dropout(key)
         yield from self._check_engine_length(f"{key}.generation")
         yield from self._check_router_replay(key)
         yield from self._check_compile(key)
@@ -88,22 +88,24 @@ class PolicyConfig(ModelConfig):
         yield from self._check_exact_float8(key)
 
     def _check_backend(self, key: str) -> Iterator[Problem]:
-        enabled = self.megatron_cfg.enabled
-        if self.backend != "auto" and enabled != (self.backend == "megatron"):
-            yield Problem(
-                f"{key}.megatron_cfg.enabled",
-                f"found {str(enabled).lower()}, but {key}.backend is {self.backend}",
-                f"Set it to {str(not enabled).lower()}, or {key}.backend=auto.",
-            )
+        for name, section in self.learner_sections.items():
+            if name != TORCH and self.backend != "auto" and section.enabled != (self.backend == section.backend):
+                yield Problem(
+                    f"{key}.{name}.enabled",
+                    f"found {str(section.enabled).lower()}, but {key}.backend is {self.backend}",
+                    f"Set it to {str(not section.enabled).lower()}, or {key}.backend=auto.",
+                )
 
-    def _check_adapter_dropout(self, key: str, lora: LoraConfig | MegatronPeftConfig) -> Iterator[Problem]:
-        if lora.enabled and lora.dropout:
-            yield Problem(
-                key,
-                f"found {lora.dropout}, but rollouts are sampled without dropout, so the trained policy would differ from the one that "
-                "sampled, with other masks at every step",
-                "Set it to 0; adapter dropout is for recorded data (strop sft, dpo and rm).",
-            )
+    def _check_adapter_dropout(self, key: str) -> Iterator[Problem]:
+        for name, section in self.learner_sections.items():
+            lora = section.adapters
+            if name in (TORCH, self.learner_key) and lora.enabled and lora.dropout:
+                yield Problem(
+                    f"{key}.{name}.{section.adapters_key}.dropout",
+                    f"found {lora.dropout}, but rollouts are sampled without dropout, so the trained policy would differ from the one that "
+                    "sampled, with other masks at every step",
+                    "Set it to 0; adapter dropout is for recorded data (strop sft, dpo and rm).",
+                )
 
     def _check_engine_length(self, key: str) -> Iterator[Problem]:
         length, total = self.generation.engine_options.max_model_len, self.max_total_sequence_length
@@ -128,19 +130,19 @@ class PolicyConfig(ModelConfig):
         if self.device == "cpu":
             yield Problem(
                 f"{key}.router_replay.enabled",
-                "found true, but vLLM says the experts of tokens with its model runner V2 alone, which a CPU does not have",
+                "found true, but vLLM reports the experts of tokens only with its model runner V2, which does not run on a CPU",
                 f"Set {key}.generation.backend=torch, or {key}.router_replay.enabled=false.",
             )
         if (stages := self.generation.vllm_cfg.pipeline_parallel_size) > 1:
             yield Problem(
                 f"{key}.router_replay.enabled",
-                f"found true, but vLLM does not say the experts of tokens with {stages} pipeline stages",
+                f"found true, but vLLM does not report the experts of tokens with {stages} pipeline stages",
                 f"Set {key}.generation.vllm_cfg.pipeline_parallel_size=1, and tensor_parallel_size for a model that needs several GPUs.",
             )
 
     def _check_compile(self, key: str) -> Iterator[Problem]:
-        """Yield what compiled layers cannot do; what depends on the model or the machine is found when it is loaded."""
-        if self.compile is not True or self.megatron_cfg.enabled:
+        """Yield settings that are incompatible with compiled layers; model and machine are checked on loading."""
+        if self.compile is not True or not self.uses_torch:
             return
         for name, switched_on, reason in (
             (
@@ -151,7 +153,7 @@ class PolicyConfig(ModelConfig):
             (
                 "router_replay.enabled",
                 self.router_replay.enabled,
-                "hands recorded experts to the layers, which compiled ones do not take",
+                "passes recorded experts to the layers, which compiled layers do not accept",
             ),
         ):
             if switched_on:
@@ -162,17 +164,11 @@ class PolicyConfig(ModelConfig):
                 )
 
     def _check_exact(self, key: str) -> Iterator[Problem]:
-        """Yield what cannot compute the same bits on both sides."""
-        if self.megatron_cfg.enabled:
-            yield Problem(
-                f"{key}.exact_on_policy",
-                "found true, but Megatron Core's layers add in an order that depends on the batch",
-                f"Set it to false, or {key}.backend=torch.",
-            )
+        """Yield settings that are incompatible with bit-identical results in learner and engine."""
         if self.generation.uses_vllm and self.device == "cpu":
             yield Problem(
                 f"{key}.exact_on_policy",
-                "found true, but vLLM has a batch-invariant mode on GPUs alone",
+                "found true, but vLLM's batch-invariant mode exists only on GPUs",
                 f"Set {key}.generation.backend=torch, or {key}.exact_on_policy=false.",
             )
         if self.generation.uses_extension:
@@ -193,31 +189,27 @@ class PolicyConfig(ModelConfig):
                 "found true, but with policy.exact_on_policy the filters keep the same tokens on both sides without a record of them",
                 f"Set it to false, or {key}.exact_on_policy=false.",
             )
-        sizes = self.dtensor_cfg
-        if (
-            max(sizes.tensor_parallel_size, sizes.context_parallel_size, sizes.pipeline_parallel_size, sizes.expert_parallel_size)
-            > 1
-        ):
+        if self.dtensor_cfg.largest_size > 1:
             yield Problem(
                 f"{key}.exact_on_policy",
-                "found true, but tensor-, context-, pipeline- or expert-parallel ranks add in an order of their own",
+                "found true, but tensor-, context-, pipeline- or expert-parallel ranks add in a different order",
                 f"Set it to false, or these sizes of {key}.dtensor_cfg to 1.",
             )
 
     def _check_deterministic(self, key: str) -> Iterator[Problem]:
-        """Yield what would let two equal runs differ."""
+        """Yield settings that would let two equal runs differ."""
         if self.batching.train_mb_tokens == "auto":
             yield Problem(
                 f"{key}.{self.batching_key}.train_mb_tokens",
-                f"found auto, but {key}.deterministic is true, and a budget that is measured may cut a batch otherwise in another run",
-                f"Set it to the number of tokens that a run found, or {key}.deterministic=false.",
+                f"found auto, but {key}.deterministic is true, and a measured budget may cut a batch differently in another run",
+                f"Set it to the number of tokens measured by a run, or {key}.deterministic=false.",
             )
 
     def _check_deterministic_engine(self, key: str) -> Iterator[Problem]:
         if self.generation.uses_vllm and self.device == "cpu":
             yield Problem(
                 f"{key}.deterministic",
-                "found true, but vLLM has its batch-invariant mode on GPUs alone; on a CPU the last bits of a token depend on the batch",
+                "found true, but vLLM's batch-invariant mode exists only on GPUs; on a CPU the last bits of a token depend on the batch",
                 f"Set {key}.generation.backend=torch, or {key}.deterministic=false.",
             )
 
@@ -239,14 +231,14 @@ class PolicyConfig(ModelConfig):
             yield Problem(
                 f"{key}.exact_on_policy",
                 "vLLM samples in its batch-invariant mode (VLLM_BATCH_INVARIANT=1), whose agreement with the learner to the last bit is "
-                "unchecked: train/token_mult_prob_error says what is left of the difference",
+                "unchecked: train/token_mult_prob_error measures the remaining difference",
             )
         if self.offload is True and not self.generation.colocated.enabled:
-            yield Problem(f"{key}.offload", "it has no effect: the engine has devices of its own")
+            yield Problem(f"{key}.offload", "it has no effect: the engine has its own devices")
         if self.router_replay.enabled and self.generation.uses_vllm and not self.generation.vllm_cfg.enable_prefix_caching:
             yield Problem(
                 f"{key}.generation.vllm_cfg.enable_prefix_caching",
-                f"found false, but vLLM keeps the experts of tokens beside its prefix cache, which {key}.router_replay.enabled turns on",
+                f"found false, but vLLM stores the experts of tokens with its prefix cache, which {key}.router_replay.enabled turns on",
             )
         yield from self._warn_unused_sleep(f"{key}.generation.vllm_cfg.sleep_level")
 
@@ -269,13 +261,13 @@ class PolicyConfig(ModelConfig):
 def fix_other_rounding(key: str) -> str:
     """Return what to do about an engine that does not round as the learner does."""
     return (
-        "loss_fn.use_importance_sampling_correction=true corrects it, and train/token_mult_prob_error says how large it is; "
-        f"{key}.generation.backend=torch samples with what the learner computes."
+        "loss_fn.use_importance_sampling_correction=true corrects it, and train/token_mult_prob_error measures it; "
+        f"{key}.generation.backend=torch samples with the learner's rounding."
     )
 
 
 class RecordedPolicyConfig(PolicyConfig):
-    """The policy of a run on recorded data, which samples nothing."""
+    """The policy of a run on recorded data, which does not sample."""
 
     generation: UnusedGenerationConfig = subsection(UnusedGenerationConfig)
 
@@ -294,4 +286,4 @@ class RecordedPolicyConfig(PolicyConfig):
         if self.router_replay.enabled:
             yield Problem(f"{key}.router_replay.enabled", "it has no effect: recorded data has no experts that an engine chose")
         if self.exact_on_policy:
-            yield Problem(f"{key}.exact_on_policy", "it has no effect: no engine computes what recorded data is trained on")
+            yield Problem(f"{key}.exact_on_policy", "it has no effect: recorded data has no engine")

@@ -95,8 +95,8 @@ class ValueLossConfig(BaseConfig):
     cliprange: float | None = Field(
         0.2,
         ge=0,
-        description="Clip a value to at most this far from its value before the update (reward); null or 0 does not clip. "
-        "An algorithm with a bound of its own keeps it where this is 0.2.",
+        description="Clip a value to at most this far from its value before the update (reward); null or 0 does not clip. An algorithm "
+        "with its own bound keeps it if this is 0.2.",
     )
 
 

@@ -13,7 +13,7 @@ from strop.config.schema.policy_config import RecordedPolicyConfig
 from strop.problems import Problem
 from strop.trainer.training_config import RecordedTrainingConfig
 
-MOST_EXAMPLES = 32  # of an optimizer step, where policy.train_global_batch_size is not set
+MOST_EXAMPLES = 32  # for an optimizer step, if policy.train_global_batch_size is not set
 
 
 class SftConfig(RecordedTrainingConfig):

@@ -43,7 +43,7 @@ from strop.trainer.training_config import RecordedTrainingConfig, RolloutTrainin
 
 
 def _null_to_empty(values: object) -> object:
-    """Read an ``env`` or an alias in it without any key as empty."""
+    """Read an ``env``, or an alias in it, without any key as empty."""
     if isinstance(values, Mapping):
         return {alias: {} if options is None else options for alias, options in values.items()}
     return {} if values is None else values
@@ -70,7 +70,7 @@ class TrainingRunConfig(BaseConfig):
     run_name: RunName | None = Field(
         None,
         description="Name of the run: its folders are logs/NAME and results/NAME, and ${run_name} stands for it in any value. "
-        "{overrides} in it stands for the settings of the command line.",
+        "{overrides} in it stands for the command line's settings.",
     )
     algorithm: AlgorithmConfig = subsection(AlgorithmConfig)
     checkpointing: CheckpointingConfig = subsection(CheckpointingConfig)
@@ -183,7 +183,7 @@ class EvalRunConfig(BaseConfig):
     cluster: EvalClusterConfig = subsection(EvalClusterConfig)
 
     def with_graders(self) -> Self:
-        """Return the configuration with the environments that grade its built-in sets as they are usually reported."""
+        """Return the configuration with the environments that grade its built-in sets as usually reported."""
         if self.data.sets:
             sets, env = assign_graders(self.data.sets, self.env)
             return replace(self, data=replace(self.data, sets=sets), env=env)

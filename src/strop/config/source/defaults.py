@@ -13,14 +13,14 @@ from strop.config.source.yaml_source import ConfigSource
 
 
 def resolve_source(source: ConfigSource, model: type[BaseConfig]) -> tuple[Mapping[str, Any], Mapping[KeyPath, str]]:
-    """Return what a source sets on top of the schema's defaults, resolved, and an error for each value that cannot be resolved.
+    """Return a source's settings on top of the schema's defaults, resolved, and an error for each value that cannot be resolved.
 
     Both are shared: copy before changing them.
     """
     return _resolve(source, cast("Any", model))
 
 
-@functools.lru_cache(maxsize=8)  # a translation and the validation after it resolve the same source
+@functools.lru_cache(maxsize=8)  # a translation and its validation resolve the same source
 def _resolve(source: ConfigSource, model: type[BaseConfig]) -> tuple[Mapping[str, Any], Mapping[KeyPath, str]]:
     return resolve_interpolations(add_defaults(source.values, model))
 
@@ -38,7 +38,7 @@ def add_defaults(values: Mapping[str, Any], model: type[BaseConfig]) -> dict[str
             if value is None or isinstance(value, Mapping):
                 tree[name] = add_defaults(value or {}, inner)
         elif value is None and followed_keys(field):
-            tree[name] = default[name]  # null asks for the value of the key that this one follows
+            tree[name] = default[name]  # null requests the value of the key that this one follows
         elif isinstance(value, Mapping) and not keys.is_entry_list(field) and (entry := keys.entry_model(field)):
             tree[name] = {
                 alias: add_defaults(options or {}, entry) if options is None or isinstance(options, Mapping) else options

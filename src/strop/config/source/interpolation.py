@@ -22,7 +22,7 @@ from strop.config.source.yaml_source import KeyPath
 
 UNSET_VARIABLE = "the environment variable"
 UNKNOWN_TARGET = re.compile(r"\$\{(?!\.*[A-Za-z_][\w.]*\}|[a-z_.]+:)")  # a name that is itself interpolated, or has brackets
-PLAIN = frozenset({bool, int, float, type(None)})  # types of values without text
+PLAIN = frozenset({bool, int, float, type(None)})  # types of values that contain no text
 
 
 def _divide(a: Any, b: Any) -> Any:
@@ -30,7 +30,7 @@ def _divide(a: Any, b: Any) -> Any:
 
 
 def _arithmetic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function for numbers only: the product of a text and a number would be many copies of the text."""
+    """Return the function for numbers only: the product of a text and a number would repeat the text."""
 
     def compute(*numbers: Any) -> Any:
         for number in numbers:
@@ -76,7 +76,7 @@ def resolve_interpolations(values: Mapping[str, Any]) -> tuple[dict[str, Any], d
     }
     readable = _without(values, errors)
     found, unresolved = _resolve_tree(_keep_referenced(readable))
-    # Copies: sections and lists are remembered, and a caller may change its own.
+    # Copies: sections and lists are cached, and a caller may change its own.
     resolved: dict[str, Any] = _map_strings(readable, lambda path, text: copy_values(found[path]))
     return resolved, {**errors, **unresolved}
 
@@ -88,16 +88,16 @@ def _without(values: Mapping[str, Any], unreadable: Collection[KeyPath]) -> Any:
 
 @dataclass(frozen=True)
 class _ReferencedTree:
-    """Values whose ``repr`` says everything about them: what is in YAML."""
+    """Values whose ``repr`` is complete, as for all values of YAML."""
 
     text: str
     values: dict[str, Any] = field(compare=False)
 
 
 def _resolve_tree(values: dict[str, Any]) -> tuple[dict[KeyPath, Any], dict[KeyPath, str]]:
-    """Return the values of all texts by their paths, and an error for each that cannot be resolved. Both are shared.
+    """Return the values of all texts by path, and an error for each that cannot be resolved. Both are shared.
 
-    A configuration is resolved before and after it is translated, which seldom changes what texts refer to.
+    A configuration is resolved before and after its translation, which rarely changes the references.
     """
     tree = _ReferencedTree(repr(values), values)
     return _resolve_texts.__wrapped__(tree) if "env:" in tree.text else _resolve_texts(tree)  # the environment may change
@@ -114,7 +114,7 @@ def _resolve_texts(tree: _ReferencedTree) -> tuple[dict[KeyPath, Any], dict[KeyP
 
 
 def _map_strings(value: Any, change: Any, path: KeyPath = ()) -> Any:
-    if isinstance(value, dict | Mapping):  # dict first: Mapping asks every class of what it is
+    if isinstance(value, dict | Mapping):  # dict first: an isinstance check with Mapping is slow
         return {
             key: inner if type(inner) in PLAIN else _map_strings(inner, change, (*path, str(key))) for key, inner in value.items()
         }
@@ -124,7 +124,7 @@ def _map_strings(value: Any, change: Any, path: KeyPath = ()) -> Any:
 
 
 def copy_values(value: Any) -> Any:
-    """``copy.deepcopy`` for what YAML can say, whose texts and numbers need no copy."""
+    """``copy.deepcopy`` for YAML values, whose texts and numbers need no copy."""
     if type(value) in PLAIN or isinstance(value, str):
         return value
     if type(value) is dict:
@@ -135,7 +135,7 @@ def copy_values(value: Any) -> Any:
 
 
 def _keep_referenced(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the texts with ``${...}``, and the values that they refer to. A tree of OmegaConf with all values takes long to make."""
+    """Return the texts with ``${...}`` and the values they refer to. Creating an OmegaConf tree with all values takes long."""
     texts = _collect_texts(values)
     if any(UNKNOWN_TARGET.search(text) for text in texts.values()):
         return values
@@ -171,7 +171,7 @@ def _collect_texts(values: Mapping[str, Any]) -> dict[KeyPath, str]:
 
 
 def iter_targets(path: KeyPath, text: str) -> Iterator[KeyPath]:
-    """Yield the paths that a text at ``path`` refers to, as often as it does. One that is itself interpolated is not known."""
+    """Yield the paths that a text at ``path`` refers to, with repetitions. Interpolated paths are unknown."""
     for dots, name in re.findall(r"\$\{(\.*)([A-Za-z_][\w.]*)\}", text):
         yield (*(path[: -len(dots)] if dots else ()), *name.split("."))
 

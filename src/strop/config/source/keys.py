@@ -104,7 +104,7 @@ def default_values(model: type[BaseConfig]) -> Mapping[str, Any]:
     return _default_values(cast("Any", model))
 
 
-@functools.cache  # of some hundred sections, each of which is asked for by every load
+@functools.cache  # for several hundred sections, each of which is requested by every load
 def _default_values(model: type[BaseConfig]) -> Mapping[str, Any]:
     tree: dict[str, Any] = {}
     for name, field in fields_of(model).items():

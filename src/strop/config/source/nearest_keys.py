@@ -1,5 +1,6 @@
-"""The key that an unknown one probably is: the same name in another section, or nearly the same spelling. A hint at an unrelated key is
-worse than none."""
+"""Suggests the key that an unknown one probably means: the same name in another section, or a similar spelling. A hint at an
+unrelated key is worse than none.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +11,24 @@ from functools import lru_cache
 from strop.base_config import BaseConfig, fields_of
 from strop.config.source.keys import iter_keys
 
-CLOSE_WORD = 0.75  # ratio of two words of which one is a misspelling of the other: one letter of four
-MOST_PLACES = 3  # a name in more sections, such as enabled, does not say which is meant
+CLOSE_WORD = 0.75  # ratio of two words of which one is a misspelling of the other: one letter in four
+MOST_PLACES = 3  # a name in more sections, such as enabled, is ambiguous
 MOST_LISTED = 12  # keys of a section in a message
 SYNONYMS = {"learning_rate": "lr", "lora": "lora_cfg", "peft": "lora_cfg", "num_train_epochs": "max_num_epochs"}
 
 
 def suggest_keys(path: Sequence[str], root: type[BaseConfig]) -> str:
-    """Return what may be meant by an unknown key, or else which keys its section has."""
+    """Suggest the meaning of an unknown key, or list the keys of its section."""
     nearest = find_nearest_keys(path, root)
     return f"Did you mean {' or '.join(nearest)}?" if nearest else _list_section(path[:-1], root)
 
 
 def find_nearest_keys(path: Sequence[str], root: type[BaseConfig]) -> tuple[str, ...]:
-    """Return dotted keys that may be meant, best first; none if no name is truly close."""
+    """Return dotted keys that may be meant, best first; empty if no name is close enough."""
     return _find_nearest_keys(tuple(path), root)  # type: ignore[arg-type]  # mypy: as if a section were hashed
 
 
-@lru_cache(maxsize=4096)  # one message asks several times
+@lru_cache(maxsize=4096)  # one message calls it several times
 def _find_nearest_keys(path: tuple[str, ...], root: type[BaseConfig]) -> tuple[str, ...]:
     section, name = ".".join(part for part in path[:-1] if not part.isdigit()), path[-1]
     target = f"{section}.{name}" if section else name
@@ -55,7 +56,7 @@ def _find_nearest_keys(path: tuple[str, ...], root: type[BaseConfig]) -> tuple[s
 
 
 def is_misspelling(name: str, other: str) -> bool:
-    """Return whether two names are the same but for letters, capitals and underscores: at most two words of them differ, slightly."""
+    """Return whether two names differ only slightly: in letter case, underscores, and small misspellings of at most two words."""
     if name.replace("_", "").casefold() == other.replace("_", "").casefold():
         return True
     words, others = name.casefold().split("_"), other.casefold().split("_")
@@ -66,7 +67,7 @@ def is_misspelling(name: str, other: str) -> bool:
 
 
 def _is_shortened(name: str, other: str) -> bool:
-    """Return whether a name leaves out the end of another, or words of it: num_generations of num_generations_per_prompt."""
+    """Return whether a name omits the end of another, or words of it: num_generations of num_generations_per_prompt."""
     words, others = name.split("_"), other.split("_")
     if len(words) > 1 and len(words) < len(others):
         leading = all(_is_close(word, near) for word, near in zip(words, others, strict=False))
@@ -75,12 +76,12 @@ def _is_shortened(name: str, other: str) -> bool:
 
 
 def _is_close(word: str, other: str) -> bool:
-    swapped = sorted(word) == sorted(other)  # short words differ much by two letters in the wrong order
+    swapped = sorted(word) == sorted(other)  # two swapped letters change short words a lot
     return word == other or (len(word) > 2 and (swapped or _similarity(word, other) >= CLOSE_WORD))
 
 
 def _list_candidates(root: type[BaseConfig], target: str) -> list[str]:
-    """Return every key and section, except those that the target is in."""
+    """Return all keys and sections, except those that contain the target."""
     return [key for key in _list_keys(root) if not f"{target}.".startswith(f"{key}.")]  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Keys that earlier versions had. A key that goes is refused for one version with what to do instead; then its row goes, too."""
+"""Keys of earlier versions. A removed key is refused for one version with a replacement; then its row is deleted too."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from strop.problems import Problem
 @dataclass(frozen=True)
 class RemovedKey:
     pattern: str  # of dotted keys, as in ``fnmatch``
-    default: Any  # its value in a run that did not set it, which asks for nothing
+    default: Any  # the value of a run that did not set it, which has no effect
     instead: str
 
 
 _REPLAY = (
-    "Remove it: asynchronous runs no longer repeat bit by bit. Train synchronously for a run that does; `strop replay` computes a step "
-    "of any run again from its stored rollouts."
+    "Remove it: asynchronous runs no longer repeat bit by bit. Train synchronously for a run that does; `strop replay` recomputes a step "
+    "of any run from its stored rollouts."
 )
 
 REMOVED_KEYS = (
@@ -31,7 +31,7 @@ REMOVED_KEYS = (
 
 
 def drop_removed_keys(source: ConfigSource) -> tuple[ConfigSource, list[Problem]]:
-    """Return the source without the keys that are gone, and a problem for each that asks for something."""
+    """Return the source without removed keys, and a problem for each that has an effect."""
     problems = []
     for path in list(source.origins):
         removed = next((each for each in REMOVED_KEYS if fnmatchcase(".".join(path), each.pattern)), None)

@@ -24,7 +24,7 @@ KeyPath: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, eq=False)
 class ConfigSource:
-    """Nested values, and the file and line of each. Equal only to itself, so that what is derived from it can be kept."""
+    """Nested values, and the file and line of each. Compared by identity, so that derived results can be cached."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
@@ -41,12 +41,12 @@ class ConfigSource:
         )
 
     def layer_of(self, path: KeyPath) -> int:
-        """Return the place of the layer that set a key: that of its file, base first, or one more for the command line."""
+        """Return the layer number that set a key: that of its file, base first, or one more for the command line."""
         origin = self.origins[path].source
         return self.files.index(origin) if isinstance(origin, Path) and origin in self.files else len(self.files)
 
     def find_origin(self, path: KeyPath) -> Origin | None:
-        """Return where a key was set, or else the innermost section around it; None if neither was."""
+        """Return where a key was set, otherwise the innermost enclosing section that was; None if neither was."""
         while path:
             if path in self.origins:
                 return self.origins[path]
@@ -92,7 +92,7 @@ def read_config_file(path: Path, inheriting: tuple[Path, ...] = ()) -> ConfigSou
     return _inherit(source, own) if bases else own
 
 
-REPLACES = "_override_"  # in a section at the top of a file, as NeMo-RL reads it: nothing of the base's section is left
+REPLACES = "_override_"  # in a section at the top of a file, as in NeMo-RL: discards the base's section completely
 
 
 def _inherit(base: ConfigSource, own: ConfigSource) -> ConfigSource:
@@ -108,7 +108,7 @@ def _inherit(base: ConfigSource, own: ConfigSource) -> ConfigSource:
 
 
 def check_path(path: Path, inheriting: Sequence[Path]) -> None:
-    """Raise ConfigError for a path that no file can have."""
+    """Raise ConfigError for an invalid path."""
     try:
         path.exists()
         path.resolve()
@@ -154,7 +154,7 @@ def _read_single_file(path: Path, inheriting: tuple[Path, ...]) -> tuple[ConfigS
 
 
 def parse_once(text: str) -> tuple[Any, dict[KeyPath, int]]:
-    """Parse a file; many recipes of a folder inherit from the same few."""
+    """Parse a file, cached, because many recipes of a folder inherit from the same few files."""
     values, lines = _parse(text)
     return _copy_values(values), lines
 
@@ -225,7 +225,7 @@ def normalize_entry_path(path: KeyPath, source: ConfigSource, root: type[BaseCon
 
 
 def _find_missing_entry(path: KeyPath, source: ConfigSource, root: type[BaseConfig], origin: Origin) -> Problem | None:
-    """Return a problem for an override of an entry that a list, or a single entry, does not have."""
+    """Return a problem for an override of an entry that does not exist in a list or single entry."""
     for depth in range(1, len(path)):
         field, entries, index = keys.find_field(root, path[:depth]), get_at(source.values, path[:depth]), path[depth]
         is_list = field is not None and keys.entry_model(field) is not None and keys.is_entry_list(field)
@@ -239,8 +239,8 @@ def _find_missing_entry(path: KeyPath, source: ConfigSource, root: type[BaseConf
 
 
 def parse_override_value(path: KeyPath, text: str, root: type[BaseConfig]) -> Any:
-    """Parse a value as YAML, but whole: `` #`` begins no comment, and what YAML would take out of a plain text (``*x``, ``&x``, ``a: b``)
-    belongs to it. ``name=7`` is the string "7" where the key is a string. Quotes, brackets and braces are YAML's.
+    """Parse a complete value as YAML: `` #`` does not begin a comment, and YAML syntax inside plain text (``*x``, ``&x``, ``a:
+    b``) is part of the text. ``name=7`` is the string "7" if the key is a string. Quotes, brackets and braces have YAML's meaning.
     """
     plain = text.lstrip()[:1] not in ("[", "{", "'", '"')
     field = keys.find_field(root, path)
@@ -263,14 +263,14 @@ _COMMENT = re.compile(r"(^|\s)#")
 
 
 def _refuse_rest(text: str, value: Any) -> None:
-    """Raise YamlError for text after a closing quote or bracket that YAML would read as a comment, and leave out."""
+    """Raise YamlError for text after a closing quote or bracket that YAML would drop as a comment."""
     for match in re.finditer(r"\s#", text):
         try:
             cut = yaml_text.parse_value(text[: match.start()])
         except yaml_text.YamlError:  # inside of quotes
             continue
         if cut == value:
-            raise yaml_text.YamlError(f"{text[match.start() :].strip()!r} would be a comment, and be left out")
+            raise yaml_text.YamlError(f"{text[match.start() :].strip()!r} would be dropped as a comment")
 
 
 def set_key(source: ConfigSource, path: KeyPath, value: Any, origin: Origin) -> tuple[Problem | None, ConfigSource]:
@@ -310,7 +310,7 @@ def _not_a_section(path: KeyPath, depth: int, value: Any, parent: Any, origin: O
 
 
 def delete_key(source: ConfigSource, path: KeyPath, origin: Origin) -> tuple[Problem | None, ConfigSource]:
-    """Remove a key that a file sets, so that the schema's default holds."""
+    """Remove a key that a file sets, so that the schema's default applies."""
     dotted = ".".join(path)
     parent = get_at(source.values, path[:-1])
     if not isinstance(parent, Mapping) or path[-1] not in parent:

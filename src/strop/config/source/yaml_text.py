@@ -30,11 +30,11 @@ class YamlError(Exception):
 
 
 class _Constructor(SafeConstructor):
-    """Builds plain values; what only later versions of YAML call a date or a value is a text."""
+    """Builds plain values; texts that only other YAML versions treat as dates or values stay texts."""
 
 
 class _Representer(SafeRepresenter):
-    """Writes plain values without anchors, and quotes a text where YAML would fold or drop a character."""
+    """Writes plain values without anchors, and quotes texts where YAML would fold or drop a character."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -44,7 +44,7 @@ class _Representer(SafeRepresenter):
         return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if needs_quotes else None)
 
     def represent_number(self, number: float) -> ScalarNode:
-        """Write 5.0e-06, not 5e-06, which readers of YAML 1.1 take for a text."""
+        """Write 5.0e-06 instead of 5e-06, which YAML 1.1 readers parse as a text."""
         node = self.represent_float(number)
         mantissa, e, exponent = node.value.partition("e")
         node.value = f"{mantissa}.0e{exponent}" if e and "." not in mantissa else node.value
@@ -59,7 +59,7 @@ _Representer.add_representer(float, _Representer.represent_number)
 
 class _Yaml(YAML):
     def official_plug_ins(self) -> list[Any]:
-        """Nothing: they would be looked for in the folder of the package each time."""
+        """Return nothing: ruamel would search for plug-ins in its package folder each time."""
         return []
 
 
@@ -82,7 +82,9 @@ def parse(text: str) -> tuple[Any, dict[KeyPath, int]]:
         line, column = text.count("\n", 0, odd.start("space")) + 1, odd.start("space") - text.rfind("\n", 0, odd.start("space"))
         character = f"U+{ord(odd['space']):04X}"
         raise YamlError(
-            f"{character} stands where a space belongs, as editors and web pages insert it; write a plain space", line, column
+            f"{character} is used instead of a space, as inserted by some editors and web pages; write a plain space",
+            line,
+            column,
         )
     yaml = _make_yaml()
     try:
@@ -127,7 +129,7 @@ def _key_name(key: Any, prefix: KeyPath) -> str:
     if not isinstance(key, ScalarNode) or key.tag == f"{_CORE}null":
         kind = "null" if isinstance(key, ScalarNode) else "a list or a mapping"
         inside = f" in {'.'.join(prefix)}" if prefix else ""
-        raise YamlError(f"a key{inside} is {kind}; a key is a text", *where)
+        raise YamlError(f"a key{inside} is {kind}; a key must be a text", *where)
     return str(key.value)
 
 
@@ -137,13 +139,13 @@ def dump(values: Any) -> str:
 
 @dataclass(frozen=True)
 class _Document:
-    """Values of YAML, of which ``repr`` says everything."""
+    """YAML values whose ``repr`` is complete."""
 
     text: str
     values: Any = field(compare=False)
 
 
-@functools.lru_cache(maxsize=8)  # a run writes its configuration beside its metrics and with each checkpoint
+@functools.lru_cache(maxsize=8)  # cached, because a run writes its configuration with its metrics and with each checkpoint
 def _dump(document: _Document) -> str:
     stream = io.StringIO()
     _make_yaml().dump(document.values, stream)

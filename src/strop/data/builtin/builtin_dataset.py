@@ -1,4 +1,4 @@
-"""What a built-in data set is: a short name for one of the hub, with its columns, its splits and how it is graded."""
+"""An entry of the built-in data sets: a short name for a hub dataset, with its columns, splits and grading."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ RowForm = Literal[
     "reasoning_question",
     "described_region",
 ]
-"""How rows of another form are read (``strop.data.sources.row_readers``)."""
+"""Converter for rows of another form (``strop.data.sources.row_readers``)."""
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The splits of a data set by what they are for. None: it has none for that."""
+    """The splits of a data set by purpose. None: it has no split for it."""
 
     train: str | None = "train"
     validation: str | None = None
     evaluation: str | None = None  # what is reported
 
     def choose(self, purpose: Purpose) -> str:
-        """Return the split for a purpose: its own, else another one that the set has."""
+        """Return the split for a purpose: its own, otherwise another one of the set."""
         order = {
             "train": (self.train, self.evaluation, self.validation),
             "validation": (self.validation, self.evaluation, self.train),
@@ -40,15 +40,15 @@ class Splits:
 
 @dataclass(frozen=True)
 class Choices:
-    """The columns of the options of multiple-choice questions: one for each option, or a single one with a list."""
+    """The columns with the options of multiple-choice questions: one column per option, or a single one with a list."""
 
     options: tuple[str, ...]
-    first_is_correct: bool = False  # then they are shuffled, by the question; else a column has the letter
+    first_is_correct: bool = False  # options are then shuffled by the question; otherwise a column has the letter
 
 
 @dataclass(frozen=True)
 class Grader:
-    """The environment that grades a set as it is usually reported, and its options."""
+    """The environment that grades a set as usually reported, and its options."""
 
     environment: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -56,35 +56,37 @@ class Grader:
 
 @dataclass(frozen=True)
 class Condition:
-    """What a column must be for a row to be used: exactly one of some texts, none of them in any case, or a list that is not too long."""
+    """A condition that a row's column must meet: it is exactly one of some texts, contains none of some texts in any case, or is
+    a list that is not too long.
+    """
 
     column: str
     one_of: tuple[str, ...] = ()
-    none_of: tuple[str, ...] = ()  # a column without a value has the text ""
+    none_of: tuple[str, ...] = ()  # a column without a value counts as ""
     at_most: int | None = None  # items of a list
 
 
 @dataclass(frozen=True)
 class BuiltinDataset:
-    """One entry of the catalogue. The columns hold unless the configuration names others."""
+    """One entry of the catalogue. Its columns apply unless the configuration names others."""
 
     hub: str  # OWNER/NAME, or the address of a file
     splits: Splits = Splits()
     input_key: str = "problem"
     output_key: str = "answer"  # empty: no column has answers
-    subset: str | None = None  # several, joined, have commas between them
-    revision: str | None = None  # of the hub; None: the newest
-    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by subset, in place of a script, which is never run
+    subset: str | None = None  # several are joined by commas
+    revision: str | None = None  # hub revision; None: the newest
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by subset, instead of a loading script (never run)
     answer_marker: str | None = None  # the reference answer follows the last occurrence
     system_key: str | None = None  # the column of a system prompt to put before a conversation
-    keep: tuple[Condition, ...] = ()  # rows that do not meet all of these are left out
-    row_reader: RowForm | None = None  # None: a row is read as it is
+    keep: tuple[Condition, ...] = ()  # rows must meet all of these
+    row_reader: RowForm | None = None  # None: rows are used unchanged
     choices: Choices | None = None
-    split_hubs: Mapping[str, str] = field(default_factory=dict)  # splits that are the only split of another set of the hub
-    media_files: str | None = None  # what the folder media_data_dir must have, of a set whose images are files of their own
-    grader: Grader | None = None  # None: the environment of the run
-    prompt: str | None = None  # how a question is usually worded, with {question} where it goes; None: the question alone
+    split_hubs: Mapping[str, str] = field(default_factory=dict)  # splits stored as the only split of another hub set
+    media_files: str | None = None  # required content of the folder media_data_dir, for sets whose images are separate files
+    grader: Grader | None = None  # None: the run's environment
+    prompt: str | None = None  # usual wording of a question, with {question} as placeholder; None: the question only
 
     def find_split(self, split: str) -> tuple[str, str]:
-        """Return the set of the hub that has a split, and the name of the split there."""
+        """Return the hub dataset that contains a split, and the split's name there."""
         return (self.split_hubs[split], "train") if split in self.split_hubs else (self.hub, split)

@@ -34,7 +34,7 @@ MMLU_LANGUAGES = (
 def _mmlu(language: str = "") -> BuiltinDataset:
     return BuiltinDataset(
         f"{SIMPLE_EVALS}/mmlu{language}.csv",
-        Splits(None, evaluation="train"),  # the only one that a file at an address has
+        Splits(None, evaluation="train"),  # the only split of a file at a URL
         input_key="Question",
         output_key="Answer",
         choices=MMLU_LETTERS,
@@ -86,7 +86,7 @@ REPORTED_CHOICES: Mapping[str, BuiltinDataset] = {
     "gpqa": _gpqa("gpqa_main"),
     "gpqa_diamond": _gpqa("gpqa_diamond"),
 }
-CHOICE_ALIASES: Mapping[str, str] = {  # other names that people write
+CHOICE_ALIASES: Mapping[str, str] = {  # common alternative names
     "MMLU": "mmlu",
     "mmlu_EN-US": "mmlu",
     "MMMLU": "mmmlu",

@@ -1,4 +1,4 @@
-"""Questions about images, with the columns and the answers that NeMo-RL reads of them."""
+"""Questions about images, with the same columns and answers that NeMo-RL uses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from strop.data.builtin.builtin_dataset import BuiltinDataset, Condition, Grader
 
 
 def _grade(answer: str, format_weight: float, **kwargs: float) -> Grader:
-    """Return NeMo-RL's rewards of a set: its format, and its answer."""
+    """Return NeMo-RL's rewards for a set: its format, and its answer."""
     options = {"kwargs": kwargs} if kwargs else {}
     formatted = {"name": "format", "weight": format_weight}
     return Grader("vlm", {"rewards": [formatted, {"name": answer, "weight": 1 - format_weight, **options}]})

@@ -1,4 +1,4 @@
-"""Mathematical problems that are reported, each graded as it is reported."""
+"""Mathematical benchmark problems, each graded as usually reported."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ REPORTED: Mapping[str, BuiltinDataset] = {
         grader=LAST_NUMBER,
         prompt=BOXED,
     ),
-    "DAPOMathAIME2024": BuiltinDataset(  # each problem 32 times, worded as DAPO's training data
+    "DAPOMathAIME2024": BuiltinDataset(  # each problem 32 times, in the wording of DAPO's training data
         "BytedTsinghua-SIA/AIME-2024",
         ONLY,
         input_key="prompt.0.content",
@@ -60,7 +60,7 @@ REPORTED: Mapping[str, BuiltinDataset] = {
         grader=STATED,
     ),
 }
-MATH_ALIASES: Mapping[str, str] = {  # other names that people write
+MATH_ALIASES: Mapping[str, str] = {  # common alternative names
     "aime24": "AIME2024",
     "aime2024": "AIME2024",
     "aime25": "AIME2025",

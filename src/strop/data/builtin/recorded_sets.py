@@ -53,7 +53,7 @@ PREFERENCE_SETS: Mapping[str, BuiltinDataset] = {
         "nvidia/HelpSteer3",
         Splits("train", validation="validation"),
         input_key="context",
-        output_key="response",  # the preferred one, for training on answers
+        output_key="response",  # the preferred answer, for supervised training
         subset="preference",
         row_reader="preferred_response",
     ),

@@ -1,4 +1,4 @@
-"""How the questions of evaluation sets are usually worded."""
+"""The usual wording of questions in evaluation sets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ BOXED_LIST = f"{BOXED} Separate several answers with commas."
 
 
 def word_choice(letters: str) -> str:
-    """Return simple-evals' wording of multiple choice; ``letters`` are those of the options."""
+    """Return simple-evals' wording of multiple choice; ``letters`` are the letters of the options."""
     return (
         "Answer the following multiple choice question. The last line of your response should be of the following format: "
         f"'Answer: $LETTER' (without quotes) where LETTER is one of {letters}. Think step by step before answering.\n\n{{question}}"

@@ -1,8 +1,8 @@
-"""The interface of a curriculum: which task of an entry of the data is next, given the results so far.
+"""The interface of a curriculum, which chooses the next task of a data entry from the results so far.
 
-A curriculum sees results in the order of their positions in the stream, and a result no sooner than it is final for every position that
-may depend on it (``strop.data.curriculum.task_chooser``). If it depends on nothing else, and draws from ``Draw.random`` alone, a run is
-repeated, and continued from a checkpoint, task by task.
+A curriculum receives results in stream order, and only once they are final for every position that may depend on them
+(``strop.data.curriculum.task_chooser``). If it depends on nothing else and draws only from ``Draw.random``, a repeated or resumed
+run gets exactly the same tasks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """A position of the stream that a task is chosen for."""
+    """A position of the stream for which a task is chosen."""
 
     position: int
-    step: int  # which trains on it, as long as no group is dropped
-    usual: int  # the task that comes here without a curriculum
-    in_flight: frozenset[int]  # tasks chosen for earlier positions, whose outcome is not known
+    step: int  # the training step of this position, as long as no group is dropped
+    usual: int  # the task at this position without a curriculum
+    in_flight: frozenset[int]  # tasks chosen for earlier positions whose outcome is still unknown
     random: Random  # seeded by the run's seed and the position
 
 
@@ -35,27 +35,27 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOutcome:
-    """What came of a task. Groups that an algorithm drops because all rewards are equal are outcomes too."""
+    """The result of a task. Groups that an algorithm drops because all rewards are equal count too."""
 
     task: int
     position: int
     step: int
-    scores: tuple[float, ...]  # of the rollouts without an error; empty if the group failed
+    scores: tuple[float, ...]  # scores of rollouts without errors; empty if the group failed
 
 
 class Curriculum(ABC):
-    """Chooses among the tasks of one entry. One of your own is made as ``Class(tasks=..., **kwargs)``, once for each entry."""
+    """Chooses among the tasks of one entry. A class of your own is created as ``Class(tasks=..., **kwargs)``, once per entry."""
 
     @abstractmethod
     def choose(self, draw: Draw) -> Choice:
         """Return the task for a position."""
 
     def observe(self, outcome: TaskOutcome) -> None:
-        """Take note of what came of a task that was chosen earlier. Default: nothing."""
+        """Record the outcome of a task chosen earlier. Default: nothing."""
         return None
 
     def state(self) -> Mapping[str, Any]:
-        """Return what to save in a checkpoint, as JSON has it. Default: nothing."""
+        """Return the state to save in a checkpoint, as JSON values. Default: nothing."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Section ``data.curriculum``: which task of an entry is next."""
+"""Section ``data.curriculum``: the order in which an entry's tasks come."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class DifficultyConfig(BaseConfig):
 
     by: str | None = Field(
         None,
-        description="What says how hard a task is: a column of numbers, dotted for one inside of another, or file.py:name, a function of "
-        "a task that returns a number.",
+        description="Difficulty of a task: a column of numbers (dotted if nested), or file.py:name, a function that returns a number for "
+        "a task.",
     )
     order: Literal["easy_to_hard", "hard_to_easy"] = Field("easy_to_hard", description="Which tasks come first.")
     pacing: Literal["linear", "root", "step"] = Field(
@@ -45,14 +45,14 @@ class SuccessRateConfig(BaseConfig):
         0.9,
         gt=0,
         le=1,
-        description="What is left of earlier results of a task with each new one, and with each epoch of draws without one, as the policy "
-        "changes; 1 never forgets.",
+        description="Factor by which earlier results of a task count less with each new result, and with each epoch of draws without "
+        "one, because the policy changes; 1 never forgets.",
     )
     repeats: float = Field(
         2.0,
         ge=1,
-        description="How often a task may come in an epoch of draws at most, evenly spaced: more is faster where few tasks can be learnt "
-        "now, and nearer to learning those at the price of others (times).",
+        description="Maximum number of times a task is drawn per epoch of draws, evenly spaced. Higher values learn faster if few tasks "
+        "are learnable now, but risk learning those at the expense of others (times).",
     )
     threshold: float | None = Field(
         None, description="Score from which a rollout is a success; null is the score itself, between 0 and 1."
@@ -60,12 +60,13 @@ class SuccessRateConfig(BaseConfig):
 
 
 class CurriculumConfig(BaseConfig):
-    """The order of the training tasks of each entry; the share of an entry is its weight's."""
+    """The order of the training tasks of each entry; an entry's share of the stream is set by its weight."""
 
     name: str = Field(
         NO_CURRICULUM,
         description="none is the shuffled order; difficulty, success_rate, or file.py:Class, a subclass of "
-        "strop.data.curriculum.base.Curriculum. Tasks are drawn with replacement then, and an epoch is as many draws as there are tasks.",
+        "strop.data.curriculum.base.Curriculum. With a curriculum, tasks are drawn with replacement, and an epoch has as many draws as "
+        "there are tasks.",
         examples=[NO_CURRICULUM, *BUILT_IN],
     )
     reward: str | None = Field(
@@ -90,7 +91,7 @@ class CurriculumConfig(BaseConfig):
         if self.name == "difficulty" and self.difficulty.by is None:
             yield Problem(
                 f"{key}.difficulty.by",
-                "found null, so that nothing says how hard a task is",
+                "found null, so the difficulty of tasks is unknown",
                 "Set it to a column of numbers, or to a function of a task as file.py:name.",
             )
 

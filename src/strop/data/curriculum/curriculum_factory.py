@@ -1,4 +1,4 @@
-"""A curriculum from its section of the configuration and the tasks of an entry."""
+"""Create a curriculum from its configuration section and the tasks of an entry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = "data.curriculum"
 
 
 def make_curriculum(config: CurriculumConfig, tasks: Sequence[Task], entry: str, seed: int) -> Curriculum:
-    """Make the curriculum of an entry's tasks. ``entry`` names it in messages. Raises DataError."""
+    """Create the curriculum for an entry's tasks. ``entry`` names the entry in messages. Raises DataError."""
     if hasattr(tasks, "load_state"):
         raise DataError(
             f"{KEY}.name is {config.name}, but {entry} is read as a stream, in which no task can be chosen by its number; set {KEY}.name="
@@ -34,13 +34,13 @@ def make_curriculum(config: CurriculumConfig, tasks: Sequence[Task], entry: str,
 
 
 def read_difficulties(by: str, tasks: Sequence[Task], entry: str) -> list[float]:
-    """Return how hard each task is, by a column of its row or a function. Raises DataError."""
+    """Return the difficulty of each task, from a column of its row or a function. Raises DataError."""
     measure = _import_function(by) if ":" in by else lambda task: read_column(task, by)
     return [_measure_task(measure, tasks[index], by, entry) for index in range(len(tasks))]
 
 
 def read_column(task: Task, column: str) -> Any:
-    """Return the value of a column, or of one inside of another as ``a.b``. Raises DataError."""
+    """Return the value of a column, or of a nested one as ``a.b``. Raises DataError."""
     value: Any = task.metadata
     names = [column] if column in task.metadata else column.split(".")
     for name in names:

@@ -6,7 +6,7 @@ The tasks are sorted, and drawn uniformly from a window that grows from ``start`
     root    sqrt(s^2 + (1 - s^2) p)            competence (Platanios et al. 2019, arXiv 1903.09848)
     step    s + (1 - s) floor(p stages) / stages
 
-Once it holds every task, they come as without a curriculum: shuffled, each once an epoch.
+Once the window holds all tasks, they come as without a curriculum: shuffled, each once per epoch.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class DifficultyCurriculum(Curriculum):
 
 
 def count_tasks(share: float, size: int) -> int:
-    """Return how many of ``size`` tasks a share of them is, rounded up."""
+    """Return the number of tasks that a share of ``size`` tasks means, rounded up."""
     return max(1, math.ceil(share * size - 1e-9))  # 0.6000000000000001 of 10 is 6
 
 
 def compute_window(config: DifficultyConfig, step: int) -> float:
-    """Return the share of the tasks, in the order of the curriculum, that the window has reached."""
+    """Return the share of the tasks, in curriculum order, that the window has reached."""
     start, progress = config.start, min(1.0, step / config.steps)
     match config.pacing:
         case "linear":

@@ -1,20 +1,21 @@
-"""Tasks that the policy solves sometimes: those that it always or never solves have no signal for group-relative advantages.
+"""Prefers tasks that the policy solves sometimes: tasks always or never solved give group-relative advantages no signal.
 
-What is known of a task's success rate is a Beta distribution (Qu et al. 2025, arXiv 2507.04632), since a group without a success does not
-show that a task is impossible:
+Knowledge about a task's success rate is a Beta distribution (Qu et al. 2025, arXiv 2507.04632), because a group without a success
+does not prove that a task is impossible:
 
     p ~ Beta(1/2 + successes, 1/2 + failures)
 
-    counts times ``decay`` with each new result, and for each epoch of draws since the last one, as the policy changes
+    counts are multiplied by ``decay`` with each new result, and for each epoch of draws since the last one, as the policy changes
 
-A task is worth what it may be expected to teach: the probability that its next group of G rollouts is neither all right nor all wrong
+The value of a task is its expected signal: the probability that its next group of G rollouts is neither all right nor all wrong
 (the groups that Yu et al. 2025, arXiv 2503.14476, and Zhang et al. 2025, arXiv 2506.09016, keep),
 
     value = E[1 - p^G - (1 - p)^G]
 
-Tasks with a result are drawn in proportion to value^2. One never seen is drawn in their place with probability new / (new + known), where
-new is the mean value of all tasks seen, and known that of such a draw. After a draw a task is left alone for 1 / ``repeats`` of an epoch
-of draws, after an error for a whole one: the policy would learn a few tasks at the price of the others. Tasks in flight are not drawn.
+Tasks with a result are drawn in proportion to value^2. Instead, a task never seen is drawn with probability new / (new + known),
+where new is the mean value of all tasks seen and known the expected value of a drawn one. After a draw a task rests for 1 /
+``repeats`` of an epoch of draws, after an error for a whole one, so that the policy does not learn a few tasks at the expense of
+the others. Tasks in flight are not drawn.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from strop.data.curriculum.base import Choice, Curriculum, Draw, TaskOutcome
 from strop.data.curriculum.curriculum_config import SuccessRateConfig
 
 PRIOR = 0.5  # successes and failures of a task before its first result (Jeffreys)
-SOLVED, IMPOSSIBLE = 0.95, 0.05  # expected success rates of the metrics
+SOLVED, IMPOSSIBLE = 0.95, 0.05  # success rate thresholds of the metrics
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class _Pools:
-    """The tasks that may be drawn, by how."""
+    """The drawable tasks, grouped by how they are drawn."""
 
     known: NDArray[np.int64]
     weights: Floats  # of ``known``; they sum to 1
     new: NDArray[np.int64]
-    share: float  # the probability to draw of ``new``
+    share: float  # probability of drawing from ``new``
 
     @property
     def entropy(self) -> float:
@@ -60,14 +61,14 @@ class _Pools:
 
 
 class SuccessRateCurriculum(Curriculum):
-    """Draws by what is known of the policy's success rate on each task."""
+    """Draws tasks by the estimated success rate of the policy on each."""
 
     def __init__(self, size: int, config: SuccessRateConfig) -> None:
         self._config = config
         self._draws = 0
-        self._group_size = 1  # rollouts of the last result
+        self._group_size = 1  # rollouts of the latest result
         self._seen = np.zeros(size, dtype=bool)
-        self._updated = np.zeros(size, dtype=np.int64)  # number of draws at the last result
+        self._updated = np.zeros(size, dtype=np.int64)  # number of draws at each task's latest result
         self._successes = np.zeros(size)  # as they were then
         self._failures = np.zeros(size)
         self._rests_until = np.zeros(size, dtype=np.int64)  # number of draws
@@ -92,7 +93,7 @@ class SuccessRateCurriculum(Curriculum):
         return Choice(task, metrics | known)
 
     def _fade(self, tasks: NDArray[np.int64]) -> Floats:
-        """Return what is left of the counts of tasks since their last results."""
+        """Return the decay of the counts of tasks since their latest results."""
         faded: Floats = self._config.decay ** ((self._draws - self._updated[tasks]) / len(self._seen))
         return faded
 
@@ -105,7 +106,7 @@ class SuccessRateCurriculum(Curriculum):
         return 1 - right - wrong
 
     def _make_pools(self, draw: Draw, values: Floats) -> _Pools | None:
-        """Return the tasks that may be drawn; None if there is none."""
+        """Return the drawable tasks; None if there are none."""
         free = self._rests_until <= self._draws
         free[list(draw.in_flight)] = False
         known, new = np.flatnonzero(free & self._seen), np.flatnonzero(free & ~self._seen)
@@ -131,7 +132,7 @@ class SuccessRateCurriculum(Curriculum):
         return min(max(score, 0.0), 1.0) if threshold is None else float(score >= threshold)
 
     def state(self) -> Mapping[str, Any]:
-        """Return counts, (task, successes, failures, draws at its last result) of tasks seen, and until when others rest."""
+        """Return counts, (task, successes, failures, draws at its latest result) of seen tasks, and how long others rest."""
         seen, resting = np.flatnonzero(self._seen), np.flatnonzero(self._rests_until > self._draws)
         counts = (each[seen].tolist() for each in (self._successes, self._failures, self._updated))
         return {

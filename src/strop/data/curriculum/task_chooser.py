@@ -2,9 +2,9 @@
 
     position i is chosen from the outcomes of positions <= i - slots, seen in the order of their positions
 
-Of a stream in the order in which groups were started, at most ``slots`` - 1 groups are in flight when another one starts, so these
-outcomes are all there: which task stands where depends on the seed and the results, never on when groups finish. In other orders an
-outcome may come later; it is seen by the first choice after that.
+In a FIFO stream, at most ``slots`` - 1 groups are in flight when another one starts, so all these outcomes are known: the task at
+each position depends on the seed and the results, never on when groups finish. In other orders an outcome may arrive later; the
+next choice after that uses it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from strop.sampling import mix_seed
 
 log = logging.getLogger(__name__)
 
-KEPT = 4  # times ``slots``: how long choices are kept, to be restarted, and how long an outcome is waited for
+KEPT = 4  # times ``slots``: how long choices are kept for restarts, and how long outcomes are awaited
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,16 @@ class TaskChooser:
         slots: int,
         groups_per_step: int,
     ) -> None:
-        """``name`` is the curriculum's in the configuration; ``slots`` are those of the stream."""
+        """``name`` is the curriculum's name in the configuration; ``slots`` are the slots of the stream."""
         self.name = name
         self._curricula, self._interleaving, self._seed = curricula, interleaving, seed
         self._slots, self._groups_per_step = slots, groups_per_step
         self._next: int | None = None  # the first position without a task; None: nothing was chosen yet
         self._placed: dict[int, ChosenTask] = {}  # of the newest positions
-        self._open: dict[int, tuple[float, ...] | None] = {}  # scores that no curriculum has seen; None: not known yet
+        self._open: dict[int, tuple[float, ...] | None] = {}  # scores that no curriculum has seen yet; None: still unknown
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Return (entry, task) at a position. Raises IndexError outside the epochs, and what a curriculum raises."""
+        """Return (entry, task) at a position. Raises IndexError outside the epochs, and any error of a curriculum."""
         if position not in self._placed:
             follows = self._next is not None and self._next <= position < self._next + self._slots
             for each in range(self._next if follows and self._next is not None else position, position + 1):
@@ -66,12 +66,12 @@ class TaskChooser:
         return placed.entry, placed.task
 
     def find(self, position: int) -> ChosenTask | None:
-        """Return the task of a position; None if it has none, or is too long ago."""
+        """Return the task of a position; None if it has none, or was forgotten."""
         return self._placed.get(position)
 
     def record(self, position: int, scores: Sequence[float]) -> None:
-        """Record the scores of the group at a position, of its rollouts without an error."""
-        if position in self._open:  # not a group that began again after a restart, whose outcome was seen
+        """Record the scores of the group at a position, from its rollouts without errors."""
+        if position in self._open:  # not for a group restarted after its outcome was seen
             self._open[position] = tuple(scores)
 
     def _place(self, position: int) -> None:
@@ -85,7 +85,7 @@ class TaskChooser:
             random=Random(mix_seed(self._seed, entry, position)),
         )
         choice = self._curricula[entry].choose(draw)
-        size = self._interleaving.sizes[entry] or 0  # of a stream, which has no curriculum
+        size = self._interleaving.sizes[entry] or 0  # a stream has no curriculum
         if not isinstance(choice, Choice) or not isinstance(choice.task, Integral) or not 0 <= choice.task < size:
             raise DataError(
                 f"the curriculum {self.name} chose {choice!r:.80}; return Choice(task) with a task from 0 to {size - 1}"
@@ -96,7 +96,7 @@ class TaskChooser:
             self._forget(each)
 
     def _observe(self, last: int) -> None:
-        """Show the curricula the outcomes of positions up to ``last``."""
+        """Pass the outcomes of positions up to ``last`` to the curricula."""
         for position in sorted(self._open):
             scores = self._open[position]
             if position <= last and scores is not None:
@@ -109,7 +109,7 @@ class TaskChooser:
         self._curricula[placed.entry].observe(outcome)
 
     def _forget(self, position: int) -> None:
-        """Drop a position; one without an outcome until now counts as failed."""
+        """Forget a position; if its outcome is still unknown, it counts as failed."""
         if position in self._open:
             self._show(position, self._open[position] or ())
         del self._placed[position]
@@ -118,7 +118,7 @@ class TaskChooser:
         return position // self._groups_per_step
 
     def state(self) -> Mapping[str, Any]:
-        """Return the state as JSON has it."""
+        """Return the state as JSON values."""
         return {
             "name": self.name,
             "sizes": list(self._interleaving.sizes),
@@ -129,7 +129,9 @@ class TaskChooser:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state. That of another curriculum is left out, with a warning. Raises DataError if it is of other data."""
+        """Continue from a state. The state of another curriculum is ignored with a warning. Raises DataError for the state of
+        other data.
+        """
         if state["name"] != self.name:
             log.warning(
                 "data.curriculum.name is %s, and the checkpoint has the state of %s: the curriculum starts without results",
@@ -140,7 +142,7 @@ class TaskChooser:
         if state["sizes"] != list(self._interleaving.sizes):
             raise DataError(
                 f"the curriculum of the checkpoint is over entries of {state['sizes']} tasks, and data.train has "
-                f"{list(self._interleaving.sizes)}; continue with the data of that run, or begin anew with checkpointing.resume=never"
+                f"{list(self._interleaving.sizes)}; continue with the data of that run, or start over with checkpointing.resume=never"
             )
         self._next = state["next"]
         self._placed = {position: ChosenTask(entry, task, metrics) for position, entry, task, metrics in state["placed"]}

@@ -1,1 +1,1 @@
-"""A set of images that is drawn, without a download."""
+"""A set of drawn images, which needs no download."""

@@ -20,20 +20,20 @@ KINDS: tuple[Kind, ...] = ("count", "number")
 SHAPES = ("circle", "square", "triangle")
 COLOURS = {"red": (200, 30, 30), "green": (30, 140, 50), "blue": (40, 70, 200), "black": (20, 20, 20)}
 BACKGROUND = (255, 255, 255)
-MAX_ATTEMPTS = 10_000  # draws until a question belongs to the requested split
-SMALLEST_CELL = 6  # pixels of the square that a shape or a digit stands in
+MAX_ATTEMPTS = 10_000  # draws until a question falls into the requested split
+SMALLEST_CELL = 6  # side of a shape's or digit's square, in pixels
 
 # The bars of each digit: top, upper left, upper right, middle, lower left, lower right, bottom.
 BARS = ("1110111", "0010010", "1011101", "1011011", "0111010", "1101011", "1101111", "1010010", "1111111", "1111011")
-# (x0, y0, x1, y1) of each bar in a digit that is 4 wide and 7 high
+# (x0, y0, x1, y1) of each bar in a digit 4 wide and 7 high
 BAR_BOXES = ((0, 0, 4, 1), (0, 0, 1, 4), (3, 0, 4, 4), (0, 3, 4, 4), (0, 3, 1, 7), (3, 3, 4, 7), (0, 6, 4, 7))
 
 
 @dataclass(frozen=True)
 class DrawnQuestion:
-    """A question, its answer, and the PNG file that it is about."""
+    """A question, its answer, and its image as a PNG file."""
 
-    id: str  # what is drawn, in words
+    id: str  # description of the drawing, in words
     question: str
     answer: str
     content: bytes
@@ -41,14 +41,14 @@ class DrawnQuestion:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """What is drawn and asked."""
+    """Options of drawings and questions."""
 
     kinds: tuple[Kind, ...] = KINDS
     image_size: int = 112  # pixels of each side
-    max_count: int = 6  # of the shapes that are asked for; at least 1
-    max_others: int = 0  # of shapes of another kind beside them
+    max_count: int = 6  # of the counted shapes; at least 1
+    max_others: int = 0  # of additional shapes of another kind
     digits: int = 2  # of a number
-    held_out_fraction: float = 0.2  # of all images, reserved for validation with every seed
+    held_out_fraction: float = 0.2  # share of all images reserved for validation, with every seed
 
     def __post_init__(self) -> None:
         if not self.kinds or not set(self.kinds) <= set(KINDS):
@@ -68,12 +68,14 @@ class Drawing:
 
     @property
     def cells_a_side(self) -> int:
-        """Places for shapes in each row and column, of which at least a third stay empty."""
+        """Cells for shapes in each row and column, of which at least a third stay empty."""
         wanted = 1.5 * (self.max_count + self.max_others)
         return next(side for side in range(1, 10_000) if side * side >= wanted)
 
     def draw(self, seed: int, index: int, *, held_out: bool) -> DrawnQuestion:
-        """Return the first question of this index's own random stream that belongs to the split. Raises DataError if none does."""
+        """Return the first question from this index's own random stream that belongs to the split. Raises DataError if there is
+        none.
+        """
         random = Random(mix_seed(seed, index))
         for _ in range(MAX_ATTEMPTS):
             plan = self._plan(random)
@@ -101,7 +103,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class _Plan:
-    content: str  # in words, without its colour: an image is held out in all colours
+    content: str  # in words, without colour: an image is held out in all colours
     question: str
     answer: str
     colour: str
@@ -111,7 +113,7 @@ class _Plan:
 
 
 def _paint(plan: _Plan, size: int) -> bytes:
-    """Return the PNG file of a plan. Raises DataError without PIL."""
+    """Draw a plan as a PNG file. Raises DataError without PIL."""
     try:
         from PIL import Image, ImageDraw
     except ImportError as error:

@@ -15,7 +15,7 @@ DEFAULT_SIZE = 10_000
 class DrawnRows(Sequence[Record]):
     """Rows with the columns image (a PNG file), problem and answer. ``dataset_kwargs`` are the options of ``Drawing``.
 
-    Questions of validation and evaluation are not among those of training, with any seed."""
+    Questions of validation and evaluation never occur in training, with any seed."""
 
     def __init__(
         self,

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 TaskT = TypeVar("TaskT", bound=Task)
 PartsT = TypeVar("PartsT")
-ToolDefinitions = tuple[Mapping[str, Any], ...]  # which the chat template shows before the conversation
-TOOLS = "tools"  # the column of definitions, if ``tool_key`` names no other
+ToolDefinitions = tuple[Mapping[str, Any], ...]  # shown by the chat template before the conversation
+TOOLS = "tools"  # default column of tool definitions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Conversation(Task):
 
     messages: tuple[Message, ...]
     tools: ToolDefinitions = ()
-    is_raw_text: bool = False  # a text without a prompt: one message by the assistant, which the chat template does not render
+    is_raw_text: bool = False  # a text without a prompt: one assistant message, not rendered by the chat template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Preference(Task):
     prompt: tuple[Message, ...]
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
-    margin: float | None = None  # by how much the chosen completion is better, 0 or more; None if unknown
+    margin: float | None = None  # how much better the chosen completion is, 0 or more; None if unknown
     tools: ToolDefinitions = ()
 
 
@@ -94,7 +94,7 @@ def conversations(source: DataSource) -> Sequence[Conversation]:
 
 
 def preferences(source: DataSource) -> Sequence[Preference]:
-    """Return preference pairs, read lazily. Skips those that prefer neither response, with a warning. Raises DataError."""
+    """Return preference pairs, read lazily. Skips ties, with a warning. Raises DataError."""
 
     def make(id: str, parts: CompletionPair, tools: ToolDefinitions, metadata: dict[str, Any]) -> Preference:
         question, answer = last_message_text(parts.prompt, "user"), last_message_text(parts.chosen, "assistant")
@@ -132,9 +132,9 @@ def _load_examples(
     get_prompt: Callable[[PartsT], Messages],
     make: Callable[[str, PartsT, ToolDefinitions, dict[str, Any]], TaskT],
 ) -> Sequence[TaskT]:
-    """Return the examples of ``records``: of a built-in set, those that it uses.
+    """Return the examples of ``records``; for a built-in set, only those that it uses.
 
-    ``get_prompt`` returns a prompt, by which no question is both trained on and held out.
+    ``get_prompt`` returns the prompt, used to keep questions from being both trained on and held out.
     """
     template = source.load_template()
     tool_key = source.tool_key or TOOLS
@@ -190,7 +190,7 @@ class Examples(Sequence[TaskT]):
     read: Callable[[int], TaskT]  # the example of a record
     indices: Sequence[int]
     repeat: int
-    num_skipped: int = 0  # records that are not examples
+    num_skipped: int = 0  # number of records that are not examples
 
     def __len__(self) -> int:
         return len(self.indices) * self.repeat

@@ -35,7 +35,7 @@ PartsT = TypeVar("PartsT", covariant=True)
 class Layout(Protocol[PartsT]):
     """Reads examples of the type ``PartsT`` from the columns of records."""
 
-    not_examples: ClassVar[str]  # what is said of the records that are left out
+    not_examples: ClassVar[str]  # reason given for skipped records
 
     @property
     def columns(self) -> frozenset[str]:
@@ -43,17 +43,17 @@ class Layout(Protocol[PartsT]):
         ...
 
     def read(self, record: Record, template: PromptTemplate, where: str) -> PartsT:
-        """Return the parts of a record. Raises DataError with ``where`` as its location."""
+        """Return the parts of a record. Errors (DataError) refer to ``where``."""
         ...
 
     def example_indices(self, records: Records) -> Sequence[int]:
         """Return the indices of the records that are examples."""
         ...
 
-    skips: ClassVar[bool]  # whether there may be records that are none
+    skips: ClassVar[bool]  # whether some records may not be examples
 
     def is_example(self, record: Record, where: str) -> bool:
-        """Return whether a record is one."""
+        """Return whether a record is an example."""
         ...
 
 
@@ -79,7 +79,7 @@ class UnpairedCompletion:
 @dataclass(frozen=True)
 class ColumnKey:
     key: str
-    option: str  # the setting that names the key
+    option: str  # the setting that chooses the key
 
     def get_text_or_messages(self, record: Record, where: str) -> str | MessageTuple:
         return get_text_or_messages(record, self.key, self.option, where)
@@ -113,7 +113,7 @@ class MessagesLayout(_ColumnLayout):
     """A conversation in one column."""
 
     messages: ColumnKey
-    system: ColumnKey | None = None  # of a system prompt to put before them
+    system: ColumnKey | None = None  # a system prompt to put before them
 
     def read(self, record: Record, template: PromptTemplate, where: str) -> MessageTuple:
         at = self.messages.location(where)
@@ -128,7 +128,7 @@ class QuestionAnswerLayout(_ColumnLayout):
 
     question: ColumnKey
     answer: ColumnKey
-    system: ColumnKey | None = None  # of a system prompt to put before them
+    system: ColumnKey | None = None  # a system prompt to put before them
     answer_marker: str | None = None  # the answer follows the last occurrence
 
     def read(self, record: Record, template: PromptTemplate, where: str) -> MessageTuple:
@@ -304,12 +304,12 @@ def find_conversation_layout(source: DataSource, builtin: BuiltinDataset, record
     named = source.input_key is not None or source.output_key is not None
     named = named and not (source.messages_key is not None and has_key(record, source.messages_key))
     if source.is_made_by_code and messages is not None and not has_key(record, str(source.input_key)):
-        named = False  # its class has read the columns
+        named = False  # its class has already read the columns
     if not named and source.messages_key is None and all(key in record for key in ("context", "question", "answers")):
         return SquadLayout()
     if not named and source.messages_key is None and _is_builtin(source) and _has_columns(record, builtin):
         question, answer = ColumnKey(builtin.input_key, "input_key"), ColumnKey(builtin.output_key, "output_key")
-        messages = None  # of a set with both, such as OpenR1-Math-220k, the question and its answer are read, as NeMo-RL does
+        messages = None  # of sets with both, such as OpenR1-Math-220k, question and answer are read, as in NeMo-RL
     if messages is not None and not named:
         return MessagesLayout(messages=messages, system=system_column)
     if question is not None and answer is not None:
@@ -359,8 +359,8 @@ NAMING_KEYS = ("input_key", "output_key", "messages_key", "chosen_key", "rejecte
 
 
 def find_unread_keys(source: DataSource, layout: Layout[Any]) -> list[str]:
-    """Return the keys of a source that name a column and that its layout does not read, as KEY=COLUMN."""
-    if source.is_made_by_code:  # its class has read them
+    """Return the keys of a source that name a column its layout does not read, as KEY=COLUMN."""
+    if source.is_made_by_code:  # its class has already read them
         return []
     read = {(column.option, column.key) for column in vars(layout).values() if isinstance(column, ColumnKey)}
     named = ((name, getattr(source, name)) for name in NAMING_KEYS)
@@ -427,7 +427,7 @@ def _as_messages(value: str | MessageTuple) -> MessageTuple:
 
 
 def _includes_prompt(completion: str | MessageTuple, prompt: str | MessageTuple | None) -> bool:
-    """Return whether a completion column includes the prompt, and no list of messages gives the prompt."""
+    """Return whether a completion column includes the prompt, and the prompt is not given as messages."""
     return not isinstance(prompt, tuple) and isinstance(completion, tuple) and completion[0].role != "assistant"
 
 
@@ -474,6 +474,6 @@ def _parse_bool(value: Any, where: str) -> bool:
     parsed = spelled.get(str(value).strip().lower())
     if parsed is None:
         raise DataError(
-            f"{where} is {value!r:.80}, not true or false. Set label_key to a column that says whether it is desirable"
+            f"{where} is {value!r:.80}, not true or false. Set label_key to a column of desirable (true) or undesirable (false)"
         )
     return parsed

@@ -1,4 +1,4 @@
-"""Raw text, which is trained on as it is: without a prompt, and without the chat template."""
+"""Raw text, trained on as it is: without a prompt or chat template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from strop.types import Message, assistant
 
 @dataclass(frozen=True, kw_only=True)
 class TextLayout:
-    """A text in one column. Records without one are no examples."""
+    """A text in one column. Records without text are skipped."""
 
     not_examples: ClassVar[str] = "have no text"
     skips: ClassVar[bool] = True
@@ -35,7 +35,7 @@ class TextLayout:
 
 
 class PackedTexts(Records):
-    """Samples of several texts in a row, joined by newlines: each ends with the text that gives it enough characters."""
+    """Samples of consecutive texts joined by newlines; each ends with the text that reaches the required number of characters."""
 
     uniform = True
 

@@ -1,1 +1,1 @@
-"""Batches divided into the share of each rank before they travel."""
+"""Batches divided into the shares of the ranks before transfer."""

@@ -20,9 +20,9 @@ _ALIGNMENT = 16  # bytes: a multiple of the size of every element
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchShare:
-    """The rollouts that one rank reads of a batch, and how it cuts them into micro-batches.
+    """The rollouts of a batch that one rank reads, and their partition into micro-batches.
 
-    The micro-batches are, to the last bit, those that the rank would cut out of the whole batch: the denominators are those of the whole
+    The micro-batches are, to the last bit, the same as cut from the whole batch: the denominators are those of the whole
     optimizer step (law 1).
     """
 
@@ -36,7 +36,7 @@ class BatchShare:
     max_over_mean: float  # tokens of the fullest rank over the mean of all ranks
 
     def micro_batches(self) -> Iterator[tuple[SubBatch | None, bool]]:
-        """Yield each micro-batch, with places in the whole batch's N, and whether it has zero gradient; None where a dummy runs."""
+        """Yield each micro-batch, with positions in the whole batch's N, and whether it has zero gradient; None for a dummy."""
         selector = None if self.batch is None else RolloutSelector(self.batch)
         for parts, zero_gradient in ((self.plan.trained, False), (self.plan.forward_only, True)):
             for part in parts:
@@ -47,7 +47,7 @@ class BatchShare:
         return SubBatch(selected.batch, self.index[selected.index])
 
     def require_dummy(self) -> Batch:
-        """Return what a dummy micro-batch reads. Only for a rank that runs one."""
+        """Return the input of a dummy micro-batch. Only for a rank that runs one."""
         assert self.dummy is not None, f"share {self.number} was divided by {self.rule}, which runs no dummies"
         return self.dummy
 
@@ -101,7 +101,7 @@ def without_read_columns(batch: BatchT) -> BatchT:
 
 
 def count_tokens(batch: Batch | BatchShare) -> int:
-    """Return how many tokens the networks of all ranks read of a batch, T."""
+    """Return the number of tokens of a batch read by the networks of all ranks, T."""
     return batch.whole_tokens if isinstance(batch, BatchShare) else len(batch.tokens)
 
 
@@ -117,17 +117,17 @@ def require_whole(batch: Batch | BatchShare) -> Batch:
 
 @dataclass(frozen=True)
 class _FlatTensors:
-    """Tensors by name in one piece of memory, as a pickle has them.
+    """Tensors by name in one piece of memory, for pickling.
 
     Pickling a tensor takes a tenth of a millisecond and a kilobyte, whatever its size; a share of a batch has some twenty of them, and a
     thousand ranks a thousand shares.
     """
 
     entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]  # name, data type, shape
-    memory: Any  # bytes, or a buffer that travels beside the pickle
+    memory: Any  # bytes, or an out-of-band pickle buffer
 
     def unflatten(self) -> dict[str, Tensor]:
-        """Return the tensors, in memory of their own that may be written to."""
+        """Return the tensors, copied into writable memory."""
         memory = bytearray(memoryview(self.memory))
         tensors, start = {}, 0
         for name, dtype, shape in self.entries:

@@ -1,7 +1,7 @@
 """Divide a batch into the shares of the ranks that read it.
 
-The driver divides a batch before it travels, so that a rank is sent what it reads; ranks that read the same micro-batches are sent the same
-share. A rank that is handed a whole batch takes its own share in the same way.
+The driver divides a batch before sending it, so that each rank receives only what it reads; ranks that read the same
+micro-batches receive the same share. A rank given a whole batch takes its own share in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from strop.types import Batch
 
 
 def divide_batch(batch: Batch, rule: SplitRule, numbers: Sequence[int] | None = None) -> list[BatchShare]:
-    """Return the shares ``numbers`` of a batch; None: of all ranks, in order. The time is that of a few passes over the batch."""
+    """Return the shares ``numbers`` of a batch; None: of all ranks, in order. Takes a few passes over the batch."""
     partition = partition_batch(batch, rule.ranks, rule.token_budget, padded=rule.padded, whole_groups=rule.whole_groups)
     selector = RolloutSelector(batch)
     dummy = selector.select((partition.dummy_sequence,)).batch
@@ -27,14 +27,15 @@ def divide_batch(batch: Batch, rule: SplitRule, numbers: Sequence[int] | None = 
 
 
 def take_share(batch: Batch | BatchShare, rule: SplitRule, number: int) -> BatchShare:
-    """Return the share ``number`` of a batch, or a share that the driver has divided. Raises ValueError for the share of another rank, or
-    one that was divided by another rule."""
+    """Return the share ``number`` of a batch, or the given share itself. Raises ValueError for another rank's share, or one
+    divided by another rule.
+    """
     if not isinstance(batch, BatchShare):
         return divide_batch(batch, rule, (number,))[0]
     if (batch.rule, batch.number) != (rule, number):
         raise ValueError(
-            f"this rank was sent share {batch.number} of a batch, divided by {batch.rule}, and reads share {number} by {rule}: ask the "
-            "ranks for their requests (share_requests) after every change of their sizes"
+            f"this rank was sent share {batch.number} of a batch, divided by {batch.rule}, and reads share {number} by {rule}: get the "
+            "ranks' requests (share_requests) again after every change of their sizes"
         )
     return batch
 

@@ -1,4 +1,4 @@
-"""What a driver has to know of a rank to divide a batch for it."""
+"""What a driver needs to know about a rank to divide a batch for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class SplitRule:
     token_budget: int  # of a micro-batch
     padded: bool = False
     whole_groups: bool = False
-    fills_up: bool = False  # the schedule may run dummies besides those that keep ranks in step
+    fills_up: bool = False  # the schedule may run dummies in addition to those that keep ranks in step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""Data sets that users write: a class or a function, named ``my_package.my_module.MyDataset``, ``module:name`` or ``file.py:name``.
+"""Custom data sets: a class or a function, named ``my_package.my_module.MyDataset``, ``module:name`` or ``file.py:name``.
 
-It is called with ``dataset_kwargs``, and with the keys of the data entry that its parameters name.
+It is called with ``dataset_kwargs``, and with those keys of the data entry that match its parameters.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from strop.user_code import UserCodeError, describe_error, describe_value, impor
 
 log = logging.getLogger(__name__)
 
-DOTTED_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\.[A-Z]\w*")  # as NeMo-RL names its users' classes
+DOTTED_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\.[A-Z]\w*")  # the form used by NeMo-RL
 CODE_NAME = re.compile(r"(.+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):[A-Za-z_]\w*", re.DOTALL)
-ROW_KEYS = ("subset", "split")  # say which rows are read, so that code that cannot take them would read others
+ROW_KEYS = ("subset", "split")  # keys that choose rows: code that does not take them would read other rows
 WANTED = "return a list of dicts, a datasets.Dataset, another sequence of dicts, or an object with one of them as its attribute dataset"
 
 
 def is_dataset_class(name: str) -> bool:
-    """Return whether a name of a data set is that of code. One of a function has a colon, one of a class may be dotted."""
+    """Return whether a data set name refers to code. Functions are named with a colon, classes with a colon or dotted."""
     return CODE_NAME.fullmatch(name) is not None or DOTTED_CLASS.fullmatch(name) is not None
 
 
@@ -48,14 +48,14 @@ def find_dataset_class(name: str) -> Callable[..., Any]:
 def choose_arguments(
     name: str, code: Callable[..., Any], keys: Mapping[str, Any], options: Mapping[str, Any], purpose: Purpose
 ) -> dict[str, Any]:
-    """Return what the code is called with: ``options``, and of ``keys`` and ``purpose`` what its parameters name.
+    """Return the arguments of the code: ``options``, and those of ``keys`` and ``purpose`` that match its parameters.
 
-    Code with ``**kwargs`` gets every key that is set, as NeMo-RL gives it. Raises DataError for an option that it does not take, for one
-    that it needs, and for a key that says which rows to read and is not taken.
+    Code with ``**kwargs`` gets every set key, as in NeMo-RL. Raises DataError for an unknown or missing option, and for an
+    ignored key that chooses rows.
     """
     try:
         parameters = inspect.signature(code).parameters.values()
-    except (TypeError, ValueError):  # code of C has none
+    except (TypeError, ValueError):  # C functions have no signature
         return dict(options)
     named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
@@ -78,9 +78,9 @@ def choose_arguments(
 
 
 def call_dataset_class(name: str, keys: Mapping[str, Any], options: Mapping[str, Any], purpose: Purpose) -> Any:
-    """Call the code, and return its rows as it made them: for an object with the attribute ``dataset``, that one.
+    """Call the code and return its rows unchanged; for an object with the attribute ``dataset``, that attribute.
 
-    For validation and evaluation, ``val_dataset`` is taken where there is one. Raises DataError, whatever the code raises.
+    For validation and evaluation, ``val_dataset`` is used if present. Any error of the code becomes a DataError.
     """
     code = find_dataset_class(name)
     arguments = choose_arguments(name, code, keys, options, purpose)
@@ -115,7 +115,7 @@ def open_made_rows(name: str, rows: Any, split: str | None, purpose: Purpose) ->
 
 
 def choose_split(name: str, rows: Any, split: str | None, purpose: Purpose) -> Any:
-    """Return the rows, of several splits those that are wanted. Raises DataError."""
+    """Return the rows; of several splits, the requested one. Raises DataError."""
     if type(rows).__name__ not in ("DatasetDict", "IterableDatasetDict"):
         return rows
     usual = {"train": ("train",), "validation": ("validation", "test"), "evaluation": ("test", "validation")}[purpose]
@@ -139,7 +139,7 @@ def check_record(row: Any, where: str) -> Record:
 
 
 class MadeRecords(Records):
-    """A sequence that a user's code made, such as a map-style data set of torch. Its rows are made when they are read."""
+    """A sequence made by user code, such as a map-style torch dataset. Rows are created when they are read."""
 
     def __init__(self, name: str, rows: Any) -> None:
         self.name, self._rows = name, rows
@@ -158,5 +158,5 @@ class MadeRecords(Records):
     def location(self, index: int) -> str:
         return f"{self.name}, row {index + 1}"
 
-    def __iter__(self) -> Iterator[Record]:  # a data set of torch may not raise IndexError after its last row
+    def __iter__(self) -> Iterator[Record]:  # a torch dataset may not raise IndexError after its last row
         return (self.read_record(index) for index in range(len(self)))

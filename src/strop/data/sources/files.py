@@ -1,7 +1,8 @@
 """Local data files: JSON lines, JSON, CSV, Parquet and Arrow.
 
-Tables are read by the library ``datasets``. Text is parsed here, because ``datasets`` would name no line in its errors, give every record
-the columns of all, and read numbers where CSV has text ("007" as 7, "NA" as nothing). Of JSON lines only the offsets are kept in memory.
+Tables are read by the library ``datasets``. Text is parsed here, because ``datasets`` reports no line in its errors, gives every
+record the columns of all, and reads CSV text as numbers ("007" as 7, "NA" as nothing). For JSON lines, only the offsets are kept
+in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 
 
 def is_url(name: str) -> bool:
-    """Return whether a data set is a file at an address, which the library ``datasets`` downloads and keeps."""
+    """Return whether a data set is a file at a URL, which the library ``datasets`` downloads and caches."""
     return name.startswith(("https://", "http://", "hf://"))
 
 
@@ -58,7 +59,9 @@ def _open_by_suffix(path: Path) -> Records:
 
 
 def check_file(path: Path) -> bool:
-    """Return whether a path is a folder that ``Dataset.save_to_disk`` wrote. Raises DataError if it is not that, nor a file with bytes."""
+    """Return whether a path is a folder written by ``Dataset.save_to_disk``. Raises DataError if it is neither that nor a
+    non-empty file.
+    """
     is_saved_dataset = (path / "state.json").is_file()
     if path.is_dir() and not is_saved_dataset:
         raise DataError(
@@ -73,11 +76,12 @@ def check_file(path: Path) -> bool:
 
 
 class JsonLinesRecords(Records):
-    """One JSON object per line. Blank lines are skipped. The file stays open, and is read by position: a file that is cut short during
-    the run raises DataError, where a mapping of it into memory would end the process."""
+    """One JSON object per line. Blank lines are skipped. The file stays open and is read by position: if it is truncated during
+    the run, DataError is raised, while a memory mapping would crash the process.
+    """
 
     def __init__(self, path: Path, malformed: list[DataError] | None = None) -> None:
-        """``malformed``: gets the errors of lines that are no records, which are left out; None: the first is raised."""
+        """``malformed`` collects the errors of invalid lines, which are skipped; None: the first error is raised."""
         self.name = str(path)
         self._file = path.open("rb")
         self._starts, self._lengths, self._lines = array("Q"), array("Q"), array("Q")
@@ -215,7 +219,7 @@ def _open_arrow(path: Path) -> Records:
             return DatasetRecords(str(path), dataset, sorted(path.glob("*.arrow")))
         if path.suffix == ".arrow":
             return DatasetRecords(str(path), datasets.Dataset.from_file(str(path)), [path])
-        # without the schema's metadata, which may ask to decode images and audio
+        # without the schema's metadata, which may request decoding of images and audio
         table = pyarrow.parquet.read_table(path).replace_schema_metadata(None)
         return DatasetRecords(str(path), datasets.Dataset(table))
     except Exception as error:  # pyarrow and datasets raise many classes for damaged files

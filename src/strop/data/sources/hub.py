@@ -1,7 +1,7 @@
 """Datasets of the Hugging Face hub.
 
-The hub is queried once, with a timeout, before a dataset is loaded, because ``datasets`` retries an unreachable hub for minutes. If the hub
-is unreachable, a cached copy is used, with a warning. What is among the local copies (``local_copies``) is read from there.
+The hub is queried once, with a timeout, before a dataset is loaded, because ``datasets`` retries an unreachable hub for minutes.
+If the hub is unreachable, a cached copy is used, with a warning. Datasets with a local copy (``local_copies``) are read from it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from strop.data.sources.streaming.streamed import StreamedRecords
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = 10.0  # for the first answer of the hub
+TIMEOUT_S = 10.0  # time limit for the hub's first answer
 PACKED_LINES = ".jsonl.gz"
-URL_LOADERS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # by the ending of an address; others are JSON
+URL_LOADERS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # by URL suffix; others are JSON
 
 
 def choose_files(builtin: BuiltinDataset, subset: str | None) -> tuple[str, ...]:
-    """Return the files of a subset of a set that names its files, nothing for others. Raises DataError."""
+    """Return the files of a subset, for sets that list their files; nothing for others. Raises DataError."""
     if not builtin.files:
         return ()
     if subset is None or subset not in builtin.files:
@@ -52,7 +52,7 @@ def open_hub(
 ) -> Records:
     """Open a split of a dataset on the hub, or a file at an address.
 
-    ``files``: of the dataset, which hold the split. With ``streaming``, it is downloaded while it is read.
+    ``files``: the dataset's files that hold the split. With ``streaming``, it is downloaded while it is read.
 
     Raises DataError if it does not exist, needs a login, or is unreachable and not cached.
     """
@@ -65,7 +65,7 @@ def open_hub(
         return _open_split(name, subset, split, revision, files, streaming)
     try:
         with _force_offline():
-            records = _open_split(name, subset, split, revision, files, False)  # the cache has all of it, or nothing
+            records = _open_split(name, subset, split, revision, files, False)  # the cache is all or nothing
     except DataError:
         raise DataError(
             f"the hub is unreachable ({unreachable}), and the dataset {name!r} is not in the local cache. "
@@ -78,7 +78,9 @@ def open_hub(
 
 
 def _open_packed_lines(name: str, revision: str | None) -> Records:
-    """Open packed JSON lines of a data set of the hub. They are parsed here: ``datasets`` gives all of them the columns of all."""
+    """Open compressed JSON lines of a hub dataset. They are parsed here, because ``datasets`` gives every record the columns of
+    all.
+    """
     from huggingface_hub import hf_hub_download
 
     owner, dataset, file = name.removeprefix(HUB_ADDRESS).split("/", 2)
@@ -88,7 +90,7 @@ def _open_packed_lines(name: str, revision: str | None) -> Records:
             records = [parse_object(line, f"{name}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
     except DataError:
         raise
-    except Exception as error:  # of the HTTP client, of the cache and of a damaged file
+    except Exception as error:  # raised by the HTTP client, the cache or a damaged file
         raise DataError(
             f"{name} cannot be read ({type(error).__name__}: {error!s:.300}). Download it on a machine with network access, and set "
             f"{COPIES_VARIABLE} to the folder that has it as {owner}/{dataset}/{file}"
@@ -113,7 +115,7 @@ def _check_hub(name: str, revision: str | None) -> Exception | None:
         ) from error
     except RepositoryNotFoundError as error:
         raise DataError(f"the hub has no dataset {name!r}, or you have no access to it: check dataset_name") from error
-    except Exception as error:  # the HTTP client has other error classes in other versions; all mean that there was no answer
+    except Exception as error:  # the HTTP client's error classes differ between versions; all mean that there was no answer
         return error
     return None
 
@@ -146,7 +148,7 @@ def _load_split(name: str, subset: str | None, split: str, revision: str | None,
         if is_url(name):
             loader = URL_LOADERS.get(Path(name).suffix, "json")
             if loader == "csv":
-                options["keep_default_na"] = False  # "None" and "NA" are texts, such as options of MMLU
+                options["keep_default_na"] = False  # "None" and "NA" are texts, such as MMLU options
             return datasets.load_dataset(loader, data_files=path, split=split, **options)
         parts = [datasets.load_dataset(path, each, split=split, revision=revision, **options) for each in subsets]
         return datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
@@ -169,7 +171,7 @@ def _load_files(name: str, files: Sequence[str], split: str, revision: str | Non
 
 
 def _hide_progress_bars() -> None:
-    """Hide the bars of ``datasets`` where they would fill a log file; its environment variable decides before."""
+    """Hide the progress bars of ``datasets`` where they would fill a log file; its own environment variable takes precedence."""
     import datasets  # type: ignore[import-untyped,unused-ignore]
 
     if not sys.stderr.isatty() and "HF_DATASETS_DISABLE_PROGRESS_BARS" not in os.environ:

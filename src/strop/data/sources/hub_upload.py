@@ -26,7 +26,7 @@ def upload_folder(folder: Path, name: str, *, private: bool = False) -> str:
     try:
         address = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(folder_path=folder, repo_id=name, commit_message=f"Upload {folder.name}")
-    except Exception as error:  # every kind of network, naming and permission failure ends in the same message
+    except Exception as error:  # all network, naming and permission errors end in the same message
         reason = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0][:300]}"
         raise HubUploadError(
             f"{folder} was written and not uploaded to {name}: the hub returned {reason}. Upload it later: hf upload {name} {folder}"

@@ -31,13 +31,13 @@ class ListRecords(Records):
 
 
 class DatasetRecords(Records):
-    """A ``datasets.Dataset``. ``files``: those it maps into memory, where a read past the end of one would kill the process."""
+    """A ``datasets.Dataset``. ``files``: its memory-mapped files, where reading past the end would kill the process."""
 
     uniform = True
 
     def __init__(self, name: str, dataset: Any, files: Iterable[Path] = ()) -> None:
         self.name, self._dataset = name, dataset
-        # as stored, {bytes, path}: decoded, an image would need PIL, and its file would not be the one that was saved
+        # as stored, {bytes, path}: decoding needs PIL, and re-encoding would change the file
         self._raw = dataset.with_format("arrow") if _is_encoded(dataset) else None
         self._sizes = {file: file.stat().st_size for file in files}
 
@@ -61,7 +61,7 @@ class DatasetRecords(Records):
         return f"{self.name}, row {index + 1}"
 
     def iter_values(self, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-        """Iterate over the values of some columns, None where there is no such column. Others are not decoded, and rows not one by one."""
+        """Iterate over the values of some columns, None if a column is missing. Other columns are not decoded."""
         dataset = self._dataset if self._raw is None else self._raw
         selected = dataset.select_columns([column for column in columns if column in self._dataset.column_names])
         for start in range(0, len(self), BATCH_ROWS):
@@ -83,7 +83,7 @@ class DatasetRecords(Records):
 
 
 def _is_encoded(dataset: Any) -> bool:
-    """Whether rows have images or sound, and nobody has said in which form they are to be read."""
+    """Whether rows have images or sound, and no format for reading them was set."""
     return holds_media(getattr(dataset, "features", None)) and dataset.format["type"] is None
 
 
@@ -99,8 +99,8 @@ def holds_media(features: Any) -> bool:
 def open_rows(rows: Any) -> Records:
     """Open a list of dicts or a ``datasets.Dataset``. Raises DataError for anything else.
 
-    The name, and with it the ids of tasks, follows from the number of rows and from the first and the last of them: it is the same
-    whenever a run is started with the same data.
+    The name, and with it the task ids, is derived from the number of rows and from the first and last row, so it is the same for
+    every run with the same data.
     """
     if isinstance(rows, Records):
         return rows
@@ -108,7 +108,7 @@ def open_rows(rows: Any) -> Records:
     if len(rows) == 0:
         raise DataError("rows is empty; a dataset needs at least one row")
     if is_dataset(rows):
-        named = DatasetRecords("rows", rows)  # its records are as they are stored, also images
+        named = DatasetRecords("rows", rows)  # its records are as stored, including images
         return DatasetRecords(_name_rows(named), rows)
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
@@ -117,8 +117,9 @@ def open_rows(rows: Any) -> Records:
 
 
 def check_rows(rows: Any, *, streamed: bool = False) -> None:
-    """Raise DataError for an object that is neither a list of dicts nor a ``datasets.Dataset``, nor, where rows are ``streamed``, an
-    ``IterableDataset``."""
+    """Raise DataError for anything other than a list of dicts or a ``datasets.Dataset`` or, if ``streamed``, an
+    ``IterableDataset``.
+    """
     if streamed and type(rows).__name__ == "IterableDataset":
         return
     if not (is_dataset(rows) or (isinstance(rows, Sequence) and not isinstance(rows, str | bytes))):
@@ -128,7 +129,7 @@ def check_rows(rows: Any, *, streamed: bool = False) -> None:
 
 
 def is_dataset(rows: Any) -> bool:
-    """Whether this is a ``datasets.Dataset``; whoever has one has imported the library."""
+    """Whether this is a ``datasets.Dataset``, checked without importing the library."""
     library = sys.modules.get("datasets")
     return library is not None and isinstance(rows, library.Dataset)
 

@@ -1,7 +1,7 @@
 """Local copies of the hub: a folder with data sets as ``hf download`` leaves them, and with files of addresses.
 
-The environment variable ``STROP_DATASETS`` names the folder. A data set of the hub is in FOLDER/OWNER/NAME, the file of an address
-in FOLDER/HOST/PATH. What is found there is read from it, and neither the hub nor the address is asked.
+The environment variable ``STROP_DATASETS`` names the folder. A hub dataset is in FOLDER/OWNER/NAME, the file of a URL in
+FOLDER/HOST/PATH. If a copy is found there, neither the hub nor the URL is contacted.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def copies_folder() -> Path | None:
 
 
 def find_copy(name: str, revision: str | None = None) -> Path | None:
-    """Return the local copy of a data set of the hub (a folder) or of an address (a file); None if there is none.
+    """Return the local copy of a hub dataset (a folder) or URL (a file); None if there is none.
 
-    Raises DataError if the copy is of another commit, as far as ``hf download`` wrote that down; the one that a built-in set is pinned to
-    counts for the hub alone.
+    Raises DataError if the copy is of another commit, if ``hf download`` recorded one. The revision pinned by a built-in set
+    applies only to the hub.
     """
     folder = copies_folder()
     if folder is None:
@@ -56,12 +56,12 @@ def find_copy(name: str, revision: str | None = None) -> Path | None:
 
 
 def _matches_files(folder: Path, parts: Sequence[str]) -> bool:
-    """Whether parts of an address, with * in the last ones, are those of files in the folder."""
+    """Whether the parts of a path, with * in the last ones, match files in the folder."""
     return "*" in "/".join(parts) and any(path.is_file() for path in folder.glob("/".join(parts)))
 
 
 def _address_parts(address: str) -> list[str]:
-    if address.startswith(HUB_ADDRESS):  # of a file in a data set of the hub, perhaps OWNER/NAME@REVISION/...
+    if address.startswith(HUB_ADDRESS):  # a file in a hub dataset, perhaps OWNER/NAME@REVISION/...
         owner, _, rest = address.removeprefix(HUB_ADDRESS).partition("/")
         name, _, path = rest.partition("/")
         return [owner, name.partition("@")[0], *path.split("/")]

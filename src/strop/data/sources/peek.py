@@ -1,4 +1,4 @@
-"""The first rows of a dataset, and how many there are, without reading all of it or asking the hub."""
+"""The first rows of a dataset and its size, without reading all of it or contacting the hub."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from strop.data.sources.row_readers import keeps_row
 from strop.data.sources.source import check_hub_name, is_local
 
 FIRST_ROWS = 8
-LARGEST_READ = 64 * 2**20  # bytes; the rows of a larger file are estimated
+LARGEST_READ = 64 * 2**20  # bytes; the rows of larger files are estimated
 LARGEST_LINE = 16 * 2**20
 
 
@@ -51,7 +51,7 @@ def peek_dataset(
     purpose: Purpose = "train",
     revision: str | None = None,
 ) -> Peek | None:
-    """Return the beginning of a dataset; None for one of the hub without a local copy, in the cache or elsewhere. Raises DataError."""
+    """Return the beginning of a dataset; None for a hub dataset without a local or cached copy. Raises DataError."""
     if name not in BUILTIN_DATASETS and is_local(name):
         return peek_file(Path(name))
     if name not in BUILTIN_DATASETS:
@@ -73,14 +73,14 @@ def peek_dataset(
 
 
 def _leave_out(peek: Peek, conditions: Sequence[Condition]) -> Peek:
-    """Return the first rows that a built-in set uses; how many there are is not known without reading all."""
+    """Return the first rows used by a built-in set; their number is unknown without reading all."""
     kept = [index for index, record in enumerate(peek.records) if keeps_row(conditions, record)]
     locations = [peek.records.location(index) for index in kept]
     return Peek(FirstRecords(peek.records.name, [peek.records[index] for index in kept], locations), None)
 
 
 def is_on_this_machine(name: str) -> bool:
-    """Return whether the split of a built-in set that is reported has a local copy, or is in the cache of ``datasets``."""
+    """Return whether the benchmark split of a built-in set has a local copy, or is in the cache of ``datasets``."""
     builtin = BUILTIN_DATASETS[name]
     if find_copy(builtin.hub, builtin.revision) is not None:
         return True
@@ -213,7 +213,7 @@ def _find_cached(hub: str, subset: str | None, split: str) -> Path | None:
     folders = (cache / hub.replace("/", "___").lower(), cache / hub.replace("/", "___"))
     try:
         files = sorted(file for folder in folders for file in folder.glob(f"{subset or '*'}/*/*/*.arrow"))
-    except (OSError, ValueError, NotImplementedError):  # the name is none of a folder
+    except (OSError, ValueError, NotImplementedError):  # not a valid folder name
         return None
     wanted = split.partition("+")[0].partition("[")[0]  # train[:10%]+test
     return next((file for file in files if file.stem.partition("-")[2].startswith(wanted)), None)

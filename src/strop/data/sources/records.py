@@ -21,7 +21,7 @@ class Records(Sequence[Record]):
 
     name: str
     uniform: bool = False  # every record has the columns and types of the first
-    lenient: bool = False  # errors are raised when a record is read, not when the data is opened
+    lenient: bool = False  # errors are raised when a record is read rather than when the data is opened
 
     @abstractmethod
     def read_record(self, index: int) -> Record: ...
@@ -43,7 +43,7 @@ class Records(Sequence[Record]):
     ) -> Iterator[str]:
         """Iterate over the texts under ``key``, read by ``read`` (default: ``get_text``). ``option`` is the setting that names the key.
 
-        ``indices``: of the records that are read, in ascending order (default: all).
+        ``indices``: the records to read, in ascending order (default: all).
         """
         chosen = indices if indices is None or isinstance(indices, range) else frozenset(indices)
         records = ((index, each) for index, each in enumerate(self.select_column(key)) if chosen is None or index in chosen)
@@ -99,7 +99,7 @@ def get_text(record: Record, key: str, option: str, where: str) -> str:
 
 
 def check_text(text: str, key: str, where: str) -> str:
-    """Return the text. Raises DataError for a lone surrogate, half of a character, which no tokenizer and no file takes."""
+    """Return the text. Raises DataError for a lone surrogate (half a character), which tokenizers and files reject."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

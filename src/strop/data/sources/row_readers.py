@@ -1,4 +1,4 @@
-"""Rows of built-in data sets that are of another form: made into columns and messages, or left out."""
+"""Converts rows of built-in data sets in unusual formats into columns and messages, or skips them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from strop.data.sources.streaming.streamed import StreamedRecords
 
 logger = logging.getLogger(__name__)
 
-TREE_SYSTEM_PROMPT = (  # of Open Assistant's conversations as NeMo-RL reads them
+TREE_SYSTEM_PROMPT = (  # system prompt of Open Assistant's conversations, as in NeMo-RL
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions.\n\n"
 )
@@ -26,9 +26,9 @@ TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
 def read_rows(builtin: BuiltinDataset, records: Records, folder: str | None = None) -> Records:
-    """Return the records as the entry's ``row_reader`` reads them: as many with further columns, or others in their place.
+    """Return the records converted by the entry's ``row_reader``: with further columns, or replaced by others.
 
-    ``folder``: of the images of a set that has them apart."""
+    ``folder``: the images of a set that stores them separately."""
     if builtin.media_files is not None and folder is None:
         raise DataError(
             f"{records.name} names its images by their paths, and media_data_dir is not set; set it to the folder that has "
@@ -51,7 +51,7 @@ def read_rows(builtin: BuiltinDataset, records: Records, folder: str | None = No
 
 
 def select_rows(builtin: BuiltinDataset, records: Records) -> Sequence[int]:
-    """Return the indices of the records that meet the entry's conditions. Raises DataError if there are none."""
+    """Return the indices of the records that meet the entry's conditions. Raises DataError if none does."""
     if not builtin.keep:
         return range(len(records))
     columns = tuple(dict.fromkeys(condition.column for condition in builtin.keep))
@@ -93,7 +93,7 @@ def _format_condition(condition: Condition) -> str:
 
 
 class _ReadRecords(Records):
-    """Records with columns that are made of others when one is read."""
+    """Records with columns computed when a record is read."""
 
     def __init__(self, records: Records, read: Callable[[Record, str], Mapping[str, Any]]) -> None:
         self.name, self.uniform, self._records, self._read = records.name, records.uniform, records, read
@@ -110,7 +110,7 @@ class _ReadRecords(Records):
 
 
 def _preferred_response(record: Record, where: str) -> Mapping[str, Any]:
-    """HelpSteer3's preference as a response: the better one, of a tie the first."""
+    """HelpSteer3's preference as a response: the better one, or the first for a tie."""
     first, second, preference = (record.get(key) for key in ("response1", "response2", "overall_preference"))
     if not isinstance(preference, int | float):
         raise DataError(f"{where}: 'overall_preference' is {preference!r:.80}, not a number from -3 to 3. Fix the record")
@@ -118,7 +118,7 @@ def _preferred_response(record: Record, where: str) -> Mapping[str, Any]:
 
 
 def _boxed_solution(record: Record, where: str) -> Mapping[str, Any]:
-    """The answer of a worked solution: what its last \\boxed holds, in braces or, as some solutions of MATH have it, without."""
+    """The answer of a worked solution: the content of its last \\boxed, in braces or, as in some MATH solutions, without."""
     solution = get_text(record, "solution", "output_key", where)
     *_, last = [None, *BOX.finditer(solution)]
     answer = "" if last is None else _read_group(solution, last.end()) if last[1] else solution[last.end() :].split("$")[0]
@@ -130,7 +130,7 @@ def _boxed_solution(record: Record, where: str) -> Mapping[str, Any]:
 
 
 def _read_group(text: str, start: int) -> str:
-    """Return the text from ``start`` to the brace that closes it; empty if none does."""
+    """Return the text from ``start`` to its closing brace; empty if there is none."""
     depth = 1
     for index in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[index], 0)
@@ -155,7 +155,7 @@ def _split_dialogue(text: str, where: str) -> list[dict[str, str]]:
 
 
 def _cut_tree(records: Records, index: int) -> Iterator[Record]:
-    """Yield the conversation from the root of a tree of replies to each of its leaves, except those that are a prompt alone."""
+    """Yield the conversation from the root of a reply tree to each of its leaves, except prompts without a reply."""
     record, where = records[index], records.location(index)
     branches: list[tuple[Any, tuple[dict[str, str], ...]]] = [(record.get("prompt", record), ())]
     while branches:

@@ -1,4 +1,4 @@
-"""Data sources: the options of one entry of a configuration's ``data`` section, and the rows they select."""
+"""Data sources: the options of one entry of a configuration's ``data`` section, and the selected rows."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from strop.types import Message
 from strop.user_code import suggest_names
 
 T = TypeVar("T")
-Part = Literal["train", "validation"]  # of the entry that ``split_validation_size`` divides
+Part = Literal["train", "validation"]  # parts of the entry divided by ``split_validation_size``
 
 log = logging.getLogger(__name__)
 
-MOST_SETS = 12  # built-in ones that a message lists
+MOST_SETS = 12  # built-in sets listed by a message
 HUB_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*/[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -58,11 +58,11 @@ class Row:
     prompt: str | tuple[Message, ...]  # a question, or a conversation to continue
     answer: str  # empty for data without answers
     metadata: Mapping[str, Any] = field(default_factory=dict)  # the whole record, without its images
-    images: tuple[str, ...] = ()  # of a question, as references; those of a conversation are in its messages
+    images: tuple[str, ...] = ()  # of a question, as references; a conversation's images are in its messages
 
     @property
     def question(self) -> str:
-        """The question, or what the user said last in the conversation."""
+        """The question, or the user's last message in the conversation."""
         return self.prompt if isinstance(self.prompt, str) else last_message_text(self.prompt, "user")
 
 
@@ -77,8 +77,8 @@ class DataSource:
     dataset_kwargs: Mapping[str, Any] = field(
         default_factory=dict, hash=False
     )  # arguments of a class or function that makes rows
-    rows: Sequence[Record] | None = field(default=None, repr=False)  # in its place: a list of dicts, or a datasets.Dataset
-    rows_of: BuiltinDataset | None = field(default=None, repr=False)  # the built-in set whose rows these are, some of them
+    rows: Sequence[Record] | None = field(default=None, repr=False)  # instead of dataset_name: list of dicts or datasets.Dataset
+    rows_of: BuiltinDataset | None = field(default=None, repr=False)  # the built-in set these rows belong to
     subset: str | None = None  # the hub's configuration name
     split: str | None = None  # default: the built-in's, else "train"
     revision: str | None = None  # of the hub: a commit, a tag or a branch; default: the built-in's, else the newest
@@ -86,15 +86,15 @@ class DataSource:
     output_key: str | None = None  # default: the built-in's, else "answer", else "solution" or "completion"
     messages_key: str | None = None  # recorded data: a column of conversations; default: messages, or conversations
     text_key: str | None = None  # recorded data: a column of raw text, which is trained on without a prompt
-    characters_per_sample: int | None = None  # raw text: rows are joined until they have so many; default: one row
+    characters_per_sample: int | None = None  # raw text: rows are joined up to this length; default: one row
     chosen_key: str | None = None  # pairs: the better completion; default: chosen
     rejected_key: str | None = None  # pairs: the worse completion; default: rejected
     label_key: str | None = None  # unpaired preferences: whether the completion is desirable; default: label
     system_key: str | None = None  # recorded data: a system prompt to put before the messages
     tool_key: str | None = None  # recorded data: definitions of tools; default: tools, if present
-    margin_key: str | None = None  # pairs: by how much the chosen one is better; default: margin, if present
+    margin_key: str | None = None  # pairs: margin of the chosen completion; default: margin, if present
     image_key: str | None = None  # images of a record; default: images, or image, where it holds images
-    media_data_dir: str | None = None  # the folder of images whose paths are relative; default: where they are found
+    media_data_dir: str | None = None  # folder of images; default: working directory or the data file's folder
     prompt_file: str | None = (
         None  # text with {question} (or {}) where the question goes; auto: as the built-in set is usually worded
     )
@@ -102,15 +102,15 @@ class DataSource:
     system_prompt_file: str | None = None
     size: int | None = None  # use at most this many rows; the number of generated tasks
     repeat: int = 1  # repeat every row (for validation on few questions)
-    shuffle_choices: bool = False  # of multiple-choice questions, by the seed and the question
-    seed: int = 42  # of generated tasks, of the held-out rows and of shuffled options
+    shuffle_choices: bool = False  # of multiple-choice questions, by seed and question
+    seed: int = 42  # of generated tasks, the held-out rows and shuffled options
     split_validation_size: float = 0.0  # rows to hold out: below 1 a fraction, from 1 on a number
     part: Part | Literal["all"] = "all"  # of the validation split
     purpose: Purpose = "train"  # chooses the split of a built-in set
     streaming: bool = False
-    shuffle_buffer: int = 10_000  # rows of a block of a stream
-    shuffle: bool = False  # a stream, within its blocks, and its shards
-    in_memory: bool = False  # of a stream, the first ``size`` rows, which are read once
+    shuffle_buffer: int = 10_000  # rows of a streamed block
+    shuffle: bool = False  # shuffles a stream's shards, and rows within blocks
+    in_memory: bool = False  # read the first ``size`` rows of a stream once, into memory
     opened: tuple[BuiltinDataset, Records] | None = field(default=None, repr=False, compare=False)  # by strop data check
 
     def __post_init__(self) -> None:
@@ -137,16 +137,16 @@ class DataSource:
     def from_entry(
         cls, entry: DataEntryConfig, *, seed: int, part: Part, purpose: Purpose | None = None, shuffle: bool = False
     ) -> DataSource:
-        """Return the source of an entry's rows: of one ``part`` if the entry holds out a validation split, else of all of them.
+        """Return the source of an entry's rows: of one ``part`` if the entry holds out a validation split, otherwise of all rows.
 
         Generated tasks, which have no rows to split, always belong to one part.
 
-        ``seed``: of the run, for an entry without its own. ``purpose``: by default that of the part; both parts of an entry that is
-        split come from what is trained on. ``shuffle``: what is streamed; other data is shuffled by whoever reads it.
+        ``seed``: the run's, for an entry without its own. ``purpose``: by default that of the part; both parts of a split entry
+        come from its training split. ``shuffle``: for streams; other data is shuffled by its reader.
         """
         generated = entry.dataset_name is None and entry.rows is None
         others = {"rows_of", "seed", "part", "purpose", "shuffle", "in_memory", "opened"}
-        keys = {field.name for field in fields(cls)} - others  # all others are keys of an entry, too
+        keys = {field.name for field in fields(cls)} - others  # all others are also keys of an entry
         return cls(
             **{key: getattr(entry, key) for key in keys},
             seed=seed if entry.seed is None else entry.seed,
@@ -158,12 +158,12 @@ class DataSource:
 
     @property
     def is_made_by_code(self) -> bool:
-        """Whether a class or a function of the user makes the rows."""
+        """Whether a user's class or function creates the rows."""
         return self.dataset_name is not None and is_dataset_class(self.dataset_name)
 
     @property
     def held_out(self) -> bool:
-        """Whether generated tasks must come from the part that is not trained on."""
+        """Whether generated tasks must come from the held-out part."""
         return self.part == "validation" or (self.part == "all" and self.split in ("validation", "test"))
 
     def load_template(self) -> PromptTemplate:
@@ -188,7 +188,7 @@ class DataSource:
             own_input, own_output = f"{messages}.0.content", f"{messages}.1.content"  # of a question and its answer
         elif self.messages_key is not None:
             warn_once(
-                f"{records.name}: messages_key={self.messages_key} is not read, since no question and answer stand there in the first row"
+                f"{records.name}: messages_key={self.messages_key} is not read, because it has no question and answer in the first row"
             )
         input_key = own_input or _find_column(records, "input_key", builtin.input_key, ("prompt",))
         output_key = own_output or _find_column(records, "output_key", builtin.output_key, ("solution", "completion"))
@@ -228,9 +228,10 @@ class DataSource:
         question: Callable[[StreamedRecord], str],
         is_example: Callable[[StreamedRecord], bool] | None = None,
     ) -> Sequence[T]:
-        """Return what is made of each record of this part, at most ``size`` in an epoch. Raises DataError if the first is invalid.
+        """Return the converted records of this part, at most ``size`` per epoch. Raises DataError if the first is invalid.
 
-        ``question(record)`` returns that of a record, by which it is held out or not; ``is_example``: which records count.
+        ``question(record)`` returns a record's question, which decides whether it is held out; ``is_example``: which records
+        count.
         """
 
         def keep(record: StreamedRecord) -> bool:
@@ -238,7 +239,7 @@ class DataSource:
                 if is_example is not None and not is_example(record):
                     return False
                 held_out = divided and is_held_out(question(record), self.split_validation_size, self.seed)
-            except DataError:  # is raised again, and counted, when its turn to be trained on comes
+            except DataError:  # raised again, and counted, when it is its turn in training
                 held_out = False
             return not divided or held_out == (self.part == "validation")
 
@@ -263,9 +264,9 @@ class DataSource:
         return items.read_epoch() if self.in_memory else items
 
     def _find_messages(self, records: Records) -> str | None:
-        """Return the column of conversations that rows are read from.
+        """Return the column of conversations to read rows from.
 
-        A class of data sets, which may have read ``input_key`` itself, need not name it."""
+        A dataset class may have read ``input_key`` itself and need not name it."""
         if self.messages_key is not None or not self.is_made_by_code:
             return self.messages_key
         columns = ("problem", "prompt") if self.input_key is None else (self.input_key,)
@@ -279,24 +280,24 @@ class DataSource:
         return indices[: self.size]
 
     def _open_made_rows(self, name: str) -> Records:
-        """Open the rows that a class or a function makes. What is held out of them is chosen here, by the question."""
+        """Open the rows created by a class or a function. The held-out rows are chosen here, by their question."""
         made = call_dataset_class(name, self._list_keys(), self.dataset_kwargs, self.purpose)
         if self.streaming:
             return StreamedRecords(RecordStream(name, list_shards(name, choose_split(name, made, self.split, self.purpose))))
         return open_made_rows(name, made, self.split, self.purpose)
 
     def check_arguments(self) -> None:
-        """Raise DataError if the class or the function that makes the rows cannot be imported, or not be called with these keys."""
+        """Raise DataError if the class or function that creates the rows cannot be imported or called with these keys."""
         name = str(self.dataset_name)
         choose_arguments(name, find_dataset_class(name), self._list_keys(), self.dataset_kwargs, self.purpose)
 
     def _list_keys(self) -> dict[str, Any]:
-        """Return the keys of the entry that code which makes rows may have parameters for."""
+        """Return the keys of the entry that row-creating code may take as parameters."""
         ours = ("shuffle", "in_memory", "dataset_kwargs", "rows", "part", "purpose", "split_validation_size", "repeat", "opened")
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ours}
 
     def open_records(self) -> tuple[BuiltinDataset, Records]:
-        """Open the dataset. Return the defaults of its name, and its records, with their images read. Raises DataError."""
+        """Open the dataset. Return the built-in defaults for its name, and its records with images read. Raises DataError."""
         if self.opened is not None:
             return self.opened
         builtin, records = self._open_records()
@@ -343,15 +344,15 @@ class DataSource:
 
 
 def is_local(name: str) -> bool:
-    """Return whether a name of a data set is that of a file or folder of this machine, whether or not there is one."""
+    """Return whether a data set name is a local file or folder, existing or not."""
     try:
         return not is_url(name) and (Path(name).suffix in FILE_SUFFIXES or os.path.exists(name))
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # not a valid file name
         return False
 
 
 def check_hub_name(name: str) -> None:
-    """Raise DataError for a name that neither the hub nor an address of a file can have."""
+    """Raise DataError for a name that is valid neither on the hub nor as a file URL."""
     if is_url(name) or HUB_NAME.fullmatch(name):
         return
     known = [
@@ -363,7 +364,7 @@ def check_hub_name(name: str) -> None:
 
 
 def validate_rows(rows: Sequence[object], count: int, records: Records) -> None:
-    """Read the first ``count`` rows, or only one of uniform records, so that errors in them are raised before the run starts."""
+    """Read the first ``count`` rows, or only one of uniform records, so that errors are raised before the run starts."""
     if records.lenient:
         return
     for index in range(1 if records.uniform else count):
@@ -371,17 +372,17 @@ def validate_rows(rows: Sequence[object], count: int, records: Records) -> None:
 
 
 def _find_column(records: Records, option: str, default: str, usual: Sequence[str]) -> str:
-    """Return ``default``; where the first record does not have it and has one of the ``usual`` columns, that one, with a warning."""
+    """Return ``default``; if the first record lacks it and has one of the ``usual`` columns, that one, with a warning."""
     found = [key for key in usual if has_key(records[0], key)]
     if has_key(records[0], default) or len(found) != 1:
         return default
-    warn_once(f"{records.name} has no column {default!r}: {found[0]!r} is read in its place; set {option}={found[0]}")
+    warn_once(f"{records.name} has no column {default!r}: {found[0]!r} is used instead; set {option}={found[0]}")
     return found[0]
 
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Log a warning, once for training and validation on the same data."""
+    """Log a warning only once, for training and validation on the same data."""
     log.warning("%s", message)
 
 
@@ -435,7 +436,7 @@ class RowReader:
         return Row(id=id, prompt=prompt, answer=answer, metadata=metadata, images=images)
 
 
-# Multiple-choice questions: their options as text below the question, and the letter of the right one.
+# Multiple-choice questions: options as text below the question, and the letter of the right one.
 
 
 def read_choices(
@@ -443,7 +444,7 @@ def read_choices(
 ) -> tuple[str, str, list[str]]:
     """Return the question with its options, the letter of the right one, and the options as shown.
 
-    ``seed``: shuffle the options, by the seed and the question; None leaves them in order, unless the right one would be the first.
+    ``seed``: shuffle the options by seed and question; None keeps their order, unless the right option would come first.
     """
     options = _read_options(choices, record, where)
     order = list(range(len(options)))
@@ -476,8 +477,8 @@ def _read_options(choices: Choices, record: Record, where: str) -> list[str]:
 
 
 def _read_option(record: Record, column: str, where: str) -> str:
-    """Return the option in a column. CSV files of the hub are read by pandas, for which the option "None" is no value."""
+    """Return the option in a column. CSV files of the hub are read by pandas, which treats the option "None" as missing."""
     value = get_value(record, column, "dataset_name", where)
-    if isinstance(value, bool) or value is None:  # a column of "True" and "False" alone
+    if isinstance(value, bool) or value is None:  # a column with only "True" and "False"
         return str(value)
     return get_text(record, column, "dataset_name", where)

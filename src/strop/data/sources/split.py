@@ -1,4 +1,4 @@
-"""Hold rows out for validation by a hash of their question, so that no question is in both parts.
+"""Hold out rows for validation by a hash of their question, so that no question is in both parts.
 
 A random split by row leaks if questions occur more than once, as in most published math datasets.
 """
@@ -23,7 +23,7 @@ def is_held_out(text: str, fraction: float, seed: int = 0) -> bool:
 
 
 class SplitError(DataError):
-    """The rows cannot be split so that both parts have one."""
+    """The rows cannot be split into two non-empty parts."""
 
 
 def split_by_question(questions: Iterable[str], size: float, seed: int) -> tuple[list[int], list[int]]:

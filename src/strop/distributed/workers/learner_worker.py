@@ -1,7 +1,8 @@
 """One rank of a run on a cluster, in its own process: its shards of the policy, the critic, the reference and the teachers.
 
-The driver (``strop.distributed.workers.remote_learner``) calls the same method on every rank. It hands the ranks functions that build their
-models, which must be picklable; this module knows no configuration. Each rank processes its part of a batch and returns the result for it.
+The driver (``strop.distributed.workers.remote_learner``) calls the same method on every rank. It passes the ranks picklable
+functions that build their models; this module does not depend on the configuration. Each rank processes its part of a batch and
+returns the result for it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ RankTarget = str | tuple[str, str]
 
 
 class RankPolicy(Protocol):
-    """What a rank has loaded of the policy before its models are built."""
+    """The policy as loaded on a rank, before its models are built."""
 
     @property
     def packed(self) -> bool: ...
@@ -64,14 +65,14 @@ class RankScorer(Protocol):
     """A network that scores this rank's part of a batch."""
 
     def share_requests(self) -> Mapping[str, ShareRequest]:
-        """Return, for each pass over a batch (``score``, ...), which share this rank reads."""
+        """Return, for each pass over a batch (``score``, ...), the share that this rank reads."""
         ...
 
     def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs: ...
 
 
 class StagedState(Protocol):
-    """This rank's part of a learner's state at one moment, which training no longer changes."""
+    """This rank's part of a learner's state at one moment, unaffected by further training."""
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None: ...
 
@@ -96,7 +97,7 @@ class RankLearner(RankScorer, Protocol):
 
 @runtime_checkable
 class ProbedLearner(Protocol):
-    """A learner that finds the size of its micro-batches from memory."""
+    """A learner that derives the size of its micro-batches from memory."""
 
     def probe_memory(self, rollouts: int, length: int) -> MemoryProbe: ...
 
@@ -104,7 +105,7 @@ class ProbedLearner(Protocol):
 
 
 class RankWeights(Protocol):
-    """The policy's weights as they are published: known on every rank, and gathered by all ranks one after another."""
+    """The policy's weights for publishing: known on every rank, and gathered by all ranks one after another."""
 
     @property
     def device(self) -> torch.device: ...
@@ -114,7 +115,7 @@ class RankWeights(Protocol):
         ...
 
     def adapter_source(self) -> AdapterSource:
-        """Return the adapters of a LoRA run, for engines that load them beside the base weights."""
+        """Return the adapters of a LoRA run, for engines that load them over the base weights."""
         ...
 
 
@@ -147,7 +148,7 @@ class PolicyInfo:
     stop_ids: tuple[int, ...]
     fingerprint: str  # of the weights before training
     vocab_size: int  # size of the output layer; 0 for a network without one
-    adapter_layers: tuple[str, ...] = ()  # names of the layers with LoRA adapters, where the ranks have PEFT's
+    adapter_layers: tuple[str, ...] = ()  # names of the layers with LoRA adapters, if the ranks use PEFT
 
 
 class LearnerWorker:
@@ -176,7 +177,7 @@ class LearnerWorker:
         """Initialize the process group. ``timeout``: seconds after which a collective fails if a rank does not take part."""
         limit = datetime.timedelta(seconds=timeout)
         store = self._store or dist.TCPStore(host, port, self.world, False, timeout=limit)
-        # Gloo beside NCCL: a collective of CPU tensors, such as of pickled objects, works whatever the ranks compute on.
+        # Gloo alongside NCCL: collectives of CPU tensors, such as pickled objects, then work on any device.
         backend = "gloo" if self.device == "cpu" else "cpu:gloo,cuda:nccl"
         if self.device != "cpu":
             torch.cuda.set_device(0)
@@ -203,7 +204,7 @@ class LearnerWorker:
         return list(self.models.learners)
 
     def share_requests(self) -> dict[RankTarget, dict[str, ShareRequest]]:
-        """Return which share of a batch this rank reads in each pass of each of its models: by name, then by the method called."""
+        """Return the share of a batch that this rank reads in each pass of each of its models: by model name, then by method."""
         models = self.models
         requests: dict[RankTarget, dict[str, ShareRequest]] = {}
         for name, scorer in (*models.scorers.items(), *models.learners.items()):
@@ -236,12 +237,12 @@ class LearnerWorker:
             return self.models.learners[name].step()
 
     def probe_memory(self, name: str, rollouts: int, length: int) -> MemoryProbe:
-        """Measure a pass of a learner. The CPU memory of a machine is divided among all ranks, which may all be on it."""
+        """Measure a pass of a learner. A machine's CPU memory is divided among all ranks, which may all be on it."""
         probe = self._find_probed(name).probe_memory(rollouts, length)
         return replace(probe, free_bytes=probe.free_bytes // self.world) if probe.device == "cpu" else probe
 
     def set_train_tokens(self, name: str, tokens: int) -> dict[str, ShareRequest]:
-        """Set the token budget of a learner. Return which shares this rank reads from now on."""
+        """Set the token budget of a learner. Return the shares that this rank reads from now on."""
         return self._find_probed(name).set_train_tokens(tokens)
 
     def _find_probed(self, name: str) -> ProbedLearner:
@@ -290,7 +291,7 @@ class LearnerWorker:
         return self._require_export().open(receivers)
 
     def send(self, read_back: bool) -> Fingerprints | TransportError:
-        """Send the prepared weights. Return, not raise, a TransportError: a lost receiver must not end the ranks."""
+        """Send the prepared weights. A TransportError is returned, not raised, because a lost receiver must not end the ranks."""
         try:
             return self._require_export().send(read_back=read_back)
         except TransportError as error:

@@ -26,7 +26,7 @@ class RemoteEngine:
     """An ``Engine`` that forwards every call to an engine in another process. The process ends when the engine is closed or has died."""
 
     def __init__(self, name: str, receivers: int, actor: RestartableActor) -> None:
-        """``actor`` makes the engine in its process, without starting the engine."""
+        """``actor`` creates the engine in its process, without starting it."""
         self.name = name
         self.receivers = receivers
         self.version = -1
@@ -101,7 +101,7 @@ class RemoteEngine:
         self._counters = await self._call("counters")
 
     async def use_own_weights(self, version: int) -> None:
-        """Serve with the weights that the engine was started with."""
+        """Serve with the weights the engine was started with."""
         await self._call("use_own_weights", version)
         self.version = version
 

@@ -27,16 +27,16 @@ from strop.weight_sync.transports.split_channel import SplitAddress
 
 @dataclass(frozen=True)
 class RankCaller:
-    """Calls a learner, a scorer or a column source on every rank, and combines what the ranks return.
+    """Calls a learner, a scorer or a column source on every rank, and combines the ranks' results.
 
-    A batch is divided before it travels: each rank is sent the share that it reads. Shares are passed by reference, so that ranks that
+    A batch is divided before sending: each rank receives only the share that it reads. Shares are passed by reference, so that ranks that
     read the same micro-batches are sent one copy, and a node reads it once.
     """
 
     name: RankTarget
     group: ActorGroup
     cluster: Cluster
-    requests: dict[str, list[ShareRequest]]  # of each rank, by the method that reads a batch; new ones after set_train_tokens
+    requests: dict[str, list[ShareRequest]]  # per rank, by the method that reads a batch; replaced after set_train_tokens
 
     async def call(self, method: str, *arguments: Any) -> Any:
         sent = arguments[:1] if method == "columns" else arguments  # the groups of a batch stay with the driver
@@ -84,7 +84,7 @@ class RemoteLearner(LearnerClient):
 
     def weights(self) -> WeightSource:
         raise RuntimeError(
-            "a learner on several ranks does not give its weights to the driver; its exporter sends them to engines"
+            "a learner on several ranks does not send its weights to the driver; its exporter sends them to engines"
         )
 
     def stage(self, *, optimizer: bool = True) -> StagedLearner:
@@ -121,7 +121,7 @@ class RemoteExporter:
     """The learner's side of a publish. Some ranks send, each its part of the tensors; all take part in gathering them."""
 
     def __init__(self, group: ActorGroup, senders: Sequence[int] = (0,)) -> None:
-        """``senders``: the ranks that send, in the order that tensors are dealt to them."""
+        """``senders``: the sending ranks, in the order used to distribute tensors."""
         self.group = group
         self.senders = tuple(senders)
 

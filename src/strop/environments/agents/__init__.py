@@ -1,1 +1,1 @@
-"""Agents that were written elsewhere, as environments."""
+"""Existing agents as environments."""

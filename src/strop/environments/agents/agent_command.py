@@ -1,4 +1,6 @@
-"""An agent as a program in any language: the task as JSON on its standard input, the endpoint in its environment."""
+"""An agent as a program in any language: it gets the task as JSON on standard input and the endpoint in its environment
+variables.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ from strop.environments.agents.endpoint import Endpoint
 from strop.safety.printable import shorten
 from strop.types import Task
 
-KEPT_OUTPUT = 64 * 1024  # bytes of standard output and of standard error, the last ones
-_GRACE_SECONDS = 2.0  # between the request to end and the end
+KEPT_OUTPUT = 64 * 1024  # last bytes kept of standard output and of standard error
+_GRACE_SECONDS = 2.0  # between the termination signal and the kill
 
 
 async def run_command_agent(
     command: Sequence[str], task: Task, endpoint: Endpoint, *, reward_from: str, directory: str | None
 ) -> AgentResult:
-    """Run a command for one task. It and all that it starts have ended when this returns. Raises AgentFailed."""
+    """Run a command for one task. When this returns, the command and its child processes have ended. Raises AgentFailed."""
     environment = {**os.environ, **endpoint.environ}
     try:
         process = await _start(command, environment, directory)
@@ -56,7 +58,9 @@ async def run_command_agent(
 
 
 async def _start(command: Sequence[str], environment: dict[str, str], directory: str | None) -> asyncio.subprocess.Process:
-    """Start a process in a group of its own. asyncio never returns where it is cancelled meanwhile, so it is let finish then, too."""
+    """Start a process in its own group. asyncio never returns the process if this is cancelled meanwhile, so starting is always
+    completed.
+    """
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
             *command,
@@ -77,14 +81,14 @@ async def _start(command: Sequence[str], environment: dict[str, str], directory:
 
 
 def format_task(task: Task) -> str:
-    """Write a task as JSON: id, question, answer, metadata, and the messages of its prompt where it has them."""
+    """Write a task as JSON: id, question, answer, metadata, and the messages of its prompt if it has any."""
     messages = [message.as_dict() for message in getattr(task, "messages", ())]
     values: dict[str, Any] = {"id": task.id, "question": task.question, "answer": task.answer, "metadata": dict(task.metadata)}
     return json.dumps({**values, "messages": messages} if messages else values, default=str)
 
 
 def _last_json(output: str) -> Any:
-    """Return the reward that the last line of an output holds, a number or an object with a reward; None if it holds none."""
+    """Return the reward in the last line of an output, a number or an object with a reward; None if there is none."""
     lines = [line for line in output.splitlines() if line.strip()]
     try:
         found = json.loads(lines[-1]) if lines else None
@@ -102,7 +106,7 @@ async def _read_end(stream: asyncio.StreamReader) -> bytes:
 
 
 async def _collect(readers: Sequence[asyncio.Future[bytes]]) -> list[str]:
-    """Return what was read, also where a process that left the group holds a stream open."""
+    """Return what was read, even if a process that left the group keeps a stream open."""
     await asyncio.wait(readers, timeout=_GRACE_SECONDS)
     texts = [reader.result() if reader.done() and not reader.cancelled() else b"" for reader in readers]
     for reader in readers:
@@ -111,7 +115,7 @@ async def _collect(readers: Sequence[asyncio.Future[bytes]]) -> list[str]:
 
 
 async def _wait_for_exit(process: asyncio.subprocess.Process) -> int:
-    """Return the exit code of a process. ``process.wait`` would wait for all that hold its output open, too."""
+    """Return the exit code of a process. ``process.wait`` would also wait for all processes that keep its output open."""
     delay = 0.002
     while process.returncode is None:
         await asyncio.sleep(delay)

@@ -1,6 +1,7 @@
-"""Environments whose episodes are driven by an agent: code that asks the policy through OpenAI's API.
+"""Environments whose episodes are driven by an agent: code that calls the policy through OpenAI's API.
 
-The policy's turns are what the agent's requests sampled; ``prompt`` and ``respond`` are not asked. Rewards work as in any environment.
+The policy's turns are the completions of the agent's requests; ``prompt`` and ``respond`` are not called. Rewards work as in any
+environment.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ class AgentTimeout(TimeoutError):
 
 
 class AgentFailed(RuntimeError):
-    """An agent did not return a result that can be used."""
+    """An agent did not return a usable result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentEnvironment(Environment[TaskT]):
-    """Base class of such environments. A subclass has ``tasks``, ``run`` and rewards."""
+    """Base class of agent environments. A subclass defines ``tasks``, ``run`` and rewards."""
 
-    agent_timeout_s: float = 600.0  # wall time of an episode, after which the agent is ended and the rollout has an error
+    agent_timeout_s: float = 600.0  # wall time of an episode, after which the agent is terminated and the rollout gets an error
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,8 +48,8 @@ class AgentEnvironment(Environment[TaskT]):
     async def run(self, task: TaskT, endpoint: Endpoint) -> Any:
         """Run one episode against ``endpoint``.
 
-        Returns an ``AgentResult``, a number (the reward that ``current_result()`` has), a text (its output), a mapping of ``reward``,
-        ``output`` and ``metrics``, or None. A mapping whose ``reward`` is None says that the episode cannot be scored.
+        Returns an ``AgentResult``, a number (the reward in ``current_result()``), a text (its output), a mapping of ``reward``,
+        ``output`` and ``metrics``, or None. A mapping whose ``reward`` is None means that the episode cannot be scored.
         """
 
     async def run_agent(self, task: TaskT, endpoint: Endpoint) -> AgentResult:
@@ -69,7 +70,7 @@ class AgentEnvironment(Environment[TaskT]):
 
 
 def current_result() -> AgentResult:
-    """Return what the agent of this episode returned, for its rewards. It is empty if the agent's last request was refused."""
+    """Return the result of this episode's agent, for its rewards. It is empty if the agent's last request was refused."""
     return _result.get() or AgentResult()
 
 
@@ -82,9 +83,9 @@ def read_result(returned: Any) -> AgentResult:
     values = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
     reward, metrics = values.get("reward"), values.get("metrics", {})
     if reward is not None and to_number(reward) is None:
-        raise AgentFailed(f"the agent returned {describe_value(reward)} as its reward, which is a finite number or a bool")
+        raise AgentFailed(f"the agent returned {describe_value(reward)} as its reward, which must be a finite number or a bool")
     if not isinstance(metrics, Mapping) or any(to_number(value) is None for value in metrics.values()):
-        raise AgentFailed(f"the agent returned {describe_value(metrics)} as its metrics, which map names to finite numbers")
+        raise AgentFailed(f"the agent returned {describe_value(metrics)} as its metrics, which must map names to finite numbers")
     output = values.get("output", "")
     return AgentResult(
         reward=None if reward is None else to_number(reward),

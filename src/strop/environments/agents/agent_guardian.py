@@ -1,7 +1,8 @@
-"""End the commands of agents together with the run, also where the run itself is killed.
+"""Terminate agent commands together with the run, even if the run itself is killed.
 
-A command leads a process group of its own, so that all it starts can be ended, and a signal to the run does not reach it. A small watcher
-process is told of each group; its pipe closes when the run ends, for whatever reason, and it kills the groups that are left.
+Each command leads its own process group, so that all its child processes can be terminated and signals to the run do not reach
+it. Groups are registered with a small watcher process; its pipe closes when the run ends for any reason, and it then kills the
+remaining groups.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 _lock = threading.Lock()
-_watchers: dict[int, subprocess.Popen[bytes]] = {}  # by the process that started it: a fork needs its own
+_watchers: dict[int, subprocess.Popen[bytes]] = {}  # keyed by the pid of the starting process, because a fork needs its own
 
 
 @contextmanager
 def guard_group(group: int) -> Iterator[None]:
-    """Have a process group killed if this process ends inside of the context."""
+    """Ensure that a process group is killed if this process ends inside the context."""
     _tell(b"+%d\n" % group)
     try:
         yield
@@ -40,7 +41,7 @@ def _tell(line: bytes) -> None:
 
 
 def watch(lines: Iterable[bytes]) -> None:
-    """Read groups that begin and end, to the end of the lines, and kill those that are left."""
+    """Read the start and end of groups until the input ends, and kill the remaining ones."""
     groups = set[int]()
     for line in lines:
         (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))

@@ -1,4 +1,4 @@
-"""What an agent leaves behind."""
+"""The result of an agent's episode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 class AgentResult:
     """The result of one episode."""
 
-    reward: float | None = None  # None: rewards are functions' alone
-    unscored: bool = False  # it says that the episode cannot be scored: it gave None as its reward
-    output: str = ""  # what it printed or returned; stored with the rollout
+    reward: float | None = None  # None: rewards come only from functions
+    unscored: bool = False  # the episode cannot be scored: the agent's reward is None
+    output: str = ""  # printed or returned text; stored with the rollout
     metrics: Mapping[str, float] = field(default_factory=dict)  # logged with the rollout's

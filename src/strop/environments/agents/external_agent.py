@@ -21,11 +21,11 @@ from strop.environments.rewards import RewardFunction, RewardMark
 from strop.packages import find_program
 from strop.types import Rollout, Task
 
-SCORE = "score"  # the reward that the agent returns
+SCORE = "score"  # the reward returned by the agent
 
 
 def score(task: Task, rollout: Rollout) -> float | None:
-    """Return the reward that the agent returned; 0 if its last request was refused, because of the length or the number of turns."""
+    """Return the agent's reward; 0 if its last request was refused because of the length or the number of turns."""
     result = current_result()
     if result.unscored:
         return None
@@ -39,12 +39,12 @@ def score(task: Task, rollout: Rollout) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalAgent(FunctionEnvironment, AgentEnvironment[PromptedTask]):
-    """Rows of a dataset, each worked on by an agent. Its reward is what the agent returns, or that of functions (``reward``,
-    ``rewards``), which find the agent's result in ``strop.environments.agents.agent_environment.current_result()``."""
+    """Rows of a dataset, each handled by an agent. The reward is the agent's result or comes from functions (``reward``,
+    ``rewards``), which read the agent's result from ``strop.environments.agents.agent_environment.current_result()``."""
 
     agent: Any = None  # file.py:function or module:function of (task, endpoint), async or not
     command: list[str] | None = None  # a program and its arguments
-    directory: str | None = None  # where the command runs; null is the folder of the run's command
+    directory: str | None = None  # where the command runs; null is the run's working directory
     reward_from: Literal["stdout", "exit_code"] = (
         "stdout"  # of a command: JSON in the last line, or 1 for exit code 0 and 0 for 1
     )
@@ -87,7 +87,7 @@ class ExternalAgent(FunctionEnvironment, AgentEnvironment[PromptedTask]):
     @classmethod
     def list_marks(cls, options: Mapping[str, Any]) -> Mapping[str, RewardMark]:
         given = {name: options[name] for name in ("reward", "rewards") if options.get(name) is not None}
-        made = cls(agent=print, **given)  # the agent does not matter
+        made = cls(agent=print, **given)  # the agent itself does not matter here
         return {name: each.mark for name, each in made.reward_functions.items()}
 
     async def run(self, task: PromptedTask, endpoint: Endpoint) -> Any:
@@ -100,7 +100,9 @@ class ExternalAgent(FunctionEnvironment, AgentEnvironment[PromptedTask]):
 
 
 async def run_in_own_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Await a function that blocks, in a thread that no other episode waits for. A thread that is not awaited any more runs on."""
+    """Await a blocking function in a separate thread, which does not block other episodes. A thread that is no longer awaited
+    keeps running.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 

@@ -29,10 +29,10 @@ class DrawnImages(Environment[PromptedTask]):
 
     kinds: tuple[Kind, ...] = KINDS
     image_size: int = 112  # pixels of each side
-    max_count: int = 6  # of the shapes that are asked for
-    max_others: int = 0  # of shapes of another kind beside them
+    max_count: int = 6  # of the counted shapes
+    max_others: int = 0  # of additional shapes of another kind
     digits: int = 2  # of a number
-    held_out_fraction: float = 0.2  # of all images, reserved for validation with every seed
+    held_out_fraction: float = 0.2  # share of all images reserved for validation, with every seed
     wording: str = "{question} Answer with just the number."
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Questions, with images or without, whose answers stand in tags: NeMo-RL's environment ``vlm``."""
+"""Questions, with or without images, with answers in tags: NeMo-RL's environment ``vlm``."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ CheckMath = Callable[[str, str], Awaitable[ScoringResult]]
 """(reference, text with a boxed answer) -> whether they are equal."""
 
 SMALLEST_AREA = 1e-3
-GOOD_OVERLAP = 0.5  # of boxes, from which on an answer counts as right
+GOOD_OVERLAP = 0.5  # overlap of boxes from which an answer counts as right
 
 
 @dataclass(frozen=True)
 class AnswerScore:
     value: float
-    correct: bool | None = None  # None: it says nothing of whether the answer is right
+    correct: bool | None = None  # None: the score does not tell whether the answer is right
 
 
 NOTHING = AnswerScore(0.0, False)
 
 
 def find_tagged(text: str, tag: str) -> str | None:
-    """Return what stands between the first ``<tag>`` and the last ``</tag>`` after it; None without them."""
+    """Return the text between the first ``<tag>`` and the last ``</tag>`` after it; None without them."""
     start = text.find(f"<{tag}>")
     end = text.rfind(f"</{tag}>")
     return text[start + len(tag) + 2 : end] if start >= 0 and start + len(tag) + 2 <= end else None
 
 
 def find_answer(text: str, tag: str) -> str | None:
-    """Return what stands in the tags outside of the thoughts."""
+    """Return the text in the tags outside of the thoughts."""
     return find_tagged(read_answer(text), tag)
 
 
@@ -51,15 +51,16 @@ def score_format(text: str, think_tag: str = "think", answer_tag: str = "answer"
 
 
 def score_exact(reference: str, text: str, answer_tag: str = "answer") -> AnswerScore:
-    """1 where the answer has the letters and digits of the reference, in any case."""
+    """1 if the answer has the same letters and digits as the reference, ignoring case."""
     answer = find_answer(text, answer_tag)
     right = answer is not None and _keep_alphanumeric(answer) == _keep_alphanumeric(reference)
     return AnswerScore(float(right), right)
 
 
 def score_box(reference: str, text: str, giou_penalty_thres: float = 10.0, answer_tag: str = "answer") -> AnswerScore:
-    """The overlap of two boxes [x1, y1, x2, y2], from -1 to 1: intersection over union, and below the threshold the generalized one
-    (1902.09630), which boxes that do not touch have, too."""
+    """The overlap of two boxes [x1, y1, x2, y2], from -1 to 1: intersection over union, and below the threshold the generalized
+    one (1902.09630), which is also defined for disjoint boxes.
+    """
     answer = find_answer(text, answer_tag)
     expected, given = _parse_box(reference), None if answer is None else _parse_box(answer)
     if expected is None or given is None:
@@ -76,14 +77,14 @@ def score_box(reference: str, text: str, giou_penalty_thres: float = 10.0, answe
 
 
 async def score_expression(reference: str, text: str, check: CheckMath, tag: str = "answer") -> AnswerScore:
-    """1 where the answer is the same expression as the reference."""
+    """1 if the answer is the same expression as the reference."""
     answer = find_answer(text, tag)
     right = answer is not None and bool((await check(reference, f"\\boxed{{{answer}}}")).value)
     return AnswerScore(float(right), right)
 
 
 async def score_geometry(reference: str, text: str, check: CheckMath, format_score: float = 0.1) -> AnswerScore:
-    """The last boxed answer is right, and ``format_score`` of it for a box that follows the end of the thoughts."""
+    """1 if the last boxed answer is right, and ``format_score`` of the score for a box after the end of the thoughts."""
     end = text.find("</think>")
     box = text.find("\\boxed{", end) if end >= 0 else -1
     is_formatted = box >= 0 and text.find("}", box) >= 0
@@ -118,7 +119,7 @@ OPTIONS: Mapping[str, Mapping[str, type]] = {  # of each reward function: kwargs
 }
 
 
-CORRECT = "correct"  # the reward of weight 0 that says whether the answer is right
+CORRECT = "correct"  # the reward of weight 0 for the correctness of the answer
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,8 @@ class WeightedReward:
 
 @dataclass(frozen=True, kw_only=True)
 class VlmEnvironment(DatasetEnvironment):
-    """The reward is the mean of ``rewards``, by their weights; ``correct``, with weight 0, is the accuracy: every function that says
-    whether an answer is right says so.
+    """The reward is the mean of ``rewards``, by their weights; ``correct``, with weight 0, is the accuracy: all functions that
+    check correctness find the answer right.
 
     format: thoughts in <think> (0.25) and an answer in <answer> (0.75). exact_alnum: the answer has the letters and digits of the
     reference. math_expr: it is the same expression. bbox_giou: the overlap of boxes. geo3k: the last \\boxed is right, after </think>.
@@ -141,7 +142,7 @@ class VlmEnvironment(DatasetEnvironment):
 
     rewards: tuple[WeightedReward, ...] = ()  # reward_functions in NeMo-RL
     num_workers: int = 4  # processes that compare expressions, started on demand
-    timeout_s: float = 5.0  # CPU seconds to compare one; an answer that needs more counts as wrong
+    timeout_s: float = 5.0  # CPU seconds per comparison; answers that need more count as wrong
 
     def __post_init__(self) -> None:
         if not self.rewards:
@@ -185,7 +186,7 @@ class VlmEnvironment(DatasetEnvironment):
         return extract_last_boxed(rollout.content) if "geo3k" in names else find_tagged(rollout.content, tag)
 
     async def score(self, each: WeightedReward, reference: str, text: str) -> AnswerScore:
-        """Return what a reward function gives a reply."""
+        """Return a reward function's score of a reply."""
         options = each.kwargs or {}
         match each.name:
             case "format":

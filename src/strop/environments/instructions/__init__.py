@@ -1,1 +1,1 @@
-"""Instructions whose following can be checked."""
+"""Instructions that can be checked by a program."""

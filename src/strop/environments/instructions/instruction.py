@@ -1,4 +1,4 @@
-"""Instructions of a row, and which of them a reply follows."""
+"""The instructions of a row, and a check of which ones a reply follows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from strop.thoughts import read_answer
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction by its name in IFEval or RLVR-IFeval, with what it asks for."""
+    """An instruction by its name in IFEval or RLVR-IFeval, with its options."""
 
     name: str
     options: Mapping[str, Any]
@@ -33,7 +33,7 @@ class FollowedInstructions:
 
     strictly: tuple[bool, ...]
     loosely: tuple[bool, ...]
-    unverified: bool  # one could not be checked within the limits, and counts as not followed
+    unverified: bool  # one of them could not be checked within the limits, and counts as not followed
 
 
 def read_instructions(row: Mapping[str, Any], where: str) -> tuple[Instruction, ...]:
@@ -72,7 +72,7 @@ def _read_rlvr(row: Mapping[str, Any]) -> tuple[Instruction, ...]:
 
 @cache
 def _check_packages(name: str) -> None:
-    """Raise EnvironmentConfigError where a package is missing, and warn where its data is."""
+    """Raise EnvironmentConfigError if a package is missing, and warn if its data is missing."""
     if package := find_missing_package(name):
         raise EnvironmentConfigError(f"the instruction {name} needs the package {package}: {install_command('ifeval')}")
     if PACKAGES.get(name) == "nltk" and "sentences" in name and not has_sentence_model():
@@ -84,7 +84,7 @@ def _check_packages(name: str) -> None:
 
 
 def read_response(text: str, opening: str = "") -> str:
-    """Return what follows the thoughts of a reply, without the white space between them."""
+    """Return the reply after its thoughts, without the white space between them."""
     answer = read_answer(text, opening)
     return answer if answer == text else answer.strip()
 
@@ -92,7 +92,7 @@ def read_response(text: str, opening: str = "") -> str:
 async def check_instructions(
     instructions: Sequence[Instruction], text: str, *, num_workers: int, timeout_s: float
 ) -> FollowedInstructions:
-    """Check a response in the scoring pool, whose workers see this machine's files: NLTK looks for its data there."""
+    """Check a response in the scoring pool, whose workers can read this machine's files, because NLTK loads its data from there."""
     pool = get_scoring_pool(num_workers, isolated=False)
     scores = await asyncio.gather(
         *(pool.call("instruction", timeout_s, name=each.name, options=dict(each.options), text=text) for each in instructions)

@@ -1,4 +1,4 @@
-"""Instructions that a program can check: IFEval (Zhou et al. 2023, arXiv:2311.07911), and RLVR-IFeval, its like for training."""
+"""Instructions that a program can check: IFEval (Zhou et al. 2023, arXiv:2311.07911), and its training counterpart RLVR-IFeval."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from strop.types import Rollout
 @dataclass(frozen=True, kw_only=True)
 class InstructionTask(PromptedTask):
     instructions: tuple[Instruction, ...]
-    share: float  # the number of instructions, of the mean over all tasks
+    share: float  # number of instructions, relative to the mean over all tasks
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionFollowing(DatasetEnvironment):
-    """Whether the last turn, without its thoughts, follows the instructions of its row. ``prompt_strict`` is what is reported most."""
+    """Whether the last turn, without its thoughts, follows the instructions of its row. ``prompt_strict`` is the most commonly
+    reported metric.
+    """
 
     num_workers: int = 4  # processes that check replies, started on demand
-    timeout_s: float = 5.0  # CPU seconds to check one instruction; one that needs more counts as not followed
+    timeout_s: float = 5.0  # CPU seconds per instruction; those that need more count as not followed
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,8 +45,8 @@ class InstructionFollowing(DatasetEnvironment):
 
     def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
         rows = super().tasks(data)
-        count = len(rows)  # of a stream it is not known
-        numbers = [len(read_instructions(row.metadata, row.id)) for row in rows]  # an error in any row is one when the run starts
+        count = len(rows)  # unknown for streams
+        numbers = [len(read_instructions(row.metadata, row.id)) for row in rows]  # check every row at the start of the run
         mean = sum(numbers) / max(1, count)
 
         def make(index: int) -> InstructionTask:
@@ -60,13 +62,13 @@ class InstructionFollowing(DatasetEnvironment):
         found = await self._check(task, rollout)
         for way, followed in (("strict", found.strictly), ("loose", found.loosely)):
             rollout.metrics[f"prompt_level_{way}"] = float(all(followed))
-            # weighed so that the mean over the tasks is the share of all instructions, as IFEval reports it
+            # weighted so that the mean over tasks is the share of all instructions, as IFEval reports it
             rollout.metrics[f"instruction_level_{way}"] = task.share * _mean(followed)
         return all(found.strictly)
 
     @reward(weight=0.0)
     async def prompt_loose(self, task: InstructionTask, rollout: Rollout) -> bool:
-        """The same of the reply as it is, or without its first line, its last line or asterisks."""
+        """The same for the reply as it is, or without its first line, its last line or asterisks."""
         return all((await self._check(task, rollout)).loosely)
 
     @reward(weight=0.0)
@@ -84,7 +86,7 @@ class InstructionFollowing(DatasetEnvironment):
         return (await self._check(task, rollout)).unverified
 
     async def _check(self, task: InstructionTask, rollout: Rollout) -> FollowedInstructions:
-        """Check each instruction; the scoring pool remembers what it said."""
+        """Check each instruction; the scoring pool caches the results."""
         text = read_response(rollout.text, rollout.opening)
         return await check_instructions(task.instructions, text, num_workers=self.num_workers, timeout_s=self.timeout_s)
 

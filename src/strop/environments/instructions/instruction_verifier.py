@@ -1,4 +1,4 @@
-"""Instructions as a part of a reward: the share of a row's instructions that a reply follows."""
+"""Instruction following as part of a reward: the share of a row's instructions that a reply follows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class InstructionVerifier(Verifier):
     is_accuracy: ClassVar[bool] = True
 
     credit: Literal["all", "fraction"] = "all"
-    loose: bool = False  # without the first line, the last line or asterisks will do, too
+    loose: bool = False  # also accept the reply without its first line, its last line or asterisks
     num_workers: int = 4  # processes of the scoring pool
     timeout_s: float = 5.0  # CPU seconds to check one instruction
 

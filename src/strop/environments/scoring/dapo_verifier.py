@@ -1,13 +1,13 @@
 """DAPO's check of an answer (2503.14476): the text after the last "Answer:" equals the reference answer once both are normalized.
 
-The normalization is that of Minerva (2206.14858, appendix D.1), which other libraries use with DAPO's recipes too.
+The normalization is Minerva's (2206.14858, appendix D.1), which other libraries also use with DAPO's recipes.
 """
 
 from __future__ import annotations
 
 import re
 
-LAST_CHARACTERS = 300  # of the completion, in which the answer is looked for
+LAST_CHARACTERS = 300  # last characters of the completion, in which the answer is searched
 NO_ANSWER = "[INVALID]"
 
 _ANSWER = re.compile(r"Answer\s*:\s*([^\n]+)", re.IGNORECASE)
@@ -23,7 +23,7 @@ _REPLACED = {  # in this order
     "\\text{and}": ",",
     "\\text{m}": "\\text{}",
 }
-# Units, words and notation that say nothing, in the order in which they are removed.
+# Units, words and notation without meaning, in the order of their removal.
 _REMOVED = (
     *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points", "feet"),
     *("minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
@@ -31,7 +31,7 @@ _REMOVED = (
     *("\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
 )
 _REWRITTEN = (
-    (re.compile(r"(.*?)(\$)(.*?)(\$)(.*)"), r"$\3$"),  # only the formula between dollar signs
+    (re.compile(r"(.*?)(\$)(.*?)(\$)(.*)"), r"$\3$"),  # keep only the formula between dollar signs
     (re.compile(r"(\\text\{)(.*?)(\})"), r"\2"),
     (re.compile(r"(\\textbf\{)(.*?)(\})"), r"\2"),
     (re.compile(r"(\\overline\{)(.*?)(\})"), r"\2"),
@@ -47,7 +47,7 @@ def score_dapo(reference: str, answer: str) -> float:
 
 
 def extract_dapo_answer(text: str) -> str:
-    """Return the normalized answer that a completion states last, or "[INVALID]"."""
+    """Return the normalized answer stated last in a completion, or "[INVALID]"."""
     stated = _ANSWER.findall(text[-LAST_CHARACTERS:])
     return normalize_dapo_answer(stated[-1] if stated else NO_ANSWER)
 

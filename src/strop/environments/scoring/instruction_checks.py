@@ -1,4 +1,4 @@
-"""Instructions by name, and whether a response follows one: strictly, or loosely as IFEval defines it."""
+"""Instructions by name, and checks of whether a response follows one: strictly, or loosely as defined by IFEval."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def has_number_of_sentences(text: str, *, num_sentences: int, relation: str) -> 
 
 
 def has_number_of_paragraphs(text: str, *, num_paragraphs: int) -> bool:
-    """Paragraphs are between ``***``. None but the first and the last may be empty, which then do not count."""
+    """Paragraphs are separated by ``***``. Only the first and the last may be empty; they then do not count."""
     first, *others = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
     ends = [part for part in (first, *others[-1:]) if part]
     return all(others[:-1]) and len(ends) + len(others[:-1]) == num_paragraphs
@@ -60,7 +60,7 @@ def has_number_of_words(text: str, *, num_words: int, relation: str) -> bool:
 
 
 def has_first_word_of_paragraph(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """The place of a paragraph counts empty ones, the number of paragraphs does not, as in the original."""
+    """A paragraph's position counts empty ones but the number of paragraphs does not, as in the original."""
     paragraphs = [part.strip() for part in text.split("\n\n")]
     number = sum(bool(part) for part in paragraphs)
     if not 1 <= nth_paragraph <= number or not paragraphs[nth_paragraph - 1]:
@@ -94,7 +94,7 @@ def has_highlights(text: str, *, num_highlights: int) -> bool:
     return len(single) + len(double) >= num_highlights
 
 
-def has_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:  # spelt as in the rows
+def has_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:  # spelled as in the rows
     return len(re.findall(rf"\s?{section_spliter.strip()}\s?\d+\s?", text)) >= num_sections
 
 
@@ -114,7 +114,7 @@ def has_title(text: str) -> bool:
 
 
 def has_two_responses(text: str) -> bool:
-    """Two that differ, with ``******`` between them, and perhaps before and after them."""
+    """Two different responses separated by ``******``, which may also come before and after them."""
     parts = [part.strip() for part in text.split("******")]
     answers = [part for part in parts if part]
     return all(parts[1:-1]) and len(answers) == 2 and answers[0] != answers[1]
@@ -179,7 +179,7 @@ IFEVAL_CHECKS: dict[str, Callable[..., bool]] = {
 
 
 INSTRUCTIONS: Mapping[str, Callable[..., bool]] = {**IFEVAL_CHECKS, **RLVR_CHECKS}
-PACKAGES = {  # that instructions need beside Strop's own
+PACKAGES = {  # required by instructions in addition to Strop's own
     "language:response_language": "langdetect",
     "change_case:english_capital": "langdetect",
     "change_case:english_lowercase": "langdetect",
@@ -191,24 +191,26 @@ STRICTLY, LOOSELY = 2.0, 1.0  # scores
 
 
 def find_fault(name: str, options: Mapping[str, Any]) -> str | None:
-    """Return why nothing can follow an instruction as it is given, None if it can be checked."""
+    """Return why an instruction with these options cannot be followed, None if it can be checked."""
     if name not in INSTRUCTIONS:
         return f"there is no instruction {name!r}{suggest_names(name, INSTRUCTIONS)}"
     wanted = set(inspect.signature(INSTRUCTIONS[name]).parameters) - {"text"}
     if wanted != set(options):
         takes, given = (", ".join(sorted(names)) or "nothing" for names in (wanted, options))
-        return f"the instruction {name} takes {takes}, and is given {given}"
+        return f"the instruction {name} takes {takes}, but has {given}"
     return None
 
 
 def find_missing_package(name: str) -> str | None:
-    """Return the package that an instruction needs, if it is not installed."""
+    """Return the package required by an instruction, if it is not installed."""
     package = PACKAGES.get(name)
     return None if package is None or is_installed(package) else package
 
 
 def prepare_instruction(name: str, options: Mapping[str, Any], text: str) -> Callable[[], float]:
-    """Return a function that gives 2 if a response follows an instruction, 1 if only one of its loose variants does, and else 0."""
+    """Return a function that gives 2 if a response follows an instruction, 1 if only one of its loose variants does, and
+    otherwise 0.
+    """
     _load_models(PACKAGES.get(name))
     return lambda: score_instruction(name, options, text)
 
@@ -233,7 +235,7 @@ def list_loose_variants(text: str) -> list[str]:
 
 @lru_cache(maxsize=4)
 def _load_models(package: str | None) -> None:
-    """Load what a package reads from files, once, before a process is forked that may read none."""
+    """Load a package's files, once, before a process is forked that may not read files."""
     from strop.environments.scoring import text_language
 
     if package == "langdetect":

@@ -1,7 +1,7 @@
-"""Whether two mathematical expressions in LaTeX are equal, by math-verify's parser and comparison; for ``scoring_worker.py``.
+"""Whether two LaTeX expressions are mathematically equal, using math-verify's parser and comparison; for ``scoring_worker.py``.
 
-Every method that does not compare texts asks ``are_equal``. What math-verify alone would get wrong is decided here, once: notation that it
-does not read, texts that it reads only in part, and numbers that are small.
+Every method other than text comparison uses ``are_equal``. Cases that math-verify alone gets wrong are decided here, once:
+notation it does not read, texts it reads only in part, and small numbers.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from typing import Any
 
 from strop.environments.answers import extract_final_answer, extract_last_boxed, normalize_answer
 
-LEAST_DIGITS = (
-    1e-5  # relative difference of numbers that are equal when one is a decimal; math-verify compares six decimal places
-)
-PRECISION = 30  # digits to which expressions are evaluated for it
+LEAST_DIGITS = 1e-5  # relative tolerance of numbers if one is a decimal; math-verify compares six decimal places
+PRECISION = 30  # digits used to evaluate expressions for it
 
 _SIGNS = str.maketrans(
     {
@@ -64,7 +62,9 @@ _BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{?(\d+)\}?")  # a number and its bas
 
 
 def score_reply(reference: str, reply: str) -> float:
-    """1 if the last box of a reply is the reference, or without a box the expression that math-verify finds in it; else 0."""
+    """1 if the last box of a reply equals the reference, or without a box the expression that math-verify finds in it; otherwise
+    0.
+    """
     if (boxed := extract_last_boxed(reply)) is not None:
         return float(are_equal(reference, boxed))
     if not (expected := parse(prepare(reference))):
@@ -75,7 +75,7 @@ def score_reply(reference: str, reply: str) -> float:
 
 
 def are_equal(reference: str, answer: str) -> bool:
-    """Whether two expressions are equal. A text that is not wholly read equals only itself, up to notation without meaning."""
+    """Whether two expressions are equal. A text that is not completely parsed equals only itself, up to meaningless notation."""
     reference, answer = prepare(reference), prepare(answer)
     if (normal := normalize_answer(reference)) == normalize_answer(answer):
         return bool(normal)
@@ -85,19 +85,19 @@ def are_equal(reference: str, answer: str) -> bool:
     expected, given = parse(reference, units=False), parse(answer, units=False)
     if verify(expected, given):
         return True
-    # Letters are units only beside numbers: the h of \nu h would be read as hours, too.
+    # Letters are units only next to numbers: otherwise the h of \nu h would be read as hours.
     expected, given = parse(reference), parse(answer)
     symbolic = any(getattr(each, "free_symbols", None) for each in (*expected, *given))
     return not symbolic and verify(expected, given)
 
 
 def score_reading(reference: str) -> float:
-    """1 if a reference is compared by its value, 0 if it is compared as a text."""
+    """1 if a reference is compared by value, 0 if it is compared as text."""
     return float(bool(parse(prepare(reference))))
 
 
 def prepare(text: str) -> str:
-    """Write what math-verify does not read as it would: signs of Unicode, mixed numbers, repeating decimals, e for a power of ten."""
+    """Rewrite notation that math-verify would misread: Unicode signs, mixed numbers, repeating decimals, e for a power of ten."""
     text = _LITTLE.sub("", text.translate(_SIGNS).replace("\\$", "")).strip().removesuffix(".").strip()
     for pattern, instead in _WORDS:
         text = pattern.sub(instead, text)
@@ -105,7 +105,7 @@ def prepare(text: str) -> str:
 
 
 def parse(text: str, *, units: bool = True) -> list[Any]:
-    """Return math-verify's reading of a prepared text; nothing if it would leave something out."""
+    """Return math-verify's parse of a prepared text; nothing if it would drop a part."""
     from latex2sympy2_extended import NormalizationConfig  # type: ignore[import-untyped,unused-ignore]
     from math_verify import LatexExtractionConfig
     from math_verify import parse as parse_with_math_verify
@@ -113,7 +113,7 @@ def parse(text: str, *, units: bool = True) -> list[Any]:
     if "\\ldots" in text:
         return []
     normalization = NormalizationConfig(basic_latex=True, units=units, malformed_operators=True, nits=True, boxed="all")
-    # Its other reader, of expressions, takes whatever number it finds in what this one cannot read.
+    # Its other parser, for expressions, takes any number it finds in text that this one cannot read.
     found: list[Any] = parse_with_math_verify(
         f"\\boxed{{{text}}}",
         [LatexExtractionConfig(normalization_config=normalization)],
@@ -124,7 +124,7 @@ def parse(text: str, *, units: bool = True) -> list[Any]:
 
 
 def verify(expected: list[Any], given: list[Any]) -> bool:
-    """What math-verify says of parsed expressions; inequalities and intervals are compared, and small numbers relatively."""
+    """math-verify's verdict on parsed expressions, including inequalities and intervals; small numbers are compared relatively."""
     from math_verify import verify as verify_with_math_verify  # type: ignore[import-untyped,unused-ignore]
 
     with _relative_comparison():
@@ -133,7 +133,7 @@ def verify(expected: list[Any], given: list[Any]) -> bool:
 
 @contextmanager
 def _relative_comparison() -> Iterator[None]:
-    """Within it math-verify's comparison of two numbers, which rounds to six decimal places, asks ``_differ_relatively``, too.
+    """Inside, math-verify's comparison of two numbers, which rounds to six decimal places, also applies ``_differ_relatively``.
 
     All its comparisons of sets, tuples, intervals and equations end there.
     """
@@ -152,7 +152,7 @@ def _relative_comparison() -> Iterator[None]:
 
 
 def _differ_relatively(a: Any, b: Any) -> bool:
-    """Whether two expressions that are equal in six decimal places have other leading digits; exact where both are rational."""
+    """Whether two expressions that agree in six decimal places have different leading digits; exact if both are rational."""
     from math_verify.grader import get_pct_val
     from sympy import Rational  # type: ignore[import-untyped,unused-ignore]
 
@@ -170,7 +170,7 @@ def _differ_relatively(a: Any, b: Any) -> bool:
 
 
 def _evaluate_at_a_point(expression: Any) -> Any:
-    """An expression with a number for each symbol."""
+    """An expression evaluated with a number for each symbol."""
     from sympy import Rational  # type: ignore[import-untyped,unused-ignore]
 
     symbols = sorted(expression.free_symbols, key=str)

@@ -1,4 +1,6 @@
-"""Whether the content of a ``\\boxed`` is the reference answer, as the papers of an evaluation set decide it; for ``scoring_worker.py``."""
+"""Whether the content of a ``\\boxed`` equals the reference answer, by the rules of an evaluation set's paper; for
+``scoring_worker.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from strop.environments.scoring.math_equality import are_equal, parse, prepare
 
 ReportedMethod = Literal["boxed", "olympiad", "minerva"]
 
-EXACT = 1e-8  # OlympiadBench's tolerance where a problem names none
+EXACT = 1e-8  # OlympiadBench's tolerance if a problem gives none
 MINERVA_TOLERANCE = 1e-4  # relative
 
 _UNIT = re.compile(r"(?:\\[,;:! ]|~|\s)*\\(?:text|textrm|mathrm|mbox|operatorname)\{[^{}]*\}(?:\^\{?-?\d+\}?)?[.\s]*$")
@@ -49,7 +51,7 @@ def score_olympiad(reference: str, answer: str, tolerances: Sequence[float]) -> 
 
 
 def score_minerva(reference: str, answer: str) -> float:
-    """Return 1 if the answers are equal after Minerva's normalization, as numbers within a relative 1e-4, or for SymPy."""
+    """Return 1 if the answers are equal after Minerva's normalization, as numbers within a relative 1e-4, or according to SymPy."""
     if normalize_dapo_answer(reference) == normalize_dapo_answer(answer):
         return 1.0
     wanted, given = evaluate_number(reference), evaluate_number(answer)

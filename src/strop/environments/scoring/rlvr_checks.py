@@ -1,8 +1,8 @@
-"""The 25 constraints of RLVR-IFeval (Lambert et al. 2024, arXiv:2411.15124), made of IFEval's instructions for training.
+"""The 25 constraints of RLVR-IFeval (Lambert et al. 2024, arXiv:2411.15124), based on IFEval's instructions, for training.
 
-They differ from IFEval's in what they count. They say what the code of open-instruct says, which trained on them, but for sections: marks
-with numbers count, as in IFEval, while there a text without any mark passes for one section. Responses are hostile: called in the
-scoring pool.
+They count differently from IFEval's. Results equal those of open-instruct, which trained on them, except for sections: numbered
+marks count, as in IFEval, while in open-instruct a text without marks counts as one section. Responses are untrusted: called in
+the scoring pool.
 """
 
 from __future__ import annotations

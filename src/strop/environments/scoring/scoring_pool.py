@@ -1,9 +1,9 @@
-"""A small pool of ``scoring_worker.py`` processes that score under resource limits, for any thread and event loop.
+"""A small pool of ``scoring_worker.py`` processes that score under resource limits, usable from any thread and event loop.
 
     call() -> a thread of the pool -> an idle worker, or a new one -> a forked child that scores -> its reply
 
-Workers start on demand, in bubblewrap where the machine has it: without network, and without files but the libraries. They exit with
-this process, however it ends, because their input is closed.
+Workers start on demand, in bubblewrap where the machine has it: without network, and without files but the libraries. They exit
+with this process, even if it is killed, because their input is closed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ScoringError(RuntimeError):
 
 @dataclass(frozen=True)
 class ScoringResult:
-    """The score of an answer, or why it has none: scoring exceeded the limit or crashed."""
+    """The score of an answer, or the reason why it has none: scoring exceeded the limit or crashed."""
 
     value: float | None
     failure: str | None = None
@@ -52,8 +52,8 @@ class ScoringResult:
 def get_scoring_pool(size: int, *, isolated: bool = True) -> ScoringPool:
     """Return this process's pool of at most ``size`` workers. A forked process gets its own pool.
 
-    Unless ``isolated``, workers see this machine's files, where scorers look for tasks and data; what scores an answer can compute and
-    read only, within its limits, either way.
+    Unless ``isolated``, workers can read this machine's files, where scorers look for tasks and data; in either case, the scoring
+    code itself can only compute and read, within its limits.
     """
     return _scoring_pool(os.getpid(), size, isolated)
 
@@ -92,7 +92,7 @@ class ScoringPool:
 
     def _score(self, kind: ScorerName, request: bytes) -> ScoringResult:
         reply, status = self._request(request)
-        if reply is None:  # killed from outside, since no answer can do this; retry with a new worker
+        if reply is None:  # killed from outside, because no answer can do this; retry with a new worker
             reply, status = self._request(request)
         if reply is None:
             raise ScoringError(f"{kind}: its worker died twice, the last time with exit status {status}")
@@ -139,10 +139,10 @@ def _start_worker(isolated: bool) -> subprocess.Popen[bytes]:
 
 
 def _find_libraries(search_path: list[str]) -> list[str]:
-    """The folders that an isolated worker reads, each by the name that Python has for it and by the one without links."""
+    """Return the folders that an isolated worker reads, each by Python's path and by the resolved path."""
     packages = [folder for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))]
     folders = [Path(folder).absolute() for folder in (sys.prefix, *search_path, *packages)]
-    # A folder that anything may lie in is not shown, only the package that may have been put there.
+    # A folder with arbitrary content is not exposed, only the package that may have been put there.
     folders = [folder / "strop" if str(folder) in ("/", "/tmp") else folder for folder in folders]
     names = [str(name) for folder in folders if folder.is_dir() for name in (folder, folder.resolve())]
     return list(dict.fromkeys(names))

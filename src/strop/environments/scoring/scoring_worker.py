@@ -1,9 +1,9 @@
 """A process that scores answers under resource limits, started by ``scoring_pool.py``. It imports little besides the scorers.
 
-Math-verify and some of reasoning-gym's scorers pass model output to SymPy, which may run forever, exhaust the memory, or
-execute it: SymPy's parsers call ``eval``. So every answer is scored in a forked child that can only compute (``seccomp.py``)
-under limits on time and memory. The kernel kills the child even inside C code, where no Python signal handler runs. Forking
-also makes each score independent of earlier ones.
+Math-verify and some of reasoning-gym's scorers pass model output to SymPy, which may run forever, exhaust memory, or execute it:
+SymPy's parsers call ``eval``. So every answer is scored in a forked child that can only compute (``seccomp.py``) under limits on
+time and memory. The kernel kills the child even inside C code, where no Python signal handler runs. Forking also makes each
+score independent of earlier ones.
 
 Protocol: input is a length and a pickle from the trusted parent process; output is one JSON line.
 """
@@ -111,7 +111,7 @@ def _make_pattern(pattern: str, flags: int) -> re.Pattern[str]:
 
 
 def _prepare_pattern(pattern: str, flags: int, match: str, text: str) -> Callable[[], float]:
-    """Return a function that says whether a text matches, or counts the matches that are not empty."""
+    """Return a function that tests whether a text matches, or counts its non-empty matches."""
     matcher = _make_pattern(pattern, flags)
 
     def score() -> float:
@@ -129,11 +129,11 @@ def _make_validator(schema: str) -> Any:
 
     parsed = json.loads(schema)
     kind = jsonschema.validators.validator_for(parsed, default=jsonschema.Draft202012Validator)
-    return kind(parsed, registry=referencing.Registry())  # an empty registry: a schema fetches nothing
+    return kind(parsed, registry=referencing.Registry())  # an empty registry: a schema cannot fetch anything
 
 
 def _prepare_json_schema(schema: str, text: str) -> Callable[[], float]:
-    """Return a function that gives 1 for JSON that is valid under the schema, 0.5 for other JSON, and 0 for anything else."""
+    """Return a function that gives 1 for JSON valid under the schema, 0.5 for other JSON, and otherwise 0."""
     validator = _make_validator(schema)
 
     def score() -> float:
@@ -232,7 +232,7 @@ def _run_child(score: Callable[[], float], cpu_s: float, write_end: int) -> NoRe
     reply: Reply
     try:
         os.dup2(write_end, 0)
-        os.closerange(1, 1 << 16)  # it can write to its pipe only
+        os.closerange(1, 1 << 16)  # it can write only to its pipe
         with contextlib.suppress(ValueError):  # macOS does not support this limit
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
         # Limit CPU time, so that a busy machine does not turn a correct answer into a timeout.

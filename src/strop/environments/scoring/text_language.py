@@ -8,7 +8,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# Where NLTK's trained model is missing: a period after one of these ends no sentence.
+# Used without NLTK's trained model: a period after one of these does not end a sentence.
 ABBREVIATIONS = (
     "a.d a.m adm approx apr assn aug ave b.c bldg blvd c.f ca capt cf ch cmdr co col corp d.c dec dept det dr e.g eq esq "
     "est etc ex feb fig fri ft gen gov hon i.e inc jan jr jul jun lt ltd maj mar mon mr mrs ms mt no nov oct op p.m ph.d "
@@ -34,7 +34,7 @@ def load_sentence_tokenizer() -> Any:
 
 
 def has_sentence_model() -> bool:
-    """Return whether NLTK finds the data that its Punkt for English was trained to."""
+    """Return whether NLTK finds the data of its English Punkt model."""
     from nltk.data import find
 
     try:
@@ -45,8 +45,9 @@ def has_sentence_model() -> bool:
 
 
 def count_capital_words(text: str) -> int:
-    """Count the words of NLTK's tokenizer that are in capital letters. Only the last period of a text is a word, so that it does not
-    matter that sentences are not told apart."""
+    """Count the words of NLTK's tokenizer in capital letters. Only the last period of a text is a separate token, so sentences
+    need not be split.
+    """
     return sum(word.isupper() for word in _load_word_tokenizer().tokenize(text))
 
 
@@ -58,7 +59,7 @@ def _load_word_tokenizer() -> Any:
 
 
 def detect_language(text: str) -> str | None:
-    """Return the code of a text's language, the same one for the same text; None for a text without letters."""
+    """Return the code of a text's language, deterministically; None for a text without letters."""
     from langdetect import DetectorFactory, LangDetectException, detect
 
     DetectorFactory.seed = 0  # it samples

@@ -1,10 +1,11 @@
-"""The interface of verifiers: one part of a reward, from a reply and what its task knows.
+"""The interface of verifiers: a verifier is one part of a reward, computed from a reply and its task.
 
-A verifier is a frozen dataclass; its fields are its options. It scores the last turn of a rollout, or each of its turns (``per_turn``), and
-those that compare score all rollouts of a task at once. A new one is a file, which a configuration names as ``file.py:Class``.
+A verifier is a frozen dataclass; its fields are its options. It scores the last turn of a rollout, or each of its turns
+(``per_turn``); comparing verifiers score all rollouts of a task together. A new one is a file, named in a configuration as
+``file.py:Class``.
 
-What a model wrote is hostile: a verifier that hands it to a parser or to a pattern does so in the scoring pool, and what takes time
-is ``async``, or a plain method, which runs in a thread. An exception drops the group; a verdict that cannot be had is never a 0.
+Model output is untrusted: a verifier passes it to parsers and patterns only in the scoring pool. Slow code is ``async``, or a
+plain method, which runs in a thread. An exception drops the group; a missing verdict is never scored as 0.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from strop.types import Messages, Rollout, Task, assistant, user
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What a verifier reads: a turn of the policy and the conversation up to its end."""
+    """The input of a verifier: a policy turn and the conversation up to its end."""
 
     text: str
     messages: Messages
-    tokens: int = 0  # that the policy sampled in the turn; of a whole rollout, in all turns
-    opening: str = ""  # the tag of the thought that the prompt ended in (``Turn.opening``)
+    tokens: int = 0  # tokens sampled in the turn; for a whole rollout, in all turns
+    opening: str = ""  # opening tag of a thought at the end of the prompt (``Turn.opening``)
 
     @property
     def content(self) -> str:
@@ -45,7 +46,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Score:
-    """The value of a reply, with what else is worth logging, under the name of the reward."""
+    """The value of a reply, and further values logged under the reward's name."""
 
     value: float
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -58,9 +59,7 @@ Scored = float | bool | Score
 class Verifier(ABC):
     """Base class of verifiers. Subclasses must be ``@dataclass(frozen=True, kw_only=True)`` too."""
 
-    is_accuracy: ClassVar[bool] = (
-        False  # whether it says that an answer is right, which evaluation reports where it is the only one
-    )
+    is_accuracy: ClassVar[bool] = False  # whether it judges correctness; evaluation then reports it if it is the only one
 
     @abstractmethod
     def score(self, task: Task, reply: Reply) -> Scored | Awaitable[Scored]:
@@ -100,7 +99,7 @@ async def call_score(verifier: Verifier, task: Task, reply: Reply) -> Scored:
 
 
 async def score_turns(verifier: Verifier, task: Task, turns: Sequence[Reply]) -> list[Scored]:
-    """Score turns side by side. Raises the error of the first one, in their order, that fails."""
+    """Score turns concurrently. Raises the error of the first failing one, in their order."""
     running = [asyncio.create_task(call_score(verifier, task, turn)) for turn in turns]
     try:
         return [await each for each in running]
@@ -111,7 +110,7 @@ async def score_turns(verifier: Verifier, task: Task, turns: Sequence[Reply]) ->
 
 
 def read_reply(rollout: Rollout) -> Reply:
-    """Return the last turn of a rollout, with the tokens of all of them."""
+    """Return the last turn of a rollout, with the token count of all its turns."""
     messages = rollout.messages or (user(rollout.task.question), assistant(rollout.text))
     return Reply(text=rollout.text, messages=messages, tokens=rollout.sampled_tokens, opening=rollout.opening)
 
@@ -131,7 +130,7 @@ def _read_main_path(rollout: Rollout) -> Iterator[Reply]:
 
 
 def _read_branches(rollout: Rollout) -> Iterator[Reply]:
-    for branch in rollout.branches:  # no messages are kept of them
+    for branch in rollout.branches:  # branches keep no messages
         for turn in branch.turns:
             if turn.sampled:
                 messages = (*rollout.prompt_messages, assistant(turn.text))
@@ -140,13 +139,13 @@ def _read_branches(rollout: Rollout) -> Iterator[Reply]:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerVerifier(Verifier):
-    """A verifier of a part of the reply: what follows the thoughts, or what is marked as the answer in it."""
+    """A verifier of part of a reply: the text after the thoughts, or the marked answer in it."""
 
-    tag: str | None = None  # read what the last <tag>...</tag> holds
+    tag: str | None = None  # read only the content of the last <tag>...</tag>
     extract: Literal["reply", "boxed", "final", "last_line"] = (
-        "reply"  # all of it, the last \\boxed, the stated answer, the last line
+        "reply"  # all of it, the last \\boxed, the stated answer, or the last line
     )
-    thoughts: bool = False  # read what stands before </think>, too
+    thoughts: bool = False  # also read the text before </think>
 
     def read(self, reply: Reply) -> str | None:
         """Return the part to verify, None if there is none."""
@@ -176,7 +175,9 @@ def read_path(metadata: Mapping[str, Any], path: str) -> Any:
 
 
 def read_references(task: Task, key: str | None) -> list[str]:
-    """Return the reference answers: of the row's column ``key``, one or a list, else the task's own. Raises ValueError if there is none."""
+    """Return the reference answers: the row's column ``key``, one or a list, otherwise the task's own. Raises ValueError if there
+    is none.
+    """
     value = task.answer if key is None else read_path(task.metadata, key)
     found = [str(each) for each in value] if isinstance(value, list | tuple) else [] if value is None else [str(value)]
     if not found:

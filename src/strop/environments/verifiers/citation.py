@@ -1,4 +1,4 @@
-"""Citations of the right sources, and searches that found them."""
+"""Citations of the right sources, and searches that retrieved them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _BRACKETS = re.compile(r"\[([^\[\]\n]{1,200})\]")
 
 @dataclass(frozen=True, kw_only=True)
 class CitationVerifier(AnswerVerifier):
-    """How the sources that the answer cites, as [3] or [doc-a, doc-b], compare with those that it should cite."""
+    """Compares the sources cited by the answer, as [3] or [doc-a, doc-b], with the sources that should be cited."""
 
     references: str = "citations"  # the column of the rows with the right sources
-    measure: Literal["f1", "precision", "recall", "any", "all"] = "f1"  # any: a right one is cited; all: just the right ones
+    measure: Literal["f1", "precision", "recall", "any", "all"] = "f1"  # any: a right one is cited; all: exactly the right ones
 
     def score(self, task: Task, reply: Reply) -> Score:
         wanted = {each.strip().casefold() for each in read_references(task, self.references)}
@@ -44,11 +44,11 @@ def find_citations(text: str) -> set[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalHitVerifier(Verifier):
-    """Whether what tools or the environment answered contains a reference, such as a passage's name or the answer itself."""
+    """Whether messages of tools or the environment contain a reference, such as a passage's name or the answer itself."""
 
     references: str | None = None  # the column of the rows; None: the reference answer of the data
-    roles: tuple[str, ...] = ("tool",)  # whose messages are searched; of an environment that answers as the user, user
-    measure: Literal["any", "recall"] = "any"  # recall: the share of the references that were found
+    roles: tuple[str, ...] = ("tool",)  # whose messages are searched; user, if the environment answers as the user
+    measure: Literal["any", "recall"] = "any"  # recall: the share of references found
 
     def __post_init__(self) -> None:
         if not self.roles or "assistant" in self.roles:

@@ -1,4 +1,4 @@
-"""Rewards that count only where another one says so."""
+"""Rewards that count only if another reward is high enough."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """A reward is computed only where the reward ``reward`` is at least ``at_least``; elsewhere it is ``otherwise``."""
+    """A reward is computed only if the reward ``reward`` is at least ``at_least``; otherwise it is ``otherwise``."""
 
     reward: str
     at_least: float = 1.0
-    otherwise: float | None = 0.0  # None: the rollout does not have the reward at all
-    multiply: bool = False  # the reward is multiplied with that of the gate
+    otherwise: float | None = 0.0  # None: the rollout does not get the reward at all
+    multiply: bool = False  # the reward is multiplied by the gate's reward
 
     def opens(self, rewards: Mapping[str, float]) -> bool:
-        """A reward that the rollout does not have opens nothing."""
+        """Return whether the gate is open; a reward that the rollout lacks opens nothing."""
         return self.reward in rewards and rewards[self.reward] >= self.at_least
 
 
@@ -25,7 +25,7 @@ def find_closed_gate(gates: Sequence[Gate], rewards: Mapping[str, float]) -> Gat
 
 
 def multiply_gates(gates: Sequence[Gate], rewards: Mapping[str, float]) -> float:
-    """Return the factor that open gates give."""
+    """Return the product of the factors of open gates."""
     factor = 1.0
     for gate in gates:
         factor *= rewards[gate.reward] if gate.multiply else 1.0
@@ -33,13 +33,13 @@ def multiply_gates(gates: Sequence[Gate], rewards: Mapping[str, float]) -> float
 
 
 def sort_by_gates(gates: Mapping[str, Sequence[Gate]]) -> list[str]:
-    """Return the names of rewards in their order, but each after those that its gates read. Raises ValueError for a circle."""
+    """Return the names of rewards in their order, but each after the rewards of its gates. Raises ValueError for a cycle."""
     ordered: dict[str, None] = {}
 
     def place(name: str, path: tuple[str, ...]) -> None:
         if name in path:
             raise ValueError(
-                f"the gates of the rewards go in a circle: {' -> '.join((*path[path.index(name) :], name))}; remove one"
+                f"the gates of the rewards form a cycle: {' -> '.join((*path[path.index(name) :], name))}; remove one"
             )
         if name not in ordered:
             for gate in gates[name]:

@@ -1,4 +1,4 @@
-"""JSON that follows a schema, checked in the scoring pool: documents nest without end, and patterns of a schema can run for ever."""
+"""JSON that follows a schema, checked in the scoring pool, because documents can nest deeply and schema patterns can run forever."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ _FENCED = re.compile(r"^[ \t]*```[ \t]*(?:json)?[ \t]*\n(.*?)^[ \t]*```", re.DOT
 
 @dataclass(frozen=True, kw_only=True)
 class JsonSchemaVerifier(AnswerVerifier):
-    """1 where the answer is one JSON document that is valid under the schema. What cannot be checked is 0 and counts as ``unverified``."""
+    """1 if the answer is one JSON document that is valid under the schema. Answers that cannot be checked get 0 and count as
+    ``unverified``.
+    """
 
-    json_schema: dict[str, Any] | None = None  # the schema itself, of any draft; its $schema says which, else the newest
+    json_schema: dict[str, Any] | None = None  # the schema itself, of any draft, given by its $schema (default: the newest)
     schema_file: str | None = None
     schema_key: str | None = None  # the column of the rows that holds the schema, as a mapping or as JSON
-    fenced: bool = True  # the last block between ``` fences, where there is one
+    fenced: bool = True  # read the last block between ``` fences, if there is one
     credit: Literal["all", "parsed"] = "all"  # parsed: 0.5 for JSON that is not valid under the schema
     num_workers: int = 4  # processes of the scoring pool
     timeout_s: float = 2.0  # CPU seconds for one reply
@@ -79,7 +81,7 @@ def _read_schema(task: Task, key: str) -> Any:
 
 
 def check_schema(schema: Any) -> None:
-    """Raise EnvironmentConfigError for what is no schema."""
+    """Raise EnvironmentConfigError for an invalid schema."""
     import jsonschema
 
     try:

@@ -21,11 +21,11 @@ class LengthVerifier(Verifier):
 
     mode: Literal["at_most", "target", "budget", "soft_overlong"] = "at_most"
     limit: int | None = None  # L
-    limit_key: str | None = None  # the column of the rows that holds L, where each has its own
+    limit_key: str | None = None  # the column of the rows that holds L, if rows differ
     unit: Literal["tokens", "characters", "words"] = "tokens"
-    part: Literal["all", "answer"] = "all"  # answer: what follows </think>; not of tokens
-    tolerance: float | None = None  # of budget: over how many units it falls from 1 to 0
-    buffer: int | None = None  # of soft_overlong: over how many units before L it falls from 0 to -1
+    part: Literal["all", "answer"] = "all"  # answer: the text after </think>; not for tokens
+    tolerance: float | None = None  # of budget: number of units over which it falls from 1 to 0
+    buffer: int | None = None  # of soft_overlong: number of units before L over which it falls from 0 to -1
 
     def __post_init__(self) -> None:
         if (self.limit is None) == (self.limit_key is None):

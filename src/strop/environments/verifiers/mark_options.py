@@ -1,4 +1,4 @@
-"""How a reward counts, from its keys in a configuration: weight, schedule, gates, accuracy."""
+"""How a reward counts, from its configuration keys: weight, schedule, gates, accuracy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ A_SCHEDULE = "a schedule is such as {schedule: linear, points: {0: 1.0, 200: 0.1
 
 
 def read_mark(options: Mapping[str, Any], mark: RewardMark, source: str) -> tuple[RewardMark, bool | None]:
-    """Return how a reward counts, ``mark`` unless its options say otherwise, and whether it is the accuracy (None: not said)."""
+    """Return how a reward counts (``mark`` unless overridden by options), and whether it is the accuracy (None: not specified)."""
     weight, group = options.get("weight", mark.weight), options.get("group", mark.group)
     accuracy, per_turn = options.get("accuracy", mark.accuracy or None), options.get("per_turn", mark.per_turn)
     schedule = mark.schedule
@@ -94,13 +94,13 @@ def _read_gate(given: Any, source: str, *, per_turn: bool) -> Gate:
         raise EnvironmentConfigError(f"multiply of the gate of the reward {source} is {gate.multiply!r}; set it to true or false")
     if per_turn and gate.otherwise:
         raise EnvironmentConfigError(
-            f"the reward {source} is per_turn, and where its gate is closed no turn has a reward; set otherwise to 0 or null"
+            f"the reward {source} is per_turn, and no turn has a reward while its gate is closed; set otherwise to 0 or null"
         )
     return replace(gate, at_least=float(gate.at_least))
 
 
 def order_by_gates(functions: Mapping[str, RewardFunction]) -> list[str]:
-    """Return the names of rewards, each after those that its gates read. Raises EnvironmentConfigError for gates that cannot work."""
+    """Return the names of rewards, each after the rewards of its gates. Raises EnvironmentConfigError for invalid gates."""
     for name, each in functions.items():
         for gate in each.mark.gates:
             if gate.reward not in functions:

@@ -1,4 +1,4 @@
-"""Texts against reference answers: equal, nearly equal, or by the words that they share."""
+"""Texts against reference answers: equal, nearly equal, or by shared words."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ class FuzzyMatchVerifier(MatchVerifier):
     """The similarity of the answer with a reference, from 0 to 1, by RapidFuzz; the best of the references."""
 
     method: Literal["ratio", "partial_ratio", "token_sort_ratio", "token_set_ratio", "jaro_winkler"] = "ratio"
-    threshold: float | None = None  # 1 where the similarity is at least this, else 0
+    threshold: float | None = None  # 1 if the similarity is at least this, otherwise 0
     max_characters: int = (
-        10_000  # a longer answer scores 0 and counts as too_long: comparing takes its length times the reference's
+        10_000  # longer answers score 0 and count as too_long, because comparing takes the product of both lengths
     )
 
     def __post_init__(self) -> None:

@@ -47,8 +47,8 @@ MathMethod = Literal[
 ]
 
 NO_ROW: Mapping[str, Any] = MappingProxyType({})
-REPORTED = ("boxed", "olympiad", "minerva")  # decided by the last box alone
-EXACT = 1e-8  # OlympiadBench's tolerance where a problem names none
+REPORTED = ("boxed", "olympiad", "minerva")  # methods that read only the last box
+EXACT = 1e-8  # OlympiadBench's tolerance if a problem gives none
 
 _ANNOUNCED = re.compile(f"(?:{'|'.join(ANNOUNCEMENTS)})[ \t\u200b]*([^\n]+)", re.IGNORECASE)
 _SIGNS = str.maketrans({"٫": ".", "٬": ",", "．": ".", "，": ",", "−": "-", "－": "-", "％": "%"})
@@ -56,7 +56,9 @@ _SIGNS = str.maketrans({"٫": ".", "٬": ",", "．": ".", "，": ",", "−": "-"
 
 @dataclass(frozen=True, kw_only=True)
 class MathVerifier(AnswerVerifier):
-    """1 where the answer equals the reference. An answer that cannot be checked within the limits is 0 and counts as ``unverified``."""
+    """1 if the answer equals the reference. An answer that cannot be checked within the limits gets 0 and counts as
+    ``unverified``.
+    """
 
     is_accuracy: ClassVar[bool] = True
 
@@ -97,7 +99,7 @@ async def verify_math(
 async def verify_answer(
     method: MathMethod, reference: str, text: str, row: Mapping[str, Any] = NO_ROW, *, num_workers: int, timeout_s: float
 ) -> ScoringResult:
-    """Compare the answer in a text with the reference; see ``MathEnvironment`` for the methods. ``row`` is the task's row of the data."""
+    """Compare the answer in a text with the reference; see ``MathEnvironment`` for the methods. ``row`` is the task's data row."""
     pool = get_scoring_pool(num_workers)
     if method in REPORTED or method == "number":
         return await _verify_reported(method, reference, text, row, num_workers=num_workers, timeout_s=timeout_s)
@@ -120,14 +122,14 @@ async def verify_answer(
             return ScoringResult(float(bool(normalized) and normalized == expected))
     elif method == "exact":
         return ScoringResult(0.0)
-    answer = text if boxed is None else f"\\boxed{{{boxed}}}"  # the same for all texts that end in it, so that its score is kept
+    answer = text if boxed is None else f"\\boxed{{{boxed}}}"  # the same for all texts that end in it, so it is cached
     return await pool.call("math_verify", timeout_s, reference=reference, answer=answer)
 
 
 async def _verify_reported(
     method: MathMethod, reference: str, text: str, row: Mapping[str, Any], *, num_workers: int, timeout_s: float
 ) -> ScoringResult:
-    """Compare what the last box holds, or for ``number`` the number that is stated last, with the reference."""
+    """Compare the last box, or for ``number`` the number stated last, with the reference."""
     if method == "number":
         return ScoringResult(
             float((given := extract_stated_number(text)) is not None and given == extract_last_number(reference))
@@ -146,13 +148,15 @@ async def _verify_reported(
 
 
 def count_options(row: Mapping[str, Any]) -> int:
-    """Return how many options the question of a row has; 26 if it does not say."""
+    """Return the number of options of a row's question; 26 if not given."""
     choices = row.get("choices")
     return len(choices) if isinstance(choices, list | tuple) and choices else 26
 
 
 def read_tolerances(row: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the absolute tolerance of each answer of OlympiadBench's column ``error``: one for all, or several with commas between."""
+    """Return the absolute tolerance of each answer from OlympiadBench's column ``error``: one for all, or several separated by
+    commas.
+    """
     try:
         return tuple(float(each) if each.strip() else EXACT for each in str(row.get("error") or EXACT).split(","))
     except ValueError:
@@ -178,7 +182,7 @@ def find_math_answer(method: MathMethod, text: str, row: Mapping[str, Any] = NO_
 
 
 def in_western_digits(text: str) -> str:
-    """Write digits of any script as 0 to 9, and the signs of numbers as in English: ٣٫٥ is 3.5."""
+    """Convert digits of any script to 0-9, and the signs of numbers to English notation: ٣٫٥ becomes 3.5."""
     return "".join(
         each if each.isascii() or (digit := unicodedata.decimal(each, None)) is None else str(digit)
         for each in text.translate(_SIGNS)
@@ -186,7 +190,9 @@ def in_western_digits(text: str) -> str:
 
 
 def find_announced_answer(text: str) -> str:
-    """Return the last box, else what follows the last "Answer:" in any of its languages, boxed, else the text; in Western digits."""
+    """Return the last box, otherwise the text after the last "Answer:" in any language (boxed), otherwise the text; in Western
+    digits.
+    """
     text = in_western_digits(text)
     if extract_last_boxed(text) is not None:
         return text

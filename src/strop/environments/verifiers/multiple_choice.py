@@ -12,7 +12,7 @@ from strop.environments.answers import extract_last_boxed
 from strop.environments.verifiers.base import AnswerVerifier, Reply
 from strop.types import Task
 
-# How a final answer is announced. The first of these that is followed by a letter counts, wherever it stands.
+# Phrases that announce a final answer. The first of these that is followed by a letter counts, anywhere in the text.
 ANNOUNCEMENTS = (
     *(r"Answer\s*:", "Answer\\s*:\u200b\u200b\u200b\u200b\u200b\u200b"),
     *(r"উত্তর\s*:", r"उत्तर\s*:", "উত্তরঃ", r"Antwort\s*:", r"답변\s*:", r"정답\s*:", r"답\s*:"),
@@ -42,8 +42,8 @@ _LETTERS = str.maketrans(
 )
 _MARKUP = (*("**", "$\\boxed{", "}$", "\\$", "$\\text{", "$", "\\mathrm{", "\\{", "\\text", "\\(", "\\mathbf{", "{", "\\boxed"),)
 
-_STATEMENTS = 1000  # the last so many are read
-_STATEMENT = 200  # characters after "Answer:" in which the letter stands
+_STATEMENTS = 1000  # only this many last ones are read
+_STATEMENT = 200  # characters after "Answer:" in which the letter is searched
 _STATED = re.compile(rf"answer[*_}}\s]*[:：]|answer\s+is\b\s*:?|{'|'.join(ANNOUNCEMENTS[2:])}", re.IGNORECASE)
 _BOX = re.compile(r"\\boxed\{")
 _AROUND_LETTER = re.compile(
@@ -60,17 +60,19 @@ def extract_english_choice(text: str) -> str | None:
 
 
 def extract_multilingual_choice(text: str) -> str | None:
-    """Return the letter, in Latin script, after the first announcement of the list that has one; None if none does."""
+    """Return the letter, in Latin script, after the first announcement of the list that is followed by one; None if there is
+    none.
+    """
     text = remove_markup(text)
     found = next(filter(None, (pattern.search(text) for pattern in _MULTILINGUAL)), None)
     return found[1].translate(_LETTERS) if found else None
 
 
 def extract_stated_choice(text: str, options: int = len(ascii_uppercase)) -> str | None:
-    """Return the letter that a reply states last, in Latin script, or None.
+    """Return the letter stated last in a reply, in Latin script, or None.
 
-    Strict: a statement is "Answer:", in any of its languages, or a ``\\boxed``, with the letter of one of the ``options`` and nothing but
-    punctuation after it on the line; or a reply that is a letter alone.
+    Strict: a statement is "Answer:", in any of its languages, or a ``\\boxed``, with the letter of one of the ``options`` and
+    nothing but punctuation after it on the line; or a reply that is only a letter.
     """
     ends = [found.end() for found in _STATED.finditer(text)][-_STATEMENTS:]
     statements = [(end, text[end : end + _STATEMENT].lstrip().partition("\n")[0]) for end in ends]
@@ -84,7 +86,7 @@ def extract_stated_choice(text: str, options: int = len(ascii_uppercase)) -> str
 
 
 def _read_letter_alone(text: str, options: int) -> str | None:
-    """Return the letter of an option where a text is that, markup and punctuation; else None."""
+    """Return an option's letter if a text is nothing but that letter, markup and punctuation; otherwise None."""
     letter = _AROUND_LETTER.sub("", text).translate(_LETTERS).upper()
     return letter if len(letter) == 1 and letter in ascii_uppercase[:options] else None
 
@@ -105,7 +107,9 @@ CHOICE_EXTRACTORS: Mapping[str, Callable[[str], str | None]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MultipleChoiceVerifier(AnswerVerifier):
-    """1 where the chosen letter is the reference's: after "Answer:", else the last ``\\boxed``, else the whole answer if it is a letter."""
+    """1 if the chosen letter is the reference's: after "Answer:", otherwise the last ``\\boxed``, otherwise the whole answer if
+    it is a letter.
+    """
 
     is_accuracy: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""Build what a configuration describes from its options."""
+"""Build a configured object from its options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 def build_from_options(kind: type[T], what: str, options: Mapping[str, Any], *, others: Sequence[str] = ()) -> T:
     """Build a dataclass. Raises EnvironmentConfigError for unknown, ill-typed and missing options of ``what``.
 
-    ``others``: names that may stand beside the options and are read elsewhere."""
+    ``others``: further allowed names that are read elsewhere."""
     from pydantic import TypeAdapter, ValidationError
 
     known = {item.name: item for item in fields(kind) if item.init}  # type: ignore[arg-type]
@@ -25,10 +25,10 @@ def build_from_options(kind: type[T], what: str, options: Mapping[str, Any], *, 
     for option, value in options.items():
         if option not in known:
             raise EnvironmentConfigError(f"{what} has no option {option!r}{suggest_names(str(option), (*known, *others))}")
-        if types[option] is Any:  # checked by the class itself, and perhaps no JSON
+        if types[option] is Any:  # checked by the class itself, and possibly not JSON
             values[option] = value
             continue
-        try:  # in JSON mode a list may stand for a tuple, while "3" is not a number
+        try:  # in JSON mode a list is accepted for a tuple, but "3" is not a number
             values[option] = TypeAdapter(types[option]).validate_json(json.dumps(value), strict=True)
         except (ValidationError, TypeError) as error:
             why = explain_invalid(types[option], value, error)

@@ -1,4 +1,4 @@
-"""Regular expressions. What a model wrote can make a pattern run for ever, so it is matched in the scoring pool, under a limit on time."""
+"""Regular expressions. Model output can make a pattern run forever, so matching is done in the scoring pool, under a time limit."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ FLAGS = {"i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, "x": re.VERBOSE}
 
 @dataclass(frozen=True, kw_only=True)
 class PatternVerifier(AnswerVerifier):
-    """1 where the pattern matches, or the number of its matches. One that takes too long is 0 and counts as ``unverified``."""
+    """1 if the pattern matches, or the number of matches. A match that takes too long gives 0 and counts as ``unverified``."""
 
-    pattern: str  # of Python's re; {answer} stands for the reference answer, as literal text
+    pattern: str  # in Python's re syntax; {answer} is the reference answer as literal text
     match: Literal["search", "fullmatch", "count"] = "search"
     flags: str = ""  # of i, m, s and x
-    at_most: int | None = None  # of match=count: more count as none, so that repeating gains nothing
-    negate: bool = False  # 1 where it does not match
+    at_most: int | None = None  # of match=count: a larger number counts as 0, so that repetition gains nothing
+    negate: bool = False  # 1 if it does not match
     num_workers: int = 4  # processes of the scoring pool
     timeout_s: float = 1.0  # CPU seconds for one reply
 

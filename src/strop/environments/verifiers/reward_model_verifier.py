@@ -1,4 +1,4 @@
-"""The score of a trained reward model as one reward among others; several models may be asked, each on devices of its own."""
+"""The score of a trained reward model as one reward among others; several models can be used, each on its own devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from strop.types import Task
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelVerifier(RatingModel, Verifier):
-    """The score of the conversation up to the end of the reply. Rewards that name the same model share it."""
+    """The score of the conversation up to the end of the reply. Rewards with the same model share it."""
 
     def __post_init__(self) -> None:
         self.check_options()

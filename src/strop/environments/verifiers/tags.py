@@ -1,4 +1,4 @@
-"""Tags in their order, each as often as it should be: ``<think>...</think>`` then ``<answer>...</answer>``."""
+"""Tags in order, each exactly once: ``<think>...</think>`` then ``<answer>...</answer>``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _NAME = re.compile(r"[\w.-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class TagsVerifier(Verifier):
-    """1 where the reply has these elements once each, in this order, not inside each other; else 0, or the share of them that it has."""
+    """1 if the reply has these elements once each, in this order and not nested; otherwise 0, or the share of them it has."""
 
     tags: tuple[str, ...] = ("think", "answer")
     opened: bool = (
-        False  # the prompt ends inside the first element: the reply begins with its content (known of a template's thoughts)
+        False  # the prompt ends inside the first element, whose content begins the reply (detected for a template's thoughts)
     )
-    only: bool = True  # nothing but white space stands outside of the elements
-    filled: bool = True  # each has more than white space in it
-    credit: Literal["all", "each"] = "all"  # each: the share of tags that stand right, of ``only`` as one more
+    only: bool = True  # only white space outside of the elements
+    filled: bool = True  # each contains more than white space
+    credit: Literal["all", "each"] = "all"  # each: the share of correct tags, with ``only`` as one more
 
     def __post_init__(self) -> None:
         if not self.tags or len(set(self.tags)) < len(self.tags) or not all(_NAME.fullmatch(tag) for tag in self.tags):

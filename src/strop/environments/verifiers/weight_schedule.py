@@ -10,9 +10,11 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class WeightSchedule:
-    """A weight by step: at the steps of ``points`` as given, before the first and after the last constant, and in between ``kind``."""
+    """A weight by step: as given at the steps of ``points``, constant before the first and after the last, and interpolated by
+    ``kind`` in between.
+    """
 
-    kind: Literal["linear", "cosine", "steps"]  # steps: the weight of the point before
+    kind: Literal["linear", "cosine", "steps"]  # steps: the weight of the previous point
     points: tuple[tuple[int, float], ...]  # (step, weight), steps ascending
 
     def at(self, step: int) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -14,6 +15,7 @@ from strop.extensions.megatron.megatron_optimizer_config import (
     MegatronSchedulerConfig,
 )
 from strop.extensions.megatron.megatron_peft_config import MegatronPeftConfig
+from strop.learner.learner_config import LearnerSection
 from strop.problems import Problem
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]
@@ -32,8 +34,14 @@ class Fp8Config(BaseConfig):
     fp8_param: bool = Field(False, description="Keep the weights in FP8 too; not in this version.")
 
 
-class MegatronConfig(BaseConfig):
+class MegatronConfig(LearnerSection):
     """The Megatron Core learner: tensor, sequence, pipeline, context and expert parallelism."""
+
+    backend: ClassVar[str] = "megatron"
+    title: ClassVar[str] = "Megatron Core"
+    adapters_key: ClassVar[str] = "peft"
+    trains_drafts: ClassVar[bool] = True
+    weights_follow_precision: ClassVar[bool] = True
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
@@ -117,8 +125,15 @@ class MegatronConfig(BaseConfig):
     distributed_data_parallel_config: MegatronDdpConfig = subsection(MegatronDdpConfig)
 
     @property
+    def adapters(self) -> MegatronPeftConfig:
+        return self.peft
+
+    @property
+    def largest_size(self) -> int:
+        return max(self.tensor_model_parallel_size, self.context_parallel_size, self.pipeline_model_parallel_size)
+
+    @property
     def ranks_of_one_copy(self) -> int:
-        """The number of ranks that one copy of the model is on."""
         dense = self.tensor_model_parallel_size * self.context_parallel_size
         return max(dense, self.expert_model_parallel_size * self.expert_tensor_parallel_size) * self.pipeline_model_parallel_size
 
@@ -174,6 +189,30 @@ class MegatronConfig(BaseConfig):
                 "Set it to false.",
             )
 
+    def size_errors(self, key: str, devices: int, *, uses_ray: bool) -> Iterator[Problem]:
+        sizes = {
+            "tensor_model_parallel_size": self.tensor_model_parallel_size,
+            "pipeline_model_parallel_size": self.pipeline_model_parallel_size,
+            "context_parallel_size": self.context_parallel_size,
+        }
+        experts = {
+            "expert_model_parallel_size": self.expert_model_parallel_size,
+            "expert_tensor_parallel_size": self.expert_tensor_parallel_size,
+            "pipeline_model_parallel_size": self.pipeline_model_parallel_size,
+        }
+        if problem := _check_product(key, sizes, devices) or _check_product(key, experts, devices):
+            yield problem
+
+    def errors_of_run(self, key: str, config: Any) -> Iterator[Problem]:
+        from strop.extensions.megatron.megatron_checks import run_errors  # knows the configuration, which this is part of
+
+        return run_errors(key, config) if self.enabled else iter(())
+
+    def warnings_of_run(self, key: str, config: Any) -> Iterator[Problem]:
+        from strop.extensions.megatron.megatron_checks import run_warnings
+
+        return run_warnings(key, config) if self.enabled else iter(())
+
     def warnings(self, key: str) -> Iterator[Problem]:
         if self.enabled and self.sequence_parallel and self.tensor_model_parallel_size == 1:
             yield Problem(
@@ -188,3 +227,16 @@ class MegatronConfig(BaseConfig):
                 f"{self.fp8_cfg.fp8_recipe} needs Transformer Engine and {gpus} on every node that trains; a run without them ends when "
                 "it starts",
             )
+
+
+def _check_product(key: str, sizes: Mapping[str, int], devices: int) -> Problem | None:
+    product = math.prod(sizes.values())
+    if devices % product == 0:
+        return None
+    name = max(sizes, key=lambda each: devices % sizes[each] > 0)  # the first that does not divide alone, or else the first
+    others = " and ".join(f"{other} = {size}" for other, size in sizes.items() if other != name)
+    return Problem(
+        f"{key}.{name}",
+        f"found {sizes[name]}, with {others}: these {product} ranks do not divide the {devices} devices that train",
+        f"Raise cluster.gpus_per_node or cluster.num_nodes (a multiple of {product} devices must train), or lower the sizes.",
+    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from strop.extensions.megatron.megatron_config import MegatronConfig
+from strop.models.local_files import ModelShape, list_divisors
 from strop.problems import Problem, raise_problems
 
 
@@ -29,7 +29,7 @@ class MegatronDims:
     @classmethod
     def from_config(cls, config: MegatronConfig, world: int) -> MegatronDims:
         """Return the dimensions of ``world`` ranks. Raises ValueError if the configured sizes do not divide ``world``."""
-        raise_problems(size_errors(config, "megatron_cfg", world))
+        raise_problems(config.size_errors("megatron_cfg", world, uses_ray=True))
         tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
         return cls(
             tensor=tensor,
@@ -58,83 +58,25 @@ class MegatronDims:
         return f"Megatron Core, {self.data} data x {stages}{parts} x {self.context} context x {self.tensor} tensor{experts}"
 
 
-def size_errors(config: MegatronConfig, key: str, devices: int) -> Iterator[Problem]:
-    """Yield what cannot work on ``devices`` devices that train."""
-    sizes = {
-        "tensor_model_parallel_size": config.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
-        "context_parallel_size": config.context_parallel_size,
-    }
-    if problem := _check_product(key, sizes, devices):
-        yield problem
-        return
-    experts = {
-        "expert_model_parallel_size": config.expert_model_parallel_size,
-        "expert_tensor_parallel_size": config.expert_tensor_parallel_size,
-        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
-    }
-    if problem := _check_product(key, experts, devices):
-        yield problem
-
-
-def _check_product(key: str, sizes: Mapping[str, int], devices: int) -> Problem | None:
-    product = 1
-    for size in sizes.values():
-        product *= size
-    if devices % product == 0:
-        return None
-    name = max(sizes, key=lambda each: devices % sizes[each] > 0)  # the first that does not divide alone, or else the first
-    others = " and ".join(f"{other} = {size}" for other, size in sizes.items() if other != name)
-    return Problem(
-        f"{key}.{name}",
-        f"found {sizes[name]}, with {others}: these {product} ranks do not divide the {devices} devices that train",
-        f"Raise cluster.gpus_per_node or cluster.num_nodes (a multiple of {product} devices must train), or lower the sizes.",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MegatronModelShape:
-    """What of a model its layout has to divide."""
-
-    name: str
-    layers: int  # 0: not known
-    heads: int
-    key_value_heads: int
-    experts: int = 0  # of a layer
-
-    @classmethod
-    def from_hf(cls, name: str, values: Mapping[str, Any]) -> MegatronModelShape | None:
-        """Return the shape of a Hugging Face configuration (its ``to_dict()``); None where it does not say."""
-        values = values.get("text_config") or values
-        layers, heads = values.get("num_hidden_layers") or 0, values.get("num_attention_heads")
-        if not isinstance(layers, int) or not isinstance(heads, int) or heads < 1:
-            return None
-        latent = values.get("kv_lora_rank") is not None  # latent attention has keys of every head
-        key_value = heads if latent else values.get("num_key_value_heads") or heads
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        experts = next((values[each] for each in names if values.get(each)), 0)
-        return cls(name=name, layers=layers, heads=heads, key_value_heads=key_value, experts=experts)
-
-
-def model_errors(config: MegatronConfig, key: str, shape: MegatronModelShape) -> Iterator[Problem]:
+def model_errors(config: MegatronConfig, key: str, shape: ModelShape) -> Iterator[Problem]:
     """Yield what sizes cannot divide a model: its heads, layers and experts."""
     yield from _check_heads(config, key, shape)
     yield from _check_stages(config, key, shape)
     yield from _check_experts(config, key, shape)
 
 
-def _check_heads(config: MegatronConfig, key: str, shape: MegatronModelShape) -> Iterator[Problem]:
+def _check_heads(config: MegatronConfig, key: str, shape: ModelShape) -> Iterator[Problem]:
     tensor = config.tensor_model_parallel_size
     name, groups = f"{key}.tensor_model_parallel_size", shape.key_value_heads
     if shape.heads % tensor:
         message = f"found {tensor}, which does not divide the {shape.heads} attention heads of {shape.name}"
-        yield Problem(name, message, divisors(shape.heads))
+        yield Problem(name, message, list_divisors(shape.heads))
     elif groups % tensor and tensor % groups:  # with fewer key-value heads than ranks, ranks share them
         message = f"found {tensor}, and ranks cannot share the {groups} key-value heads of {shape.name} evenly"
-        yield Problem(name, message, divisors(groups))
+        yield Problem(name, message, list_divisors(groups))
 
 
-def _check_stages(config: MegatronConfig, key: str, shape: MegatronModelShape) -> Iterator[Problem]:
+def _check_stages(config: MegatronConfig, key: str, shape: ModelShape) -> Iterator[Problem]:
     stages, parts = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     ends = {"first": config.num_layers_in_first_pipeline_stage, "last": config.num_layers_in_last_pipeline_stage}
     if stages == 1 or not shape.layers:
@@ -167,14 +109,14 @@ def _check_stages(config: MegatronConfig, key: str, shape: MegatronModelShape) -
         yield Problem(name, message, f"Set {key}.num_layers_in_last_pipeline_stage so that they have all.")
 
 
-def _check_experts(config: MegatronConfig, key: str, shape: MegatronModelShape) -> Iterator[Problem]:
+def _check_experts(config: MegatronConfig, key: str, shape: ModelShape) -> Iterator[Problem]:
     experts, tensor = config.expert_model_parallel_size, config.tensor_model_parallel_size
     name = f"{key}.expert_model_parallel_size"
     if experts > 1 and not shape.experts:
         yield Problem(name, f"found {experts}, but {shape.name} has no experts", "Set it to 1.")
     elif shape.experts % experts:
         message = f"found {experts}, which does not divide the {shape.experts} experts of a layer of {shape.name}"
-        yield Problem(name, message, divisors(shape.experts))
+        yield Problem(name, message, list_divisors(shape.experts))
     elif shape.experts and tensor > 1 and not config.sequence_parallel:
         # Megatron Core warns of it while it builds the model and refuses it while it trains; a forward pass alone ends the process.
         yield Problem(
@@ -190,7 +132,3 @@ def _check_experts(config: MegatronConfig, key: str, shape: MegatronModelShape) 
             "gradients of experts that every tensor-parallel rank has whole",
             f"Set it to {tensor}, or {name} to {tensor}.",
         )
-
-
-def divisors(count: int) -> str:
-    return f"Set it to one of {', '.join(str(number) for number in range(1, count + 1) if count % number == 0)}."

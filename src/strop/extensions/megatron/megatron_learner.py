@@ -20,6 +20,7 @@ from strop.data.shares.split_rule import ShareRequest
 from strop.extensions.labs.draft.draft_trainer import DraftTrainer
 from strop.extensions.megatron.checkpoint.learner_checkpoint import load_learner, snapshot_learner
 from strop.extensions.megatron.checkpoint.megatron_snapshot import MegatronSnapshot
+from strop.extensions.megatron.megatron_config import MegatronConfig
 from strop.extensions.megatron.megatron_draft import MegatronDraftedPolicy, add_over_ranks, make_megatron_draft_options
 from strop.extensions.megatron.megatron_network import MegatronNetwork
 from strop.extensions.megatron.megatron_scorer import MegatronScorer
@@ -61,7 +62,7 @@ class MegatronLearner:
         section: str = "policy",
     ) -> None:
         """Make a learner for a network whose weights are loaded. The arguments are those of ``TorchLearner``."""
-        megatron = config.megatron_cfg
+        megatron = MegatronConfig.of(config)
         self.network = network
         self.config = config
         self.sampling = sampling
@@ -108,18 +109,18 @@ class MegatronLearner:
         self.state_offload = TensorOffload(self._state_tensors, network.device)
 
     def _make_draft(self) -> DraftTrainer | None:
-        """Return what trains the network's draft head, if it has one."""
+        """Return the trainer of the network's draft head, if it has one."""
         network = self.network
         if network.draft is None:
             return None
-        options = make_megatron_draft_options(self.config.megatron_cfg, getattr(self.config, "draft", None))
+        options = make_megatron_draft_options(MegatronConfig.of(self.config), getattr(self.config, "draft", None))
         add = partial(add_over_ranks, group=self.layout.data)
         return DraftTrainer(MegatronDraftedPolicy(network), network.draft, options, self.sampling, add)
 
     # --- passes -----------------------------------------------------------------------------------------------------------
 
     def share_requests(self) -> dict[str, ShareRequest]:
-        """Return, for each pass over a batch, which share this rank reads."""
+        """Return, for each pass over a batch, the share that this rank reads."""
         batching, whole = self.config.batching, self.whole_groups
         request = partial(self.network.share_request, read_columns=True)
         return {
@@ -130,7 +131,7 @@ class MegatronLearner:
 
     def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs:
         """Score this rank's micro-batches."""
-        with self.weight_offload.on_device():  # a canary asks while the learner is offloaded
+        with self.weight_offload.on_device():  # a canary may run while the learner is offloaded
             tokens = self.config.batching.logprob_mb_tokens
             return MegatronScorer(self.network, self.sampling, tokens, replays=True).score_local(batch)
 

@@ -75,7 +75,7 @@ class MegatronNetwork:
                 yield f"{index}.{name}", parameter
 
     def share_request(self, token_budget: int, *, whole_groups: bool = False, read_columns: bool = False) -> ShareRequest:
-        """Return which share of a batch this rank reads in micro-batches of ``token_budget``."""
+        """Return the share of a batch that this rank reads in micro-batches of ``token_budget``."""
         dims = self.layout.dims
         rule = SplitRule(ranks=dims.data, token_budget=token_budget, whole_groups=whole_groups, fills_up=dims.virtual > 1)
         return ShareRequest(rule=rule, number=self.layout.data_rank, read_columns=read_columns)

@@ -27,7 +27,10 @@ class MegatronPeftConfig(BaseConfig):
     dim: int = Field(8, ge=1, description="Rank of an adapter.")
     alpha: int = Field(32, ge=1, description="Scale of an adapter: its output is multiplied by alpha / dim.")
     dropout: float = Field(
-        0.0, ge=0, lt=1, description="Dropout in training; only for recorded data, where no policy samples (fraction)."
+        0.0,
+        ge=0,
+        lt=1,
+        description="Dropout probability in training; only for recorded data, where the policy does not sample (fraction).",
     )
     dropout_position: Literal["pre", "post"] = Field("post", description="Drop an adapter's inputs (pre) or outputs (post).")
     lora_A_init_method: Literal["xavier", "uniform", "kaiming"] = Field(

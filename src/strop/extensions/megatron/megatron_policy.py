@@ -7,7 +7,6 @@ from pathlib import Path
 
 from strop.config import TrainingRunConfig
 from strop.config.schema.run_config import RmRunConfig
-from strop.extensions.labs.draft.draft_config import DraftConfig
 from strop.extensions.labs.draft.eagle_head import EagleHead
 from strop.extensions.megatron.cpu_shim import prepare_megatron
 from strop.extensions.megatron.model_files import ModelFiles, find_model_files
@@ -41,6 +40,17 @@ class MegatronPolicy(TokenizerBundle):
     def fingerprint(self) -> str:
         return self.files.fingerprint()
 
+    def write_folder(self, folder: Path) -> None:
+        """Write the folder that engines build the model from: configuration and tokenizer."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.files.config.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def write_draft(self, folder: Path) -> None:
+        """Write the draft head as it is now, for engines that draft with it."""
+        assert self.draft.head is not None
+        self.draft.head.save(folder)
+
 
 def load_megatron_policy(config: TrainingRunConfig) -> MegatronPolicy:
     """Find the policy's files and load its tokenizer. Raises ModelNotFound, ValueError."""
@@ -58,23 +68,3 @@ def load_megatron_policy(config: TrainingRunConfig) -> MegatronPolicy:
         vocab_size = 0
     template = ChatTemplate(tokenizer, options=policy.tokenizer.chat_template_kwargs)
     return MegatronPolicy(tokenizer, template, stop_ids, files, vocab_size)
-
-
-def write_megatron_model_folder(policy: MegatronPolicy, folder: Path) -> Path:
-    """Write the folder that engines build the model from: configuration and tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    policy.files.config.save_pretrained(folder)
-    policy.tokenizer.save_pretrained(folder)
-    return folder
-
-
-def write_draft_folder(policy: MegatronPolicy, folder: Path) -> Path:
-    """Write the draft head as it is now, for engines that draft with it."""
-    assert policy.draft.head is not None
-    return policy.draft.head.save(folder)
-
-
-def sends_draft(config: TrainingRunConfig) -> bool:
-    """Return whether engines are sent the draft head that is trained, and draft with it."""
-    generation = config.policy.generation
-    return DraftConfig.of(config.policy).enabled and generation.uses_vllm and generation.vllm_cfg.speculation.method == "eagle3"

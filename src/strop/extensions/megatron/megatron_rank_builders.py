@@ -16,10 +16,11 @@ from strop.config.schema.run_config import (
 from strop.distributed.workers.learner_worker import RankColumns, RankModels, RankScorer
 from strop.extensions.labs.draft.draft_config import DraftConfig
 from strop.extensions.megatron.layout import MegatronLayout
+from strop.extensions.megatron.megatron_config import MegatronConfig
 from strop.extensions.megatron.megatron_draft import MegatronDraftedPolicy
 from strop.extensions.megatron.megatron_learner import MegatronLearner
 from strop.extensions.megatron.megatron_network import MegatronNetwork
-from strop.extensions.megatron.megatron_policy import MegatronPolicy, sends_draft
+from strop.extensions.megatron.megatron_policy import MegatronPolicy
 from strop.extensions.megatron.megatron_scorer import MegatronScorer
 from strop.extensions.megatron.model_files import ModelFiles, find_model_files
 from strop.extensions.megatron.network_loader import NetworkLoader
@@ -54,7 +55,7 @@ def build_megatron_rank_models(
 ) -> RankModels:
     """Build the models of a run, each divided over ``world`` ranks as its section says. Raises ValueError for what cannot be divided so."""
     loader = NetworkLoader(device, world)
-    layout = loader.make_layout(config.policy.megatron_cfg, policy.files, "policy.megatron_cfg")
+    layout = loader.make_layout(MegatronConfig.of(config.policy), policy.files, "policy.megatron_cfg")
     score = ScoreInit(config.training.seed) if isinstance(config, RmRunConfig) else None
     network = _load(loader, policy.files, config.policy, layout, score, adapter_seed=config.training.seed)
     if isinstance(config, RolloutRunConfig) and config.policy.router_replay.enabled:
@@ -63,7 +64,7 @@ def build_megatron_rank_models(
     if draft.enabled:
         head = MegatronDraftedPolicy(network).head.weight
         network.draft = draft.make_head(head, network.hf_config, config.training.seed)
-        network.publishes_draft = sends_draft(config)
+        network.publishes_draft = config.policy.sends_draft
         policy.draft.head = network.draft
     networks = {"policy": network}
     tokens = config.policy.batching.logprob_mb_tokens
@@ -110,7 +111,7 @@ def _load(
 ) -> MegatronNetwork:
     return loader.load(
         files,
-        config.megatron_cfg,
+        MegatronConfig.of(config),
         layout,
         dtype=PRECISIONS[config.precision],
         chunk=config.logprob_chunk_size,
@@ -144,7 +145,7 @@ def _load_critic(config: PpoRunConfig, policy: MegatronPolicy, loader: NetworkLo
     except ModelNotFound as error:
         raise error.with_key("value.model_name") from error
     files.become_classifier()
-    layout = loader.make_layout(value.megatron_cfg, files, "value.megatron_cfg")
+    layout = loader.make_layout(MegatronConfig.of(value), files, "value.megatron_cfg")
     score = ScoreInit(config.ppo.seed, deviation=0.0)
     return _load(loader, files, value, layout, score, adapter_seed=config.ppo.seed, section="value")
 
@@ -159,7 +160,7 @@ def _load_teachers(
     columns: dict[tuple[str, str], RankColumns] = {}
     frozen: list[TensorOffload] = []
     for key, teacher in config.all_teachers.items():
-        if teacher.hosts or not teacher.megatron_cfg.enabled:
+        if teacher.hosts or not (section := MegatronConfig.of(teacher)).enabled:
             continue
         try:
             files = find_model_files(teacher.model_name, {})
@@ -167,12 +168,12 @@ def _load_teachers(
             raise error.with_key(f"{key}.model_name") from error
         tokenizers = (policy.tokenizer, load_tokenizer(teacher.tokenizer.name, key=f"{key}.tokenizer.name"))
         shared = shared_vocabulary_size(policy.vocab_size, files.vocab_size, tokenizers)
-        layout = loader.make_layout(teacher.megatron_cfg, files, f"{key}.megatron_cfg")
-        network = loader.load(files, teacher.megatron_cfg, layout, dtype=PRECISIONS[teacher.precision], chunk=1024)
+        layout = loader.make_layout(section, files, f"{key}.megatron_cfg")
+        network = loader.load(files, section, layout, dtype=PRECISIONS[teacher.precision], chunk=1024)
         found = _freeze(network, unfiltered_sampling(sampling, wanted), teacher.logprob_mb_tokens, offload=teacher.offload)
         frozen.append(found.offload)
         columns |= {(key, column): make_source(column, found.scorer, config, shared) for column in wanted}
-    others = {key: teacher for key, teacher in config.all_teachers.items() if not teacher.megatron_cfg.enabled}
+    others = {key: teacher for key, teacher in config.all_teachers.items() if teacher.uses_torch}
     student = StudentInfo(policy.vocab_size, policy.tokenizer)
     torch_columns = load_rank_teachers(config, others, student, algorithm, sampling, loader.device, loader.world)
     for source in torch_columns.values():

@@ -32,7 +32,7 @@ class MegatronScorer:
     )
 
     def share_requests(self) -> dict[str, ShareRequest]:
-        """Return which share of a batch this rank reads."""
+        """Return the share of a batch that this rank reads."""
         return {"score": self.network.share_request(self.score_tokens, read_columns=self.replays)}
 
     def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs:
@@ -45,7 +45,7 @@ class MegatronScorer:
         return self.network.vocab_size
 
     def top_tokens_local(self, batch: Batch | BatchShare, count: int, vocabulary: int) -> tuple[tuple[Tensor, TopTokens], ...]:
-        """Return the ``count`` most likely of the first ``vocabulary`` token ids at this rank's places [n] in the batch's N."""
+        """Return the ``count`` most likely of the first ``vocabulary`` token ids at this rank's positions [n] in the batch's N."""
 
         def compute(hidden: Tensor, part: Batch) -> TopTokens:
             rows, head = self.network.predicting_rows(hidden, part), self.network.head()

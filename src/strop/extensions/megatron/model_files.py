@@ -52,5 +52,6 @@ class ModelFiles:
 
 def find_model_files(name: str, overrides: dict[str, Any]) -> ModelFiles:
     """Find a model by its folder or hub name. ``overrides`` change its configuration. Raises ModelNotFound, ValueError."""
-    folder = find_model_folder(name)
+    reason = "ranks of Megatron Core read their shards of safetensors"
+    folder = find_model_folder(name, reason=reason, instead=", or set policy.backend=torch")
     return ModelFiles(name, folder, apply_overrides(load_model_config(str(folder)), overrides))

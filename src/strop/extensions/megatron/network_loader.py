@@ -9,13 +9,14 @@ import torch
 from strop.extensions.megatron.adapters.stage_adapters import StageAdapters
 from strop.extensions.megatron.layout import MegatronLayout
 from strop.extensions.megatron.megatron_config import MegatronConfig
-from strop.extensions.megatron.megatron_dims import MegatronDims, MegatronModelShape, model_errors
+from strop.extensions.megatron.megatron_dims import MegatronDims, model_errors
 from strop.extensions.megatron.megatron_network import MegatronNetwork
 from strop.extensions.megatron.model_files import ModelFiles
 from strop.extensions.megatron.models.build_stages import build_stages
 from strop.extensions.megatron.passes.schedule import prepare_schedule
 from strop.extensions.megatron.weights.shard_import import ScoreInit, load_weights
 from strop.extensions.megatron.weights.weight_reader import FileWeights
+from strop.models.local_files import ModelShape
 from strop.problems import raise_problems
 
 
@@ -28,7 +29,7 @@ class NetworkLoader:
 
     def make_layout(self, config: MegatronConfig, files: ModelFiles, key: str) -> MegatronLayout:
         """Make the process groups of a model. ``key``: of its section. Raises ValueError for sizes that do not divide it."""
-        if (shape := MegatronModelShape.from_hf(files.name, files.config.to_dict())) is not None:
+        if (shape := ModelShape.from_hf(files.name, files.config.to_dict())) is not None:
             raise_problems(model_errors(config, key, shape))
         return MegatronLayout(
             MegatronDims.from_config(config, self.world), self.device, gloo_groups=config.use_gloo_process_groups

@@ -11,9 +11,9 @@ from strop.extensions.planning.beside_models import BesideModel, without_output
 from strop.extensions.planning.learner_memory import BFLOAT16, FLOAT32, LearnerSetup
 from strop.extensions.planning.model_size import ModelSize
 from strop.extensions.planning.plan_inputs import PlannedDevice
+from strop.extensions.planning.planned_learner import read_learner, read_sharding
 from strop.extensions.planning.sharding import Sharding
-from strop.runs.cluster.device_plan import choose_dims
-from strop.runs.dry_run.planned_learner import read_learner, read_megatron_sizes, read_torch_sizes
+from strop.runs.learner_backend import choose_dims
 
 SELF = "self"  # a teacher that is the policy
 
@@ -60,9 +60,7 @@ def _read_teacher(config: TrainingRunConfig, teacher: TeacherConfig, device: Pla
     own = config.policy if teacher.model_name == SELF else teacher
     sharding = Sharding()
     if world is not None:
-        megatron = config.policy.uses_megatron
-        sizes = read_megatron_sizes(teacher.megatron_cfg) if megatron else read_torch_sizes(teacher.dtensor_cfg)
-        sharding = sizes.shard(world, megatron=megatron)
+        sharding = read_sharding(teacher.learner, world)
     return LearnerSetup(
         tokens=teacher.logprob_mb_tokens,
         longest=min(teacher.logprob_mb_tokens, config.policy.max_total_sequence_length),

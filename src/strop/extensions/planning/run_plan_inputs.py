@@ -15,11 +15,11 @@ from strop.extensions.planning.beside_inputs import assume_sizes, read_beside
 from strop.extensions.planning.engine_memory import EngineSetup
 from strop.extensions.planning.model_size import ModelSize
 from strop.extensions.planning.plan_inputs import CheckpointSetup, NodeSetup, PlanInputs, PlannedDevice
+from strop.extensions.planning.planned_learner import offloads_reference, read_learner
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
 from strop.runs.algorithm.run_algorithm import make_run_algorithm
-from strop.runs.cluster.device_plan import choose_dims
-from strop.runs.dry_run.planned_learner import offloads_reference, read_learner
+from strop.runs.learner_backend import choose_dims
 from strop.runs.summary import UNLIMITED_STEPS
 
 MOST_SEQUENCES = 256  # that an engine decodes at a time, where nothing is said
@@ -65,7 +65,7 @@ def read_inputs(
         node=_read_node(config, placed, references, kept, device),
         beside=tuple(read_beside(config, model, sizes, device, training if counts.uses_ray else None)),
         checkpoints=_read_checkpoints(config),
-        learner_key="policy.megatron_cfg" if config.policy.uses_megatron else "policy.dtensor_cfg",
+        learner_key=f"policy.{config.policy.learner_key}",
         batch_key=f"policy.{config.policy.batching_key}.train_mb_tokens",
         assumptions=tuple(assume_sizes(config, sizes)),
     )
@@ -102,7 +102,7 @@ def _read_node(
         engines_keep_weights=sleeps and (config.policy.generation.vllm_cfg.sleep_level == 1 or adapters),
         references=references - kept,
         loaded_references=references,
-        loads_whole=not config.policy.uses_megatron,
+        loads_whole=config.policy.uses_torch,
     )
 
 

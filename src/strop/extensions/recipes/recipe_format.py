@@ -1,17 +1,14 @@
-"""The libraries whose files can be read as configurations: each is a package here with a ``NAME_format.py`` that has a ``FORMAT``, or
-several ``FORMATS``."""
+"""The files of libraries that can be read as configurations."""
 
 from __future__ import annotations
 
 import functools
-import importlib
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import strop.extensions.recipes
+from strop.config.load.recipe_library import iter_libraries
 from strop.config.source import yaml_text
 from strop.config.source.yaml_source import ConfigSource, parse_once
 from strop.extensions.recipes.difference import Difference
@@ -41,10 +38,8 @@ class RecipeFormat:
 
 @functools.cache
 def list_formats() -> dict[str, RecipeFormat]:
-    """Return every format by its name; the default is the last."""
-    packages = [module.name for module in pkgutil.iter_modules(strop.extensions.recipes.__path__) if module.ispkg]
-    modules = [importlib.import_module(f"{strop.extensions.recipes.__name__}.{name}.{name}_format") for name in packages]
-    formats: list[RecipeFormat] = [found for module in modules for found in getattr(module, "FORMATS", None) or [module.FORMAT]]
+    """Return every format of the libraries' files by its name; the default is the last."""
+    formats: list[RecipeFormat] = [found for library in iter_libraries() for found in library.list_formats()]
     return {found.name: found for found in sorted(formats, key=lambda found: found.name == DEFAULT)}
 
 

@@ -16,7 +16,7 @@ from strop.cli.output import OVERRIDES_HELP, USAGE_ERROR, RunParser, print_confi
 from strop.packages import assume_packages, describe_assumed
 
 if TYPE_CHECKING:
-    from strop.runs.dry_run.recipe_folder import ExaminedRecipe
+    from strop.extensions.recipes.recipe_folder import ExaminedRecipe
 
 MOST_KEYS = 3  # of a reason
 
@@ -66,7 +66,7 @@ def translate(arguments: Sequence[str], command_line: str) -> int:
 
 def _translate_file(options: argparse.Namespace, command_line: str) -> int:
     from strop.config import ConfigError
-    from strop.config.load.translated_recipe import render_recipe, translate_recipe
+    from strop.extensions.recipes.translated_recipe import render_recipe, translate_recipe
 
     try:
         translated = translate_recipe(options.recipe, options.overrides, options.library, gpus=options.gpus)
@@ -85,7 +85,7 @@ def _translate_file(options: argparse.Namespace, command_line: str) -> int:
 
 
 def _translate_folder(options: argparse.Namespace) -> int:
-    from strop.runs.dry_run.recipe_folder import examine_folder
+    from strop.extensions.recipes.recipe_folder import examine_folder
 
     recipes = list(examine_folder(options.recipe, options.overrides, options.library))
     if not recipes:
@@ -99,7 +99,7 @@ def _translate_folder(options: argparse.Namespace) -> int:
 
 
 def _print_summary(recipes: Sequence[ExaminedRecipe], folder: Path) -> None:
-    from strop.runs.dry_run.recipe_folder import Outcome, count_reasons
+    from strop.extensions.recipes.recipe_folder import Outcome, count_reasons
 
     counts = Counter(recipe.outcome for recipe in recipes)
     runs = len(recipes) - counts[Outcome.NO_RUN]

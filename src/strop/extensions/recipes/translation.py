@@ -6,70 +6,52 @@ translated, and imports no rules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from strop.base_config import BaseConfig, KeyPath, fields_of, section_model
+from strop.config.load.recipe_library import Translation
 from strop.config.source.defaults import resolve_source
 from strop.config.source.keys import entry_model, find_field
 from strop.config.source.yaml_source import ConfigSource, get_at
-from strop.extensions.recipes.difference import Difference, Effect
+from strop.extensions.recipes.difference import Effect
 from strop.problems import Problem
 
 MOST_NAMED = 8  # unused keys in a warning
 
 
-@dataclass(frozen=True)
-class Translation:
-    """A recipe in Strop's keys, and how each key that does not stand as it is differs."""
-
-    source: ConfigSource
-    differences: tuple[Difference, ...] = ()
-    explained: tuple[str, ...] = ()  # patterns of keys of which a refusal has said what there is to say
-
-    def explains(self, key: str) -> bool:
-        """Return whether a problem with a key follows from a refusal."""
-        if not self.explained:
-            return False
-        from strop.extensions.recipes.recipe import matches_any
-
-        return matches_any(key, self.explained)
-
-    @property
-    def problems(self) -> list[Problem]:
-        """Why the recipe is refused."""
-        return [difference.to_problem() for difference in self.of(Effect.REFUSED)]
-
-    @property
-    def warnings(self) -> list[Problem]:
-        """What a run says of the recipe: each change of meaning, and in one line what has no effect."""
-        changed = [difference.to_problem() for difference in self.of(Effect.CHANGED)]
-        unused = [difference.key for difference in self.of(Effect.UNUSED)]
-        if not unused:
-            return changed
-        more = f" and {len(unused) - MOST_NAMED} more" if len(unused) > MOST_NAMED else ""
-        message = f"ignored keys of NeMo-RL that have no effect here: {', '.join(unused[:MOST_NAMED])}{more}"
-        return [*changed, Problem("", message, "`strop translate` says why of each.")]
-
-    def of(self, effect: Effect) -> list[Difference]:
-        return [difference for difference in self.differences if difference.effect is effect]
-
-
-def translate_source(source: ConfigSource, root: type[BaseConfig]) -> Translation:
-    """Translate what a recipe sets; a configuration in Strop's own keys stays as it is."""
+def translate_nemo_rl(source: ConfigSource, root: type[BaseConfig]) -> Translation | None:
+    """Translate what a recipe sets; None for a configuration in Strop's own keys."""
     if not is_recipe(source, root):
-        return Translation(source)
+        return None
     from strop.extensions.recipes.nemo_rl.nemo_rl_rules import NEMO_RL_RULES
-    from strop.extensions.recipes.recipe import Recipe
+    from strop.extensions.recipes.recipe import Recipe, matches_any
 
     recipe = Recipe(source, root)
     for rule in NEMO_RL_RULES:
         rule(recipe)
     place = {".".join(path): index for index, path in enumerate(source.origins)}
     differences = sorted(recipe.differences, key=lambda difference: place.get(difference.key, 0))
-    return Translation(recipe.finish(), tuple(differences), tuple(recipe.explained))
+    refused, changed = (
+        [each.to_problem() for each in differences if each.effect is effect] for effect in (Effect.REFUSED, Effect.CHANGED)
+    )
+    return Translation(
+        recipe.finish(),
+        tuple(refused),
+        (*changed, *_warn_unused([each.key for each in differences if each.effect is Effect.UNUSED])),
+        tuple(differences),
+        partial(matches_any, patterns=tuple(recipe.explained)),
+    )
+
+
+def _warn_unused(unused: Sequence[str]) -> Iterator[Problem]:
+    """Yield in one line what has no effect."""
+    if unused:
+        more = f" and {len(unused) - MOST_NAMED} more" if len(unused) > MOST_NAMED else ""
+        message = f"ignored keys of NeMo-RL that have no effect here: {', '.join(unused[:MOST_NAMED])}{more}"
+        yield Problem("", message, "`strop translate` says why of each.")
 
 
 def is_recipe(source: ConfigSource, root: type[BaseConfig]) -> bool:

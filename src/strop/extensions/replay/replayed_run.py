@@ -24,7 +24,6 @@ from strop.runs.resume.token_budgets import make_token_budgets, settle_token_bud
 from strop.runs.rollout_run import SampledSource
 from strop.runs.scorers import make_columns
 from strop.runs.tasks import make_training_tasks
-from strop.sampling import Sampling
 from strop.trainer.run import TrainingRun
 from strop.trainer.train import collect
 from strop.types import Group
@@ -120,9 +119,7 @@ def read_stored(folder: Path, step: int, config: RolloutRunConfig, algorithm: Al
 
 def find_reads(config: RolloutRunConfig, algorithm: Algorithm) -> LearnerReads:
     """Return what the learner of a run reads besides tokens."""
-    sampling = Sampling(**config.policy.generation.sampling_options())
     return LearnerReads(
         columns=tuple(column for column in plugins.load_all("columns") if column.is_on(config)),
-        kept_tokens=sampling.records_sampling_mask,
         baseline=algorithm.greedy_baseline,
     )

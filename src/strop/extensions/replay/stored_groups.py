@@ -12,11 +12,10 @@ import torch
 
 from strop.columns import Columns, TokenColumn
 from strop.extensions.replay.replay_plan import ReplayError
-from strop.monitoring.rollout_store.learner_inputs import PROMPT, read_values
+from strop.monitoring.rollout_store.learner_inputs import PROMPT, read_column
 from strop.monitoring.rollout_store.rollout_record import DropReason, RolloutRecord
 from strop.monitoring.rollout_store.stored_images import StoredImages, image_name
 from strop.monitoring.rollout_store.turn_record import TurnRecord
-from strop.sampling import pad_kept_tokens
 from strop.types import Branch, Ending, Group, PromptImage, Rollout, StepReward, Task, Turn
 
 
@@ -33,7 +32,6 @@ class LearnerReads:
     """What the learner of a run reads besides tokens."""
 
     columns: tuple[TokenColumn, ...] = ()  # of its rollouts
-    kept_tokens: bool = False  # policy.generation.keep_sampling_mask: the ids that each token was sampled from
     baseline: bool = False  # the reward of a greedy rollout
 
 
@@ -104,7 +102,7 @@ class GroupBuilder:
             error=record.error,
             images=tuple(images.get(PROMPT, ())),
             unscored=record.dropped_because == "unscored",
-            columns=_read_columns(record, PROMPT, self.reads),
+            columns=_read_columns(record, PROMPT, PROMPT, self.reads),
         )
 
     def _read_images(self, record: RolloutRecord) -> dict[int, list[PromptImage]]:
@@ -145,16 +143,10 @@ def rebuild_groups(
 
 def _refuse_missing(record: RolloutRecord, reads: LearnerReads) -> None:
     """Raise ReplayError if the step read something that its rollouts do not hold."""
-    earlier = "are of an earlier version, which did not store"
     if record.image_places is None and (record.prompt_images or any(turn.images for turn in record.turns)):
         raise ReplayError(
-            f"step {record.step} shows images, and its stored rollouts {earlier} where they stand in the tokens; such a step cannot be "
-            "replayed"
-        )
-    if reads.kept_tokens and record.kept_tokens is None and any(record.sampled):
-        raise ReplayError(
-            f"policy.generation.keep_sampling_mask is true, and the stored rollouts of step {record.step} {earlier} the sets that tokens "
-            "were sampled from; such a step cannot be replayed"
+            f"step {record.step} shows images, and its stored rollouts are of an earlier version, which did not "
+            "store where they stand in the tokens; such a step cannot be replayed"
         )
     for column in reads.columns:
         if column.key and column.name not in record.columns and any(record.sampled):
@@ -162,7 +154,7 @@ def _refuse_missing(record: RolloutRecord, reads: LearnerReads) -> None:
             if isinstance(column.stored, str):
                 rest = f"set {column.stored}=true in a run whose steps are to be replayed"
             raise ReplayError(
-                f"{column.key} is true, and step {record.step} did not store the column {column.name} with its rollouts; {rest}"
+                f"{column.key} is true, and step {record.step} did not store the column {column.name!r} with its rollouts; {rest}"
             )
     if reads.baseline and record.baseline is None:
         raise ReplayError(
@@ -209,13 +201,11 @@ def _build_turns(
     return tuple(_build_turn(record, turn, images, reads) for turn in starts)
 
 
-def _read_columns(record: RolloutRecord, start: int, reads: LearnerReads) -> Columns:
-    """Return what was recorded of the turn that begins with token ``start``, or of the rollout: PROMPT."""
-    found = {
-        column: next((each for each in record.columns.get(column.name, ()) if each.turn == start), None)
-        for column in reads.columns
-    }
-    return {column: read_values(each, column) for column, each in found.items() if each is not None}
+def _read_columns(record: RolloutRecord, start: int, end: int, reads: LearnerReads) -> Columns:
+    """Return what was recorded of the turn with the tokens from ``start`` to ``end``, or of the rollout: PROMPT."""
+    stored = {column: record.columns[column.name] for column in reads.columns if column.name in record.columns}
+    found = {column: read_column(each, column, start, end) for column, each in stored.items()}
+    return {column: values for column, values in found.items() if values is not None}
 
 
 def _is_same_turn(before: TurnRecord, after: TurnRecord) -> bool:
@@ -227,14 +217,12 @@ def _build_turn(
 ) -> Turn:
     tokens = slice(turn.start, turn.end)
     author: Literal["policy", "environment"] = "policy" if turn.sampled else "environment"
-    kept = record.kept_tokens.split()[tokens] if record.kept_tokens is not None and turn.sampled and reads.kept_tokens else ()
     return Turn(
         author=author,
         tokens=torch.tensor(record.tokens[tokens], dtype=torch.int64),
         text=turn.text,
         logprobs=torch.tensor(record.sampler_logprobs[tokens], dtype=torch.float32),
         versions=torch.tensor(record.versions[tokens], dtype=torch.int32),
-        kept=pad_kept_tokens([torch.tensor(ids) for ids in kept]) if kept else None,
-        columns=_read_columns(record, turn.start, reads) if turn.sampled else {},
+        columns=_read_columns(record, turn.start, turn.end, reads) if turn.sampled else {},
         images=tuple(images.get(turn.start, ())) if turn.end > turn.start else (),
     )

@@ -18,7 +18,7 @@ from typing import IO, Any
 from strop.extensions.sglang.server.server_entry import REFUSED_PREFIX, REFUSED_STATUS
 from strop.extensions.sglang.sglang_launch import SglangLaunch, make_server_arguments, write_empty_adapter
 
-OUTPUT_TAIL_LINES = 12  # of an engine's output, in the message about its death
+OUTPUT_TAIL_LINES = 12  # lines of an engine's output in the message about its death
 END_SECONDS = 3.0  # that a server has to end by itself
 
 

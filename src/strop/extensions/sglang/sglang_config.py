@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -45,14 +45,13 @@ class SglangServerConfig(BaseConfig):
     )
 
 
-# Key ``sglang_kwargs`` beside the section.
-SglangArguments = Annotated[
-    dict[str, Any],
-    Field(
+class SglangKeys(BaseConfig):
+    """Arguments of SGLang that have no key of their own here."""
+
+    sglang_kwargs: dict[str, Any] = Field(
         default_factory=dict,
         description="Further arguments of SGLang's server (ServerArgs), passed through; unknown ones are errors.",
-    ),
-]
+    )
 
 
 class SglangConfig(EngineConfig):
@@ -146,7 +145,7 @@ class SglangConfig(EngineConfig):
 
     @property
     def engine_size(self) -> int:
-        """The number of ranks of one engine, each on a device of its own."""
+        """The number of ranks of one engine, each on its own device."""
         return self.tp_size
 
     @property
@@ -199,32 +198,33 @@ class SglangConfig(EngineConfig):
         if not packages.is_installed("aiohttp"):
             yield Problem(
                 f"{key}.backend",
-                "found sglang, whose server is asked over HTTP with aiohttp, which is not installed",
+                "found sglang, whose server is accessed over HTTP with aiohttp, which is not installed",
                 f"{install_command('serve')}.",
             )
 
     def _check_sampling(self, key: str, sampling: GenerationConfig) -> Iterator[Problem]:
-        """Yield what SGLang would sample from another distribution than the learner computes."""
+        """Yield options with which SGLang would sample from another distribution than the learner computes."""
         for prefix in ("", "val_"):
             top_k, top_p = getattr(sampling, f"{prefix}top_k"), getattr(sampling, f"{prefix}top_p")
             filtered = top_p < 1 or sampling.min_p > 0
             if top_k == 1 and getattr(sampling, f"{prefix}temperature") > 0:
                 yield Problem(
                     f"{key}.{prefix}top_k",
-                    "found 1, which SGLang takes for greedy sampling, and reports the log-probabilities of that",
+                    "found 1, which SGLang treats as greedy sampling and reports log-probabilities for",
                     f"Set {key}.{prefix}temperature=0 for greedy sampling, or it to 2 or more.",
                 )
             if self.sampler == "sglang" and filtered and (top_k in (None, -1) or top_k > MAX_RECORDED_TOP_K):
                 yield Problem(
                     f"{key}.sglang_cfg.sampler",
-                    f"found sglang, which says what {prefix}top_p and min_p kept only with a {prefix}top_k of at most "
-                    f"{MAX_RECORDED_TOP_K}, and its log-probabilities are those before them",
+                    f"found sglang, which reports the tokens kept by {prefix}top_p and min_p only with a {prefix}top_k of at most "
+                    f"{MAX_RECORDED_TOP_K}, and its log-probabilities are from before these filters",
                     f"Set {key}.sglang_cfg.sampler=strop, or {key}.{prefix}top_k.",
                 )
         if self.sampler == "sglang" and sampling.top_p < 1 and not sampling.keep_sampling_mask:
             yield Problem(
                 f"{key}.sglang_cfg.sampler",
-                "found sglang, which takes top_p of the whole distribution, and the learner of what top_k and min_p kept",
+                "found sglang, which applies top_p to the whole distribution, while the learner applies it to the tokens kept by top_k "
+                "and min_p",
                 f"Set {key}.sglang_cfg.sampler=strop, or {key}.keep_sampling_mask=true.",
             )
         if self.speculative_algorithm is not None and (
@@ -233,7 +233,7 @@ class SglangConfig(EngineConfig):
             yield Problem(
                 f"{key}.sglang_cfg.speculative_algorithm",
                 f"found {self.speculative_algorithm}, whose accepted tokens have log-probabilities from before top_k, top_p and min_p",
-                f"Set it to null, or these three of {key} off.",
+                f"Set it to null, or turn these three keys of {key} off.",
             )
 
     def _check_options(self, key: str) -> Iterator[Problem]:
@@ -291,8 +291,8 @@ class SglangConfig(EngineConfig):
         if (version := unchecked_sglang()) and self.python is None:
             yield Problem(
                 f"{key.rpartition('.')[0]}.backend",
-                f"SGLang {version} is installed, and Strop, which changes and reads parts of it, was checked with {CHECKED_SGLANG}",
-                "What does not fit ends the engine when it starts.",
+                f"SGLang {version} is installed, and Strop, which patches and reads internal parts of it, was tested with {CHECKED_SGLANG}",
+                "An incompatibility ends the engine when it starts.",
             )
         if self.speculative_algorithm is not None:
             yield Problem(

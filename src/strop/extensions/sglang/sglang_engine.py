@@ -53,7 +53,7 @@ class SglangEngine:
     def __init__(
         self, name: str, launch: SglangLaunch, tokenizer: Any, *, stop_ids: Sequence[int], vision: VisionProcessor | None = None
     ) -> None:
-        """``vision``: of a model that reads images."""
+        """``vision``: the image processor of a model that reads images."""
         self.name = name
         self.vision = vision
         self.launch = launch
@@ -136,7 +136,7 @@ class SglangEngine:
         check_request(prompt, sampling, seed, length=self.config.context_length)  # SGLang checks ids against the vocabulary
         await self._post("/continue_generation")
         completion, cached = await self._complete(prompt, sampling, seed)
-        return CanarySample(tokens=completion.tokens, logprobs=completion.logprobs, cached=cached, kept=completion.kept)
+        return CanarySample(tokens=completion.tokens, logprobs=completion.logprobs, cached=cached, columns=completion.columns)
 
     def _check_images(self, images: Sequence[PromptImage]) -> None:
         if not images:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from strop.generation.base import Completion
-from strop.sampling import Sampling, pad_kept_tokens
+from strop.sampling import KEPT, Sampling, pad_kept_tokens
 
 SEED_BITS = 0x7FFF_FFFF_FFFF_FFFF
 
@@ -81,7 +81,7 @@ def to_completion(answer: Mapping[str, Any], sampling: Sampling, tokenizer: Any,
         versions=read_versions(info.get("weight_versions"), len(tokens)),
         text=tokenizer.decode(tokens.tolist(), skip_special_tokens=True),
         stopped=reason["type"] == "stop",
-        kept=read_kept_ids(info, tokens) if sampling.records_sampling_mask else None,
+        columns={KEPT: read_kept_ids(info, tokens)} if sampling.records_sampling_mask else {},
     )
 
 

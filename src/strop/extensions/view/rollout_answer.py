@@ -218,7 +218,7 @@ def _write_turns(record: RolloutRecord, pieces: Sequence[str] | None) -> list[di
         "path": 0,
     }
     rest: dict[str, Any] = {"reward": None, "state": None, "images": [], "text": make_printable(record.completion)}
-    return [{"role": "assistant", **whole, **rest}]  # a file of an earlier version
+    return [{"role": "assistant", **whole, **rest}]  # in files of earlier versions
 
 
 def _write_columns(record: RolloutRecord) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """CUDA graphs for decoding: the launches of a whole step are captured once per batch size.
 
 A decoding step of a small model consists of hundreds of short kernels, which take longer to launch than to run. Batch sizes are rounded up
-to a power of two; the padding rows compute on position 0 of unused slots, and their logits are dropped. A size is captured when it first
-occurs, among running requests: the warm-up before it computes the very step that is due, so that it writes the keys and values that belong
-there.
+to a power of two; the padding rows compute on position 0 of unused slots, and their logits are dropped. A size is captured when
+it first occurs, while requests are running: the warm-up before the capture computes the step that is due anyway, so it writes
+the right keys and values.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ WARM_UPS = 2  # steps before a capture, in which libraries allocate their worksp
 
 
 def capture_obstacle(model: Any) -> str | None:
-    """Return why decoding steps of a model cannot be captured, as far as that is known before the first; None if they may be."""
+    """Return why decoding steps of a model cannot be captured, as far as known before the first capture; None if they may be."""
     if next(find_routers(model.get_decoder()), None) is None:
         return None
     experts = getattr(model.config, "_experts_implementation", None)
     if experts == "batched_mm":
         return None
-    return f"it has experts, and their products ({experts}) may read on the host how many tokens each of them has"
+    return f"it has experts, and their products ({experts}) may read each expert's number of tokens on the host"
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,9 @@ class DecodeGraphs:
         self._graphs: dict[int, _CapturedGraph] = {}
 
     def __call__(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor | None:
-        """Return the logits after a step; None if it cannot be captured, with a warning that says why. Then none should be tried again."""
+        """Return the logits after a step; None if it cannot be captured, with a warning that gives the reason. Then do not try
+        again.
+        """
         count = len(tokens)
         size = min(1 << (count - 1).bit_length(), self.slots)
         padding = [0] * (size - count)
@@ -74,10 +76,10 @@ class DecodeGraphs:
         return captured.logits[:count]
 
     def _capture(self, inputs: Tensor) -> _CapturedGraph | None:
-        with self._cuda.device(self.device):  # a capture takes the stream of the current GPU
+        with self._cuda.device(self.device):  # captures run on a stream of the current GPU
             before = self._cuda.current_stream(self.device)
             self._stream.wait_stream(before)
-            with self._cuda.stream(self._stream):  # left whatever happens, as a capture that fails would leave it current
+            with self._cuda.stream(self._stream):  # left in any case, because a failed capture would leave it current
                 for _ in range(WARM_UPS):
                     self.step(*inputs)
                 captured = self._record(inputs)
@@ -86,12 +88,12 @@ class DecodeGraphs:
 
     def _record(self, inputs: Tensor) -> _CapturedGraph | None:
         graph = self._cuda.CUDAGraph()
-        # thread_local: the learner's thread may allocate meanwhile
+        # thread_local: the learner's thread may allocate memory at the same time
         recording = self._cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         try:
             with recording:
                 logits = self.step(*inputs)
-        except Exception as error:  # of a step that has just run: what it does cannot be captured
+        except Exception as error:  # the step has just run uncaptured, so the error is due to the capture
             log.warning(
                 "decoding without CUDA graphs, which is slower for small models: a step of %d sequences cannot be captured (%s)",
                 inputs.shape[1],
@@ -102,7 +104,7 @@ class DecodeGraphs:
         return _CapturedGraph(graph, inputs, logits)
 
     def _leave_pool(self) -> None:
-        """Have the allocator leave the pool of a capture that broke off: where CUDA refused to end it, torch does not."""
+        """Make the allocator leave the pool of a failed capture, which torch does not do if CUDA refused to end the capture."""
         if self.device.type == "cuda":
             with suppress(RuntimeError):  # it has left
                 torch._C._cuda_endAllocateToPool(self._cuda.current_device(), self._pool)

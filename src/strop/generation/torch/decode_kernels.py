@@ -1,8 +1,8 @@
 """Compiled kernels for decoding on a CPU: ``decode_kernels.cpp``, built once on each machine with g++.
 
-The library is stored in the user's cache folder under the hash of its source, the compiler and the kind of processor, so that a new version
-of Strop or another machine builds its own. It runs on the threads of torch's own OpenMP runtime: a second pool of threads would compete
-with it for the cores.
+The library is stored in the user's cache folder under the hash of its source, the compiler and the kind of processor, so that a
+new version of Strop or another machine builds its own. It uses the threads of torch's own OpenMP runtime, because a second pool
+of threads would compete for the cores.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-w")
 BUILD_SECONDS = 300
 SMALLEST_BLOCK = 64
-FLOAT32_BLOCK = 2048  # inputs whose part of a panel stays in the L2 cache
+FLOAT32_BLOCK = 2048  # inputs per block, so that a block's part of a panel stays in the L2 cache
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -43,13 +43,13 @@ class KernelsUnavailable(Exception):
 
 
 class MatrixStruct(ctypes.Structure):
-    """``Matrix`` of the library."""
+    """Mirrors ``Matrix`` of the library."""
 
     _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("block", c_int64))
 
 
 class LayerStruct(ctypes.Structure):
-    """``Layer`` of the library."""
+    """Mirrors ``Layer`` of the library."""
 
     _fields_ = (
         *((name, MatrixStruct) for name in ("query", "key", "value", "output", "gate", "up", "down")),
@@ -65,7 +65,7 @@ class LayerStruct(ctypes.Structure):
 
 
 class ModelStruct(ctypes.Structure):
-    """``Model`` of the library."""
+    """Mirrors ``Model`` of the library."""
 
     _fields_ = (
         ("layers", POINTER(LayerStruct)),
@@ -79,7 +79,7 @@ class ModelStruct(ctypes.Structure):
 
 
 class _StepStruct(ctypes.Structure):
-    """``Step`` of the library."""
+    """Mirrors ``Step`` of the library."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("positions", "table", "cosines", "sines", "residual", "logits", "states", "captured")),
@@ -91,13 +91,13 @@ class _StepStruct(ctypes.Structure):
 class PackedMatrix:
     """A weight matrix [outputs, inputs] in the library's layout: panels of outputs, each contiguous."""
 
-    panels: Tensor  # flat, zeros beyond the last output
+    panels: Tensor  # flat, zero-padded after the last output
     outputs: int
     inputs: int
-    block: int  # inputs that are summed from zero before they are added to the sum of those before them
+    block: int  # inputs summed from zero before they are added to the running sum
 
     def to_dense(self) -> Tensor:
-        """Return the matrix [outputs, inputs], exact to the bit."""
+        """Return the matrix [outputs, inputs], bit-exact."""
         dense = torch.empty(self.outputs, self.inputs, dtype=self.panels.dtype)
         library, half = load_kernels().library, self.panels.dtype == torch.bfloat16
         library.strop_unpack(self.panels.data_ptr(), self.outputs, self.inputs, dense.data_ptr(), torch.get_num_threads(), half)
@@ -110,7 +110,7 @@ class DecodeKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         _declare(library)
         self.library = library
-        self.panel = int(library.strop_panel())  # outputs that are computed together
+        self.panel = int(library.strop_panel())  # outputs computed together
 
     def pack(self, weight: Tensor, dtype: torch.dtype) -> PackedMatrix:
         """Pack a matrix [outputs, inputs]. ``inputs`` must be even in bfloat16."""
@@ -221,8 +221,8 @@ class DecodeKernels:
         """Compute one step of all layers and return the logits [B, V].
 
         ``embedded``: embeddings of the tokens, [B, hidden] in float32, which are overwritten. ``positions`` [B] int64; ``table`` [B, n]
-        int32: the pages of each sequence. ``rotary``: cosines and sines [positions, D] in float32. What the layers ``captured`` [c] int64
-        put out is written to ``states`` [B, c, hidden] float32.
+        int32: the pages of each sequence. ``rotary``: cosines and sines [positions, D] in float32. The outputs of the layers
+        ``captured`` [c] int64 are written to ``states`` [B, c, hidden] float32.
         """
         logits = torch.empty(len(embedded), model.head.outputs, dtype=dtype)
         tensors = (positions, table, *rotary, embedded, logits)
@@ -236,9 +236,10 @@ class DecodeKernels:
 
 
 def _call(function: Any, *arguments: Any, product: tuple[int, int, int, str] | None = None) -> None:
-    """Call a function of the library: while a step is recorded as a span, as torch's profiler sees nothing of it.
+    """Call a function of the library. While a profile is recorded, record the call as a span, because torch's profiler cannot see
+    it.
 
-    ``product``: rows, inputs and outputs of a product of matrices, and the format of its numbers."""
+    ``product``: rows, inputs and outputs of a matrix product, and its number format."""
     if not RECORDER.is_recording:
         function(*arguments)
         return
@@ -255,10 +256,10 @@ def matrix_struct(weight: PackedMatrix, bias: Tensor | None) -> MatrixStruct:
 
 @lru_cache
 def measure_inner_block(inputs: int, dtype: torch.dtype) -> int:
-    """Return how many inputs a linear layer of torch sums from zero before it adds them to the sum of those before them.
+    """Return the number of inputs that torch's linear layers sum from zero before adding them to the running sum.
 
-    oneDNN chooses this by the number of inputs. It decides how sums round, and a sampler whose sums round as the learner's do has the
-    learner's log-probabilities. Where one 1 follows 2^40 and -2^40 it is lost exactly if a block begins between these two.
+    oneDNN chooses it by the number of inputs. It determines how sums round; a sampler that rounds like the learner has the
+    learner's log-probabilities. A 1 placed between 2^40 and -2^40 is lost unless a block begins between them.
     """
     pairs = inputs // 2
     if dtype != torch.bfloat16 or pairs < 3:
@@ -268,7 +269,7 @@ def measure_inner_block(inputs: int, dtype: torch.dtype) -> int:
     x[row, 2 * row], x[row, 2 * row + 2], x[row, 2 * row + 4] = 2.0**40, -(2.0**40), 1.0
     lost = torch.nn.functional.linear(x.to(dtype), torch.ones(64, inputs, dtype=dtype))[:, 0] == 0
     block = 2 * int(lost.nonzero()[0]) + 2 if lost.any() else inputs
-    return block if block >= SMALLEST_BLOCK else inputs  # else it sums in another way, which blocks do not describe
+    return block if block >= SMALLEST_BLOCK else inputs  # otherwise its summation is not described by blocks
 
 
 _POINTER = c_void_p
@@ -324,7 +325,7 @@ def _find_openmp() -> Path:
 
 
 def _library_path(compiler: str) -> Path:
-    """Return where the library is stored: under the hash of its source, the flags, the compiler and the processor."""
+    """Return the path of the library: under the hash of its source, the flags, the compiler and the processor."""
     cpu = [
         line
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -336,13 +337,13 @@ def _library_path(compiler: str) -> Path:
 
 
 def _build(compiler: str, path: Path) -> None:
-    """Compile into a file of its own, and rename it: processes that build at the same time do not disturb each other."""
+    """Compile into a temporary file and rename it, so that processes can build at the same time."""
     log.info("building the decoding kernels with %s into %s (a few seconds, once on each machine)", compiler, path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
             part, built = Path(folder) / "kernels.o", Path(folder) / "kernels.so"
-            # Linked without -fopenmp, which would name a runtime of its own: the symbols are found in torch's.
+            # Linked without -fopenmp, which would link a second runtime: the symbols are found in torch's.
             for command in (
                 [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(part)],
                 [compiler, "-shared", str(part), "-o", str(built)],

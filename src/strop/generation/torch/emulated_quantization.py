@@ -1,7 +1,7 @@
-"""What the embedded engine rounds, to sample as an engine with weights, inputs and a cache of low precision does.
+"""Rounding in the embedded engine, to sample like an engine with low-precision weights, inputs and cache.
 
-Products stay in the engine's data type: every value that an engine with such kernels would multiply is rounded to its format and back, and
-sums are as before. So a model's own kernels on a GPU round as this does, up to the order of their sums.
+Products stay in the engine's data type: every value that an engine with such kernels would multiply is rounded to its format and
+back, while sums are unchanged. GPU kernels for the format give the same values, up to the order of their sums.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from strop.models.quantization.quantization_plan import QuantizationPlan
 
 @dataclass(frozen=True)
 class EmulatedQuantization:
-    """The plan of an engine, and whether its weights are rounded in the engine or before they were sent to it."""
+    """The plan of an engine, and whether its weights are rounded in the engine or before sending."""
 
     plan: QuantizationPlan
     rounds_weights: bool
 
     @property
     def needs_modules(self) -> bool:
-        """Whether values are rounded between layers, which the compiled kernels do not do."""
+        """Whether values are rounded between layers, which the compiled kernels do not support."""
         return self.plan.inputs is not None or self.plan.fp8_cache
 
     def select_layers(self, names: Sequence[str]) -> frozenset[str]:
-        """Return the names of quantised layers, of those of all linear layers."""
+        """Return the names of quantised layers, given those of all linear layers."""
         selected = self.plan.select(f"{name}.weight" for name in names)
         return frozenset(name for name in names if f"{name}.weight" in selected)
 
     def check_covers(self, weights: Sequence[str], linears: Sequence[str]) -> None:
-        """Raises ValueError if weights are selected that are not those of ``linears``, the layers that the engine can round."""
+        """Raises ValueError if the plan selects weights outside ``linears``, the layers that the engine can round."""
         beyond = sorted(self.plan.select(weights) - {f"{name}.weight" for name in linears})
         if beyond:
             raise ValueError(
-                f"policy.generation: found {self.plan.weights.name} with the torch engine, which rounds linear layers alone, and "
-                f"{beyond[0]} is not one; set policy.generation.backend=vllm, or leave such layers out by "
+                f"policy.generation: found {self.plan.weights.name} with the torch engine, which rounds only linear layers, and "
+                f"{beyond[0]} is not one; set policy.generation.backend=vllm, or exclude such layers with "
                 "policy.generation.vllm_cfg.quantization_ignored_layer_kws"
             )
 
 
 @dataclass(frozen=True, eq=False)
 class RoundedCache:
-    """An attention plan whose keys and values are rounded to E4M3 as they are written, with scale 1 as vLLM has it by default."""
+    """An attention plan whose keys and values are rounded to E4M3 when written, with scale 1, vLLM's default."""
 
     plan: AttentionPlan
 

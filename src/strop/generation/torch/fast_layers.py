@@ -1,9 +1,8 @@
 """Decoding with the compiled kernels: all layers of a Llama-like model in one call.
 
-The modules stay what defines the model: their options are read from them, attention's from a recorded pass, and before the first use a step
-of the kernels is compared with one of the modules. In bfloat16 the kernels round where the modules round under autocast, so that the
-sampler's log-probabilities stay those of the learner. A model that the kernels do not know is decoded by its modules, for a reason that is
-logged.
+The modules still define the model: the kernels take their options from them (for attention, from a recorded pass), and before
+the first use one step is compared with the modules. In bfloat16 the kernels round where the modules round under autocast, so
+that the sampler's log-probabilities match the learner's. Unsupported models are decoded by their modules, and the reason is logged.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class PageTensors(Protocol):
-    """A cache that the kernels read and write: pages of keys and values, [layers, pages, heads, page, D]."""
+    """A cache used by the kernels: pages of keys and values, [layers, pages, heads, page, D]."""
 
     shape: CacheShape
     keys: Tensor
@@ -51,13 +50,13 @@ class PageTensors(Protocol):
 # Decoders that do nothing beyond their layers, norm and rotary embedding.
 DECODERS = ("llama.LlamaModel", "qwen2.Qwen2Model", "mistral.MistralModel", "gemma.GemmaModel", "gemma2.Gemma2Model")
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
-FIXED_ROTARY = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on the length of a sequence
+FIXED_ROTARY = ("default", "linear", "llama3", "yarn")  # types whose frequencies do not depend on the sequence length
 
 
 def choose_kernels(network: Network, wanted: bool | None, *, prepack: bool | None) -> DecodeKernels | None:
     """Return the kernels for a network's layers, or None, with the reason in the log.
 
-    ``wanted`` None: if they can be used. True: raises ValueError with the reason if they cannot.
+    ``wanted`` None: use them if possible. True: raises ValueError with the reason if they cannot be used.
     """
     if wanted is False or (wanted is None and (network.device.type != "cpu" or prepack is False or network.exact is not None)):
         return None
@@ -79,7 +78,7 @@ def choose_kernels(network: Network, wanted: bool | None, *, prepack: bool | Non
 def find_obstacle(network: Network) -> str | None:
     """Return why the kernels cannot compute a network's layers; None if they can."""
     if network.exact is not None:
-        return "policy.exact_on_policy computes every row as the learner does"
+        return "policy.exact_on_policy computes every row exactly like the learner"
     decoder, model = network.decoder, network.model
     kind = type(decoder).__name__
     if network.device.type != "cpu":
@@ -91,12 +90,12 @@ def find_obstacle(network: Network) -> str | None:
     if network.precision not in DTYPES:
         return f"they compute in float32 and bfloat16, not in {network.precision}"
     if other := {str(parameter.dtype) for parameter in model.parameters()} - {"torch.float32"}:
-        return f"weights are in {', '.join(sorted(other))}, and they round where float32 weights do"
+        return f"weights are in {', '.join(sorted(other))}, but they round as for float32 weights"
     if any(type(parameter) is not nn.Parameter for parameter in model.parameters()):
         return "the weights are sharded"
-    read = model if network.vision is None else decoder  # a tower is not theirs
+    read = model if network.vision is None else decoder  # the kernels do not use the vision tower
     if any(module._forward_hooks or module._forward_pre_hooks for module in read.modules()):
-        return "modules have hooks, which they would not call"
+        return "modules have hooks, which the kernels would not call"
     if any(is_float8(module) for module in model.modules()):
         return "policy.fp8 multiplies in FP8"
     if (rounded := find_rounded(model, inputs=True)) is not None:
@@ -112,7 +111,7 @@ def _find_odd_option(config: Any) -> str | None:
         return f"they do not know the activation {activation}"
     rotary = config.rope_parameters.get("rope_type", "default")
     if rotary not in FIXED_ROTARY:
-        return f"rotary embeddings of type {rotary} change with the length of a sequence"
+        return f"rotary embeddings of type {rotary} change with the sequence length"
     if odd := [size for size in (config.hidden_size, config.intermediate_size) if size % 2]:
         return f"a size of {odd[0]} is odd"
     return None
@@ -143,10 +142,10 @@ class FastLayers:
         spec = rms_norm_spec(network.decoder.norm)  # type: ignore[arg-type]
         assert spec is not None
         self._norm_spec = spec
-        self._norms: dict[str, Tensor] = {}  # [hidden] or [D] in float32, by the name of the module
-        self._biases: list[Tensor] = []  # that the structures refer to
+        self._norms: dict[str, Tensor] = {}  # [hidden] or [D] in float32, by module name
+        self._biases: list[Tensor] = []  # referenced by the structures
         self._model: ModelStruct | None = None
-        self._cache: PageTensors | None = None  # that the structures refer to
+        self._cache: PageTensors | None = None  # referenced by the structures
         self._rotary = self._compute_rotary()
 
     @torch.no_grad()
@@ -158,7 +157,7 @@ class FastLayers:
         return cosines[0].float().contiguous(), sines[0].float().contiguous()
 
     def refresh(self) -> None:
-        """Use the weights that ``linears`` has copied last."""
+        """Use the weights most recently copied by ``linears``."""
         self._model = None
 
     @torch.no_grad()
@@ -173,7 +172,7 @@ class FastLayers:
     ) -> Tensor:
         """Append a token to each of B sequences: tokens and positions [B] int64, table [B, n] int32 of their pages -> logits [B, V].
 
-        What the layers ``captured`` [c] int64 put out is written to ``states`` [B, c, hidden] float32.
+        The outputs of the layers ``captured`` [c] int64 are written to ``states`` [B, c, hidden] float32.
         """
         if self._model is None or self._cache is not cache:
             self._model, self._cache = self._describe(cache), cache
@@ -257,7 +256,7 @@ class FastLayers:
         return matrix_struct(weight, bias)
 
     def _norm(self, name: str) -> int:
-        """Return the address of a norm's factors, which are kept for as long as the structures."""
+        """Return the address of a norm's factors, which live as long as the structures."""
         self._norms[name] = self._norm_weight(self.network.decoder.get_submodule(name))
         return self._norms[name].data_ptr()
 

@@ -1,9 +1,9 @@
-"""Copies of the linear layers' weights in the layout that is fastest for decoding.
+"""Copies of the linear layers' weights in the fastest layout for decoding.
 
-A decoding step multiplies a few rows with every weight, so it is bound by memory bandwidth. On a CPU oneDNN's packed layout, or the panels
-of the compiled kernels, halve that time; in bf16 the copies also avoid casting float32 weights at every step. Refreshing the copies is one
-pass over the weights, at each publish. Where neither applies (float32 on a GPU) the module's own weights are used and a publish costs
-nothing.
+A decoding step multiplies a few rows with every weight, so it is bound by memory bandwidth. On a CPU oneDNN's packed layout, or
+the panels of the compiled kernels, halve that time; in bf16 the copies also avoid casting float32 weights at every step. Each
+publish refreshes the copies in one pass over the weights. If neither applies (float32 on a GPU), the module's own weights are
+used and a publish costs nothing.
 
 Adapters (LoRA) are part of the copies; the model itself never changes. In float32 they are merged, W + scale B A: one matrix product per
 layer. In bf16 they stay separate, and a layer computes the same operations as the learner's. Merging in bf16 would round small updates
@@ -50,7 +50,7 @@ class _RoutedLayer:
 class _LinearWeights:
     """y = weight x + bias + scale * up (down x)."""
 
-    weight: Tensor | PackedMatrix  # [outputs, inputs], or the same in oneDNN's layout or that of the compiled kernels
+    weight: Tensor | PackedMatrix  # [outputs, inputs], or the same in the layout of oneDNN or of the compiled kernels
     bias: Tensor | None  # [outputs]
     down: Tensor | PackedMatrix | None = None  # [r, inputs]
     up: Tensor | PackedMatrix | None = None  # [outputs, r]
@@ -70,10 +70,10 @@ class FastLinears:
         decoder: nn.Module | None = None,
         quantization: EmulatedQuantization | None = None,
     ) -> None:
-        """``prepack`` None: pack weights on a CPU, for the compiled kernels if they are given, else for oneDNN.
+        """``prepack`` None: pack weights on a CPU, for the compiled kernels if given, otherwise for oneDNN.
 
-        ``decoder``: of a model that reads images: only its layers and the output layer decode, and its vision tower is left as it is.
-        ``quantization``: round weights and inputs. Raises ValueError if it is for weights that are not those of linear layers.
+        ``decoder``: for a model that reads images, the part that decodes; the vision tower is unchanged. ``quantization``: round
+        weights and inputs. Raises ValueError if it selects weights outside linear layers.
         """
         parameter = next(model.parameters())
         self.layers = [layer for layer in _find_layers(model) if decoder is None or _decodes(layer.module, model, decoder)]
@@ -85,12 +85,10 @@ class FastLinears:
         self.merge = precision.itemsize >= 4
         self.copies: list[_LinearWeights] = []
         self.quantization = quantization
-        self.rounded: frozenset[str] = frozenset()  # layers whose weights or inputs are rounded
+        self.rounded: frozenset[str] = frozenset()  # layers with rounded weights or inputs
         if quantization is not None:
             names = [layer.name for layer in self.layers]
-            own = {
-                layer.name for layer in self.layers if isinstance(layer.linear, RoundedLinear)
-            }  # rounded as the learner has them
+            own = {layer.name for layer in self.layers if isinstance(layer.linear, RoundedLinear)}  # rounded like the learner's
             quantization.check_covers([name for name, _ in base_weights(model)], names)
             self.rounded = quantization.select_layers(names) - own
 
@@ -101,7 +99,7 @@ class FastLinears:
 
     @torch.no_grad()
     def enable(self) -> None:
-        """Refresh the copies and route the modules through them."""
+        """Refresh the copies and make the modules use them."""
         if self.uses_module_weights:
             return
         for index, layer in enumerate(self.layers):
@@ -119,7 +117,7 @@ class FastLinears:
     def find_stale_copies(self) -> dict[str, Tensor]:
         """Return the copies that differ from the module's weights, by canonical name.
 
-        An adapter's matrices, and a copy with a merged adapter, have the name of the base weight.
+        An adapter's matrices, and a copy with a merged adapter, are listed under the name of the base weight.
         """
         stale: dict[str, Tensor] = {}
         for layer, copy in zip(self.layers, self.copies, strict=False):
@@ -141,12 +139,12 @@ class FastLinears:
 
     @staticmethod
     def _to_dense(copy: Tensor | PackedMatrix) -> Tensor:
-        """Return a copy in the dense layout. Unpacking is exact to the bit."""
+        """Return a copy in the dense layout. Unpacking is bit-exact."""
         return copy.to_dense() if isinstance(copy, PackedMatrix) or copy.is_mkldnn else copy
 
     def _effective_weights(self, layer: _RoutedLayer) -> _LinearWeights:
         """Return the weights that the layer computes with, before the cast to the generation precision."""
-        emulated = layer.name in self.rounded  # in the format of the learner, where that rounds too
+        emulated = layer.name in self.rounded  # in the learner's format, if that rounds too
         adapter, weight, bias = layer.adapter, layer.weight(self.precision, as_it_is=emulated), layer.linear.bias
         if adapter is None:
             return _LinearWeights(self._round(layer.name, weight), bias)
@@ -156,7 +154,7 @@ class FastLinears:
         return _LinearWeights(self._round(layer.name, weight), bias, adapter.down, adapter.up, adapter.scale)
 
     def _round(self, name: str, weight: Tensor) -> Tensor:
-        """Return a layer's weight as the emulated engine has it: in the generation precision, then rounded to its format."""
+        """Return a layer's weight as in the emulated engine: in the generation precision, then rounded to its format."""
         if self.quantization is None or not self.quantization.rounds_weights or name not in self.rounded:
             return weight
         return self.quantization.plan.round_weight(weight.detach().to(self.precision))

@@ -1,6 +1,6 @@
-"""What the embedded engine's network reads in place of images: the rows of the vision tower.
+"""Vision inputs of the embedded engine's network: tower rows in place of images.
 
-The tower computes an image once for all prompts that show it, until the weights change, with the learner's own modules.
+The learner's own tower computes an image once for all prompts that contain it, until the weights change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from strop.models.vision.rope_positions import row_positions
 from strop.models.vision.vision_tower import DecoderInputs, ImageFeatures, VisionTower
 from strop.types import PromptImage
 
-CACHED_ROWS = 1 << 14  # of images that were read lately
+CACHED_ROWS = 1 << 14  # rows of recently read images
 
 
 class ImageReader:
@@ -25,7 +25,7 @@ class ImageReader:
 
     def __init__(self, tower: VisionTower) -> None:
         self.tower = tower
-        self.encoded = 0  # images that the tower has computed
+        self.encoded = 0  # images computed by the tower
         self._numbers = ImageNumbers()
         self._features: OrderedDict[int, ImageFeatures] = OrderedDict()
         self._rows = 0  # in ``_features``
@@ -37,7 +37,7 @@ class ImageReader:
 
     @property
     def sees_both_ways(self) -> bool:
-        """Whether the rows of an image attend to those after them."""
+        """Whether the tokens of an image attend to later ones in it."""
         return self.tower.family.bidirectional
 
     def mark(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> tuple[tuple[int, ...], PromptImages]:
@@ -49,7 +49,7 @@ class ImageReader:
         return marked, PromptImages({self._numbers.number(image): image for image in images}, rotary)
 
     def make_inputs(self, tokens: Tensor, images: Mapping[int, PromptImage]) -> dict[str, Any]:
-        """Return the decoder's inputs for tokens [T], of which those below 0 are rows of ``images``, which are given by number."""
+        """Return the decoder's inputs for tokens [T]; tokens below 0 are rows of ``images``, which are given by number."""
         is_image = tokens < 0
         places = is_image.nonzero().squeeze(1)
         marks = [read_mark(token) for token in tokens[places].tolist()]
@@ -65,7 +65,7 @@ class ImageReader:
         return DecoderInputs(embeddings, is_image.to(device), deepstack).arguments(1, len(tokens))
 
     def _read(self, numbers: Sequence[int], images: Mapping[int, PromptImage]) -> dict[int, ImageFeatures]:
-        """Return what the tower makes of some images, which it computes if it has not done so lately."""
+        """Return the tower's features of some images, computing those not cached."""
         found = {number: self._features[number] for number in numbers if number in self._features}
         missing = [number for number in numbers if number not in found]
         if missing:
@@ -85,6 +85,6 @@ class ImageReader:
             self._rows -= len(self._features.popitem(last=False)[1].rows)
 
     def forget(self) -> None:
-        """Drop what was computed with earlier weights."""
+        """Drop the results of earlier weights."""
         self._features.clear()
         self._rows = 0

@@ -1,7 +1,7 @@
-"""Images in the embedded engine: ids of their own for the tokens that stand for them, and where later tokens are.
+"""Images in the embedded engine: unique ids for their tokens, and the positions of later tokens.
 
-All images have the same placeholder token, so what is cached under tokens would be taken for another image. Here each row of each image has
-an id of its own, below 0, which stands for it in everything that is cached: prompts are the same only if their images are.
+All images have the same placeholder token, so a cache keyed by tokens would confuse images. Here each row of each image has its
+own id, below 0, which represents it in all caches: prompts are equal only if their images are.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from torch import Tensor
 
 from strop.types import PromptImage
 
-ROWS = 1 << 24  # ids of an image: more than the rows of any
-REMEMBERED = 1 << 16  # images that keep their number; one that is forgotten is read again, under another
+ROWS = 1 << 24  # ids per image: more than any image has rows
+REMEMBERED = 1 << 16  # images whose number is remembered; a forgotten one is read again under a new number
 
 
 @dataclass(frozen=True, eq=False)
 class PromptImages:
     """The images of a prompt, and the positions of its tokens in rotary embeddings."""
 
-    numbered: Mapping[int, PromptImage]  # by the number in the ids of their rows
-    rotary: Tensor | None = None  # [3, P] int64, of the prompt (time, height, width); None: a token's position is its place
+    numbered: Mapping[int, PromptImage]  # by their number in the ids
+    rotary: Tensor | None = None  # [3, P] int64, of the prompt (time, height, width); None: positions equal places
 
     @property
     def offset(self) -> int:
-        """How far the rotary positions of the tokens after the prompt are from their places."""
+        """Difference between rotary positions and places for tokens after the prompt."""
         return 0 if self.rotary is None else int(self.rotary.max()) + 1 - self.rotary.shape[1]
 
     def positions(self, first: int, last: int) -> Tensor:
-        """Return the rotary positions of the tokens in places [first, last), [3, last - first]; those after the prompt go on from it."""
+        """Return the rotary positions of the tokens in places [first, last), [3, last - first]; those after the prompt continue
+        from it.
+        """
         if self.rotary is None:
             return torch.arange(first, last).expand(3, -1)
         later = torch.arange(max(first, self.rotary.shape[1]), max(last, self.rotary.shape[1])) + self.offset
@@ -40,7 +42,7 @@ class PromptImages:
 
 
 class ImageNumbers:
-    """Numbers images by their digests. A number is never given to another image."""
+    """Numbers images by their digests. A number is never reused for another image."""
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._remembered = remembered
@@ -58,10 +60,10 @@ class ImageNumbers:
 
 
 def mark_images(tokens: Sequence[int], images: Sequence[PromptImage], numbers: ImageNumbers, placeholder: int) -> tuple[int, ...]:
-    """Return a prompt's tokens with an id of its own for each row of each image; ``placeholder`` is the id that all of them have.
+    """Return a prompt's tokens with a unique id for each row of each image; ``placeholder`` is their common id in the prompt.
 
-    Some families write other tokens between the rows of an image, which keep theirs, and so do placeholders outside of images: a policy may
-    sample one, which is then a token as any other.
+    Other tokens that some families write between the rows of an image are kept, and so are placeholders outside of images, which
+    a policy may sample as ordinary tokens.
     """
     marked = list(tokens)
     for image in images:
@@ -73,12 +75,12 @@ def mark_images(tokens: Sequence[int], images: Sequence[PromptImage], numbers: I
 
 
 def read_mark(token: int) -> tuple[int, int]:
-    """Return (number of the image, row) of an id below 0."""
+    """Return (image number, row) of an id below 0."""
     return divmod(-1 - token, ROWS)
 
 
 def find_blocks(marked: Sequence[int]) -> Tensor | None:
-    """Return which run of rows each token is in, [P] int64 counted from 0, -1 for text; None without images."""
+    """Return the run of image rows that each token belongs to, [P] int64 counted from 0, -1 for text; None without images."""
     is_row = torch.tensor(marked) < 0
     if not bool(is_row.any()):
         return None

@@ -37,7 +37,7 @@ class CacheShape:
     exact: bool = False  # attention in the learner's order of additions (``strop.models.exact``)
 
     def round_span(self, span: int) -> int:
-        """Round a number of attended positions up: few different shapes, and whole blocks of keys for exact attention."""
+        """Round a number of attended positions up, for few distinct shapes and, in exact attention, whole blocks of keys."""
         step = KEY_BLOCK if self.exact else SPAN_STEP
         return -(-span // step) * step
 
@@ -94,7 +94,7 @@ class Prefix:
         return len(self.tokens)
 
     def drop_last(self) -> Prefix | None:
-        """Return the prefix without its last token, which must then be computed again for its logits. None if nothing is left."""
+        """Return the prefix without its last token, which must then be recomputed for its logits. None if nothing is left."""
         if self.length < 2:
             return None
         columns = {column: values[:-1] for column, values in self.columns.items()}
@@ -123,9 +123,9 @@ class PrefixStore:
         self.num_tokens -= prefix.length if prefix is not None else 0
 
     def find(self, tokens: tuple[int, ...], session: str) -> Prefix | None:
-        """Return the full prompt if it is stored, else the part of it that this session has cached, else None.
+        """Return the full prompt if it is stored, otherwise the part of it cached by this session, otherwise None.
 
-        The result has the logits after it or is shorter than the prompt, so generation can continue from it.
+        The result has its logits or is shorter than the prompt, so generation can continue from it.
         """
         for key in (tokens, session):
             prefix = self._entries.get(key)
@@ -141,7 +141,7 @@ class PrefixStore:
 
 
 def see_blocks(blocks: Tensor, queries: int, window: int | None) -> Tensor:
-    """Return which keys the last ``queries`` tokens see in their own blocks [P], a mask [queries, P]; a window hides what is before it."""
+    """Return which keys the last ``queries`` tokens see within their own blocks [P], a mask [queries, P], limited by a window."""
     own = blocks[len(blocks) - queries :, None]
     inside = (own == blocks[None]) & (own >= 0)
     if window is None:
@@ -151,7 +151,9 @@ def see_blocks(blocks: Tensor, queries: int, window: int | None) -> Tensor:
 
 
 def attend_prompt(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """Attend causally, and both ways within blocks: queries [1, heads, L, D] are the last L of the keys [1, kv_heads, P, D]."""
+    """Attend causally, and in both directions within blocks: queries [1, heads, L, D] are the last L of the keys [1, kv_heads, P,
+    D].
+    """
     spec = spec.drop_unused_window(key.shape[2])
     causal = query.shape[2] == key.shape[2] and spec.window is None and blocks is None
     mask = None if causal else causal_mask(query.shape[2], key.shape[2], spec.window, query.device)
@@ -161,10 +163,12 @@ def attend_prompt(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | No
 
 
 class PromptFlash:
-    """torch's fused kernel on a GPU, over all prompts of a row at once: causal among their new tokens, then to what is cached of each."""
+    """torch's fused kernel on a GPU, over all prompts of a row at once: first causal among the new tokens, then to each prompt's
+    cached tokens.
+    """
 
     def __init__(self, lengths: Sequence[int], cached: Sequence[int]) -> None:
-        """The prompts' numbers of new tokens, which follow each other in the row, and of cached ones, which follow these."""
+        """The prompts' numbers of new tokens, consecutive in the row, and of cached tokens before them."""
         self.kernel = VarlenFlashKernel()
         total = sum(lengths)
         starts, places = accumulate(lengths, initial=0), accumulate(cached, initial=total)
@@ -181,7 +185,9 @@ class PromptFlash:
         return is_gpu(query.device) and flash_obstacle(query, key, value, spec) is None
 
     def attend(self, query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], spec: AttentionSpec) -> Tensor:
-        """Attention of queries [T, heads, D] to keys of the new tokens [T, kv_heads, D], and those cached of each prompt that has some."""
+        """Attention of queries [T, heads, D] to the keys of the new tokens [T, kv_heads, D], and to the cached keys of each
+        prompt that has some.
+        """
         spec = spec.drop_unused_window(self.longest)
         return attend_in_pieces(query, torch.cat(list(keys)), torch.cat(list(values)), self.kernel, self.levels, spec)
 
@@ -196,7 +202,7 @@ class PrefillPlan:
         prefixes: list[Prefix | None],
         blocks: Sequence[Tensor | None] = (),
     ) -> None:
-        """``blocks``: of each whole prompt [P], runs of tokens that also attend to what follows in the run (-1: none); None: no runs."""
+        """``blocks``: per whole prompt [P], runs of tokens that also attend to later tokens of the run (-1: none); None: no runs."""
         self.shape = shape
         self.blocks = blocks or [None] * len(lengths)
         self.recorders: Recorders = {}  # of columns of the new tokens
@@ -257,7 +263,7 @@ class DecodePlan:
     """Attention of one new token for each of the first B slots; writes its key and value into the cache."""
 
     def __init__(self, cache: SlotCache, positions: Tensor, span: int) -> None:
-        """``positions`` [B] are those of the new tokens, all below ``span``."""
+        """``positions`` [B] are the positions of the new tokens, all below ``span``."""
         self.cache = cache
         self.recorders: Recorders = {}  # of columns of the new tokens
         self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number

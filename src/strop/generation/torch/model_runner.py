@@ -30,31 +30,33 @@ from strop.types import PromptImage
 log = logging.getLogger(__name__)
 
 PROBE_LENGTH = 8
-PROBE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.25}  # mean difference of log-probabilities, nats; far above rounding
+PROBE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.25}  # mean difference of log-probabilities in nats, far above rounding
 
 
 def slot_table(count: int) -> Tensor:
-    """Return the page table [count, 1] of the first slots, each of which is one page."""
+    """Return the page table [count, 1] of the first slots, with one page per slot."""
     return torch.arange(count, dtype=torch.int32)[:, None]
 
 
 @dataclass(frozen=True)
 class SlotPrompt:
-    """A prompt and the slot that it is prefilled into."""
+    """A prompt and the slot to prefill it into."""
 
     slot: int
-    tokens: tuple[int, ...]  # those of images have ids below 0, which name them (``image_tokens``)
+    tokens: tuple[int, ...]  # image tokens have ids below 0, which identify them (``image_tokens``)
     session: str = ""
     images: PromptImages | None = None
 
     def positions(self, first: int, last: int) -> Tensor:
-        """Return the rotary positions of the tokens in places [first, last): [L], or [3, L] where images have given them three."""
+        """Return the rotary positions of the tokens in places [first, last): [L], or [3, L] if images give tokens three
+        positions.
+        """
         rotary = None if self.images is None else self.images.rotary
         return torch.arange(first, last) if rotary is None or self.images is None else self.images.positions(first, last)
 
 
 def join_positions(prompts: Sequence[SlotPrompt], skipped: Sequence[int]) -> Tensor:
-    """Return the rotary positions of the tokens of each prompt after those skipped, one after another: [T], or [3, T]."""
+    """Return the rotary positions of the tokens of each prompt after the skipped ones, concatenated: [T], or [3, T]."""
     positions = [prompt.positions(skip, len(prompt.tokens)) for prompt, skip in zip(prompts, skipped, strict=True)]
     if all(each.dim() == 1 for each in positions):
         return torch.cat(positions)
@@ -62,7 +64,7 @@ def join_positions(prompts: Sequence[SlotPrompt], skipped: Sequence[int]) -> Ten
 
 
 def collect_images(prompts: Sequence[SlotPrompt]) -> dict[int, PromptImage]:
-    """Return the images of prompts by their numbers."""
+    """Return the images of prompts by number."""
     return {number: image for prompt in prompts if prompt.images for number, image in prompt.images.numbered.items()}
 
 
@@ -76,23 +78,23 @@ class ModelRunner(Protocol):
     verifies_drafts: bool  # whether several tokens of a sequence can be decoded in one pass
 
     def count_unread(self, prompt: SlotPrompt) -> int:
-        """Return how many tokens of a prompt are not cached and would have to be computed."""
+        """Return the number of uncached tokens of a prompt, which would have to be computed."""
         ...
 
     def reserve(self, prompt: SlotPrompt) -> bool:
-        """Take memory for a prompt that the next ``prefill`` reads into the first free slot. Return whether there was enough."""
+        """Reserve memory for a prompt that the next ``prefill`` reads into the first free slot. Return whether there was enough."""
         ...
 
     def read_ahead(self, prompt: SlotPrompt, budget: int) -> int:
-        """Read up to ``budget`` tokens of a prompt that is not admitted yet, and cache them. Return how many were read."""
+        """Read up to ``budget`` tokens of a prompt that is not admitted yet, and cache them. Return the number of tokens read."""
         ...
 
     def prefill(self, prompts: Sequence[SlotPrompt]) -> Tensor:
-        """Prefill prompts into their slots, which are reserved, and return the logits after each, [B, V]."""
+        """Prefill prompts into their reserved slots, and return the logits after each, [B, V]."""
         ...
 
     def extend(self, lengths: Sequence[int]) -> bool:
-        """Make room for so many tokens in each of the first B slots. Return whether there was memory for all."""
+        """Make room for these lengths in the first B slots. Return whether there was memory for all."""
         ...
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
@@ -107,11 +109,11 @@ class ModelRunner(Protocol):
         ...
 
     def release(self, slot: int) -> None:
-        """Free the memory of a slot, whose request has ended or waits again."""
+        """Free the memory of a slot whose request has ended or waits again."""
         ...
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Move the first ``length`` positions of the last slot ``source`` to slot ``target``, which was released."""
+        """Move the first ``length`` positions of the last slot ``source`` to the released slot ``target``."""
         ...
 
     def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
@@ -131,7 +133,7 @@ class ModelRunner(Protocol):
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that generation uses, by canonical name: stale copies where there are any, else the module's own."""
+        """Yield the weights used for generation, by canonical name: stale copies if there are any, otherwise the module's own."""
         ...
 
     def reset_prefix_cache(self) -> None:
@@ -149,9 +151,10 @@ class EnginePlan(AttentionPlan, Protocol):
 def cache_capacity(
     network: Network, shape: CacheShape, config: TorchGenerationConfig, length: int, stored: int | None = None
 ) -> int:
-    """Return the tokens that the configured memory holds. Raises ValueError if it cannot hold one sequence of ``length`` tokens.
+    """Return the number of tokens that fit into the configured memory. Raises ValueError if one sequence of ``length`` tokens
+    does not fit.
 
-    ``stored``: tokens that such a sequence takes; None: as many.
+    ``stored``: tokens stored for such a sequence; None: ``length``.
     """
     stored = stored or length
     memory = config.cache_memory_gb(_gpu_memory_gb(network.device))
@@ -172,7 +175,7 @@ def _gpu_memory_gb(device: torch.device) -> float | None:
 
 
 class FixedSlots:
-    """What a runner does about memory if every slot has its own for the longest sequence: nothing."""
+    """Memory management of a runner whose slots are all large enough for the longest sequence: none needed."""
 
     verifies_drafts = False
 
@@ -193,7 +196,7 @@ class FixedSlots:
 
 
 class PlanRunner:
-    """What the runners with a key-value cache have in common: weights, and the pass of a model that follows an attention plan."""
+    """Common parts of runners with a key-value cache: weights, and the pass of a model that follows an attention plan."""
 
     def __init__(
         self,
@@ -208,12 +211,12 @@ class PlanRunner:
         self.quantization = quantization
         self.shape, self.specs = infer_cache_layout(network)
         self.images = None if network.vision is None else ImageReader(network.vision)
-        self.offsets: Tensor | None = None  # [slots], of the rotary positions of each slot's new tokens
+        self.offsets: Tensor | None = None  # [slots], offset of the rotary positions of each slot's new tokens
         self.kernels = _choose_kernels(network, config, quantization)
         self.prepack = config.prepack_weights
         self.linears = self._make_linears()
         self.layers: FastLayers | None = None
-        self._checked = False  # the kernels against the modules
+        self._checked = False  # the kernels were compared with the modules
         if self.kernels is not None:
             self.layers = FastLayers(network, self.linears, self.kernels, self.specs, length)
 
@@ -230,7 +233,7 @@ class PlanRunner:
         )
 
     def _make_offsets(self, slots: int) -> None:
-        """Keep how far rotary positions are from places, for a model in which images change that."""
+        """Store the offsets between rotary positions and places, for a model in which images change them."""
         if self.images is not None and self.images.has_rotary_positions:
             self.offsets = torch.zeros(slots, dtype=torch.int64, device=self.network.device)
 
@@ -243,12 +246,12 @@ class PlanRunner:
             self.offsets[target] = self.offsets[source]
 
     def _find_blocks(self, tokens: Sequence[int]) -> Tensor | None:
-        """Return the runs of rows of images that attend both ways within themselves, [P] (``find_blocks``); None if there are none."""
+        """Return the runs of image rows that attend in both directions, [P] (``find_blocks``); None if there are none."""
         return find_blocks(tokens) if self.images is not None and self.images.sees_both_ways else None
 
     @torch.no_grad()
     def _forward(self, tokens: Tensor, positions: Tensor, plan: EnginePlan, rows: Tensor | None) -> Tensor:
-        """Return the logits [B, V] at ``rows`` of the tokens [T]; None: at all. ``positions``: rotary, [T] or [3, T]."""
+        """Return the logits [B, V] at ``rows`` of the tokens [T]; None: at all tokens. ``positions``: rotary, [T] or [3, T]."""
         device = self.network.device
         options = name_recorders(plan.recorders)
         rounds = self.quantization is not None and self.quantization.plan.fp8_cache
@@ -267,7 +270,7 @@ class PlanRunner:
             return logits
 
     def read_images(self, tokens: Tensor, images: Mapping[int, PromptImage]) -> dict[str, Any]:
-        """Return the decoder's inputs for tokens with images; the tower computes with the learner's own modules."""
+        """Return the decoder's inputs for tokens with images; the tower uses the learner's own modules."""
         assert self.images is not None
         return self.images.make_inputs(tokens, images)
 
@@ -280,7 +283,7 @@ class PlanRunner:
         expected = self._probe_decoding(None) if probes and self.quantization is None else None
         if self.network.exact is None:
             self.linears.enable()
-            if probes and self.quantization is not None:  # the modules compare with the kernels once they have the same weights
+            if probes and self.quantization is not None:  # modules and kernels are compared once they have the same weights
                 expected = self._probe_decoding(None)
         else:
             self.network.exact.forget_weights()
@@ -301,7 +304,9 @@ class PlanRunner:
         return logits.float().log_softmax(-1)
 
     def _check_kernels(self, layers: FastLayers, expected: Tensor) -> None:
-        """Compare the kernels with the modules' log-probabilities, once. Where they differ, decode with the modules and say so."""
+        """Compare the kernels' log-probabilities with the modules', once. If they differ, decode with the modules and log a
+        warning.
+        """
         self._checked = True
         error = (self._probe_decoding(layers) - expected).abs().mean().item()
         if error < PROBE_ERROR[self.network.precision]:
@@ -342,11 +347,11 @@ def _choose_kernels(
     if quantization is not None and quantization.needs_modules:
         if wanted:
             raise ValueError(
-                "policy.generation.torch_cfg.compiled_kernels is true, but the kernels do not round the inputs of layers, as "
-                f"{quantization.plan.weights.name} asks for; set it to null"
+                "policy.generation.torch_cfg.compiled_kernels is true, but the kernels do not round the inputs of layers, which "
+                f"{quantization.plan.weights.name} needs; set it to null"
             )
         if wanted is None and network.device.type == "cpu":
-            log.info("decoding with the model's own modules: they round their inputs to %s", quantization.plan.weights.name)
+            log.info("decoding with the model's own modules, which round their inputs to %s", quantization.plan.weights.name)
         return None
     return choose_kernels(network, wanted, prepack=config.prepack_weights)
 
@@ -442,7 +447,7 @@ class CachedRunner(FixedSlots, PlanRunner):
         return logits
 
     def _rotate(self, positions: Tensor, count: int) -> Tensor:
-        """Return the rotary positions of a new token in each of the first slots, [B]."""
+        """Return the rotary positions of the new tokens in the first slots, [B]."""
         return positions if self.offsets is None else positions + self.offsets[:count]
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -567,7 +572,7 @@ def infer_cache_layout(network: Network) -> tuple[CacheShape, list[AttentionSpec
     if len(shapes) != 1 or [layer for layer, *_ in recorder.seen] != list(range(len(recorder.seen))):
         raise ValueError(f"layers with different attention shapes ({sorted(shapes)}) do not fit one cache")
     heads, size = shapes.pop()
-    exact = network.exact is not None  # float32 keys: attention reads them so, and a step casts none
+    exact = network.exact is not None  # float32 keys: attention reads them as stored, without a cast per step
     dtype = torch.float32 if exact else network.precision
     shape = CacheShape(layers=len(recorder.seen), heads=heads, head_size=size, dtype=dtype, device=network.device, exact=exact)
     return shape, recorder.specs

@@ -1,6 +1,6 @@
 """Sampling of tokens from logits: one uniform number per token, by inverting the cumulative distribution.
 
-The number depends only on the request's seed and the token's position, so a request gets the same tokens whatever else is in its batch.
+The number depends only on the request's seed and the token's position, so a request gets the same tokens in any batch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def sample_tokens(
 ) -> SampledTokens:
     """Sample one token for each row of logits [B, V], each with its own options; with the compiled kernels where they can.
 
-    ``exact``: report log-probabilities and entropies that have the bits of an exact learner's (``strop.models.exact``).
+    ``exact``: report log-probabilities and entropies bit-identical to an exact learner's (``strop.models.exact``).
     """
     numbers = upload(uniforms, torch.float32, logits.device)
     if all(sampling == samplings[0] for sampling in samplings):
@@ -93,7 +93,7 @@ def _sample(logits: Tensor, sampling: Sampling, uniforms: Tensor, kernels: Decod
 
 
 def _kept_ids(scaled: Tensor) -> dict[int, Tensor]:
-    """Return the ids of each row [B, V] that the filters kept, by row, ascending, on the CPU."""
+    """Return the ids that the filters kept in each row [B, V], by row, ascending, on the CPU."""
     row, token = (scaled > float("-inf")).nonzero(as_tuple=True)
     counts = torch.bincount(row, minlength=len(scaled)).tolist()
     # Clone: a view would keep all rows of this step in memory as long as one of them is referenced.
@@ -123,7 +123,7 @@ def _search_cdf(weights: Tensor, uniforms: Tensor | None, target: Tensor | None 
     assert mass is not None
     # Rounding must not move the mass to the very end, where an index of weight zero could be selected.
     mass = torch.minimum(mass, torch.nextafter(total, torch.zeros_like(total)))
-    # Where the weights are not finite, no place exceeds the mass: the log-probability tells, and the index stays inside.
+    # If the weights are not finite, no position exceeds the mass: the log-probability reveals it, and the index stays in range.
     index = torch.searchsorted(running, mass[:, None], right=True).squeeze(1).clamp(max=weights.shape[-1] - 1)
     below = torch.where(index > 0, running.gather(1, (index - 1).clamp(min=0)[:, None]).squeeze(1), torch.zeros_like(mass))
     return index, (mass - below).clamp(min=0), total

@@ -67,7 +67,7 @@ class StandaloneTorchEngine:
         self._resumed = asyncio.Event()
         self._engine: TorchEngine | None = None
         self._receiver: Receiver | None = None
-        self._sent_dtypes: dict[str, torch.dtype] = {}  # tensor name -> data type that it was sent in
+        self._sent_dtypes: dict[str, torch.dtype] = {}  # tensor name -> data type as sent
 
     # --- start and close --------------------------------------------------------------------------------------------------
 
@@ -111,10 +111,10 @@ class StandaloneTorchEngine:
         engine = self._require_alive()
         cached = len(prompt) - engine.runner.count_unread(SlotPrompt(0, tuple(prompt)))
         completion = await self._await_engine(engine, engine.generate_with_priority(prompt, sampling=sampling, seed=seed))
-        return CanarySample(tokens=completion.tokens, logprobs=completion.logprobs, cached=cached, kept=completion.kept)
+        return CanarySample(tokens=completion.tokens, logprobs=completion.logprobs, cached=cached, columns=completion.columns)
 
     async def _await_engine(self, engine: TorchEngine, completion: Awaitable[T]) -> T:
-        """Await a completion. Raises EngineDied if the engine failed: an error in a step is not the fault of one request."""
+        """Await a completion. Raises EngineDied if the engine failed, because an error in a step is not the fault of one request."""
         try:
             return await completion
         except Exception as error:
@@ -167,7 +167,7 @@ class StandaloneTorchEngine:
         return fingerprints
 
     def _check_manifest(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
-        """Raises RuntimeError if the manifest is not that of this model, or would leave some of its weights unset."""
+        """Raises RuntimeError if the manifest does not match this model, or would leave some of its weights unset."""
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         for entry in manifest.entries:
             if shapes.get(entry.name) != entry.shape:
@@ -178,7 +178,7 @@ class StandaloneTorchEngine:
         covered = {weights[name].data_ptr() for name in manifest.names}
         if missing := [name for name, tensor in weights.items() if tensor.numel() and tensor.data_ptr() not in covered]:
             raise RuntimeError(
-                f"{self.name}: {', '.join(missing[:3])} would keep arbitrary values: they are neither sent nor tied to tensors that are; "
+                f"{self.name}: {', '.join(missing[:3])} would keep arbitrary values: they are neither sent nor tied to sent tensors; "
                 "build its model from the learner's configuration, where they may be tied (tie_word_embeddings)"
             )
 
@@ -209,7 +209,7 @@ class StandaloneTorchEngine:
 
     @torch.no_grad()
     def _read_back(self, engine: TorchEngine) -> dict[str, tuple[TensorFingerprint, ...]]:
-        """Fingerprint the weights in the data types that they were sent in; those of the module may be wider."""
+        """Fingerprint the weights in the data types used for sending; the module's may be wider."""
         fingerprints: dict[str, tuple[TensorFingerprint, ...]] = {}
         for name, tensor in engine.runner.named_weights():
             dtype = self._sent_dtypes.get(name, self.dtype) if tensor.is_floating_point() else tensor.dtype

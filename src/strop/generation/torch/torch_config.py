@@ -13,7 +13,9 @@ class TorchGenerationConfig(DraftingConfig):
     """The built-in torch engine: continuous batching on the learner's module, or with Ray in processes with their own weights."""
 
     num_engines: int | None = Field(
-        None, ge=1, description="Engines in separate processes, with Ray; null is as many as fit the GPUs, else 1 (engines)."
+        None,
+        ge=1,
+        description="Engines in separate processes, with Ray; null is as many as fit on the GPUs, otherwise 1 (engines).",
     )
     kv_cache_memory_gb: float | None = Field(
         None, gt=0, description="Memory of the KV cache; null is 2 on a CPU, and a tenth of a GPU's memory, at least 2 (GiB)."
@@ -22,11 +24,14 @@ class TorchGenerationConfig(DraftingConfig):
     prefill_tokens: int = Field(4096, ge=1, description="Prompt tokens in one forward pass (tokens).")
     paged_cache: bool | None = Field(
         None,
-        description="Keep keys and values in pages, which sequences share; false reserves room for the longest sequence in each slot; "
-        "null is true on a CPU.",
+        description="Keep keys and values in pages that sequences can share; false reserves memory for the longest sequence in each "
+        "slot; null is true on a CPU.",
     )
     speculative_lookup: int = Field(
-        0, ge=0, le=32, description="Draft tokens looked up in the prompt and completion; 0 is none (tokens a step)."
+        0,
+        ge=0,
+        le=32,
+        description="Number of draft tokens looked up in the prompt and completion per step; 0 turns it off (tokens).",
     )
     prepack_weights: bool | None = Field(
         None,
@@ -35,8 +40,8 @@ class TorchGenerationConfig(DraftingConfig):
     )
     compiled_kernels: bool | None = Field(
         None,
-        description="Decode with kernels that are compiled once on each machine (CPU, g++); null uses them where they work, and "
-        "needs prepack_weights not to be false.",
+        description="Decode with kernels that are compiled once on each machine (CPU, g++); null uses them where they work, unless "
+        "prepack_weights is false.",
     )
     cuda_graphs: bool = Field(True, description="Capture decoding steps as CUDA graphs on a GPU.")
 

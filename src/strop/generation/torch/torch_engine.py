@@ -1,9 +1,10 @@
 """Continuous batching: requests join and leave the running batch at every token.
 
 One step admits waiting requests into free slots (a prompt shared by several requests is read once) and then decodes one token for every
-running request, or several where drafts of them turn out right. A prompt longer than a step may read is read in parts, beside decoding. If
-memory runs short, the request that was admitted last gives up its own, waits, and is read again. The event loop runs between steps, so
-environments work while other requests generate. Scheduling depends only on the order of requests, never on a clock.
+running request, or several where drafts of them turn out right. A prompt longer than the limit of a step is read in parts,
+alongside decoding. If memory runs short, the request admitted last is preempted: it frees its memory, waits, and is read again.
+The event loop runs between steps, so environments work while other requests generate. Scheduling depends only on the order of
+requests, never on a clock.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from strop.columns import Columns
 from strop.generation.base import Completion, check_request
 from strop.generation.torch.emulated_quantization import EmulatedQuantization
 from strop.generation.torch.image_tokens import PromptImages
@@ -40,7 +42,7 @@ from strop.generation.torch.speculation import Drafter
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.network import Network
 from strop.monitoring.profiling.span_recorder import RECORDER
-from strop.sampling import Sampling, pad_kept_tokens, uniform
+from strop.sampling import KEPT, Sampling, pad_kept_tokens, uniform
 from strop.types import PromptImage
 
 log = logging.getLogger(__name__)
@@ -59,28 +61,33 @@ class _Request:
     limit: int  # maximum number of new tokens
     done: asyncio.Future[Completion]
     on_token: TokenListener | None = None
-    priority: bool = False  # goes before the waiting requests, and starts even while they are paused
+    priority: bool = False  # precedes the waiting requests, and starts even while they are paused
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    kept: list[torch.Tensor] = field(default_factory=list)  # for each token the [k] ids it was sampled from, if recorded
+    kept: list[torch.Tensor] = field(default_factory=list)  # for each token, the [k] ids it was sampled from, if recorded
     lookup: PromptLookup | None = None  # with speculation
     order: int = 0  # of admission
     images: PromptImages | None = None
 
+    @property
+    def columns(self) -> Columns:
+        """Return what was recorded of its tokens."""
+        return {KEPT: pad_kept_tokens(self.kept)} if self.sampling.records_sampling_mask else {}
+
     @cached_property
     def reach(self) -> int:
-        """The last tokens in which a stop string may begin: a token has at least one byte."""
+        """Number of last tokens in which a stop string may begin: a token has at least one byte."""
         return max(len(text.encode()) for text in self.sampling.stop_strings) + 4
 
     @property
     def context(self) -> tuple[int, ...]:
-        """The tokens to read before the next one is sampled, or decoded if it was preempted."""
+        """The tokens to read before the next one is sampled, or, if it was preempted, decoded."""
         return (*self.prompt, *self.tokens[:-1])
 
     def make_prompt(self, slot: int) -> SlotPrompt:
-        """Return what a slot reads."""
+        """Return the input of a slot."""
         return SlotPrompt(slot, self.context, self.session, self.images)
 
     @property
@@ -97,10 +104,10 @@ class TokenCounters:
     prompt_tokens: int = 0  # prompt tokens that were computed; the others were cached
     sampled_tokens: int = 0
     decode_steps: int = 0
-    drafts: int = 0  # that were verified, of one token or more
+    drafts: int = 0  # verified drafts, of one token or more
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # drafts that were sampled
-    preemptions: int = 0  # requests that gave up their memory and were read again
+    preemptions: int = 0  # preempted requests, which were read again
     queried_images: int = 0  # images of the prompts of all requests
     encoded_images: int = 0  # images that the vision tower computed; the others were cached
 
@@ -128,11 +135,11 @@ class TorchEngine:
             prefill_tokens: Limits the prompt tokens computed between two decoding steps.
             drafts: Tokens looked up ahead for each request; 0 decodes one token at a time. The runner must verify drafts.
             drafter: Proposes tokens instead of looking them up.
-            exact: The network is, and log-probabilities are computed as an exact learner does.
+            exact: The network is exact, and log-probabilities are computed like an exact learner's.
         """
         self.exact = exact
         self.runner = runner
-        network = getattr(runner, "network", None)  # a runner of tokens that were written down has none
+        network = getattr(runner, "network", None)  # a runner that replays recorded tokens has none
         self._vocabulary = None if network is None else network.model.get_input_embeddings().weight.shape[0]
         self.kernels = runner.kernels if isinstance(runner, PlanRunner) else None  # to sample with
         self.tokenizer = tokenizer
@@ -143,7 +150,7 @@ class TorchEngine:
         self.version = 0
         self.counters = TokenCounters()
         self._collected = TokenCounters()  # at the last ``collect_metrics``
-        self._samples = PromptSamples()  # for drafts that are looked up
+        self._samples = PromptSamples()  # for looked-up drafts
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
         self._paused = True  # no request starts; until the first publish
@@ -168,7 +175,7 @@ class TorchEngine:
     ) -> Completion:
         """Sample one completion. ``on_token`` is called as its tokens are sampled, to stream them.
 
-        Raises InvalidRequest for what cannot be served, and ValueError for images that the model does not read.
+        Raises InvalidRequest for a request that cannot be served, and ValueError for images that the model cannot read.
         """
         return await self._submit(prompt, sampling, seed, session, on_token, images=images)
 
@@ -230,7 +237,7 @@ class TorchEngine:
         self.resume_requests()
 
     def activate_version(self, version: int) -> None:
-        """Switch to the module's current weights, which are those of ``version``."""
+        """Switch to the module's current weights, as ``version``."""
         self.version = version
         self.runner.activate()
 
@@ -260,11 +267,11 @@ class TorchEngine:
 
     @property
     def load(self) -> int:
-        """Requests that run or wait, without those that their callers cancelled."""
+        """Number of requests that run or wait, without cancelled ones."""
         return sum(not request.done.done() for request in (*self._running, *self._waiting))
 
     def collect_metrics(self) -> dict[str, float]:
-        """Return what speculation and preemption did since the previous call; nothing where there was neither."""
+        """Return the counts of speculation and preemption since the previous call; nothing if there were none."""
         counts, last = self.counters, self._collected
         self._collected = replace(counts)
         found = {}
@@ -292,7 +299,7 @@ class TorchEngine:
                         self._idle.set()
                     self._wake.clear()
                     await self._wake.wait()
-                    await asyncio.sleep(0)  # let other tasks that were woken at the same time submit their requests first
+                    await asyncio.sleep(0)  # let other tasks woken at the same time submit their requests first
                     continue
                 self._idle.clear()
                 self._step()
@@ -324,12 +331,12 @@ class TorchEngine:
                 self._decode()
 
     def _describe_running(self) -> str:
-        """Say what a decoding step reads, for the profile of a training step; with drafts that is not known before."""
+        """Describe the input of a decoding step, for the profile of a training step; with drafts it is not known in advance."""
         attended = sum(request.position + 1 for request in self._running)
         return "" if self.drafts or self.drafter is not None else f"{len(self._running):,} sequences, {attended:,} tokens"
 
     def _admit(self) -> None:
-        """Fill free slots from the queue, in order, within the prompt tokens allowed per step and the memory there is."""
+        """Fill free slots from the queue, in order, within the prompt tokens allowed per step and the free memory."""
         prompts: list[SlotPrompt] = []
         seen: set[tuple[int, ...]] = set()
         read = 0
@@ -365,7 +372,9 @@ class TorchEngine:
         self._running.append(request)
 
     def _prefill(self, prompts: list[SlotPrompt]) -> None:
-        """Read the prompts of the requests that were started last, and sample a token for each; preempted ones have theirs."""
+        """Read the prompts of the most recently started requests, and sample a token for each, unless it was preempted and has
+        one.
+        """
         logits = self.runner.prefill(prompts)
         if any(prompt.images for prompt in prompts) and self.runner.images is not None:
             self.counters.encoded_images = self.runner.images.encoded
@@ -375,16 +384,16 @@ class TorchEngine:
             self._append([started[index] for index in new], logits if len(new) == len(started) else logits[new])
 
     def _make_way(self, request: _Request) -> bool:
-        """Memory is too short for the first request that waits. One with priority takes that of the newest one that runs.
+        """Handle too little memory for the first waiting request. With priority, it takes the memory of the newest running one.
 
-        Return False if the request failed, because it has the whole cache for itself.
+        Return False if the request failed, because even the whole cache is too small for it.
         """
         if not self._running:
             self._waiting.popleft()
             self._abandon(
                 request,
                 RuntimeError(
-                    f"the key-value cache has no room for a sequence of {len(request.context)} tokens though nothing runs"
+                    f"the key-value cache has no room for a sequence of {len(request.context)} tokens although nothing else is running"
                 ),
             )
             return False
@@ -403,7 +412,7 @@ class TorchEngine:
             self._crowded = False
 
     def _preempt(self) -> None:
-        """Take the memory of the request that was admitted last. It waits before all others, and is read again."""
+        """Preempt the request admitted last. It waits before all others, and is read again."""
         request = max(self._running, key=lambda request: (not request.priority, request.order))
         self._free_slot(self._running.index(request))
         self._wait_again(request)
@@ -429,7 +438,7 @@ class TorchEngine:
         self._append(running, logits, drafts)
 
     def _draft_all(self) -> list[list[int]]:
-        """Propose the tokens that may follow, for each running request."""
+        """Propose possible next tokens for each running request."""
         if self.drafter is None:
             return [self._look_up(request, self._room_for_drafts(request, self.drafts)) for request in self._running]
         return self.drafter.propose(self._running, [self._room_for_drafts(each, self.drafter.count) for each in self._running])
@@ -444,13 +453,13 @@ class TorchEngine:
         if request.lookup is None:
             request.lookup = PromptLookup(self._samples.of(request.prompt), len(request.prompt))
         draft = request.lookup.draft((*request.prompt, *request.tokens), count)
-        return list(takewhile(lambda token: token >= 0, draft))  # not what stands for an image
+        return list(takewhile(lambda token: token >= 0, draft))  # only up to image tokens
 
     def _append(self, requests: list[_Request], logits: torch.Tensor, drafts: Sequence[list[int]] | None = None) -> None:
         """Sample the next tokens of each request and finish the requests that end with them.
 
-        Row by row of logits [T, V]: the token after the last one, then those after each drafted one, which count as far as the drafts are
-        what was sampled.
+        Row by row of logits [T, V]: the token after the last one, then those after each drafted one, which count as long as the
+        drafts match the sampled tokens.
         """
         drafts = drafts or [[] for _ in requests]
         rows = [(request, index) for request, draft in zip(requests, drafts, strict=True) for index in range(len(draft) + 1)]
@@ -465,21 +474,21 @@ class TorchEngine:
         for request, draft in zip(requests, drafts, strict=True):
             try:
                 self._take_tokens(request, draft, columns[first : first + len(draft) + 1], sampled, first)
-            except Exception as error:  # of its stop strings, its tokens as text, or who listens to them
+            except Exception as error:  # of its stop strings, its decoded text, or its token listener
                 self._abandon(request, error)
             first += len(draft) + 1
 
     def _take_tokens(
         self, request: _Request, draft: list[int], columns: list[tuple[int, float, float]], sampled: SampledTokens, first: int
     ) -> None:
-        """Append the sampled tokens up to the first that the draft did not say, and finish the request if it ends with one of them."""
+        """Append the sampled tokens up to the first that differs from the draft, and finish the request if one of them ends it."""
         self.counters.drafts += bool(draft)
         self.counters.drafted_tokens += len(draft)
         for index, (token, logprob, entropy) in enumerate(columns):
             if not math.isfinite(logprob):
                 raise FloatingPointError(
                     f"token {len(request.tokens)} of a completion has the log-probability {logprob}: the model's logits are not finite. "
-                    "Its weights are not, or its precision overflows after this prompt; try policy.precision=float32"
+                    "Either its weights are not finite, or its precision overflows after this prompt; try policy.precision=float32"
                 )
             request.tokens.append(token)
             request.logprobs.append(logprob)
@@ -519,8 +528,7 @@ class TorchEngine:
                     text=self.tokenizer.decode(request.tokens, skip_special_tokens=True),
                     stopped=stopped,
                     entropies=torch.tensor(request.entropies, dtype=torch.float32) if request.sampling.entropy else None,
-                    kept=pad_kept_tokens(request.kept) if request.sampling.records_sampling_mask else None,
-                    columns=self.runner.read_columns(slot, request.position),
+                    columns={**self.runner.read_columns(slot, request.position), **request.columns},
                 )
             )
         if request.session:
@@ -555,9 +563,10 @@ def make_torch_engine(
     stop_ids: Sequence[int],
     quantization: EmulatedQuantization | None = None,
 ) -> TorchEngine:
-    """Make an engine on a network, for sequences of up to ``length`` tokens. Raises ValueError if its KV cache is too small for one.
+    """Create an engine on a network, for sequences of up to ``length`` tokens. Raises ValueError if its KV cache is too small for
+    one.
 
-    ``quantization``: round what an engine with weights of low precision has rounded."""
+    ``quantization``: round like an engine with low-precision weights."""
     runner = make_runner(network, config, length=length, quantization=quantization)
     drafts = config.speculative_lookup if runner.verifies_drafts else 0
     if drafts < config.speculative_lookup:
@@ -576,12 +585,12 @@ def make_torch_engine(
 def make_runner(
     network: Network, config: TorchGenerationConfig, *, length: int, quantization: EmulatedQuantization | None = None
 ) -> ModelRunner:
-    """Make the runner that a network and the configuration allow, and say which it is."""
+    """Create the runner for a network and configuration, and log which one."""
     if not network.supports_attention_plans():
         if quantization is not None:
             raise ValueError(
-                f"policy.generation: found {quantization.plan.weights.name}, but this model is sampled without a KV cache, by its own "
-                f"modules, which round nothing ({network.fallback}); set policy.generation.backend=vllm"
+                f"policy.generation: found {quantization.plan.weights.name}, but this model is sampled without a KV cache by its own "
+                f"modules, which do not round ({network.fallback}); set policy.generation.backend=vllm"
             )
         log.warning(
             "the torch engine cannot use a KV cache and recomputes the whole sequence for every token: %s", network.fallback
@@ -592,20 +601,21 @@ def make_runner(
         if config.paged_cache or paged.rounds_as_learner:
             log.info("the torch engine's KV cache has %d pages of %d tokens", paged.cache.pool.size, paged.cache.page)
             return paged
-        config = replace(config, compiled_kernels=False)  # it was found, and said, that they cannot be used
+        config = replace(config, compiled_kernels=False)  # a warning that they cannot be used was already logged
     slots = CachedRunner(network, config, length=length, quantization=quantization)
     log.info("the torch engine's KV cache has %d slots of %d tokens", slots.slots, length)
     return slots
 
 
 def _may_use_pages(network: Network, config: TorchGenerationConfig, length: int) -> bool:
-    """Whether the cache may be paged: as configured, else on a CPU, where it was measured. On a GPU, CUDA graphs need fixed slots.
+    """Whether the cache is paged: as configured, otherwise only on a CPU, where it was measured. On a GPU, CUDA graphs need fixed
+    slots.
 
-    Exact attention adds in the learner's order, which it does over fixed slots alone.
+    Exact attention adds in the learner's order, which is implemented only over fixed slots.
     """
     if network.exact is not None:
         if config.paged_cache:
-            log.warning("torch_cfg.paged_cache is true, but policy.exact_on_policy attends over fixed slots: they are used")
+            log.warning("torch_cfg.paged_cache is true, but policy.exact_on_policy needs fixed slots, which are used instead")
         return False
     if config.paged_cache is not None:
         return config.paged_cache

@@ -1,7 +1,7 @@
-"""Earlier selves of the policy, sampled by an embedded engine beside the run's.
+"""Earlier selves of the policy, sampled by an embedded engine next to the run's engine.
 
-It runs on a copy of the policy's module that shares what is not trained, so that a LoRA run adds adapters alone. It holds one snapshot at a
-time: requests for another one wait until those in front of them have been answered.
+It runs on a copy of the policy's module that shares frozen weights, so that a LoRA run adds only adapters. It holds one snapshot
+at a time: requests for another one wait until earlier requests are finished.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TorchPastSelves:
     """An engine for the snapshots of a pool."""
 
     def __init__(self, network: Network, make_engine: Callable[[Network], TorchEngine], *, every: int, size: int) -> None:
-        """``network`` is the policy's, of which ``size`` snapshots are kept; ``make_engine`` makes an engine on the copy of it."""
+        """``network`` is the policy's, of which ``size`` snapshots are kept; ``make_engine`` creates an engine on the copy of it."""
         self.pool = SnapshotPool(network.model, every=every, size=size)
         self.engine = make_engine(_copy_network(network))
         self._loaded: Snapshot | None = None
@@ -42,7 +42,7 @@ class TorchPastSelves:
         self._serving: asyncio.Task[None] | None = None
 
     def draw(self, seed: int) -> PastSelf:
-        """Return one of the snapshots, each as likely, for the games of a group."""
+        """Return one of the snapshots with equal probability, for the games of a group."""
         random = Random(seed)
         return PastSelf(SnapshotGenerator(self, random.choice(self.pool.snapshots)), quantile=random.random())
 
@@ -57,9 +57,9 @@ class TorchPastSelves:
         return await done
 
     async def _serve(self) -> None:
-        """Answer all requests for the snapshot of the oldest one, until none waits.
+        """Serve all requests for the snapshot of the oldest one, until none waits.
 
-        What was cached for earlier requests is dropped, as it is by a restart: equal prompts are then rounded alike in a resumed run.
+        Caches of earlier requests are dropped, as by a restart, so that equal prompts are rounded the same in a resumed run.
         """
         self.engine.runner.reset_prefix_cache()
         while self._waiting:
@@ -127,7 +127,7 @@ def _finish(done: asyncio.Future[Completion], result: Completion | Exception) ->
 
 
 def _copy_network(network: Network) -> Network:
-    """Return a network with weights of its own where they are trained, which shares the others."""
+    """Return a network with its own copies of trained weights, which shares the others."""
     shared = {id(parameter): parameter for parameter in network.model.parameters() if not parameter.requires_grad}
     copied = copy(network)
     copied.model = deepcopy(network.model, shared)

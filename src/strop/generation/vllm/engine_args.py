@@ -33,15 +33,15 @@ RESERVED_ARGS = {  # vLLM arguments that Strop sets itself -> what to set instea
     "data_parallel_size": "policy.generation.vllm_cfg.num_engines, or expert_parallel_size for a mixture of experts",
     "enable_expert_parallel": "policy.generation.vllm_cfg.expert_parallel_size",
     "enable_return_routed_experts": "policy.router_replay.enabled",
-    "mm_device_do_normalize": "nothing: images are normalized where the learner's are",
+    "mm_device_do_normalize": "nothing: images are normalized by the learner's processor",
 }
 CPU_BLOCK_SIZE = 32  # tokens: with vLLM's CPU default of 128, shorter prompts would never be in the prefix cache
 CPU_CACHE_GB = 2.0
-MAX_LOGPROBS = 20  # of each token, unless more are recorded
+MAX_LOGPROBS = 20  # per token, unless more are recorded
 SUPPORTED_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that vLLM has kernels for
 
 
-# What a SpanningExecutor is told, as JSON: it is made by vLLM, in a process of its own.
+# JSON settings of a SpanningExecutor, which vLLM creates in a separate process.
 SPANNED_VARIABLE = "STROP_ENGINE_NODES"
 ENGINE_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -53,7 +53,7 @@ ENGINE_ENVIRONMENT = {
 
 
 def select_ranks(nodes: Sequence[NodeRanks], first: int, count: int) -> list[NodeRanks]:
-    """Return where ``count`` ranks of an engine are, from number ``first`` on."""
+    """Return the placement of ``count`` ranks of an engine, from number ``first`` on."""
     selected: list[NodeRanks] = []
     start = 0
     for node in nodes:
@@ -75,9 +75,7 @@ class VllmLaunch(EngineLaunch):
         """Environment variables of the engine's processes."""
         # A fork of a process that has used CUDA cannot use it, and vLLM does not notice every use.
         start = {} if self.on_cpu else {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-        runner = (
-            {"VLLM_USE_V2_MODEL_RUNNER": "1"} if self.return_routes else {}
-        )  # the other one does not say the experts of tokens
+        runner = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if self.return_routes else {}  # the other one does not report experts
         invariant = {"VLLM_BATCH_INVARIANT": "1"} if self.batch_invariant else {}
         fp8 = fp8_environment(self.config)
         own = {**start, **runner, **invariant, **fp8, **self.environment, **self.config.vllm_cfg.env_vars}
@@ -93,7 +91,7 @@ class VllmLaunch(EngineLaunch):
 
     @property
     def shared_folder(self) -> Path | None:
-        """A folder that all processes of the engine see; None: any, as they are on one machine."""
+        """A folder visible to all processes of the engine; None: any, because they are on one machine."""
         return self.output_file.parent if self.nodes and self.output_file is not None else None
 
     @property
@@ -103,7 +101,9 @@ class VllmLaunch(EngineLaunch):
 
     @property
     def sleep_level(self) -> int:
-        """What the engine frees when it sleeps. At most level 1 with adapters: level 2 drops the base weights, which are sent once."""
+        """What the engine frees when it sleeps. At most level 1 with adapters, because level 2 drops the base weights, which are
+        sent only once.
+        """
         if self.on_cpu:
             return 0
         level = self.config.vllm_cfg.sleep_level
@@ -111,7 +111,7 @@ class VllmLaunch(EngineLaunch):
 
 
 def make_engine_args(launch: VllmLaunch) -> Any:
-    """Return vLLM's ``AsyncEngineArgs``. Raises ValueError for arguments that vLLM does not have or that Strop sets itself."""
+    """Return vLLM's ``AsyncEngineArgs``. Raises ValueError for arguments that vLLM lacks or that Strop sets itself."""
     from vllm import AsyncEngineArgs
 
     generation, config = launch.config, launch.config.vllm_cfg
@@ -152,36 +152,38 @@ def make_engine_args(launch: VllmLaunch) -> Any:
     if launch.sleep_level:
         args["enable_sleep_mode"] = True
     if launch.nodes and config.data_parallel_size > 1:
-        args["data_parallel_address"] = _own_address()  # where ranks on other nodes find each other
+        args["data_parallel_address"] = _own_address()  # address where ranks on other nodes connect
     if launch.reads_images:
         args |= make_image_args(on_cpu=launch.on_cpu)
     if launch.return_routes:
         if launch.on_cpu:
             raise ValueError(
-                "policy.router_replay.enabled is true, but vLLM says the experts of tokens with its model runner V2 alone, which needs "
+                "policy.router_replay.enabled is true, but vLLM reports the experts of tokens only with its model runner V2, which needs "
                 "Triton and a GPU; set policy.generation.backend=torch, or policy.router_replay.enabled=false"
             )
-        args |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}  # they are kept beside the prefix cache
+        args |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}  # stored alongside the prefix cache
     args |= make_fp8_args(generation, launch.model)
     return AsyncEngineArgs(**merge_overrides(args, generation.vllm_kwargs))
 
 
 def check_cpu_attention(args: Any) -> None:
-    """Raises ValueError if vLLM's attention on a CPU has no kernel for a model's heads: it would only say so at the first request."""
+    """Raises ValueError if vLLM's CPU attention has no kernel for a model's heads, which vLLM would report only at the first
+    request.
+    """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     model, sizes = args.create_model_config(), CPUAttentionBackend.get_supported_head_sizes()
     if not model.use_mla and (size := model.get_head_size()) not in sizes:
         raise ValueError(
-            f"policy.generation.backend is vllm, whose attention on a CPU is for heads of {', '.join(map(str, sizes))} numbers, and "
-            f"those of {args.model} have {size}; set policy.generation.backend=torch"
+            f"policy.generation.backend is vllm, whose CPU attention supports head sizes {', '.join(map(str, sizes))}, and {args.model} "
+            f"has {size}; set policy.generation.backend=torch"
         )
 
 
 def make_image_args(*, on_cpu: bool) -> dict[str, Any]:
-    """Return what vLLM is told about images; ``vllm_kwargs`` change it (``limit_mm_per_prompt``, ``skip_mm_profiling``).
+    """Return vLLM's image arguments; ``vllm_kwargs`` override them (``limit_mm_per_prompt``, ``skip_mm_profiling``).
 
-    It gets pixels that are made already, with the learner's normalization: it must not normalize them again, nor keep them by their names.
+    It receives finished pixels with the learner's normalization, so it must neither normalize them again nor cache them by name.
     """
     args: dict[str, Any] = {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0}
     return {**args, "skip_mm_profiling": True} if on_cpu else args
@@ -194,8 +196,8 @@ def _own_address() -> str:
 
 
 def make_speculative_config(config: VllmConfig, draft: str = "") -> dict[str, Any]:
-    """Return vLLM's speculative_config. A draft reads its weights from its own folder or hub name; the learner sends them only to the
-    head that it trains, whose folder is ``draft``."""
+    """Return vLLM's speculative_config. A draft reads its weights from its own folder or hub name; the learner publishes weights
+    only for the head it trains, whose folder is ``draft``."""
     drafts = config.speculation
     args: dict[str, Any] = {"method": drafts.method, "num_speculative_tokens": drafts.num_speculative_tokens}
     if drafts.method == "ngram":

@@ -1,8 +1,8 @@
-"""What the server of engines does once, before it forks: an engine and each of its workers would do it again, for seconds.
+"""One-time imports in the fork server, so that engine and worker processes start without paying for them.
 
-It imports vLLM, asks torch's compiler for the instructions of this machine, the Triton it has and the version of its own code (vLLM
-compiles the look-up of divided embeddings and the choice of drafts, also in eager mode), and replaces Triton's kernels where there is no
-Triton. It computes nothing and starts no thread: a fork has the thread that forks alone.
+It imports vLLM, makes torch's compiler detect this machine's instructions, its Triton and the version of its own code (vLLM
+compiles the lookup of sharded embeddings and the choice of drafts, even in eager mode), and replaces Triton's kernels where
+there is no Triton. It computes nothing and starts no thread, because a fork has only the forking thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ MODULES = [
 
 
 def ask_compiler() -> None:
-    """Without a compiler, say: whoever compiles asks again, and says what is missing."""
+    """Let torch's compiler detect the machine. Does nothing without a compiler: code that compiles detects again, and reports
+    what is missing.
+    """
     from torch._inductor.codecache import CacheBase, torch_key
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
@@ -38,24 +40,24 @@ def ask_compiler() -> None:
 
 
 def replace_kernels() -> None:
-    """Put vLLM's own functions in the place of Triton's kernels, for which it looks through every module, here and not in each worker."""
+    """Replace Triton's kernels by vLLM's own functions here rather than in each worker, because it searches through every module."""
     try:
         from vllm.platforms import current_platform
 
         replaces = type(current_platform)
-        with warnings.catch_warnings(action="ignore"):  # of what else is in the modules that it looks through
+        with warnings.catch_warnings(action="ignore"):  # warnings from the other modules it searches
             replaces.register_triton_kernel_overrides()
         replaces.register_triton_kernel_overrides = classmethod(lambda platform: None)
     except (ImportError, AttributeError, ValueError) as error:
-        log.warning("This vLLM replaces Triton's kernels in each worker, which takes it longer to start: %s", error)
+        log.warning("This vLLM replaces Triton's kernels in each worker, which slows down its start: %s", error)
 
 
-gc.disable()  # it would go through a million objects that stay, again and again
+gc.disable()  # otherwise it would repeatedly traverse a million permanent objects
 for name in MODULES:
-    with suppress(ImportError):  # whoever needs it imports it again, and says what is missing
+    with suppress(ImportError):  # code that needs it imports it again, and reports what is missing
         import_module(name)
 ask_compiler()
 replace_kernels()
 gc.enable()
 gc.collect()
-gc.freeze()  # a fork neither looks through what is here for garbage nor copies its pages to do so
+gc.freeze()  # so that forks neither collect these objects nor copy their pages

@@ -1,4 +1,4 @@
-"""Cumulative statistics of a vLLM engine, summed from those that it sends with its outputs."""
+"""Cumulative statistics of a vLLM engine, summed from those sent with its outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class EngineStats:
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
-        self.copies: dict[int, tuple[int, int, float]] = {}  # of an engine with several copies: each one's gauges
+        self.copies: dict[int, tuple[int, int, float]] = {}  # for an engine with several copies: the gauges of each
         self.gauges: dict[str, float] = {"running": 0.0, "waiting": 0.0, "cache_usage": 0.0}
 
     def make_logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:

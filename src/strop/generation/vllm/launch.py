@@ -30,16 +30,16 @@ log = logging.getLogger(__name__)
 PRELOAD = ["strop.generation.vllm.engine_preload"]
 DRIVER_PID_VARIABLE = "STROP_DRIVER"  # environment variable: pid of the process that started the engine
 DRIVER_POLL_SECONDS = 1.0  # between two checks of the driver
-SPIN_SECONDS = 0.05  # how long a process of an engine that waits for another keeps its core; vLLM's own is 1 s
+SPIN_SECONDS = 0.05  # how long a waiting process of an engine keeps its core; vLLM's default is 1 s
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # OpenMP reads it only when it is loaded, which happens once, in the server
 
 
-LAUNCHING = threading.Lock()  # held by the engine whose settings this process has
+LAUNCHING = threading.Lock()  # held by the engine whose settings are in effect in this process
 
 
 @contextmanager
 def leave_when_launched(settings: ExitStack) -> Iterator[None]:
-    """Close ``settings``, those of this process for the processes of an engine, as soon as these run; until then they only get ready."""
+    """Close ``settings``, this process's settings for engine processes, as soon as the engine processes run."""
     from vllm.v1.engine import core_client
 
     launch = core_client.launch_core_engines
@@ -66,7 +66,7 @@ def start_fork_server() -> None:
 
 @contextmanager
 def fork_engine_cores(output: Path | None) -> Iterator[None]:
-    """Make engine cores that vLLM starts inside forks of the server. Their output goes to ``output``."""
+    """Make vLLM start engine cores inside this context as forks of the server. Their output goes to ``output``."""
     from vllm.v1.engine import utils
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -110,9 +110,9 @@ class ForkedEngineCore:
 
 
 def shorten_spins() -> None:
-    """Have this process and its forks sleep while they wait, so that their cores compute: the learner is on the same ones.
+    """Make this process and its forks sleep instead of spin while they wait, so that their cores are free for the learner.
 
-    The core of an engine and its workers each spin for a second after every message, which is most of the time of a small model.
+    An engine's core and its workers each spin for a second after every message, which is most of the time with a small model.
     """
     try:
         from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
@@ -130,7 +130,7 @@ def shorten_spins() -> None:
 
 
 def end_without_collecting() -> None:
-    """Leave the objects of the server frozen in this process and its forks, which vLLM would have searched for garbage when it ends."""
+    """Keep the server's objects frozen in this process and its forks, because vLLM would search them for garbage at exit."""
     gc.unfreeze = lambda: None
 
 

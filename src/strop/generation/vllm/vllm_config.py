@@ -22,9 +22,9 @@ class SpeculationConfig(BaseConfig):
 
     method: Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"] | None = Field(
         None,
-        description="ngram proposes what followed the same tokens earlier in the conversation; suffix also in earlier completions; "
-        "draft_model runs a small model; eagle3 an EAGLE-3 head, that of policy.draft if it is trained; mtp the multi-token prediction "
-        "layers of the policy's own checkpoint; null is off.",
+        description="ngram proposes the tokens that followed the same tokens earlier in the conversation; suffix also searches earlier "
+        "completions; draft_model runs a small model; eagle3 an EAGLE-3 head (policy.draft's, if it is trained); mtp the multi-token "
+        "prediction layers of the policy's own checkpoint; null is off.",
     )
     num_speculative_tokens: int = Field(4, ge=1, description="Tokens proposed at a time (tokens).")
     prompt_lookup_min: int = Field(2, ge=1, description="Shortest match of ngram (tokens).")
@@ -32,7 +32,7 @@ class SpeculationConfig(BaseConfig):
     model_name: PathText | None = Field(
         None,
         description="Hub name or folder of the draft: a small model with the policy's vocabulary, an EAGLE-3 head, or for mtp the "
-        "policy's checkpoint. It is not trained; null with policy.draft, whose head is.",
+        "policy's checkpoint. It is not trained; null with policy.draft, which trains its own head.",
     )
 
     @field_validator("model_name")
@@ -43,7 +43,7 @@ class SpeculationConfig(BaseConfig):
         return value
 
     def vllm_errors(self, key: str) -> Iterator[Problem]:
-        """Yield what cannot work where vLLM is the engine."""
+        """Yield errors of this section if vLLM is the engine."""
         if self.method == "ngram" and self.prompt_lookup_min > self.prompt_lookup_max:
             yield Problem(
                 f"{key}.prompt_lookup_min",
@@ -53,14 +53,14 @@ class SpeculationConfig(BaseConfig):
         if self.method == "suffix" and not packages.is_installed("arctic_inference"):
             yield Problem(
                 f"{key}.method",
-                "found suffix, but vLLM looks suffixes up with the package arctic-inference, which is not installed",
+                "found suffix, but vLLM's suffix lookup needs the package arctic-inference, which is not installed",
                 "pip install arctic-inference, or set it to ngram.",
             )
         if self.method == "mtp" and self.model_name is None:
             yield Problem(
                 f"{key}.model_name",
                 f"it is not set, but {key}.method is mtp, whose layers the learner does not have: the engine reads them from a checkpoint",
-                "Set it to that of the policy (policy.model_name).",
+                "Set it to the policy's checkpoint (policy.model_name).",
             )
         if self.method == "draft_model" and (version := unchecked_version()):
             yield Problem(
@@ -70,7 +70,7 @@ class SpeculationConfig(BaseConfig):
             )
 
     def vllm_warnings(self, key: str) -> Iterator[Problem]:
-        """Yield which options the method does not read."""
+        """Yield options that the method ignores."""
         unused: Mapping[str | None, Sequence[str]] = {
             None: ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "model_name"),
             "ngram": ("model_name",),
@@ -93,7 +93,8 @@ class VllmConfig(EngineConfig):
     precision: Precision | Literal["fp8"] = follows(
         "...precision",
         standalone="bfloat16",
-        description="Data type of the engine's weights; fp8 is FP8 in blocks (generation.quantization) and bfloat16 elsewhere.",
+        description="Data type of the engine's weights; fp8 means FP8 in blocks (generation.quantization) for linear layers and bfloat16 "
+        "for the rest.",
     )
     is_mx: bool = Field(False, description="With precision fp8: MXFP8, 32 values to a scale, which needs a Blackwell GPU.")
     use_deep_gemm: bool = Field(
@@ -126,14 +127,14 @@ class VllmConfig(EngineConfig):
     expert_parallel_size: int = Field(
         1,
         ge=1,
-        description="Ranks of one engine that share the experts of a layer: 1, or a multiple of tensor_parallel_size. More than "
-        "tensor_parallel_size are as many copies of the rest of the model, which divide the requests (GPUs).",
+        description="Ranks of one engine that share the experts of a layer: 1, or a multiple of tensor_parallel_size. Beyond "
+        "tensor_parallel_size, the rest of the model is replicated, and the copies share the requests (GPUs).",
     )
     gpu_memory_utilization: float = Field(
         0.6, gt=0, le=1, description="Share of a GPU's memory that the engine may use (fraction)."
     )
     kv_cache_memory_gb: float | None = Field(
-        None, gt=0, description="Memory of the KV cache; null is what gpu_memory_utilization leaves, and 2 on a CPU (GiB)."
+        None, gt=0, description="Memory of the KV cache; null is the rest of gpu_memory_utilization, or 2 on a CPU (GiB)."
     )
     max_model_len: int = follows(
         "...max_total_sequence_length", standalone=2048, ge=1, description="Longest prompt and completion together (tokens)."
@@ -146,13 +147,13 @@ class VllmConfig(EngineConfig):
     speculation: SpeculationConfig = subsection(SpeculationConfig)
     sleep_level: Literal[0, 1, 2] = Field(
         2,
-        description="What a colocated engine frees on its GPU while the learner works. 0: nothing; 1: the KV cache, and "
-        "weights move to host memory; 2: both, and weights are sent again.",
+        description="Memory that a colocated engine frees on its GPU while the learner trains. 0: none; 1: the KV cache, while weights "
+        "move to host memory; 2: both, and weights are sent again.",
     )
 
     @property
     def dtype(self) -> Precision:
-        """The data type that the engine computes in, and of weights that are not quantised."""
+        """The engine's compute data type, and that of weights that are not quantised."""
         return "bfloat16" if self.precision == "fp8" else self.precision
 
     @property
@@ -162,12 +163,14 @@ class VllmConfig(EngineConfig):
 
     @property
     def engine_size(self) -> int:
-        """The number of ranks of one engine, each on a device of its own."""
+        """The number of ranks of one engine, each on its own device."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of copies of what is not an expert in one engine: vLLM divides experts over data- and tensor-parallel ranks."""
+        """The number of copies of the non-expert weights in one engine: vLLM divides experts over data- and tensor-parallel
+        ranks.
+        """
         return max(1, self.expert_parallel_size // self.tensor_parallel_size)
 
     @property
@@ -194,7 +197,7 @@ class VllmConfig(EngineConfig):
         )
 
     def vllm_errors(self, key: str) -> Iterator[Problem]:
-        """Yield what cannot work where vLLM is the engine."""
+        """Yield errors of this section if vLLM is the engine."""
         if self.expert_parallel_size > 1 and self.expert_parallel_size % self.tensor_parallel_size:
             yield Problem(
                 f"{key}.expert_parallel_size",
@@ -206,20 +209,20 @@ class VllmConfig(EngineConfig):
             yield Problem(
                 f"{key}.speculation.method",
                 f"found {self.speculation.method}, but {key}.expert_parallel_size = {self.expert_parallel_size} makes an engine of "
-                f"{self.data_parallel_size} copies, which take every step together, and drafts were not tried with that",
+                f"{self.data_parallel_size} copies that run every step together, which was not tested with drafts",
                 f"Set it to null, or {key}.expert_parallel_size={self.tensor_parallel_size}.",
             )
         yield from self.speculation.vllm_errors(f"{key}.speculation")
         if self.speculation.method is not None and self.pipeline_parallel_size > 1:
             yield Problem(
                 f"{key}.speculation.method",
-                f"found {self.speculation.method}, but {key}.pipeline_parallel_size is {self.pipeline_parallel_size}, and "
-                "vLLM has the draft on the last stage alone and asks every stage for it, which ends the engine",
+                f"found {self.speculation.method}, but {key}.pipeline_parallel_size is {self.pipeline_parallel_size}, and vLLM has the "
+                "draft only on the last stage but requests it from every stage, which ends the engine",
                 f"Set it to null, or {key}.pipeline_parallel_size=1.",
             )
 
     def vllm_warnings(self, key: str) -> Iterator[Problem]:
-        """Yield what works where vLLM is the engine, but perhaps not as intended."""
+        """Yield settings that work if vLLM is the engine, but perhaps not as intended."""
         if self.kv_cache_dtype not in ("auto", self.dtype):
             yield Problem(
                 f"{key}.kv_cache_dtype",

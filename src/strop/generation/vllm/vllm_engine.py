@@ -55,8 +55,8 @@ T = TypeVar("T")
 NO_VERSION = -1
 ADAPTER_ID = 1  # vLLM's integer id of the only adapter
 POLL_SECONDS = 0.5  # seconds between liveness checks during a call
-SHUTDOWN_SECONDS = 5.0  # for which a failed call waits to learn that the engine is shutting down
-OUTPUT_TAIL_LINES = 12  # of an engine's output, in the message about its death
+SHUTDOWN_SECONDS = 5.0  # how long a failed call waits for the engine's shutdown to be reported
+OUTPUT_TAIL_LINES = 12  # lines of an engine's output in the message about its death
 
 
 class VllmEngine:
@@ -67,7 +67,7 @@ class VllmEngine:
     def __init__(
         self, name: str, launch: VllmLaunch, tokenizer: Any, *, stop_ids: Sequence[int], vision: VisionProcessor | None = None
     ) -> None:
-        """``vision``: of a model that reads images."""
+        """``vision``: the image processor of a model that reads images."""
         self.name = name
         self.vision = vision
         self.launch = launch
@@ -95,7 +95,7 @@ class VllmEngine:
                 f"{self.name} was not ready after {self.config.startup_seconds:g} s "
                 f"(policy.generation.vllm_cfg.startup_seconds){self._output_tail()}"
             ) from None
-        except RuntimeError as error:  # what vLLM raises if a process exits during startup
+        except RuntimeError as error:  # raised by vLLM if a process exits during startup
             raise EngineDied(f"{self.name} did not start: {error}{self._output_tail()}") from error
 
     def _output_tail(self) -> str:
@@ -106,8 +106,8 @@ class VllmEngine:
         return f"; the end of {self.launch.output_file}:\n" + "\n".join(f"  {line}" for line in lines)
 
     def _start(self) -> Any:
-        # These settings are of this whole process, where other engines start too: the next gets its turn when the processes of this one
-        # run. Then they all get ready at once, which takes minutes on a GPU.
+        # These settings apply to this whole process, in which other engines start too. The next engine gets its turn as soon as
+        # this one's processes run; then they all prepare in parallel, which takes minutes on a GPU.
         with tempfile.TemporaryDirectory(prefix="strop-start-") as folder, ExitStack() as settings:
             settings.enter_context(LAUNCHING)
             settings.enter_context(engine_environment(self.launch.env_vars))
@@ -164,7 +164,7 @@ class VllmEngine:
         params = self._sampling_params(prompt, sampling, seed)
         await self._await_call(self._require_alive().resume_generation(), "while sampling the canary")
         completion, cached = await self._complete(prompt, sampling, params)
-        return CanarySample(tokens=completion.tokens, logprobs=completion.logprobs, cached=cached, kept=completion.kept)
+        return CanarySample(tokens=completion.tokens, logprobs=completion.logprobs, cached=cached, columns=completion.columns)
 
     def _sampling_params(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> Any:
         from strop.generation.vllm.requests import to_sampling_params
@@ -204,7 +204,7 @@ class VllmEngine:
         if images and list(output.prompt_token_ids) != prompt:
             raise RuntimeError(
                 f"{self.name} read {len(output.prompt_token_ids)} prompt tokens, not the {len(prompt)} of the request with images: its "
-                "log-probabilities would be of another prompt. Set policy.generation.backend=torch"
+                "log-probabilities would belong to another prompt. Set policy.generation.backend=torch"
             )
         return output
 
@@ -333,12 +333,12 @@ class VllmEngine:
         engine, when = self._require_alive(), f"in {method}"
         if self.config.data_parallel_size == 1:
             return list(await self._await_call(engine.collective_rpc(method, args=arguments), when))
-        # collective_rpc calls all copies of the model too, and returns what the ranks of the first one say.
+        # collective_rpc calls all copies of the model too, but returns only the results of the first copy's ranks.
         call = engine.engine_core.call_utility_all_async("collective_rpc", method, None, arguments, None)
         return [result for copy in await self._await_call(call, when) for result in copy]
 
     async def _await_call(self, call: Coroutine[Any, Any, T], when: str) -> T:
-        """Await a call to the engine's processes. Raises EngineDied if they die meanwhile, where vLLM itself would wait forever."""
+        """Await a call to the engine's processes. Raises EngineDied if they die, while vLLM itself would wait forever."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         engine, task = self._engine, asyncio.ensure_future(call)
@@ -376,7 +376,7 @@ async def _is_shutting_down(engine: Any) -> bool:
 
 
 def import_vllm() -> None:
-    """Import vLLM's front end; no garbage is looked for meanwhile, which would take a fifth of the time, among objects that stay."""
+    """Import vLLM's front end without garbage collection, which would take a fifth of the time."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -422,7 +422,7 @@ def hide_main_module() -> Iterator[None]:
 def redirect_output(file: Path | None, folder: Path) -> Iterator[None]:
     """Redirect the output of processes started inside to ``file``, by starting Python through a small shell script. None: do nothing.
 
-    The script is in ``folder``, and needed until these processes run."""
+    The script is in ``folder``, which must exist until these processes run."""
     if file is None:
         yield
         return

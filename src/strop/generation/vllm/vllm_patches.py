@@ -1,7 +1,7 @@
 """Patches for bugs of the supported vLLM versions that change the sampled distribution or crash an engine, applied in worker processes.
-Each names the versions that it was checked with; one that does not fit another version refuses it, unless it is for drafts alone.
+Each names the versions it was tested with; a patch that does not fit another version raises an error, unless it only concerns drafts.
 
-A draft model is loaded with the policy's load format, whatever ``draft_load_config`` says. The policy starts with dummy weights, so the
+A draft model is loaded with the policy's load format, ignoring ``draft_load_config``. The policy starts with dummy weights, so the
 draft would too, but it never receives an update. The other bugs are in the CPU build:
 
 - Speculative decoding expands the temperature and top_k of a request to its draft positions in a temporary copy, and then uses
@@ -36,13 +36,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class VllmPatch:
-    """A bug of vLLM that is put right in a worker process."""
+    """A vLLM bug that is fixed in worker processes."""
 
     bug: str
     apply: Callable[[], None]
-    checked: tuple[str, ...]  # versions of vLLM that have the bug, and in which it was seen to be gone with the patch
+    checked: tuple[str, ...]  # vLLM versions that have the bug and were tested with the patch
     platform: Literal["cpu", "gpu", "any"] = "cpu"
-    only_drafts: bool = False  # speculation.method=draft_model, which is refused with versions that were not checked
+    only_drafts: bool = False  # for speculation.method=draft_model, which is refused with untested versions
 
 
 def apply_patches() -> None:
@@ -56,7 +56,7 @@ def apply_patches() -> None:
 
 def apply_patch(patch: VllmPatch, version: str) -> None:
     if version not in patch.checked:
-        log.warning("vLLM %s: the repair of a bug (%s) was checked with %s only", version, patch.bug, " and ".join(patch.checked))
+        log.warning("vLLM %s: the fix of a bug (%s) was tested only with %s", version, patch.bug, " and ".join(patch.checked))
     try:
         patch.apply()
     except (ImportError, AttributeError) as error:
@@ -64,8 +64,8 @@ def apply_patch(patch: VllmPatch, version: str) -> None:
             log.warning("vLLM %s: it is not applied (%s)", version, error)
             return
         raise RuntimeError(
-            f"vLLM {version} does not have what the repair of one of its bugs changes ({patch.bug}): {error}. Install a version that it "
-            f"was checked with, {' or '.join(patch.checked)} (constraints/cpu.txt, constraints/gpu.txt), or set "
+            f"vLLM {version} lacks the code that the fix of one of its bugs changes ({patch.bug}): {error}. Install a version that it was "
+            f"tested with, {' or '.join(patch.checked)} (constraints/cpu.txt, constraints/gpu.txt), or set "
             "policy.generation.backend=torch"
         ) from error
 
@@ -84,7 +84,7 @@ def _patch_draft_loading() -> None:
 
 
 def _patch_v2_draft_loading() -> None:
-    """The same for model runner V2, which runs on GPUs. Its speculators of other methods read ``draft_load_config`` themselves."""
+    """The same for model runner V2, on GPUs. Its speculators for other methods read ``draft_load_config`` themselves."""
     from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator
 
     get_model = speculator.get_model
@@ -174,9 +174,9 @@ def _patch_expert_parallelism() -> None:
 
 
 def choose_own_experts(chosen: Tensor, weights: Tensor, expert_map: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the experts [n, k] of this rank among ``chosen``, by their slots here, and their weights: 0 for those of other ranks.
+    """Return the experts [n, k] of this rank among ``chosen``, as local slots, and their weights: 0 for experts of other ranks.
 
-    ``expert_map`` [experts]: the slot of each expert, -1 if another rank has it.
+    ``expert_map`` [experts]: the slot of each expert, -1 if it is on another rank.
     """
     slots = expert_map[chosen.long()]
     return slots.clamp(min=0).to(chosen.dtype), weights.masked_fill(slots < 0, 0)
@@ -190,7 +190,7 @@ def _patch_exchange_of_copies() -> None:
 
 
 def gather_unequal(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
-    """Gather tensors [n_i, ...] of all ranks into [sum of n_i, ...]; of a list, each. ``sizes``: n_i; None if all are equal."""
+    """Gather tensors [n_i, ...] of all ranks into [sum of n_i, ...]; of a list, each one. ``sizes``: n_i; None if all are equal."""
     if isinstance(input_, list):
         return [gather_unequal(self, each, dim, sizes) for each in input_]
     counts = sizes or [len(input_)] * self.world_size
@@ -238,7 +238,7 @@ def _patch_rotary_positions() -> None:
 
 
 def join_heads(states: Tensor) -> Tensor:
-    """[tokens, heads, size] -> [tokens, heads * size], copied unless it is in one piece; rows [tokens, n] stay as they are."""
+    """[tokens, heads, size] -> [tokens, heads * size], copied unless contiguous; rows [tokens, n] are returned unchanged."""
     return states.reshape(len(states), -1) if states.dim() == 3 else states
 
 
@@ -260,8 +260,8 @@ PATCHES = (
     VllmPatch(
         bug="drafts are sampled with uninitialised memory as temperature", apply=_patch_rejection_sampler, checked=("0.32.0",)
     ),
-    VllmPatch(bug="a prompt that is read in chunks ends the engine", apply=_patch_chunked_prefill, checked=("0.32.0",)),
-    VllmPatch(bug="experts compute with the weights before the last update", apply=_patch_expert_packing, checked=("0.32.0",)),
+    VllmPatch(bug="a prompt read in chunks crashes the engine", apply=_patch_chunked_prefill, checked=("0.32.0",)),
+    VllmPatch(bug="experts use the weights from before the last update", apply=_patch_expert_packing, checked=("0.32.0",)),
     VllmPatch(
         bug="with expert parallelism experts read memory that is not theirs", apply=_patch_expert_parallelism, checked=("0.32.0",)
     ),

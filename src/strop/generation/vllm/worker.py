@@ -33,7 +33,7 @@ from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
 
 exit_with_driver()
 
-apply_patches()  # at import: vLLM calls no method of a worker extension before it samples
+apply_patches()  # at import: before sampling, vLLM calls no method of a worker extension
 
 
 class StropWorker:
@@ -46,10 +46,10 @@ class StropWorker:
     _strop_receiver: Receiver | None = None
     _strop_draft = False  # whether weights of a draft head have arrived
     _strop_sent_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})  # of the last publish
-    _strop_names: Mapping[str, str] = MappingProxyType({})  # vLLM's name of each published tensor -> its own, where they differ
+    _strop_names: Mapping[str, str] = MappingProxyType({})  # vLLM's name of each published tensor -> its own, if they differ
 
     def strop_connect(self, address: bytes, first: int) -> None:
-        """Connect to the sender at ``address`` as its receiver number ``first`` + rank, in the engine with all its copies."""
+        """Connect to the sender at ``address`` as its receiver number ``first`` + rank, counted over all copies of the engine."""
         self.strop_disconnect()
         channel: ChannelAddress = pickle.loads(address)
         parallel = self.vllm_config.parallel_config
@@ -64,7 +64,7 @@ class StropWorker:
     def strop_load_weights(self, manifest: bytes, plan: bytes) -> bytes:
         """Receive one publish and load it into the model. Return the pickled (fingerprints, seconds).
 
-        ``plan``: the pickled ``QuantizationPlan`` of a model whose kernels have weights of low precision, or None.
+        ``plan``: the pickled ``QuantizationPlan`` of a model with low-precision kernels, or None.
 
         On a CPU the model is unchanged until all tensors have arrived. On a GPU there is no memory for a second copy: an aborted publish
         leaves the model unusable until the next one, and the caller must not resume before.
@@ -104,7 +104,7 @@ class StropWorker:
 
     @torch.no_grad()
     def strop_read_fingerprints(self) -> bytes:
-        """Return the pickled fingerprints of this rank's shards of each tensor that it computes with, by name: of experts, one each."""
+        """Return the pickled fingerprints of this rank's shards of each tensor in use, by name; for experts, one each."""
         from vllm.distributed import get_tensor_model_parallel_rank
 
         # Not this process's rank in the engine: each pipeline stage shards its own layers over ranks 0 to tensor_parallel_size - 1.
@@ -125,7 +125,7 @@ class StropWorker:
         return pickle.dumps(_fingerprint_shards(replace(shard, name=self._name_adapter(shard.name)) for shard in shards))
 
     def _name_adapter(self, name: str) -> str:
-        """Return the name of a matrix of an adapter as that of the layer was published."""
+        """Return the published name of an adapter matrix, based on its layer's name."""
         layer, _, matrix = name.rpartition(".")
         published = self._strop_names.get(f"{layer}.weight")
         return name if published is None else f"{published.removesuffix('.weight')}.{matrix}"
@@ -143,7 +143,7 @@ def _fingerprint_shards(
 
 
 def _in_sent_dtype(tensor: torch.Tensor, sent: torch.dtype | None) -> torch.Tensor:
-    """Return a tensor that vLLM keeps in a wider type in the type that it was sent in, if it has no other values."""
+    """Return a tensor that vLLM stores in a wider type in the type it was sent in, if all its values are representable."""
     if sent is None or sent == tensor.dtype or not sent.is_floating_point:
         return tensor
     narrow = tensor.to(sent)
@@ -153,7 +153,7 @@ def _in_sent_dtype(tensor: torch.Tensor, sent: torch.dtype | None) -> torch.Tens
 def _set_apart(
     tensors: Iterable[tuple[str, torch.Tensor]], drafted: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the policy's tensors, and put those of its draft head into ``drafted``."""
+    """Yield the policy's tensors, and move those of its draft head into ``drafted``."""
     for name, tensor in tensors:
         if name.startswith(PREFIX):
             drafted[name.removeprefix(PREFIX)] = tensor
@@ -172,10 +172,10 @@ def _copy_and_fingerprint(incoming: Any, fingerprints: dict[str, int]) -> Any:
         yield name, copy
 
 
-# The weights of a draft head that the learner trains, in vLLM's drafter: loading them at a publish, and reading them back.
+# The weights of a draft head trained by the learner, in vLLM's drafter: loading them at a publish, and reading them back.
 
 
-PREFIX = "draft."  # of their names in a publish
+PREFIX = "draft."  # prefix of their names in a publish
 
 
 def load_draft(runner: Any, weights: Mapping[str, Tensor]) -> None:
@@ -189,7 +189,7 @@ def load_draft(runner: Any, weights: Mapping[str, Tensor]) -> None:
 
 
 def read_draft_shards(runner: Any, rank: int) -> Iterator[WeightShard]:
-    """Yield this rank's shard of each tensor that the drafter computes with, named as in a publish. The embeddings are the policy's."""
+    """Yield this rank's shard of each tensor of the drafter, named as in a publish. The embeddings are the policy's."""
     model = _drafter(runner)
     single = len(model.model.layers) == 1
     for shard in read_weight_shards(model, rank):
@@ -199,7 +199,7 @@ def read_draft_shards(runner: Any, rank: int) -> Iterator[WeightShard]:
 
 
 def _drafter(runner: Any) -> Any:
-    """Return the draft model of vLLM's model runner: V2 and newer V1 say it themselves, older ones have it in ``drafter``."""
+    """Return the draft model of vLLM's model runner: V2 and newer V1 expose it, older ones have it in ``drafter``."""
     if callable(get_draft_model := getattr(runner, "get_draft_model", None)):
         model = get_draft_model()
     else:

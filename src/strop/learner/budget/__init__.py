@@ -1,1 +1,1 @@
-"""The token budget of micro-batches, measured from memory."""
+"""The token budget of micro-batches, from measured memory."""

@@ -1,4 +1,4 @@
-"""How much memory a device has left for this process."""
+"""The memory of a device that is free for this process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from strop.hardware.machine_memory import CGROUPS, PROC, iter_limits, read_memin
 
 
 def measure_free(device: torch.device) -> int:
-    """Return the bytes that this process can still allocate on a device, with those that torch's allocator holds unused.
+    """Return the bytes that this process can still allocate on a device, including unused memory held by torch's allocator.
 
-    Raises ValueError where a CPU's free memory cannot be read.
+    Raises ValueError if a CPU's free memory cannot be read.
     """
     if is_gpu(device):
         gpu = torch.get_device_module(device)
@@ -23,7 +23,8 @@ def measure_free(device: torch.device) -> int:
 
 
 def measure_free_host(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Return the free bytes of the host: what the kernel can give without swapping, within the limits of this process' control groups.
+    """Return the free bytes of the host: the memory available without swapping, within the limits of this process's control
+    groups.
 
     Raises ValueError where they cannot be read.
     """

@@ -1,4 +1,4 @@
-"""A made-up batch of rollouts of the largest length, to measure a pass with."""
+"""A synthetic batch of rollouts of the maximum length, to measure a pass with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from strop.types import Batch, Totals
 def make_full_rollouts(rollouts: int, length: int, vocabulary: int) -> Batch:
     """Return a batch of ``rollouts`` groups of one rollout, each of ``length`` tokens without a shared prefix, all of them predicted.
 
-    It takes the most memory that as many tokens can take in a packed row: each attends to ``length`` others, and N = T.
+    It needs the most memory possible for this many tokens in a packed row: each attends to ``length`` others, and N = T.
     """
     total = rollouts * length
     places = torch.arange(total)

@@ -1,31 +1,31 @@
-"""The memory of a forward and backward pass, and the token budget that fits into what is free."""
+"""The memory of a forward and backward pass, and the largest token budget that fits into free memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Of the free memory, what a micro-batch may take. The rest is for what a probe does not see: blocks between others that nothing fits
-# into, columns of a loss, rollouts of unequal length, and on a CPU whatever else runs on the machine.
+# Share of the free memory that a micro-batch may use. The rest covers what a probe does not measure: fragmentation, loss columns,
+# rollouts of unequal length and, on a CPU, other processes.
 USABLE_SHARE = {"cpu": 0.5, "cuda": 0.8}
-LARGEST_BUDGET = 1 << 17  # tokens: a longer pass is no faster
+LARGEST_BUDGET = 1 << 17  # tokens: a longer pass is not faster
 ROUNDED_TO = 64  # tokens
 
 
 class MemoryTooSmall(ValueError):
-    """Not even one rollout of the largest length fits into the free memory."""
+    """Not even one rollout of the maximum length fits into free memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryProbe:
-    """What one forward and backward pass of a learner was measured to take."""
+    """Measurements of one forward and backward pass of a learner."""
 
     device: str  # cpu or cuda
     tokens: int  # read by the pass
-    peak_bytes: int  # at once, besides what was there before it and its gradients
-    free_bytes: int  # beside weights, gradients and what is loaded, between two passes
-    gradient_bytes: int  # of the learner; counted in no free memory but its own
-    optimizer_bytes: int  # that the first optimizer step will allocate; 0 once it has
+    peak_bytes: int  # peak, beyond the memory before the pass and its gradients
+    free_bytes: int  # between two passes, with weights and gradients in place
+    gradient_bytes: int  # of the learner; excluded only from its own free memory
+    optimizer_bytes: int  # allocated by the first optimizer step; 0 once it has run
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class MemoryFit:
 
 @dataclass(frozen=True)
 class FoundBudget:
-    """A token budget, and what it was found from."""
+    """A token budget, and the values it was derived from."""
 
     tokens: int
     bytes_per_token: float
-    free_bytes: int  # after what later allocations take
-    usable_bytes: int  # of these, with the margin
+    free_bytes: int  # after later allocations
+    usable_bytes: int  # of these, minus the margin
 
 
 def take_worst(probes: Sequence[MemoryProbe]) -> MemoryProbe:
-    """Return the largest use and the smallest free memory of the ranks, so that what fits there fits on each of them."""
+    """Return the ranks' largest use and smallest free memory, so that what fits there fits on every rank."""
     return MemoryProbe(
         device=probes[0].device,
         tokens=min(probe.tokens for probe in probes),
@@ -59,7 +59,7 @@ def take_worst(probes: Sequence[MemoryProbe]) -> MemoryProbe:
 
 
 def fit_memory(probes: Sequence[MemoryProbe]) -> MemoryFit:
-    """Fit a line through one or two probes; never one that falls, or that starts below zero."""
+    """Fit a line through one or two probes, with a slope and offset of at least zero."""
     small, large = probes[0], probes[-1]
     slope = (large.peak_bytes - small.peak_bytes) / (large.tokens - small.tokens) if large.tokens > small.tokens else 0.0
     if slope <= 0:
@@ -69,7 +69,7 @@ def fit_memory(probes: Sequence[MemoryProbe]) -> MemoryFit:
 
 
 def count_usable(probe: MemoryProbe, later_bytes: int) -> tuple[int, int]:
-    """Return the free memory without ``later_bytes``, which others will allocate, and what a micro-batch may take of it (bytes)."""
+    """Return the free memory minus ``later_bytes`` of later allocations, and the part of it that a micro-batch may use (bytes)."""
     free = max(0, probe.free_bytes - later_bytes)
     return free, int(free * USABLE_SHARE[probe.device])
 
@@ -77,10 +77,10 @@ def count_usable(probe: MemoryProbe, later_bytes: int) -> tuple[int, int]:
 def choose_budget(probes: Sequence[MemoryProbe], *, longest: int, later_bytes: int, key: str) -> FoundBudget:
     """Return the largest token budget that fits, at least one rollout of ``longest`` tokens.
 
-    ``probes``: of one learner, the smallest pass first; the second is missing if it would not have fitted.
-    ``later_bytes``: of the optimizer's state, of other learners and of an engine, which are not allocated yet.
+    ``probes``: of one learner, the smallest pass first; the second is missing if it would not have fitted. ``later_bytes``: later
+    allocations of optimizer states, other learners and an engine.
 
-    Raises MemoryTooSmall, which names ``key``.
+    Raises MemoryTooSmall, whose message names ``key``.
     """
     fit = fit_memory(probes)
     free, usable = count_usable(probes[-1], later_bytes)
@@ -88,10 +88,9 @@ def choose_budget(probes: Sequence[MemoryProbe], *, longest: int, later_bytes: i
     if needed > usable:
         raise MemoryTooSmall(
             f"{key}: found auto, but a micro-batch of one rollout of max_total_sequence_length = {longest} tokens takes "
-            f"{format_bytes(needed)}, and {format_bytes(usable)} may be used, {USABLE_SHARE[probes[0].device]:.0%} of the "
-            f"{format_bytes(free)} that are free beside weights, gradients and the optimizer's state. Set "
-            "dtensor_cfg.activation_checkpointing=true, lower logprob_chunk_size or policy.max_total_sequence_length, or set the key "
-            "to a number of tokens to try it anyway"
+            f"{format_bytes(needed)}, but only {format_bytes(usable)} may be used: {USABLE_SHARE[probes[0].device]:.0%} of the "
+            f"{format_bytes(free)} left by weights, gradients and optimizer state. Set dtensor_cfg.activation_checkpointing=true, lower "
+            "logprob_chunk_size or policy.max_total_sequence_length, or set the key to a number of tokens to try it anyway"
         )
     tokens = min(LARGEST_BUDGET, int((usable - fit.fixed_bytes) / fit.bytes_per_token))
     return FoundBudget(max(longest, tokens // ROUNDED_TO * ROUNDED_TO), fit.bytes_per_token, free, usable)
@@ -103,7 +102,9 @@ def fits_twice(probe: MemoryProbe, later_bytes: int) -> bool:
 
 
 def count_later(name: str, probes: Mapping[str, MemoryProbe], reserved_bytes: int) -> int:
-    """Return what is allocated after the probe of learner ``name`` and stays: every optimizer's state, other learners' gradients."""
+    """Return the bytes allocated permanently after the probe of learner ``name``: all optimizer states, and other learners'
+    gradients.
+    """
     optimizers = sum(probe.optimizer_bytes for probe in probes.values())
     gradients = sum(probe.gradient_bytes for other, probe in probes.items() if other != name)
     return reserved_bytes + optimizers + gradients

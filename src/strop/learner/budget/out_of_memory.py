@@ -1,4 +1,4 @@
-"""A device that ran out of memory in a pass: what to set."""
+"""Explains what to set when a device ran out of memory in a pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ class DeviceMemoryFull(RuntimeError):
 
 @contextmanager
 def explain_full_memory(key: str, tokens: int, *, trains: bool) -> Iterator[None]:
-    """Raise DeviceMemoryFull for torch's error. ``key``: of the token budget, which was ``tokens``; ``trains``: with a backward pass."""
+    """Convert torch's error into DeviceMemoryFull. ``key``: the key of the token budget, whose value was ``tokens``; ``trains``:
+    with a backward pass.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -22,6 +24,6 @@ def explain_full_memory(key: str, tokens: int, *, trains: bool) -> Iterator[None
         further = f", {section}.dtensor_cfg.activation_checkpointing=true or activation_offload=true" if trains else ""
         raise DeviceMemoryFull(
             f"{key}: the device has no memory for a micro-batch of at most {tokens} tokens. Set it to a smaller number, at least "
-            f"policy.max_total_sequence_length; if it is that already, lower {section}.logprob_chunk_size{further}. The gradient stays "
-            f"the same. torch reports: {error}"
+            f"policy.max_total_sequence_length; if it is already that small, lower {section}.logprob_chunk_size{further}. The gradient "
+            f"stays the same. torch reports: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""The most memory that torch's allocator holds at once during some work."""
+"""The peak memory of torch's allocator during some work."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from strop.monitoring.profiling.quiet_profiler import quiet_profiler
 
 
 def measure_peak(work: Callable[[], object], device: torch.device) -> int:
-    """Call ``work`` and return the most bytes it held at once beyond what was allocated before.
+    """Call ``work`` and return the peak of its allocations in bytes, beyond what was allocated before.
 
-    On a CPU torch's profiler reports every allocation, so the number does not depend on what the process has freed before.
+    On a CPU torch's profiler reports every allocation, so the result does not depend on memory freed earlier.
     """
     if is_gpu(device):
         gpu = torch.get_device_module(device)

@@ -7,13 +7,19 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from strop.base_config import BaseConfig, subsection
+from strop.base_config import subsection
+from strop.learner.learner_config import LearnerSection
 from strop.models.lora_config import LoraConfig
 from strop.problems import Problem
 
 
-class DtensorConfig(BaseConfig):
+class DtensorConfig(LearnerSection):
     """The torch learner and its parallelism."""
+
+    backend: ClassVar[str] = "torch"
+    title: ClassVar[str] = "the torch learner"
+    adapters_key: ClassVar[str] = "lora_cfg"
+    needs_ranks: ClassVar[bool] = False
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
@@ -29,8 +35,8 @@ class DtensorConfig(BaseConfig):
     )
     activation_offload: bool = Field(
         False,
-        description="Keep activations in CPU memory between the forward and the backward pass, where they are not recomputed: less "
-        "memory of a GPU, more time.",
+        description="Keep activations in CPU memory between the forward and the backward pass, unless they are recomputed: less GPU "
+        "memory, more time.",
     )
     tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks: they shard the linear layers (GPUs).")
     context_parallel_size: int = Field(
@@ -64,8 +70,15 @@ class DtensorConfig(BaseConfig):
     lora_cfg: LoraConfig = subsection(LoraConfig)
 
     @property
+    def adapters(self) -> LoraConfig:
+        return self.lora_cfg
+
+    @property
+    def largest_size(self) -> int:
+        return max(self.tensor_parallel_size, self.context_parallel_size, self.pipeline_parallel_size, self.expert_parallel_size)
+
+    @property
     def ranks_of_one_copy(self) -> int:
-        """The least number of ranks that the sizes shard a model over."""
         stage = max(self.tensor_parallel_size * self.context_parallel_size, self.expert_parallel_size)
         return stage * self.pipeline_parallel_size
 
@@ -91,7 +104,6 @@ class DtensorConfig(BaseConfig):
             )
 
     def size_errors(self, key: str, devices: int, *, uses_ray: bool) -> Iterator[Problem]:
-        """Yield what cannot work on ``devices`` devices that train."""
         tensor, context, copies = self.tensor_parallel_size, self.context_parallel_size, self.dp_replicate_size
         stages = self.pipeline_parallel_size
         product = tensor * context * copies * stages
@@ -102,7 +114,7 @@ class DtensorConfig(BaseConfig):
                 sizes["pipeline_parallel_size"] = stages
             name = max(
                 sizes, key=lambda size: devices % sizes[size] > 0
-            )  # the first that does not divide alone, or else the first
+            )  # the first size that alone does not divide, otherwise the first
             others = " and ".join(f"{other} = {size}" for other, size in sizes.items() if other != name)
             yield Problem(
                 f"{key}.{name}",
@@ -129,7 +141,7 @@ class DtensorConfig(BaseConfig):
 def find_stage_problems(
     key: str, model: str, layers: int, *, ranks: int, interleaved: bool, layers_per_stage: int | None
 ) -> Iterator[Problem]:
-    """Yield why the ``layers`` of a model cannot be split into pipeline stages; ``key`` is that of a ``dtensor_cfg``."""
+    """Yield why the ``layers`` of a model cannot be split into pipeline stages; ``key`` is the key of a ``dtensor_cfg``."""
     stages = ranks * (2 if interleaved else 1)
     if ranks == 1:
         return
@@ -137,8 +149,8 @@ def find_stage_problems(
         if layers % (ranks * layers_per_stage):
             yield Problem(
                 f"{key}.pipeline_parallel_layers_per_stage",
-                f"found {layers_per_stage}, and {ranks} pipeline ranks cannot have equally many stages of so many of the {layers} layers "
-                f"of {model}",
+                f"found {layers_per_stage}, but {ranks} pipeline ranks cannot have equally many stages of this size for the {layers} "
+                f"layers of {model}",
                 f"Set it to a divisor of {layers // ranks}." if layers % ranks == 0 else "Set it to null.",
             )
     elif layers < stages:

@@ -2,7 +2,7 @@
 
 A layer's experts are stored in tensors [E, ...]. For each *pair* of a token and an expert that the router selected for it, the token's
 hidden state is sent to the rank of the expert (one all-to-all), computed there, and sent back (another), where the results are weighted
-and summed. Every pair is computed once, so a rank's experts get their full gradient, of the tokens of all ranks that share the layer.
+and summed. Every pair is computed once, so a rank's experts get their full gradient, from the tokens of all ranks that share the layer.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def check_experts(model: Any, dims: ParallelDims) -> None:
         # Attributes of Transformers' experts with the interface (hidden, index, weights), the only supported one.
         if not hasattr(module, "is_transposed") or not hasattr(module, "num_experts") or counts != {module.num_experts}:
             raise ValueError(
-                f"the experts {name} ({type(module).__name__}) have a layout that cannot be sharded; set "
-                "expert_parallel_size=1 and tensor_parallel_size=1, and shard with FSDP alone"
+                f"the experts {name} ({type(module).__name__}) have a layout that cannot be sharded; set expert_parallel_size=1 and "
+                "tensor_parallel_size=1, and shard only with FSDP"
             )
         if (count := int(module.num_experts)) % dims.expert_size:
             key = "expert_parallel_size" if dims.expert > 1 else "tensor_parallel_size, which shards experts too,"
@@ -75,10 +75,10 @@ def apply_expert_parallel(model: Any, meshes: DeviceMeshes) -> frozenset[str]:
 
 @dataclass(frozen=True, eq=False)
 class _ExpertGroups:
-    """Process groups of the experts of a layer."""
+    """Process groups for the experts of a layer."""
 
     expert: Any  # the ranks that the experts are sharded over
-    same_tokens: Any | None  # those of them that have the same tokens; None: every rank has other tokens
+    same_tokens: Any | None  # those of them with the same tokens; None: every rank has different tokens
 
     @property
     def size(self) -> int:
@@ -90,7 +90,7 @@ class ShardedExperts(nn.Module):
 
     whole_class: type[nn.Module]
     ranks: _ExpertGroups
-    num_experts: Any  # of the layer, over all ranks
+    num_experts: Any  # in the layer, over all ranks
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         same_tokens = self.ranks.same_tokens
@@ -137,7 +137,7 @@ def _expert_of_each_row(incoming: Tensor) -> Tensor:
 
 
 class _LocalExperts:
-    """A layer with this rank's experts only, for the forward method of the original class."""
+    """A layer with only this rank's experts, for the original class's forward method."""
 
     def __init__(self, full: ShardedExperts) -> None:
         self._full = full

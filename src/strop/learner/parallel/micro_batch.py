@@ -26,13 +26,13 @@ class MicroBatch:
     """A micro-batch of one rank."""
 
     sub_batch: SubBatch
-    zero_gradient: bool  # its loss has no gradient, so it runs without one
+    zero_gradient: bool  # its loss has zero gradient, so it runs without one
     dummy: bool = False  # runs only to match the number of passes of other ranks; its results are ignored
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchOutputs:
-    """The results of a rank's micro-batches; empty if another rank that read the same micro-batches reports them."""
+    """The results of a rank's micro-batches; empty if another rank with the same micro-batches reports them."""
 
     outputs: tuple[tuple[Tensor, Outputs], ...] = ()  # (index [n] into the batch's N, outputs of these n tokens on the CPU)
     metrics: Metrics | None = None  # merged over its micro-batches
@@ -58,9 +58,9 @@ def run_in_turn(
     *,
     backward: bool,
 ) -> LocalOutputs[OutputsT]:
-    """Run the passes of ``Parallelism.run_passes`` on a device that has all layers: one micro-batch after another.
+    """Run the passes of ``Parallelism.run_passes`` on a device with all layers: one micro-batch after another.
 
-    The host does not wait for a GPU before the last of them.
+    The host does not wait for a GPU until the last micro-batch.
     """
     results = []
     for micro_batch in (send_to(network, each) for each in micro_batches):
@@ -114,7 +114,9 @@ def detach_to_cpu(outputs: OutputsT) -> OutputsT:
 
 
 def _detach(outputs: OutputsT) -> OutputsT:
-    """Return outputs detached, in float32; integers keep their type. Candidates, which are many numbers a token, leave the device now."""
+    """Return outputs detached, in float32; integers keep their type. Candidates (many numbers per token) are moved to the CPU at
+    once.
+    """
     columns: dict[str, Any] = {}
     for name, value in tensor_fields(outputs):
         value = value.detach().float() if value.is_floating_point() else value.detach()
@@ -129,13 +131,15 @@ def dummy_loss(outputs: Outputs) -> Tensor:
 
 
 def sum_outputs(micro_batch: MicroBatch, outputs: Outputs) -> Tensor:
-    """Return a loss whose gradient reaches all that the network computed, for a pass that is measured only."""
+    """Return a loss whose gradient reaches everything the network computed, for a pass that is only measured."""
     sums = [value.sum() for _, value in tensor_fields(outputs) if value.requires_grad]
     return torch.stack(sums).sum()
 
 
 def send_to(network: Any, micro_batch: MicroBatch) -> MicroBatch:
-    """Move what a network and its loss read of a micro-batch to their device, in one copy. Nothing of rows that it cuts or pads first."""
+    """Move the columns of a micro-batch that a network and its loss read to their device, in one copy; no rows that it cuts or
+    pads first.
+    """
     if not getattr(network, "reads_plain_rows", False):
         return micro_batch
     part = micro_batch.sub_batch
@@ -148,7 +152,7 @@ READ_COLUMNS = ("tokens", "positions", "source")
 
 
 def to_device(batch: Batch, device: torch.device, names: Sequence[str] = LOSS_COLUMNS) -> Batch:
-    """Move columns of a batch, by default those that a loss reads, and those that were added to a device in one copy."""
+    """Move columns of a batch to a device in one copy: by default those that a loss reads, and any added ones."""
     if device.type == "cpu":
         return batch
     moved = move([*(getattr(batch, name) for name in names), *batch.columns.values()], device)

@@ -16,7 +16,7 @@ from strop.problems import raise_problems
 class ParallelDims:
     """The number of ranks of each parallel dimension, outermost first: adjacent ranks communicate the most.
 
-    The layers are split over ``pipeline`` ranks, and the other dimensions divide each part of them. It has ``replicate`` copies, each
+    The layers are split over ``pipeline`` ranks, and the other dimensions divide each stage. A stage has ``replicate`` copies, each
     sharded over ``shard`` x ``context`` ranks (FSDP2; with several copies HSDP). ``context`` x ``tensor`` ranks read the same
     micro-batch, each some of its tokens. The experts of each layer are sharded over ``expert`` ranks, counted from the innermost; with
     tensor parallelism over at least ``tensor`` ranks. Raises ValueError for sizes that do not fit together.
@@ -140,7 +140,7 @@ class DeviceMeshes:
 
     @property
     def pipeline(self) -> Any:
-        """The process group of the ranks that have the layers of one copy and read the same tokens."""
+        """The process group of the ranks that hold the stages of one copy and read the same tokens."""
         return self.dense["pipeline"].get_group()
 
     @property
@@ -167,7 +167,7 @@ class DeviceMeshes:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank reports the results of all ranks that read the same micro-batch; the last pipeline rank has them."""
+        """Whether this rank reports the results for all ranks that read the same micro-batch; the last pipeline rank has them."""
         coordinate = self.dense.get_coordinate()
         return coordinate[0] == self.dims.pipeline - 1 and not any(coordinate[3:])
 

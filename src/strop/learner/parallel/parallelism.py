@@ -57,13 +57,13 @@ class Parallelism(Protocol):
         ...
 
     def share_request(self, token_budget: int, *, whole_groups: bool = False, read_columns: bool = False) -> ShareRequest:
-        """Return which share of a batch this rank reads in micro-batches of ``token_budget``."""
+        """Return the share of a batch that this rank reads in micro-batches of ``token_budget``."""
         ...
 
     def split_batch(
         self, batch: Batch | BatchShare, token_budget: int, *, whole_groups: bool = False
     ) -> tuple[Sequence[MicroBatch], Metrics]:
-        """Return this rank's micro-batches of a batch, or of its share of one: equally many on every rank; and metrics of the split."""
+        """Return this rank's micro-batches of a batch or of its share (equally many on every rank), and metrics of the split."""
         ...
 
     def run_passes(
@@ -110,7 +110,7 @@ class Parallelism(Protocol):
         ...
 
     def save(self, folder: Path, state: TrainingState, *, optimizer: bool = True) -> None:
-        """Write the weights and their average, and with ``optimizer`` what else is needed to resume, under ``folder``."""
+        """Write the weights and their average, and with ``optimizer`` the rest of the state needed to resume, under ``folder``."""
         ...
 
     def load(self, folder: Path, state: TrainingState) -> None:

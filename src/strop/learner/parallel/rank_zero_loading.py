@@ -118,10 +118,10 @@ def broadcast_weights(
     shard_device: torch.device,
     elsewhere: Collection[str] = (),
 ) -> None:
-    """Fill a sharded meta model with the first rank's full ``weights``, and with the buffers of its model.
+    """Fill a sharded meta model with the first rank's full ``weights`` and buffers.
 
-    Each rank keeps its shards on the device ``shard_device``, and nothing of the weights ``elsewhere``. Raises ValueError for a weight
-    that the first rank does not have.
+    Each rank keeps its shards on ``shard_device``, and nothing of the weights ``elsewhere``. Raises ValueError for a weight
+    missing on the first rank.
     """
     parameters: list[tuple[str, Any]] = list(model.named_parameters())
     missing = broadcast_from_rank_zero(lambda: sorted({name for name, _ in parameters} - weights.keys()))

@@ -1,4 +1,4 @@
-"""Files of sharded tensors, which can be read with any other sharding.
+"""Files of sharded tensors, readable with any other sharding.
 
 The files are torch's distributed checkpoints (DCP): ``.metadata`` records which file has which part of which tensor, so they can be read by
 another number of ranks, with another sharding, or by a single process without a process group.
@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from types import MappingProxyType
+from typing import Any, BinaryIO, Protocol, TypeAlias
 
 import torch
 import torch.distributed.checkpoint
@@ -33,6 +34,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 dcp: Any = torch.distributed.checkpoint  # some of its names are not exported for type checkers
 
+ClassName: TypeAlias = tuple[str, str]  # its module, and it
 METADATA = ".metadata"  # the file that marks a DCP folder
 
 
@@ -41,7 +43,7 @@ class TensorShard:
     """A block of a full tensor; the full tensor itself if it is not sharded."""
 
     tensor: Tensor
-    offset: tuple[int, ...]  # of its first element in the full tensor
+    offset: tuple[int, ...]  # offset of its first element in the full tensor
     shape: tuple[int, ...]  # of the full tensor
 
     def with_tensor(self, tensor: Tensor) -> TensorShard:
@@ -68,7 +70,7 @@ def local_shard(tensor: Tensor) -> TensorShard:
     local: Tensor = tensor.to_local().detach()
     offset, size = [0] * tensor.dim(), list(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate() or ()
-    # FSDP splits the shards of tensor parallelism: its splits, strided as they come first in the mesh, are the inner ones.
+    # FSDP splits the shards of tensor parallelism, so its splits (strided, since they come first in the mesh) are the inner ones.
     splits = sorted(enumerate(tensor.placements), key=lambda item: isinstance(item[1], _StridedShard))
     for dimension, placement in splits:
         if placement.is_replicate():
@@ -89,12 +91,12 @@ def local_shard(tensor: Tensor) -> TensorShard:
 
 
 def is_elsewhere(tensor: Tensor) -> bool:
-    """Return whether a model's tensor only describes the weight, which other pipeline stages have."""
+    """Return whether a tensor of the model is only a description of a weight on other pipeline stages."""
     return tensor.device.type == "meta"
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a value that is equal only for tied weights: also for empty shards, because FSDP pads them, and without memory."""
+    """Return a value that is equal only for tied weights, including empty shards, which FSDP pads, and weights without memory."""
     local: Tensor = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
     storage: Any = local.untyped_storage()
     return int(storage._cdata if is_elsewhere(local) else storage.data_ptr())
@@ -114,21 +116,25 @@ def write_shards(folder: Path, shards: Mapping[str, TensorShard], group: Any | N
 
 
 def write_blocks(folder: Path, blocks: Sequence[NamedShard], group: Any | None) -> None:
-    """Do what ``write_shards`` does, where a rank may have several blocks of one tensor."""
+    """Like ``write_shards``, but a rank may have several blocks of one tensor."""
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     with _ignore_single_process_warnings():
         dcp.save({}, storage_writer=writer, planner=_SavePlanner(blocks), process_group=group, no_dist=group is None)
 
 
 class ForeignMetadata(ValueError):
-    """``.metadata`` names what no checkpoint of tensors contains."""
+    """``.metadata`` names something that no checkpoint of tensors contains."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads DCP's ``.metadata``, a pickle, without running what someone else may have put into it."""
+    """Reads DCP's ``.metadata``, a pickle, without executing code that it might contain."""
+
+    def __init__(self, file: BinaryIO, renamed: Mapping[ClassName, ClassName]) -> None:
+        super().__init__(file)
+        self.renamed = renamed
 
     def find_class(self, module: str, name: str) -> Any:
-        module, name = _OF_EARLIER_MEGATRON.get((module, name), (module, name))
+        module, name = self.renamed.get((module, name), (module, name))
         if (module, name) not in _METADATA_CLASSES:
             raise ForeignMetadata(
                 f"{METADATA} names {module}.{name}, which no checkpoint of tensors contains and which could run code; the folder was not "
@@ -143,7 +149,7 @@ _METADATA_CLASSES = {
     *((f"{_CHECKPOINT}.metadata", name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties")),
     (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
-    # Megatron Core keeps the plans of all ranks.
+    # Others than torch keep the plans of all ranks.
     *((f"{_CHECKPOINT}.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -153,19 +159,17 @@ _METADATA_CLASSES = {
     *(("torch", str(dtype).removeprefix("torch.")) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)),
 }
 
-_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-_OF_EARLIER_MEGATRON = {
-    (_MEGATRON, "MCoreMetadata"): (f"{_CHECKPOINT}.metadata", "Metadata"),
-    (_MEGATRON, "MCoreSavePlan"): (f"{_CHECKPOINT}.planner", "SavePlan"),
-}
-
 
 class _SafeReader(dcp.FileSystemReader):  # type: ignore[misc]
-    """Reads only files of its folder, and of ``.metadata`` only what describes tensors."""
+    """Reads only files in its folder, and from ``.metadata`` only descriptions of tensors."""
+
+    def __init__(self, folder: Path, renamed: Mapping[ClassName, ClassName]) -> None:
+        super().__init__(folder)
+        self.renamed = renamed
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         with open(Path(self.path) / METADATA, "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
+            metadata = _MetadataUnpickler(file, self.renamed).load()
         if not isinstance(metadata, Metadata):
             raise ForeignMetadata(f"{METADATA} is {metadata!r:.80}, not the metadata of a checkpoint")
         for index, info in (metadata.storage_data or {}).items():
@@ -191,13 +195,15 @@ class TensorReader(Protocol):
 
 
 class ShardedReader:
-    """Reads a folder that ``write_shards`` wrote on any number of ranks. Raises FileNotFoundError."""
+    """Reads a folder that ``write_shards`` wrote on any number of ranks. Raises FileNotFoundError.
 
-    def __init__(self, folder: Path) -> None:
+    ``renamed``: what classes of torch are called in ``.metadata`` of another library."""
+
+    def __init__(self, folder: Path, renamed: Mapping[ClassName, ClassName] = MappingProxyType({})) -> None:
         if not is_sharded(folder):
             raise FileNotFoundError(f"{folder / METADATA} is missing")
-        self.folder = folder
-        stored = _SafeReader(folder).read_metadata().state_dict_metadata
+        self.folder, self._renamed = folder, renamed
+        stored = _SafeReader(folder, renamed).read_metadata().state_dict_metadata
         tensors = {name: data for name, data in stored.items() if isinstance(data, TensorStorageMetadata)}
         self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(data.size) for name, data in tensors.items()}
         self.dtypes: Mapping[str, torch.dtype] = {name: data.properties.dtype for name, data in tensors.items()}
@@ -206,14 +212,21 @@ class ShardedReader:
         self.read_blocks(list(into.items()))
 
     def read_blocks(self, blocks: Sequence[NamedShard]) -> None:
-        """Do what ``read`` does, where several blocks may be of one tensor."""
+        """Like ``read``, but several blocks may belong to one tensor."""
         with _ignore_single_process_warnings():
-            dcp.load({}, storage_reader=_SafeReader(self.folder), planner=_LoadPlanner(blocks), no_dist=True)
+            dcp.load({}, storage_reader=_SafeReader(self.folder, self._renamed), planner=_LoadPlanner(blocks), no_dist=True)
+
+
+def read_whole(reader: TensorReader) -> dict[str, Tensor]:
+    """Return all tensors, whole."""
+    tensors = {name: torch.empty(shape, dtype=reader.dtypes[name]) for name, shape in reader.shapes.items()}
+    reader.read({name: TensorShard(tensor, (0,) * tensor.dim(), tuple(tensor.shape)) for name, tensor in tensors.items()})
+    return tensors
 
 
 @dataclass(frozen=True, eq=False)
 class InMemoryReader:
-    """Reads tensors in memory, or mapped from a file."""
+    """Reads tensors in memory or in a memory-mapped file."""
 
     tensors: Mapping[str, Tensor]
     shapes: Mapping[str, tuple[int, ...]] = field(init=False)
@@ -277,7 +290,7 @@ def _chunk_metadata(shard: TensorShard) -> ChunkStorageMetadata:
 
 
 def _by_index(blocks: Sequence[NamedShard]) -> dict[MetadataIndex, Tensor]:
-    """Return the tensors of blocks by name and offset, which is how DCP asks for them."""
+    """Return the tensors of blocks by name and offset, as DCP requests them."""
     return {MetadataIndex(name, torch.Size(shard.offset)): shard.tensor for name, shard in blocks if shard.tensor.numel()}
 
 

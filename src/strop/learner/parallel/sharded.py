@@ -1,6 +1,6 @@
 """A network sharded over several ranks (FSDP2, HSDP): micro-batches are distributed and gradients summed.
 
-Losses are normalized by counts of the full optimizer step, so the ranks' gradients are summed and never averaged. The optimizer steps the
+Losses are normalized by counts of the full optimizer step, so the ranks' gradients are summed not averaged. The optimizer steps the
 local shards: plain tensors that share the memory of FSDP's DTensors.
 """
 
@@ -58,7 +58,7 @@ def parallelize_network(
     cpu_offload: bool = False,
     tensor_plan: Mapping[str, str] | None = None,
 ) -> Sharded:
-    """Shard a network over the ranks of ``meshes``, in place; a network in pipeline stages, ``parallelize_stages`` does.
+    """Shard a network over the ranks of ``meshes``, in place. Pipeline stages are handled by ``parallelize_stages``.
 
     All ranks must call it with the same full network, which may be on the meta device on all but the first rank (``load_on_rank_zero``).
     Freeze parameters before the call. ``weights_dtype`` is the dtype of the computation: trained weights are float32 shards that are cast
@@ -91,8 +91,8 @@ class ShardedModel:
 def shard_network(
     network: Network, meshes: DeviceMeshes, options: ShardingOptions, elsewhere: frozenset[str] = frozenset()
 ) -> ShardedModel:
-    """Shard the model of a network, in place. The parameters ``elsewhere``, which other pipeline stages have, are left on the meta
-    device as descriptions of themselves."""
+    """Shard the model of a network, in place. The parameters ``elsewhere``, which other pipeline stages have, stay on the meta
+    device as descriptions."""
     check_parallelizable(network, meshes.dims)
     model: nn.Module = network.model
     weights_dtype, cpu_offload, tensor_plan = options.weights_dtype, options.cpu_offload, options.tensor_plan
@@ -133,12 +133,14 @@ def shard_network(
 
 
 def parallelize_head(head: ValueHead, trunk: Sharded) -> Sharded:
-    """Shard a critic that is a head on the policy's trunk. All ranks must call it with the same head, after sharding the policy."""
+    """Shard a critic that is a head on the policy's trunk. All ranks must call it with the same head, after the policy was
+    sharded.
+    """
     meshes = trunk.meshes
     if meshes.dims.pipeline > 1:
         raise ValueError(
-            "value.head_only is true, and with pipeline_parallel_size > 1 only the last stage has the hidden states that such a critic "
-            "reads; set value.head_only=false, or policy.dtensor_cfg.pipeline_parallel_size=1"
+            "value.head_only is true, and with pipeline_parallel_size > 1 only the last stage has the hidden states read by such a "
+            "critic; set value.head_only=false, or policy.dtensor_cfg.pipeline_parallel_size=1"
         )
     head.device = trunk.device
     head.model.to(trunk.device)
@@ -153,12 +155,12 @@ def check_parallelizable(network: Network, dims: ParallelDims) -> None:
     if not network.packed and (dims.sample > 1 or dims.expert > 1):
         raise ValueError(
             f"{type(network.model).__name__} reads padded rows ({network.fallback or 'as configured'}), and context, tensor and expert "
-            "parallelism need packed rows; set their sizes to 1 and use data parallelism alone"
+            "parallelism need packed rows; set their sizes to 1 and use only data parallelism"
         )
 
 
 def _apply_weights_dtype(model: nn.Module, weights_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Cast the weights to the dtypes of their shards and return the policy that they are gathered with."""
+    """Cast the weights to the dtypes of their shards and return the policy for gathering them."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if weights_dtype is None:
         if low_precision := {parameter.dtype for parameter in trained} & {torch.bfloat16, torch.float16}:
@@ -177,7 +179,7 @@ def _apply_weights_dtype(model: nn.Module, weights_dtype: torch.dtype | None) ->
             "weights_dtype=float32"
         )
     cast_weights(model, weights_dtype)
-    for parameter in model.parameters():  # frozen ones too: the weights of a group are gathered in one dtype
+    for parameter in model.parameters():  # frozen ones too, because a group's weights are gathered in one dtype
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     return MixedPrecisionPolicy(param_dtype=weights_dtype, reduce_dtype=torch.float32)
 
@@ -223,12 +225,12 @@ def _local_device(meshes: DeviceMeshes) -> torch.device:
 def _fully_shard(module: nn.Module, mesh: Any, options: Mapping[str, Any]) -> Any:
     sharded: FSDPModule = fully_shard(module, mesh=mesh, **options)
     sharded.set_gradient_divide_factor(1.0)  # gradients are summed
-    sharded.set_force_sum_reduction_for_comms(True)  # the only reduction that gloo supports
+    sharded.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
     return sharded
 
 
 class FsdpRoot(nn.Module):
-    """FSDP's root module: in its forward pass the embedding, the final norm and the output layer are gathered."""
+    """FSDP's root module: the embedding, the final norm and the output layer are gathered in its forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -251,7 +253,7 @@ class Sharded:
         trunk: Sharded | None = None,
     ) -> None:
         self.network = network
-        self.trunk = trunk  # the sharded trunk of a network that is only a head
+        self.trunk = trunk  # the sharded trunk, if the network is only a head
         self.meshes = meshes
         self.is_leader = meshes.is_leader
         self.root = model.root
@@ -301,7 +303,7 @@ class Sharded:
         return ShareRequest(rule=rule, number=self.meshes.data_rank, read_columns=read_columns)
 
     def take_share(self, batch: Batch | BatchShare, token_budget: int, *, whole_groups: bool = False) -> BatchShare:
-        """Return this rank's share of a batch, or the share that it was sent. Raises ValueError for that of another rank."""
+        """Return this rank's share of a batch, or the given share itself. Raises ValueError for another rank's share."""
         request = self.share_request(token_budget, whole_groups=whole_groups)
         return take_share(batch, request.rule, request.number)
 
@@ -358,7 +360,7 @@ class Sharded:
                 self.local_parameters[name].grad = gradient.to_local()
         if self.trunk is not None:
             self.trunk._finish_passes()
-        self.root.reset_iter_state()  # a pass without gradient leaves weights gathered, which would be stale after a step
+        self.root.reset_iter_state()  # passes without gradient leave weights gathered, which would be stale after a step
 
     @torch.no_grad()
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
@@ -440,7 +442,7 @@ def dtensor_like(tensor: DTensor, local: Tensor) -> DTensor:
 
 
 def _gathered_from(module: FSDPModule) -> Iterator[Tensor]:
-    """Yield the padded shards that FSDP gathers a module's parameters from; it has no public name for them."""
+    """Yield the padded shards from which FSDP gathers a module's parameters; FSDP has no public name for them."""
     state: Any = module._get_fsdp_state()
     for group in state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]:
         for parameter in group.fsdp_params if group is not None else ():
@@ -448,7 +450,7 @@ def _gathered_from(module: FSDPModule) -> Iterator[Tensor]:
 
 
 def _count_copies(parameter: DTensor, ranks: int) -> int:
-    """Return how many of the ``ranks`` with a parameter have the same shard of it."""
+    """Return the number of ``ranks`` with the same shard of a parameter."""
     mesh = parameter.device_mesh
     shards = 1
     for dimension, placement in enumerate(parameter.placements):

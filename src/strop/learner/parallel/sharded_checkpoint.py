@@ -1,4 +1,4 @@
-"""Sharded checkpoints of a learner: each rank writes its shards, and any number of ranks reads them with any parallelism.
+"""Sharded checkpoints of a learner: each rank writes its shards, and any number of ranks can read them with any parallelism.
 
     weights/           shards (DCP) under the model's names, in the dtype of the computation; the model's configuration.
                        A LoRA run has full adapters there, in PEFT's format
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.learner.learner_config import TORCH
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.shard_files import (
     InMemoryReader,
@@ -41,6 +42,7 @@ from strop.learner.training_state import TrainingState
 from strop.models.adapters import adapter_folder, load_adapters, lora_layers, save_adapters
 from strop.models.fit.load_report import LoadReport
 from strop.models.loading import quiet_transformers
+from strop.models.rank_shards import find_shards
 
 dist: Any = torch.distributed
 
@@ -190,7 +192,7 @@ def _gather_adapters(parallelism: Parallelism, state: TrainingState) -> dict[str
 
 
 def _save_config(model: Any, folder: Path, weights: Mapping[str, TensorShard]) -> None:
-    """Write the model's configuration, which names its class, beside the shards."""
+    """Write the model's configuration, including its class name, next to the shards."""
     config = copy.deepcopy(getattr(model, "config", None))
     if config is None:
         return
@@ -337,10 +339,11 @@ def _read_average(
 def _open_optimizer(folder: Path) -> tuple[TensorReader, Mapping[str, Any]]:
     """Return a reader of the optimizer state of several ranks or a single process, in the sharded format, and the unsharded state."""
     shards, path = folder / "optimizer", folder / "optimizer.pt"
-    if is_sharded(shards) and not (shards / STATE_FILE).exists() and any((folder / "weights").glob("iter_*")):
+    found = find_shards(folder / "weights") if is_sharded(shards) and not (shards / STATE_FILE).exists() else None
+    if found is not None and found[0].section != TORCH:
         raise ValueError(
-            f"{folder} was saved by Megatron Core, whose optimizer keeps its state under other names than torch's: continue with "
-            "policy.megatron_cfg.enabled=true, or begin a run from its weights (`strop export`, then policy.model_name)"
+            f"{folder} was saved by {found[0].title}, whose optimizer keeps its state under other names than torch's: continue with "
+            f"policy.{found[0].section}.enabled=true, or begin a run from its weights (`strop export`, then policy.model_name)"
         )
     if is_sharded(shards):
         return ShardedReader(shards), torch.load(shards / STATE_FILE, map_location="cpu", weights_only=True)
@@ -421,7 +424,7 @@ def _check_shape(stored: TensorReader, name: str, shard: TensorShard) -> TensorS
 
 
 def _copy_shard(local: Tensor, full: Tensor) -> None:
-    """Copy this rank's shard of ``whole`` into ``own``."""
+    """Copy this rank's shard of ``full`` into ``local``."""
     shard = local_shard(local)
     shard.tensor.copy_(full[shard.index])
 

@@ -32,7 +32,7 @@ from strop.types import Batch
 
 
 class SingleDevice:
-    """The full network is on one device, which reads every batch."""
+    """The full network on one device, which reads every batch."""
 
     is_leader = True
     param_dtype: torch.dtype | None = None
@@ -53,7 +53,7 @@ class SingleDevice:
         yield from self.network.model.parameters()
 
     def share_request(self, token_budget: int, *, whole_groups: bool = False, read_columns: bool = False) -> ShareRequest:
-        raise TypeError("a network on a single device reads whole batches; send it those")
+        raise TypeError("a network on a single device reads whole batches, not shares; send whole batches")
 
     def split_batch(
         self, batch: Batch | BatchShare, token_budget: int, *, whole_groups: bool = False
@@ -123,7 +123,7 @@ def save_weights(model: Any, folder: Path) -> None:
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Load what ``save_weights`` wrote into a module, in place. Raises ValueError unless every weight is present.
+    """Load the result of ``save_weights`` into a module, in place. Raises ValueError unless every weight is present.
 
     Tied weights are stored once.
     """

@@ -1,8 +1,8 @@
 """Tensor parallelism: the linear layers of attentions and MLPs are sharded over the ranks that read the same tokens.
 
 A *region* (``tensor_plan.py``) has a replicated input and returns the sum of the tensor ranks' results, with one collective at each end.
-Without sequence parallelism all tensor ranks have all tokens between regions and compute the same; with it each has some of the tokens,
-which are gathered at the start of a region and reduce-scattered at its end, at the same cost and with less memory.
+Without sequence parallelism all tensor ranks have all tokens between regions and compute the same; with it each rank has some of
+the tokens, which are gathered at the start of a region and reduce-scattered at its end, at the same cost and with less memory.
 
 The embedding and the output layer are replicated, and each rank applies them to some of the tokens. (Megatron-LM, arXiv 1909.08053 and
 2205.05198.)
@@ -80,7 +80,7 @@ def _partial_gradient_parameters(model: Any, regions: list[Region], sequence: bo
 
 
 class LocalLinear(nn.Linear):
-    """A linear layer that computes with this rank's shard of its weight."""
+    """A linear layer that uses this rank's shard of its weight."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, to_local(self.weight), None if self.bias is None else to_local(self.bias))

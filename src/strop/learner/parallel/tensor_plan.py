@@ -2,8 +2,8 @@
 
 A plan maps patterns of module names to styles, as in Transformers. It defines a list of *regions*: an attention or an MLP whose first
 layers are sharded by columns (outputs: heads, neurons) and whose last layers by rows (inputs), so that each tensor rank computes a partial
-sum of the region's output. Modules in a region that are not sharded run on every rank and contribute to that rank's partial sum: their
-gradient is a partial sum too, whatever style the plan gives them.
+sum of the region's output. Modules in a region that are not sharded run on every rank and contribute to that rank's partial sum:
+their gradient is a partial sum too, regardless of their style in the plan.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLAN_KEY = "policy.dtensor_cfg.custom_parallel_plan"
 COLWISE_STYLES = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}
 # Style -> whether the inputs of the layer are replicated.
 ROWWISE_STYLES = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True}
-# Layers that are replicated inside a region, as are layers without a style.
+# Styles of layers that are replicated inside a region, like layers without a style.
 REPLICATED_STYLES = frozenset({"replicated_with_grad_allreduce", "mla_kv_a_proj"})
 STYLES = (*COLWISE_STYLES, *ROWWISE_STYLES, *sorted(REPLICATED_STYLES))
 
@@ -69,7 +69,7 @@ class Region:
 
 
 def load_tensor_plan(name: str) -> TensorPlan:
-    """Import the plan ``module:NAME`` or ``module.NAME``. Raises ValueError for a name of anything else."""
+    """Import the plan ``module:NAME`` or ``module.NAME``. Raises ValueError for anything that is not a plan."""
     module, separator, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     if not (module and separator and attribute):
         raise ValueError(
@@ -112,7 +112,7 @@ def find_regions(model: Any, dims: ParallelDims, plan: TensorPlan | None = None)
     if not regions:
         raise ValueError(
             f"tensor_parallel_size is {dims.tensor} and the plan of {type(model).__name__} shards no linear layer; set "
-            "tensor_parallel_size=1 and shard with FSDP alone"
+            "tensor_parallel_size=1 and shard only with FSDP"
         )
     if dims.sequence:
         _check_sequence(model, regions)
@@ -219,7 +219,7 @@ def _check_heads(region: Region, model: Any, ranks: int) -> None:
         return
     config = model.config.get_text_config()
     counts = {"attention heads": config.num_attention_heads}
-    if getattr(config, "kv_lora_rank", None) is None:  # latent attention has keys of every head
+    if getattr(config, "kv_lora_rank", None) is None:  # latent attention has keys for every head
         counts["key-value heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     for what, count in counts.items():
         if count % ranks:
@@ -230,7 +230,7 @@ def _check_heads(region: Region, model: Any, ranks: int) -> None:
 
 
 def _check_sequence(model: Any, regions: list[Region]) -> None:
-    """Check that modules that mix tokens are inside regions: between regions a rank has only some of the tokens."""
+    """Check that modules that mix tokens are inside regions, because between regions a rank has only some of the tokens."""
     experts = find_experts(model)
     mixers = {
         name: module
@@ -242,5 +242,5 @@ def _check_sequence(model: Any, regions: list[Region]) -> None:
         where = outside[0] if outside else "its layers"
         raise ValueError(
             f"sequence_parallel is true, and the tensor-parallel plan of {type(model).__name__} does not shard the attention of {where}, "
-            f"which would see only its own rank's tokens; set sequence_parallel=false, or name a plan that shards it in {PLAN_KEY}"
+            f"which would then see only its own rank's tokens; set sequence_parallel=false, or name a plan that shards it in {PLAN_KEY}"
         )

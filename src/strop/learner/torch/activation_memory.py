@@ -1,6 +1,7 @@
-"""Less memory for activations: some layers recompute theirs (arXiv 1604.06174), or all go to CPU memory until the backward pass.
+"""Reduce activation memory: some layers recompute their activations (arXiv 1604.06174), or all activations move to CPU memory
+until the backward pass.
 
-Neither changes a loss or a gradient by a bit: what is recomputed has the same bits, and so has what comes back.
+Neither changes a loss or gradient by a single bit.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from torch import Tensor, nn
 
 from strop.device_copies import is_gpu
 
-MIN_OFFLOADED_BYTES = 1 << 20  # smaller tensors stay: their copies would take longer than they save memory
+MIN_OFFLOADED_BYTES = 1 << 20  # smaller tensors stay: the copy is not worth its time
 
 
 def checkpoint_layers(model: Any, layers: Sequence[nn.Module], share: float) -> int:
-    """Have ``share`` of the ``layers`` recompute their activations in the backward pass, evenly spread. Return how many do.
+    """Make ``share`` of the ``layers``, evenly spread, recompute their activations in the backward pass. Return their number.
 
-    The model must be in training mode. Raises ValueError for a share between 0 and 1 of layers that cannot be chosen one by one.
+    The model must be in training mode. Raises ValueError for a fraction if layers cannot be chosen individually.
     """
     if share <= 0:
         return 0
@@ -39,13 +40,13 @@ def checkpoint_layers(model: Any, layers: Sequence[nn.Module], share: float) -> 
 
 
 def spread(count: int, share: float) -> list[bool]:
-    """Return which of ``count`` layers are chosen so that ``share`` of them are, rounded to the nearest number, evenly spread."""
+    """Return which of ``count`` layers to choose for a ``share`` of them, rounded to the nearest number and evenly spread."""
     chosen = round(count * share)
     return [(index + 1) * chosen // count > index * chosen // count for index in range(count)]
 
 
 class ActivationOffload:
-    """Keeps what the backward pass needs of a forward pass in CPU memory in between."""
+    """Keeps activations of the forward pass in CPU memory until the backward pass."""
 
     def __init__(self, device: torch.device, *, min_bytes: int = MIN_OFFLOADED_BYTES) -> None:
         """Tensors of less than ``min_bytes``, weights, and tensors on other devices than ``device`` stay where they are. On a CPU the
@@ -70,9 +71,9 @@ class ActivationOffload:
             return tensor.clone(), tensor.device
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
         self._copies.wait_stream(self._gpu.current_stream(tensor.device))
-        with self._gpu.stream(self._copies):  # beside the layers that follow
+        with self._gpu.stream(self._copies):  # concurrently with the following layers
             copy.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._copies)  # its memory is not used again before the copy is done
+        tensor.record_stream(self._copies)  # its memory is not reused before the copy is done
         return copy, tensor.device
 
     def _onload(self, packed: tuple[Tensor, torch.device | None]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The hyperparameters of an optimizer and its schedule as configured, which a restored state must not overwrite."""
+"""The configured hyperparameters of an optimizer and its schedule, which a restored state must not overwrite."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 class Hyperparameters:
     """Options of each parameter group (learning rate, weight decay, betas, ...) and the schedule, before the first step.
 
-    A saved state has those of the run that saved it; a run that continues follows its own configuration.
+    A saved state has the hyperparameters of the run that saved it; a resumed run uses its own configuration.
     """
 
     groups: list[dict[str, Any]]
@@ -25,7 +25,7 @@ class Hyperparameters:
 
     @classmethod
     def of(cls, optimizer: Optimizer, scheduler: LRScheduler | None) -> Hyperparameters:
-        """Copy the hyperparameters of an optimizer and a scheduler that have not made a step."""
+        """Copy the hyperparameters of an optimizer and a scheduler before their first step."""
         options = {*inspect.signature(type(optimizer)).parameters, "initial_lr"} - {"params"}  # other keys are state
         groups = [{key: value for key, value in group.items() if key in options} for group in optimizer.param_groups]
         return cls(copy.deepcopy(groups), None if scheduler is None else copy.deepcopy(scheduler.state_dict()))
@@ -36,7 +36,8 @@ class Hyperparameters:
         return {**state, "param_groups": groups}
 
     def advance(self, scheduler: LRScheduler, steps: int) -> None:
-        """Set the scheduler and its optimizer to where they are after ``steps`` steps, as if it had been followed from the first.
+        """Set the scheduler and its optimizer to their state after ``steps`` steps, as if this schedule had been used from the
+        start.
 
         The groups of the optimizer must have these options.
         """
@@ -44,13 +45,13 @@ class Hyperparameters:
         scheduler.load_state_dict(dict(copy.deepcopy(self.schedule)))
         for group, own in zip(scheduler.optimizer.param_groups, self.groups, strict=True):
             group["lr"] = copy.deepcopy(own["lr"])
-        with warnings.catch_warnings(action="ignore"):  # there is no optimizer step before each of these
+        with warnings.catch_warnings(action="ignore"):  # no optimizer step precedes these
             for _ in range(steps):
                 scheduler.step()
 
 
 def count_schedule_steps(schedule: Mapping[str, Any] | None, optimizer: Mapping[str, Any]) -> int:
-    """Return how many steps a saved schedule has made; without one, how many the optimizer counted, if it does."""
+    """Return the number of steps of a saved schedule; without one, the number counted by the optimizer, if it does."""
     if schedule is not None:
         return int(schedule["last_epoch"])
     return max((int(values["step"]) for values in optimizer["state"].values() if "step" in values), default=0)

@@ -1,4 +1,4 @@
-"""Whether a learner's decoder layers are compiled (``policy.compile``), and the proof that the compiled ones compute the same."""
+"""Decides whether a learner's decoder layers are compiled (``policy.compile``), and checks that compiled layers compute the same."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from strop.packages import has_cpp_compiler
 
 log = logging.getLogger(__name__)
 
-TOKENS = 512  # of the row that compiled layers are tried with
+TOKENS = 512  # of the row used to try compiled layers
 ROUNDS = 3
-# How far values and gradients of compiled layers may be from those of the modules, relative to the norm of all of them.
+# Largest distance of compiled values and gradients from those of the modules, relative to the norm of all of them.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 class CannotCompile(Exception):
-    """Why the layers of a network cannot be compiled."""
+    """The layers of a network cannot be compiled. The message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class LayerCall:
 def choose_layer_compilation(
     network: Network, wanted: bool | Literal["auto"], section: str, *, sharded: bool = False
 ) -> CompiledLayers | None:
-    """Compile the layers of a network for a learner's passes, or not, and log which. Return what compiles them.
+    """Compile the layers of a network for a learner's passes if possible, and log the decision. Return the compiled layers.
 
-    Layers are compiled and tried at once. ``wanted`` true: raises ValueError with the reason if they cannot be compiled, or if they
-    compute something else then. ``auto``: the modules compute instead.
+    Layers are compiled and tried at once. ``wanted`` true: raises ValueError if they cannot be compiled or compute something
+    else. ``auto``: falls back to the modules.
     """
     if wanted is False or (wanted == "auto" and not is_gpu(network.device)):
         return None
@@ -94,13 +94,11 @@ def find_obstacle(network: Network, *, sharded: bool, known_only: bool) -> str |
     if not network.packed:
         return "the model reads padded rows, whose layers are not compiled in this version"
     if any(True for _ in lora_layers(network.model)):
-        return (
-            "the layers have adapters, which the reference policy switches off, and a compiled layer cannot be trusted to notice"
-        )
+        return "the layers have adapters, which the reference policy switches off, and compiled layers may ignore that"
     if any(module._forward_hooks or module._forward_pre_hooks for layer in layers for module in layer.modules()):
-        return "its modules have hooks, which a compiled layer does not watch"
+        return "its modules have hooks, which compiled layers ignore"
     if not layers or any("forward" in vars(layer) for layer in layers):
-        return f"{type(network.decoder).__name__} has no layers whose forward pass is their own"
+        return f"{type(network.decoder).__name__} has no layers with their own forward pass"
     if known_only and (part := next(filter(None, map(find_unknown_part, layers)), None)):  # the choice of experts, for one
         return f"{part} may have steps that are compiled again for each batch; policy.compile=true tries it"
     return _find_missing_compiler(network.device)
@@ -117,7 +115,7 @@ def _find_missing_compiler(device: torch.device) -> str | None:
 
 
 def _compile_and_try(network: Network, section: str) -> CompiledLayers:
-    """Compile the layers and compare them with the modules. Raises CannotCompile, and leaves the modules as they were then."""
+    """Compile the layers and compare them with the modules. Raises CannotCompile and restores the modules if that fails."""
     layers = decoder_layers(network.decoder)
     calls = record_calls(network, _one_of_each_kind(layers))
     compiled = CompiledLayers(layers)
@@ -129,7 +127,7 @@ def _compile_and_try(network: Network, section: str) -> CompiledLayers:
     except CannotCompile:
         compiled.remove()
         raise
-    except RuntimeError as error:  # those of torch.compile and of compilers are RuntimeErrors
+    except RuntimeError as error:  # errors of torch.compile and of compilers are RuntimeErrors
         compiled.remove()
         raise CannotCompile(f"torch.compile failed: {type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
     return compiled
@@ -167,7 +165,9 @@ def record_calls(network: Network, layers: Sequence[nn.Module]) -> list[LayerCal
 
 
 def _compare(calls: Sequence[LayerCall], compiled: CompiledLayers) -> list[float]:
-    """Return for each call how far compiled values and gradients are from the modules'. Passes without gradients are compiled too."""
+    """Return, for each call, the distance of compiled values and gradients from the modules'. Passes without gradients are
+    compiled too.
+    """
     plain = [call.run_both_passes() for call in calls]
     with compiled.use():
         found = [call.run_both_passes() for call in calls]
@@ -199,7 +199,7 @@ def _check(call: LayerCall, difference: float, network: Network) -> None:
 
 
 def _log_saving(network: Network, compiled: CompiledLayers, call: LayerCall, said: str) -> None:
-    """Measure both passes of a layer, compiled and as the learner runs it otherwise, in alternation."""
+    """Alternately measure both passes of a layer, compiled and as the learner would otherwise run it."""
     contexts: tuple[Callable[[], AbstractContextManager[None]], ...] = (
         compiled.use,
         lambda: network.fused_layers.use(keep_copies=True),
@@ -208,7 +208,7 @@ def _log_saving(network: Network, compiled: CompiledLayers, call: LayerCall, sai
     for _ in range(ROUNDS):
         for context, taken in zip(contexts, seconds, strict=True):
             with context():
-                call.run_both_passes()  # copies of weights are made here
+                call.run_both_passes()  # copies of weights are created here
                 taken.append(_time(call, network.device))
     fast, usual = (1000 * statistics.median(taken) for taken in seconds)
     log.info(

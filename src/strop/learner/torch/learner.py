@@ -97,9 +97,9 @@ class TorchLearner:
             sampling: The parameters that rollouts are sampled with: log-probabilities refer to that distribution (law 3).
             whole_groups: Never split a group across micro-batches: the loss compares its rollouts.
             total_steps: Optimizer steps of the run; a schedule that sets no length ends with them. None if the run has no limit.
-            steps_per_batch: Optimizer steps of one pass over a batch; the schedule advances once a pass, or as ``scheduler_unit`` says.
-            section: Key of ``config``, for messages.
-            parallelism: How the network is sharded; None is on a single device.
+            steps_per_batch: Optimizer steps of one pass over a batch; the schedule advances once per pass, or according to
+            ``scheduler_unit``. section: Key of ``config``, for messages.
+            parallelism: How the network is sharded; None means a single device.
         """
         self.network = network
         self.parallelism = parallelism or SingleDevice(network)
@@ -139,7 +139,7 @@ class TorchLearner:
         self.state_offload = TensorOffload(self._state_tensors, network.device, self._coming_state)
 
     def _prepare_layers(self, section: str) -> None:
-        if isinstance(self.network, Network):  # a value head runs the layers of its trunk
+        if isinstance(self.network, Network):  # a value head runs its trunk's layers
             sharded = not isinstance(self.parallelism, SingleDevice)
             choose_layer_compilation(self.network, self.config.compile, section, sharded=sharded)
             if self.config.router_losses.observes:
@@ -162,7 +162,7 @@ class TorchLearner:
         return next((each for each in found if each is not None), None)
 
     def _limit_activations(self, section: str) -> ActivationOffload | None:
-        """Set which layers recompute their activations; return what offloads the others, if it is asked for."""
+        """Make some layers recompute their activations, and return the offload of the others, if configured."""
         options = self.config.dtensor_cfg
         share = float(options.activation_checkpointing)
         self.model.train(share > 0)
@@ -178,7 +178,7 @@ class TorchLearner:
         return ActivationOffload(self.network.device)
 
     def _state_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of training besides the weights: gradients, masters, the optimizer's state, the average."""
+        """Yield the training tensors other than weights: gradients, masters, optimizer state, average."""
         yield from self.state.tensors()
         for parameter in (*self.model.parameters(), *self.parameters):
             if parameter.grad is not None:
@@ -187,7 +187,9 @@ class TorchLearner:
             yield from self.companion.tensors()
 
     def _coming_state(self) -> Iterator[int]:
-        """Yield the sizes in bytes of what Adam will make in its first step; other optimizers' state is not known before."""
+        """Yield the sizes in bytes of the tensors that Adam will create in its first step; other optimizers' are not known in
+        advance.
+        """
         if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW) and not self.optimizer.state:
             for parameter in self.parameters:
                 for _ in range(MOMENTS):
@@ -203,7 +205,7 @@ class TorchLearner:
         return assemble_result([self.evaluate_loss_local(batch, loss)], len(batch.target))
 
     def share_requests(self) -> dict[str, ShareRequest]:
-        """Return, for each pass over a batch, which share this rank reads."""
+        """Return, for each pass over a batch, the share that this rank reads."""
         batching, whole = self.config.batching, self.whole_groups
         request = partial(self.parallelism.share_request, read_columns=True)
         trained = {} if self._train_tokens is None else {"forward_backward": request(self._train_tokens, whole_groups=whole)}
@@ -214,13 +216,14 @@ class TorchLearner:
         }
 
     def set_train_tokens(self, tokens: int) -> dict[str, ShareRequest]:
-        """Set the token budget of a training micro-batch where the configuration says auto. Return the shares that a rank reads now; of a
-        network on a single device, nothing."""
+        """Set the token budget of a training micro-batch if the configuration says auto. Return the shares that a rank now reads;
+        empty on a single device.
+        """
         self._train_tokens = tokens
         return {} if isinstance(self.parallelism, SingleDevice) else self.share_requests()
 
     def probe_memory(self, rollouts: int, length: int) -> MemoryProbe:
-        """Measure a pass over made-up rollouts of ``length`` tokens. It changes neither weights nor gradients.
+        """Measure a pass over synthetic rollouts of ``length`` tokens. It changes neither weights nor gradients.
 
         All ranks must call it, before the first step or between two of them. Raises DeviceMemoryFull.
         """
@@ -233,7 +236,7 @@ class TorchLearner:
 
         device = self.network.device
         with explain_full_memory(f"{self._budget_key}.train_mb_tokens", rollouts * length, trains=True):
-            read()  # kernels are compiled, and gradients exist
+            read()  # compile kernels and allocate gradients
             peak = measure_peak(read, device)
         free = measure_free(device)
         weights = sum(each.nbytes for each in self.parameters if each.device.type == device.type)
@@ -256,14 +259,14 @@ class TorchLearner:
 
     def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs:
         """Score this rank's micro-batches: the full batch on a single device."""
-        with self.weight_offload.on_device():  # a canary asks while the learner is offloaded
+        with self.weight_offload.on_device():  # a canary may run while the learner is offloaded
             return score_local(self.parallelism, batch, self.sampling, self.config.batching.logprob_mb_tokens)
 
     def forward_backward_local(self, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs:
         """Accumulate the gradient of the batch's loss; return the results of this rank's micro-batches."""
         if self._train_tokens is None:
             raise RuntimeError(
-                f"{self._budget_key}.train_mb_tokens is auto: set what was found (set_train_tokens) before training"
+                f"{self._budget_key}.train_mb_tokens is auto: set the measured value (set_train_tokens) before training"
             )
         result = self._run_micro_batches(batch, loss, self._train_tokens, backward=True)
         if all(parameter.grad is None for parameter in self.parameters):
@@ -280,7 +283,7 @@ class TorchLearner:
         micro_batches, balance = self.parallelism.split_batch(batch, token_budget, whole_groups=self.whole_groups)
         logged: list[Metrics] = [balance] if backward else []
         routers = self._observed_routers() if backward else None
-        if routers is not None and routers.config.has_loss:  # which a rollout has whatever its advantage
+        if routers is not None and routers.config.has_loss:  # a rollout has it regardless of its advantage
             micro_batches = [replace(each, zero_gradient=False) for each in micro_batches]
 
         def compute_loss(micro_batch: MicroBatch, outputs: Outputs) -> Tensor:
@@ -323,7 +326,7 @@ class TorchLearner:
         limit = self.config.max_grad_norm
         norm = self.parallelism.clip_grad_norm(self.parameters, limit if limit is not None else float("inf"))
         rate = float(self.optimizer.param_groups[0]["lr"])  # some optimizers keep a tensor that the schedule changes in place
-        found = norm.item()  # the one number of a step that the host waits for
+        found = norm.item()  # the only number in a step that the host waits for
         if math.isfinite(found):
             self.optimizer.step()
             self.masters.write_back()

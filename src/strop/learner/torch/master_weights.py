@@ -17,7 +17,7 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
 class MasterWeights:
-    """The parameters that the optimizer steps: float32 copies of a module's low-precision parameters, and its other parameters themselves.
+    """The parameters updated by the optimizer: float32 copies of a module's low-precision parameters, and its other parameters.
 
     A hook moves each gradient from the module's parameter to its master as soon as the backward pass has computed it, and accumulates it
     there in float32. Micro-batches add up without rounding, low-precision gradients take the memory of one layer only, and clipping and
@@ -50,7 +50,7 @@ class MasterWeights:
         return [master for master, _ in self._low_precision.values()]
 
     def release(self) -> None:
-        """Free the float32 copies of a learner that only evaluates, and cannot train any more."""
+        """Free the float32 copies of a learner that will only evaluate from now on."""
         for master in self.copies:
             master.data = master.new_empty(0)
 

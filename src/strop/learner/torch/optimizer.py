@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by the names of a configuration.
+"""Optimizers and learning-rate schedules by their configured names.
 
 An optimizer is named by its class, of torch or another package, and may have parameter groups with their own learning rate or weight
 decay. A schedule is one of ``strop.learner.torch.schedules``, or a class of torch.
@@ -32,8 +32,8 @@ def make_optimizer(
 ) -> Optimizer:
     """Create an optimizer by dotted name, such as ``torch.optim.AdamW``. Raises ValueError for an argument that it does not take.
 
-    Defaults to the fused implementation where the optimizer has one: it reads the weights once. The parameters ``elsewhere`` are not
-    stepped here; they count where groups are formed, so that these are the same on all pipeline stages.
+    Defaults to the fused implementation where the optimizer has one: it reads the weights once. The parameters ``elsewhere`` are
+    not updated here, but take part in forming groups, so that groups are the same on all pipeline stages.
     """
     factory = _import_class(config.name, f"{section}.optimizer.name", Optimizer)
     known = inspect.signature(factory).parameters
@@ -69,9 +69,9 @@ def make_parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups as torch takes them: first the parameters without a group, then each group in order.
 
-    A parameter belongs to the first group that matches it. Parameters that match ``no_decay`` have no weight decay, whatever their group
-    sets; nor do those of one dimension without ``decay_vectors``. Raises ValueError for a pattern without a match, and for a group whose
-    parameters all belong to earlier groups.
+    A parameter belongs to the first group that matches it. Parameters that match ``no_decay`` have no weight decay, even if
+    their group sets one; neither do one-dimensional parameters without ``decay_vectors``. Raises ValueError for a pattern
+    without a match, and for a group whose parameters all belong to earlier groups.
     """
     names = [name for name, _ in (*named_parameters, *elsewhere)]
     _check_patterns(no_decay, names, f"{section}.optimizer.no_decay")
@@ -86,8 +86,8 @@ def make_parameter_groups(
     for index, group in enumerate(groups):
         if not {(index, False), (index, True)} & buckets.keys():
             raise ValueError(
-                f"{section}.optimizer.groups.{index}: earlier groups contain every parameter that {list(group.match)} match; "
-                "move this group before them, or remove it"
+                f"{section}.optimizer.groups.{index}: earlier groups contain every parameter matching {list(group.match)}; move this "
+                "group before them, or remove it"
             )
     return [
         {
@@ -138,7 +138,7 @@ def make_scheduler(
         return None
     milestones = list(config.milestones)
     if total_steps is not None and milestones and milestones[-1] >= total_steps:
-        total_steps = None  # the last stage begins after the end of the run
+        total_steps = None  # the last stage begins after the run has ended
     lengths = [
         None if end is None else end - begin for begin, end in zip([0, *milestones], [*milestones, total_steps], strict=True)
     ]

@@ -22,8 +22,8 @@ KNOWN_SCHEDULERS = {  # the arguments of torch's schedulers, each with its range
     "torch.optim.lr_scheduler.CosineAnnealingLR": {"T_max": (1, 10**12), "eta_min": (0.0, 1.0)},
 }
 RATE_ELSEWHERE = ("learning_rate", "max_lr", "lr_rate", "base_lr")  # names of lr in other libraries
-LARGEST_RATE = 1000.0  # of any optimizer; weights have long overflowed there
-LARGEST_ADAM_RATE = 1.0  # a step of Adam moves each weight by about lr, whatever the gradient
+LARGEST_RATE = 1000.0  # for any optimizer; weights overflow long before this
+LARGEST_ADAM_RATE = 1.0  # a step of Adam moves each weight by about lr, for any gradient
 
 
 class OptimizerGroupConfig(BaseConfig):
@@ -63,14 +63,14 @@ class OptimizerConfig(BaseConfig):
     )
     no_decay: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         (),
-        description="Name patterns of parameters without weight decay, such as [bias, norm, embed]. A pattern matches a part "
-        "of the name, or with * ? or [ the whole name. One that matches nothing is an error.",
+        description="Name patterns of parameters without weight decay, such as [bias, norm, embed]. A pattern matches a part of the name "
+        "or, with * ? or [, the whole name. A pattern without a match is an error.",
     )
-    decay_vectors: bool = Field(True, description="Decay weights of one dimension too: biases and norms. Megatron Core does not.")
+    decay_vectors: bool = Field(True, description="Decay weights of one dimension too: biases and norms.")
     groups: Annotated[tuple[OptimizerGroupConfig, ...], Field(strict=False)] = Field(
         (),
-        description="Entries {match: [pattern, ...], lr, weight_decay}. The first entry that matches a parameter applies; "
-        "no_decay comes before all.",
+        description="Entries {match: [pattern, ...], lr, weight_decay}. The first entry that matches a parameter applies; no_decay takes "
+        "precedence.",
     )
 
     def errors(self, key: str) -> Iterator[Problem]:
@@ -108,7 +108,7 @@ def _is_fraction(value: Any) -> bool:
 
 
 def _hint(value: Any, usual: str) -> str:
-    """Return what to write for a number that YAML 1.2 reads as a text, such as 5e-6 in quotes."""
+    """Return a hint for a number that YAML 1.2 reads as a text, such as 5e-6 in quotes."""
     odd = sorted({character for character in value if ord(character) > 127}) if isinstance(value, str) else []
     if odd:
         return f"Write it in plain characters: it has {', '.join(f'{one} (U+{ord(one):04X})' for one in odd)}."
@@ -175,7 +175,7 @@ class SchedulerConfig(BaseConfig):
 
 
 class EmaConfig(BaseConfig):
-    """An exponential moving average of the trained weights, saved beside them."""
+    """An exponential moving average of the trained weights, saved alongside them."""
 
     enabled: bool = Field(False, description="Keep an average in float32, and save it as a Hugging Face folder policy/ema.")
     decay: float = Field(

@@ -1,7 +1,7 @@
 """Reference log-probabilities computed once before training and stored in a file, so that no reference model stays in memory.
 
-An example is identified by the name of its data, its task id, its rollout number and a fingerprint of its tokens: an example that has
-changed since then raises an error. The file records the weights it was computed with.
+An example is identified by the name of its data, its task id, its rollout number and a fingerprint of its tokens: an example
+that has changed since then raises an error. The file also records the weights used.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class ReferenceStore:
             known = any(key == _hash(name) for key, _ in self.spans)
             reason = "has other tokens than when" if known else "was not among the examples when"
             raise LookupError(
-                f"{name} {reason} the reference log-probabilities in {self.path} were computed: the data, the tokenizer or the options of "
-                "reading have changed. Remove that file to compute them again"
+                f"{name} {reason} the reference log-probabilities in {self.path} were computed: the data, the tokenizer or the reading "
+                "options have changed. Remove that file to compute them again"
             )
         return self.logprobs[slice(*span)]
 
@@ -72,8 +72,8 @@ async def load_or_compute_reference(
     """Load the store at ``path``; if the file does not exist, score every rollout of ``groups`` and write it.
 
     ``groups`` is consumed only in the second case; groups with errors are skipped. Call this while the scorer has the initial weights of
-    training, before a checkpoint is loaded. ``weights`` (see ``model_fingerprint``) and ``data``, a description of the examples' source and
-    of how they are read, must be those that the file was computed with. Raises ValueError otherwise. An interrupted call leaves no file.
+    training, before a checkpoint is loaded. ``weights`` (see ``model_fingerprint``) and ``data``, a description of the examples'
+    source and how they are read, must match those of the file. Raises ValueError otherwise. An interrupted call leaves no file.
     """
     provenance = {"weights": weights, "data": data}
     if path.exists():
@@ -97,7 +97,7 @@ async def load_or_compute_reference(
 
 
 def rollout_fingerprint(rollout: Rollout) -> int:
-    """Return a 64-bit hash of a rollout's tokens, of which of them are loss tokens, and of its images."""
+    """Return a 64-bit hash of a rollout's tokens, its loss mask, and its images."""
     digest = hashlib.blake2b(digest_size=8)
     for author, tokens in (("prompt", rollout.prompt), *((turn.author, turn.tokens) for turn in rollout.turns)):
         digest.update(f"{author} {len(tokens)} ".encode())

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class ScheduleUnit:
-    """What a step of a schedule is: a pass over a batch (``batch``), or an ``optimizer_step``, of which a pass makes several."""
+    """The unit of a schedule step: a pass over a batch (``batch``), or an ``optimizer_step``, of which a pass makes several."""
 
     name: Literal["batch", "optimizer_step"] = "optimizer_step"
     steps_per_batch: int = 1
@@ -20,13 +20,14 @@ class ScheduleUnit:
         return self.steps_per_batch if self.name == "batch" else 1
 
     def count_steps(self, optimizer_steps: int) -> int:
-        """Return the number of steps of the schedule in so many optimizer steps."""
+        """Return the number of schedule steps in this many optimizer steps."""
         return optimizer_steps // self.optimizer_steps
 
     def convert(self, steps: int, saved: Mapping[str, Any] | None) -> int:
-        """Return how many steps of this unit ``steps`` are that were counted in ``saved``, the ``state_dict`` of another one.
+        """Convert ``steps``, counted in the unit of ``saved`` (the ``state_dict`` of another one), to this unit.
 
-        Without one they are optimizer steps. Batches stay batches where the number of optimizer steps of each is another now.
+        Without ``saved`` they are optimizer steps. Batches stay batches even if the number of optimizer steps per batch has
+        changed.
         """
         other = ScheduleUnit(**saved) if saved is not None else ScheduleUnit()
         return steps if other.name == self.name else self.count_steps(steps * other.optimizer_steps)

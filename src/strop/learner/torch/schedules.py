@@ -1,12 +1,12 @@
 """Learning-rate schedules by name: a warm-up followed by a shape, as a factor of each parameter group's learning rate.
 
-A step is one of ``scheduler_unit``; the factor at step t, from 0, holds during it. With W warm-up steps it is (t + 1) / W for t < W, so
-that no step is wasted at a rate of 0, and it is 1 at t = W - 1 and t = W. With ``warmup_init_ratio`` r the warm-up begins there instead:
-r + (1 - r) t / W, and 1 from t = W. A decay reaches its final factor at t = total_steps, one step after the last
+A step is one ``scheduler_unit``; the factor at step t (from 0) applies during that step. With W warm-up steps it is (t + 1) / W
+for t < W, so that no step is wasted at a rate of 0, and it is 1 at t = W - 1 and t = W. With ``warmup_init_ratio`` r the warm-up
+begins there instead: r + (1 - r) t / W, and 1 from t = W. A decay reaches its final factor at t = total_steps, one step after the last
 one, and stays there.
 
-``transformers.get_scheduler`` has the same shapes, but its warm-ups begin at a rate of 0, a smallest ratio it has for cosine and wsd only,
-and it rounds where a cycle restarts. So the formulas are here, and torch's ``LambdaLR`` applies them.
+``transformers.get_scheduler`` has the same shapes, but its warm-ups begin at a rate of 0, only cosine and wsd have a minimum
+ratio, and rounding affects where a cycle restarts. So the formulas are here, and torch's ``LambdaLR`` applies them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Schedule:
     """A named schedule and its arguments. Raises ValueError whose message begins with the name of the wrong argument."""
 
     name: str
-    warmup_steps: int | None = _option(None, int, 0)  # null: warmup_ratio decides, else no warm-up
+    warmup_steps: int | None = _option(None, int, 0)  # null: warmup_ratio decides, otherwise no warm-up
     warmup_ratio: float | None = _option(None, float, 0, 1)  # of total_steps, rounded to whole steps
     warmup_init_ratio: float | None = _option(None, float, 0, 1)  # the factor at step 0; null: 1 / warmup_steps
     total_steps: int | None = _option(None, int, 1)
@@ -127,7 +127,7 @@ class Schedule:
         match self.name:
             case "polynomial":
                 return float((1 - step / steps) ** self.power)
-            case "cosine_with_restarts":  # in integers: a quotient would round where a cycle restarts
+            case "cosine_with_restarts":  # in integers: a quotient could round at a restart
                 return DECAYS["cosine"](step * self.cycles % steps / steps)
             case "wsd":
                 return DECAYS[self.decay](step / steps)
@@ -169,7 +169,8 @@ def make_schedule(name: str, kwargs: Mapping[str, Any], *, total_steps: int | No
 def make_lr_scheduler(schedule: Schedule, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
     """Apply a schedule to an optimizer's parameter groups.
 
-    The saved state has the step but not the arguments: a resumed run follows its own configuration, such as another ``total_steps``.
+    The saved state has the step but not the arguments: a resumed run uses its own configuration, for example another
+    ``total_steps``.
     """
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule.ratio(step))
 

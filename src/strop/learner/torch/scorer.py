@@ -41,7 +41,8 @@ class TrainableNetwork(Protocol):
 
 @dataclass(frozen=True)
 class NetworkScorer:
-    """Scores with the current weights of a network: a frozen copy, a teacher, or a network in training. It chooses experts itself.
+    """Scores with the current weights of a network: a frozen copy, a teacher, or a network in training. It does its own routing
+    of experts.
 
     ``context`` prepares the network while it reads: ``offload(network)``, ``without_adapters(network)`` for the reference of a LoRA run, or
     ``lambda: average.swap_in(parameters)`` for the moving average of the weights.
@@ -50,14 +51,14 @@ class NetworkScorer:
     network: TrainableNetwork
     sampling: Sampling
     score_tokens: int  # tokens of one forward pass
-    parallelism: Parallelism | None = None  # None: on a single device
+    parallelism: Parallelism | None = None  # None: a single device
     context: ScoringContext = nullcontext
 
     def score(self, batch: Batch) -> Outputs:
         return assemble_outputs([self.score_local(batch)], len(batch.target))
 
     def share_requests(self) -> dict[str, ShareRequest]:
-        """Return which share of a batch this rank reads, if it is one of several."""
+        """Return the share of a batch that this rank reads, if it is one of several."""
         parallelism = self.parallelism or SingleDevice(self.network)
         return {"score": parallelism.share_request(self.score_tokens)}
 
@@ -72,14 +73,14 @@ class NetworkScorer:
         return int(self.network.head.weight.shape[0])
 
     def top_tokens_local(self, batch: Batch | BatchShare, count: int, vocabulary: int) -> LocalOutputs[TopTokens]:
-        """Return the ``count`` most likely of the first ``vocabulary`` token ids at this rank's places [n] in the batch's N."""
+        """Return the ``count`` most likely of the first ``vocabulary`` token ids at this rank's positions [n] in the batch's N."""
         network, sampling = self.network, self.sampling
         assert isinstance(network, Network)
         return self.read_local(batch, lambda part: compute_top_tokens(network, part, sampling, count, vocabulary))
 
     def read_local(self, batch: Batch | BatchShare, compute: Callable[[Batch], OutputsT]) -> LocalOutputs[OutputsT]:
-        """Return what ``compute`` returns for each of this rank's micro-batches, with its places [n] in the batch's N."""
-        batch = without_read_columns(batch)  # a reference is another policy, with a routing of its own
+        """Return the results of ``compute`` for each of this rank's micro-batches, with its positions [n] in the batch's N."""
+        batch = without_read_columns(batch)  # a reference is another policy, with its own routing
         with self.context():
             return read_local(self.parallelism or SingleDevice(self.network), batch, self.score_tokens, compute)
 
@@ -94,8 +95,9 @@ def score_local(parallelism: Parallelism, batch: Batch | BatchShare, sampling: S
 def read_local(
     parallelism: Parallelism, batch: Batch | BatchShare, token_budget: int, compute: Callable[[Batch], OutputsT]
 ) -> LocalOutputs[OutputsT]:
-    """Return what ``compute`` returns for each of this rank's micro-batches, with its places [n] in the batch's N; nothing if another
-    rank that reads the same micro-batches reports them."""
+    """Return the results of ``compute`` for each of this rank's micro-batches, with its positions [n] in the batch's N; nothing
+    if another rank with the same micro-batches reports them.
+    """
     micro_batches, _ = parallelism.split_batch(batch, token_budget)
     return parallelism.run_passes(micro_batches, compute)
 
@@ -113,7 +115,7 @@ def copy_frozen(network: Network) -> Network:
     )
     if network.vision is not None:
         twin.enable_vision(network.vision.processor)
-    twin.compiled_layers = find_compiled_layers(model)  # it rounds as the network does
+    twin.compiled_layers = find_compiled_layers(model)  # it rounds like the network
     return twin
 
 
@@ -131,12 +133,13 @@ def without_adapters(network: Network) -> ScoringContext:
 
 
 def offload(network: TrainableNetwork) -> ScoringContext:
-    """Move a network to the CPU and return the context that brings it to its device while it reads. Does nothing for a network on the CPU.
+    """Move a network to the CPU and return the context that moves it to its device for reading. Does nothing for a network on the
+    CPU.
 
     Raises ValueError for a sharded network, whose parallelism decides where shards are kept.
     """
     if any(isinstance(parameter, DTensor) for parameter in network.model.parameters()):
-        raise ValueError("a sharded network is not moved between uses; shard it with cpu_offload instead")
+        raise ValueError("a sharded network cannot be moved between uses; shard it with cpu_offload instead")
     if network.device.type == "cpu":
         return nullcontext
     network.model.to("cpu")

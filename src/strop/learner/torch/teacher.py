@@ -35,11 +35,11 @@ from strop.learner.torch.top_tokens import TopTokens
 from strop.types import Batch, Group
 
 LocalColumns = tuple[Tensor, Mapping[str, Tensor]]
-"""Columns for some places [n] of a batch's N, which is what one rank computes."""
+"""Columns for some positions [n] of a batch's N, computed by one rank."""
 
 
 class LocalScorer(Protocol):
-    """A teacher's network, of which each rank reads its part of a batch."""
+    """A teacher's network; each rank reads its part of a batch."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -62,7 +62,7 @@ class TeacherLogprobs:
         return {TEACHER_LOGPROBS: require_token_outputs(cast(Scorer, self.teacher).score(batch)).logprobs}
 
     def share_requests(self) -> Mapping[str, ShareRequest]:
-        """Return which share of a batch this rank reads."""
+        """Return the share of a batch that this rank reads."""
         return {"columns": cast(LocalScorer, self.teacher).share_requests()["score"]}
 
     def columns_local(self, batch: Batch | BatchShare) -> list[LocalColumns]:
@@ -92,7 +92,7 @@ class TeacherTopK:
         return columns
 
     def share_requests(self) -> Mapping[str, ShareRequest]:
-        """Return which share of a batch this rank reads."""
+        """Return the share of a batch that this rank reads."""
         return {"columns": self.teacher.share_requests()["score"]}
 
     def columns_local(self, batch: Batch | BatchShare) -> list[LocalColumns]:
@@ -198,8 +198,8 @@ def shared_vocabulary_size(student: int, teacher: int, tokenizers: tuple[Any, An
     """Return the number of token ids, from 0, that student and teacher share; for ``TeacherTopK.vocabulary``.
 
     ``student`` and ``teacher`` are the sizes of the output layers, ``tokenizers`` the tokenizers of student and teacher. Output layers are
-    padded, so models of one family with one tokenizer differ in size: sizes are compared only without tokenizers. Raises ValueError if the
-    teacher would read other text than the student wrote.
+    padded, so models of one family with one tokenizer differ in size: sizes are compared only without tokenizers. Raises
+    ValueError if the teacher would read different text from what the student wrote.
     """
     if student > teacher:
         raise ValueError(

@@ -26,14 +26,15 @@ class TensorOffload:
         """``find`` must return every tensor that refers to the memory to free. Tensors on other devices than ``device`` stay where they
         are. On a CPU the tensors move to other CPU memory.
 
-        ``coming``: sizes in bytes of those that it will return next time and does not yet, as an optimizer makes its state in its first
-        step. Their CPU memory is pinned while the others are away for the first time: pinning takes many times as long as a copy.
+        ``coming``: sizes in bytes of tensors that do not exist yet but will next time, such as the optimizer state created by the
+        first step. Their CPU memory is pinned while the others are offloaded for the first time, because pinning takes many times
+        as long as a copy.
         """
         self._coming = coming
         self._pinning: Thread | None = None
         self._find = find
         self.device = device
-        self._offloaded: list[list[Tensor]] = []  # tensors by the memory that they share
+        self._offloaded: list[list[Tensor]] = []  # tensors grouped by shared memory
         self._free: dict[int, list[Tensor]] = {}  # unused CPU memory by its size in bytes
 
     def offload(self) -> None:
@@ -56,7 +57,7 @@ class TensorOffload:
         return torch.empty(size, dtype=torch.uint8, pin_memory=is_gpu(self.device))
 
     def _pin(self, sizes: Sequence[int]) -> None:
-        with torch.get_device_module(self.device).device(self.device):  # a thread begins on the first GPU
+        with torch.get_device_module(self.device).device(self.device):  # a new thread starts on the first GPU
             for size in sizes:
                 self._free.setdefault(size, []).append(self._allocate(size))
 
@@ -72,7 +73,7 @@ class TensorOffload:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Have the tensors on the device inside the context."""
+        """Keep the tensors on the device inside the context."""
         offloaded = bool(self._offloaded)
         self.onload()
         try:
@@ -95,13 +96,13 @@ class TensorOffload:
 
 
 class ModelOffload:
-    """The models of a process that leave its device together: learners, a reference, teachers."""
+    """The models of a process that are offloaded together: learners, a reference, teachers."""
 
     def __init__(self, parts: Sequence[TensorOffload]) -> None:
         self.parts = parts
 
     def offload(self) -> None:
-        """Move the models to CPU memory, and return what they occupied on the device to other processes."""
+        """Move the models to CPU memory, and free their device memory for other processes."""
         for part in self.parts:
             part.offload()
             if is_gpu(part.device):
@@ -128,8 +129,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor and what it is a view of, or the tensors inside one that wraps others: shards (DTensor), quantized optimizer
-    state."""
+    """Yield a tensor and its base if it is a view, or the tensors inside a wrapper: shards (DTensor), quantized optimizer state."""
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor

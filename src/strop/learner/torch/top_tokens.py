@@ -1,4 +1,4 @@
-"""The most likely tokens at each predicted place, under a network's sampling distribution."""
+"""The most likely tokens at each predicted position, under a network's sampling distribution."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strop.types import Batch
 
 @dataclass(frozen=True)
 class TopTokens:
-    """The K most likely tokens at each of the N predicted places."""
+    """The K most likely tokens at each of the N predicted positions."""
 
     ids: Tensor  # [N, K] int64
     logprobs: Tensor  # [N, K] float32, of the whole distribution

@@ -59,7 +59,7 @@ class AveragedWeights:
         """Replace a module's trained parameters by the average, rounded to their dtype; restore them on exit.
 
         The swap is in place, so everything that shares the module sees it. An engine that keeps copies of the weights must refresh them on
-        entry and on exit. There is no second copy of the weights meanwhile: they are where the average was, or the masters have them.
+        entry and on exit. No second copy of the weights is needed: they are stored in the average's memory, or restored from the masters.
         """
         undo: list[Callable[[], object]] = []
         try:
@@ -73,12 +73,12 @@ class AveragedWeights:
                     restore()
 
     def _swap(self, name: str, parameter: Tensor) -> Callable[[], object]:
-        """Replace a parameter by its average; return what restores both."""
+        """Replace a parameter by its average; return a function that restores both."""
         average, source = self._average[name], self._source[name]
         if parameter.dtype == average.dtype:
             _exchange(parameter, average)
             return partial(_exchange, parameter, average)
-        weight = parameter.clone() if source.dtype == parameter.dtype else source  # a weight is its master, rounded
+        weight = parameter.clone() if source.dtype == parameter.dtype else source  # a weight is its rounded master
         parameter.copy_(average)
         return partial(parameter.copy_, weight)
 

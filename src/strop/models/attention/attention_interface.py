@@ -35,7 +35,7 @@ def strop_attention(
     plan: AttentionPlan | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """The function that Transformers calls: [1, heads, T, D] -> [1, T, heads, D]. ``s_aux`` [heads]: attention sinks."""
+    """The attention function called by Transformers: [1, heads, T, D] -> [1, T, heads, D]. ``s_aux`` [heads]: attention sinks."""
     if plan is None:
         raise RuntimeError(
             "attention implementation 'strop' needs a plan: call the model with plan=..., or set another implementation"
@@ -58,7 +58,7 @@ ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, strop_attention)
 
 
 def keep_attention_uncompiled() -> None:
-    """Have torch.compile stop at attention from now on, in this process."""
+    """Make torch.compile stop at attention from now on, in this process."""
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, torch.compiler.disable(strop_attention))
 
 

@@ -1,4 +1,4 @@
-"""What attention of a flat row is asked for: a layer's options, and the plan that decides which tokens attend to which."""
+"""The request to an attention layer: its options, and the plan that decides which tokens attend to which."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Attention in blocks of queries and keys, in plain torch: the reference for every length, and for every option.
 
-Scores exist for one block at a time, so memory is linear in the tokens. Blocks out of the window are skipped, and only blocks that the
-diagonal or the edge of a window crosses have a mask (FlashAttention-2, arXiv 2307.08691).
+Scores exist for one block at a time, so memory is linear in the tokens. Blocks outside the window are skipped, and only blocks
+crossed by the diagonal or a window's edge need a mask (FlashAttention-2, arXiv 2307.08691).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from strop.sampling import at_least_float32
 
 @dataclass(frozen=True)
 class BlockwiseKernel:
-    """A ``PieceKernel`` (strop.models.attention.merged_attention) for any dtype, device, window, softcap and size of values."""
+    """A ``PieceKernel`` (strop.models.attention.merged_attention) for any dtype, device, window, softcap and value size."""
 
     queries: int = 256  # of a block
     keys: int = 256
@@ -72,7 +72,9 @@ class BlockwiseKernel:
                 yield from piece.blocks(self.queries, self.keys, spec.window)
 
     def _scores(self, query: Tensor, key: Tensor, block: AttentionPiece, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
-        """[kv_heads, n, group, D] x [kv_heads, keys, D] -> scores [kv_heads, n, group, keys], and their slope under a softcap."""
+        """[kv_heads, n, group, D] x [kv_heads, keys, D] -> scores [kv_heads, n, group, keys], and their derivative under a
+        softcap.
+        """
         scores = at_least_float32(query.flatten(1, 2) @ key.mT).view(*query.shape[:3], -1)
         slope = None
         if spec.softcap is not None:
@@ -85,7 +87,7 @@ class BlockwiseKernel:
         return scores, slope
 
 
-@lru_cache(maxsize=64)  # the next layer has the same
+@lru_cache(maxsize=64)  # the next layer has the same arguments
 def _hidden(queries: int, keys: int, distance: int, window: int | None, device: torch.device) -> Tensor:  # [queries, 1, keys]
     rows = torch.arange(distance, distance + queries, device=device)
     apart = rows[:, None] - torch.arange(keys, device=device)[None]
@@ -97,7 +99,7 @@ def _places(block: AttentionPiece) -> tuple[slice, slice]:
 
 
 def _split_heads(rows: Tensor, groups: int) -> Tensor:
-    """[T, heads, D] -> [groups, T, heads / groups, D]: the query heads of each key-value head, a row's together."""
+    """[T, heads, D] -> [groups, T, heads / groups, D]: the query heads that share a key-value head are grouped per row."""
     split: Tensor = rows.unflatten(1, (groups, -1))  # type: ignore[no-untyped-call]
     return split.transpose(0, 1).contiguous()
 

@@ -1,6 +1,6 @@
 """Attention by torch's fused kernels, which return the log-sum-exp of their scores: no padding, and no mask.
 
-On a CPU a kernel is called for each piece; causal squares of one size that follow each other are one call. On a GPU each level of the tree
+On a CPU a kernel is called for each piece; consecutive causal squares of equal size are one call. On a GPU each level of the tree
 is one call with sequences of different lengths (varlen): all segments among themselves, then everything that attends to the roots, and so
 on.
 """
@@ -24,11 +24,11 @@ from strop.sampling import at_least_float32
 
 aten: Any = torch.ops.aten
 
-LARGEST_HEAD = 256  # of the kernels on a GPU
+LARGEST_HEAD = 256  # of the GPU kernels
 
 
 def flash_obstacle(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> str | None:
-    """Return why the fused kernels cannot compute an attention; None if they can."""
+    """Return why the fused kernels cannot compute this attention; None if they can."""
     if spec.window is not None:
         return "the layer has a sliding window"
     if spec.softcap is not None:
@@ -46,13 +46,13 @@ def flash_obstacle(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
     if query.dtype not in (torch.bfloat16, torch.float16):
         return f"a GPU has none for {query.dtype}"
     if size != values or size % 8 or size > LARGEST_HEAD:
-        return f"they want heads of one size, a multiple of 8 and at most {LARGEST_HEAD}, and these have {size} and {values}"
+        return f"they need heads of one size, a multiple of 8 up to {LARGEST_HEAD}, and these have {size} and {values}"
     return None
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """Pieces of one size that one call computes as a batch: consecutive rows of queries, and of keys."""
+    """Pieces of equal size computed by one call as a batch: consecutive rows of queries, and of keys."""
 
     rows: slice
     columns: slice
@@ -61,7 +61,7 @@ class _Call:
 
 
 class CpuFlashKernel:
-    """A ``PieceKernel`` (strop.models.attention.merged_attention) of pieces that are causal squares or have no mask."""
+    """A ``PieceKernel`` (strop.models.attention.merged_attention) for pieces that are causal squares or have no mask."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, levels: Levels, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         values = pad(value, (0, query.shape[2] - value.shape[2]))
@@ -101,7 +101,7 @@ def _parts(call: _Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[tupl
 
 
 def _batch_pieces(levels: Levels) -> Iterator[_Call]:
-    """Yield the calls that compute the pieces: causal squares of one size that follow each other are one."""
+    """Yield the calls that compute the pieces; consecutive causal squares of equal size are one call."""
     for piece in (piece for level in levels for piece in level if not piece.causal):
         assert piece.distance is None, "a window, which fused kernels do not have"
     squares = [piece for level in levels for piece in level if piece.causal]
@@ -146,18 +146,18 @@ def _to_rows(batch: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _VarlenLevel:
-    """The pieces of a level as sequences of one call."""
+    """The pieces of a level as the sequences of one call."""
 
-    rows: Tensor | slice  # of the queries, one sequence after the other
+    rows: Tensor | slice  # of the queries, sequence by sequence
     columns: Tensor | slice
-    query_ends: Tensor  # [pieces + 1] int32: where each sequence begins, and the end of the last
+    query_ends: Tensor  # [pieces + 1] int32: the start of each sequence, and the end of the last
     key_ends: Tensor
     longest: tuple[int, int]
     causal: bool
 
 
 class VarlenFlashKernel:
-    """A ``PieceKernel`` (strop.models.attention.merged_attention) on a GPU, of pieces that are causal squares or have no mask."""
+    """A ``PieceKernel`` (strop.models.attention.merged_attention) on a GPU, for pieces that are causal squares or have no mask."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[Levels, list[_VarlenLevel]]] = {}  # by the id of the levels, which all layers share
@@ -238,7 +238,7 @@ def _make_varlen(pieces: list[AttentionPiece], causal: bool) -> _VarlenLevel:
 
 
 def _gather(ranges: list[tuple[int, int]]) -> Tensor | slice:
-    """Return the rows of ranges (first, count) one after the other: a slice if they follow each other, else indices."""
+    """Return the rows of consecutive ranges (first, count): a slice if the ranges are adjacent, otherwise indices."""
     if all(first + count == after for (first, count), (after, _) in pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][0] + ranges[-1][1])
     return torch.cat([torch.arange(first, first + count) for first, count in ranges])

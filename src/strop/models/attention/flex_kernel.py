@@ -1,8 +1,9 @@
 """Attention by torch's FlexAttention (arXiv 2412.05496), with a block mask made from the tree.
 
-In the order of a walk through the tree, what is under a segment is one stretch of places: the token at place q attends to the one at
-place k if k <= q < end(k), the first place that is not under k's segment. The block mask follows from the least and greatest places of
-each block, without a mask of tokens x tokens. On a CPU the kernel gives neither log-sum-exp nor gradient: both are computed blockwise.
+In depth-first order, the descendants of a segment form one contiguous range: the token at place q attends to the one at place k
+if k <= q < end(k), the first place outside the subtree of k's segment. The block mask follows from the smallest and largest
+place of each block, without a mask of tokens x tokens. On a CPU the kernel returns neither log-sum-exp nor gradient; both are
+computed blockwise.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class FlexKernel:
         self._masks: dict[int | None, BlockMask] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Attention [T, heads, D] x [T, kv_heads, D] -> [T, heads, V], with the kernel's own gradient, which a CPU lacks."""
+        """Attention [T, heads, D] x [T, kv_heads, D] -> [T, heads, V], with the kernel's own gradient, which is not available on
+        a CPU.
+        """
         output, lse = self._call(query, key, value, spec, needs_lse=spec.sinks is not None)
         if spec.sinks is not None:
             assert lse is not None
@@ -42,7 +45,7 @@ class FlexKernel:
         return output.to(query.dtype)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, levels: Levels, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        """The forward pass of a CPU."""
+        """The forward pass on a CPU."""
         query, key, value = query.detach(), key.detach(), value.detach()
         output, _ = self._call(query, key, value, spec, needs_lse=False)
         return at_least_float32(output), self.blockwise.forward(query, key, value[..., :0], levels, spec)[1]
@@ -77,15 +80,15 @@ class FlexKernel:
 
 @cache
 def compiled_flex() -> Any:
-    """FlexAttention compiled for any length: what is not compiled makes all scores at once."""
+    """FlexAttention compiled for any length; uncompiled it materializes all scores at once."""
     return torch.compile(flex_attention, dynamic=True)
 
 
 def tree_columns(segments: TreeSegments) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each token's place in a walk through the tree, the end of what is under its segment, and its position, [T] int32 each."""
+    """Return each token's place in the depth-first order, the end of its segment's subtree, and its position, [T] int32 each."""
     total = sum(segments.lengths)
     place, end, position = (torch.zeros(total, dtype=torch.int32) for _ in range(3))
-    counted, open_segments = 0, list[tuple[int, int]]()  # (segment, depth) of the path that the walk is on
+    counted, open_segments = 0, list[tuple[int, int]]()  # (segment, depth) of the current path
 
     def close(depth: int) -> None:
         while open_segments and open_segments[-1][1] >= depth:
@@ -108,9 +111,9 @@ def _tokens(segments: TreeSegments, segment: int) -> slice:
 
 
 def make_block_mask(place: Tensor, end: Tensor, position: Tensor, window: int | None) -> BlockMask:
-    """Return the mask of blocks of 128 tokens: those that a query may see in part, and those that it sees whole.
+    """Return the mask of blocks of 128 tokens: those that a query sees in part, and those that it sees completely.
 
-    A block is counted as seen in part where its bounds do not say otherwise: that costs time at the borders of segments, not correctness.
+    If a block's bounds are inconclusive, it counts as seen in part: that costs time at segment borders, not correctness.
     """
     low, high = _bounds(place)
     first_end, last_end = _bounds(end)
@@ -121,7 +124,7 @@ def make_block_mask(place: Tensor, end: Tensor, position: Tensor, window: int | 
         some &= near[:, None] - far[None] < window
         whole &= far[:, None] - near[None] < window
     if len(place) % BLOCK:
-        whole[:, -1] = False  # the last block has keys that do not exist
+        whole[:, -1] = False  # the last block includes keys that do not exist
     partial = some & ~whole
     return BlockMask.from_kv_blocks(
         *_list_blocks(partial),
@@ -133,14 +136,16 @@ def make_block_mask(place: Tensor, end: Tensor, position: Tensor, window: int | 
 
 
 def _bounds(column: Tensor) -> tuple[Tensor, Tensor]:
-    """[T] -> least and greatest of each block of 128."""
+    """[T] -> smallest and largest value of each block of 128."""
     missing = -len(column) % BLOCK
     blocks = torch.cat([column, column[-1:].expand(missing)]).view(-1, BLOCK)
     return blocks.amin(1), blocks.amax(1)
 
 
 def _list_blocks(table: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, columns] bool -> how many columns are true in each row, and all columns, the true ones first: [1, 1, ...] int32."""
+    """[rows, columns] bool -> the number of true columns in each row, and all columns with the true ones first: [1, 1, ...]
+    int32.
+    """
     columns = table.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     return table.sum(1, dtype=torch.int32)[None, None], columns.to(torch.int32)[None, None]
 
@@ -151,7 +156,7 @@ def _mask(place: Tensor, end: Tensor, position: Tensor, window: int | None) -> C
 
     if window is None:
         return under
-    unseen = position - window  # a column: numbers would be compiled again for each window
+    unseen = position - window  # a tensor: with a number, each window would be compiled again
 
     def under_in_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return under(batch, head, query, key) & (position[key] > unseen[query])
@@ -159,7 +164,7 @@ def _mask(place: Tensor, end: Tensor, position: Tensor, window: int | None) -> C
     return under_in_window
 
 
-def _softcap(caps: Tensor) -> Callable[..., Tensor]:  # [heads]: a number would be compiled again
+def _softcap(caps: Tensor) -> Callable[..., Tensor]:  # [heads]: with numbers, each would be compiled again
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return caps[head] * torch.tanh(score / caps[head])
 

@@ -1,4 +1,4 @@
-"""Attention in which the tokens of an image see each other both ways (Gemma 3)."""
+"""Attention in which the tokens of an image see each other in both directions (Gemma 3)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from strop.types import PromptImage
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """The tokens of one image, and all that they attend to."""
+    """The tokens of one image, and all tokens that they attend to."""
 
-    queries: Tensor  # [L] int64, places in the row
-    keys: Tensor  # [K] int64: its ancestors', and its own segment's up to the image's end
+    queries: Tensor  # [L] int64, positions in the row
+    keys: Tensor  # [K] int64: of its ancestors, and of its own segment up to the image's end
     distance: Tensor  # [L, K] int64: position of the query minus that of the key; negative within the image
 
 
 class ImageBlockPlan:
-    """A plan over a forest of segments, with each image's tokens attending to all tokens of the image besides what they attend to causally.
+    """A plan over a forest of segments in which each image's tokens attend to the whole image in addition to their causal
+    context.
 
-    A window is looked at backwards alone, as in Transformers: a token sees the end of its image however far it is. The rows of images are
-    computed twice, causally with the others and then whole; the first result of them is left out and has no gradient.
+    A window limits only backward attention, as in Transformers: a token always sees the end of its image. Image rows are
+    computed twice, first causally with the others and then completely; the first result is discarded and has no gradient.
     """
 
     def __init__(

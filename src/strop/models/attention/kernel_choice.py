@@ -1,4 +1,4 @@
-"""Which kernel computes an attention: by device, dtype and length, from a measured table (docs/performance.md)."""
+"""Choose the attention kernel by device, dtype and length, from a measured table (docs/performance.md)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 AttentionKernel = Literal["auto", "plain", "flash", "blockwise", "flex"]
 AttentionKernelName = Literal["plain", "flash", "blockwise", "flex"]
 
-# Up to so many scores of the largest family of siblings, with its padding, plain products are as fast as the others or faster.
+# Up to this many scores of the largest family of siblings, including padding, plain products are at least as fast as the others.
 PLAIN_SCORES = {
     ("cpu", torch.float64): 1 << 20,
     ("cpu", torch.float32): 1 << 20,
@@ -30,22 +30,24 @@ PLAIN_SCORES = {
     ("gpu", torch.float64): 1 << 22,
 }
 
-SMALLEST_FLEX_HEAD = 16  # on a GPU, where its kernel multiplies with tl.dot
+SMALLEST_FLEX_HEAD = 16  # on a GPU, because its kernel uses tl.dot
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """A kernel and why it was chosen."""
+    """A kernel and the reason for its choice."""
 
     kernel: AttentionKernelName
     reason: str
-    replaces: AttentionKernel = "auto"  # what was asked for and cannot compute it
+    replaces: AttentionKernel = "auto"  # the requested kernel, if it cannot compute this attention
 
 
 def choose_kernel(
     asked: AttentionKernel, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, scores: int
 ) -> AttentionKernelName:
-    """Return the kernel of a layer's attention, and log it once. ``scores``: of the largest family, as plain products make them."""
+    """Return the kernel for a layer's attention, and log it once. ``scores``: number of scores of the largest family with plain
+    products.
+    """
     if asked == "plain" or asked == "blockwise":
         return asked
     obstacle = flash_obstacle(query, key, value, spec)
@@ -63,7 +65,7 @@ def choose_kernel(
 def choose_piece_kernel(
     asked: AttentionKernel, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
 ) -> AttentionKernelName:
-    """Return the kernel of attention whose keys are in several places, ``flash`` or ``blockwise``, and log it once."""
+    """Return the kernel for attention over keys in several places, ``flash`` or ``blockwise``, and log it once."""
     obstacle = "as configured" if asked == "blockwise" else flash_obstacle(query, key, value, spec)
     reason = obstacle or "as the keys are in several places"
     replaced = asked in ("plain", "flex") or (asked == "flash" and obstacle is not None)
@@ -89,10 +91,10 @@ def _choose(query: Tensor, value: Tensor, scores: int, obstacle: str | None) -> 
 
 @cache
 def _flex_obstacle(device: str, size: int) -> str | None:
-    """Return why FlexAttention cannot be compiled for heads of so many numbers on a device; None if it can."""
+    """Return why FlexAttention cannot be compiled for this head size on a device; None if it can."""
     if device == "cuda":
         if size < SMALLEST_FLEX_HEAD:
-            return f"its products want heads of at least {SMALLEST_FLEX_HEAD} numbers, and these have {size}"
+            return f"its products need heads of size {SMALLEST_FLEX_HEAD} or more, and these have size {size}"
         from torch.utils._triton import has_triton
 
         return None if has_triton() else "Triton is not installed"

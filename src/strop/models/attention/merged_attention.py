@@ -1,8 +1,8 @@
-"""Attention computed in parts, which are merged by the log-sum-exp of their scores; and its gradient.
+"""Attention computed in parts that are merged by the log-sum-exp of their scores; and its gradient.
 
 A part is attention to some of the keys: an output and, for each query and head, the logarithm of the sum of the exponentials of its scores
-(lse). Two parts weigh exp(lse) in their sum. In the backward pass each part uses the total lse and output, with which its gradients are
-those of the whole: no part needs to know another (FlashAttention, arXiv 2205.14135; RingAttention, arXiv 2310.01889).
+(lse). The merged output weighs each part by exp(lse). In the backward pass each part uses the total lse and output, which makes
+its gradients those of the whole, independently of the other parts (FlashAttention, arXiv 2205.14135; RingAttention, arXiv 2310.01889).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PieceKernel(Protocol):
     ) -> Gradients:
         """Return the gradients of ``rows`` (query, key, value), in float32 or float64.
 
-        ``output`` and ``grad`` [T, heads, V] in the rows' dtype and ``lse`` [T, heads] are those of the whole attention.
+        ``output`` and ``grad`` [T, heads, V] in the rows' dtype and ``lse`` [T, heads] belong to the whole attention.
         """
         ...
 
@@ -38,13 +38,13 @@ class PieceKernel(Protocol):
 def merge_part(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge a part into an output [T, heads, V] and lse [T, heads], in place. Parts without keys have the lse -inf."""
     total = torch.logaddexp(lse, part_lse)
-    known = total.clamp(min=torch.finfo(total.dtype).min)  # -inf minus -inf is no number
+    known = total.clamp(min=torch.finfo(total.dtype).min)  # -inf minus -inf is NaN
     output.mul_((lse - known).exp_().unsqueeze(-1)).add_(part * (part_lse - known).exp_().unsqueeze(-1))
     lse.copy_(total)
 
 
 def weigh_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Add a score without a value for each head, ``sinks`` [heads], to an output [T, heads, V] and lse [T, heads]."""
+    """Include a score without a value per head, ``sinks`` [heads], in an output [T, heads, V] and lse [T, heads]."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     return output * (lse - total).exp().unsqueeze(-1), total
 

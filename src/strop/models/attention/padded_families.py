@@ -1,4 +1,4 @@
-"""Attention of families of segments, padded to their longest: one call for each family, with a dense mask."""
+"""Attention of families of segments, padded to the longest segment: one call per family, with a dense mask."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ class SiblingSegments:
 
 
 class PaddedFamilies:
-    """Attention of each family of segments with one parent, which are padded to the longest of them and repeat their prefix.
+    """Attention of each family of segments with one parent: they are padded to the longest, and their prefix is repeated.
 
-    The cost is that of the real tokens plus the padding and the repeated prefixes: for short sequences, which this makes few calls of.
+    The cost is that of the real tokens plus padding and repeated prefixes. Suited to short sequences, for which it makes few
+    calls.
     """
 
     def __init__(self, segments: TreeSegments, device: torch.device) -> None:
@@ -65,14 +66,14 @@ class PaddedFamilies:
 
     @cached_property
     def placed(self) -> tuple[Tensor | None, list[SiblingSegments]]:
-        """On the device: the permutation of the row that groups the tokens of each family, None if it is in order; and the families."""
+        """On the device: the permutation that groups the row's tokens by family (None if already grouped), and the families."""
         tensors = [self._order, *(each.padded_index for each in self.families)]
         moved = iter(move([each for each in tensors if each is not None], self.device))
         order, *indices = (None if each is None else next(moved) for each in tensors)
         return order, [replace(each, padded_index=index) for each, index in zip(self.families, indices, strict=True)]
 
     def count_scores(self, heads: int) -> int:
-        """Return how many scores the largest family has in a layer, with its padding."""
+        """Return the number of scores of the largest family in a layer, including padding."""
         return max(heads * each.count * each.max_length * (each.prefix_length + each.max_length) for each in self.families)
 
     def _mask(self, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -156,13 +157,13 @@ def _prepend_prefix(tensor: Tensor, prefix: Tensor | None) -> Tensor:
     return torch.cat([prefix.transpose(0, 1).expand(len(tensor), -1, -1, -1), tensor], dim=2)
 
 
-# Moving rows of a tensor, without the accumulation of ``index_select``'s backward pass.
+# Moves rows of a tensor without the accumulation in ``index_select``'s backward pass.
 
 
 class _MoveRows(torch.autograd.Function):
     """Take the rows ``source``, or put rows at the indices ``target`` of ``size`` rows of zeros. Indices do not repeat.
 
-    Each operation is the backward pass of the other: a plain copy, while the backward pass of ``index_select`` accumulates.
+    Each operation is the backward pass of the other, and a plain copy.
     """
 
     @staticmethod

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.sampling import at_least_float32
 
-# Up to this many elements of scores, eager attention is used where it is faster than the fused kernel.
+# Up to this many scores, eager attention is used if it is faster than the fused kernel.
 MAX_EAGER_SCORES = 1 << 25
 
 
@@ -26,7 +26,7 @@ def masked_attention(
 
 
 def _eager_is_faster(query: Tensor, key: Tensor) -> bool:
-    """Return whether eager attention is faster: in bfloat16 on a CPU the fused kernel takes 2 to 5 times as long."""
+    """Return whether eager attention is faster: on a CPU in bfloat16, the fused kernel takes 2 to 5 times as long."""
     on_cpu = query.device.type == "cpu" and query.dtype == torch.bfloat16
     return on_cpu and query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] <= MAX_EAGER_SCORES
 
@@ -34,7 +34,7 @@ def _eager_is_faster(query: Tensor, key: Tensor) -> bool:
 def _eager_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
     batch, heads, queries, size = query.shape
     kv_heads = key.shape[1]
-    rows = (query * spec.scale).reshape(batch, kv_heads, -1, size)  # query heads that share a key-value head are adjacent
+    rows = (query * spec.scale).reshape(batch, kv_heads, -1, size)  # query heads sharing a key-value head are adjacent
     scores = (rows @ key.transpose(2, 3)).view(batch, kv_heads, heads // kv_heads, queries, -1)
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
@@ -45,7 +45,7 @@ def _eager_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 
 def _softmax(scores: Tensor, spec: AttentionSpec) -> Tensor:
-    """[B, kv_heads, group, queries, keys], with sinks as one more key, whose weight is left out."""
+    """[B, kv_heads, group, queries, keys], with sinks as one more key, whose weight is dropped."""
     if spec.sinks is None:
         return scores.softmax(-1)
     sinks = spec.sinks.to(scores.dtype).view(1, *scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)

@@ -1,8 +1,8 @@
-"""Scaled rotary embeddings, and those whose frequencies depend on a length: one length for a whole run.
+"""Scaled rotary embeddings with length-dependent frequencies: one length for a whole run.
 
-Transformers chooses the frequencies of the types ``longrope`` (2402.13753) and ``dynamic`` by the largest position of a call. A packed row
-would give a sequence the frequencies of its neighbours, and a growing cache keys those of an earlier length. So a run takes the
-frequencies of its longest sequence for all of them, in learner and engines alike, as vLLM does for longrope.
+Transformers chooses the frequencies of the types ``longrope`` (2402.13753) and ``dynamic`` by the largest position of a call. In
+a packed row, a sequence would get the frequencies of its neighbours; in a growing cache, keys would have those of an earlier
+length. So a run uses the frequencies of its longest sequence for all of them, in learner and engines, as vLLM does for longrope.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
 
-FIXED = "fixed"  # a type that Transformers recomputes nothing for
+FIXED = "fixed"  # a type for which Transformers recomputes nothing
 
 
 def scaled_rotary_frequencies(
@@ -24,7 +24,7 @@ def scaled_rotary_frequencies(
 ) -> tuple[Tensor, float]:
     """Return the frequencies [D / 2] of a rotary embedding with scaling of type ``kind``, and the factor of its cosines and sines.
 
-    ``longest``: the length that they are for, of the types that depend on one.
+    ``longest``: the sequence length, for the types that depend on it.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -65,7 +65,7 @@ def _fix_frequencies(module: Any, kind: str, layer_type: str | None, longest: in
 
 
 def fixed_rotary_config(config: Any, longest: int) -> dict[str, Any]:
-    """Return the changes to a configuration that give an engine the frequencies of ``fix_rotary_length``; empty if there are none."""
+    """Return the configuration changes that give an engine the frequencies of ``fix_rotary_length``; empty if there are none."""
     text = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
     nested = {name: each for name, each in parameters.items() if isinstance(each, Mapping)}
@@ -77,7 +77,7 @@ def fixed_rotary_config(config: Any, longest: int) -> dict[str, Any]:
         parameters = _fix_parameters(text, each, name, longest)
         fixed = parameters if name is None else {**fixed, name: parameters}
     changes: dict[str, Any] = {"rope_parameters": fixed}
-    if longest > text.max_position_embeddings:  # an engine has no positions beyond it
+    if longest > text.max_position_embeddings:  # engines have no positions beyond it
         changes["max_position_embeddings"] = longest
     return changes
 

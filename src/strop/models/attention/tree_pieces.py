@@ -1,8 +1,8 @@
-"""The pieces of attention over a tree: rectangles of a row's queries and keys, made from its segments.
+"""The pieces of attention over a tree: rectangles of a row's queries and keys, derived from its segments.
 
-A segment attends causally to itself, and everything under it attends to it whole. In the order of a batch what is under a segment stands
-together, so each segment has two pieces however many completions follow it: a causal square, and one long rectangle without a mask. With a
-sliding window the rectangle is cut by segment, to the tokens that the window reaches.
+A segment attends causally to itself, and all its descendants attend to all of it. In a batch, the descendants of a segment are
+contiguous, so each segment has two pieces regardless of the number of completions: a causal square, and one long rectangle
+without a mask. With a sliding window the rectangle is cut by segment, to the tokens within the window.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class AttentionPiece:
 
     @property
     def causal(self) -> bool:
-        """Whether it is a square whose queries see the keys up to their own place."""
+        """Whether it is a square in which each query sees the keys up to its own position."""
         return self.distance == 0 and self.queries == self.keys
 
     def narrow(self, window: int | None) -> AttentionPiece | None:
-        """Return the piece without a distance if each query sees each key, and None if no query sees any."""
+        """Return the piece without a distance if every query sees every key, and None if no query sees any."""
         if self.queries <= 0 or self.keys <= 0:
             return None
         if self.distance is None:
@@ -50,7 +50,7 @@ class AttentionPiece:
         return AttentionPiece(query - queries[0], last_query - query, key - keys[0], last_key - key, distance).narrow(window)
 
     def blocks(self, queries: int, keys: int, window: int | None) -> Iterator[AttentionPiece]:
-        """Cut it into blocks of at most so many queries and keys; those that are out of sight are left out."""
+        """Cut it into blocks of at most this many queries and keys; blocks without visible keys are left out."""
         for row in range(0, self.queries, queries):
             for column in range(0, self.keys, keys):
                 distance = None if self.distance is None else self.distance + row - column
@@ -62,7 +62,7 @@ class AttentionPiece:
 
 @dataclass(frozen=True, eq=False)
 class TreeSegments:
-    """A row's segments, in any order. A segment's ancestors come before it in position, not always in the row."""
+    """A row's segments, in any order. A segment's ancestors precede it in position, but not necessarily in the row."""
 
     starts: Sequence[int]
     lengths: Sequence[int]
@@ -70,14 +70,14 @@ class TreeSegments:
 
     @property
     def children(self) -> list[list[int]]:
-        """The segments under each segment, and under the roots' own parent at the end."""
+        """The children of each segment, and the roots at the end."""
         children: list[list[int]] = [[] for _ in range(len(self.starts) + 1)]
         for segment, parent in enumerate(self.parents):
             children[parent].append(segment)
         return children
 
     def walk(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (segment, depth, position of its first token), each segment before those under it."""
+        """Yield (segment, depth, position of its first token), each segment before its descendants."""
         children = self.children
         waiting = [(segment, 0, 0) for segment in reversed(children[-1])]
         while waiting:
@@ -87,7 +87,7 @@ class TreeSegments:
             waiting += [(child, *below) for child in reversed(children[segment])]
 
     def levels(self, window: int | None = None) -> Levels:
-        """Return the pieces of the row: the causal squares, then what attends to the roots, to their children, and so on."""
+        """Return the pieces of the row: the causal squares, then attention to the roots, to their children, and so on."""
         children = self.children
         levels: list[list[AttentionPiece]] = [[]]
         for segment, depth, _ in self.walk():
@@ -101,7 +101,7 @@ class TreeSegments:
         return tuple(tuple(level) for level in levels if level)
 
     def _below(self, segment: int, children: list[list[int]]) -> Iterable[AttentionPiece]:
-        """What is under a segment attends to it whole: a piece for each stretch of the row."""
+        """The descendants of a segment attend to all of it: one piece per contiguous range of the row."""
         waiting, found = list(children[segment]), []
         while waiting:
             below = waiting.pop()
@@ -112,12 +112,12 @@ class TreeSegments:
             yield AttentionPiece(first, last - first, self.starts[segment], self.lengths[segment])
 
     def _within(self, segment: int, children: list[list[int]], window: int) -> Iterable[AttentionPiece]:
-        """The same within a window: a piece for each segment that reaches back so far."""
+        """The same within a window: one piece per segment that reaches back far enough."""
         start, length = self.starts[segment], self.lengths[segment]
         waiting = [(below, length) for below in children[segment]]
         while waiting:
             below, distance = waiting.pop()
-            unseen = max(0, distance - window + 1)  # keys before the window of the first query
+            unseen = max(0, distance - window + 1)  # keys before the first query's window
             if unseen >= length:
                 continue
             queries = min(self.lengths[below], window + length - 1 - distance)
@@ -128,7 +128,7 @@ class TreeSegments:
 
 
 def join_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join ranges [first, last) that do not overlap where one begins at the end of another."""
+    """Join disjoint ranges [first, last) where one begins at the end of another."""
     joined: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if joined and joined[-1][1] == first:

@@ -1,4 +1,4 @@
-"""Attention in a forest of segments: shared prefixes and what follows them, as one packed row."""
+"""Attention in a forest of segments: shared prefixes and their continuations, as one packed row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TreePlan:
     """Attention in a forest of segments: a token attends causally to its own segment and fully to its ancestors.
 
     A token's position is its distance from the root, so sliding windows follow from positions. A shared prefix is projected and stored
-    once. ``kernel``: what computes the attention (``policy.attention_kernel``); auto chooses by device, dtype and length.
+    once. ``kernel``: the attention kernel (``policy.attention_kernel``); auto chooses by device, dtype and length.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Files of weights that cannot be read are named, with what is wrong with them: cut off, a pointer of Git LFS, Python objects in a pickle.
+"""Names weight files that cannot be read, and the cause: truncated, a Git LFS pointer, or Python objects in a pickle.
 
-Readers of weights raise what their format does (``SafetensorError``, ``UnpicklingError``, ``EOFError``, ...) and name no file. Only after
-such an error are the files looked at again.
+Weight readers raise format-specific errors (``SafetensorError``, ``UnpicklingError``, ``EOFError``, ...) that do not name the
+file. The files are checked only after such an error.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 _POINTER = b"version https://git-lfs"
-_FOREIGN = re.compile(r"(?:GLOBAL|class|function) ([A-Za-z_][\w.]*\.\w+)")  # as torch.load names what it refuses
+_FOREIGN = re.compile(r"(?:GLOBAL|class|function) ([A-Za-z_][\w.]*\.\w+)")  # how torch.load names a refused object
 
 
 class DamagedWeights(ValueError):
-    """A file of weights cannot be read. The message names it, why, and what to do."""
+    """A weight file cannot be read. The message names the file, the cause and the fix."""
 
 
 @contextmanager
 def naming_damaged_weights(folder: str | Path) -> Iterator[None]:
-    """Raise DamagedWeights for an error of the code inside, if a file of weights in ``folder``, or in the hub's cache, is damaged."""
+    """Convert an error of the block into DamagedWeights if a weight file in ``folder``, or in the hub's cache, is damaged."""
     try:
         yield
     except DamagedWeights:
@@ -38,10 +38,10 @@ def naming_damaged_weights(folder: str | Path) -> Iterator[None]:
 
 
 def describe_damage(path: Path) -> str:
-    """Return what is wrong with a file of weights, and what to do; "" if it can be read."""
+    """Describe what is wrong with a weight file, and how to fix it; "" if it can be read."""
     again = "copy or download it again"
     if not path.exists():
-        return f"an index beside it lists it, and it is missing; {again}"
+        return f"the index file lists it, but it is missing; {again}"
     with path.open("rb") as file:
         begin = file.read(len(_POINTER))
     if not begin:
@@ -50,11 +50,11 @@ def describe_damage(path: Path) -> str:
         return "it is a pointer of Git LFS to the file; fetch the file itself: git lfs pull"
     try:
         return _read_through(path)
-    except Exception as error:  # each format has its own
+    except Exception as error:  # each format has its own errors
         text = str(error)
         if path.suffix == ".bin" and (foreign := _FOREIGN.search(text)):
             return (
-                f"it is a pickle with Python objects beside tensors ({foreign[1]}), and loading these could run code; if you trust where "
+                f"it is a pickle with Python objects besides tensors ({foreign[1]}), and loading these could run code; if you trust where "
                 "it comes from, load it elsewhere and save its tensors as safetensors"
             )
         brief = (text.strip().splitlines() or [""])[0][:120].rstrip(".")
@@ -63,7 +63,7 @@ def describe_damage(path: Path) -> str:
 
 
 def _read_through(path: Path) -> str:
-    """Read a file as its loaders do. Return why its contents are no weights, "" if they are; raises what the format does."""
+    """Read a file as its loaders do. Return why its contents are not weights, or "" if they are; raises the format's own errors."""
     if path.suffix == ".json":
         json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
     elif path.suffix == ".safetensors":
@@ -82,7 +82,7 @@ def _read_through(path: Path) -> str:
 
 
 def _list_files(folder: Path) -> list[Path]:
-    """Return the indices of a folder, then its files of weights, with those that an index lists and that are missing."""
+    """Return the index files of a folder, then its weight files, including missing ones listed by an index."""
     indices = sorted(folder.glob("*.index.json"))
     files = {path for pattern in ("*.safetensors", "*model*.bin") for path in folder.glob(pattern)}
     for index in indices:
@@ -92,7 +92,7 @@ def _list_files(folder: Path) -> list[Path]:
 
 
 def _find_folder(name: str | Path) -> Path:
-    """Return a folder, or where the cache of the hub has a model."""
+    """Return a folder, or the hub cache's folder of a model."""
     folder = Path(name).expanduser()
     if folder.is_dir() or str(name).count("/") > 1 or folder.is_absolute():
         return folder

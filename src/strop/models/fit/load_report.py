@@ -1,8 +1,8 @@
-"""What was loaded: weights that are not those of the model are refused, by the names of the tensors.
+"""Checks a load: weights that do not match the model are refused, naming the tensors.
 
-Transformers and PEFT fill what a folder lacks with random numbers, with a warning. Here a load asks for the report, and every tensor
-that is missing, unexpected, of another shape or not finite is an error. Tied weights are no misfit, nor is what a model's class declares
-ignorable (``_keys_to_ignore_on_load_missing`` and ``..._unexpected``): Transformers leaves both out of its report.
+Transformers and PEFT fill missing weights with random numbers, with a warning. Here, every tensor that is missing, unexpected,
+of another shape or not finite is an error. Exceptions are tied weights and weights that a model's class declares ignorable
+(``_keys_to_ignore_on_load_missing`` and ``..._unexpected``): Transformers leaves both out of its report.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ SHOWN = 5  # names of tensors of each kind in a message
 
 
 class WeightsDoNotFit(ValueError):
-    """The weights of a folder are not those of the model. The message names the tensors."""
+    """The weights of a folder do not match the model. The message names the tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """The tensors of a load that went wrong."""
+    """The problematic tensors of a load."""
 
     missing: Collection[str] = ()
     unexpected: Collection[str] = ()
     mismatched: Collection[str] = ()  # names with both shapes
     not_finite: Collection[str] = ()
-    unconverted: Collection[str] = ()  # made of several tensors, such as those of experts, of which some are missing
+    unconverted: Collection[str] = ()  # combined from several tensors, such as experts, some of which are missing
 
     @classmethod
     def of_transformers(cls, info: Mapping[str, Any], model: nn.Module) -> LoadReport:
-        """Read what ``from_pretrained(..., output_loading_info=True)`` returned, and look at the values."""
+        """Read the result of ``from_pretrained(..., output_loading_info=True)``, and check the values."""
         shapes = (f"{name} (found {_format_shape(found)}, the model has {_format_shape(own)})" for name, found, own in
                   info["mismatched_keys"])  # fmt: skip
         return cls(
@@ -45,7 +45,7 @@ class LoadReport:
         )
 
     def refuse(self, name: str, kind: str, key: str = "policy.model_name: ") -> None:
-        """Raise WeightsDoNotFit unless all is well. ``name``: of the folder or hub model; ``kind``: of the model's class."""
+        """Raise WeightsDoNotFit if there is any problem. ``name``: folder or hub model; ``kind``: the model's class."""
         kinds = {
             "missing": self.missing,
             "unexpected": self.unexpected,
@@ -62,13 +62,13 @@ class LoadReport:
         if self.not_finite and not (self.missing or self.unexpected or self.mismatched):
             return "Nothing can be computed with them: use an earlier checkpoint, or download or convert the model again"
         return (
-            "What a folder lacks would be random numbers: use a whole copy of the model, or correct its config.json (and "
-            "policy.hf_config_overrides), which lists what the model consists of"
+            "Missing weights would be random numbers: use a complete copy of the model, or correct its config.json (and "
+            "policy.hf_config_overrides), which determines the model's weights"
         )
 
 
 def find_conversion_errors(error: RuntimeError) -> list[str]:
-    """Return the weights that Transformers could not put together: it logs them, and raises an error that does not name them."""
+    """Return the weights that Transformers failed to combine: it logs them, and raises an error that does not name them."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return sorted(getattr(frame.f_locals.get("loading_info"), "conversion_errors", None) or ())
 
@@ -99,7 +99,7 @@ def _format_shape(shape: Iterable[int]) -> str:
 
 
 def _find_prefix(missing: Collection[str], unexpected: Collection[str]) -> str | None:
-    """Return what all unexpected names begin with, if without it they are missing ones."""
+    """Return the prefix of all unexpected names, if removing it yields missing names."""
     first = next(iter(unexpected), "")
     for name in missing:
         prefix = first.removesuffix(name)

@@ -13,7 +13,7 @@ from typing import Any
 
 from strop.problems import Problem
 
-# Families whose position embeddings are learned: there is nothing beyond them. Others rotate or bias, which goes on.
+# Model families with learned position embeddings, which cannot be exceeded. Other embeddings extrapolate.
 LEARNED_POSITIONS = frozenset({"gpt2", "opt", "gpt_neo", "gpt_bigcode", "biogpt", "openai-gpt", "imagegpt", "xglm", "codegen2"})
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 SHOWN = 4
@@ -21,17 +21,17 @@ SHOWN = 4
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What the files of a tokenizer say of its tokens."""
+    """The tokens found in a tokenizer's files."""
 
     ids: Mapping[str, int] = field(default_factory=dict)  # of all tokens
-    special: frozenset[str] = frozenset()  # tokens that ordinary text does not become
+    special: frozenset[str] = frozenset()  # tokens that ordinary text never produces
     ends: Mapping[str, str] = field(default_factory=dict)  # eos_token and bos_token
     template: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Sizes of a model by its config.json; None where it does not say."""
+    """Sizes of a model from its config.json; None if not given there."""
 
     name: str
     vocabulary: int | None
@@ -52,7 +52,7 @@ class ModelSizes:
         )
 
     def errors(self, tokenizer: TokenizerFiles, key: str, length: int | None, length_key: str) -> Iterator[Problem]:
-        """Yield what would end a run. ``length``: the longest sequence of the run, which ``length_key`` sets."""
+        """Yield problems that would end a run. ``length``: the longest sequence of the run, set by ``length_key``."""
         if used := self._tokens_outside(tokenizer, used=True):
             yield Problem(key, self._describe(used), self._advise())
         if length is not None and self.positions is not None and length > self.positions and self.learned_positions:
@@ -64,7 +64,7 @@ class ModelSizes:
             )
 
     def warnings(self, tokenizer: TokenizerFiles, key: str, length: int | None, length_key: str) -> Iterator[Problem]:
-        """Yield what may not be as intended."""
+        """Yield settings that may not be as intended."""
         if (rest := self._tokens_outside(tokenizer, used=False)) and not self._tokens_outside(tokenizer, used=True):
             yield Problem(key, f"{self._describe(rest)} The chat template writes none of them; data must not either")
         if length is not None and self.positions is not None and length > self.positions and not self.learned_positions:
@@ -76,7 +76,7 @@ class ModelSizes:
             )
 
     def _tokens_outside(self, tokenizer: TokenizerFiles, *, used: bool) -> dict[str, int]:
-        """Return the tokens whose ids the embedding has not: those that a prompt or ordinary text may have, or all of them."""
+        """Return the tokens whose ids exceed the embedding: those possible in a prompt or ordinary text, or all of them."""
         if self.vocabulary is None:
             return {}
         outside = {token: index for token, index in tokenizer.ids.items() if index >= self.vocabulary}
@@ -105,7 +105,9 @@ class ModelSizes:
 
 
 def read_model_sizes(name: str, overrides: Mapping[str, Any] | None = None) -> ModelSizes | None:
-    """Return the sizes of a model in a folder or in the hub's cache, of adapters those of their base; None without a config.json."""
+    """Return the sizes of a model in a folder or in the hub's cache (for adapters, those of their base); None without a
+    config.json.
+    """
     folder = find_folder(name)
     if folder is not None and not (folder / "config.json").exists():
         base = _read_json(folder / "adapter_config.json").get("base_model_name_or_path")
@@ -125,13 +127,13 @@ def find_folder(name: str) -> Path | None:
 
     try:
         cached = try_to_load_from_cache(name, "config.json")
-    except Exception:  # of a name that the hub cannot have, or of the cache: loading the model reports it
+    except Exception:  # an invalid hub name, or a cache error: reported when the model is loaded
         return None
     return Path(cached).parent if isinstance(cached, str) else None
 
 
 def find_cached_commit(kind: str, name: str, revision: str | None) -> str:
-    """Return the commit of a repository as it is in the hub's cache; empty if it is not there. ``kind``: models or datasets."""
+    """Return the cached commit of a hub repository; empty if it is not cached. ``kind``: models or datasets."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     try:
@@ -142,7 +144,7 @@ def find_cached_commit(kind: str, name: str, revision: str | None) -> str:
 
 
 def read_tokenizer_files(name: str, template: str | None) -> TokenizerFiles:
-    """Return the tokens of a tokenizer with a tokenizer.json. ``template``: the configured one; None is the tokenizer's own."""
+    """Return the tokens of a tokenizer with a tokenizer.json. ``template``: the configured one; None uses the tokenizer's own."""
     folder = find_folder(name)
     if folder is None:
         return TokenizerFiles()
@@ -174,7 +176,7 @@ def _text_of(token: Any) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object; empty for a file that is not there or holds none: what reads it in earnest says what is wrong with it."""
+    """Return a JSON object; empty for a missing or invalid file, whose error its actual loader reports."""
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -1,8 +1,8 @@
 """Decoder layers compiled by torch.compile, each class of layer once, attention left out.
 
-The layers of a model share their compiled code, and rows of all lengths do: the number of tokens is a variable of the code. Attention
-follows the plan of a call, which no compiler can read, and has kernels of its own; a layer is compiled up to it and behind it. The code
-is kept on disk between runs. Outside ``CompiledLayers.use`` the layers run as before: an engine on the same modules has other shapes.
+The layers of a model share their compiled code, for rows of all lengths: the number of tokens is dynamic. Attention follows the
+plan of a call, which cannot be compiled, and has its own kernels; a layer is compiled before and after it. The code is cached on
+disk between runs. Outside ``CompiledLayers.use`` the layers run as before, because an engine on the same modules has other shapes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _STATE = "_strop_compiled"
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 CODES_OF_A_CLASS = 64  # policy, critic and reference of one family, with and without gradients; torch stops compiling at 8
 
-# Values are rounded where the modules round them: a code that keeps float32 in between would move the learner away from the sampler.
-# And nothing is chosen by a stopwatch that changes a result: a resumed run must compile the same code.
+# Values are rounded where the modules round them: keeping float32 in between would move the learner away from the sampler.
+# Autotuning that changes results is off: a resumed run must compile the same code.
 OPTIONS: Mapping[str, Any] = {"emulate_precision_casts": True, "deterministic": True}
 
 
 class CompiledLayers:
-    """The compiled forward passes of a decoder's layers, which are in effect inside ``use``."""
+    """The compiled forward passes of a decoder's layers, used inside ``use``."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         """Nothing is compiled yet: that happens in the first passes."""
@@ -49,16 +49,16 @@ class CompiledLayers:
             layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledLayers:
-        """The copy of a model shares the code, and says for itself when it is in effect."""
+        """The copy of a model shares the code, but tracks separately whether it is in use."""
         twin = memo[id(self)] = CompiledLayers.__new__(CompiledLayers)
         twin.active, twin.compiled, twin.seconds, twin._began = False, 0, 0.0, 0.0
-        twin._functions, twin._layers = self._functions, ()  # the layers of the copy know their state
+        twin._functions, twin._layers = self._functions, ()  # the layers of the copy hold their state
         return twin
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Use the compiled layers, also in backward passes that recompute. The log says what was compiled meanwhile."""
-        from torch._dynamo.callback import callback_handler  # imported late: it takes a second
+        """Use the compiled layers, including in backward passes that recompute. Logs what was compiled."""
+        from torch._dynamo.callback import callback_handler  # imported late, because it takes a second
 
         if self.active:
             yield
@@ -83,7 +83,7 @@ class CompiledLayers:
                 )
 
     def remove(self) -> None:
-        """Give the layers their own forward passes back."""
+        """Restore the layers' own forward passes."""
         for layer in self._layers:
             del layer.__dict__[_STATE], layer.__dict__["forward"]
 
@@ -100,14 +100,14 @@ class CompiledLayers:
 
 
 def find_compiled_layers(model: nn.Module) -> CompiledLayers | None:
-    """Return what compiles a model's layers, also in a copy of the model; None if nothing does."""
+    """Return a model's compiled layers, also in a copy of the model; None if it has none."""
     return next((module.__dict__[_STATE] for module in model.modules() if _STATE in module.__dict__), None)
 
 
 def use_learner_layers(network: object, *, keep_copies: bool) -> AbstractContextManager[None]:
-    """Return the context of a learner's passes: compiled layers where a network has them, else fused ones.
+    """Return the context of a learner's passes: compiled layers if a network has them, otherwise fused ones.
 
-    An exact network computes with neither. ``keep_copies``: as in ``FusedLayers.use``.
+    An exact network uses neither. ``keep_copies``: as in ``FusedLayers.use``.
     """
     compiled: CompiledLayers | None = getattr(network, "compiled_layers", None)
     if compiled is None:
@@ -131,12 +131,12 @@ def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def keep_cache() -> None:
-    """Keep compiled code between runs in the user's own folder, unless the environment names one: what lies there is executed."""
+    """Keep compiled code between runs in the user's own folder (because it is executed), unless the environment names another."""
     if os.environ.get(_CACHE):
         return
     folder = user_cache_folder() / "compiled_layers"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError:
-        return  # torch takes a folder for temporary files
+        return  # torch then uses a folder for temporary files
     os.environ[_CACHE] = str(folder)

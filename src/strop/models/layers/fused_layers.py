@@ -1,7 +1,7 @@
 """Replace the forward passes of norms, attention and gated MLPs of Transformers' decoders by ones with fewer passes over memory.
 
-They round where the modules of Transformers round, and what a sampler computes with those modules stays comparable. A module that is not
-known, a linear layer with an adapter, a hook or shards, and everything outside ``FusedLayers.use`` runs as before.
+They round where the modules of Transformers round, so results stay comparable with a sampler that uses those modules. Unknown
+modules, linear layers with an adapter, a hook or shards, and everything outside ``FusedLayers.use`` run as before.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SILU, GELU_TANH, GELU = "silu", "tanh", "none"  # the last two as the argument `
 
 
 class FusedLayers:
-    """The fused forward passes of a model's modules, which are in effect inside ``use``."""
+    """The fused forward passes of a model's modules, used inside ``use``."""
 
     def __init__(self, model: nn.Module) -> None:
         self.active = False
@@ -52,7 +52,7 @@ class FusedLayers:
         self.count = sum(_fuse(module, self) for module in model.modules())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedLayers:
-        """The copy of a model has its own, with its own copies of weights."""
+        """The copy of a model has its own fused layers, with its own copies of weights."""
         copy = memo[id(self)] = FusedLayers.__new__(FusedLayers)
         copy.active = copy.keep_copies = False
         copy.copies, copy.count = WeightCopies(), self.count
@@ -60,9 +60,9 @@ class FusedLayers:
 
     @contextmanager
     def use(self, *, keep_copies: bool) -> Iterator[None]:
-        """Use the fused forward passes, also in backward passes that recompute.
+        """Use the fused forward passes, including in backward passes that recompute.
 
-        With ``keep_copies``, the copies of weights in the dtype of the products are made once: the weights must not change inside.
+        With ``keep_copies``, weights are cast to the dtype of the products only once, so they must not change inside.
         """
         outer = self.active, self.keep_copies
         self.active, self.keep_copies = True, keep_copies
@@ -73,7 +73,7 @@ class FusedLayers:
             self.copies.clear()
 
     def project(self, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-        """[..., K] -> [..., N] of each layer; the modules themselves compute it unless they are plain."""
+        """[..., K] -> [..., N] of each layer; modules that are not plain compute it themselves."""
         dtype = _product_dtype(x)
         if not are_plain(linears) or (dtype is None and linears[0].weight.dtype != x.dtype):
             return tuple(linear(x) for linear in linears)
@@ -85,16 +85,16 @@ class FusedLayers:
 
 @dataclass(frozen=True, eq=False)
 class FusedNorm:
-    """How a norm is computed."""
+    """How to compute a norm."""
 
     layers: FusedLayers
     spec: RmsNormSpec
-    readers: tuple[nn.Module, ...] = ()  # the linear layers that alone read its output, which is then written in their dtype
+    readers: tuple[nn.Module, ...] = ()  # linear layers that read its output (alone), which is then in their dtype
 
 
 @dataclass(frozen=True, eq=False)
 class FusedAttention:
-    """How an attention module is computed."""
+    """How to compute an attention module."""
 
     layers: FusedLayers
     options: Mapping[str, str]
@@ -102,7 +102,7 @@ class FusedAttention:
 
 @dataclass(frozen=True, eq=False)
 class FusedMlp:
-    """How a gated MLP is computed."""
+    """How to compute a gated MLP."""
 
     layers: FusedLayers
     activation: str
@@ -152,7 +152,7 @@ def _fuse(module: nn.Module, layers: FusedLayers) -> bool:
 
 
 def _connect_norms(layer: nn.Module) -> None:
-    """Tell the norms of a decoder layer which linear layers read them."""
+    """Register, with the norms of a decoder layer, the linear layers that read them."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     before_mlp = "pre_feedforward_layernorm" if hasattr(layer, "pre_feedforward_layernorm") else "post_attention_layernorm"
     pairs = (("input_layernorm", attention, ("q_proj", "k_proj", "v_proj")), (before_mlp, mlp, ("gate_proj", "up_proj")))
@@ -281,10 +281,10 @@ def _activate(gate: Tensor, kind: str) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rotary position embedding (arXiv 2104.09864), which keeps nothing but the angles: rotate [..., T, D] by those of [..., T, D].
+    """Rotary position embedding (arXiv 2104.09864) that saves only the angles: rotate [..., T, D] by those of [..., T, D].
 
-    In the dtype of the angles, which need no gradient; returns ``dtype``. Pairs as Transformers does: entry i < D / 2 with entry i + D / 2,
-    which have the same angle.
+    Computed in the dtype of the angles, which need no gradient; returns ``dtype``. As in Transformers, entry i < D / 2 is paired
+    with entry i + D / 2, which has the same angle.
     """
     apply: Any = _Rotate.apply
     rotated: Tensor = apply(x, cos, sin, dtype)

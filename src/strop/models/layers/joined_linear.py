@@ -1,4 +1,4 @@
-"""Linear layers that read the same input, as one autograd function that keeps the input once."""
+"""Linear layers with the same input, as one autograd function that saves the input once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""RMSNorm (arXiv 1910.07467) as one autograd function: it keeps its input and one number per row, and may write bfloat16 at once."""
+"""RMSNorm (arXiv 1910.07467) as one autograd function: it saves its input and one number per row, and can write bfloat16
+directly.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ LLAMA, GEMMA = "llama.LlamaRMSNorm", "gemma.GemmaRMSNorm"
 
 @dataclass(frozen=True)
 class RmsNormSpec:
-    """What an RMSNorm computes, besides its weight."""
+    """The formula of an RMSNorm, apart from its weight."""
 
     eps: float
     offset: float  # added to the weight: 1 in Gemma

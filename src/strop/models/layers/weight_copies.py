@@ -1,4 +1,4 @@
-"""The weights of linear layers that read the same input, in the dtype and the layout of the matrix products.
+"""The weights of linear layers with the same input, in the dtype and layout of the matrix products.
 
 Under autocast the float32 weights are cast once for all micro-batches of a pass. On a CPU the forward pass reads another copy in oneDNN's
 packed layout, with which its products are about a tenth faster. Packing for the gradient of the input as well, or in float32, costs as much
@@ -25,7 +25,7 @@ class LinearWeights(Protocol):
         ...
 
     def join_columns(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Prepare gradients [T, N] of the outputs of each layer for the two methods below."""
+        """Prepare gradients [T, N] of each layer's outputs for the two methods below."""
         ...
 
     def project_back(self, grads: Sequence[Tensor]) -> Tensor:
@@ -33,7 +33,7 @@ class LinearWeights(Protocol):
         ...
 
     def gradients(self, x: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradient of each weight, [N, K], of the input ``x`` [T, K]."""
+        """Return the gradient of each weight, [N, K], given the input ``x`` [T, K]."""
         ...
 
 
@@ -54,7 +54,7 @@ class SeparateWeights:
         result = grads[0] @ self.weights[0]
         if len(grads) == 1:
             return result
-        total = result.to(torch.promote_types(result.dtype, torch.float32))  # low-precision parts add up without rounding
+        total = result.to(torch.promote_types(result.dtype, torch.float32))  # low-precision parts are summed without rounding
         for grad, weight in zip(grads[1:], self.weights[1:], strict=True):
             total = total.addmm_(grad, weight) if total.dtype == grad.dtype else total.add_(grad @ weight)
         return total.to(result.dtype)
@@ -65,7 +65,7 @@ class SeparateWeights:
 
 @dataclass(frozen=True, eq=False)
 class JoinedWeights:
-    """Copies of the weights of all layers in one matrix [N1 + N2 ..., K], so that each pass has one product."""
+    """Copies of the weights of all layers in one matrix [N1 + N2 ..., K], for a single product per pass."""
 
     sizes: tuple[int, ...]  # outputs of each layer
     weight: Tensor
@@ -91,13 +91,13 @@ class JoinedWeights:
 
 
 class WeightCopies:
-    """Makes the weights of a model's linear layers ready for their products, and keeps the copies until ``clear``."""
+    """Converts the weights of a model's linear layers for their products, and keeps the copies until ``clear``."""
 
     def __init__(self) -> None:
         self._kept: dict[int, LinearWeights] = {}
 
     def clear(self) -> None:
-        """Drop the copies. The weights must not change between two calls."""
+        """Drop the copies. Between two calls, the weights must not change."""
         self._kept.clear()
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The output layer of a causal language model: its weights, and what its model family does to the logits."""
+"""The output layer of a causal language model: its weights, and its model family's transformation of the logits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def get_lm_head(model: nn.Module) -> LMHead:
 
 
 def make_lm_head(config: Any, weight: Tensor, bias: Tensor | None = None) -> LMHead:
-    """Return an output layer with the transformation of the logits that a Hugging Face configuration asks for."""
+    """Return an output layer with the logit transformation given by a Hugging Face configuration."""
     config = getattr(config, "text_config", None) or config
     return LMHead(
         weight=weight,

@@ -1,9 +1,9 @@
 """Softmax statistics and gradients of one tile of logits, with PyTorch's operators.
 
-A tile is the product of some rows of hidden states with some rows of the output layer. Its size is fixed by the device and by
-``policy.logprob_chunk_size``, never by the batch, so that sums over the vocabulary are taken in the same order however a batch is cut.
-On a CPU the float32 numbers of a tile stay in the cache between the operators below. Exponentials are taken with ``torch.softmax``, which
-there costs half of what ``torch.exp`` does.
+A tile is the product of some rows of hidden states with some rows of the output layer. Its size depends on the device and on
+``policy.logprob_chunk_size``, never on the batch, so that sums over the vocabulary have the same order however a batch is cut.
+On a CPU a tile's float32 numbers stay in the cache between the operators below. Exponentials use ``torch.softmax``, which costs
+half as much as ``torch.exp`` there.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-CPU_ROWS, CPU_COLUMNS = 512, 2048  # 4 MiB of float32; taller or wider tiles leave the cache, smaller ones slow the products down
+CPU_ROWS, CPU_COLUMNS = 512, 2048  # 4 MiB of float32; larger tiles leave the cache, smaller ones slow the products down
 
 
 @dataclass(frozen=True)
 class TileShape:
-    """Rows of hidden states and rows of the output layer that meet in one tile."""
+    """Rows of hidden states and rows of the output layer in one tile."""
 
     rows: int
     columns: int
@@ -28,7 +28,7 @@ class TileShape:
 
 @dataclass(frozen=True)
 class TileSummary:
-    """Of the softmax over one tile's columns, [r] each, at least float32."""
+    """Statistics of the softmax over one tile's columns, [r] each, at least float32."""
 
     log_normalizer: Tensor  # log of the sum of exp(logit)
     mean_logit: Tensor  # sum of p * logit
@@ -36,22 +36,22 @@ class TileSummary:
 
 @dataclass(frozen=True)
 class RowSlopes:
-    """What the gradient of a tile's logits is made of, [r] each: p * (of_logprob + of_entropy * (logit + shift))
-    plus ``chosen`` at ``place``.
+    """Coefficients of the gradient of a tile's logits, [r] each: p * (of_logprob + of_entropy * (logit + shift)) plus ``chosen``
+    at ``place``.
 
-    p is the softmax over the tile's columns; the share that the tile has of a row's probability is in the slopes, as is the temperature.
+    p is the softmax over the tile's columns; the slopes include the tile's share of a row's probability, and the temperature.
     """
 
     log_normalizer: Tensor  # of the tile
     of_logprob: Tensor
     of_entropy: Tensor | None  # None: nothing depends on the entropies
     shift: Tensor  # entropy - the row's log-normalizer
-    place: Tensor  # int64, the target's column in this tile; any column where the target is in another
-    chosen: Tensor  # 0 where the target is in another
+    place: Tensor  # int64, the target's column in this tile; any column if the target is in another tile
+    chosen: Tensor  # 0 if the target is in another tile
 
 
 class TileOperations(Protocol):
-    """How the two passes over a tile are computed. Neither changes ``product`` [r, k], contiguous, the logits before the temperature."""
+    """The two passes over a tile. Neither changes ``product`` [r, k], the contiguous logits before the temperature."""
 
     def summarize(self, product: Tensor, temperature: float) -> TileSummary: ...
 
@@ -62,7 +62,7 @@ class TileOperations(Protocol):
 
 @dataclass
 class TorchTiles:
-    """The operations of one call by PyTorch's operators, in buffers that all tiles of the call share."""
+    """The operations of one call with PyTorch's operators, in buffers shared by all tiles of the call."""
 
     buffers: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
 
@@ -70,7 +70,7 @@ class TorchTiles:
         logits = self._scale(product, temperature)
         highest = logits.amax(1)
         probabilities = torch.softmax(logits, 1, out=self._buffer("probabilities", logits))
-        # the likeliest of a softmax is exp(0) / sum
+        # the largest softmax value is exp(0) / sum
         log_normalizer = highest - probabilities.amax(1).log()
         return TileSummary(log_normalizer, probabilities.mul_(logits).sum(1))
 
@@ -101,7 +101,7 @@ class TorchTiles:
 
 
 def choose_tile_shape(device: torch.device, vocabulary: int, chunk: int) -> TileShape:
-    """Return the tiles of a device: whole rows on a GPU, whose memory is no cache; ``chunk`` rows at most."""
+    """Return the tile shape for a device: whole rows on a GPU, where tiles need not fit a cache; ``chunk`` rows at most."""
     if device.type == "cpu":
         return TileShape(min(chunk, CPU_ROWS), CPU_COLUMNS)
     return TileShape(chunk, max(vocabulary, 1))

@@ -1,4 +1,4 @@
-"""Outputs of many rows from those of a chunk of rows at a time."""
+"""Outputs of many rows, computed a chunk of rows at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def map_chunks(
     *,
     squared_probs: bool,
 ) -> TokenOutputs:
-    """Return the outputs of all rows from those of ``chunk`` rows at a time: the columns that ``compute`` returns, joined."""
+    """Return the outputs of all rows, computed ``chunk`` rows at a time: the columns returned by ``compute``, joined."""
     outputs = [
         compute(*rows)
         for rows in zip(

@@ -1,6 +1,6 @@
 """Triton kernels of the two passes over a row of logits: read once forward, read and written once backward. Needs Triton; for GPUs.
 
-Imported only where they are used. Run on an H200 (2026-11-28); tests run them in Triton's interpreter and compile them for other GPUs.
+Imported only where they are used. Tested on an H200 (2026-11-28); tests run them in Triton's interpreter and compile them for other GPUs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from strop.models.logprobs.logit_tiles import RowSlopes, TileSummary
 
-BLOCK = 4096  # logits of one row that a program reads at a time
+BLOCK = 4096  # logits of one row read by a program at a time
 
 
 class TritonRows:
@@ -43,10 +43,10 @@ class TritonRows:
         return gradient
 
 
-# Triton evaluates the annotations of a kernel and knows no other than ``tl.constexpr``.
+# Triton evaluates a kernel's annotations and accepts only ``tl.constexpr``.
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _summarize(logits, normalizers, means, columns, stride, temperature, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program a row: the online softmax of its logits. ``weighted`` is the sum of exp(x - highest) * (x - highest)."""
+    """One program per row: the online softmax of its logits. ``weighted`` is the sum of exp(x - highest) * (x - highest)."""
     row = tl.program_id(0)
     start_of_row = logits + row.to(tl.int64) * stride
     highest, total, weighted = -1.0e30, 0.0, 0.0
@@ -81,7 +81,7 @@ def _differentiate(  # type: ignore[no-untyped-def]
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a block of a row: softmax times the row's slopes, plus what its target gets (``RowSlopes``)."""
+    """One program per block of a row: softmax times the row's slopes, plus the target's share (``RowSlopes``)."""
     row = tl.program_id(0)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < columns

@@ -1,9 +1,9 @@
 """Log-probabilities, entropies and their gradients over the vocabulary, one tile of logits at a time.
 
-The forward pass reads each tile of logits once and keeps three numbers of each row: the log of the tile's sum of exponentials, the mean
+The forward pass reads each tile of logits once and keeps three numbers per row: the log of the tile's sum of exponentials, the mean
 logit under the tile's softmax, and the target's logit (online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867, merged at the end).
 The backward pass writes softmax minus one-hot into the buffer that the two products of the gradient read (cut cross-entropy, Wijmans et
-al. 2024, arXiv 2411.09009, without its fused products). All but the products is at least float32.
+al. 2024, arXiv 2411.09009, without its fused products). Everything except the products is at least float32.
 
 With p = softmax(logits): d logprob / d logits = onehot(target) - p, and d entropy / d logits = -p (log p + entropy).
 """
@@ -33,7 +33,7 @@ from strop.sampling import at_least_float32
 log = logging.getLogger(__name__)
 
 MOST_KEPT_LOGITS = 512 * 2**20  # bytes
-LEAST_ROWS = 16  # of a product: with fewer, libraries take other kernels, and a row's last bit would depend on its neighbours
+LEAST_ROWS = 16  # of a product: with fewer rows, libraries use other kernels, and a row's last bit would depend on its neighbours
 
 
 def tiled_logprobs(
@@ -41,9 +41,9 @@ def tiled_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """hidden [N, H], target [N], weight [V, H], bias [V] -> log softmax(W h / temperature)[target] and its entropy in nats, [N] each.
 
-    Differentiable in hidden, weight and bias. The products are computed in the autocast dtype, or that of ``hidden``. Where a backward
-    pass will follow, logits of the first rows are kept for it: as many bytes as ``chunk`` rows take in float32, 512 MiB at most. Those
-    of the others are computed again, to the same bits.
+    Differentiable in hidden, weight and bias. The products are computed in the autocast dtype, or that of ``hidden``. If a
+    backward pass will follow, the logits of the first rows are kept for it: up to the size of ``chunk`` rows in float32, 512 MiB
+    at most. The others are recomputed, bit-identically.
     """
     layer = _OutputLayer(temperature, choose_tile_shape(hidden.device, len(weight), chunk))
     kept = min(MOST_KEPT_LOGITS, 4 * chunk * len(weight)) if torch.is_grad_enabled() else 0
@@ -53,7 +53,7 @@ def tiled_logprobs(
 
 
 def choose_operations(device: torch.device, dtype: torch.dtype) -> TileOperations:
-    """Return Triton's kernels on a GPU, and PyTorch's operators elsewhere or where Triton is missing."""
+    """Return Triton's kernels on a GPU, and PyTorch's operators elsewhere or if Triton is missing."""
     if device.type == "cuda" and dtype != torch.float64 and _has_triton():
         from strop.models.logprobs.row_kernels import TritonRows
 
@@ -143,7 +143,7 @@ def _cast(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtyp
 def _read_tiles(
     rows: _Rows, target: Tensor, temperature: float, kept: dict[tuple[int, int], Tensor], budget: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the targets' logits [N], and of each tile of columns the log-normalizers and the mean logits [N, tiles]."""
+    """Return the targets' logits [N], and per tile of columns the log-normalizers and mean logits [N, tiles]."""
     count, columns = len(rows.hidden), rows.column_slices()
     dtype = at_least_float32(rows.hidden.new_empty(0)).dtype
     chosen = torch.zeros(count, dtype=dtype, device=target.device)
@@ -163,7 +163,7 @@ def _read_tiles(
 
 
 def _find(target: Tensor, column: slice) -> tuple[Tensor, Tensor]:
-    """Return the targets' places in a tile's columns, and which of them are there: [r] each."""
+    """Return the targets' positions in a tile's columns, and which of them are inside: [r] each."""
     local = target - column.start
     last = column.stop - column.start - 1
     return local.clamp(0, last), (local >= 0) & (local <= last)
@@ -171,7 +171,7 @@ def _find(target: Tensor, column: slice) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Outgoing:
-    """The outputs of the forward pass, [N] each, and the gradients that came for them."""
+    """The outputs of the forward pass, [N] each, and their incoming gradients."""
 
     target: Tensor
     shares: Tensor  # [N, tiles]

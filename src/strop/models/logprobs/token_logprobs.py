@@ -1,9 +1,9 @@
 """Log-probabilities of given tokens from hidden states, without materializing [N, vocabulary] in float32.
 
-Where the logits are those of a linear layer and the distribution is their whole softmax, ``tiled_logprobs`` computes them. For any other
-head, filter or request the output layer is applied to one chunk of rows at a time, under autograd, and the backward pass recomputes a
-chunk's logits instead of storing them: for a vocabulary of 150,000 that saves 1.2 MB of memory per token and pass, for one more product
-with the output layer.
+For a linear output layer and the full softmax, ``tiled_logprobs`` computes them. For any other head, filter or request, the
+output layer is applied to one chunk of rows at a time, under autograd, and the backward pass recomputes a chunk's logits instead
+of storing them: for a vocabulary of 150,000 that saves 1.2 MB of memory per token and pass, at the cost of one more product with
+the output layer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def token_logprobs(
     """hidden [N, H], target [N] -> log-probabilities and entropies [N], at least float32, under the sampling distribution.
 
     ``candidates`` [N, K] are further token ids to return log-probabilities of. ``kept`` [N, K], padded with -1, are the ids that each
-    target was sampled from: the distribution is then over these ids, not over those that the sampling filters keep of these logits.
+    target was sampled from: the distribution is then over these ids rather than those kept by the sampling filters for these logits.
     ``squared_probs``: also return the log of the sum over the vocabulary of p^2, without gradient. At most ``chunk`` rows of float32
     logits exist at a time, and fewer where tiles are used. All other outputs are differentiable; gradients that are not needed cost
     nothing. No rows give no outputs, and gradients of zero.

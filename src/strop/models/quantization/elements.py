@@ -1,4 +1,4 @@
-"""Small floating-point numbers: E4M3 and E5M2 of FP8, E2M1 of FP4, and E8M0, the powers of two that are scales.
+"""Small floating-point formats: E4M3 and E5M2 of FP8, E2M1 of FP4, and E8M0, the powers of two used as scales.
 
 E4M3 and E5M2 are those of arXiv 2209.05433 (E4M3 without infinities, ``torch.float8_e4m3fn``); E2M1 and E8M0 those of the OCP
 Microscaling Formats (MX) specification 1.0.
@@ -18,11 +18,11 @@ FLOAT32_SMALLEST_NORMAL = 2.0**-126
 
 @dataclass(frozen=True)
 class Element:
-    """A floating-point format of 8 bits or fewer, as the elements of a quantised tensor have it."""
+    """A floating-point format of 8 bits or fewer, for the elements of a quantised tensor."""
 
     name: str
-    largest: float  # greatest finite value; larger ones saturate to it
-    dtype: torch.dtype | None  # of torch; None: no data type of its own, and codes of uint8
+    largest: float  # largest finite value; larger ones saturate to it
+    dtype: torch.dtype | None  # torch dtype; None: there is none, and codes are uint8
 
     @property
     def largest_exponent(self) -> int:
@@ -32,13 +32,13 @@ class Element:
     def encode(self, values: Tensor) -> Tensor:
         """Round float32 ``values`` to the nearest, ties to even, saturating. Returns ``dtype``, or codes [...] uint8 of E2M1.
 
-        NaN stays NaN where the format has one; E2M1 has none, and gives 0: its block's scale is NaN then.
+        NaN stays NaN in formats that have it; E2M1 has none, and gives 0, but its block's scale is NaN then.
         """
-        saturated = values.clamp(-self.largest, self.largest)  # torch casts what is too large to NaN
+        saturated = values.clamp(-self.largest, self.largest)  # torch casts values that are too large to NaN
         return _encode_e2m1(saturated) if self.dtype is None else saturated.to(self.dtype)
 
     def decode(self, encoded: Tensor) -> Tensor:
-        """Return the values [...] float32 of what ``encode`` returned."""
+        """Return the values [...] float32 of the result of ``encode``."""
         return _decode_e2m1(encoded) if self.dtype is None else encoded.float()
 
     def round(self, values: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 .. 7; 8
 
 
 def _e2m1_bounds() -> tuple[float, ...]:
-    """Return the least float32 that rounds to each code from 1 on: a tie goes to the even code."""
+    """Return the smallest float32 that rounds to each code from 1 on: ties go to the even code."""
     bounds = []
     for code in range(len(E2M1_VALUES) - 1):
         middle = torch.tensor((E2M1_VALUES[code] + E2M1_VALUES[code + 1]) / 2)
@@ -77,7 +77,7 @@ def _decode_e2m1(codes: Tensor) -> Tensor:
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
-    """Return 2 to the power of integer ``exponents`` as E8M0 has it, [...] float32: clamped to 2^-127 .. 2^127."""
+    """Return 2 to the power of integer ``exponents`` in the range of E8M0, [...] float32: clamped to 2^-127 .. 2^127."""
     clamped = exponents.clamp(E8M0_SMALLEST, E8M0_LARGEST)
     return torch.ldexp(torch.ones_like(clamped, dtype=torch.float32), clamped)
 

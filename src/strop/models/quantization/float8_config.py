@@ -1,4 +1,4 @@
-"""Section ``policy.fp8``: training in FP8 with torchao, with the names of NeMo Automodel and torchtitan."""
+"""Section ``policy.fp8``: training in FP8 with torchao, with the key names of NeMo Automodel and torchtitan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Names = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class Float8Config(BaseConfig):
-    """Compute the linear layers of the torch learner in FP8 (torchao); weights, gradients and optimizer stay as they are."""
+    """FP8 linear layers in the torch learner (torchao); weights, gradients and optimizer state keep their precision."""
 
     identity_keys: ClassVar[tuple[str, ...]] = ("enabled", "recipe_name", "filter_fqns")
 
@@ -26,8 +26,8 @@ class Float8Config(BaseConfig):
     )
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
         "rowwise_with_gw_hp",
-        description="What shares a scale: a tensor, or a row; with_gw_hp computes the gradients of weights in high precision, and its "
-        "scales do not depend on what else is in a micro-batch.",
+        description="Granularity of scales: per tensor, or per row; with_gw_hp computes weight gradients in high precision, and its "
+        "scales do not depend on the rest of a micro-batch.",
     )
     filter_fqns: Names = Field(
         ("lm_head",), description="Layers that stay in high precision: those whose name contains one of these texts."
@@ -35,7 +35,7 @@ class Float8Config(BaseConfig):
     emulate: bool = Field(False, description="Round to FP8 and multiply in high precision, on any device: slow, for tests.")
 
     def float8_errors(self, key: str, device: str) -> Iterator[Problem]:
-        """Yield what cannot work in this section, at the dotted ``key``, on ``device`` (auto: not known yet)."""
+        """Yield the errors of this section, whose dotted key is ``key``, on ``device`` (auto: not known yet)."""
         if not self.enabled:
             return
         if not packages.is_installed("torchao"):
@@ -57,13 +57,13 @@ class Float8Config(BaseConfig):
         if self.recipe_name == "rowwise_with_gw_hp":
             yield Problem(
                 key,
-                "gradients are rounded to FP8: where a group is cut between its rollouts, that of its prompt is rounded in each part, and "
-                "depends on the cut by the rounding of FP8",
+                "gradients are rounded to FP8: if a group is cut between its rollouts, its prompt's gradient is rounded in each part, "
+                "and so depends on the cut by FP8's rounding",
             )
         else:
             yield Problem(
                 f"{key}.recipe_name",
-                f"found {self.recipe_name}, whose scales are those of a micro-batch: the gradient depends on how a batch is cut, and runs "
-                "with other budgets of tokens or ranks differ by the rounding of FP8",
+                f"found {self.recipe_name}, whose scales are computed per micro-batch: the gradient depends on how a batch is cut, and "
+                "runs with other token budgets or ranks differ by FP8's rounding",
                 f"{key}.recipe_name=rowwise_with_gw_hp has scales of tokens.",
             )

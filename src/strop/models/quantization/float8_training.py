@@ -1,4 +1,4 @@
-"""Training in FP8 with torchao: linear layers round weights, inputs and gradients to FP8, and multiply there (``policy.fp8``).
+"""Training in FP8 with torchao: linear layers round weights, inputs and gradients to FP8 and multiply in FP8 (``policy.fp8``).
 
 The layers' class changes; parameters, names and checkpoints stay those of the plain model. (Scaling: arXiv 2209.05433; torchao's
 ``convert_to_float8_training``.)
@@ -21,15 +21,15 @@ log = logging.getLogger(__name__)
 
 LEAST_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}  # of GPUs
 GPUS = {(8, 9): "Ada or newer", (9, 0): "Hopper or newer"}
-MULTIPLE = 16  # of the sizes of a layer, which FP8 products need
+MULTIPLE = 16  # required divisor of a layer's sizes in FP8 products
 _ADAPTERS = (".lora_A.", ".lora_B.")
 
 
 def convert_to_float8(model: Any, config: Float8Config, device: torch.device, section: str) -> None:
-    """Let the linear layers of a model compute in FP8, in place, and log which do.
+    """Make the linear layers of a model compute in FP8, in place, and log which ones do.
 
-    ``device``: what trains; the model may be elsewhere still. ``section``: the key of ``config``, for messages. Raises ValueError on a
-    device without FP8, and for a model with no layer that can compute in it; ImportError without torchao.
+    ``device``: the training device; the model may still be elsewhere. ``section``: the key of ``config``, for messages. Raises
+    ValueError on a device without FP8, and for a model without a suitable layer; ImportError without torchao.
     """
     if not config.enabled:
         return

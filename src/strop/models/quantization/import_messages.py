@@ -1,15 +1,15 @@
-"""What torchao says when it is imported, with Transformers, where its libraries for GPUs are of no use."""
+"""Import messages of torchao (imported by Transformers) that are meaningless without its GPU libraries."""
 
 from __future__ import annotations
 
 import logging
 
-# Loggers, and parts of their messages: on a CPU libraries of CUDA do not load, and torch warns of enums that torchao registers.
+# Loggers, and parts of their messages: CUDA libraries do not load on a CPU, and torch warns of enums registered by torchao.
 MESSAGES = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass and is now natively supported"}
 
 
 class MessageFilter(logging.Filter):
-    """Leaves out messages with a text in them."""
+    """Drops messages that contain a text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -20,6 +20,6 @@ class MessageFilter(logging.Filter):
 
 
 def hide_import_messages() -> None:
-    """Leave these messages out: a run without FP8 has nothing to do with them, and one with FP8 is told what it lacks by itself."""
+    """Hide these messages: they do not concern a run without FP8, and a run with FP8 checks its requirements itself."""
     for name, text in MESSAGES.items():
         logging.getLogger(name).addFilter(MessageFilter(text))

@@ -1,4 +1,4 @@
-"""Formats of whole tensors: elements of low precision, and scales that blocks of them share."""
+"""Formats of whole tensors: low-precision elements, and scales shared by blocks of them."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from torch.nn import functional as F
 from strop.models.quantization.elements import E2M1, E4M3, E5M2, FLOAT32_SMALLEST_NORMAL, Element, power_of_two
 
 ScaleKind = Literal["float32", "power_of_two", "power_of_two_floor", "e4m3"]
-"""How a block's scale is stored.
+"""Storage format of a block's scale.
 
-- ``float32``: amax / largest, as it is (DeepSeek-V3, arXiv 2412.19437, section 3.3).
-- ``power_of_two``: the least power of two (E8M0) with which nothing saturates (arXiv 2506.08027, and the scales of NVIDIA's kernels).
-- ``power_of_two_floor``: 2^(floor(log2(amax)) - emax), the conversion of the MX specification 1.0, section 6.3, where the largest values of
-  a block may saturate.
+- ``float32``: amax / largest, unrounded (DeepSeek-V3, arXiv 2412.19437, section 3.3).
+- ``power_of_two``: the smallest power of two (E8M0) with which nothing saturates (arXiv 2506.08027, and the scales of NVIDIA's kernels).
+- ``power_of_two_floor``: 2^(floor(log2(amax)) - emax), the conversion of the MX specification 1.0, section 6.3, where the
+  largest values of a block may saturate.
 - ``e4m3``: amax / largest in E4M3, over one float32 scale of the tensor, amax / (largest x 448) (NVFP4, arXiv 2509.25149, appendix).
 """
 
-E4M3_SMALLEST = 2.0**-9  # least positive value: a scale of 0 would lose its whole block
+E4M3_SMALLEST = 2.0**-9  # smallest positive value: a scale of 0 would lose its whole block
 
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """Elements of low precision; each block of them, counted over the last two dimensions, shares a scale."""
+    """Low-precision elements in blocks (over the last two dimensions) that share a scale."""
 
     name: str
     element: Element
-    rows: int | None  # of a block; None: all rows
-    columns: int | None  # of a block; None: all columns
+    rows: int | None  # rows of a block; None: all
+    columns: int | None  # columns of a block; None: all
     scale: ScaleKind = "float32"
 
     @property
     def bits(self) -> float:
-        """Stored bits of a value, with its share of the scales of a large tensor."""
+        """Stored bits per value, including its share of the scales of a large tensor."""
         width = 4 if self.element is E2M1 else 8
         if self.rows is None or self.columns is None:
             return width
@@ -51,19 +51,19 @@ class NumberFormat:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A tensor as a format stores it: its value is ``values x scales x tensor_scale``."""
+    """A tensor as stored in a format: its value is ``values x scales x tensor_scale``."""
 
     format: NumberFormat
     values: Tensor  # [..., R, C] of the element's data type; codes of uint8 for E2M1
-    scales: Tensor  # [..., row blocks, column blocks] float32: decoded, so exactly what the format stores
-    tensor_scale: Tensor  # [..., 1, 1] float32; 1 where the format has none
+    scales: Tensor  # [..., row blocks, column blocks] float32: decoded, exactly as stored in the format
+    tensor_scale: Tensor  # [..., 1, 1] float32; 1 if the format has none
 
     @property
     def shape(self) -> torch.Size:
         return self.values.shape
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the values [..., R, C] in ``dtype``: products in float32, rounded once."""
+        """Return the values [..., R, C] in ``dtype``: multiplied in float32, rounded once."""
         blocks = _split(self.format.element.decode(self.values), self.format)
         return _join(blocks * _combined(self.scales, self.tensor_scale), self.values.shape).to(dtype)
 
@@ -77,8 +77,8 @@ def quantize(tensor: Tensor, number_format: NumberFormat, *, amax: Tensor | None
         amax: The greatest magnitude, [] or [..., 1, 1], for formats with a scale of the whole matrix (one scale, or NVFP4); None: that of
             ``tensor``. A calibrated one makes the scale static: larger values saturate.
 
-    A block that holds an infinity or a NaN has the scale NaN, so that all of it dequantises to NaN and nothing broken is hidden. A block of
-    zeros stays zero. Scales are computed in float32, and values are divided by their scale.
+    A block that contains an infinity or a NaN has the scale NaN, so that all of it dequantises to NaN and the fault stays
+    visible. A block of zeros stays zero. Scales are computed in float32, and values are divided by their scale.
     """
     blocks = _split(tensor.detach().float(), number_format)
     scales, tensor_scale = _choose_scales(blocks, number_format, amax)
@@ -87,7 +87,7 @@ def quantize(tensor: Tensor, number_format: NumberFormat, *, amax: Tensor | None
 
 
 def round_trip(tensor: Tensor, number_format: NumberFormat, *, amax: Tensor | None = None) -> Tensor:
-    """Return ``tensor`` rounded to the format and back, in its own shape and data type, detached: ``dequantize`` of ``quantize``."""
+    """Return ``tensor`` rounded to the format and back, in its own shape and data type, detached."""
     return quantize(tensor, number_format, amax=amax).dequantize(tensor.dtype)
 
 
@@ -141,7 +141,7 @@ def _power_of_two_scales(found: Tensor, number_format: NumberFormat) -> Tensor:
     else:
         limit, power = math.frexp(number_format.element.largest)
         exponent = exponent - power + (mantissa > limit).int()
-    # Zeros: 2^-126, and not the least scale 2^-127 (byte 0), which some kernels do not take.
+    # Zeros: 2^-126 rather than the smallest scale 2^-127 (byte 0), which some kernels reject.
     scales = power_of_two(torch.where(found == 0, -126, exponent))
     return torch.where(found.isnan(), torch.nan, scales)
 

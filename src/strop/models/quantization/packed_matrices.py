@@ -1,4 +1,4 @@
-"""Quantised matrices as bytes: what a publish sends of a weight that its engine has in FP8, half as large as in bfloat16."""
+"""Quantised matrices as bytes, half the size of bfloat16: the form in which a publish sends weights that engines hold in FP8."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from torch import Tensor
 
 from strop.models.quantization.number_format import NumberFormat, QuantizedTensor
 
-_DIMENSIONS = 3  # at most: experts, rows, columns
-_HEADER = 8 * (1 + _DIMENSIONS)  # bytes: how many dimensions, and their sizes
+_DIMENSIONS = 3  # at most experts, rows, columns
+_HEADER = 8 * (1 + _DIMENSIONS)  # bytes: the number of dimensions, and their sizes
 
 
 def packed_size(shape: Sequence[int], number_format: NumberFormat) -> int:
-    """Return the bytes of a matrix, or of experts' matrices, of this shape [..., R, C] in a format with values of one byte."""
+    """Return the packed size in bytes of a matrix, or of experts' matrices, of this shape [..., R, C] in a format with one-byte
+    values.
+    """
     return _HEADER + 4 * math.prod(_scales_shape(shape, number_format)) + math.prod(shape)
 
 
@@ -28,7 +30,7 @@ def pack(stored: QuantizedTensor) -> Tensor:
 
 
 def unpack(packed: Tensor, number_format: NumberFormat) -> QuantizedTensor:
-    """Return what ``pack`` was given, as views of ``packed``. Raises ValueError for bytes of another format or size."""
+    """Return the argument of ``pack``, as views of ``packed``. Raises ValueError for bytes of another format or size."""
     count, *sizes = packed[:_HEADER].view(torch.int64).tolist()
     shape = sizes[:count]
     if packed.numel() != packed_size(shape, number_format):

@@ -1,4 +1,4 @@
-"""Which weights of a model are quantised, and in which format."""
+"""Decides which weights of a model are quantised, and in which format."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from strop.models.quantization.number_format import (
     round_trip,
 )
 
-# Weights inside decoder layers that stay as they are, as in vLLM: routers, whose product decides, and convolutions.
+# Weights inside decoder layers that are never quantised, as in vLLM: routers, whose result is a discrete choice, and
+# convolutions.
 NEVER = (".gate.weight", "router", "shared_expert_gate", "conv1d", "norm", "embed")
-DRAFT = "draft."  # of a draft head that is published beside the policy
-EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # of all experts in one tensor [E, rows, columns]
-FUSED_EXPERTS = "experts.gate_up_proj"  # whose rows are those of two matrices
+DRAFT = "draft."  # of a draft head that is published together with the policy
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # all experts in one tensor [E, rows, columns]
+FUSED_EXPERTS = "experts.gate_up_proj"  # rows of two matrices, concatenated
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _VISION = ("visual.", "vision")
 
-# What the inputs of layers are quantised to beside weights of a format. Each token has its own scales, so that nothing depends on the
-# tokens beside it in a batch. NVFP4 is for weights alone.
+# Input formats that accompany a weight format. Each token has its own scales, so that results do not depend on other tokens of a
+# batch. NVFP4 is only for weights.
 INPUT_FORMATS = {
     FP8_TENSOR.name: FP8_ROW,
     FP8_ROW.name: FP8_ROW,
@@ -46,14 +47,14 @@ class QuantizationPlan:
     """How the linear layers of a decoder are quantised. Embeddings, norms, routers and the output layer never are."""
 
     weights: NumberFormat
-    inputs: NumberFormat | None = None  # of the quantised layers; None: they are not
-    ignored: tuple[str, ...] = ()  # layers with one of these texts in their name stay as they are
-    first_layers: int = 0  # this many first layers of the decoder stay as they are
+    inputs: NumberFormat | None = None  # input format of the quantised layers; None: not quantised
+    ignored: tuple[str, ...] = ()  # layers whose name contains one of these texts are not quantised
+    first_layers: int = 0  # the first layers of the decoder are not quantised
     last_layers: int = 0
     fp8_cache: bool = False  # keys and values too
 
     def select(self, names: Iterable[str]) -> frozenset[str]:
-        """Return the names of weights that are quantised, of ``names``: all of a model's, canonical, with ``.weight``."""
+        """Return the names of weights to quantise, given all canonical names of a model, with ``.weight``."""
         names = list(names)
         numbers = {name: _layer_number(name) for name in names}
         count = 1 + max((number for name, number in numbers.items() if number is not None and not _is_vision(name)), default=-1)
@@ -67,7 +68,9 @@ class QuantizationPlan:
         return _is_vision(name) or self.first_layers <= number < count - self.last_layers
 
     def round_weight(self, weight: Tensor) -> Tensor:
-        """Return a selected weight [..., R, C] rounded to the format and back, in its own data type; a vector stays as it is."""
+        """Return a selected weight [..., R, C] rounded to the format and back, in its own data type; a vector is returned
+        unchanged.
+        """
         return round_trip(weight, self.weights) if weight.dim() >= 2 else weight
 
     def round_input(self, x: Tensor) -> Tensor:
@@ -84,7 +87,7 @@ def make_plan(
     last_layers: int = 0,
     fp8_cache: bool = False,
 ) -> QuantizationPlan:
-    """Make the plan of weights in a format, with the inputs that go with it."""
+    """Make the plan for a weight format, including the input format that belongs to it."""
     inputs = INPUT_FORMATS[weight_format.name]
     if pow2_inputs and inputs is FP8_GROUP:
         inputs = FP8_GROUP_POW2

@@ -1,9 +1,9 @@
 """Checkpoints with quantised weights: dequantised while they are loaded (``policy.dequantize_base_checkpoint``).
 
-Weights in FP8 are multiplied by the scales that stand beside them: ``weight_scale_inv`` of blocks (DeepSeek-V3, arXiv 2412.19437), or
-``weight_scale`` of rows or the tensor (compressed-tensors). They are read here, as Transformers 5.19 takes the last blocks of a weight for
-whole ones where its size is no multiple of the block's. MXFP4 (gpt-oss) is left to Transformers. What is trained and saved is an ordinary
-model.
+FP8 weights are multiplied by the scales stored with them: ``weight_scale_inv`` of blocks (DeepSeek-V3, arXiv 2412.19437), or
+``weight_scale`` of rows or the tensor (compressed-tensors). They are read here, because Transformers 5.19 mishandles the last
+blocks of a weight whose size is not a multiple of the block size. MXFP4 (gpt-oss) is left to Transformers. The trained and saved
+model is an ordinary one.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _INPUT_SCALES = (".activation_scale", ".input_scale", ".k_scale", ".v_scale", ".
 
 
 class QuantizedCheckpoint(ValueError):
-    """A checkpoint with quantised weights that cannot be loaded as it was asked for."""
+    """A checkpoint with quantised weights cannot be loaded as requested."""
 
 
 def find_method(config: Any) -> str | None:
-    """Return how the weights of a checkpoint are quantised, by the configuration of its model; None if they are not."""
+    """Return the quantisation method of a checkpoint from its model configuration; None if it is not quantised."""
     found = _section(config)
     return None if found is None else str(found.get("quant_method", "an unknown way"))
 
@@ -41,8 +41,9 @@ def _section(config: Any) -> Mapping[str, Any] | None:
 
 
 def check_quantized(name: str, config: Any, *, dequantize: bool) -> str | None:
-    """Return how the weights of a checkpoint are quantised, None if they are not. Raises QuantizedCheckpoint for one that is not to be
-    dequantised, or cannot be."""
+    """Return the quantisation method of a checkpoint, None if it is not quantised. Raises QuantizedCheckpoint if dequantisation
+    is needed, but off or unsupported.
+    """
     method = find_method(config)
     if method is None:
         return None
@@ -61,7 +62,7 @@ def check_quantized(name: str, config: Any, *, dequantize: bool) -> str | None:
 
 
 def dequantizing_options(config: Any) -> dict[str, Any]:
-    """Return the arguments of ``from_pretrained`` with which Transformers dequantises MXFP4."""
+    """Return the arguments of ``from_pretrained`` that make Transformers dequantise MXFP4."""
     from transformers import Mxfp4Config
 
     section = dict(_section(config) or {})
@@ -132,7 +133,9 @@ def _dequantize(name: str, tensor: Tensor, scale: Tensor | None, block: tuple[in
 
 
 def _spread(name: str, scale: Tensor, shape: torch.Size, block: tuple[int, int] | None) -> Tensor:
-    """Return the factor of each value, of scales [] or [1] of the tensor, [N] or [N, 1] of rows, or of blocks; the last may be cut."""
+    """Return the factor of each value, from scales [] or [1] of the tensor, [N] or [N, 1] of rows, or of blocks, the last of
+    which may be cut.
+    """
     if scale.numel() == 1:
         return scale.reshape(())
     rows, columns = shape[-2:]
@@ -147,7 +150,7 @@ def _spread(name: str, scale: Tensor, shape: torch.Size, block: tuple[int, int] 
 
 
 def forget_quantization(model: Any) -> None:
-    """Make a dequantised model an ordinary one, which is saved without quantisation."""
+    """Turn a dequantised model into an ordinary one, which is saved without quantisation."""
     for owner, name in ((model, "_weight_conversions"), (model.config, "quantization_config")):
         if name in vars(owner):
             delattr(owner, name)

@@ -1,1 +1,1 @@
-"""Router replay: the experts that an engine chose for a token are those that the learner computes it with."""
+"""Router replay: the learner computes each token with the experts that the engine chose."""

@@ -1,7 +1,7 @@
 """The experts of tokens, the column ROUTES [T, layers, k]: the indices of the k experts that each layer chose for each token.
 
-They are int8 where all indices fit, else int16. ``NO_ROUTE`` stands for every layer without experts, and for all layers of a token
-whose experts nobody recorded: such a token routes itself.
+They are int8 where all indices fit, else int16. ``NO_ROUTE`` marks layers without experts, and all layers of a token whose
+experts were not recorded: such a token is routed by the learner.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def compact(routes: Tensor) -> Tensor:
 class RoutedLayers:
     """The layers of a decoder that choose experts."""
 
-    layers: int  # of the decoder, with those that have no experts
-    top_k: Mapping[int, int]  # layer, of those that this process has -> experts of a token
-    width: int  # experts of a token: the most that a layer chooses
+    layers: int  # of the decoder, including layers without experts
+    top_k: Mapping[int, int]  # layers of this process -> number of experts per token
+    width: int  # the most experts per token of any layer
     experts: int  # of a layer
 
     column: ClassVar[TokenColumn] = ROUTES
@@ -52,10 +52,10 @@ class RoutedLayers:
 
 
 class Routes(Protocol):
-    """What the routers are handed with the tokens of one forward pass."""
+    """Passed to the routers with the tokens of one forward pass."""
 
     def choose(self, layer: int, own: Tensor) -> Tensor | None:
-        """Return the experts [n, k] that a layer computes its n tokens with, given those that it chose; None: its own."""
+        """Return the experts [n, k] that a layer uses for its n tokens, given its own choice; None: its own."""
         ...
 
 
@@ -70,7 +70,7 @@ class RecordedRoutes:
         self._chosen[layer] = own
 
     def stack(self) -> Tensor:  # [n, layers, k]
-        """Return what was recorded. Raises RuntimeError if a layer was not heard of."""
+        """Return the recorded experts. Raises RuntimeError if a layer recorded none."""
         check_all_layers(self.routed.top_k, self._chosen)
         example = next(iter(self._chosen.values()))
         none = example.new_full((len(example), self.routed.width), NO_ROUTE)
@@ -84,12 +84,12 @@ class RecordedRoutes:
 
 
 class ReplayedRoutes:
-    """Replaces the choice of the routers by recorded experts, where there are any, and counts where the two differ."""
+    """Replaces the routers' choice by recorded experts, where they exist, and counts differences."""
 
     def __init__(self, routed: RoutedLayers, routes: Tensor, weights: Tensor) -> None:
-        """``routes`` [n, layers, k] of the tokens of the pass, on their device, and how often each is counted [n].
+        """``routes`` [n, layers, k] of the tokens of the pass, on their device, and the weight of each token in the counts [n].
 
-        Raises ValueError for the routes of another model.
+        Raises ValueError for those of another model.
         """
         if routes.shape[1:] != routed.shape:
             raise ValueError(
@@ -100,7 +100,7 @@ class ReplayedRoutes:
         self.routed = routed
         self.routes = routes
         self.weights = weights.double()
-        self.counts = torch.zeros(2, dtype=torch.float64, device=routes.device)  # (token, layer) pairs: that differ, compared
+        self.counts = torch.zeros(2, dtype=torch.float64, device=routes.device)  # (token, layer) pairs: differing, compared
         self._read: set[int] = set()
 
     def choose(self, layer: int, own: Tensor) -> Tensor:
@@ -110,14 +110,14 @@ class ReplayedRoutes:
         known = recorded[:, :1] >= 0
         chosen = torch.where(known, recorded, own)
         differs = (chosen.sort(-1).values != own.sort(-1).values).any(-1)
-        if layer not in self._read:  # a layer that is computed again in the backward pass has been counted
+        if layer not in self._read:  # a layer recomputed in the backward pass was already counted
             known = known.squeeze(1)
             self.counts += torch.stack([self.weights @ (differs & known).double(), self.weights @ known.double()])
         self._read.add(layer)
         return chosen
 
     def check(self, layers: Iterable[int]) -> None:
-        """Raises RuntimeError if one of the layers that ran has not read its experts."""
+        """Raises RuntimeError if a layer that ran has not read its experts."""
         check_all_layers(layers, self._read)
 
 
@@ -125,6 +125,6 @@ def check_all_layers(layers: Iterable[int], seen: Container[int]) -> None:
     """Raises RuntimeError unless every layer was seen."""
     if missing := [layer for layer in layers if layer not in seen]:
         raise RuntimeError(
-            f"the router of layer {missing[0]} was not reached: the model does not hand its keyword arguments down to its layers, so its "
+            f"the router of layer {missing[0]} was not reached: the model does not pass its keyword arguments to its layers, so its "
             "experts cannot be recorded or replayed; set policy.router_replay.enabled=false"
         )

@@ -1,6 +1,7 @@
-"""What router replay says of a batch: how far the learner would route otherwise than the engine did.
+"""Router replay metrics: how far the learner's own routing would differ from the engine's.
 
-Counted are the N predicted tokens, by the token that each is predicted from: so it does not depend on how often a prompt is read.
+The N predicted tokens are counted, each by the token it is predicted from, so the metrics do not depend on how often a prompt is
+read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from strop.types import Batch
 
 
 def take_router_counts(network: Any) -> Tensor | None:
-    """Return what a network of the torch learner counted since the last call, [2]; None if it replayed nothing."""
+    """Return the counts of a torch learner's network since the last call, [2]; None if it replayed nothing."""
     counts: Tensor | None = getattr(network, "router_counts", None)
     if counts is None:
         return None
@@ -35,9 +36,10 @@ def measure_missing_routes(routed: RoutedLayers | None, batch: Batch) -> Metrics
 
 
 def measure_disagreement(counts: Tensor | None) -> Metrics:
-    """Return ``router_disagreement``: of (token, layer) pairs, the share whose recorded set of experts is not the learner's choice.
+    """Return ``router_disagreement``: the share of (token, layer) pairs whose recorded set of experts differs from the learner's
+    choice.
 
-    ``counts`` [2] are those that differ and those compared; None without router replay.
+    ``counts`` [2]: pairs that differ, pairs compared; None without router replay.
     """
     if counts is None:
         return {}

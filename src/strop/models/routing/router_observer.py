@@ -1,14 +1,14 @@
-"""The losses of routers (load balancing, large logits), and how tokens are spread over experts.
+"""Router losses (load balancing, large logits), and the distribution of tokens over experts.
 
-Both losses are sums over the N trained tokens of a batch, by the token that each is predicted from, divided by the number that an
-optimizer step has of them (``Totals.tokens``). Load balancing compares experts within one rollout, which no cut divides. So neither depends
-on micro-batches, on shared prompts or on ranks (law 1). For a rollout with n tokens, k of E experts chosen for each, and probabilities p
-(softmax of the logits, or their sigmoids divided by the sum, whichever the router computes),
+Both losses are sums over the N trained tokens of a batch (at the token each is predicted from), divided by their number in the
+optimizer step (``Totals.tokens``). Load balancing compares experts within one rollout, which is never split. So neither depends
+on micro-batches, shared prompts or ranks (law 1). For a rollout with n tokens, k of E experts chosen for each, and probabilities
+p (softmax of the logits, or their sigmoids divided by the sum, depending on the router),
 
     f(e) = E / (k n)  times the number of tokens that chose e,      P(e) = mean of p(e),      loss = n / N  sum over e of f(e) P(e).
 
-It is 1 where the load is even. A router's loss has its gradient added where the logits are made, in the backward pass, so it needs no way
-through the outputs of the model, and checkpointed layers have it once.
+It is 1 if the load is even. In the backward pass, the gradient of a router's loss is added directly at its logits, so the loss
+does not pass through the model's outputs, and checkpointed layers add it once.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class RouterStatistics:
     layers: int
     experts: int
     device: torch.device
-    sums: Tensor = field(init=False)  # [layers, experts + 2]: tokens of each expert, load-balancing loss, loss of large logits
+    sums: Tensor = field(init=False)  # [layers, experts + 2]: tokens of each expert, load-balancing loss, large-logit loss
 
     def __post_init__(self) -> None:
         self.sums = torch.zeros(self.layers, self.experts + 2, dtype=torch.float64, device=self.device)
 
 
 class ObservedRouters:
-    """The routers of a model, which are watched in passes within ``observing``."""
+    """The routers of a model, observed in passes within ``observing``."""
 
     def __init__(self, model: Any, config: RouterLossConfig, section: str = "policy") -> None:
         """Raises ValueError for a model without routers that choose experts."""
@@ -66,12 +66,12 @@ class ObservedRouters:
                 router.__class__ = type(f"Observed{kind.__name__}", (ObservedRouter, kind), {})
                 block: Any = layer
                 block.register_forward_pre_hook(_hand_observer_down, with_kwargs=True)
-                block.observed = (*getattr(block, "observed", ()), router)  # in a tuple: not a second name of the module
+                block.observed = (*getattr(block, "observed", ()), router)  # in a tuple: not registered as a submodule again
             router.observed_index, router.observer = index, None
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Watch the routers in the passes within."""
+        """Observe the routers in the passes within."""
         self.active = True
         try:
             yield
@@ -82,15 +82,15 @@ class ObservedRouters:
         """Return the decoder's keyword argument for a pass; empty where nothing is observed.
 
         Args:
-            source: Which token of the pass each trained token is predicted from, [N].
+            source: The token of the pass that predicts each trained token, [N].
             sequence: The rollout of each, [N].
             mask: Whether it counts, [N].
-            total: The number of those that count in the optimizer step.
+            total: The number of counted tokens of the optimizer step.
         """
         return {"observer": RouterObserver(self, source, sequence, mask, max(1, total))} if self.active else {}
 
     def take(self, add: Callable[[Tensor], Tensor]) -> Metrics:
-        """Return what was observed since the last call. ``add`` sums over the ranks that read other rollouts."""
+        """Return the observations since the last call. ``add`` sums over the ranks that read other rollouts."""
         old = self.statistics
         self.statistics = RouterStatistics(old.layers, old.experts, old.device)
         sums = add(old.sums).cpu()
@@ -131,7 +131,7 @@ class ObservedRouter(nn.Module):
 
 
 class _RouterCall(TorchFunctionMode):
-    """What a router does in one pass: its logits, how it makes probabilities of them, and which experts it takes."""
+    """A router's computation in one pass: its logits, its probabilities, and the experts it takes."""
 
     def __init__(self, router: Any, observer: RouterObserver) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class _RouterCall(TorchFunctionMode):
         return result
 
     def check(self) -> None:
-        """Raises RuntimeError for a router that works in another way; else the losses are counted."""
+        """Raises RuntimeError for an unsupported router; otherwise the losses are counted."""
         if self.logits is None or self.chosen is None:
             raise RuntimeError(
                 f"{type(self.router).__name__} of layer {self.router.observed_index} makes no logits with torch's linear, or takes no "
@@ -171,7 +171,7 @@ class _RouterCall(TorchFunctionMode):
 
 
 class _AddedGradient(torch.autograd.Function):
-    """Returns logits, and adds the gradient of their losses to what comes back."""
+    """Returns logits unchanged, and adds the gradient of their losses in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, call: _RouterCall) -> Tensor:
@@ -193,7 +193,7 @@ class _AddedGradient(torch.autograd.Function):
 
 
 class RouterObserver:
-    """Watches the routers of one pass."""
+    """Observes the routers of one pass."""
 
     def __init__(self, routers: ObservedRouters, source: Tensor, sequence: Tensor, mask: Tensor, total: int) -> None:
         self.routers, self.total = routers, total
@@ -219,13 +219,13 @@ class RouterObserver:
         return torch.zeros_like(logits).scatter(1, chosen.reshape(len(logits), -1), 1.0)
 
     def _sum_by_rollout(self, column: Tensor) -> Tensor:
-        """[t, E] -> sums over the tokens of each rollout that count, [S, E]."""
+        """[t, E] -> sums over the counted tokens of each rollout, [S, E]."""
         rows = column[self.source] * self.mask.to(column.dtype)[:, None]
         return rows.new_zeros(len(self.lengths), rows.shape[1]).index_add(0, self.rollout, rows)
 
     @torch.no_grad()
     def count(self, call: _RouterCall) -> None:
-        """Add up load and losses of a layer, once: a checkpointed layer runs again in the backward pass."""
+        """Add up load and losses of a layer, once, since a checkpointed layer runs again in the backward pass."""
         index = call.router.observed_index
         if index in self._counted:
             return

@@ -1,11 +1,11 @@
 """Routers whose choice of experts can be recorded and replayed (R3, arXiv 2510.11370).
 
-A router of Transformers computes a score for each expert, takes the ``topk`` of them, and makes weights of the scores it took. Replay
-replaces the indices that ``topk`` returns, and gathers the scores at them: all else, from the softmax to the scaling, is the router's
-own code, so the weights are the learner's, and their gradient reaches the router.
+A router of Transformers computes a score for each expert, takes the ``topk`` of them, and turns their scores into weights.
+Replay replaces the indices returned by ``topk``, and gathers the scores at them. The rest, from the softmax to the scaling, is
+the router's own code, so the weights are the learner's, and their gradient reaches the router.
 
-What a pass records or replays travels as the keyword argument ``routes`` of the decoder, which hands it down to its layers with those
-of attention. A layer gives it to its router before it runs, also where activation checkpointing runs it again.
+The recorder or replayer of a pass is the decoder's keyword argument ``routes``, which is passed down to the layers like those of
+attention. A layer passes it to its router before it runs, including when activation checkpointing reruns it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MASKED_FILL = (torch.masked_fill, torch.Tensor.masked_fill)
 
 
 def install_router_replay(model: Any) -> RoutedLayers:
-    """Make the routers of a model able to record and replay, in place. Without ``routes`` they are as before.
+    """Enable the routers of a model to record and replay, in place. Without ``routes`` they work as before.
 
-    Raises ValueError for a model without routers, or with some that are not found.
+    Raises ValueError for a model without routers, or with routers that are not found.
     """
     layers: nn.ModuleList | None = getattr(model.get_decoder(), "layers", None)
     routers = {} if layers is None else {index: list(find_routers(layer)) for index, layer in enumerate(layers)}
@@ -46,19 +46,19 @@ def install_router_replay(model: Any) -> RoutedLayers:
             router.__class__ = type(f"Replayable{kind.__name__}", (ReplayableRouter, kind), {})
             layer: Any = layers[index]
             layer.register_forward_pre_hook(_hand_down, with_kwargs=True)
-            layer.replayable = (router,)  # in a tuple: not a second name of the module
+            layer.replayable = (router,)  # in a tuple: not registered as a submodule again
         router.layer, router.routes = index, None
     top_k = {index: int(members[0].top_k) for index, members in found.items()}
     return RoutedLayers(len(layers), top_k, max(top_k.values()), max(int(members[0].num_experts) for members in found.values()))
 
 
 def replayable_layers(decoder: Any) -> list[int]:
-    """Return the layers of a decoder that replay: without those that another pipeline stage has, which are replaced while it runs."""
+    """Return the indices of the decoder layers on this pipeline stage that replay recorded routes."""
     return [index for index, layer in enumerate(decoder.layers) if "replayable" in vars(layer)]
 
 
 def find_routers(layer: nn.Module) -> Iterator[Any]:
-    """Yield the innermost modules of a layer that know how many of their experts to take."""
+    """Yield the innermost modules of a layer that have a number of experts to take."""
     for module in layer.modules():
         if _is_router(module) and not any(_is_router(child) for child in module.modules() if child is not module):
             yield module
@@ -69,7 +69,7 @@ def _is_router(module: nn.Module) -> bool:
 
 
 def _hand_down(layer: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Give the routes of a call to the layer's router; none where the call has none. Copies of a model have routers of their own."""
+    """Pass the routes of a call to the layer's router, or None. Copies of a model have their own routers."""
     for router in layer.replayable:
         router.routes = kwargs.get("routes")
 
@@ -101,7 +101,7 @@ class _ExpertChoice(TorchFunctionMode):
         super().__init__()
         self.router = router
         self.taken = 0
-        self._unmasked: list[tuple[Tensor, Tensor]] = []  # scores after and before experts of other groups were masked
+        self._unmasked: list[tuple[Tensor, Tensor]] = []  # scores before and after masking the experts of other groups
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -122,5 +122,7 @@ class _ExpertChoice(TorchFunctionMode):
         return scores.dim() == 2 and scores.shape[-1] == self.router.num_experts and count == self.router.top_k
 
     def _scores(self, scores: Tensor) -> Tensor:
-        """Return the scores before the mask of group-limited routing: a recorded expert may be of a group that the learner left out."""
+        """Return the scores before the mask of group-limited routing, because a recorded expert may be in a group that the
+        learner masked.
+        """
         return next((before for after, before in self._unmasked if after is scores), scores)

@@ -1,1 +1,1 @@
-"""Images in prompts: their files, the tokens that stand for them, and what the vision tower makes of them."""
+"""Images in prompts: their files, their placeholder tokens, and their vision tower features."""

@@ -1,4 +1,4 @@
-"""What a decoder reads of a batch with images, as one packed row or as padded rows."""
+"""Decoder inputs for a batch with images, as one packed row or as padded rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def packed_inputs(tower: VisionTower, batch: Batch, plan: AttentionPlan, device:
 def padded_inputs(
     tower: VisionTower, batch: Batch, rows: Sequence[Tensor], device: torch.device
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return what reads padded rows, one for each path of the batch, by the model's own attention, and its keyword arguments."""
+    """Return the module that reads padded rows (one per path of the batch) with the model's own attention, and its keyword
+    arguments.
+    """
     count, longest = len(rows), max(len(row) for row in rows)
     tokens, mask = torch.zeros(2, count, longest, dtype=torch.int64)
     for index, row in enumerate(rows):
@@ -46,13 +48,13 @@ def padded_inputs(
         starts = range(0, count * longest, longest)
         found = tree_positions(starts, [longest] * count, [-1] * count, images, tower.grids(images))
         arguments["position_ids"] = found.positions.view(3, count, longest).to(device)
-    if tower.family.bidirectional:  # the masks of images are made one level above the decoder
+    if tower.family.bidirectional:  # the masks of images are created one level above the decoder
         arguments["token_type_ids"] = inputs.is_image.view(count, longest).to(torch.int64)
     return tower.model.model if tower.family.bidirectional else tower.model.get_decoder(), arguments
 
 
 def _images_of_paths(batch: Batch) -> list[list[PromptImage]]:
-    """Return the images of each path of the rollouts, with places counted on it."""
+    """Return the images of each path of the rollouts, with positions counted on it."""
     starts, lengths = batch.segment_start.tolist(), batch.segment_length.tolist()
     of_segment: dict[int, list[PromptImage]] = {}
     for image, segment in zip(batch.images, batch.image_segments, strict=True):

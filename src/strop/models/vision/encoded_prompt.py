@@ -9,7 +9,7 @@ from strop.types import PromptImage
 
 @dataclass(frozen=True, eq=False)
 class EncodedPrompt:
-    """Tokens, and the images that stand among them; places count from the first token."""
+    """Tokens, and the images among them; positions count from the first token."""
 
     tokens: list[int]
     images: tuple[PromptImage, ...] = ()

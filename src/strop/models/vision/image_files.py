@@ -15,7 +15,7 @@ from urllib.parse import unquote_to_bytes
 from strop.types import Image
 
 MAX_BYTES = 64 * 2**20  # of one encoded file
-MAX_PIXELS = 64 * 10**6  # of one image: a small file may claim any size
+MAX_PIXELS = 64 * 10**6  # of one image: even a small file may declare any size
 _TIMEOUT = 30  # seconds
 
 
@@ -27,8 +27,8 @@ def read_image(source: Any, *, folder: Path | None = None, allow_addresses: bool
     """Return the encoded file of an image. Raises ImageError.
 
     ``source``: an ``Image`` or its path, ``file://`` or ``data:`` URL, the encoded file itself, a value of a column of images
-    (``{"bytes": ..., "path": ...}``), or an image of PIL. Paths are relative to ``folder``. Addresses (http, https) are read only with
-    ``allow_addresses``: a run would depend on what a server answers today.
+    (``{"bytes": ..., "path": ...}``), or an image of PIL. Paths are relative to ``folder``. URLs (http, https) are read only
+    with ``allow_addresses``, because a run would depend on a server's current answers.
     """
     if isinstance(source, Image):
         source = source.source
@@ -47,12 +47,12 @@ def read_image(source: Any, *, folder: Path | None = None, allow_addresses: bool
 
 
 def hash_image(content: bytes) -> str:
-    """Return the digest by which equal images are known."""
+    """Return a digest that identifies equal images."""
     return hashlib.sha256(content).hexdigest()
 
 
 def decode_image(content: bytes) -> Any:
-    """Return an image as PIL's RGB image, turned as its camera says, transparency on white. Raises ImageError.
+    """Return an image as a PIL RGB image, rotated by its EXIF orientation, with transparency on white. Raises ImageError.
 
     Learner and engine decode with this function, so that they see the same pixels.
     """
@@ -63,7 +63,7 @@ def decode_image(content: bytes) -> Any:
         with Pillow.open(io.BytesIO(content)) as opened:
             image = ImageOps.exif_transpose(opened)
             image.load()
-    except Exception as error:  # decoders raise anything for a broken file
+    except Exception as error:  # decoders raise all kinds of errors for broken files
         raise ImageError(f"an image of {len(content)} bytes cannot be decoded: {error}") from error
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         layers = image.convert("RGBA")
@@ -85,7 +85,7 @@ def _read_reference(source: str, folder: Path | None, allow_addresses: bool) -> 
     if scheme in ("http", "https"):
         if not allow_addresses:
             raise ImageError(
-                f"an image is an address, {source:.120}: a run would depend on what a server answers, and data could make this machine ask "
+                f"an image is a URL, {source:.120}: a run would depend on a server's answers, and data could make this machine contact "
                 "any server. Download it and name the file, or set policy.image_processor.allow_addresses=true"
             )
         return _download(source)
@@ -119,7 +119,7 @@ def _download(address: str) -> bytes:
 
 
 def _check_file(content: bytes, source: object) -> None:
-    """Raise ImageError for a file that is no image, or too large to be decoded. Only its header is read."""
+    """Raise ImageError for a file that is not an image, or too large to decode. Reads only its header."""
     from PIL import Image as Pillow
 
     named = f"{source!r:.120}" if isinstance(source, str | Path) else f"of {len(content)} bytes"
@@ -129,7 +129,7 @@ def _check_file(content: bytes, source: object) -> None:
         with Pillow.open(io.BytesIO(content)) as opened:
             width, height = opened.size
     except Exception as error:  # as above
-        raise ImageError(f"the image {named} is in no format that can be read: {error!s:.120}") from error
+        raise ImageError(f"the image {named} has an unsupported format: {error!s:.120}") from error
     if width * height > MAX_PIXELS:
         raise ImageError(f"the image {named} has {width} x {height} pixels, more than {MAX_PIXELS:,}; make it smaller")
 

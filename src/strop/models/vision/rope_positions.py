@@ -21,7 +21,7 @@ class ImageGrid:
 
     @property
     def advance(self) -> int:
-        """Positions between the image's first token and the token after it."""
+        """Number of positions between the image's first token and the token after it."""
         return max(self.rows, self.columns)
 
     def positions(self, start: int) -> Tensor:  # [3, frames * rows * columns]
@@ -38,7 +38,7 @@ class RopePositions:
 
 
 def row_positions(length: int, images: Sequence[PromptImage], grids: Sequence[ImageGrid]) -> RopePositions:
-    """Return the positions of one row of ``length`` tokens, such as a prompt. A completion goes on at ``following[0]``."""
+    """Return the positions of one row of ``length`` tokens, such as a prompt. A completion continues at ``following[0]``."""
     return tree_positions((0,), (length,), (-1,), images, grids)
 
 

@@ -1,8 +1,9 @@
-"""torchvision where its compiled library cannot be loaded, so that Transformers and vLLM can import it.
+"""Makes torchvision importable for Transformers and vLLM when its compiled library cannot be loaded.
 
-PyPI's torchvision is built for CUDA. Beside a torch for CPUs its library does not load, and its import fails at operators (for detection)
-that the library would have named; with it fails what imports it: most of Transformers, where torchvision is installed. Named here, without
-code behind them, they let the rest be imported. Strop's own images need no torchvision; vLLM's processors do.
+PyPI's torchvision is built for CUDA. With a CPU build of torch its library does not load, and its import fails at (detection)
+operators that the library would have registered; everything that imports torchvision fails too, including most of Transformers.
+Registering them here without an implementation lets the import succeed. Strop's own image code does not need torchvision; vLLM's
+processors do.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ OPERATORS = {
         "(Tensor input) -> Tensor",
     ),
 }
-_libraries: list[object] = []  # a library's names last as long as it
+_libraries: list[object] = []  # a library's registrations live as long as this object
 
 
 class _BeforeTorchvision(MetaPathFinder):
-    """Names the operators when torchvision is first imported."""
+    """Registers the operators when torchvision is first imported."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname == "torchvision":
@@ -50,19 +51,19 @@ class _BeforeTorchvision(MetaPathFinder):
 
 
 def install_hook() -> None:
-    """Name torchvision's operators when it is imported, if its library cannot be loaded. Costs nothing before."""
+    """Register torchvision's operators on import, if its library cannot be loaded. Has no cost before."""
     if not any(isinstance(finder, _BeforeTorchvision) for finder in sys.meta_path) and "torchvision" not in sys.modules:
         sys.meta_path.insert(0, _BeforeTorchvision())
 
 
 def is_for_another_torch() -> bool:
-    """Whether torchvision is installed and built for CUDA, and torch is for CPUs."""
+    """Whether the installed torchvision is built for CUDA while torch is for CPUs."""
     import torch
 
     if torch.version.cuda is not None or torch.version.hip is not None:
         return False
     hidden = [finder for finder in sys.meta_path if isinstance(finder, _BeforeTorchvision)]
-    for finder in hidden:  # or looking for it would count as importing it
+    for finder in hidden:  # otherwise the lookup would count as importing it
         sys.meta_path.remove(finder)
     spec = find_spec("torchvision") if "torchvision" not in sys.modules else sys.modules["torchvision"].__spec__
     sys.meta_path[:0] = hidden

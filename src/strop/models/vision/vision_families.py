@@ -1,4 +1,4 @@
-"""How families of vision-language models write an image in a prompt, and what their towers read.
+"""How families of vision-language models write an image in a prompt, and the inputs of their towers.
 
 A family names the ``model_type`` of the configurations that it reads, in ``kinds``; one of another package is an entry point in the group
 ``strop.vision_families`` under that name. The text that stands for an image is that of the family's processor in Transformers; the tests
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from strop import plugins
 
-Pixels = Mapping[str, Tensor]  # what a tower reads of ONE image, by the names of Transformers
+Pixels = Mapping[str, Tensor]  # tower inputs of ONE image, under their Transformers names
 
 
 class UnknownFamily(ValueError):
-    """A model reads images in a way that Strop does not know."""
+    """A model with images in an unsupported form."""
 
 
 def find_image_token(config: Any) -> int:
@@ -32,38 +32,38 @@ def find_image_token(config: Any) -> int:
 
 @dataclass(frozen=True)
 class VisionFamily(ABC):
-    """What differs between families. ``config`` is the model's."""
+    """The differences between families. ``config`` is the model's."""
 
     config: Any
     kinds: ClassVar[tuple[str, ...]] = ()
-    bidirectional: ClassVar[bool] = False  # tokens of an image attend to each other both ways
+    bidirectional: ClassVar[bool] = False  # tokens of an image attend to each other in both directions
     tower_inputs: ClassVar[tuple[str, ...]] = (
         "pixel_values",
-    )  # of the pixels; several images' are joined along the first dimension
-    grid_key: ClassVar[str | None] = None  # of the pixels, for rotary positions in three dimensions
+    )  # pixel keys; those of several images are joined along the first dimension
+    grid_key: ClassVar[str | None] = None  # pixel key of the grid, for rotary positions in three dimensions
 
     @abstractmethod
     def placeholder(self, tokenizer: Any) -> str:
-        """What the chat template writes for an image."""
+        """The chat template's text for an image."""
 
     @abstractmethod
     def write(self, pixels: Pixels, tokenizer: Any) -> str:
-        """The text that stands for an image, with one image token for each row of the tower."""
+        """The placeholder text of an image, with one image token per row of the tower."""
 
     @abstractmethod
     def count_rows(self, pixels: Pixels) -> int:
-        """Rows that the tower makes of an image."""
+        """Number of tower rows of an image."""
 
     def process(self, processor: Any, image: Any) -> dict[str, Tensor]:
-        """Return what the tower reads of PIL's image."""
+        """Return the tower inputs of a PIL image."""
         return {name: torch.as_tensor(value) for name, value in processor(images=[image], return_tensors="pt").items()}
 
     def arrange(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the joined inputs of several images as ``get_image_features`` takes them."""
+        """Return the joined inputs of several images in the form ``get_image_features`` takes."""
         return inputs
 
     def check(self, processor: Any) -> None:  # noqa: B027  most families take any settings
-        """Raise ValueError for settings of the image processor that cannot be trained with."""
+        """Raise ValueError for image processor settings that cannot be used in training."""
 
     def image_token(self, tokenizer: Any) -> str:
         token: str = tokenizer.convert_ids_to_tokens(find_image_token(self.config))
@@ -89,7 +89,7 @@ class QwenVL(VisionFamily):
 
 
 class Gemma3(VisionFamily):
-    """Gemma 3: a fixed number of tokens between two markers; they attend to each other both ways."""
+    """Gemma 3: a fixed number of tokens between two markers; they attend to each other in both directions."""
 
     kinds = ("gemma3",)
     bidirectional = True
@@ -117,7 +117,7 @@ class Gemma3(VisionFamily):
 
 
 class Llava(VisionFamily):
-    """LLaVA: the patches of an image of one size, with or without the tower's class token."""
+    """LLaVA: the patches of a fixed-size image, with or without the tower's class token."""
 
     kinds = ("llava",)
 
@@ -137,7 +137,7 @@ class Llava(VisionFamily):
 
 
 class Idefics3(VisionFamily):
-    """Idefics3 and SmolVLM: an image is cut into tiles, each with its row and column, and stands once more as a whole."""
+    """Idefics3 and SmolVLM: an image is cut into tiles, each marked with its row and column, followed by the whole image."""
 
     kinds = ("idefics3", "smolvlm")
     tower_inputs = ("pixel_values", "pixel_attention_mask")
@@ -181,7 +181,7 @@ def known_families() -> list[str]:
 
 
 def find_family(config: Any) -> VisionFamily:
-    """Return the family of a vision-language model. Raises UnknownFamily for one whose images Strop cannot write."""
+    """Return the family of a vision-language model. Raises UnknownFamily for an unsupported one."""
     kind = str(getattr(config, "model_type", ""))
     if kind not in known_families():
         raise UnknownFamily(

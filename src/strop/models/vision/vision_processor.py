@@ -1,4 +1,4 @@
-"""Messages with images to tokens, and images to what a vision tower reads."""
+"""Converts messages with images to tokens, and images to vision tower inputs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from strop.types import Image, PromptImage
 
 log = logging.getLogger(__name__)
 
-OTHER_FILES = ("processor_config.json", "video_preprocessor_config.json")  # beside that of the image processor
+OTHER_FILES = ("processor_config.json", "video_preprocessor_config.json")  # in addition to the image processor's file
 
 
 class VisionProcessor:
-    """Writes the images of prompts as tokens, and makes what the tower reads of them.
+    """Writes the images of prompts as tokens, and creates the tower's inputs.
 
-    It has no state but a cache: equal files give equal tokens and pixels, in any order.
+    Its only state is a cache: equal files give equal tokens and pixels, in any order.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class VisionProcessor:
         settings: Mapping[str, Any] | None = None,
         source: Path | None = None,
     ) -> None:
-        """``folder``: that paths of images are relative to. ``allow_addresses``: images are downloaded. ``settings``: that the image
-        processor was changed by, for engines that load their own. ``source``: the folder of the model."""
+        """``folder``: base folder of image paths. ``allow_addresses``: download images. ``settings``: changes to the image
+        processor, for engines that load their own. ``source``: the model's folder."""
         family.check(image_processor)
         self.settings = dict(settings or {})
         self.source = source
@@ -53,7 +53,7 @@ class VisionProcessor:
         self._pixels = PixelCache()
 
     def save(self, folder: Path) -> None:
-        """Write the image processor to a model's folder, with the other files of the model's processors."""
+        """Write the image processor, and the model's other processor files, to a model's folder."""
         self.image_processor.save_pretrained(folder)
         for path in () if self.source is None else (self.source / name for name in OTHER_FILES):
             if path.exists() and not (folder / path.name).exists():
@@ -64,12 +64,12 @@ class VisionProcessor:
         return read_image(image, folder=self.folder, allow_addresses=self.allow_addresses)
 
     def pixels(self, image: PromptImage | bytes) -> Pixels:
-        """Return what the tower reads of one image: ``pixel_values`` and what else its family has, on the CPU. Raises ImageError."""
+        """Return the tower inputs of one image, on the CPU: ``pixel_values`` and further keys of its family. Raises ImageError."""
         content, digest = (image, hash_image(image)) if isinstance(image, bytes) else (image.content, image.digest)
         return self._pixels.get(digest, lambda: self.family.process(self.image_processor, decode_image(content)))
 
     def write_images(self, text: str, contents: Sequence[bytes]) -> str:
-        """Return a rendered text with what stands for its images in their places. Raises ValueError for another number of places."""
+        """Return a rendered text with each placeholder replaced by its image's tokens. Raises ValueError if their numbers differ."""
         parts = text.split(self.placeholder)
         if len(parts) != len(contents) + 1:
             raise ValueError(
@@ -81,7 +81,9 @@ class VisionProcessor:
         return parts[0] + "".join(image + part for image, part in zip(written, parts[1:], strict=True))
 
     def find_images(self, tokens: Sequence[int], contents: Sequence[bytes]) -> tuple[PromptImage, ...]:
-        """Return where images stand among tokens, in order. Raises ValueError unless the tokens have just the rows of these images."""
+        """Return the images with their positions among tokens, in order. Raises ValueError unless the tokens match their rows
+        exactly.
+        """
         places = [place for place, token in enumerate(tokens) if token == self.image_token_id]
         counts = [self.family.count_rows(self.pixels(content)) for content in contents]
         if sum(counts) != len(places):
@@ -97,7 +99,7 @@ class VisionProcessor:
         return tuple(found)
 
     def encode_text(self, text: str, contents: Sequence[bytes]) -> EncodedPrompt:
-        """Encode a rendered text whose places are for these images, in order. Raises ValueError, ImageError."""
+        """Encode a rendered text with placeholders for these images, in order. Raises ValueError, ImageError."""
         tokens: list[int] = self.tokenizer(self.write_images(text, contents), add_special_tokens=False)["input_ids"]
         return EncodedPrompt(tokens, self.find_images(tokens, contents))
 
@@ -113,7 +115,7 @@ def load_vision_processor(
 ) -> VisionProcessor:
     """Load the image processor of a model; ``options`` change its settings (``max_pixels``, ``do_image_splitting``, ...).
 
-    It does not need torchvision: where that is missing, Transformers resizes with Pillow. Raises ModelNotFound, ValueError.
+    Works without torchvision; Transformers then resizes with Pillow. Raises ModelNotFound, ValueError.
     """
     from transformers import AutoImageProcessor
 
@@ -140,28 +142,30 @@ def load_vision_processor(
 def find_vision_processor(
     name: str, config: Any, tokenizer: Any, *, options: Mapping[str, Any] | None = None, allow_addresses: bool = False
 ) -> VisionProcessor | None:
-    """Return the image processor of a model that reads images; None for another, which is logged where it has a tower."""
+    """Return the image processor of a model that reads images; None for others, with a log message if the model has a vision
+    tower.
+    """
     if not is_vision_config(config):
         if options:
-            log.warning("policy.image_processor has no effect: %s reads text alone", name)
+            log.warning("policy.image_processor has no effect: %s reads only text", name)
         return None
     try:
         return load_vision_processor(name, config, tokenizer, options=options, allow_addresses=allow_addresses)
     except OSError as error:
-        log.warning("%s reads text alone here: its folder has no image processor (%s)", name, str(error).splitlines()[0])
+        log.warning("%s reads only text here: its folder has no image processor (%s)", name, str(error).splitlines()[0])
     except UnknownFamily as error:
         log.warning("%s", error)
     return None
 
 
-# Pixels of images that were read lately.
+# Pixels of recently read images.
 
 
 CACHED_BYTES = 512 * 2**20
 
 
 class PixelCache:
-    """What the tower reads of an image, by the digest of its file, for several threads. A copy of it, and a pickle, is empty."""
+    """Thread-safe cache of tower inputs by the digest of an image file. Copies and pickles of it are empty."""
 
     def __init__(self, limit: int = CACHED_BYTES) -> None:
         self.limit = limit
@@ -170,7 +174,7 @@ class PixelCache:
         self._lock = Lock()
 
     def get(self, digest: str, make: Callable[[], Pixels]) -> Pixels:
-        """Return the pixels of an image; what was not asked for longest makes room for new ones."""
+        """Return the pixels of an image; the least recently used entries are evicted."""
         with self._lock:
             if digest in self._pixels:
                 self._pixels.move_to_end(digest)

@@ -1,4 +1,4 @@
-"""What a vision tower makes of images, put in the places of their tokens."""
+"""Vision tower features, inserted at the positions of their image tokens."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from strop.models.vision.rope_positions import ImageGrid
 from strop.models.vision.vision_processor import VisionProcessor
 from strop.types import PromptImage
 
-TOWERS = ("visual", "vision_tower", "vision_model")  # of a model's base, by family
+TOWERS = ("visual", "vision_tower", "vision_model")  # attribute names in a model's base, by family
 
 
 @dataclass(frozen=True, eq=False)
 class ImageFeatures:
-    """The rows that a tower makes of one image."""
+    """The tower's rows for one image."""
 
-    rows: Tensor  # [R, H]: they stand for the image's tokens
+    rows: Tensor  # [R, H]: embeddings of the image's tokens
     deepstack: tuple[Tensor, ...] = ()  # [R, H] each: added to the outputs of the first decoder layers (Qwen3-VL)
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderInputs:
-    """What a decoder reads of a row of tokens with images."""
+    """Decoder inputs for a row of tokens with images."""
 
     embeddings: Tensor  # [T, H]
-    is_image: Tensor  # [T] bool: tokens that stand for a row of the tower
+    is_image: Tensor  # [T] bool: whether a token stands for a tower row
     deepstack: tuple[Tensor, ...] = field(default=())  # [images' tokens, H] each, in the order of the row
 
     def arguments(self, *shape: int) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class DecoderInputs:
 
 
 def find_tower(model: Any) -> nn.Module:
-    """Return the vision tower of a model, without what projects its rows into the language model where that stands apart."""
+    """Return the vision tower of a model, without a separate projector into the language model."""
     tower: nn.Module = next(module for name in TOWERS if (module := getattr(model.model, name, None)) is not None)
     return tower
 
@@ -49,7 +49,7 @@ def find_tower(model: Any) -> nn.Module:
 class VisionTower:
     """The tower of a vision-language model with its image processor: images -> rows of embeddings.
 
-    Each image is computed alone, whatever stands beside it, and equal images of one call are computed once.
+    Each image is computed independently of its neighbours, and equal images within a call are computed once.
     """
 
     def __init__(self, model: Any, processor: VisionProcessor) -> None:
@@ -65,7 +65,7 @@ class VisionTower:
         return [ImageGrid(frames, rows // merge, columns // merge) for frames, rows, columns in sizes]
 
     def features(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
-        """Return what the tower makes of each image; images whose pixels have one shape take one pass."""
+        """Return the tower's features of each image; images with equal pixel shapes share a pass."""
         distinct = {image.digest: image for image in images}
         by_shape: dict[tuple[int, ...], list[PromptImage]] = {}
         for image in distinct.values():
@@ -91,7 +91,7 @@ class VisionTower:
     def embed(self, tokens: Tensor, images: Sequence[PromptImage]) -> DecoderInputs:
         """Return the embeddings of a row of tokens [T] with images at their places, on the model's device.
 
-        The policy may sample the token of images, too: outside of an image it is a token like others.
+        The policy may also sample the image token; outside of an image it is an ordinary token.
         """
         is_image = torch.zeros(len(tokens), dtype=torch.bool)
         for image in images:
@@ -126,7 +126,7 @@ class VisionTower:
 
 
 def freeze_tower(model: Any) -> int:
-    """Stop training the vision tower, and return how many weights it has. What projects its rows, where that stands apart, is trained."""
+    """Freeze the vision tower, and return its number of weights. A separate projector is still trained."""
     parameters = list(find_tower(model).parameters())
     for parameter in parameters:
         parameter.requires_grad_(False)

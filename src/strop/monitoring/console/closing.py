@@ -1,4 +1,4 @@
-"""The last lines of a run on the command line: what it did, what was wrong, and commands to go on with, ready to paste."""
+"""The last lines of a run on the command line: a summary, warnings, and commands to continue with, ready to paste."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pathlib import Path
 from strop.monitoring.console.columns import format_duration
 
 WITH_ROLLOUTS = ("grpo", "ppo", "distillation")  # kinds of run that store rollouts
-GENERATING = (*WITH_ROLLOUTS, "sft", "dpo")  # kinds of run whose model generates; the model of the others is a reward model
+GENERATING = (*WITH_ROLLOUTS, "sft", "dpo")  # kinds of run whose model generates text; the others train a reward model
 UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Closing:
-    """What the last lines say."""
+    """The content of the last lines."""
 
     section: str
     log_dir: Path
     stores_rollouts: bool
-    checkpoint: Path | None  # the newest that is complete
+    checkpoint: Path | None  # the newest complete one
     seconds: float  # of this start
-    tokens: float  # trained on, from the beginning of the run
+    tokens: float  # trained on since the beginning of the run
     warnings: Sequence[str] = ()
     failed_trackers: Sequence[str] = ()
     hints: Sequence[str] = ()  # of the trackers
@@ -52,7 +52,7 @@ class Closing:
 
 
 def _shorten_warning(text: str) -> str:
-    """Return the first sentence of a warning, all of which was printed when it was found, and where to read on."""
+    """Return the first sentence of a warning, which was already printed in full, and where to read more."""
     sentence, _, rest = text.partition(". ")
     read_on = re.search(r" \(docs/\S+\)$", rest)
     return sentence + (read_on[0] if read_on else "")

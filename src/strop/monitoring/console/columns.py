@@ -19,7 +19,7 @@ class Column:
     tag: str
     decimals: int | None = None  # None: depends on the magnitude
     scientific: bool = False
-    unless: str = ""  # a metric that says the same better: where it has been logged, this column is not shown
+    unless: str = ""  # a better metric for the same quantity: if it was logged, this column is hidden
 
     def format(self, value: float) -> str:
         if self.scientific and math.isfinite(value):
@@ -63,7 +63,7 @@ _TEACHER_KL = (
     Column("KL teacher", "train/teacher_kl", 4, unless="train/kl_reverse"),
 )
 
-# The most telling first: a narrow terminal shows the first ones.
+# The most important first, since a narrow terminal shows only those.
 COLUMNS_BY_SECTION: Mapping[str, Sequence[Column]] = {
     "grpo": _ROLLOUTS,
     "ppo": (*_ROLLOUTS, Column("value loss", "train/value_loss", 4), Column("explained", "train/explained_variance", 3)),
@@ -103,7 +103,7 @@ _PHASE_NAMES = {
 def phase_times(metrics: Mapping[str, float]) -> tuple[Phase, ...]:
     """Split the time of a step into phases. Time outside of all phases is ``other``.
 
-    A step on recorded data does not generate: its examples are read.
+    A step on recorded data does not generate; reading its examples takes that place.
     """
     seconds = {
         tag.removeprefix(PHASE_PREFIX): value

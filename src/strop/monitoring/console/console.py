@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 ConsoleKind = Literal["auto", "live", "plain", "none"]
 
-# Seconds without output after which a plain console prints the current activity: while a run starts or validates, and later.
+# Seconds without output after which a plain console prints the current activity: during start and validation, and later.
 SHORT_HEARTBEAT, HEARTBEAT = 10.0, 60.0
-SMALLEST_SHARE = 0.05  # of a step's time, for a phase to be listed
+SMALLEST_SHARE = 0.05  # share of a step's time from which a phase is listed
 
 
 def open_console(kind: ConsoleKind = "auto", *, max_steps: int | None = None, title: str = "", section: str = "") -> Tracker:
@@ -50,7 +50,9 @@ def _supports_live(out: TextIO) -> bool:
 
 
 class PlainConsole(NullTracker):
-    """Prints one flushed row per step below a header, and the current activity: at once while the run starts, later if a step is long."""
+    """Prints one flushed row per step below a header. Also prints the current activity: at once during the start, later only in
+    long steps.
+    """
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class PlainConsole(NullTracker):
         self._clock = clock
         self._progress = Progress(max_steps, clock)
         self._table = StepTable(columns, max_steps)
-        self._starting = True  # no step has been logged
+        self._starting = True  # no step has been logged yet
         self._activity = ""
         self._last_output = clock()
 
@@ -112,5 +114,5 @@ class PlainConsole(NullTracker):
         except BrokenPipeError:
             self._out = io.StringIO()
             discard_output()
-            logger.warning("nobody reads the output any more; the run goes on, and its metrics are still recorded")
+            logger.warning("the reader of the output is gone; the run goes on, and its metrics are still recorded")
         self._last_output = self._clock()

@@ -43,7 +43,7 @@ CELL_WIDTH = 35  # of label, value and curve, with the gaps between them
 SPARK_CHARS = "▁▂▃▄▅▆▇█"
 SPARK_LENGTH = 12
 REDRAWS_PER_SECOND = 4
-STAMP = "%H:%M:%S  "  # as long as what it formats
+STAMP = "%H:%M:%S  "  # same width as the formatted time
 RECENT_LINES = 50
 
 Cell = tuple[RenderableType, RenderableType, RenderableType]  # label, value, curve
@@ -70,9 +70,9 @@ class LiveConsole(NullTracker):
         self._activity = ("starting", clock())  # what, since when
         self._closed = False
         self._history: Mapping[str, tuple[float, ...]] = {}
-        self._last_steps: Mapping[str, int] = {}  # in which each metric was logged
+        self._last_steps: Mapping[str, int] = {}  # latest step at which each metric was logged
         self._phases: tuple[Phase, ...] = ()
-        self._recent: deque[Text] = deque(maxlen=RECENT_LINES)  # the last lines above the panel
+        self._recent: deque[Text] = deque(maxlen=RECENT_LINES)  # the latest lines above the panel
         self._live: Live | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -122,7 +122,7 @@ class LiveConsole(NullTracker):
         atexit.unregister(self.close)
 
     def _draw(self) -> None:
-        """Start drawing on the first update; earlier output stays ordinary output."""
+        """Start drawing on the first update; earlier output remains ordinary output."""
         if self._live is not None or self._closed:
             return
         self._live = _ResizableLive(self._recent, get_renderable=self.render, console=self._console)
@@ -209,7 +209,7 @@ def _render_cells(cells: Sequence[Cell], width: int) -> Table:
 
 
 class _ResizableLive(Live):
-    """Starts on a clean screen after the terminal was resized: how it wraps the old drawing is not known, so it cannot be erased."""
+    """Redraws on a clean screen after the terminal was resized, because the old drawing wraps unpredictably and cannot be erased."""
 
     def __init__(self, recent: deque[Text], *, console: Console, get_renderable: Callable[[], RenderableType]) -> None:
         super().__init__(get_renderable=get_renderable, console=console, refresh_per_second=REDRAWS_PER_SECOND)

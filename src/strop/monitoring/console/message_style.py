@@ -1,6 +1,6 @@
-"""One style for all warnings on the standard error: ``warning: ...``, and ``warning (torch): ...`` for those of other packages.
+"""One style for all warnings on standard error: ``warning: ...``, and ``warning (torch): ...`` for those of other packages.
 
-Covers Python's ``warnings``, Strop's loggers and those of other packages, whose messages are shown once.
+Covers Python's ``warnings`` and the loggers of Strop and of other packages, whose messages are shown once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 class MessageHandler(logging.Handler):
-    """Writes log records to what ``sys.stderr`` is at that moment, so that a live console scrolls them by above its panel."""
+    """Writes log records to the current ``sys.stderr``, so that a live console scrolls them above its panel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class MessageHandler(logging.Handler):
 
 
 def show_warning(message: Warning | str, category: type[Warning], filename: str, *_: object) -> None:
-    """Show a warning of Python's ``warnings``."""
+    """Show a warning of Python's ``warnings`` module."""
     _write("warning", _find_package(filename), str(message))
 
 
 def configure_messages() -> None:
-    """Show all warnings in one style. With STROP_LOG=debug, also what Strop logs for debugging."""
+    """Show all warnings in one style. With STROP_LOG=debug, also show Strop's debug messages."""
     warnings.showwarning = show_warning  # type: ignore[assignment]
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[MessageHandler()])
@@ -48,7 +48,7 @@ def configure_messages() -> None:
 
 
 def reader_is_gone() -> bool:
-    """Return whether the standard output is a pipe that nobody reads any more, as after ``strop ... | head``."""
+    """Return whether standard output is a pipe without a reader, as after ``strop ... | head``."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
@@ -58,7 +58,7 @@ def reader_is_gone() -> bool:
 
 
 def discard_output() -> None:
-    """Send the standard output nowhere, also what is still buffered and would raise when Python exits."""
+    """Discard standard output, including buffered text, which would raise an error when Python exits."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

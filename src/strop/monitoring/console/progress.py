@@ -33,7 +33,7 @@ class Progress:
         self.step = self._resumed_step = step
 
     def is_known(self, step: int) -> bool:
-        """Return whether a step is of before the run was resumed, so that it has been shown."""
+        """Return whether a step precedes the resumption of the run, and so was already shown."""
         return step <= self._resumed_step
 
     @property

@@ -1,4 +1,4 @@
-"""Tables of reports, for a terminal or a pipe."""
+"""Report tables, for a terminal or a pipe."""
 
 from __future__ import annotations
 

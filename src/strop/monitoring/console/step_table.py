@@ -8,11 +8,13 @@ from strop.monitoring.console.columns import TOTAL_TIME, Column, choose_columns,
 
 HEADER_PERIOD = 20  # rows between two headers
 SMALLEST_WIDTH = 7  # of a column
-OPEN_WIDTH = 4  # digits of a step where the last one is not known
+OPEN_WIDTH = 4  # width of a step number if the last one is unknown
 
 
 class StepTable:
-    """Formats one row a step. Columns appear once their metric has been logged, and stay; ``-`` is a metric that a step does not have."""
+    """Formats one row per step. Columns appear once their metric has been logged, and stay; ``-`` means the step lacks the
+    metric.
+    """
 
     def __init__(self, columns: Sequence[Column], max_steps: int | None) -> None:
         self._columns = columns
@@ -22,11 +24,11 @@ class StepTable:
         self._rows_since_header = 0
 
     def see(self, metrics: Mapping[str, float]) -> None:
-        """Take in metrics that are not shown as a row, such as those of the step from which a run continues."""
+        """Register metrics that are not shown as a row, such as those of the step from which a run continues."""
         self._seen |= metrics.keys()
 
     def format_rows(self, step: int, metrics: Mapping[str, float], width: int | None = None) -> list[str]:
-        """Return the row of a step, and before it a header where one is due. ``width``: leave out the columns that do not fit."""
+        """Return the row of a step, preceded by a header where one is due. ``width``: leave out the columns that do not fit."""
         self.see(metrics)
         steps = self._max_steps
         row = header = f"step {step:>{OPEN_WIDTH}}" if steps is None else f"step {step:>{len(str(steps))}}/{steps}"

@@ -1,1 +1,1 @@
-"""What the machines of a run do: GPUs, processors, memory, disk and network."""
+"""Monitoring of a run's machines: GPUs, processors, memory, disk and network."""

@@ -1,4 +1,4 @@
-"""Sample a machine in a thread, and hand over the means since the last time."""
+"""Sample a machine in a thread, and return means over the time between calls."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any, Protocol
 from strop.gpus import VISIBLE
 from strop.monitoring.machine.machine_reading import GpuReading, MachineReading, describe_machine
 
-SECTOR = 512  # bytes, in /proc/diskstats, whatever the disk's own
-DISKS = re.compile(r"(sd[a-z]+|hd[a-z]+|vd[a-z]+|xvd[a-z]+|nvme\d+n\d+|mmcblk\d+)$")  # whole ones, without their partitions
+SECTOR = 512  # bytes in /proc/diskstats, regardless of the disk's own sectors
+DISKS = re.compile(r"(sd[a-z]+|hd[a-z]+|vd[a-z]+|xvd[a-z]+|nvme\d+n\d+|mmcblk\d+)$")  # whole disks, without partitions
 
 
 class MachineReader:
-    """Reads this machine. ``folder``: on the disk whose room is reported. ``proc``: another folder in tests.
+    """Reads this machine. ``folder``: the disk whose free space is reported. ``proc``: another folder, for tests.
 
-    ``gpus``: the numbers or UUIDs of those to read; None: as CUDA_VISIBLE_DEVICES says.
+    ``gpus``: the indices or UUIDs of the GPUs to read; None: as in CUDA_VISIBLE_DEVICES.
     """
 
     def __init__(self, folder: str | Path = ".", proc: Path = Path("/proc"), gpus: Sequence[str] | None = None) -> None:
@@ -32,14 +32,14 @@ class MachineReader:
 
     @property
     def gpu_names(self) -> tuple[str, ...]:
-        """What NVML calls the GPUs that are read."""
+        """NVML's names of the GPUs that are read."""
         return tuple(name for _, name in self._gpus)
 
     def read(self) -> MachineReading:
-        """Look at the machine once: about 0.2 ms, and with GPUs what NVML takes."""
+        """Read the machine once: takes about 0.2 ms, plus NVML's time for GPUs."""
         found: dict[str, Any] = {"seconds": time.monotonic()}
         for part in (self._read_processors, self._read_memory, self._read_disks, self._read_network):
-            with suppress(OSError, ValueError, IndexError):  # another system than Linux, or a kernel that says it otherwise
+            with suppress(OSError, ValueError, IndexError):  # not Linux, or a kernel with another format
                 found |= part()
         with suppress(OSError):
             found["disk_free"] = float(shutil.disk_usage(self._folder).free)
@@ -47,7 +47,7 @@ class MachineReader:
 
     def _read_processors(self) -> dict[str, float]:
         with (self._proc / "stat").open() as file:
-            times = [int(word) for word in file.readline().split()[1:9]]  # those of guests are in user's already
+            times = [int(word) for word in file.readline().split()[1:9]]  # guests' times are already included in user's
         hertz, idle = os.sysconf("SC_CLK_TCK"), times[3] + times[4]
         return {"cpu_busy": (sum(times) - idle) / hertz, "cpu_total": sum(times) / hertz}
 
@@ -81,7 +81,7 @@ class MachineReader:
 
 
 def _open_gpus(chosen: Sequence[str]) -> Sequence[tuple[Any, str]]:
-    """Return NVML's handles and names of the chosen GPUs; of all, where one of them is not found. Empty without NVML."""
+    """Return NVML's handles and names of the chosen GPUs, or of all if one of them is not found. Empty without NVML."""
     try:
         import pynvml
     except ImportError:
@@ -100,7 +100,7 @@ def _open_gpus(chosen: Sequence[str]) -> Sequence[tuple[Any, str]]:
 
 
 def _find_gpu(word: str, handles: Sequence[Any]) -> int | None:
-    """Return the index of the GPU that CUDA_VISIBLE_DEVICES would name so: a number, or the beginning of a UUID."""
+    """Return the index of the GPU named in CUDA_VISIBLE_DEVICES by a number or a UUID prefix."""
     import pynvml
 
     if word.isdecimal():
@@ -110,11 +110,11 @@ def _find_gpu(word: str, handles: Sequence[Any]) -> int | None:
             uuid = pynvml.nvmlDeviceGetUUID(handle)
             if (uuid.decode() if isinstance(uuid, bytes) else str(uuid)).startswith(word):
                 return index
-    return None  # a MIG slice, or one that was taken away
+    return None  # a MIG slice, or one no longer present
 
 
 def _read_gpu(handle: Any) -> GpuReading:
-    """Ask for each number by itself: a MIG slice or an older driver refuses some."""
+    """Query each value separately, because a MIG slice or an older driver rejects some."""
     import pynvml
 
     found: dict[str, float] = {}
@@ -134,7 +134,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReadsMachine(Protocol):
-    """What gives readings: the machine itself, or a test."""
+    """A source of readings: the machine itself, or a test."""
 
     @property
     def gpu_names(self) -> tuple[str, ...]: ...
@@ -143,7 +143,7 @@ class ReadsMachine(Protocol):
 
 
 class MachineMonitor:
-    """Reads a machine every ``interval`` seconds until ``stop``. Also the object of a process on each other node of a cluster."""
+    """Reads a machine every ``interval`` seconds until ``stop``. Also used in a process on each other node of a cluster."""
 
     def __init__(
         self,
@@ -163,11 +163,11 @@ class MachineMonitor:
         self._thread.start()
 
     def list_gpus(self) -> tuple[str, ...]:
-        """Return what NVML calls the GPUs: for a caller in another process."""
+        """Return NVML's names of the GPUs, for a caller in another process."""
         return self._reader.gpu_names
 
     def sample(self) -> None:
-        """Read the machine now, and add what it did since the last reading."""
+        """Read the machine now, and add the activity since the last reading."""
         now = self._reader.read()
         found = describe_machine(self._before, now)
         self._before = now
@@ -184,7 +184,7 @@ class MachineMonitor:
         return means
 
     def stop(self) -> None:
-        """End the thread, without waiting for a reading that hangs."""
+        """End the thread, without waiting for a hanging reading."""
         self._stopped.set()
         self._thread.join(1.0)
 
@@ -192,6 +192,6 @@ class MachineMonitor:
         while not self._stopped.wait(self._interval):
             try:
                 self.sample()
-            except Exception as error:  # a driver that went away
+            except Exception as error:  # the driver went away
                 logger.warning("this machine is no longer monitored: %s: %s", type(error).__name__, error)
                 return

@@ -1,4 +1,4 @@
-"""One look at a machine, and what two of them say of the time between."""
+"""A reading of a machine, and metrics from two readings."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ MB = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReading:
-    """One GPU, at a moment. None: its driver does not say."""
+    """One GPU at one moment. None: not reported by its driver."""
 
-    utilization: float | None = None  # percent of the last moments in which a kernel ran
+    utilization: float | None = None  # percent of the recent sampling period in which a kernel ran
     memory: float | None = None  # bytes in use
     memory_total: float | None = None
     power: float | None = None  # watts
@@ -21,7 +21,7 @@ class GpuReading:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineReading:
-    """A machine, at a moment. Counters grow from its start; None: this system does not say."""
+    """A machine at one moment. Counters start at boot; None: not reported by this system."""
 
     seconds: float  # when
     cpu_busy: float | None = None  # seconds of all processors
@@ -38,7 +38,7 @@ class MachineReading:
 
 
 def describe_machine(before: MachineReading, now: MachineReading) -> dict[str, float]:
-    """Return the metrics of a machine between two readings: shares in percent, GiB, MB (10^6 bytes) a second, watts."""
+    """Return the metrics of a machine between two readings: percentages, GiB, MB (10^6 bytes) per second, watts."""
     found: dict[str, float | None] = {
         "cpu_percent": _share(before, now),
         "memory_gib": _scaled(now.memory, GIB),
@@ -69,7 +69,7 @@ def _share(before: MachineReading, now: MachineReading) -> float | None:
 
 
 def _rate(before: float | None, now: float | None, seconds: float) -> float | None:
-    """Return MB a second; None for a counter that began anew (an interface that left)."""
+    """Return MB per second; None for a counter that was reset (an interface was removed)."""
     return None if before is None or now is None or now < before or seconds <= 0 else (now - before) / MB / seconds
 
 

@@ -1,4 +1,4 @@
-"""All machines of a run: the driver's own, and the other nodes, which are asked in a thread."""
+"""All machines of a run: the driver's own, and the other nodes, which are queried in a thread."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from strop.monitoring.machine.machine_monitor import MachineMonitor
 
 logger = logging.getLogger(__name__)
 
-Ask = Callable[[], Mapping[str, float]]  # what a node measured since it was last asked; may take long, or raise
+Ask = Callable[[], Mapping[str, float]]  # a node's measurements since the last query; may take long, or raise
 
 
 class SystemMonitor:
-    """``metrics`` returns ``system/node_0/cpu_percent`` and the like: means since it was last called. It never waits."""
+    """``metrics`` returns ``system/node_0/cpu_percent`` and similar: means since the last call. It never blocks."""
 
     def __init__(
         self,
@@ -24,17 +24,17 @@ class SystemMonitor:
         interval: float = 10.0,
         gpu_names: Sequence[str] = (),
     ) -> None:
-        """``own``: of node 0. ``others``: of other nodes by their numbers, asked every ``interval`` seconds."""
-        self.gpu_names = tuple(gpu_names)  # of a node that has some, as NVML says them
+        """``own``: node 0. ``others``: other nodes by number, queried every ``interval`` seconds."""
+        self.gpu_names = tuple(gpu_names)  # of a node that has GPUs, by NVML
         self._own, self._others, self._interval = own, dict(others or {}), interval
         self._lock = threading.Lock()
         self._reports: dict[int, list[Mapping[str, float]]] = {}
         self._stopped = threading.Event()
-        for node in self._others:  # a node that hangs holds up none of the others
+        for node in self._others:  # so that a hanging node does not delay the others
             threading.Thread(target=self._ask, args=(node,), name=f"node-monitor-{node}", daemon=True).start()
 
     def metrics(self) -> dict[str, float]:
-        """Return what the machines did since the last call; nothing of a machine that was not sampled since."""
+        """Return the metrics of the machines since the last call; nothing for a machine that was not sampled since."""
         found = {} if self._own is None else {f"system/node_0/{name}": value for name, value in self._own.drain().items()}
         with self._lock:
             reports, self._reports = self._reports, {}

@@ -1,4 +1,4 @@
-"""Profiles of single steps: what every process did and when, on one time line, as a trace that Perfetto opens.
+"""Profiles of single steps: the activity of every process on one time line, as a trace for Perfetto.
 
 span_recorder.py    keeps the spans of this process while a step is recorded; costs one comparison while none is
 process_profile.py  records one process, with torch's operators and kernels where asked for

@@ -1,4 +1,4 @@
-"""What a process does to be profiled, called from outside: read its clock, begin, end."""
+"""Profiling calls from outside a process: read its clock, begin, end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from strop.monitoring.profiling.quiet_profiler import quiet_profiler
 from strop.monitoring.profiling.span_recorder import RECORDER, RecordedSpans
 
-MARK = "strop clock"  # ranges whose times are known on our clock, by which torch's are aligned
+MARK = "strop clock"  # ranges with known times on our clock, used to align torch's
 MARKS = 8
 
 
@@ -25,7 +25,7 @@ class OperatorTrace:
         self._marks: list[tuple[float, float]] = []
 
     def begin(self) -> None:
-        """Begin to record. Raises RuntimeError if another profiler of this process does already."""
+        """Start recording. Raises RuntimeError if another profiler is already active in this process."""
         import torch
         from torch._C._profiler import _ExperimentalConfig
 
@@ -44,7 +44,9 @@ class OperatorTrace:
         self._profile = profile
 
     def end(self) -> str | None:
-        """End the recording. Return its events as JSON, with times in microseconds of this process's ``perf_counter``; None without one."""
+        """Stop recording. Return the events as JSON, with times in microseconds of this process's ``perf_counter``; None if
+        nothing was recorded.
+        """
         if self._profile is None:
             return None
         profile, self._profile = self._profile, None
@@ -69,10 +71,10 @@ class OperatorTrace:
 
 
 def align_events(trace: dict[str, Any], marks: Sequence[tuple[float, float]]) -> tuple[list[dict[str, Any]], float]:
-    """Return the events that take time, and what to add to their ``ts`` for our clock, in microseconds.
+    """Return the events with a duration, and the offset of their ``ts`` to our clock, in microseconds.
 
-    ``marks``: our times (seconds) before and after each range MARK. The range with the least time around it tells how far torch's clock is
-    from ours, to half of that time.
+    ``marks``: our times (seconds) before and after each range MARK. The range with the shortest interval around it determines the
+    offset of torch's clock, with an error of at most half the interval.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event and "ts" in event]
     found = sorted((event["ts"], event["dur"]) for event in events if event.get("name") == MARK)
@@ -95,7 +97,7 @@ def control_profile(what: str, operators: bool = False) -> Any:
 
 
 def begin_profile(operators: bool) -> str:
-    """Begin to record this process. Return why torch's operators are not recorded; empty if they are, or were not asked for."""
+    """Start recording this process. Return why torch's operators are not recorded; empty if they are, or were not requested."""
     problem = ""
     if operators:
         try:

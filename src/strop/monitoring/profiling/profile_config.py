@@ -1,4 +1,4 @@
-"""Section ``logger.profile``: steps whose time line is recorded."""
+"""Section ``logger.profile``: steps to record as a time line."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import Field
 from strop.base_config import BaseConfig
 from strop.problems import Problem
 
-MOST_STEPS = 50  # a trace a step, each of some megabytes
+MOST_STEPS = 50  # one trace per step, of several megabytes each
 
 
 class ProfileConfig(BaseConfig):
-    """Steps whose time line is recorded."""
+    """Steps to record as a time line."""
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 

@@ -1,4 +1,4 @@
-"""torch's profiler without the lines that its library writes by itself."""
+"""torch's profiler without the messages its library prints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LEVEL = "KINETO_LOG_LEVEL"
 
 @contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Keep the profiler's library from writing when it starts and stops, unless the environment says how much it may."""
+    """Keep the profiler's library from printing when it starts and stops, unless an environment variable sets its log level."""
     before = os.environ.get(LEVEL)
     os.environ[LEVEL] = before or "6"
     try:

@@ -1,4 +1,4 @@
-"""The spans of this process while a step is recorded. While none is, ``is_recording`` is a comparison and nothing is kept."""
+"""The spans of this process while a step is recorded. Otherwise ``is_recording`` is a comparison, and nothing is kept."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import threading
 import time
 from typing import NamedTuple
 
-MAX_SPANS = 200_000  # of a process in one step; later ones are counted only
+MAX_SPANS = 200_000  # per process and step; further spans are only counted
 
 
 class Span(NamedTuple):
-    """Something that took time. Times are of this process's ``time.perf_counter``, in seconds."""
+    """A timed activity. Times are in seconds of this process's ``time.perf_counter``."""
 
-    track: str  # the row it is drawn in: training loop, learner, requests to engines, ...
+    track: str  # the row to draw it in: training loop, learner, requests to engines, ...
     name: str
     started: float
     ended: float
@@ -21,7 +21,7 @@ class Span(NamedTuple):
 
 
 class RecordedSpans(NamedTuple):
-    """What a process recorded of a step."""
+    """A process's recording of a step."""
 
     spans: list[Span]
     lost: int  # spans beyond MAX_SPANS
@@ -29,7 +29,7 @@ class RecordedSpans(NamedTuple):
 
 
 class SpanRecorder:
-    """Keeps spans from any thread. Those that began before the recording are kept if they end in it."""
+    """Keeps spans from any thread, including spans that began before the recording and end in it."""
 
     def __init__(self) -> None:
         self._spans: list[Span] | None = None
@@ -41,7 +41,7 @@ class SpanRecorder:
         return self._spans is not None
 
     def begin(self) -> None:
-        """Begin to record, and forget what was recorded before."""
+        """Start recording, and drop earlier recordings."""
         with self._lock:
             self._spans, self._lost = [], 0
 
@@ -52,7 +52,7 @@ class SpanRecorder:
             return RecordedSpans(spans or [], self._lost)
 
     def add(self, track: str, name: str, started: float, ended: float, detail: str = "") -> None:
-        """Keep a span that has ended, while a step is recorded."""
+        """Keep a finished span while a step is recorded."""
         if self._spans is None:
             return
         with self._lock:
@@ -64,12 +64,12 @@ class SpanRecorder:
             self._spans.append(Span(track, name, started, ended, detail, threading.get_native_id()))
 
     def span(self, track: str, name: str, detail: str = "") -> TimedBlock:
-        """Return a context that keeps the time of its block."""
+        """Return a context manager that records the time of its block."""
         return TimedBlock(self, track, name, detail)
 
 
 class TimedBlock:
-    """A block that is kept if a step is recorded when it ends. A class, for it is entered at every step of an engine."""
+    """A block that is kept if a step is being recorded when it ends. A class for speed, because every engine step enters one."""
 
     __slots__ = ("_detail", "_name", "_recorder", "_started", "_track")
 

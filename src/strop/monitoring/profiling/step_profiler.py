@@ -1,4 +1,4 @@
-"""The driver's side of a profile: begins and ends the recording in every process of the run, and writes the trace of a step."""
+"""The driver's side of a profile: starts and stops recording in every process of the run, and writes the trace of a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXCHANGES = 8
 
 
 class ClockOffset(NamedTuple):
-    """What to add to a time of the other process for our time, in seconds, and by how much that may be off."""
+    """Seconds to add to a time of the other process to get our time, with an error bound."""
 
     offset: float
     error: float
@@ -30,7 +30,7 @@ OWN_CLOCK = ClockOffset(0.0, 0.0)
 
 
 async def exchange_clocks(read_other: Callable[[], Awaitable[float]], exchanges: int = EXCHANGES) -> ClockOffset:
-    """Ask for the ``time.perf_counter`` of another process several times. Return the offset of the fastest answer."""
+    """Query the ``time.perf_counter`` of another process several times. Return the offset of the fastest answer."""
     best = ClockOffset(0.0, float("inf"))
     for _ in range(exchanges):
         asked = time.perf_counter()
@@ -48,7 +48,7 @@ OPERATOR_THREADS = 10_000  # threads of torch's operators are numbered from here
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpans:
-    """What one process did during a step."""
+    """One process's activity during a step."""
 
     name: str  # training loop, learner-0, engine-1, ...
     pid: int | None = None
@@ -57,7 +57,7 @@ class ProcessSpans:
     clock: ClockOffset = OWN_CLOCK
     lost: int = 0
     operators: str | None = None  # torch's events, in microseconds of the process's clock
-    note: str = ""  # why there is nothing, or not everything
+    note: str = ""  # why nothing, or not everything, was recorded
 
 
 @dataclass
@@ -76,9 +76,9 @@ class _Lane:
 
 
 def make_trace(step: int, began: float, ended: float, processes: Sequence[ProcessSpans]) -> dict[str, Any]:
-    """Return the trace of a step, which lasted from ``began`` to ``ended`` on the clock of the driver.
+    """Return the trace of a step that lasted from ``began`` to ``ended`` on the driver's clock.
 
-    What began before the step is cut at its beginning, and its detail says so."""
+    Spans that began before the step are cut at its beginning, which is noted in their details."""
     events: list[dict[str, Any]] = []
     for number, process in enumerate(processes, 1):
         events += _name_process(number, process)
@@ -113,7 +113,7 @@ def write_trace(path: Path, trace: Mapping[str, Any]) -> None:
 
 
 def split_lanes(spans: Sequence[Span]) -> list[list[Span]]:
-    """Return the spans in as few rows as a first fit gives, on each of which every two are apart or one is inside the other."""
+    """Distribute the spans over few rows by first fit, such that any two spans of a row are disjoint or nested."""
     lanes: list[_Lane] = []
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda each: (each.started, -each.ended)):
@@ -164,7 +164,7 @@ def _name_thread(process: int, thread: int, name: str) -> list[dict[str, Any]]:
 
 
 def _place_operators(number: int, process: ProcessSpans, began: float, ended: float) -> list[dict[str, Any]]:
-    """Return torch's events of the step on threads of their own. Those of one thread may overlap: a message that is on its way, say."""
+    """Return torch's events of the step on separate threads. Events of one thread may overlap, for example messages in transit."""
     if process.operators is None:
         return []
     shift, threads = (process.clock.offset - began) * 1e6, {}  # type: ignore[var-annotated]
@@ -209,7 +209,7 @@ def _describe(process: ProcessSpans) -> dict[str, Any]:
 
 
 PROFILES_FOLDER = "profiles"
-ANSWER_SECONDS = 20.0  # that another process has to answer; without an answer it is left out of the trace
+ANSWER_SECONDS = 20.0  # time limit for an answer of another process; without one, it is left out of the trace
 
 
 class ProfiledProcess(Protocol):
@@ -226,7 +226,7 @@ class ProfiledProcess(Protocol):
 
 @dataclass
 class StepProfiler:
-    """Profiles some steps of a run. A failure of a profile is a note and never ends the run."""
+    """Profiles some steps of a run. A failed profile only causes a note and never ends the run."""
 
     folder: Path | None = None  # the run's log folder; None: nothing is profiled
     steps: frozenset[int] = frozenset()
@@ -238,7 +238,7 @@ class StepProfiler:
     _notes: dict[str, str] = field(default_factory=dict)
 
     async def begin(self, step: int) -> None:
-        """Begin to record, if this step is to be profiled."""
+        """Start recording if this step is to be profiled."""
         if step not in self.steps:
             return
         self._step, self._clocks, self._notes = step, {}, {}
@@ -247,7 +247,7 @@ class StepProfiler:
             self._notes["driver"] = problem
 
     async def finish(self, step: int, began: float, ended: float) -> None:
-        """Write the trace of the step that was recorded. ``began`` and ``ended`` are of ``time.perf_counter``."""
+        """Write the trace of the recorded step. ``began`` and ``ended`` are times of ``time.perf_counter``."""
         if step != self._step or self.folder is None:
             return
         self._step = None
@@ -272,7 +272,7 @@ class StepProfiler:
         )
 
     def close(self) -> None:
-        """End a recording whose step did not end."""
+        """Stop a recording whose step did not end."""
         if self._step is not None:
             self._step = None
             end_profile()
@@ -285,13 +285,13 @@ class StepProfiler:
             problem = await asyncio.wait_for(_as_awaitable(process.control_profile("begin", self.operators)), ANSWER_SECONDS)
             if problem:
                 self._notes[process.name] = problem
-        except Exception as error:  # it died or is stuck, which is not the profile's business
+        except Exception as error:  # it died or is stuck, which is reported elsewhere
             self._notes[process.name] = f"not recorded: {type(error).__name__}: {error}"
 
     async def _end_process(self, process: ProfiledProcess) -> ProcessSpans:
         found = ProcessSpans(name=process.name, pid=process.pid, address=process.address, note=self._notes.get(process.name, ""))
         if process.name not in self._clocks:
-            return replace(found, note=found.note or "not recorded: it was started during the step")
+            return replace(found, note=found.note or "not recorded: the process was started during the step")
         try:
             recorded = await asyncio.wait_for(_as_awaitable(process.control_profile("end")), ANSWER_SECONDS)
         except Exception as error:

@@ -1,1 +1,1 @@
-"""Stored rollouts by their scalars: which are there, found without reading what was said."""
+"""An index of stored rollouts by their scalars, which avoids reading their texts."""

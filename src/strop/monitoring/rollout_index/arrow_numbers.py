@@ -8,7 +8,9 @@ import numpy as np
 
 
 def to_numbers(column: Any, kind: Any) -> np.ndarray:
-    """Return a column of numbers or booleans as an array of a type, [N]. Nulls become NaN; they cannot be where ``kind`` has none."""
+    """Return a column of numbers or booleans as an array of type ``kind``, [N]. Nulls become NaN; a ``kind`` without NaN must
+    have none.
+    """
     array = column.combine_chunks() if hasattr(column, "combine_chunks") else column
     if hasattr(array, "chunks"):
         array = array.chunk(0)
@@ -32,7 +34,7 @@ def from_numbers(values: np.ndarray) -> Any:
 
 
 def release_memory() -> None:
-    """Give back what Arrow keeps of the files that were read."""
+    """Return the memory that Arrow keeps of read files to the system."""
     import pyarrow as pa
 
     pa.default_memory_pool().release_unused()

@@ -1,9 +1,9 @@
-"""A part of the index of rollouts: the scalars of up to a hundred steps, in memory and in a small Arrow file.
+"""A segment of the rollout index: the scalars of up to a hundred steps, in memory and in a small Arrow file.
 
     <log folder>/rollouts/index/steps_000100.arrow        steps 100 to 199
 
-The file names, for each step in it, the size and the time of the file that it was made from, so that a step that was written again is read
-again. It can be removed at any time.
+For each of its steps, the file records the size and time of the source file, so that a rewritten step is read again. It can be
+removed at any time.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 
 INDEX_FOLDER = "index"
 STEPS_IN_A_SEGMENT = 100
-VERSION = 1  # of the files; a file of another version is made again
+VERSION = 1  # of the files; files of another version are rebuilt
 
 
 @dataclass(frozen=True)
 class StepFile:
-    """The file of a step as it was when it was listed."""
+    """A step's file at the time it was listed."""
 
     step: int
     path: Path
@@ -43,7 +43,7 @@ class StepFile:
 
 @dataclass(frozen=True)
 class IndexSegment:
-    """The scalars of the steps that have a stamp here. A step whose file cannot be read has a reason instead of rows."""
+    """The scalars of the steps that have a stamp here. A step with an unreadable file has a reason instead of rows."""
 
     number: int  # its first step is number * STEPS_IN_A_SEGMENT
     stamps: Mapping[int, tuple[int, int]]
@@ -51,7 +51,7 @@ class IndexSegment:
     unreadable: Mapping[int, str]
 
     def update(self, files: Sequence[StepFile]) -> IndexSegment:
-        """Return the segment of these files. Those that it has as they are are not read again."""
+        """Return the segment for these files. Unchanged files are not read again."""
         wanted = {file.step: file.stamp for file in files}
         same = {step for step, stamp in self.stamps.items() if wanted.get(step) == stamp}
         if same == set(self.stamps) == set(wanted):
@@ -67,12 +67,12 @@ class IndexSegment:
                     parts.append(read_step_scalars(file.path, file.step))
                 except DamagedRollouts as error:
                     unreadable[file.step] = error.brief
-                except OSError as error:  # removed meanwhile, or not ours to read
+                except OSError as error:  # removed in the meantime, or not readable by us
                     unreadable[file.step] = f"{file.path.name} cannot be read: {error.strerror or error}"
         return IndexSegment(self.number, wanted, _sort_by_step(join_scalars(parts)), unreadable)
 
     def keep(self, files: Mapping[int, StepFile]) -> IndexSegment:
-        """Return the segment without steps whose files are gone or were written again."""
+        """Return the segment without steps whose files are gone or were rewritten."""
         same = {step for step, stamp in self.stamps.items() if step in files and files[step].stamp == stamp}
         return self if len(same) == len(self.stamps) else self.update([files[step] for step in sorted(same)])
 
@@ -97,7 +97,7 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def write_segment(folder: Path, segment: IndexSegment) -> None:
-    """Write a segment beside the rollouts of ``folder``, atomically. Raises OSError."""
+    """Write a segment next to the rollouts of ``folder``, atomically. Raises OSError."""
     import pyarrow as pa
 
     scalars = segment.scalars
@@ -124,7 +124,7 @@ def write_segment(folder: Path, segment: IndexSegment) -> None:
 
 
 def read_segment(folder: Path, number: int) -> IndexSegment:
-    """Read a segment; an empty one if there is no file, or none that this version can read."""
+    """Read a segment; an empty one if there is no file, or one of an unsupported version."""
     import pyarrow as pa
 
     try:

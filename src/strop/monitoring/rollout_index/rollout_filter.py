@@ -1,4 +1,4 @@
-"""Which rollouts of the index are asked for, and in which order."""
+"""A query over the rollout index: conditions and an order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ORDERS: tuple[str, ...] = get_args(RolloutOrder)
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFilter:
-    """Conditions that a rollout must meet, all of them; None or empty asks for nothing. Ranges include their ends."""
+    """Conditions that a rollout must all meet; None or empty means no condition. Ranges include their ends."""
 
     steps: tuple[int, int] | None = None
     task: str | None = None
@@ -51,7 +51,7 @@ class RolloutFilter:
         return mask
 
     def may_match(self, segment: IndexSegment) -> bool:
-        """Return whether a segment can have rollouts that are asked for, from its steps alone."""
+        """Return whether a segment can contain matching rollouts, judging only by its steps."""
         if self.steps is None or not segment.stamps:
             return True
         return min(segment.stamps) <= self.steps[1] and max(segment.stamps) >= self.steps[0]
@@ -59,17 +59,17 @@ class RolloutFilter:
 
 @dataclass(frozen=True)
 class FoundRollouts:
-    """The rollouts that a filter found, in the order that was asked for, as places in the segments."""
+    """The rollouts found by a filter, in the requested order, as positions in the segments."""
 
     segments: tuple[IndexSegment, ...]
     places: np.ndarray  # [N] over the concatenation of the segments
-    starts: np.ndarray  # [S] of each segment in it
+    starts: np.ndarray  # [S] start of each segment in it
 
     def __len__(self) -> int:
         return len(self.places)
 
     def take(self, first: int, count: int) -> list[tuple[StepScalars, int]]:
-        """Return the columns and the row in them of ``count`` rollouts from the ``first`` on."""
+        """Return the columns and the row in them for ``count`` rollouts from ``first`` on."""
         places = self.places[max(first, 0) : max(first, 0) + max(count, 0)]
         owners = np.searchsorted(self.starts, places, side="right") - 1
         return [
@@ -77,7 +77,7 @@ class FoundRollouts:
         ]
 
     def column(self, name: str) -> np.ndarray:
-        """Return a number of each rollout, [N], in the order that was asked for."""
+        """Return a number per rollout, [N], in the requested order."""
         columns = [segment.scalars.numbers[name] for segment in self.segments]
         return np.concatenate(columns)[self.places] if columns else np.empty(0, np.int64)
 
@@ -87,7 +87,7 @@ class FoundRollouts:
 
 
 def find_rollouts(segments: Sequence[IndexSegment], wanted: RolloutFilter, order: str = "-step") -> FoundRollouts:
-    """Return the rollouts of segments (in order of steps) that a filter asks for. Those without the value to sort by come last."""
+    """Return the rollouts of segments (in order of steps) that match a filter. Those without a sort value come last."""
     lengths = [len(segment.scalars) for segment in segments]
     starts = np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(np.int64) if segments else np.empty(0, np.int64)
     name, falling = order.removeprefix("-"), order.startswith("-")
@@ -101,7 +101,7 @@ def find_rollouts(segments: Sequence[IndexSegment], wanted: RolloutFilter, order
         found.append((start + rows).astype(kind))
         keys.append(segment.scalars.numbers[name][rows])
     places: np.ndarray = np.concatenate(found)
-    if order != "step":  # segments and their rows are in this order already
+    if order != "step":  # segments and their rows are already in this order
         values = np.concatenate(keys)
         missing = np.isnan(values)
         ranked = np.argsort(np.where(missing, np.inf, -values if falling else values), kind="stable")

@@ -1,7 +1,7 @@
 """The index of a run's rollouts: which steps are stored, and the scalars of every rollout, for filters and sorting.
 
-Listing the steps reads file names only. Their scalars are read a segment at a time, from the index files of an earlier look where they are
-as new as the rollouts; the newest segments come first. It costs about 50 bytes of memory for each rollout.
+Listing the steps reads only file names. Scalars are read a segment at a time, newest first, from existing index files where
+these are up to date. Each rollout takes about 50 bytes of memory.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ log = logging.getLogger(__name__)
 
 _FILE_PATTERN = re.compile(r"step_(\d{1,9})\.(parquet|jsonl)")
 _FLAGS_PATTERN = re.compile(r"step_(\d{1,9})_flags\.jsonl")
-SETTLED_SECONDS = 2.0  # after which a folder's time says reliably whether it changed
-WRITE_SECONDS = 20.0  # between two writes of a segment that a live run adds to
+SETTLED_SECONDS = 2.0  # age after which a folder's modification time reliably shows changes
+WRITE_SECONDS = 20.0  # between two writes of a segment to which a live run adds
 
 
 class RolloutIndex:
     """The index of one run. Safe to use from several threads."""
 
     def __init__(self, log_dir: Path, *, write: bool = True) -> None:
-        """``write``: keep the index beside the rollouts, where the folder lets it."""
+        """``write``: store the index next to the rollouts, if the folder is writable."""
         self.folder = Path(log_dir) / ROLLOUTS_FOLDER
         self.version = 0  # grows when the segments change
         self._write = write
@@ -45,7 +45,7 @@ class RolloutIndex:
         self._flagged: frozenset[int] = frozenset()
         self._listed: tuple[int, float] = (-1, 0.0)  # the folder's time (ns), and when it was read
         self._segments: dict[int, IndexSegment] = {}
-        self._stored: dict[int, IndexSegment] = {}  # as their files have them
+        self._stored: dict[int, IndexSegment] = {}  # as in their files
         self._written: dict[int, float] = {}
 
     def steps(self) -> list[int]:
@@ -71,13 +71,13 @@ class RolloutIndex:
             return {step: why for segment in self._segments.values() for step, why in segment.unreadable.items()}
 
     def progress(self) -> tuple[int, int]:
-        """Return how many of the stored steps are indexed, and how many there are."""
+        """Return the numbers of indexed and of stored steps."""
         with self._lock:
             self._list_files()
             return sum(self._is_indexed(file) for file in self._files.values()), len(self._files)
 
     def segments(self) -> tuple[IndexSegment, ...]:
-        """Return the segments that are indexed, in order of steps. Steps of which nothing is known yet are missing."""
+        """Return the indexed segments, in order of steps. Steps that are not indexed yet are missing."""
         with self._lock:
             return tuple(self._segments[number] for number in sorted(self._segments))
 
@@ -90,7 +90,7 @@ class RolloutIndex:
             self._update(number, {step for step in missing if segment_of(step) == number})
 
     def update(self, *, seconds: float | None = None) -> bool:
-        """Bring the index up to date, the newest steps first, for about as long as is given. Return whether it is."""
+        """Update the index, newest steps first, for about ``seconds``. Return whether it is up to date."""
         deadline = None if seconds is None else time.monotonic() + seconds
         with self._lock:
             self._list_files()
@@ -108,7 +108,7 @@ class RolloutIndex:
         return segment is not None and segment.stamps.get(file.step) == file.stamp
 
     def _update(self, number: int, only: set[int] | None = None) -> None:
-        """Bring a segment up to date: all of it, or only some steps of it besides those that it has."""
+        """Update a segment: all of it, or only some steps in addition to those it has."""
         with self._lock:
             files = [file for step, file in sorted(self._files.items()) if segment_of(step) == number]
             before = self._segments.get(number)

@@ -1,4 +1,4 @@
-"""The scalars of the rollouts of one stored step: read from a few columns of its file, without texts, tokens or log-probabilities."""
+"""The scalars of one stored step's rollouts, read from a few columns of its file, without texts, tokens or log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strop.monitoring.rollout_store.damaged_rollouts import naming_damage
 from strop.monitoring.rollout_store.inflated_files import open_parquet
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 
-NUMBERS: dict[str, Any] = {  # one value for each rollout, with the type that it has in memory and in an index file
+NUMBERS: dict[str, Any] = {  # one value per rollout, with its type in memory and in an index file
     "step": np.int32,
     "row": np.int32,  # in the file of the step
     "group": np.int64,
@@ -30,7 +30,9 @@ _READ = ("group", "sample", "environment", "task_id", "sampled", "advantage", "r
 
 @dataclass(frozen=True)
 class StepScalars:
-    """Columns of one step or several, [N] each. Words are codes into their lists, so that they cost as little as numbers."""
+    """Columns of one or several steps, [N] each. Words are stored as codes into their lists, so that they cost as little as
+    numbers.
+    """
 
     numbers: Mapping[str, np.ndarray]
     codes: Mapping[str, np.ndarray]
@@ -77,7 +79,7 @@ def join_scalars(parts: Sequence[StepScalars]) -> StepScalars:
 
 
 def take_scalars(scalars: StepScalars, mask: np.ndarray) -> StepScalars:
-    """Return the rows of a mask, [N]. Words that no row has any more stay in the lists."""
+    """Return the rows selected by a mask, [N]. Words without rows stay in the lists."""
     return StepScalars(
         {name: column[mask] for name, column in scalars.numbers.items()},
         {name: column[mask] for name, column in scalars.codes.items()},
@@ -86,7 +88,7 @@ def take_scalars(scalars: StepScalars, mask: np.ndarray) -> StepScalars:
 
 
 def _encode(values: Iterable[str | None]) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return a code for each value, and the words that codes stand for; None is the empty word."""
+    """Return a code for each value, and the words that the codes stand for; None is the empty word."""
     known: dict[str, int] = {}
     codes = np.fromiter((known.setdefault(value or "", len(known)) for value in values), dtype=np.int32)
     return codes, tuple(known)
@@ -104,7 +106,7 @@ def _read_parquet_columns(path: Path) -> dict[str, Any]:
 
 
 def _list_words(column: Any) -> list[str | None]:
-    """Return the words of a column that was read as a dictionary: equal ones are one object."""
+    """Return the words of a dictionary-encoded column, with one object for equal words."""
     words: list[str | None] = []
     for chunk in column.chunks:
         different = [*chunk.dictionary.to_pylist(), None]

@@ -1,4 +1,4 @@
-"""Some rollouts of one stored step, read a batch of rows at a time, so that a large step is never whole in memory."""
+"""Some rollouts of one stored step, read in batches of rows, so that a large step is never entirely in memory."""
 
 from __future__ import annotations
 

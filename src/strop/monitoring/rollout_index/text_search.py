@@ -1,4 +1,4 @@
-"""A search for a text in rollouts of many steps: it goes on from request to request, each for a short time, and says how far it is."""
+"""Incremental text search in the rollouts of many steps: each request continues it for a short time and reports its progress."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from strop.monitoring.rollout_index.rollout_index import RolloutIndex
 from strop.monitoring.rollout_index.stored_rows import iter_texts
 
 SECONDS = 1.0  # of one request
-MOST_MATCHES = 100_000  # after which a search ends
+MOST_MATCHES = 100_000  # limit at which a search ends
 COLUMNS = ("completion", "prompt", "answer", "error", "output")
 
 
 class TextSearch:
-    """Looks for a text, in any case, in what the model wrote and read. The newest steps come first."""
+    """Case-insensitive search in the text that the model wrote and read. The newest steps come first."""
 
     def __init__(self, index: RolloutIndex, text: str) -> None:
         self._index, self._text = index, text
         self._lock = threading.Lock()
         self._candidates: FoundRollouts | None = None
         self._rows: dict[int, np.ndarray] = {}  # of the candidates, by step
-        self._steps: list[int] = []  # those to read; the newest is the last
+        self._steps: list[int] = []  # remaining steps; the newest is last
         self._done: set[int] = set()
         self._matches: dict[int, np.ndarray] = {}  # rows by step
         self._count = 0
 
     def go_on(self, candidates: FoundRollouts, seconds: float = SECONDS) -> dict[str, Any]:
-        """Search for a while. Return how many steps of how many were searched, down to which, and whether that is all."""
+        """Search for a while. Return the numbers of searched and of all steps, the oldest searched step, and whether the search
+        is complete.
+        """
         deadline = time.monotonic() + seconds
         with self._lock:
             if candidates is not self._candidates:
@@ -50,14 +52,14 @@ class TextSearch:
             }
 
     def found(self, candidates: FoundRollouts) -> FoundRollouts:
-        """Return those of the candidates that have the text, as far as they were searched."""
+        """Return the candidates that contain the text, among those searched so far."""
         with self._lock:
             keys = [_make_keys(np.full(len(rows), step), rows) for step, rows in self._matches.items()]
         matches = np.concatenate(keys or [np.empty(0, np.int64)])
         return candidates.keep(np.isin(_make_keys(candidates.column("step"), candidates.column("row")), matches))
 
     def _take_up(self, candidates: FoundRollouts) -> None:
-        """Take up the steps that are there now; those that were searched stay so."""
+        """Add the steps that are there now; searched steps stay searched."""
         steps, rows = candidates.column("step"), candidates.column("row")
         order = np.argsort(steps, kind="stable")
         present, starts = np.unique(steps[order], return_index=True)
@@ -78,7 +80,7 @@ class TextSearch:
                 for column in table.columns:
                     mask |= to_numbers(pc.fill_null(_match(column, self._text), False), np.bool_)
                 hits += (first + np.flatnonzero(mask)).tolist()
-        except (OSError, ValueError):  # damaged, or removed meanwhile; the list says so of the step
+        except (OSError, ValueError):  # damaged, or removed in the meantime; the list reports it for the step
             return
         matches = np.intersect1d(rows, np.array(hits, dtype=np.int64))
         if len(matches):
@@ -87,7 +89,7 @@ class TextSearch:
 
 
 def _match(column: Any, text: str) -> Any:
-    """Return which rows of a column of texts, or of places in a list of different texts, have a text."""
+    """Return the rows that contain a text, for a column of texts or of indices into a list of distinct texts."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

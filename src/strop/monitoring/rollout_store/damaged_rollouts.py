@@ -1,4 +1,4 @@
-"""What is said of a stored file that cannot be read: which one, what is wrong with it, and what to do."""
+"""Messages about a stored file that cannot be read: its name, the damage, and what to do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DamagedRollouts(ValueError):
 
 @contextmanager
 def naming_damage(path: Path) -> Iterator[None]:
-    """Raise DamagedRollouts for what a reader says of a damaged file. Errors of the system, as of a missing file, pass."""
+    """Convert a reader's error for a damaged file into DamagedRollouts. System errors, such as for a missing file, pass."""
     try:
         yield
     except DamagedRollouts:
@@ -32,7 +32,7 @@ def naming_damage(path: Path) -> Iterator[None]:
 
 
 def _find_damage(path: Path) -> str:
-    """Return what can be seen from outside: a file that is empty, cut off, or no parquet file; "" if nothing."""
+    """Return visible damage: a file that is empty, truncated, or not parquet; "" if there is none."""
     try:
         size = path.stat().st_size
         if size == 0:
@@ -46,12 +46,12 @@ def _find_damage(path: Path) -> str:
     except OSError:
         return ""
     if not begins:
-        return "it is no parquet file, or its beginning was overwritten"
+        return "it is not a parquet file, or its beginning was overwritten"
     return "" if ends else f"it ends in the middle, after {size} bytes: it was cut off"
 
 
 def _describe(error: Exception) -> str:
-    """The first line of an error, in other words where a column is missing: it is a file of something else."""
+    """The first line of an error, reworded if a column is missing, because then the file has other content."""
     text = (str(error).strip().splitlines() or [""])[0][:200].rstrip(".")
     if isinstance(error, KeyError) or "FieldRef" in text:
         return "it lacks columns that every step has, so it is no file of stored rollouts, or was changed"

@@ -1,4 +1,4 @@
-"""Stored files opened so that a small one cannot fill the memory: what is compressed, or repeated, is bounded before it is read."""
+"""Opens stored files such that a small one cannot fill the memory: decompressed and repeated data is bounded before reading."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 
-LARGE, MOST_INFLATED = 2**28, 1000  # bytes of a file as it is read, from which on it may be so many times as long as it is stored
-LARGEST_TEXTS = 2**30  # characters of the texts of one answer
+LARGE, MOST_INFLATED = 2**28, 1000  # decompressed size from which a file may be at most this many times as large as stored
+LARGEST_TEXTS = 2**30  # characters of texts in one answer
 
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[Any]:
-    """Open a file of rollouts; texts are read as dictionaries, a repeated one once. Raises DamagedRollouts for one that was inflated."""
+    """Open a file of rollouts; texts are dictionary-encoded, so repeated ones are read once. Raises DamagedRollouts for a
+    decompression bomb.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -31,7 +33,7 @@ def open_parquet(path: Path) -> Iterator[Any]:
 def read_table(path: Path, columns: Sequence[str] | None = None, filters: Any = None) -> Any:
     """Read columns of a file of rollouts as an Arrow table, whose texts are dictionaries: all rows, or those that ``filters`` choose.
 
-    Raises DamagedRollouts for a file that was inflated, also by one text that many rows repeat.
+    Raises DamagedRollouts for a decompression bomb, including a text repeated by many rows.
     """
     import pyarrow.parquet as pq
 
@@ -45,7 +47,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None, filters: Any = 
 
 
 def _count_bytes(chunk: Any) -> int:
-    """Return how many bytes the texts of a column read as a dictionary have, each as often as it is repeated."""
+    """Return the size in bytes of the texts of a dictionary-encoded column, counting repetitions."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -55,7 +57,7 @@ def _count_bytes(chunk: Any) -> int:
 
 
 def bound_texts(path: Path, row: dict[str, Any], before: int) -> int:
-    """Return how many characters the texts of a row have with those ``before``. Raises DamagedRollouts where that is too much."""
+    """Return the total characters of a row's texts and ``before``. Raises DamagedRollouts if it is too large."""
     count = before + sum(len(value) for value in row.values() if isinstance(value, str))
     if count > LARGEST_TEXTS:
         raise DamagedRollouts(path, f"the texts of a few rollouts have more than {LARGEST_TEXTS:,} characters")

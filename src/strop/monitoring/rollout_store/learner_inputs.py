@@ -1,4 +1,4 @@
-"""What a learner reads of a rollout besides its tokens, as it is stored: for a step that is trained again (``strop replay``)."""
+"""Stored inputs of a learner besides a rollout's tokens, for training a step again (``strop replay``)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from strop.columns import TokenColumn
     from strop.types import Group, Rollout, Turn
 
-PROMPT = -1  # in place of the first token of a turn
+PROMPT = -1  # instead of the index of a turn's first token
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredBaseline:
-    """The greedy rollout of a group, as far as its credit reads it."""
+    """The greedy rollout of a group, with the fields that credit needs."""
 
     reward: float
     tokens: int  # sampled
@@ -33,10 +33,10 @@ class StoredBaseline:
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePlace:
-    """Where an image of a rollout stands."""
+    """The position of an image in a rollout."""
 
-    turn: int  # index of the first token of the turn that shows it, among the tokens of the record; PROMPT
-    start: int  # of the first token that stands for it, counted on its path
+    turn: int  # index, among the record's tokens, of the first token of the turn that shows it; or PROMPT
+    start: int  # its first placeholder token, counted on its path
     length: int
     image: str  # the name of its file
 
@@ -51,16 +51,16 @@ class StoredValues:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptTokens:
-    """The ids that each token of a record was sampled from; none for tokens of the environment.
+class StoredSets:
+    """The values of a ragged column, such as the ids that each token of a record was sampled from; none for tokens of the environment.
 
-    In a file they are a list of lists. Here they are the bytes of arrays: a step has millions of ids, which should not be Python's."""
+    In a file they are a list of lists. In memory they are the bytes of arrays, because a step has millions of ids."""
 
     sizes: bytes  # int32, of each token
     ids: bytes  # int32, one set after the other
 
     @classmethod
-    def of(cls, sets: Sequence[Sequence[int]]) -> KeptTokens:
+    def of(cls, sets: Sequence[Sequence[int]]) -> StoredSets:
         sizes = numpy.fromiter(map(len, sets), dtype=numpy.int32, count=len(sets))
         ids = numpy.fromiter(chain.from_iterable(sets), dtype=numpy.int32, count=int(sizes.sum()))
         return cls(sizes=sizes.tobytes(), ids=ids.tobytes())
@@ -78,16 +78,19 @@ class KeptTokens:
         return [each.tolist() for each in self.split()]
 
 
-def make_kept_column(kept: Sequence[KeptTokens | None]) -> Any:
-    """Return the column of records as an Arrow array, list<list<int32>>; no value passes through Python."""
+StoredColumn = tuple[StoredValues, ...] | StoredSets
+
+
+def make_set_column(stored: Sequence[StoredSets | None]) -> Any:
+    """Return the ragged column of records as an Arrow array, list<list<int32>>; no value passes through Python."""
     import pyarrow as pa
 
-    known = [each for each in kept if each is not None]
+    known = [each for each in stored if each is not None]
     ids = pa.array(numpy.frombuffer(b"".join(each.ids for each in known), dtype=numpy.int32))
     sizes = numpy.frombuffer(b"".join(each.sizes for each in known), dtype=numpy.int32)
     sets = pa.ListArray.from_arrays(pa.array(_offsets(sizes)), ids)
-    ends = _offsets([0 if each is None else len(each.lengths) for each in kept])
-    absent = [each is None for each in kept]
+    ends = _offsets([0 if each is None else len(each.lengths) for each in stored])
+    absent = [each is None for each in stored]
     return pa.ListArray.from_arrays(pa.array(ends, mask=numpy.array([*absent, False])), sets)
 
 
@@ -105,7 +108,7 @@ def make_baseline(group: Group) -> StoredBaseline | None:
 
 
 def list_image_places(rollout: Rollout) -> tuple[ImagePlace, ...]:
-    """Return where the images of a rollout stand: those of its prompt, then those of its turns."""
+    """Return the positions of a rollout's images: those of its prompt, then those of its turns."""
     placed = [(PROMPT, image) for image in rollout.images]
     placed += [(start, image) for start, turn in _list_turns(rollout) for image in turn.images]
     return tuple(
@@ -113,22 +116,26 @@ def list_image_places(rollout: Rollout) -> tuple[ImagePlace, ...]:
     )
 
 
-def list_kept_tokens(rollout: Rollout) -> KeptTokens | None:
-    """Return the ids that each token was sampled from, none for tokens of the environment; None if nothing was recorded."""
-    turns = [turn for _, turn in _list_turns(rollout)]
-    if all(turn.kept is None for turn in turns):
-        return None
-    parts = [_find_kept(turn) for turn in turns]
-    return KeptTokens(
-        sizes=numpy.concatenate([sizes for sizes, _ in parts]).tobytes(),
-        ids=numpy.concatenate([ids for _, ids in parts]).tobytes(),
-    )
-
-
-def list_columns(rollout: Rollout, columns: Iterable[TokenColumn]) -> dict[str, tuple[StoredValues, ...]]:
+def list_columns(rollout: Rollout, columns: Iterable[TokenColumn]) -> dict[str, StoredColumn]:
     """Return what was recorded of a rollout, by the names of the columns."""
-    holders = [(PROMPT, rollout.columns), *((start, turn.columns) for start, turn in _list_turns(rollout))]
-    return {column.name: tuple(_store(start, held[column]) for start, held in holders if column in held) for column in columns}
+    turns = _list_turns(rollout)
+    holders = [(PROMPT, rollout.columns), *((start, turn.columns) for start, turn in turns)]
+    return {
+        column.name: _store_sets([turn for _, turn in turns], column)
+        if column.ragged
+        else tuple(_store(start, held[column]) for start, held in holders if column in held)
+        for column in columns
+    }
+
+
+def _store_sets(turns: Sequence[Turn], column: TokenColumn) -> StoredSets:
+    nothing = numpy.zeros(0, dtype=numpy.int32)
+    sizes, ids = [nothing], [nothing]
+    for turn in turns:
+        sets = turn.columns[column].numpy() if column in turn.columns else numpy.full((len(turn.tokens), 0), 0, dtype=numpy.int32)
+        sizes.append((sets != column.fill).sum(1, dtype=numpy.int32))
+        ids.append(sets[sets != column.fill])
+    return StoredSets(sizes=numpy.concatenate(sizes).tobytes(), ids=numpy.concatenate(ids).tobytes())
 
 
 def _store(start: int, values: Tensor) -> StoredValues:
@@ -139,7 +146,18 @@ def _store(start: int, values: Tensor) -> StoredValues:
     )
 
 
-def read_values(stored: StoredValues, column: TokenColumn) -> Tensor:
+def read_column(stored: StoredColumn, column: TokenColumn, start: int, end: int) -> Tensor | None:
+    """Return the values of a turn with the tokens ``start`` to ``end`` of the record, or of the rollout, PROMPT; None without any."""
+    if isinstance(stored, StoredSets):
+        import torch
+
+        sets = [torch.from_numpy(each.copy()) for each in stored.split()[start:end]] if start != PROMPT else []
+        return torch.nn.utils.rnn.pad_sequence(sets, batch_first=True, padding_value=column.fill) if sets else None
+    found = next((each for each in stored if each.turn == start), None)
+    return None if found is None else _read_values(found, column)
+
+
+def _read_values(stored: StoredValues, column: TokenColumn) -> Tensor:
     """Return stored values in the type that they had."""
     import torch
 
@@ -152,24 +170,24 @@ def read_values(stored: StoredValues, column: TokenColumn) -> Tensor:
 
 def decode_inputs(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a record from plain values; None where a run did not store them."""
-    baseline, places, kept = (row.get(name) for name in ("baseline", "image_places", "kept_tokens"))
+    baseline, places = row.get("baseline"), row.get("image_places")
     return {
         "baseline": None if baseline is None else StoredBaseline(**{**baseline, "reward": float(baseline["reward"])}),
         "image_places": None if places is None else tuple(ImagePlace(**each) for each in places),
-        "kept_tokens": None if kept is None else KeptTokens.of(kept),
     }
 
 
-def decode_columns(row: Mapping[str, Any]) -> dict[str, tuple[StoredValues, ...]]:
-    """Return those columns of a row that hold columns of its rollout."""
-    return {name: tuple(map(_decode_values, value)) for name, value in row.items() if _is_column(value)}
-
-
-def _is_column(value: Any) -> bool:
-    """Return whether a value of a row is a column of the rollout: known by its form, so that readers need no declaration."""
-    return isinstance(value, list) and all(
-        isinstance(each, Mapping) and each.keys() == {"turn", "shape", "data"} for each in value
-    )
+def decode_columns(row: Mapping[str, Any]) -> dict[str, StoredColumn]:
+    """Return those columns of a row that hold columns of its rollout. They are known by their form: readers need no declaration."""
+    found: dict[str, StoredColumn] = {}
+    for name, value in row.items():
+        if not isinstance(value, list):
+            continue
+        if all(isinstance(each, Mapping) and each.keys() == {"turn", "shape", "data"} for each in value):
+            found[name] = tuple(map(_decode_values, value))
+        elif all(isinstance(each, list) for each in value) and isinstance(next(chain.from_iterable(value), 0), int):
+            found[name] = StoredSets.of(value)
+    return found
 
 
 def _decode_values(stored: Mapping[str, Any]) -> StoredValues:
@@ -186,11 +204,3 @@ def _list_turns(rollout: Rollout) -> list[tuple[int, Turn]]:
         found.append((start, turn))
         start += len(turn.tokens)
     return found
-
-
-def _find_kept(turn: Turn) -> tuple[Any, Any]:
-    """Return the sizes of the sets of a turn, and their ids, one set after the other."""
-    if turn.kept is None:
-        return numpy.zeros(len(turn.tokens), dtype=numpy.int32), numpy.zeros(0, dtype=numpy.int32)
-    kept = turn.kept.numpy().astype(numpy.int32, copy=False)
-    return (kept >= 0).sum(1, dtype=numpy.int32), kept[kept >= 0]

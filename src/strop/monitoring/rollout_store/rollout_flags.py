@@ -1,4 +1,4 @@
-"""What the monitor of reward hacking says of stored rollouts: a file beside those of each step that it names rollouts of."""
+"""Flags of the reward hacking monitor on stored rollouts, in a separate file per step with flagged rollouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FlaggedRollouts = Mapping[tuple[str, int], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class RolloutFlag:
-    """A rollout that a detector names, after its alarm."""
+    """A rollout named by a detector after its alarm."""
 
     step: int
     task: str

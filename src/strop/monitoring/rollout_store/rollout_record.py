@@ -1,4 +1,4 @@
-"""One rollout as it is stored: what the model read and wrote, its rewards, and the log-probabilities of sampler and learner."""
+"""One stored rollout: the text the model read and wrote, its rewards, and the log-probabilities of sampler and learner."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 from strop.monitoring.rollout_store.learner_inputs import (
     ImagePlace,
-    KeptTokens,
     StoredBaseline,
-    StoredValues,
+    StoredColumn,
     list_columns,
     list_image_places,
-    list_kept_tokens,
     make_baseline,
 )
 from strop.monitoring.rollout_store.stored_images import image_name
@@ -55,36 +53,33 @@ class RolloutRecord:
     dropped_because: DropReason | None
     answer: str = ""  # the task's reference answer
     prompt_messages: tuple[Mapping[str, str], ...] = ()  # role, content, and reasoning if it has some, before the first turn
-    turns: tuple[TurnRecord, ...] = ()  # the messages after them; empty in files of earlier versions
-    branches: tuple[tuple[int, int], ...] = ()  # of each, the path that it leaves, and the tokens of that path that it continues
+    turns: tuple[TurnRecord, ...] = ()  # messages after the prompt; empty in files of earlier versions
+    branches: tuple[tuple[int, int], ...] = ()  # per branch: the path it leaves, and how many of its tokens it continues
     metrics: Mapping[str, float] = field(default_factory=dict)  # the environment's own
     output: str = ""  # what an agent printed or returned
-    prompt_images: tuple[tuple[int, str], ...] = ()  # of each image of the prompt, its message and its name
+    prompt_images: tuple[tuple[int, str], ...] = ()  # per image of the prompt: its message and its name
 
-    # What the update said of each token (``strop.ledger``), aligned with ``tokens``; 0 or False for tokens of the environment. None where
-    # a run stored none (logger.token_columns), for dropped groups, and for a column that its algorithm does not have.
+    # Per-token results of the update (``strop.ledger``), aligned with ``tokens``; 0 or False for tokens of the environment. None
+    # if the run stored none (logger.token_columns), for dropped groups, and for columns that the algorithm lacks.
     trained_logprobs: tuple[float, ...] | None = (
-        None  # when it was last trained on; None after one optimizer step: learner_logprobs
+        None  # at its last training; None after one optimizer step: same as learner_logprobs
     )
-    entropy: tuple[float, ...] | None = None  # nats, of the policy's distribution then
+    entropy: tuple[float, ...] | None = None  # nats, of the policy's distribution at that time
     reference_logprobs: tuple[float, ...] | None = None
     token_advantages: tuple[float, ...] | None = None
     correction: tuple[float, ...] | None = None  # the weight of the corrections
     mask: tuple[bool, ...] | None = None  # whether it counts in the loss
-    clipped: tuple[bool, ...] | None = None  # whether a clip or a bound of the objective acted on it
-    mask_reason: tuple[str, ...] | None = None  # why it has no gradient (``token_columns.REASONS``); empty if it has
-    loss_terms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # what each term of the loss was at each token
-    loss_gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # its derivative for the logit of the token
-    # What a step that is replayed needs besides (``strop replay``); None in files of earlier versions.
+    clipped: tuple[bool, ...] | None = None  # whether a clip or bound of the objective affected it
+    mask_reason: tuple[str, ...] | None = None  # why it has no gradient (``token_columns.REASONS``); empty if it has one
+    loss_terms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # each loss term at each token
+    loss_gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # derivative with respect to the token's logit
+    # Further inputs for replaying a step (``strop replay``); None in files of earlier versions.
     group_version: int | None = None  # weights version when the group was started
-    step_rewards: tuple[tuple[int, float], ...] | None = (
-        None  # of each step, its last token among the sampled ones, and its reward
-    )
-    turn_advantages: tuple[float, ...] | None = None  # of each turn of the policy, what replaces its advantage; empty: nothing
+    step_rewards: tuple[tuple[int, float], ...] | None = None  # per step: its last token among the sampled ones, and its reward
+    turn_advantages: tuple[float, ...] | None = None  # per policy turn, a value that replaces its advantage; empty: none
     baseline: StoredBaseline | None = None  # the greedy rollout of its group, if there is one
     image_places: tuple[ImagePlace, ...] | None = None
-    kept_tokens: KeptTokens | None = None  # with policy.generation.keep_sampling_mask
-    columns: Mapping[str, tuple[StoredValues, ...]] = field(default_factory=dict)  # each a column of the file
+    columns: Mapping[str, StoredColumn] = field(default_factory=dict)  # each a column of the file
 
 
 def make_records(
@@ -97,8 +92,8 @@ def make_records(
     decode: Callable[[list[int]], str] | None = None,
     stores: Callable[[TokenColumn], bool] = lambda column: column.stored is True,
 ) -> list[RolloutRecord]:
-    """Build the records of a step's groups, including dropped ones. Rollouts of a group that cannot be scored come last, so that those
-    that are trained on come first, as they were packed.
+    """Build the records of a step's groups, including dropped ones. Unscored rollouts of a group come last, so that trained
+    rollouts come first, in packing order.
 
     ``advantages`` and ``learner_logprobs`` are keyed by (group.index, rollout.sample) and omit dropped rollouts. The
     log-probabilities cover the rollout's sampled tokens, or all its tokens after the prompt. ``dropped`` maps group.index to
@@ -134,7 +129,7 @@ def _list_recorded(rollouts: Sequence[Rollout], stores: Callable[[TokenColumn], 
 
 
 def list_images(groups: Sequence[Group]) -> Iterator[PromptImage]:
-    """Yield the images of prompts and observations of groups, as often as they are shown."""
+    """Yield the images in prompts and observations of groups, once per occurrence."""
     for group in groups:
         for rollout in group.every_rollout:
             yield from rollout.path_images
@@ -198,19 +193,18 @@ def _make_record(
         turn_advantages=tuple(rollout.turn_advantages),
         baseline=make_baseline(group),
         image_places=list_image_places(rollout),
-        kept_tokens=list_kept_tokens(rollout) if dropped is None else None,
         columns=list_columns(rollout, columns) if dropped is None else {},
     )
 
 
 def list_prompt_images(rollout: Rollout) -> tuple[tuple[int, str], ...]:
-    """Return (message, name) of each image of the prompt. They are in the order of the messages that show them."""
+    """Return (message, name) for each image of the prompt, in message order."""
     places = [number for number, message in enumerate(_prompt_messages(rollout)) for _ in message.images]
     return tuple((place, image_name(image.digest)) for place, image in zip(places, rollout.images, strict=False))
 
 
 def storable_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return the metrics of a rollout that are finite numbers: those of a rollout that failed were not checked."""
+    """Return the finite metrics of a rollout; those of a failed rollout were not checked."""
     numbers = {name: value for name, value in rollout.metrics.items() if isinstance(value, int | float)}
     return {str(name): float(value) for name, value in numbers.items() if str(name).isprintable() and -(2**63) < value < 2**63}
 
@@ -238,7 +232,7 @@ def _format_prompt(rollout: Rollout) -> str:
 
 
 def _prompt_messages(rollout: Rollout) -> tuple[Message, ...]:
-    """Return the messages before the first turn. Turns that were put together by hand do not say how many messages they added."""
+    """Return the messages before the first turn. Hand-made turns do not record their number of messages."""
     if not rollout.turns or any(turn.num_messages for turn in rollout.turns):
         return rollout.prompt_messages
     replies = [index for index, message in enumerate(rollout.messages) if message.role == "assistant"]
@@ -247,7 +241,7 @@ def _prompt_messages(rollout: Rollout) -> tuple[Message, ...]:
 
 
 def replace_surrogates(record: RolloutRecord) -> RolloutRecord:
-    """Return the record with the replacement character for lone surrogates, which no file can hold; an equal record without any."""
+    """Return the record with lone surrogates, which no file can hold, replaced by the replacement character."""
     return replace(
         record,
         environment=encodable(record.environment),
@@ -274,5 +268,5 @@ def replace_surrogates(record: RolloutRecord) -> RolloutRecord:
 
 
 def encodable(text: str) -> str:
-    """Return the text with the replacement character for lone surrogates."""
+    """Return the text with lone surrogates replaced by the replacement character."""
     return text.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")

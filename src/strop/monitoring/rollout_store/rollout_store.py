@@ -2,12 +2,12 @@
 
     <log folder>/rollouts/step_000012.parquet          one row per rollout, including dropped groups
     <log folder>/rollouts/step_000012_ratios.jsonl     the tokens with the largest mismatch (see ``token_ratios``)
-    <log folder>/rollouts/step_000012_flags.jsonl      the rollouts that the monitor of reward hacking names (see ``rollout_flags``)
+    <log folder>/rollouts/step_000012_flags.jsonl      the rollouts flagged by the reward hacking monitor (see ``rollout_flags``)
 
     <log folder>/rollouts/images/DIGEST.png            images of prompts and observations, each once
 
-Files are written atomically. A step that runs again replaces its file. Files that a full disk refuses wait in memory and are written when
-there is room.
+Files are written atomically. A step that runs again replaces its file. If the disk is full, files wait in memory and are written
+when there is room.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from strop.monitoring.rollout_store.damaged_rollouts import naming_damage
 from strop.monitoring.rollout_store.inflated_files import read_table
-from strop.monitoring.rollout_store.learner_inputs import decode_columns, decode_inputs, make_kept_column
+from strop.monitoring.rollout_store.learner_inputs import StoredSets, decode_columns, decode_inputs, make_set_column
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts, RolloutFlag, encode_flags, group_flags, read_flags
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, replace_surrogates
 from strop.monitoring.rollout_store.stored_images import StoredImages
@@ -58,7 +58,7 @@ class RolloutStore:
         if format not in ("parquet", "jsonl", "none"):
             raise ValueError(f"rollouts cannot be stored as {format!r}; set one of parquet, jsonl, none")
         if format == "parquet":
-            _import_pyarrow()  # fail when the run starts, not after its first step
+            _import_pyarrow()  # report a missing pyarrow at the start of the run, not after its first step
         self.folder = Path(log_dir).absolute() / ROLLOUTS_FOLDER
         self.format = format
         self._noted_surrogates = False
@@ -69,7 +69,7 @@ class RolloutStore:
     def write(self, step: int, records: Sequence[RolloutRecord], tokens: TokenColumns | None = None) -> Path | None:
         """Store the rollouts of ``step``, replacing earlier ones of this step. Returns the path.
 
-        ``tokens``: what the update said of the tokens of the rollouts that it trained on, which come first among the records.
+        ``tokens``: results of the update for the trained rollouts, which come first among the records.
         """
         if self.format == "none":
             return None
@@ -83,12 +83,12 @@ class RolloutStore:
         return path
 
     def write_images(self, images: Iterable[PromptImage]) -> None:
-        """Store the images that rollouts of a step show, those that are not stored yet."""
+        """Store the images shown in a step's rollouts, unless already stored."""
         if self.format != "none":
             self.images.write(images, self._files)
 
     def _replace_surrogates(self, step: int, records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
-        """Return the records with texts that can be stored, with one warning for the run."""
+        """Return the records with storable texts, with one warning per run."""
         stored = [replace_surrogates(record) for record in records]
         changed = [record for record, original in zip(stored, records, strict=True) if record != original]
         if changed and not self._noted_surrogates:
@@ -101,7 +101,7 @@ class RolloutStore:
         return stored
 
     def read(self, step: int, task_id: str | None = None, *, ledger: bool = True) -> list[RolloutRecord]:
-        """Read the rollouts of ``step``, or those of one task; without ``ledger``, without what the update said of their tokens.
+        """Read the rollouts of ``step``, or those of one task; ``ledger=False`` leaves out the per-token results of the update.
 
         Raises FileNotFoundError, DamagedRollouts."""
         path, filters = self.path(step), None if task_id is None else [("task_id", "==", task_id)]
@@ -139,13 +139,13 @@ class RolloutStore:
         return read_ratios(path) if path.exists() else []
 
     def flag(self, flags: Sequence[RolloutFlag]) -> None:
-        """Store what the monitor says of rollouts, beside what it said of others of their steps."""
+        """Store flags of the monitor, in addition to earlier flags of the same steps."""
         for step in sorted({flag.step for flag in flags}) if self.format != "none" else ():
             path = self._flags_path(step)
             self._files.write(path, encode_flags([*read_flags(path), *(flag for flag in flags if flag.step == step)]))
 
     def read_flags(self, step: int) -> FlaggedRollouts:
-        """Read the detectors that name rollouts of a step. Raises DamagedRollouts."""
+        """Read the detectors that flagged rollouts of a step. Raises DamagedRollouts."""
         path = self._flags_path(step)
         with naming_damage(path):
             return group_flags(read_flags(path))
@@ -172,7 +172,9 @@ class RolloutStore:
         return sorted(self._files_by_step())
 
     def resume(self, step: int) -> None:
-        """Remove the rollouts of later steps, which will run again, and temporary files of a killed run. Warn if earlier ones are gone."""
+        """Remove the rollouts of later steps, which will run again, and temporary files of a killed run. Warn if earlier ones are
+        missing.
+        """
         stored = self._files_by_step()
         if self.format != "none" and (gone := [each for each in range(1, step + 1) if each not in stored]):
             log.warning(
@@ -200,9 +202,11 @@ class RolloutStore:
 
 def _encode_parquet(records: Sequence[RolloutRecord], tokens: TokenColumns | None = None) -> bytes:
     pa, pq = _import_pyarrow()
+    names = dict.fromkeys(name for record in records for name in record.columns)
+    ragged = {name for name in names for record in records if isinstance(record.columns.get(name), StoredSets)}
     rows = [
         {
-            **to_row(replace(record, kept_tokens=None)),
+            **to_row(replace(record, columns={name: each for name, each in record.columns.items() if name not in ragged})),
             "rewards": list(record.rewards.items()),
             **{name: list(getattr(record, name).items()) for name in ("metrics", *BY_TERM)},
             "prompt_images": [{"message": message, "image": image} for message, image in record.prompt_images],
@@ -211,15 +215,13 @@ def _encode_parquet(records: Sequence[RolloutRecord], tokens: TokenColumns | Non
         for record in records
     ]
     content = io.BytesIO()
-    table = pa.Table.from_pylist(
-        rows, schema=_build_schema(pa, dict.fromkeys(name for record in records for name in record.columns))
-    )
+    table = pa.Table.from_pylist(rows, schema=_build_schema(pa, [name for name in names if name not in ragged]))
     if tokens is not None:
         for name, column in make_arrow_columns(tokens, [record.sampled for record in records]).items():
             table = table.set_column(table.column_names.index(name), name, column)
-    if any(record.kept_tokens is not None for record in records):
-        column = make_kept_column([record.kept_tokens for record in records])
-        table = table.set_column(table.column_names.index("kept_tokens"), "kept_tokens", column)
+    for name in ragged:
+        stored = [record.columns.get(name) for record in records]
+        table = table.append_column(name, make_set_column([each if isinstance(each, StoredSets) else None for each in stored]))
     pq.write_table(table, content, compression="zstd")
     return content.getvalue()
 
@@ -284,7 +286,6 @@ def _build_schema(pa: Any, columns: Iterable[str]) -> pyarrow.Schema:
         "image_places": pa.list_(
             pa.struct([("turn", pa.int64()), ("start", pa.int64()), ("length", pa.int64()), ("image", pa.string())])
         ),
-        "kept_tokens": pa.list_(pa.list_(pa.int32())),
     }  # fmt: skip
     column = pa.list_(pa.struct([("turn", pa.int64()), ("shape", pa.list_(pa.int64())), ("data", pa.binary())]))
     own = [(field.name, types.get(field.name, pa.string())) for field in fields(RolloutRecord) if field.name != "columns"]
@@ -323,7 +324,9 @@ def encode_json(record: RolloutRecord, *, ascii_only: bool = False) -> str:
 
 
 def _encode_for_json(value: Any) -> Any:
-    """Replace what JSON does not have: NaN and infinities by the strings "nan", "inf" and "-inf", which float() parses, bytes by base64."""
+    """Replace values that JSON lacks: NaN and infinities by the strings "nan", "inf" and "-inf", which float() parses, bytes by
+    base64.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, bytes):
@@ -335,12 +338,14 @@ def _encode_for_json(value: Any) -> Any:
 
 def to_row(record: RolloutRecord) -> dict[str, Any]:
     """Return the record as plain values: one column for each field, and for each of its columns."""
-    lists = {name: getattr(record, name) for name in ("turns", "image_places")} | dict(record.columns)
+    sets = {name: each.to_lists() for name, each in record.columns.items() if isinstance(each, StoredSets)}
+    lists = {name: each for name, each in record.columns.items() if not isinstance(each, StoredSets)}
+    lists |= {name: getattr(record, name) for name in ("turns", "image_places")}
     return {
         **{name: value for name, value in vars(record).items() if name != "columns"},
         **{name: None if each is None else [dict(vars(item)) for item in each] for name, each in lists.items()},
         "baseline": None if record.baseline is None else dict(vars(record.baseline)),
-        "kept_tokens": None if record.kept_tokens is None else record.kept_tokens.to_lists(),
+        **sets,
     }
 
 
@@ -387,7 +392,7 @@ def _read_steps(steps: Sequence[Mapping[str, Any]] | None) -> list[tuple[int, fl
 
 
 def _token_columns(row: Mapping[str, Any], floats: Callable[[Sequence[Any]], tuple[float, ...]]) -> dict[str, Any]:
-    """Return the columns that runs of earlier versions did not store; None or empty where they are not."""
+    """Return the per-token columns, None or empty for those missing in files of earlier versions."""
 
     def read(name: str, convert: Callable[[Any], Any] = tuple) -> Any:
         return None if row.get(name) is None else convert(row[name])

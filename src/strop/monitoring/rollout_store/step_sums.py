@@ -1,4 +1,4 @@
-"""Sums over all tokens of a stored step, without making its records."""
+"""Sums over all tokens of a stored step, without creating its records."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from strop.monitoring.rollout_store.inflated_files import read_table
 class StepSums:
     """Sums over the rollouts of a step."""
 
-    terms: Mapping[str, float]  # of the loss, by name
-    gradient_squares: float  # over tokens, of the derivative of the policy's loss for the logit of each
+    terms: Mapping[str, float]  # of the loss, by term
+    gradient_squares: float  # sum over tokens of squared derivatives of the policy's loss with respect to the logits
 
 
 def read_step_sums(path: Path) -> StepSums:
@@ -32,7 +32,7 @@ def read_step_sums(path: Path) -> StepSums:
 
 
 def _read_columns(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield the terms and the gradients of each rollout, or of many at once, as float64 arrays over tokens."""
+    """Yield the terms and gradients of one or many rollouts, as float64 arrays over tokens."""
     import numpy
 
     if path.suffix == ".parquet":
@@ -50,7 +50,7 @@ def _to_arrays(numpy: Any, columns: Iterable[tuple[str, Any]]) -> dict[str, Any]
 
 
 def _by_name(column: Any) -> dict[str, Any]:
-    """Return the values of a column of maps by name, of all rows in order. Rows have the same names, or none."""
+    """Return the values of a column of maps by name, over all rows in order. Rows have the same names, or none."""
     keys, items = column.keys, column.items
     found = {
         name: items.filter(_equal(keys, name)).flatten().to_numpy(zero_copy_only=False) for name in keys.unique().to_pylist()

@@ -1,4 +1,4 @@
-"""The image files that stored rollouts show, each once: ``<log folder>/rollouts/images/DIGEST.png``."""
+"""The image files shown in stored rollouts, each once: ``<log folder>/rollouts/images/DIGEST.png``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from strop.types import PromptImage
 
 IMAGES_FOLDER = "images"
-DIGEST_LETTERS = 32  # of a digest, in the name of its file and in records
+DIGEST_LETTERS = 32  # letters of a digest in file names and records
 
 
 def image_name(digest: str) -> str:
-    """Return how a record names an image: the first letters of its digest."""
+    """Return the name of an image in records: the first letters of its digest."""
     return digest[:DIGEST_LETTERS]
 
 
@@ -29,7 +29,7 @@ class StoredImages:
         self._written: set[str] = set()
 
     def write(self, images: Iterable[PromptImage], files: RecordFiles) -> None:
-        """Store the images that are not there yet."""
+        """Store the images that are not stored yet."""
         for image in images:
             name = image_name(image.digest)
             if name in self._written:

@@ -1,4 +1,4 @@
-"""The columns of tokens as Arrow arrays, made from whole tensors: no value passes through Python."""
+"""Per-token columns as Arrow arrays, created from whole tensors without Python objects per value."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def make_arrow_columns(tokens: TokenColumns, sampled: Sequence[Sequence[bool]]) -> dict[str, Any]:
-    """Return the columns of a step's records by name. ``sampled``: of each record, which tokens the policy sampled; those that were trained
-    on come first, and the others have nothing."""
+    """Return the columns of a step's records by name. ``sampled``: per record, which tokens the policy sampled. Trained records
+    come first; the others have no values."""
     import pyarrow as pa
 
     trained = sampled[: tokens.num_rollouts]
@@ -51,12 +51,12 @@ def _make_maps(columns: Mapping[str, Any], lengths: Sequence[int], ends: Any) ->
 
 
 class _Layout:
-    """Where the predicted tokens of a batch stand among all tokens of its rollouts."""
+    """Positions of a batch's predicted tokens among all tokens of its rollouts."""
 
     def __init__(self, tokens: TokenColumns, sampled: Sequence[Sequence[bool]], lengths: Sequence[int]) -> None:
         self.at_end = tokens.at_end
         self.sampled = numpy.array([each for rollout in sampled for each in rollout], dtype=bool)
-        self.kept: Any = slice(None)  # of the predicted tokens; all, unless a rollout has no token of its own to stand at
+        self.kept: Any = slice(None)  # of the predicted tokens; all, unless a rollout has no own token to attach to
         places = self.sampled.nonzero()[0]
         if tokens.at_end:
             of = numpy.repeat(numpy.arange(len(lengths)), lengths)[places]

@@ -1,4 +1,4 @@
-"""What an update said of the tokens that it trained on, as columns of stored rollouts."""
+"""Per-token results of an update, as columns of stored rollouts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Why a token has no gradient. A token of the environment, and those of a rollout that is left out, do not count in the loss at all.
+# Why a token has no gradient. Tokens of the environment and of excluded rollouts do not count in the loss at all.
 REASONS = ("", "environment", "left_out", "overlong", "sequence_error", "rejected", "not_selected", "not_predicted")
 NO_REASON, ENVIRONMENT, LEFT_OUT, OVERLONG, SEQUENCE_ERROR, REJECTED, NOT_SELECTED, NOT_PREDICTED = range(len(REASONS))
 
@@ -21,7 +21,7 @@ NAMES = (*FLOATS, *FLAGS, "mask_reason", *BY_TERM)  # fields of a RolloutRecord
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenColumns:
-    """The columns of a batch, over its predicted tokens, [N] each; a column that the algorithm does not have is left out."""
+    """The columns of a batch over its predicted tokens, [N] each; columns that the algorithm lacks are left out."""
 
     sequence: Tensor  # [N] the rollout of each token, ascending
     num_rollouts: int
@@ -31,7 +31,7 @@ class TokenColumns:
     at_end: bool = False  # one value for each rollout, at its last sampled token
 
     def split(self, rollouts: Sequence[Sequence[bool]]) -> list[dict[str, Any]]:
-        """Return the columns of each rollout as fields of its record, from which of its tokens were sampled."""
+        """Return the columns of each rollout as fields of its record, given which of its tokens were sampled."""
         import torch
 
         ends = torch.bincount(self.sequence, minlength=self.num_rollouts).cumsum(0).tolist()
@@ -44,7 +44,7 @@ class TokenColumns:
         places = sampled.nonzero().squeeze(1)
         places = places[-1:] if self.at_end else places
         if len(places) != tokens.stop - tokens.start:
-            return {}  # nothing was sampled, and what was predicted is no token of the completion
+            return {}  # nothing was sampled; the predicted token is not part of the completion
 
         def expand(column: Tensor, fill: int = 0) -> tuple[Any, ...]:
             expanded = column.new_full((len(sampled),), fill)

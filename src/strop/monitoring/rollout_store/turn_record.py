@@ -1,4 +1,4 @@
-"""One message of a stored conversation: who wrote it, its text, and its place among the tokens of the rollout."""
+"""One message of a stored conversation: its author, its text, and its token range in the rollout."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnRecord:
-    """One message after the prompt. Messages that an environment gave at once share a range, and the ranges cover all tokens."""
+    """One message after the prompt. Messages from one environment response share a range, and the ranges cover all tokens."""
 
-    role: str  # assistant, or what the environment said: user, tool, ...
+    role: str  # assistant, or a role of the environment: user, tool, ...
     text: str
-    start: int  # tokens[start:end] of the rollout, with what the chat template puts around an environment's message
+    start: int  # tokens[start:end] of the rollout, including the chat template's tokens around an environment's message
     end: int
     sampled: bool  # by the policy
-    versions: tuple[int, ...]  # of the weights that sampled it, in order, each once; empty for the environment
-    reward: float | None = None  # the sum of the rewards of its steps, weighted; None if it has none
-    calls: tuple[str, ...] = ()  # names of the tools that the policy called in it
-    tool: str = ""  # the name of the tool that says it
+    versions: tuple[int, ...]  # versions of the weights that sampled it, in order, each once; empty for the environment
+    reward: float | None = None  # weighted sum of the rewards of its steps; None if it has none
+    calls: tuple[str, ...] = ()  # names of the tools called in it by the policy
+    tool: str = ""  # the name of the tool that answers
     path: int = 0  # 0: the main path; i: branch i of the rollout
-    state: str | None = None  # of the environment before a turn of the policy, if it says so
-    images: tuple[str, ...] = ()  # names of the images that the environment showed, in order
-    reasoning: str = ""  # in a field of its own, of a message that was not sampled: what the policy sampled has it in its text
+    state: str | None = None  # the environment's state before a policy turn, if reported
+    images: tuple[str, ...] = ()  # names of the images shown by the environment, in order
+    reasoning: str = ""  # kept separately only for messages that were not sampled; sampled reasoning is part of the text
 
 
 def make_turn_records(rollout: Rollout) -> tuple[TurnRecord, ...]:

@@ -1,4 +1,4 @@
-"""The samples of validations, read as rollouts: ``<log folder>/validation/step_000040.json``, as evaluation writes them."""
+"""The samples of validations as rollouts, read from ``<log folder>/validation/step_000040.json``, written by evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FILE_PATTERN = re.compile(r"step_(\d+)\.json")
 class ValidationSamples:
     """Reads the validations of a run, or the folder that an evaluation saved (``eval.save_path``).
 
-    A record has the accuracy among its metrics, and neither tokens nor log-probabilities.
+    A record has the accuracy among its metrics, but no tokens or log-probabilities.
     """
 
     def __init__(self, log_dir: Path) -> None:
@@ -38,7 +38,7 @@ class ValidationSamples:
             return list(_read_tasks(step, [task for task in values["tasks"] if task_id in (None, task["task"])]))
 
     def read_flags(self, step: int) -> FlaggedRollouts:
-        """Return nothing: the monitor of reward hacking does not look at validations."""
+        """Return nothing: the reward hacking monitor does not examine validations."""
         return {}
 
 
@@ -76,12 +76,12 @@ def _read_tasks(step: int, tasks: Sequence[Mapping[str, Any]]) -> Iterator[Rollo
 
 
 def _read_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message of the prompt as those of training are stored."""
+    """Return a prompt message in the format of stored training messages."""
     return {"reasoning" if name == "reasoning_content" else name: value for name, value in message.items()}
 
 
 def _read_turns(sample: Mapping[str, Any]) -> tuple[TurnRecord, ...]:
-    """Return the turns of a sample; in files of earlier versions, which have none, its last completion."""
+    """Return the turns of a sample, or its last completion in files of earlier versions, which have no turns."""
     if "turns" in sample:
         lists = ("versions", "images")
         return tuple(TurnRecord(**{**turn, **{name: tuple(turn.get(name, ())) for name in lists}}) for turn in sample["turns"])

@@ -1,1 +1,1 @@
-"""Stored rollouts for people: which to show, and as text for a terminal."""
+"""Stored rollouts for display: selection, and formatting as terminal text."""

@@ -1,4 +1,4 @@
-"""The turns of a conversation as one text, each but the first with who says it: for lists and tables, where a text has one place."""
+"""The turns of a conversation as one text, each but the first marked with its role, for lists and tables."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from strop.monitoring.rollout_store.turn_record import TurnRecord
 
 
 def join_turns(turns: Sequence[TurnRecord | Mapping[str, Any]] | None, completion: str | None) -> str:
-    """Return the main path: ``I ask [tool calculator] 4 [assistant] It is 4``, a turn on a line.
+    """Return the main path: ``I ask [tool calculator] 4 [assistant] It is 4``, one turn per line.
 
-    ``turns`` are records or rows of a file; without any, as in files of earlier versions, ``completion``."""
+    ``turns`` are records or rows of a file; without any, as in files of earlier versions, ``completion`` is used."""
     rows = [vars(turn) if isinstance(turn, TurnRecord) else turn for turn in turns or ()]
     main = [row for row in rows if not row.get("path")]
     if not main:

@@ -1,4 +1,4 @@
-"""What a policy wrote, taken apart into its reasoning and what it said, as text and as ranges of tokens."""
+"""Splits the policy's output into its reasoning and its answer, as text and as token ranges."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from strop.thoughts import Thought, find_thoughts
 
 @dataclass(frozen=True)
 class ReasoningPart:
-    """Consecutive characters of a turn. Its tags are no part of the text, but of the tokens."""
+    """Consecutive characters of a turn. Its tags are not part of the text, but of the tokens."""
 
     text: str
     is_reasoning: bool
-    is_closed: bool = True  # False: reasoning that was never ended
-    start: int | None = None  # tokens [start, end) of the rollout; None where the texts of tokens are not known
+    is_closed: bool = True  # False: reasoning that never ended
+    start: int | None = None  # tokens [start, end) of the rollout; None if the texts of tokens are unknown
     end: int | None = None
-    origin: str = ""  # of reasoning that is no part of the turn's text: where it comes from
+    origin: str = ""  # for reasoning outside of the turn's text: its origin
 
 
 def split_reasoning_parts(
@@ -28,7 +28,7 @@ def split_reasoning_parts(
     """Return the parts of a turn in order; none if it has no reasoning.
 
     ``is_inside``: its prompt opened the reasoning. ``pieces``: the texts of its tokens, of which the first is token ``first`` of the
-    rollout. Where the tags are tokens that are left out of ``text``, the texts of the parts are those of their tokens.
+    rollout. If the tags are tokens missing from ``text``, the texts of the parts are those of their tokens.
     """
     spans = find_thoughts(text, is_inside=is_inside)
     if pieces is None:
@@ -51,7 +51,7 @@ def split_reasoning_parts(
 
 
 def _cut(text: str, spans: Sequence[Thought]) -> list[ReasoningPart]:
-    """Return the reasoning and what is before, between and after; none without reasoning. What is blank before it is left out."""
+    """Return the reasoning and the text before, between and after; nothing without reasoning. White space before it is left out."""
     parts: list[ReasoningPart] = []
     at = 0
     for span in spans:
@@ -65,7 +65,7 @@ def _cut(text: str, spans: Sequence[Thought]) -> list[ReasoningPart]:
 
 
 def _list_edges(text: str, spans: Sequence[Thought]) -> list[tuple[int, bool]]:
-    """Return where one part ends and the next begins: characters, and whether the token there goes to the part before it."""
+    """Return the boundaries between parts: character positions, and whether the token there belongs to the part before."""
     edges: list[tuple[int, bool]] = []
     at = 0
     for span in spans:
@@ -78,5 +78,5 @@ def _list_edges(text: str, spans: Sequence[Thought]) -> list[tuple[int, bool]]:
 
 
 def _token_at(ends: Sequence[int], place: int, is_end: bool) -> int:
-    """Return the token with character ``place``; for an end, the first token that lies behind it."""
+    """Return the token containing character ``place``; for an end, the first token after it."""
     return bisect_left(ends, place) + 1 if is_end else bisect_right(ends, place)

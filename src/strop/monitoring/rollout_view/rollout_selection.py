@@ -1,4 +1,4 @@
-"""Which of the stored rollouts are shown, and what is said of those that are not."""
+"""Selects stored rollouts to show, and describes those left out."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class RolloutSource(Protocol):
 
 
 class NoRollouts(ValueError):
-    """Nothing was selected. The message says what there is instead."""
+    """Nothing was selected. The message lists what is available."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSelection:
-    """What to show. A task without a step is shown over all steps, one sample of each; else the newest step counts."""
+    """What to show. A task without a step is shown over all steps, one sample each; otherwise the newest step is used."""
 
     step: int | None = None
     task: str | None = None
     environment: str | None = None
     ending: str | None = None
-    best: int | None = None  # so many of the highest reward
-    worst: int | None = None  # so many of the lowest, after the best
-    flagged: bool = False  # those that the monitor of reward hacking names
+    best: int | None = None  # this many with the highest reward
+    worst: int | None = None  # this many with the lowest, after the best
+    flagged: bool = False  # those flagged by the reward hacking monitor
     limit: int = 4  # rollouts, if neither best nor worst is given
 
     @property
@@ -50,7 +50,7 @@ class RolloutSelection:
         return self.task is not None and self.step is None
 
     def list_steps(self, stored: Sequence[int]) -> list[int]:
-        """Return the steps to read, in order. Unless ``over_steps``, the first that can be read is all."""
+        """Return the steps to read, in order. Unless ``over_steps``, only the first readable one is used."""
         if self.step is not None:
             return [self.step]
         return list(stored) if self.over_steps else list(reversed(stored))
@@ -58,13 +58,13 @@ class RolloutSelection:
 
 @dataclass(frozen=True)
 class SelectedRollouts:
-    """The rollouts to show, and how many there are of those that the selection asks for."""
+    """The rollouts to show, and the number of matching ones."""
 
     records: tuple[RolloutRecord, ...]
     matching: int
-    summary: str  # of the steps that were read
+    summary: str  # of the steps read
     flags: Mapping[int, FlaggedRollouts] = field(default_factory=dict)  # by step
-    damaged: tuple[str, ...] = ()  # what is said of files that were passed over, because they cannot be read
+    damaged: tuple[str, ...] = ()  # messages about unreadable files that were skipped
 
     def flags_of(self, record: RolloutRecord) -> tuple[str, ...]:
         return self.flags.get(record.step, {}).get((record.task_id, record.sample), ())
@@ -73,7 +73,7 @@ class SelectedRollouts:
 def select_rollouts(source: RolloutSource, selection: RolloutSelection) -> SelectedRollouts:
     """Read the rollouts of a selection, one step at a time.
 
-    Files that cannot be read are passed over, and said. Raises NoRollouts, and DamagedRollouts if no step that it asks for can be read."""
+    Unreadable files are skipped and reported. Raises NoRollouts, and DamagedRollouts if no requested step can be read."""
     steps = source.steps()
     if not steps:
         raise NoRollouts("no rollouts are stored")
@@ -92,13 +92,13 @@ def select_rollouts(source: RolloutSource, selection: RolloutSelection) -> Selec
         seen.matching += len(found)
         matching += found[:1] if selection.over_steps and not selection.ranked else found
     if not matching:
-        list(seen.watch(reader.read_any(selection.step, steps)))  # the names that there are
+        list(seen.watch(reader.read_any(selection.step, steps)))  # the existing names
         raise NoRollouts(f"no rollout of {_describe_range(reader.steps)} {_explain(selection, seen)}")
     return SelectedRollouts(tuple(_pick(matching, selection)), seen.matching, seen.describe(), flags, tuple(reader.damaged))
 
 
 class _Reader:
-    """Reads the steps of a selection, and passes over files that cannot be read."""
+    """Reads the steps of a selection, and skips unreadable files."""
 
     def __init__(self, source: RolloutSource) -> None:
         self._source = source
@@ -117,7 +117,7 @@ class _Reader:
         first: DamagedRollouts | None = None
         for step in selection.list_steps(stored):
             try:
-                records = self._source.read(step, selection.task if selection.over_steps else None)  # one task is read alone
+                records = self._source.read(step, selection.task if selection.over_steps else None)  # a single task is read alone
             except DamagedRollouts as error:
                 if selection.step is not None:
                     raise
@@ -203,7 +203,7 @@ def _explain(selection: RolloutSelection, seen: _Seen) -> str:
             names = [name for name, _ in known.most_common(20)]
             more = f" and {len(known) - len(names)} more" if len(known) > len(names) else ""
             return f"{what} {wanted!r}{suggest_names(wanted, names)}{more}"
-    return "has all of what was asked for; leave one of the options out"
+    return "meets all conditions; leave one of the options out"
 
 
 def _describe_steps(steps: Sequence[int]) -> str:

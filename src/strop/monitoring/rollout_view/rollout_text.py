@@ -10,16 +10,16 @@ from strop.monitoring.rollout_view.shown_rollout import ShownMessage, ShownRollo
 if TYPE_CHECKING:
     from rich.table import Table
 
-NARROW = 50  # columns; below, a role has a line of its own
+NARROW = 50  # columns; below this, a role gets a separate line
 WIDEST_ROLE = 12
-LONGEST_REASONING = 200  # characters of what stands apart from a message
+LONGEST_REASONING = 200  # characters of reasoning kept outside of a message
 STYLES = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "green"}
 
 
 def format_rollout(shown: ShownRollout, *, width: int, colour: bool, unfold: bool = False) -> str:
-    """Return a rollout as lines of at most ``width`` columns; ``unfold`` shows reasoning whole.
+    """Return a rollout as lines of at most ``width`` columns; ``unfold`` shows all reasoning.
 
-    What the policy sampled has a bar, anything else dots."""
+    The policy's text is marked by a bar, anything else by dots."""
     from rich.console import Console
     from rich.rule import Rule
     from rich.text import Text

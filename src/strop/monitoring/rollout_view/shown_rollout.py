@@ -1,4 +1,4 @@
-"""A stored rollout as it is shown: its messages, and what is said of it above them. All text is safe to show."""
+"""A stored rollout prepared for display: its messages, and facts above them. All text is safe to display."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class ShownMessage:
     role: str
     text: str
     sampled: bool
-    note: str = ""  # its tokens, the weights that sampled it, the reward of its steps, and the state that it was sampled in
-    reasoning: str = ""  # that the message has in a field of its own
+    note: str = ""  # its tokens, the weights that sampled it, the reward of its steps, and its state
+    reasoning: str = ""  # from the message's separate field
     origin: str = ""  # where that comes from
 
 
 @dataclass(frozen=True)
 class ShownRollout:
     title: str
-    facts: tuple[tuple[str, str], ...]  # what is said of the rollout: name and value
+    facts: tuple[tuple[str, str], ...]  # facts about the rollout: name and value
     messages: tuple[ShownMessage, ...]
 
 
 def show_rollout(record: RolloutRecord, limit: int | None, flags: Sequence[str] = ()) -> ShownRollout:
-    """Prepare a rollout for showing. ``flags`` are the detectors of reward hacking that name it.
+    """Prepare a rollout for display. ``flags`` are the reward hacking detectors that flagged it.
 
     A message longer than ``limit`` characters is shortened in the middle.
     """
@@ -81,16 +81,16 @@ def _list_messages(record: RolloutRecord) -> list[ShownMessage]:
     ]
     if turns or record.prompt_messages:
         return [*prompt, *turns]
-    return [  # a file of an earlier version
+    return [  # in files of earlier versions
         ShownMessage("prompt", record.prompt, sampled=False),
         ShownMessage("completion", record.completion, sampled=True, note=_describe_tokens(sum(record.sampled), ())),
     ]
 
 
 def describe_origin(reasoning: str, prompt: str = "") -> str:
-    """Return where reasoning comes from that stands apart from what a message says; "" without any. ``prompt``: as the policy read it.
+    """Describe the origin of reasoning kept outside of a message's text; "" without any. ``prompt``: as read by the policy.
 
-    Chat templates leave the reasoning of earlier messages out, or write it: what is in the prompt was read."""
+    Chat templates drop or write the reasoning of earlier messages; what is in the prompt was read."""
     if not reasoning:
         return ""
     origin = "given in a field of its own"
@@ -104,10 +104,10 @@ def describe_origin(reasoning: str, prompt: str = "") -> str:
 
 
 def _describe_branches(record: RolloutRecord) -> Iterator[str]:
-    """Yield, for each turn, where its branch begins if it is the first sampled one of a branch."""
+    """Yield, per turn, the start of its branch if it is the first sampled turn of a branch."""
     shown = 0
     for turn in record.turns:
-        if turn.path > shown and turn.sampled:  # what it reads before has no note
+        if turn.path > shown and turn.sampled:  # the turns before it have no note
             shown = turn.path
             parent, start = record.branches[shown - 1]
             where = f"branch {parent}" if parent else "the conversation"

@@ -1,4 +1,4 @@
-"""The names that other libraries give to Strop's metrics, so that people who search for them find them in W&B and TensorBoard.
+"""Names of Strop's metrics in other libraries, so that users of those libraries find them in W&B and TensorBoard.
 
 Only these two trackers show them (``logger.metric_aliases``); ``metrics.jsonl`` has each metric once, under Strop's name.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-# Strop's name -> TRL's, with the prefix under which its trainers log. {name} stands for any one part of a name.
+# Strop's name -> TRL's, with its trainers' prefix. {name} stands for any one part of a name.
 TRL: Mapping[str, str] = {
     "train/reward_std_in_group": "train/reward_std",
     "train/groups_without_signal": "train/frac_reward_zero_std",
@@ -69,9 +69,9 @@ _PATTERNS = [
 
 
 def add_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics, and those that other libraries have too again under the names there. Strop's own names win.
+    """Return the metrics, plus copies under the names of other libraries. Strop's own names win.
 
-    The metrics of a policy's update that runs on recorded data have too are ``actor/...`` only where there are rollouts.
+    Metrics of a policy's update that recorded-data runs also have are named ``actor/...`` only if there are rollouts.
     """
     sampled = "train/reward" in metrics
     aliased: dict[str, float] = {}

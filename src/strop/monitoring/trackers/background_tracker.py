@@ -1,4 +1,4 @@
-"""A tracker in a thread of its own, so that a service that is slow, hangs or fails costs the run nothing."""
+"""A tracker in its own thread, so that a slow, hanging or failing service does not affect the run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from strop.storage.storage_error import is_out_of_space
 logger = logging.getLogger(__name__)
 
 CAPACITY = 1000  # calls that wait
-THREAD = "tracker-"  # what names of threads begin with
-STUCK_SECONDS = 120.0  # after which a call that has not returned is warned about
+THREAD = "tracker-"  # prefix of thread names
+STUCK_SECONDS = 120.0  # time after which a warning is given about a call that has not returned
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class _Call:
 class BackgroundTracker(NullTracker):
     """Calls ``tracker`` from one thread, in order. Its own methods return at once and never raise.
 
-    At most ``capacity`` calls wait; further ones are lost. ``close`` waits ``close_seconds``. What is lost is in ``failures``, and was
-    a warning before. A tracker that raises is off from then on, but for a full disk. In a forked process calls do nothing.
+    At most ``capacity`` calls wait; further ones are lost. ``close`` waits ``close_seconds``. Losses cause warnings and are
+    listed in ``failures``. A tracker that raises is disabled from then on, except for a full disk. In a forked process calls do nothing.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class BackgroundTracker(NullTracker):
         self._process = os.getpid()
         self._changed = threading.Condition()
         self._waiting: deque[_Call] = deque()
-        self._current: tuple[_Call, float] | None = None  # what runs, and since when
+        self._current: tuple[_Call, float] | None = None  # the running call, and its start
         self._off = self._closing = self._said_stuck = False
         self._lost = 0
-        self._refused: set[str] = set()  # methods that found the disk full when they were last called
+        self._refused: set[str] = set()  # methods whose last call found the disk full
         self._refused_calls = 0
         self._failures: list[str] = []
         self._thread: threading.Thread | None = None
@@ -102,7 +102,7 @@ class BackgroundTracker(NullTracker):
                 self._give_up()
 
     def _enqueue(self, method: str, *arguments: Any) -> None:
-        if os.getpid() != self._process:  # a fork has neither the thread nor, perhaps, a lock that is free
+        if os.getpid() != self._process:  # a fork lacks the thread, and its lock may be held forever
             return
         with self._changed:
             if self._off or self._closing:
@@ -138,10 +138,10 @@ class BackgroundTracker(NullTracker):
 
     def _make(self, call: _Call) -> None:
         try:
-            method = getattr(self._tracker, call.method, None)  # a tracker of a user's own may lack the newer ones
+            method = getattr(self._tracker, call.method, None)  # a user's tracker may lack newer methods
             if method is not None:
                 method(*call.arguments)
-        except BaseException as error:  # a package may exit, or panic in Rust: only this thread would end, and nobody would know
+        except BaseException as error:  # a package may exit, or panic in Rust, which would silently end only this thread
             if is_out_of_space(error):
                 self._warn_of_full_disk(call.method, error)
             else:
@@ -168,7 +168,7 @@ class BackgroundTracker(NullTracker):
         self._lost += 1
         if self._lost == 1:
             logger.warning(
-                "%s is slower than the run: %d calls wait, and what comes is not recorded there (metrics.jsonl has all of it)",
+                "%s is slower than the run: %d calls wait, and further calls are not recorded there (metrics.jsonl has all of it)",
                 self._name,
                 self._capacity,
             )
@@ -194,7 +194,7 @@ class BackgroundTracker(NullTracker):
 
 
 def _silence_retries() -> None:
-    """Keep urllib3 from a warning at each attempt of a service that does not answer: it ends in one of Strop's."""
+    """Suppress urllib3's warnings for each retry of an unreachable service, which end in a single warning of Strop's."""
     urllib3 = logging.getLogger("urllib3.connectionpool")
     if _is_no_retry not in urllib3.filters:
         urllib3.addFilter(_is_no_retry)

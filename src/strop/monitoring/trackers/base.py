@@ -19,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is made for. An entry point of the group ``strop.trackers`` is a function of this that returns a Tracker."""
+    """Arguments for creating a tracker. An entry point of the group ``strop.trackers`` is a function of this that returns a
+    Tracker.
+    """
 
     logger: LoggerConfig
     name: str | None  # run_name
@@ -92,17 +94,17 @@ class NullTracker:
 class CompositeTracker:
     """Combines several trackers. A tracker that raises is disabled with one warning, and the run continues.
 
-    A full disk is no reason to disable a tracker: it is warned about, and the tracker is called again.
+    A full disk does not disable a tracker: it causes a warning, and the tracker is called again.
     """
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._active = tuple(trackers)
         self._failures: list[str] = []
-        self._refused: set[int] = set()  # ids of trackers whose last call the file system refused
+        self._refused: set[int] = set()  # ids of trackers whose last call was refused by the file system
 
     @property
     def failures(self) -> list[str]:
-        """What was not recorded, since a tracker failed, one message for each."""
+        """What was not recorded because a tracker failed, one message each."""
         return [*self._failures, *self._inner_failures()]
 
     def _inner_failures(self) -> list[str]:

@@ -4,7 +4,7 @@
 
 JSON has no NaN or infinity: such a value is written as null, and ``nonfinite`` names it. A line is on disk (fsync) when
 ``log`` returns. Logging a step again merges the keys into one object and rewrites the file atomically. That copies the file,
-so log a step in a single call where possible. Steps that a full disk refuses wait in memory and are written, in order, when there is room.
+so log a step in a single call where possible. If the disk is full, steps wait in memory and are written, in order, when there is room.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class JsonlTracker(NullTracker):
                 f"step {step} was logged after step {newest}, which is already in {self.path}; a run that continues from "
                 f"an earlier step must call resume({step - 1}) first, and a new run needs a log folder of its own"
             )
-        encode_line(step, metrics)  # raises before anything is kept
+        encode_line(step, metrics)  # raises before anything is stored
         self._waiting[step] = {**self._waiting.get(step, {}), **metrics}
         self._write_waiting()
 
@@ -60,7 +60,7 @@ class JsonlTracker(NullTracker):
         self._last_step = max(lines, default=None)
         self._write_waiting()
         first = max([*lines, *self._waiting, 0]) + 1
-        if first < step:  # a run that is killed between saving a step and logging it lacks that step only
+        if first < step:  # a run killed between saving a step and logging it lacks only that step
             log.warning(
                 "%s has no steps %d to %d, and the run continues after step %d: it was removed or changed, or belongs to another "
                 "checkpointing.checkpoint_dir; these steps stay missing",
@@ -78,7 +78,7 @@ class JsonlTracker(NullTracker):
         self._close_file()
 
     def _write_waiting(self) -> None:
-        """Write the steps that wait, in order; keep them if the file system refuses that."""
+        """Write the waiting steps, in order; keep them if the file system refuses."""
         count = len(self._waiting)
         for step in sorted(self._waiting):
             try:
@@ -118,7 +118,7 @@ class JsonlTracker(NullTracker):
             self._file = None
 
     def _append(self, line: str) -> None:
-        """Append a line: all of it, or nothing if this raises."""
+        """Append a line completely, or nothing if this raises."""
         if self._file is not None and os.fstat(self._file).st_nlink == 0:
             self._close_file()
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ class JsonlTracker(NullTracker):
         self._replace([line for _, line in lines[:-1]] + [encode_line(step, {**previous, **metrics})])
 
     def _replace(self, lines: list[str]) -> None:
-        self._close_file()  # after the rename the open file would be the old one
+        self._close_file()  # after the rename, the open file would be the old one
         if not lines and not self.path.exists():
             return
         with atomic_write(self.path) as temporary:

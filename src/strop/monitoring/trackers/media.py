@@ -1,16 +1,18 @@
-"""What a tracker gets beside metrics: tables of samples, histograms, images, checkpoints. Texts are shown as they are, never rendered."""
+"""What a tracker receives in addition to metrics: tables of samples, histograms, images, checkpoints. Texts are shown verbatim,
+never rendered.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-LARGEST = 1e150  # of a value in a histogram: the width of bins must not overflow
+LARGEST = 1e150  # of a histogram value, so that bin widths do not overflow
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRow:
-    """One rollout of a table. Texts are printable: control characters stand as codes."""
+    """One rollout of a table. Texts are printable: control characters are escaped."""
 
     environment: str
     task: str
@@ -45,7 +47,7 @@ class SampleTable:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricHistogram:
-    """Values of a step by their size: ``histograms/reward``."""
+    """The distribution of a step's values: ``histograms/reward``."""
 
     name: str
     values: tuple[float, ...]
@@ -53,7 +55,7 @@ class MetricHistogram:
     def count(self, most: int = 30) -> tuple[tuple[float, ...], tuple[int, ...]]:
         """Return the middles of at most ``most`` bins of equal width, and how many values are in each.
 
-        Few different values, such as rewards of 0 and 1, are the middles of their bins.
+        A few distinct values, such as rewards of 0 and 1, become the middles of their bins.
         """
         import numpy as np
 
@@ -80,16 +82,16 @@ class MetricHistogram:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleImage:
-    """An image that a rollout shows."""
+    """An image shown in a rollout."""
 
     name: str
     caption: str
-    path: Path  # a file of the log folder
+    path: Path  # a file in the log folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMedia:
-    """What is shown of a step."""
+    """Media of a step."""
 
     tables: tuple[SampleTable, ...] = ()
     histograms: tuple[MetricHistogram, ...] = ()
@@ -98,7 +100,7 @@ class StepMedia:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint that is whole on disk."""
+    """A checkpoint that is complete on disk."""
 
     step: int
     folder: Path

@@ -1,4 +1,4 @@
-"""Log to MLflow: a server, or a database file in the log folder. The log folder keeps the run's id."""
+"""Log to MLflow: a server, or a database file in the log folder. The run's id is stored in the log folder."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _FORBIDDEN = re.compile(r"[^\w\-. :/]")
 class MlflowTracker(NullTracker):
     """Logs to the MLflow server at ``tracking_uri``; None: MLFLOW_TRACKING_URI, or else ``<log_dir>/mlflow.db``.
 
-    A resumed run stays the same run. MLflow cannot forget: steps that run again are in it twice, and its charts show both.
-    MLflow has no histograms: their quantiles are metrics (``histograms/reward/p50``), and where samples are shown they are drawn as an
-    image with a step. Samples are text files among the artifacts.
+    A resumed run stays the same run. MLflow cannot delete metrics: steps that run again are in it twice, and its charts show
+    both. It has no histograms: their quantiles are logged as metrics (``histograms/reward/p50``) and, if samples are shown, as
+    an image per step. Samples are text files among the artifacts.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class MlflowTracker(NullTracker):
         *,
         experiment: str,
         name: str | None = None,
-        run_id: str | None = None,  # of a run that exists; None: that of the log folder, or MLFLOW_RUN_ID, or a new one
+        run_id: str | None = None,  # of an existing run; None: from the log folder or MLFLOW_RUN_ID, or a new one
         tracking_uri: str | None = None,
         artifact_location: str | None = None,
         tags: Mapping[str, str] | None = None,
@@ -71,7 +71,7 @@ class MlflowTracker(NullTracker):
         client = self._get_client()
         for histogram in media.histograms:
             self.log(step, histogram.quantiles())
-            if media.tables:  # two files each among the artifacts, so not at every step
+            if media.tables:  # two artifact files each, so not at every step
                 client.log_image(self._id, _draw_bars(histogram), key=histogram.name, step=step)
         for table in media.tables:
             client.log_text(self._id, table.as_text(), f"{table.name}/step_{step:06d}.txt")
@@ -104,10 +104,10 @@ class MlflowTracker(NullTracker):
 
             self._log_dir.mkdir(parents=True, exist_ok=True)
             if self._own is not None:
-                self._own.open("ab").close()  # or MLflow tries for minutes what will not be allowed
+                self._own.open("ab").close()  # otherwise MLflow retries for minutes
             client = MlflowClient(tracking_uri=self._uri)
             known = self._run_id or (None if from_scratch else read_run_id(self._log_dir, ID_FILE))
-            known = known or os.environ.get("MLFLOW_RUN_ID")  # set by platforms that have begun the run
+            known = known or os.environ.get("MLFLOW_RUN_ID")  # set by platforms that have already started the run
             if known is None or not self._reopen(client, known):
                 self._run_id = store_run_id(self._log_dir, ID_FILE, self._create_run(client))
                 self._log_settings(client)
@@ -144,12 +144,12 @@ class MlflowTracker(NullTracker):
 
 
 def _draw_bars(histogram: MetricHistogram) -> Image:
-    """Return a picture of 480 x 300 pixels. No pyplot: it keeps figures, and is not for threads."""
+    """Return an image of 480 x 300 pixels. No pyplot, which retains figures and is not thread-safe."""
     from matplotlib.figure import Figure
     from PIL import Image
 
     figure = Figure(figsize=(4.8, 3), dpi=100)
-    axes = figure.add_axes((0.15, 0.12, 0.82, 0.78))  # finding the room for labels would take a third more
+    axes = figure.add_axes((0.15, 0.12, 0.82, 0.78))  # automatic label layout would take a third longer
     middles, counts = histogram.count()
     width = (middles[-1] - middles[0]) / (len(middles) - 1) if len(middles) > 1 else 1.0
     axes.bar(middles, counts, width=width * 0.92)

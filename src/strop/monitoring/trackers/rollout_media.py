@@ -1,4 +1,4 @@
-"""What services show of a step's rollouts: a table of a few, histograms of all, the images of those in the table."""
+"""Media of a step's rollouts for services: a table of a few, histograms of all, and the images in the table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from strop.monitoring.rollout_view.marked_turns import join_turns
 from strop.monitoring.trackers.media import MetricHistogram, SampleImage, SampleRow, SampleTable, StepMedia
 from strop.safety.printable import make_printable, shorten
 
-LONGEST_TEXT = 4000  # characters of a prompt or completion in a table; rollouts/ has all
+LONGEST_TEXT = 4000  # characters of a prompt or completion in a table; rollouts/ has all of it
 MOST_TOKENS = 50_000  # in the histogram of ratios
 
 
@@ -29,7 +29,7 @@ def make_step_media(records: Sequence[RolloutRecord], images: StoredImages, *, s
 
 
 def make_validation_media(tasks: Sequence[Mapping[str, Any]], *, samples: int) -> StepMedia:
-    """Return the media of a validation, from its tasks as they are stored: the first sample of the first ``samples`` tasks."""
+    """Return the media of a validation from its stored tasks: the first sample of the first ``samples`` tasks."""
     rows = tuple(_row_of_task(task, task["samples"][0]) for task in tasks[:samples])
     rewards = tuple(float(sample["reward"]) for task in tasks for sample in task["samples"])
     lengths = tuple(float(sample["tokens"]) for task in tasks for sample in task["samples"])
@@ -41,7 +41,7 @@ def make_validation_media(tasks: Sequence[Mapping[str, Any]], *, samples: int) -
 
 
 def _spread_out(records: Sequence[RolloutRecord], count: int) -> list[RolloutRecord]:
-    """Return ``count`` rollouts from the lowest to the highest reward, those that failed last."""
+    """Return ``count`` rollouts spread from the lowest to the highest reward, failed ones last."""
     ordered = sorted(records, key=lambda record: (record.error is not None, record.reward, record.group, record.sample))
     if count >= len(ordered):
         return ordered
@@ -62,7 +62,7 @@ def _make_histograms(records: Sequence[RolloutRecord]) -> Iterator[MetricHistogr
 
 
 def _log_ratios(records: Sequence[RolloutRecord]) -> tuple[float, ...]:
-    """Return learner - sampler of the sampled tokens; of a large step those of every n-th rollout."""
+    """Return learner - sampler for the sampled tokens; for a large step, only of every n-th rollout."""
     scored = [record for record in records if record.learner_logprobs is not None]
     every = 1 + sum(len(record.tokens) for record in scored) // MOST_TOKENS
     found = [

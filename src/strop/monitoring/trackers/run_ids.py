@@ -1,4 +1,4 @@
-"""The id that a service knows a run by, kept in the log folder, so that a resumed run stays one run there."""
+"""A service's id of a run, stored in the log folder so that a resumed run stays one run there."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def store_run_id(log_dir: Path, file: str, run_id: str) -> str:
 
 
 def create_run_id(log_dir: Path, file: str, bytes: int = 4) -> str:
-    """Create and store an id, before the service uses it: a kill in between wastes an id but never creates a second run."""
+    """Create and store an id before the service uses it: a kill in between wastes an id but never creates a second run."""
     return store_run_id(log_dir, file, secrets.token_hex(bytes))

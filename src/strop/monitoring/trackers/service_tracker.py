@@ -1,4 +1,4 @@
-"""What the trackers of services have in common whose packages know runs with ``log`` and ``finish``."""
+"""Common base of trackers for services whose packages have runs with ``log`` and ``finish``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from strop.packages import install_command
 
 
 class ServiceRun(Protocol):
-    """A run as the packages of Weights & Biases, SwanLab and Trackio have it."""
+    """A run in the packages of Weights & Biases, SwanLab and Trackio."""
 
     def log(self, data: Any, *, step: int) -> Any: ...
 
@@ -23,16 +23,16 @@ RunT = TypeVar("RunT", bound=ServiceRun)
 
 
 class ServiceTracker(NullTracker, ABC, Generic[RunT]):
-    """Logs to a run that is opened at the first call, and again after ``close``."""
+    """Logs to a run that is opened at the first call, and reopened after ``close``."""
 
     def __init__(self) -> None:
         self._run: RunT | None = None
 
     @abstractmethod
     def _open_run(self, resume_step: int | None) -> RunT:
-        """Open the run that the log folder knows, or a new one.
+        """Open the run recorded in the log folder, or a new one.
 
-        ``resume_step`` is the step to continue after, -1 for a run from scratch; None if the run was not said to be resumed.
+        ``resume_step`` is the step to continue after, -1 for a run from scratch; None if it is unknown.
         """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -53,7 +53,7 @@ class ServiceTracker(NullTracker, ABC, Generic[RunT]):
 
 
 def check_package(name: str) -> None:
-    """Raise ImportError, which says what to set, if the package of a service is not installed."""
+    """Raise ImportError, with the setting to change, if a service's package is not installed."""
     if not packages.is_installed(name):
         raise ImportError(
             f"logger.{name}_enabled is true, but {name} is not installed; "

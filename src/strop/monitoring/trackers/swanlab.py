@@ -1,4 +1,4 @@
-"""Log to SwanLab. The log folder keeps the run's id."""
+"""Log to SwanLab. The run's id is stored in the log folder."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ID_FILE = "swanlab_run_id"
 
 
 class SwanlabTracker(ServiceTracker["swanlab.Run"]):
-    """Logs to SwanLab. ``mode``: online, offline (a later ``swanlab sync`` sends it), local or disabled; None: SWANLAB_MODE.
+    """Logs to SwanLab. ``mode``: online, offline (uploaded by a later ``swanlab sync``), local or disabled; None: SWANLAB_MODE.
 
-    Steps that run again keep their first record: SwanLab does not take a step of a metric twice. Histograms are bar charts of ECharts.
-    Samples are plain texts.
+    Steps that run again keep their first record, because SwanLab does not overwrite a metric's step. Histograms are ECharts bar
+    charts. Samples are plain texts.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class SwanlabTracker(ServiceTracker["swanlab.Run"]):
         from_scratch = resume_step is not None and resume_step < 0
         known = None if from_scratch else read_run_id(self._log_dir, ID_FILE)
         run_id = known or create_run_id(self._log_dir, ID_FILE, bytes=10)
-        # A question could not be answered, the terminal's record would be of every redraw, and Strop has monitors of its own.
+        # An interactive question could not be answered, terminal capture would record every redraw, and Strop has its own
+        # monitors.
         settings = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}, probe={"monitor": False})
         try:
             return swanlab.init(id=run_id, resume="allow", log_dir=str(folder), settings=settings, **self._init)

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-RESULTS = ("train/reward", "validation/accuracy")  # columns of the page of hyperparameters
+RESULTS = ("train/reward", "validation/accuracy")  # columns of the hyperparameter page
 
 
 class TensorBoardTracker(NullTracker):
-    """Writes events to ``folder``, with metric names as tags, and with ``aliases`` those of other libraries too.
+    """Writes events to ``folder``, with metric names as tags, and with ``aliases`` also those of other libraries.
 
-    A resumed run discards later events with ``purge_step``. Texts are shown as they are: TensorBoard would render Markdown.
+    A resumed run discards later events with ``purge_step``. Texts are escaped, because TensorBoard would render them as Markdown.
     """
 
     def __init__(self, folder: Path, *, aliases: bool = False, config: Mapping[str, Any] | None = None) -> None:
@@ -31,7 +31,7 @@ class TensorBoardTracker(NullTracker):
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None
         self._step = 0
-        _import_summary_writer()  # fail when the run starts, not at its first step
+        _import_summary_writer()  # report a missing package at the start of the run, not at its first step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         writer = self._get_writer()
@@ -58,7 +58,7 @@ class TensorBoardTracker(NullTracker):
     def resume(self, step: int) -> None:
         self.close()  # the purge is written at the start of a new event file
         self._purge_step = step + 1
-        self._step = max(step, 0)  # -1: a new run, whose notes are before step 1
+        self._step = max(step, 0)  # -1: a new run, whose notes come before step 1
 
     def close(self) -> None:
         if self._writer is not None:
@@ -74,7 +74,7 @@ class TensorBoardTracker(NullTracker):
 
 
 def verbatim(text: str) -> str:
-    """Return Markdown that shows ``text`` as it is: a block of code by its indentation, which no text can close."""
+    """Return Markdown that shows ``text`` verbatim: an indented code block, which no text can close."""
     return "\n".join(f"    {line}" for line in text.split("\n"))
 
 
@@ -87,7 +87,7 @@ def _add_settings(writer: SummaryWriter, config: Mapping[str, Any]) -> None:
 
 
 def _add_image_file(writer: SummaryWriter, name: str, data: bytes, step: int) -> None:
-    """Write an image file as it is, without decoding it."""
+    """Write an image file unchanged, without decoding it."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     assert writer.file_writer is not None

@@ -1,4 +1,4 @@
-"""A run's configuration as services take it: one level of names, and texts of a bounded length."""
+"""A run's configuration in the form services accept: flat names, and texts of bounded length."""
 
 from __future__ import annotations
 

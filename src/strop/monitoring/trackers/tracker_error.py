@@ -8,7 +8,7 @@ LONGEST = 300  # characters
 
 
 def describe_error(error: BaseException) -> str:
-    """Return ``ConnectionError: the first line of the message``. What follows it (a statement of SQL, a page of HTML) is left out."""
+    """Return ``ConnectionError: the first line of the message``, without further lines (an SQL statement, an HTML page)."""
     lines = [line.strip() for line in make_printable(str(error)).splitlines() if line.strip()]
     text = lines[0] if lines else ""
     text = text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."

@@ -19,9 +19,9 @@ NAME_FILE = "trackio_run_name"
 
 
 class TrackioTracker(ServiceTracker["trackio.Run"]):
-    """Logs to Trackio, in TRACKIO_DIR or its usual folder, and to ``space_id`` where one is given.
+    """Logs to Trackio, in TRACKIO_DIR or its default folder, and to ``space_id`` if one is given.
 
-    Trackio knows a run by its name, which therefore ends in an id that the log folder keeps. Steps that run again are in it twice.
+    Trackio identifies a run by name, so the name ends with an id stored in the log folder. Steps that run again are in it twice.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class TrackioTracker(ServiceTracker["trackio.Run"]):
             made = create_run_id(self._log_dir, NAME_FILE)
             name = store_run_id(self._log_dir, NAME_FILE, f"{self._name}-{made}" if self._name else made)
         if not self._init["space_id"]:
-            _check_folder(Path(trackio.TRACKIO_DIR))  # what cannot be written there is only a warning of Trackio's
-        off = {"auto_log_gpu": False, "auto_log_cpu": False, "embed": False}  # Strop has monitors of its own
+            _check_folder(Path(trackio.TRACKIO_DIR))  # Trackio only warns if it cannot write there
+        off = {"auto_log_gpu": False, "auto_log_cpu": False, "embed": False}  # Strop has its own monitors
         return trackio.init(project=self._project, name=name, resume="allow", **off, **self._init)
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise OSError if no file can be written in a folder, which is made if need be."""
+    """Raise OSError if a folder, which is created if needed, is not writable."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"x")

@@ -1,4 +1,4 @@
-"""Log to Weights & Biases. The log folder keeps the run's id, so that a resumed run stays one run."""
+"""Log to Weights & Biases. The run's id is stored in the log folder, so that a resumed run stays one run."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class WandbTracker(ServiceTracker["wandb.Run"]):
             self._get_run().log(shown, step=step)
 
     def log_checkpoint(self, saved: SavedCheckpoint) -> None:
-        """Log an artifact ``RUN-checkpoint`` with the alias ``step_N``: the files, or only where they are."""
+        """Log an artifact ``RUN-checkpoint`` with the alias ``step_N``: the files, or only their location."""
         if self._checkpoints == "none":
             return
         import wandb
@@ -75,7 +75,7 @@ class WandbTracker(ServiceTracker["wandb.Run"]):
         if self._checkpoints == "upload":
             artifact.add_dir(str(saved.folder))
         else:
-            artifact.add_reference(saved.folder.as_uri(), checksum=False)  # or it reads every file
+            artifact.add_reference(saved.folder.as_uri(), checksum=False)  # with checksums it would read every file
         run.log_artifact(artifact, aliases=[f"step_{saved.step}"])
 
     def _open_run(self, resume_step: int | None) -> wandb.Run:
@@ -85,7 +85,7 @@ class WandbTracker(ServiceTracker["wandb.Run"]):
         Path(self._init["dir"]).mkdir(parents=True, exist_ok=True)
         from_scratch = resume_step is not None and resume_step < 0
         run_id = None if from_scratch else read_run_id(self._log_dir, ID_FILE)
-        # Console capture would record every redraw of the live console. The summary at the end would stand among the run's last lines.
+        # Console capture would record every redraw of the live console. The final summary would mix with the run's last lines.
         quiet = {} if "WANDB_QUIET" in os.environ else {"quiet": True}
         common = {**self._init, "settings": wandb.Settings(console="off", **quiet)}
         if run_id is None or resume_step is None or self._is_offline():
@@ -112,17 +112,17 @@ class WandbTracker(ServiceTracker["wandb.Run"]):
 
 
 def is_wandb_offline(mode: str | None = None) -> bool:
-    """Return whether Weights & Biases keeps runs on this machine. ``mode`` None: as the environment says."""
+    """Return whether Weights & Biases keeps runs on this machine. ``mode`` None: from the environment."""
     return str(mode or os.environ.get("WANDB_MODE", "")).lower() in ("offline", "dryrun", "disabled")
 
 
 def _has_key() -> bool:
-    """Return whether there is a key, or another way to log in. Raises ValueError for one that cannot be right; nobody is asked."""
+    """Return whether there is a key, or another way to log in. Raises ValueError for a malformed key; never prompts."""
     import wandb
 
     try:
         return bool(wandb.login(prompt=False, verify=False))
-    except (AttributeError, TypeError):  # a version that would ask
+    except (AttributeError, TypeError):  # a version that would prompt
         return bool(wandb.api.api_key)
     except wandb.Error as error:
         raise ValueError(

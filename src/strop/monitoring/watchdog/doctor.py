@@ -21,14 +21,14 @@ from strop.storage.folder_lock import read_holder
 Verdict = Literal["running", "hung", "dead", "finished", "failed", "interrupted", "unknown"]
 HEALTHY: frozenset[Verdict] = frozenset({"running", "finished"})
 ALIVE: frozenset[Verdict] = frozenset({"running", "hung"})
-RECENT_STEPS = 20  # steps examined for errors and mismatch
+RECENT_STEPS = 20  # steps searched for errors and mismatch
 MAX_WAITS_SHOWN = 40
 MISMATCH = "train/token_mult_prob_error"
 MISMATCH_WARNING_PREFIX = "warning: mismatch"
 
 
 class RunNotFound(LookupError):
-    """No run was found. The message says what was looked for."""
+    """No run was found. The message lists where it was searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Diagnosis:
     mismatch: str | None
     checkpoint: str | None = None  # the newest one
     stacks: str | None = None
-    notes: tuple[str, ...] = ()  # the last notes of the run
+    notes: tuple[str, ...] = ()  # the latest notes of the run
     process: str = ""
     advice: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""Find stalls: the innermost waits over their limits, by kind, and what blocks the event loop. Format them for the user."""
+"""Find stalls: the innermost waits over their limits, by kind, and the task that blocks the event loop. Format them for the user."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def find_stalls(
 
     ``loop_blocked``: seconds for which the event loop, in ``loop_thread``, has been blocked; None: it runs.
 
-    While it is blocked, blame only the task that holds it: what other tasks await may already be done.
+    While it is blocked, report only the task that holds it, because other tasks' waits may already be done.
     """
     candidates = waits if loop_blocked is None else [wait for wait in waits if wait.thread != loop_thread]
     by_kind: dict[str, list[Wait]] = {}
@@ -75,7 +75,7 @@ def _innermost_overdue(candidates: Iterable[Wait], waits: Sequence[Wait]) -> lis
 def format_report(stall: Stall, waits: Sequence[Wait], step: int) -> str:
     """Format a stall for the user; the first line has the longest wait."""
     key = f" (watchdog.{stall.kind}_seconds)" if f"{stall.kind}_seconds" in fields_of(WatchdogConfig) else ""
-    prefix = f"step {step} waits longer than the limit of {stall.limit:g} s{key}: "
+    prefix = f"step {step} has waited longer than the limit of {stall.limit:g} s{key}: "
     chains = [
         f"{describe_wait(find_deepest_wait(wait, waits), waits)}, for {wait.seconds:.1f} s"
         for wait in stall.waits[:MAX_WAITS_REPORTED]
@@ -89,7 +89,7 @@ def format_report(stall: Stall, waits: Sequence[Wait], step: int) -> str:
 
 
 def find_deepest_wait(wait: Wait, waits: Sequence[Wait]) -> Wait:
-    """Follow the oldest child of each wait down to the one at fault."""
+    """Follow the oldest child of each wait down to the innermost one."""
     children: dict[int, Wait] = {}
     for other in waits:
         if other.parent is not None:

@@ -48,10 +48,10 @@ class Status:
     checkpoints: str | None  # the folder
     troubles: tuple[str, ...]  # reports of the stalls at this moment
     error: str | None  # the error that ended the run
-    notes: tuple[LogEntry, ...]  # the last notes of the run
+    notes: tuple[LogEntry, ...]  # the latest notes of the run
     reports: tuple[LogEntry, ...]  # the last reports of the watchdog
     stacks: str | None  # the file with the stacks of all threads at the first stall
-    traceback: str | None = None  # of the error, from the first line of a user's code on, if it came through any
+    traceback: str | None = None  # of the error, from the first line of user code on, if it passed through any
 
 
 def write_status(folder: Path, status: Status) -> None:

@@ -1,6 +1,6 @@
 """Open waits: ``with waiting(who, on=what)`` around anything that may hang.
 
-An open wait is an edge from the waiter to what it waits for. Its parent is the wait that was open in the context where it began (a
+An open wait is an edge from the waiter to the thing it waits for. Its parent is the wait that was open in the context where it began (a
 context variable, inherited by asyncio tasks and ``asyncio.to_thread``). If the parent has ended, e.g. for a group that started ahead of
 its step, the parent is the wait whose ``on`` is this wait's ``who``.
 """
@@ -57,7 +57,7 @@ class waiting:
 
 
 def _record(wait: waiting) -> None:
-    """Keep an ended wait for the profile of a step. Those of the training loop are kept by its timer."""
+    """Keep an ended wait for the profile of a step. The training loop's waits are kept by its timer."""
     if wait.who == LOOP:
         return
     ended = time.perf_counter()
@@ -89,7 +89,7 @@ class Wait(NamedTuple):
     seconds: float  # since it began
     parent: int | None  # the number of the enclosing wait
     thread: int
-    running: bool  # its task is currently running in the event loop, so it is what blocks a blocked loop
+    running: bool  # its task is currently running in the event loop, so it is the one that blocks it
 
     @property
     def overdue(self) -> bool:

@@ -274,7 +274,7 @@ MAX_ENTRIES = 20
 
 
 class StatusTracker(NullTracker):
-    """Keeps the last step, the current activity and the last notes."""
+    """Keeps the latest step, activity and notes."""
 
     def __init__(self) -> None:
         self.step = -1
@@ -322,5 +322,5 @@ def _await_chain(coroutine: Any) -> Iterator[str]:
             return
         yield f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         awaited = (value for name in ("cr_await", "gi_yieldfrom", "ag_await") if (value := getattr(coroutine, name, None)))
-        stepped = frame.f_locals.get("work")  # a generator that steps a coroutine itself (strop.environments.forks)
+        stepped = frame.f_locals.get("work")  # a generator that drives a coroutine itself (strop.environments.forks)
         coroutine = stepped if inspect.iscoroutine(stepped) else next(awaited, None)

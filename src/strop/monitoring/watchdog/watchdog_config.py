@@ -10,7 +10,9 @@ from strop.base_config import BaseConfig
 
 
 class WatchdogConfig(BaseConfig):
-    """How long the parts of a run may wait for each other. A wait over its limit appears in the log and in status.json; 0 is no limit."""
+    """How long the parts of a run may wait for each other. A wait over its limit appears in the log and in status.json; 0 means
+    no limit.
+    """
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 

@@ -1,4 +1,4 @@
-"""Make the algorithm of a run. Imports no torch: what an algorithm has against a run is known before anything is loaded."""
+"""Create the algorithm of a run without importing torch, so that incompatibilities are found before anything is loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from strop.runs.tasks import have_turn_states, list_reward_names
 
 
 def make_run_algorithm(config: TrainingRunConfig) -> Algorithm:
-    """Make the algorithm of a run. Raises ValueError if the algorithm, its parts and the run do not go together."""
+    """Create the algorithm of a run. Raises ValueError if the algorithm, its parts and the run are incompatible."""
     if isinstance(config, RolloutRunConfig):
         return make_rollout_algorithm(config)
     assert isinstance(config, RecordedRunConfig)
@@ -20,7 +20,7 @@ def make_run_algorithm(config: TrainingRunConfig) -> Algorithm:
 
 
 def make_rollout_algorithm(config: RolloutRunConfig) -> Algorithm:
-    """Make the algorithm of a run on rollouts. Raises ValueError if the algorithm, its parts and the run do not go together."""
+    """Create the algorithm of a run on rollouts. Raises ValueError if the algorithm, its parts and the run are incompatible."""
     algorithm = make_algorithm(config.algorithm.name, config.algorithm.kwargs, collect_settings(config))
     check_section(config.algorithm.name, algorithm, config.section)
     training = config.rollout_training
@@ -39,17 +39,17 @@ def make_rollout_algorithm(config: RolloutRunConfig) -> Algorithm:
 
 
 def _check_penalties(config: RolloutRunConfig, algorithm: Algorithm) -> None:
-    """Raise ValueError if turns are to be given advantages that the algorithm would not read."""
+    """Raise ValueError if turns would get advantages that the algorithm does not read."""
     if isinstance(config, GrpoRunConfig) and config.reward_penalties.gives_advantages and not isinstance(algorithm, Composition):
         raise ValueError(
-            f"reward_penalties gives turns advantages of their own, which the algorithm {config.algorithm.name} does not read; set "
+            f"reward_penalties gives turns separate advantages, which the algorithm {config.algorithm.name} does not read; set "
             "invalid_tool_call_advantage and malformed_think_tag_advantage to null, or penalize_invalid_tool_call and "
             "penalize_malformed_think_tag to true, which set the reward"
         )
 
 
 def make_recorded_algorithm(config: RecordedRunConfig) -> Algorithm:
-    """Make the algorithm of a run on recorded data. Raises ValueError if it does not belong to this kind of run."""
+    """Create the algorithm of a run on recorded data. Raises ValueError if it belongs to another kind of run."""
     algorithm = make_algorithm(config.algorithm.name, config.algorithm.kwargs, collect_settings(config))
     check_section(config.algorithm.name, algorithm, config.section)
     check_algorithm(algorithm, Plan())
@@ -57,6 +57,6 @@ def make_recorded_algorithm(config: RecordedRunConfig) -> Algorithm:
 
 
 def count_steps_per_batch(config: RolloutRunConfig) -> int:
-    """Return how many optimizer steps one pass over the rollouts of a step is divided into."""
+    """Return the number of optimizer steps in one pass over the rollouts of a step."""
     per_step = config.rollout_training.rollouts_per_step
     return per_step // (config.policy.train_global_batch_size or per_step)

@@ -1,4 +1,4 @@
-"""Which kind of run (section of the configuration) an algorithm belongs to, and whether it fits the run."""
+"""The kind of run (section of the configuration) that an algorithm belongs to, and whether it fits the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from strop.algorithms.critic.gae import VALUES
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
 
-SECTION_DESCRIPTIONS: Mapping[str, str] = {  # section -> what algorithms of this kind of run learn from
+SECTION_DESCRIPTIONS: Mapping[str, str] = {  # section -> what the algorithms of this kind of run learn from
     "grpo": "learns from the rewards of rollouts",
     "ppo": "learns from rollouts with a critic",
     "distillation": "learns from rollouts with a teacher",
@@ -50,6 +50,6 @@ def check_section(name: str, algorithm: Algorithm, section: str) -> None:
 
 
 def check_algorithm(algorithm: Algorithm, plan: Plan) -> None:
-    """Raise ValueError with every problem that the algorithm finds in the plan of the run."""
+    """Raise ValueError with every problem that the algorithm reports for the plan of the run."""
     if problems := list(algorithm.validate(plan)):
         raise ValueError("the algorithm does not fit the run:\n  " + "\n  ".join(problems))

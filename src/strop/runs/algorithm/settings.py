@@ -1,4 +1,6 @@
-"""What a configuration sets of its algorithm: keys that are another name of an option, keys that stand for a part, and ``algorithm.*``."""
+"""A configuration's settings of its algorithm: keys that are aliases of an option, keys that stand for a part, and
+``algorithm.*``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from strop.trainer.training_config import RewardShapingConfig
 
 
 def collect_settings(config: TrainingRunConfig) -> list[AlgorithmSetting]:
-    """Return what a configuration sets, in the order in which it must be applied: parts before their options, ``algorithm.*`` last.
+    """Return the settings of a configuration in the order of application: parts before their options, ``algorithm.*`` last.
 
     Raises ValueError for contradictions.
     """
@@ -34,7 +36,7 @@ def _names_part(value: object) -> bool:
 
 
 def _named_settings(config: TrainingRunConfig) -> Iterator[AlgorithmSetting]:
-    """Yield the keys that are declared as another name of an option (``strop.base_config.sets``) and differ from their default."""
+    """Yield the keys that are declared as aliases of an option (``strop.base_config.sets``) and differ from their default."""
     whole_divergence = config.algorithm.name == "topk_distillation"
     for key, section in iter_sections(config):
         for name, field in fields_of(type(section)).items():
@@ -62,7 +64,7 @@ def _part_settings(config: TrainingRunConfig) -> Iterator[AlgorithmSetting]:
             yield from _shaping_settings("ppo", config.ppo.reward_shaping)
             yield from _policy_loss_settings(config.loss_fn, config.algorithm, kl_in_reward="token_reward")
         case DistillationRunConfig():
-            if config.algorithm.name == "topk_distillation":  # the only one with a divergence
+            if config.algorithm.name == "topk_distillation":  # the only algorithm with a divergence
                 loss = config.loss_fn
                 yield AlgorithmSetting("loss_fn.kl_type", "kl_type", loss.kl_type)
                 yield AlgorithmSetting("loss_fn.mixed_kl_weight", "mixed_kl_weight", loss.mixed_kl_weight)
@@ -83,7 +85,9 @@ ADVANTAGE_NAMES = {"grpo": "group_relative"}  # NeMo-RL's name -> Strop's name, 
 
 
 def _lambda_settings(config: PpoRunConfig) -> Iterator[AlgorithmSetting]:
-    """``gae_lambda`` is the policy's lambda, and beside one of the policy's own the critic's, which does not follow that one."""
+    """``gae_lambda`` is the policy's lambda. If the policy has a separate key for it, ``gae_lambda`` is the critic's, which does
+    not follow that one.
+    """
     gae, key = config.ppo.adv_estimator, "ppo.adv_estimator.gae_lambda"
     if gae.gae_lambda_policy is None:
         if gae.gae_lambda is not None:

@@ -1,4 +1,4 @@
-"""``strop cluster check``: check the nodes that a configuration asks for before a long run."""
+"""``strop cluster check``: check the nodes requested by a configuration before a long run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from strop.distributed.placement import PlacementError
 from strop.distributed.preflight import Finding, RunNeeds, find_problems, format_findings, format_survey
 from strop.runs.cluster.cluster_run import compute_reserved_cpus, runs_on_cpu
 
-NODE_WAIT_SECONDS = 30.0  # for nodes to join and resources to be free; a run waits for cluster.wait_seconds
+NODE_WAIT_SECONDS = 30.0  # for nodes to join and resources to become free; a run waits for cluster.wait_seconds
 
 
 def check_cluster(config: TrainingRunConfig) -> int:

@@ -1,4 +1,4 @@
-"""Start the Ray cluster of a run; restart the run from its newest checkpoint when a rank dies."""
+"""Start the Ray cluster of a run, and restart the run from its newest checkpoint when a rank dies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECOVERABLE_ERRORS = (ActorGroupDied, ActorDied)
 
 @asynccontextmanager
 async def open_cluster(config: TrainingRunConfig, tracker: Tracker) -> AsyncIterator[Cluster | None]:
-    """Connect to the nodes that the run is configured for; yield None for a run in this process only.
+    """Connect to the nodes configured for the run; yield None for a run in this process only.
 
     Raises PlacementError, ConnectionError, ValueError."""
     devices = count_devices(config)
@@ -52,12 +52,12 @@ async def open_cluster(config: TrainingRunConfig, tracker: Tracker) -> AsyncIter
 
 
 def runs_on_cpu(config: TrainingRunConfig) -> bool | None:
-    """Return whether processes stand for GPUs; None if that depends on the cluster."""
+    """Return whether processes replace GPUs; None if that depends on the cluster."""
     return {"cpu": True, "auto": None}.get(config.policy.device, False)
 
 
 def compute_reserved_cpus(config: TrainingRunConfig) -> float:
-    """Return how many CPUs to reserve on each node: the sum over the processes on it, at least 1."""
+    """Return the number of CPUs to reserve on each node: the sum over its processes, at least 1."""
     roles, devices = config.cluster.roles, count_devices(config)
     cpus = devices.per_node * roles.learner.num_cpus + (devices.engines or 1) * roles.generator.num_cpus
     if isinstance(config, RolloutRunConfig):
@@ -69,18 +69,19 @@ def compute_reserved_cpus(config: TrainingRunConfig) -> float:
 
 
 def _max_per_node(processes: int, devices: DeviceCounts) -> int:
-    """Return the largest number of processes on a node when they are spread evenly over the nodes."""
+    """Return the largest number of processes on a node if they are spread evenly."""
     return -(-processes // devices.nodes)
 
 
 class Restarts:
-    """The attempts of a run: if a process dies, another one goes on from the newest checkpoint, ``cluster.max_restarts`` times.
+    """The attempts of a run: if a process dies, another attempt continues from the newest checkpoint, ``cluster.max_restarts``
+    times.
 
-    The count starts over whenever an attempt saves a later step than all earlier ones.
+    The count starts over whenever an attempt saves a later step than all previous ones.
     """
 
     def __init__(self, config: TrainingRunConfig, tracker: Tracker) -> None:
-        self.due = True  # a first attempt, or another one
+        self.due = True  # whether to start an attempt
         self._config, self._tracker = config, tracker
         self._remaining = config.cluster.max_restarts
         self._checkpoints = Path(config.checkpointing.checkpoint_dir).absolute()  # a reward may change the working directory
@@ -88,7 +89,9 @@ class Restarts:
 
     @contextmanager
     def attempt(self) -> Iterator[TrainingRunConfig]:
-        """Contain the death of a process inside the context, which yields the configuration to run. Raises it if no restart is left."""
+        """Handle the death of a process inside the context, which yields the configuration to run. Re-raises it if no restart is
+        left.
+        """
         try:
             yield self._config
         except RECOVERABLE_ERRORS as error:
@@ -108,7 +111,7 @@ class Restarts:
         self._remaining -= 1
         origin = f"from the checkpoint of step {newest}" if newest >= 0 else "from the beginning: there is no checkpoint yet"
         self._tracker.note(
-            f"warning: {error}. The learner restarts {origin}; {self._remaining} more restarts are allowed until another step is saved"
+            f"warning: {error}. The learner restarts {origin}; {self._remaining} more restarts are allowed before another step is saved"
         )
         log.debug("where the error was raised", exc_info=error)
         self._config = replace(self._config, checkpointing=replace(self._config.checkpointing, resume="auto"))

@@ -1,4 +1,4 @@
-"""How the ranks shard a model, and the text that says which devices train and which generate."""
+"""How ranks shard a model, and a text that describes which devices train and which generate."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.schema.run_config import PpoRunConfig
 from strop.distributed.placement import DevicePlan, plan_devices
-from strop.extensions.megatron.megatron_dims import MegatronDims
-from strop.learner.model_config import ModelConfig
-from strop.learner.parallel.parallel_dims import ParallelDims
+from strop.runs.learner_backend import choose_dims
 
 
 def format_placement(config: TrainingRunConfig, *, on_cpu: bool) -> list[str]:
@@ -34,13 +32,6 @@ def format_placement(config: TrainingRunConfig, *, on_cpu: bool) -> list[str]:
             f"env         {_format_environment_processes(config)}",
         ]
     return lines
-
-
-def choose_dims(model: ModelConfig, world: int) -> ParallelDims | MegatronDims:
-    """Return the parallel dimensions of a model on ``world`` ranks of its learner. Raises ValueError."""
-    if model.megatron_cfg.enabled:
-        return MegatronDims.from_config(model.megatron_cfg, world)
-    return ParallelDims.from_config(model.dtensor_cfg, world)
 
 
 def _format_engines(plan: DevicePlan, size: int) -> str:

@@ -28,7 +28,9 @@ def build_torch_engine(
     packed: bool,
     vision: VisionProcessor | None = None,
 ) -> StandaloneTorchEngine:
-    """Build a torch engine on an empty model, whose weights the learner will send. ``vision``: of a model that reads images."""
+    """Build a torch engine on an empty model, whose weights the learner will send. ``vision``: the image processor of a model
+    that reads images.
+    """
 
     def make() -> TorchEngine:
         device = prepare_device(config.device, None)

@@ -1,4 +1,4 @@
-"""The driver's side of a run on a Ray cluster: learners, scorers and engines whose models are in other processes."""
+"""The driver's side of a run on a Ray cluster: learners, scorers and engines with models in other processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from strop.distributed.workers.remote_engine import RemoteEngine
 from strop.distributed.workers.remote_learner import RankCaller, RemoteExporter, RemoteLearner, RemoteMemory
 from strop.distributed.workers.teacher_worker import spawn_teachers
 from strop.environments.remote import RemoteEnvironment
-from strop.extensions.megatron.megatron_policy import sends_draft, write_draft_folder
 from strop.generation.engine_launch import EngineLaunch, LaunchedAdapters, NodeRanks
 from strop.generation.launched_engines import make_launched_engine
 from strop.generation.synced_generator import SyncedGenerator
@@ -32,8 +31,9 @@ from strop.learner.client import AsyncColumnSource, ColumnClient, LearnerClient,
 from strop.models.loading import load_tokenizer, read_model_config
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.cluster.engine_builders import build_torch_engine
-from strop.runs.cluster.rank_builders import choose_rank_builders, make_rank_exporter
+from strop.runs.cluster.rank_exporter import make_rank_exporter
 from strop.runs.engines import GeneratorSpec, make_launch, offloads_learner, pool_engines
+from strop.runs.learner_backend import load_backend
 from strop.runs.models import TokenizerBundle, make_template
 from strop.runs.tasks import describe_environments
 from strop.runs.teachers import StudentInfo, load_teacher
@@ -67,7 +67,8 @@ class RayBackend:
 
     async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, LearnerClient]:
         self._sampling = sampling
-        build = partial(choose_rank_builders(self.config).build_models, self.config, algorithm, sampling, total_steps)
+        backend = load_backend(self.config.policy.learner)
+        build = partial(backend.build_models, self.config, algorithm, sampling, total_steps)
         names = (await self.group.call_all("build_models", build))[0]
         self._share_requests = await self.group.call_all("share_requests")
         return {name: RemoteLearner(self._caller(name)) for name in names}
@@ -132,12 +133,10 @@ class RayBackend:
         )
 
     async def _write_model_folders(self, outputs: Path) -> Path:
-        """Write the folders that engines build the policy, and the head that they draft with, from. Return the policy's."""
+        """Write the folders from which engines build the policy and their draft head. Return the policy's."""
         folder = outputs / "model"
-        write = choose_rank_builders(self.config).write_model_folder
-        await self.group.call_one(0, "call_with_policy", partial(write, folder=folder))
-        if sends_draft(self.config):
-            await self.group.call_one(0, "call_with_policy", partial(write_draft_folder, folder=outputs / "draft"))
+        write = load_backend(self.config.policy.learner).write_model_folder
+        await self.group.call_one(0, "call_with_policy", partial(write, config=self.config, folder=folder))
         return folder
 
     async def _open_export(self, spec: GeneratorSpec, adapters: bool) -> Sequence[int]:
@@ -174,7 +173,7 @@ class RayBackend:
             on_cpu=self.policy_info.on_cpu,
             adapters=None if rank is None else LaunchedAdapters(rank, self.policy_info.adapter_layers),
             reads_images=self.bundle.template.vision is not None,
-            draft=str(folder.parent / "draft") if sends_draft(self.config) else "",
+            draft=str(folder.parent / "draft") if config.sends_draft else "",
             environment=self._thread_env(config.generation.engine_options.num_threads, generates=True),
             output_file=outputs / f"engine_{number}.log",
             nodes=tuple(self._locate_ranks(part) for part in slot.parts) if slot.further else (),
@@ -232,7 +231,7 @@ class RayBackend:
 
 
 def is_time_shared(config: TrainingRunConfig, plan: DevicePlan) -> bool:
-    """Return whether learner and engines take turns on the same devices."""
+    """Return whether learner and engines alternate on the same devices."""
     return plan.colocated and isinstance(config, RolloutRunConfig) and config.rollout_training.max_staleness == 0
 
 
@@ -252,7 +251,7 @@ async def make_ray_backend(config: TrainingRunConfig, cluster: Cluster, tracker:
     address = actors[0].address
     port = await group.call_one(0, "open_store", address)
     await group.call_all("init_process_group", address, port, COLLECTIVE_TIMEOUT)
-    policy_info = (await group.call_all("load_policy", partial(choose_rank_builders(config).load_policy, config)))[0]
+    policy_info = (await group.call_all("load_policy", partial(load_backend(config.policy.learner).load_policy, config)))[0]
     tracker.note(f"learner: ranks 0 to {world - 1} are the processes {_format_pids(actors)}")
     if policy_info.fallback is not None:
         tracker.note(f"warning: the policy reads padded rows: {policy_info.fallback}")

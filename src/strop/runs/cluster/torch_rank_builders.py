@@ -1,4 +1,4 @@
-"""Functions that build the PyTorch models of a rank. The driver binds their configuration with ``functools.partial`` and sends them."""
+"""Functions that build a rank's PyTorch models. The driver binds their configuration with ``functools.partial`` and sends them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def build_rank_models(
     device: str,
     world: int,
 ) -> RankModels:
-    """Load the other models of a run and shard all of them over ``world`` ranks. Raises ValueError for settings that do not go together."""
+    """Load the other models of a run and shard all of them over ``world`` ranks. Raises ValueError for incompatible settings."""
     network = policy.network
     networks = make_trained_networks(config, policy, RankZeroLoader())
     reference = copy_frozen(network) if keeps_reference(config, algorithm) and not lora_layers(network.model) else None
@@ -85,7 +85,7 @@ def build_rank_models(
 
 
 def keeps_reference(config: TrainingRunConfig, algorithm: Algorithm) -> bool:
-    """Return whether the reference scores during training: not if its log-probabilities are computed once before."""
+    """Return whether the reference scores during training, rather than once before it."""
     precomputed = isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
     return REFERENCE_LOGPROBS in algorithm.requires and not precomputed
 
@@ -97,7 +97,7 @@ def _parallelize(network: Network, config: ModelConfig, device: str, world: int,
 def _parallelize_as(
     network: Network, config: DtensorConfig, weights_dtype: torch.dtype | None, device: str, world: int, *, cpu_offload: bool
 ) -> Sharded:
-    """Shard a network over all ranks as its section says, on meshes of its own."""
+    """Shard a network over all ranks according to its section, on separate meshes."""
     meshes = DeviceMeshes(ParallelDims.from_config(config, world), device)
     plan: Mapping[str, str] | None = None
     if (name := config.custom_parallel_plan) is not None and meshes.dims.tensor > 1:
@@ -144,7 +144,7 @@ def load_rank_teachers(
     device: str,
     world: int,
 ) -> dict[tuple[str, str], RankColumns]:
-    """Load the ``teachers`` without separate processes, each sharded over all ranks as its ``dtensor_cfg`` says.
+    """Load the ``teachers`` without separate processes, each sharded over all ranks according to its ``dtensor_cfg``.
 
     Raises ValueError for a teacher that cannot be sharded that way.
     """

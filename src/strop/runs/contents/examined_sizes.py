@@ -1,4 +1,4 @@
-"""Do the sizes of models, tokenizers and sequences of a run fit each other?"""
+"""Checks that the sizes of a run's models, tokenizers and sequences match."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from strop.problems import Problem
 
 @dataclass(frozen=True)
 class SizedModel:
-    """A model of a run that reads tokens, with the keys that name it and limit what it reads."""
+    """A token-reading model of a run, with the keys that name it and limit its input."""
 
     key: str
     name: str
@@ -29,7 +29,7 @@ class SizedModel:
 
 
 def find_size_problems(config: TrainingRunConfig | EvalRunConfig) -> tuple[list[Problem], list[Problem]]:
-    """Return the errors and the warnings of every model of a run whose files are here."""
+    """Return the errors and warnings for every model of a run with local files."""
     errors: list[Problem] = []
     warnings: list[Problem] = []
     for model in _list_models(config):

@@ -1,4 +1,4 @@
-"""What is compared once, when the tokenizer of a run is loaded: sizes of model, tokenizer and sequences, and the end of a turn."""
+"""Checks made once a run's tokenizer is loaded: sizes of model, tokenizer and sequences, and the end of a turn."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from strop.runs.contents.examined_sizes import find_size_problems
 from strop.runs.models import TokenizerBundle
 from strop.sampling import Sampling
 
-MOST_CHECKED = 10_000  # tasks whose answers are looked at
+MOST_CHECKED = 10_000  # tasks whose answers are checked
 
 
 def check_model(config: TrainingRunConfig | EvalRunConfig, bundle: TokenizerBundle, note: Callable[[str], object]) -> None:
-    """Note what may not be as intended. Raises ValueError for sizes that end in an index error."""
+    """Note settings that may not be as intended. Raises ValueError for sizes that would cause an index error."""
     errors, warnings = find_size_problems(config)
     raise_problems(errors)
     for warning in warnings:
@@ -33,27 +33,27 @@ def format_warning(problem: Problem) -> str:
 
 
 def note_turn_end(bundle: TokenizerBundle, sampling: Sampling, section: str, note: Callable[[str], object]) -> None:
-    """Note that replies do not end where the chat template ends them: what follows would be trained on and read by rewards."""
+    """Note if replies do not end where the chat template ends them: the remaining text would be trained on and read by rewards."""
     end = bundle.template.turn_end
     stops = {*bundle.stop_ids, *sampling.stop_token_ids}
     if end is None:
         if not stops and not sampling.stop_strings:
             note(
                 f"warning: {section}.stop_token_ids: neither tokenizer nor model has a token that ends a reply, and none is set, so every "
-                "reply goes on to the limit of tokens. Set it to the ids that end one, or stop_strings to a text."
+                "reply continues to the token limit. Set it to the ids that end one, or stop_strings to a text."
             )
         return
     token_id, text = end
     if token_id not in stops and not any(each and text.endswith(each) for each in sampling.stop_strings):
         known = ", ".join(map(repr, bundle.tokenizer.convert_ids_to_tokens(sorted(stops)))) or "none"
         note(
-            f"warning: {section}.stop_token_ids: the chat template ends a reply with {text!r}, which is no stop token (those are "
-            f"{known}), so replies go on after it, and rewards read what follows. Set it to [{token_id}]."
+            f"warning: {section}.stop_token_ids: the chat template ends a reply with {text!r}, which is not a stop token (those are "
+            f"{known}), so replies continue after it, and rewards read the continuation. Set it to [{token_id}]."
         )
 
 
 def note_empty_answers(source: Mixture, note: Callable[[str], object]) -> None:
-    """Note rows whose expected answer is empty: a reward that looks for it in a reply finds it in every one."""
+    """Note rows with an empty expected answer: a reward that searches for it finds it in every reply."""
     for component in source.components:
         local = component.environment
         if is_streamed(component.tasks) or not (
@@ -62,7 +62,7 @@ def note_empty_answers(source: Mixture, note: Callable[[str], object]) -> None:
             continue
         checked: list[PromptedTask] = []
         for index in range(min(len(component.tasks), MOST_CHECKED)):
-            with suppress(Exception):  # raised again, and counted, when its turn comes
+            with suppress(Exception):  # raised again, and counted, when it is its turn
                 checked.append(component.tasks[index])  # type: ignore[arg-type]
         empty = [task for task in checked if not task.answer.strip()]
         has_answers = len(empty) < len(checked) or local.environment.needs_answers

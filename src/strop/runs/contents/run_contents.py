@@ -1,8 +1,8 @@
-"""What the names of a run stand for: fingerprints of its weights, tokenizers, templates, data, prompts and code.
+"""Fingerprints of the contents behind a run's names: its weights, tokenizers, templates, data, prompts and code.
 
-They are saved with each checkpoint and in the log folder (``contents.json``), and compared when a run is continued. What a key stands for
-has the role of the key (``config.identity``): other data, weights, tokenizers or prompts under the same name are another run. Code may be
-mended in mid-run, which is said.
+They are saved with each checkpoint and in the log folder (``contents.json``), and compared when a run is continued. A key's
+content has the same role as the key (``config.identity``): different data, weights, tokenizers or prompts under the same name
+make it another run. Code may be fixed in mid-run, which is reported.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ Kind = Literal["data", "weights", "tokenizer", "chat template", "file", "code"]
 
 @dataclass(frozen=True)
 class Content:
-    """What a name stands for."""
+    """The content behind a name."""
 
     kind: Kind
     name: str
-    digest: str  # empty where it cannot be known, as for a set of the hub that is not in the cache
+    digest: str  # empty if unknown, for example for an uncached hub dataset
     size: str = ""
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Content:
 
 @dataclass(frozen=True)
 class ContentChange:
-    """A key whose value is the same, and stands for something else."""
+    """A key with the same value but different content."""
 
     key: str
     old: Content
@@ -80,7 +80,7 @@ class ContentChange:
 
 
 def find_contents(config: TrainingRunConfig) -> dict[str, Content]:
-    """Return what the names of a run stand for, by their keys. What cannot be read has no digest: the run itself says why."""
+    """Return the contents behind a run's names, by key. Unreadable content has no digest; the run itself reports why."""
     found = [*_data(config), *_models(config), *_tokenizers(config)]
     known = dict(found)
     return known | {key: content for key, content in _files_and_code(config) if key not in known}
@@ -89,7 +89,7 @@ def find_contents(config: TrainingRunConfig) -> dict[str, Content]:
 def compare_contents(
     old: Mapping[str, Content], new: Mapping[str, Content], model: type[TrainingRunConfig]
 ) -> list[ContentChange]:
-    """Return what stands for something else. Names that differ are compared as settings."""
+    """Return the contents that differ. Differing names are compared as settings."""
     changes = []
     for key, content in new.items():
         before = old.get(key)
@@ -107,7 +107,7 @@ def write_contents(contents: Mapping[str, Content]) -> str:
 
 
 def read_contents(path: Path) -> dict[str, Content]:
-    """Return the fingerprints of a run; empty for one of an earlier version, or for a file that cannot be read."""
+    """Return the fingerprints of a run; empty for a run of an earlier version, or an unreadable file."""
     try:
         return {str(key): Content(**values) for key, values in json.loads(path.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, TypeError, AttributeError):
@@ -134,7 +134,7 @@ def _describe_dataset(entry: DataEntryConfig, name: str) -> Content:
         if files:
             digest = digest_ends(files) if streamed else digest_files(files)
             return Content("data", name, digest, _size_of(files))
-    except (OSError, DataError):  # said where the data is read
+    except (OSError, DataError):  # reported where the data is read
         return Content("data", name, "")
     commit = find_cached_commit("datasets", name, entry.revision)
     return Content("data", name, commit, "commit of the hub" if commit else "")
@@ -163,7 +163,7 @@ def _digest_rows(rows: Any) -> str:
 
 
 def _describe_object(value: Any) -> Any:
-    """Return what stands for an object of a row, which must not hold its address."""
+    """Return a representation of an object in a row that does not contain its address."""
     for name in ("tolist", "isoformat", "tobytes"):
         if callable(method := getattr(value, name, None)):
             found = method()
@@ -212,7 +212,7 @@ def _tokenizers(config: TrainingRunConfig) -> Iterator[tuple[str, Content]]:
 
 
 def _read_tokenizer_settings(folder: Path) -> tuple[str, str]:
-    """Return the settings of a tokenizer without its chat template, and the template."""
+    """Return a tokenizer's settings without its chat template, and the template."""
     settings: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         settings = json.loads((folder / "tokenizer_config.json").read_bytes())
@@ -230,7 +230,7 @@ def _glob(folder: Path, patterns: Iterable[str]) -> list[Path]:
 
 
 def _files_and_code(config: TrainingRunConfig) -> Iterator[tuple[str, Content]]:
-    """Yield the other files and the code that values of the configuration name."""
+    """Yield the other files and the code named by values of the configuration."""
     for key, value in _walk_values(config):
         if key.startswith(WITHOUT_CODE):
             continue
@@ -243,7 +243,7 @@ def _files_and_code(config: TrainingRunConfig) -> Iterator[tuple[str, Content]]:
 def _walk_values(config: TrainingRunConfig) -> Iterator[tuple[str, Any]]:
     for key, section in iter_sections(config):
         for name, value in vars(section).items():
-            if name in ("rows", "options"):  # data in memory; options of environments follow
+            if name in ("rows", "options"):  # data in memory; options of environments are handled below
                 continue
             yield from _flatten(value, f"{key}.{name}" if key else name)
     if isinstance(config, RolloutRunConfig):
@@ -287,7 +287,7 @@ def _split_command(key: str, value: str) -> list[str]:
 
 
 def _find_module(name: str) -> Path | None:
-    """Return the file of a module that a name of code begins with; None for one that is not there, or is part of Strop."""
+    """Return the file of the module at the beginning of a code name; None if it does not exist, or is part of Strop."""
     if name.endswith(".py"):
         path = Path(name).expanduser()
         return path if _is_file(path) else None
@@ -311,7 +311,7 @@ def _describe_callable(function: Any) -> Content:
         if _is_file(file):
             return Content("code", name, digest_files(_with_neighbours(file)))
         return Content("code", name, _hash_text(inspect.getsource(inner)))  # of a notebook's cell
-    except (OSError, TypeError):  # of a cell that is gone, or compiled
+    except (OSError, TypeError):  # from a notebook cell that is gone, or compiled
         return Content("code", name, "")
 
 
@@ -322,7 +322,7 @@ def _with_neighbours(file: Path) -> list[Path]:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # not a valid file name
         return False
 
 

@@ -1,4 +1,4 @@
-"""Describe what a run would do on GPUs that this machine does not have (``--dry-run --assume-gpus 8 --assume-nodes 2``)."""
+"""Describe a run on GPUs that this machine lacks (``--dry-run --assume-gpus 8 --assume-nodes 2``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from strop.config.schema.recorded_config import MOST_EXAMPLES
 from strop.data.packing_config import format_micro_batches
 from strop.distributed.placement import DevicePlan, plan_devices
 from strop.runs.algorithm.run_algorithm import count_steps_per_batch
-from strop.runs.cluster.device_plan import choose_dims, format_device_rows
+from strop.runs.cluster.device_plan import format_device_rows
+from strop.runs.learner_backend import choose_dims
 from strop.weight_sync.weight_sync_config import choose_auto_transport
 
 
@@ -30,7 +31,7 @@ def describe_assumed(config: TrainingRunConfig) -> Iterator[str]:
 
 
 def _format_shares(config: TrainingRunConfig, plan: DevicePlan) -> str:
-    """Format how many rollouts or examples of an optimizer step each rank that reads its own micro-batches gets."""
+    """Format the number of rollouts or examples per optimizer step for each rank that reads its own micro-batches."""
     counts = count_devices(config)
     ranks = choose_dims(config.policy, len(plan.training)).data if counts.uses_ray else 1
     noun, total = "rollouts", config.policy.train_global_batch_size

@@ -1,7 +1,8 @@
-"""Look at what a configuration names, before anything is loaded: its algorithm, layout, models, data, environments and optimizers.
+"""Checks everything that a configuration names before anything is loaded: algorithm, layout, models, data, environments and
+optimizers.
 
-``--dry-run`` prints what is found, and a run refuses the same configurations. torch is imported last, and only for an optimizer or a
-scheduler whose arguments are not known without it.
+``--dry-run`` prints the result, and a run refuses the same configurations. torch is imported last, and only for optimizers or
+schedulers with unknown arguments.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found of a configuration that can be run."""
+    """The result of examining a valid configuration."""
 
     algorithm: Algorithm | None  # None: an evaluation
-    notes: tuple[str, ...]  # what was found, and what was not looked at
+    notes: tuple[str, ...]  # what was found, and what was not examined
 
 
 def examine_loaded(loaded: LoadedConfig[Any], *, data: bool = True) -> Examination:
-    """Look at everything that a configuration names. Raises ConfigError with all that is wrong, and in which file and line."""
+    """Examine everything that a configuration names. Raises ConfigError with all problems and their file and line."""
     try:
         return examine(loaded.config, data=data)
     except ConfigError as error:
@@ -50,9 +51,11 @@ def examine_loaded(loaded: LoadedConfig[Any], *, data: bool = True) -> Examinati
 
 
 def examine(config: TrainingRunConfig | EvalRunConfig, *, data: bool = True) -> Examination:
-    """Look at everything that a configuration names. Raises ConfigError with all that is wrong.
+    """Examine everything that a configuration names. Raises ConfigError with all problems.
 
-    ``data``: also at the first rows, the options of environments and the checkpoints, which a run reads itself before it loads a model."""
+    ``data``: also examine the first rows, the environments' options and the checkpoints, which a run reads itself before it loads
+    a model.
+    """
     problems: list[Problem] = []
     algorithm = None
     if not isinstance(config, EvalRunConfig):
@@ -64,7 +67,7 @@ def examine(config: TrainingRunConfig | EvalRunConfig, *, data: bool = True) -> 
     environments: Mapping[str, EnvironmentHandle[Any]] = {}
     notes: Sequence[str] = ()
     if data:
-        from strop.runs.dry_run.examined_data import examine_data  # readers of every kind of data, which a run has no need of
+        from strop.runs.dry_run.examined_data import examine_data  # readers of all kinds of data, which a run does not need
 
         rows = examine_data(config)
         found, environments, notes = [*found, *rows.problems], rows.environments, rows.notes
@@ -114,7 +117,7 @@ def _collect(problems: list[Problem], check: Callable[[Any], Any], config: Train
 
 
 def _place(config: TrainingRunConfig) -> None:
-    """Raise PlacementError, ValueError for a layout that does not fit, whatever the devices are."""
+    """Raise PlacementError, ValueError for a layout that cannot fit any devices."""
     if count_devices(config).uses_ray:
         format_placement(config, on_cpu=True)
 
@@ -127,7 +130,7 @@ def _require_engine(config: TrainingRunConfig | EvalRunConfig) -> None:
 
 
 def _describe_checkpoints(config: TrainingRunConfig) -> list[str]:
-    """Say what a run would do with what its folder of checkpoints holds. Raises ConfigError for a run that it cannot continue."""
+    """Describe what a run would do with its existing checkpoints. Raises ConfigError for a run that it cannot continue."""
     saving = config.checkpointing
     folder = Path(saving.checkpoint_dir)
     try:

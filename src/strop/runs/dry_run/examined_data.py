@@ -1,4 +1,4 @@
-"""Are there the columns, rewards and options that a configuration names? Looks at the first rows of each dataset."""
+"""Checks that the columns, rewards and options named by a configuration exist, using the first rows of each dataset."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from strop.user_code import UserCodeError
 
 @dataclass
 class DataExamination:
-    """What was found of the data and the environments of a run."""
+    """The result of examining a run's data and environments."""
 
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ class DataExamination:
 def examine_data(
     config: TrainingRunConfig | EvalRunConfig, entries: Iterable[tuple[str, DataEntryConfig]] | None = None
 ) -> DataExamination:
-    """Look at the environments of a run and its data: all of them, or ``entries`` with their keys."""
+    """Examine a run's environments and its data: all of it, or ``entries`` with their keys."""
     config = config.with_graders() if isinstance(config, EvalRunConfig) else config
     purpose: Purpose = "evaluation" if isinstance(config, EvalRunConfig) else "train"
     found = DataExamination()
@@ -55,7 +55,7 @@ def examine_data(
         if entry.dataset_name is None or known or (peek := _peek(key, entry, found, purpose)) is None:
             continue
         if not len(peek.records):
-            found.notes.append(f"{key}: {entry.dataset_name} is too large to be looked at")
+            found.notes.append(f"{key}: {entry.dataset_name} is too large to be examined")
             continue
         source = _only_first_rows(entry, peek)
         try:
@@ -72,16 +72,16 @@ def examine_data(
 
 
 def _add_error(key: str, error: Exception, found: DataExamination) -> None:
-    """Add what keeps a part from being looked at: a problem, or a note where it is a package that is assumed to be installed."""
+    """Add an error that prevents an examination: as a problem, or as a note if it is due to a package assumed to be installed."""
     package = _find_missing_package(error)
     if package is not None and packages.assume(package):
-        found.notes.append(f"{key}: not looked at without the package {package}")
+        found.notes.append(f"{key}: not examined without the package {package}")
     else:
         found.problems.append(Problem(key, str(error)))
 
 
 def _find_missing_package(error: BaseException | None) -> str | None:
-    """Return the package whose import failed; None where something else is wrong, as with an import of a user's own file."""
+    """Return the package whose import failed; None for other errors, such as an import of a user's own file."""
     while error is not None and not isinstance(error, UserCodeError):
         if isinstance(error, ModuleNotFoundError):
             return error.name
@@ -90,7 +90,7 @@ def _find_missing_package(error: BaseException | None) -> str | None:
 
 
 def _only_first_rows(entry: DataEntryConfig, peek: Peek) -> DataSource:
-    """Return an entry's source with the first rows in place of the whole dataset."""
+    """Return an entry's source with the first rows instead of the whole dataset."""
     source = DataSource.from_entry(entry, seed=0, part="train")
     rows_of = BUILTIN_DATASETS.get(str(entry.dataset_name))
     return replace(
@@ -121,24 +121,22 @@ def _peek(key: str, entry: DataEntryConfig, found: DataExamination, purpose: Pur
         found.problems.append(Problem(key, str(error)))
         return None
     if peek is None:
-        found.notes.append(
-            f"{key}: {entry.dataset_name} is of the hub and not in the local cache: its columns were not looked at"
-        )
+        found.notes.append(f"{key}: {entry.dataset_name} is on the hub and not in the local cache: its columns were not examined")
     return peek
 
 
 def _find_code(key: str, entry: DataEntryConfig, found: DataExamination) -> None:
-    """Find out whether the code that makes an entry's rows can be called as configured. It may take long, and is not called here."""
+    """Check whether the code that creates an entry's rows can be called as configured. It may be slow, and is not called here."""
     try:
         DataSource.from_entry(entry, seed=0, part="train").check_arguments()
     except DataError as error:
         found.problems.append(Problem(key, str(error)))
     else:
-        found.notes.append(f"{key}: {entry.dataset_name} makes its rows when the run starts: its columns were not looked at")
+        found.notes.append(f"{key}: {entry.dataset_name} creates its rows when the run starts: its columns were not examined")
 
 
 def _make_environments(config: RolloutRunConfig | EvalRunConfig, found: DataExamination) -> None:
-    """Make the environments of a run, which checks their options and imports their code."""
+    """Create the environments of a run, which checks their options and imports their code."""
     for alias, section in config.env.items():
         try:
             found.environments[alias] = LocalEnvironment(make_environment(section.type_of(alias), section.options))
@@ -147,11 +145,11 @@ def _make_environments(config: RolloutRunConfig | EvalRunConfig, found: DataExam
 
 
 def _read_tasks(local: LocalEnvironment[Any] | None, source: DataSource) -> list[Any]:
-    """Return the first tasks of an environment that reads rows. Raises DataError for rows that are none."""
+    """Return the first tasks of an environment that reads rows. Raises DataError for invalid rows."""
     environment = None if local is None else local.environment
     if not isinstance(environment, DatasetEnvironment):
         return []
-    tasks: Sequence[Any] = DatasetEnvironment.tasks(environment, source)  # what a subclass adds may load models
+    tasks: Sequence[Any] = DatasetEnvironment.tasks(environment, source)  # a subclass may load models here
     return [tasks[index] for index in range(len(tasks))]
 
 
@@ -167,7 +165,7 @@ def _may_download(config: TrainingRunConfig | EvalRunConfig) -> bool:
 
 
 def _look_at_images(key: str, rows: Sequence[Any], may_download: bool, found: DataExamination) -> None:
-    """Read the images of the first rows; those at addresses are left alone where they may be downloaded."""
+    """Read the images of the first rows, except those at URLs if they may be downloaded."""
     shown = [images_of((*getattr(row, "messages", ()), *getattr(row, "prompt", ()))) for row in rows]
     images = [image for listed in shown for image in listed]
     try:

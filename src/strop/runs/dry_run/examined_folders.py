@@ -1,4 +1,4 @@
-"""Can the folders that a configuration names be written? Nothing is left in them: a dry run creates no folder of the run."""
+"""Checks that the folders named by a configuration are writable. Nothing is left in them: a dry run creates no run folder."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def find_folder_problems(config: TrainingRunConfig) -> Iterator[Problem]:
 
 
 def _find_existing(folder: Path) -> Path:
-    """Return the folder, or the innermost one around it that exists. A file or a dangling link counts: nothing can be created there."""
+    """Return the folder, or its closest existing parent. A file or a dangling link counts, because nothing can be created there."""
     return next(path for path in (folder, *folder.parents) if path.is_symlink() or path.exists())

@@ -1,4 +1,4 @@
-"""Do the folders that a configuration names as models hold one? Names of the hub are not looked up."""
+"""Checks that folders named as models contain one. Hub names are not looked up."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from strop.base_config import BaseConfig
 from strop.config.schema.run_config import EvalRunConfig, iter_model_names
+from strop.models.rank_shards import find_shards
 from strop.packages import are_assumed
 from strop.problems import Problem
 from strop.user_code import find_near_paths
@@ -33,9 +34,9 @@ def find_model_problems(config: BaseConfig) -> Iterator[Problem]:
 
 
 def list_models_elsewhere(config: BaseConfig) -> list[str]:
-    """Return a note for each model in a folder of the machines that are assumed."""
+    """Return a note for each model in a folder that is assumed to exist on the run's machines."""
     return [
-        f"{key}: {name} is not on this machine: it was not looked at"
+        f"{key}: {name} is not on this machine: it was not examined"
         for key, name in iter_model_names(config)
         if is_elsewhere(name)
     ]
@@ -46,7 +47,7 @@ def is_elsewhere(name: str) -> bool:
 
 
 def explain_missing_model(name: str) -> str | None:
-    """Return why a name is not that of a model; None if it may be one."""
+    """Explain why a name does not refer to a model; None if it may."""
     try:
         path = Path(os.path.expanduser(name))
         if path.is_dir():
@@ -66,7 +67,7 @@ def explain_missing_model(name: str) -> str | None:
 
 
 def _explain_folder(path: Path) -> str | None:
-    if any(path.glob("*.gguf")) or (path / ADAPTERS_FILE).exists() or (path / ".metadata").exists():
+    if any(path.glob("*.gguf")) or (path / ADAPTERS_FILE).exists() or find_shards(path) is not None:
         return None
     file = path / "config.json"
     if not file.exists():
@@ -84,8 +85,7 @@ def _explain_folder(path: Path) -> str | None:
 
 def _explain_shards(name: str) -> str | None:
     """Return how to make a model of a folder with the shards of a checkpoint, which only an evaluation reads as they are."""
-    path = Path(name).expanduser()
-    if not (path / ".metadata").exists() and not any(path.glob("iter_*/.metadata")):
+    if find_shards(Path(name).expanduser()) is None:
         return None
     from strop.models.loading import ModelNotFound, locate_model  # imports Transformers
 

@@ -1,7 +1,7 @@
-"""Models whose config.json is here, built without weights (on the meta device) and asked what a run asks of them once they are loaded.
+"""Builds models with a local config.json without weights (on the meta device), and runs the same checks as after loading.
 
-What only the weights or a forward pass tell is left to the run: whether a model reads packed rows, and whether stages pass hidden states
-on as they are.
+Checks that need weights or a forward pass are left to the run: whether a model reads packed rows, and whether stages pass hidden
+states on unchanged.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig, RmRunConfig, list_trained_models
-from strop.extensions.megatron.megatron_dims import MegatronModelShape, divisors, model_errors
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.policy_extension import policy_extensions
-from strop.models.local_files import read_local_config
+from strop.models.local_files import ModelShape, list_divisors, read_local_config
 from strop.problems import Problem
+from strop.runs.learner_backend import load_backend
 from strop.user_code import describe_error
 
 Check = Callable[[Any], object]  # takes a Network, and raises ValueError
@@ -31,21 +31,23 @@ def find_network_problems(config: TrainingRunConfig) -> Iterator[Problem]:
     models: dict[str, ModelConfig | TeacherConfig] = dict(list_trained_models(config))
     if isinstance(config, DistillationRunConfig):
         models |= {key: each for key, each in config.all_teachers.items() if each.model_name != "self" and not each.hosts}
-    ranks = count_devices(config).learner_devices
     for key, model in models.items():
-        if not (values := read_local_config(model.model_name)):
-            continue
-        if model.megatron_cfg.enabled:
-            yield from _check_megatron(key, model, values)
-            continue
-        scores = key == "value" or isinstance(config, RmRunConfig)
-        checks = _list_checks(model, ranks)
-        if checks or scores or getattr(model, "hf_config_overrides", None) or "quantization_config" in values:
-            yield from _ask(key, model, checks, scores=scores, trusted=config.policy.trust_remote_code)
+        if values := read_local_config(model.model_name):
+            yield from load_backend(model.learner).examine(config, key, model, values)
     if isinstance(config, RolloutRunConfig):
         yield from _check_router_replay(config)
     if isinstance(config, RolloutRunConfig) and config.policy.generation.uses_vllm:
         yield from _check_vllm(config)
+
+
+def examine_torch_model(
+    config: TrainingRunConfig, key: str, model: ModelConfig | TeacherConfig, values: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """Yield why the torch learner cannot divide, adapt or round a model as configured."""
+    scores = key == "value" or isinstance(config, RmRunConfig)
+    checks = _list_checks(model, count_devices(config).learner_devices)
+    if checks or scores or getattr(model, "hf_config_overrides", None) or "quantization_config" in values:
+        yield from _ask(key, model, checks, scores=scores, trusted=config.policy.trust_remote_code)
 
 
 def _check_router_replay(config: RolloutRunConfig) -> Iterator[Problem]:
@@ -55,29 +57,18 @@ def _check_router_replay(config: RolloutRunConfig) -> Iterator[Problem]:
         yield Problem("policy.router_replay.enabled", f"found true, but {name} has no experts", "Set it to false.")
 
 
-def _check_megatron(key: str, model: ModelConfig | TeacherConfig, values: Mapping[str, Any]) -> Iterator[Problem]:
-    from strop.extensions.megatron.families.family_checks import check_architecture  # needs torch
-
-    try:
-        check_architecture(model.megatron_cfg, model.model_name, values)
-    except ValueError as error:
-        yield Problem("" if str(error).startswith("policy.megatron_cfg.") else f"{key}.megatron_cfg.enabled", str(error))
-    if (shape := MegatronModelShape.from_hf(model.model_name, values)) is not None:
-        yield from model_errors(model.megatron_cfg, f"{key}.megatron_cfg", shape)
-
-
 def _check_vllm(config: RolloutRunConfig) -> Iterator[Problem]:
-    """vLLM divides the attention heads; the heads of keys and values may be fewer than its ranks, which then hold copies."""
+    """vLLM divides the attention heads; there may be fewer key and value heads than ranks, which then hold copies."""
     size, name = config.policy.generation.vllm_cfg.tensor_parallel_size, config.policy.model_name
-    shape = MegatronModelShape.from_hf(name, read_local_config(name)) if size > 1 else None
+    shape = ModelShape.from_hf(name, read_local_config(name)) if size > 1 else None
     if shape is not None and (shape.heads % size or (shape.key_value_heads % size and size % shape.key_value_heads)):
         heads = f"{shape.heads} attention heads ({shape.key_value_heads} key-value heads)"
         message = f"found {size}, by which vLLM cannot divide the {heads} of {name}"
-        yield Problem("policy.generation.vllm_cfg.tensor_parallel_size", message, divisors(shape.heads))
+        yield Problem("policy.generation.vllm_cfg.tensor_parallel_size", message, list_divisors(shape.heads))
 
 
 def _list_checks(model: ModelConfig | TeacherConfig, ranks: int) -> dict[str, Check]:
-    """Return what is asked of a network, by the key that it is about: nothing of one that is trained whole on a device."""
+    """Return the checks of a network, by their key; none for one that is trained whole on one device."""
     checks: dict[str, Check] = {}
     if isinstance(model, ModelConfig) and model.dtensor_cfg.lora_cfg.enabled:
         from strop.models.lora import find_target_layers
@@ -91,7 +82,7 @@ def _list_checks(model: ModelConfig | TeacherConfig, ranks: int) -> dict[str, Ch
 
 
 def _list_divisions(sizes: DtensorConfig, ranks: int) -> Iterator[tuple[str, Check]]:
-    """Yield what is asked of a network that ranks share, by key."""
+    """Yield the checks of a network that ranks share, by key."""
     if max(sizes.tensor_parallel_size, sizes.expert_parallel_size, sizes.pipeline_parallel_size) == 1:
         return
     from strop.learner.parallel.expert_parallel import check_experts
@@ -111,7 +102,9 @@ def _list_divisions(sizes: DtensorConfig, ranks: int) -> Iterator[tuple[str, Che
 def _ask(
     key: str, model: ModelConfig | TeacherConfig, checks: Mapping[str, Check], *, scores: bool, trusted: bool
 ) -> Iterator[Problem]:
-    """``scores``: it is a classifier: a reward model or critic. ``trusted``: a run executes the model's own code; this does not."""
+    """``scores``: the model is a classifier, a reward model or critic. ``trusted``: a run may execute the model's own code; this
+    function does not.
+    """
     from strop.models.classifiers import to_classifier_config
     from strop.models.loading import build_on_meta
     from strop.models.network import Network
@@ -125,7 +118,7 @@ def _ask(
         if not (trusted and "trust_remote_code" in str(error)):
             yield Problem(f"{key}.model_name", str(error).removeprefix("policy.model_name: "))
         return
-    except Exception as error:  # of the model's class, which loading it raises too
+    except Exception as error:  # errors of the model's class, also raised by loading it
         yield Problem(f"{key}.model_name", f"its config.json makes no model here: {describe_error(error)}")
         return
     for name, check in checks.items():

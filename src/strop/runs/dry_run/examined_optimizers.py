@@ -1,4 +1,4 @@
-"""Do optimizers and schedulers take the arguments that a configuration gives them?"""
+"""Checks that optimizers and schedulers accept their configured arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from strop.problems import Problem
 
 
 def find_optimizer_problems(config: TrainingRunConfig) -> Iterator[Problem]:
-    """Yield what the optimizers and schedulers of a run refuse. Makes one for a single weight if its arguments are not known here."""
+    """Yield what a run's optimizers and schedulers reject. If their arguments are not known here, one is created for a single
+    weight.
+    """
     for key, model in list_trained_models(config):
         yield from _find_problems(key, model)
 
@@ -44,7 +46,7 @@ def _find_problems(key: str, model: ModelConfig) -> Iterator[Problem]:
 
 
 def _is_known_stage(stage: ScheduleStageConfig) -> bool:
-    """Return whether a schedule has been checked here, or is one of torch whose arguments are known and in their ranges."""
+    """Return whether a schedule was checked here, or is a torch scheduler with known arguments within their ranges."""
     known = KNOWN_SCHEDULERS.get(stage.name)
     if "." not in stage.name or known is None:
         return known is None and "." not in stage.name
@@ -58,5 +60,5 @@ def _is_in(value: object, low: float, high: float) -> bool:
 
 
 def _is_known(optimizer: OptimizerConfig) -> bool:
-    """Return whether a rule of the section has checked all arguments."""
+    """Return whether a check of the section has covered all arguments."""
     return set(optimizer.kwargs) <= KNOWN_OPTIMIZERS.get(optimizer.name, frozenset())

@@ -1,4 +1,4 @@
-"""Are the chat templates that a configuration sets Jinja, are there the forms of calls, and can conversations go on?"""
+"""Checks that configured chat templates are valid Jinja, that tool call formats exist, and that conversations can continue."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from strop.problems import Problem
 from strop.tools.formats.choose_format import FORMATS
 from strop.user_code import describe_error, suggest_names
 
-GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # Transformers' own tag around what a model wrote
+GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # Transformers' own tag around the model's text
 
 
 def find_template_problems(config: BaseConfig) -> Iterator[Problem]:
-    """Yield a problem for each chat template that Jinja cannot read, and each form of calls that does not exist."""
+    """Yield a problem for each chat template that is not valid Jinja, and each tool call format that does not exist."""
     for key, section in iter_sections(config):
         name = section.tool_call_format if isinstance(section, TokenizerConfig) else None
         if name is not None and name not in FORMATS:
-            yield Problem(f"{key}.tool_call_format", f"there is no form of calls {name!r}{suggest_names(name, FORMATS)}")
+            yield Problem(f"{key}.tool_call_format", f"there is no tool call format {name!r}{suggest_names(name, FORMATS)}")
     texts = {
         f"{key}.chat_template": section.chat_template
         for key, section in iter_sections(config)
@@ -48,7 +48,7 @@ def find_template_problems(config: BaseConfig) -> Iterator[Problem]:
 def find_conversation_problems(
     config: RolloutRunConfig | EvalRunConfig, environments: Iterable[EnvironmentHandle[Any]]
 ) -> Iterator[Problem]:
-    """Yield why the chat template of a tokenizer that is here cannot render the tools or the turns of environments."""
+    """Yield why the chat template of a local tokenizer cannot render the environments' tools or turns."""
     section, key = (
         (config.tokenizer, "tokenizer") if isinstance(config, EvalRunConfig) else (config.policy.tokenizer, "policy.tokenizer")
     )
@@ -68,6 +68,6 @@ def find_conversation_problems(
         describe_tool_calls(speaking, template, section.tool_call_format)
         template.encode_observation([user("?")], ())
     except (ModelNotFound, RemoteCodeRefused):
-        return  # said where the model is loaded
-    except Exception as error:  # of the template, which may raise anything
+        return  # reported when the model is loaded
+    except Exception as error:  # of the template, which may raise any exception
         yield Problem(key, str(error) if isinstance(error, ValueError) else f"the chat template fails: {describe_error(error)}")

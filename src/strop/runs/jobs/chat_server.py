@@ -1,4 +1,4 @@
-"""OpenAI's HTTP API over the torch engine: models, chat completions and completions, also streamed."""
+"""OpenAI's HTTP API over the torch engine: models, chat completions and completions, with streaming."""
 
 from __future__ import annotations
 

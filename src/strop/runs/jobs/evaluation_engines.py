@@ -1,7 +1,7 @@
 """The engines of an evaluation: in this process, in processes of this machine, or on the nodes of a Ray cluster.
 
-The model is in memory once for each engine. Engines in other processes read it from its folder themselves: this process then holds the
-tokenizer alone.
+The model is in memory once for each engine. Engines in other processes read it from its folder themselves, so this process holds
+only the tokenizer.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ Note = Callable[[str], object]
 
 @dataclass(frozen=True)
 class OpenEngines:
-    """What samples an evaluation, and the chat template of its model."""
+    """The generator of an evaluation, and the chat template of its model."""
 
     generator: Generator
     template: ChatTemplate
 
 
 def uses_ray(job: EvaluationJob) -> bool:
-    """Whether the engines are actors of Ray: as configured, on several nodes, or several of the torch engine."""
+    """Whether the engines are Ray actors: if configured, on several nodes, or with several torch engines."""
     cluster, generation = job.cluster, job.generation
     if cluster.backend != "auto" or cluster.num_nodes > 1:
         return cluster.backend == "ray" or cluster.num_nodes > 1
@@ -72,7 +72,8 @@ def uses_ray(job: EvaluationJob) -> bool:
 
 @asynccontextmanager
 async def open_engines(job: EvaluationJob, note: Note, *, output_folder: Path | None) -> AsyncIterator[OpenEngines]:
-    """Start the engines of an evaluation for the time of the context. ``output_folder``: for their output; None: a temporary one.
+    """Start the engines of an evaluation for the duration of the context. ``output_folder``: for their output; None: a temporary
+    one.
 
     Raises ModelNotFound, ValueError, PlacementError, ConnectionError.
     """
@@ -129,7 +130,7 @@ def _make_launch(
 
 
 def _share_devices(job: EvaluationJob, *, on_cpu: bool) -> Any:
-    """Return the section of the engines, with as many of them as the GPUs of this machine that may be used have room for."""
+    """Return the section of the engines, with as many engines as fit on the usable GPUs of this machine."""
     generation = job.generation
     if on_cpu or generation.engine_options.num_engines is not None:
         return generation
@@ -233,7 +234,7 @@ def _make_torch_engine(
     number: int,
     slot: DeviceSlot,
 ) -> ServingEngine:
-    policy = replace(job.policy, num_threads=None)  # the environment of the process says how many
+    policy = replace(job.policy, num_threads=None)  # set by the process's environment variables
     make = partial(
         build_serving_torch_engine, f"engine {number}", policy, job.generation.torch_cfg, job.rules.max_length, bundle.stop_ids
     )
@@ -265,8 +266,9 @@ def _make_actor(
 
 
 def _find_weights(job: EvaluationJob, stack: AsyncExitStack, note: Note, *, parent: Path | None) -> str:
-    """Return the name or folder that vLLM reads the model from: its own, or a temporary one for adapters, a GGUF file, and a configuration
-    with overrides. ``parent``: of the temporary folder, which several nodes see."""
+    """Return the name or folder from which vLLM reads the model: its own, or a temporary one for adapters, a GGUF file, or a
+    configuration with overrides. ``parent``: parent of the temporary folder, visible to several nodes.
+    """
     name = job.policy.model_name
     fixed = fixed_rotary_config(read_model_config(name), job.policy.max_total_sequence_length)
     overrides = {**job.policy.hf_config_overrides, **fixed}
@@ -278,7 +280,7 @@ def _find_weights(job: EvaluationJob, stack: AsyncExitStack, note: Note, *, pare
     if merged or gguf is not None:
         target = folder / "model"
         note(f"{'merging the adapters' if merged else 'writing the weights of the GGUF file'} to a temporary folder, {folder}")
-        _export(name, target, merge=merged)  # by a process that ends: this one never holds the weights
+        _export(name, target, merge=merged)  # in a separate process that ends, so that this one never holds the weights
     else:
         target = folder
         for path in find_model_folder(name).resolve().iterdir():
@@ -289,7 +291,7 @@ def _find_weights(job: EvaluationJob, stack: AsyncExitStack, note: Note, *, pare
 
 
 def _find_tokenizer(job: EvaluationJob, bundle: TokenizerBundle, stack: AsyncExitStack) -> str:
-    """Return the name or folder that vLLM reads the tokenizer from: a temporary one for that of a GGUF file."""
+    """Return the name or folder from which vLLM reads the tokenizer: a temporary one for a GGUF file's."""
     location, gguf = locate_model(job.policy.tokenizer.name)
     if gguf is None:
         return location

@@ -1,4 +1,4 @@
-"""Where an evaluation keeps its samples: a folder that is named, one that was left unfinished, or a new one."""
+"""The folder for an evaluation's samples: a named one, one left unfinished, or a new one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AUTO, DEFAULT_PARENT = "auto", Path("results/evals")
 
 @dataclass(frozen=True)
 class OpenFolder:
-    """The folder of an evaluation, locked, and the tasks in it that are finished."""
+    """An evaluation's locked folder, and its finished tasks."""
 
     path: Path
     log: TaskLog
@@ -29,7 +29,7 @@ class OpenFolder:
 
 @contextmanager
 def open_folder(job: EvaluationJob, note: Callable[[str], object]) -> Iterator[OpenFolder | None]:
-    """Lock the folder of an evaluation, and read what is finished of it; None if nothing is to be stored.
+    """Lock an evaluation's folder, and read its finished tasks; None if nothing is to be stored.
 
     Raises FolderLocked, StorageError.
     """
@@ -47,7 +47,7 @@ def open_folder(job: EvaluationJob, note: Callable[[str], object]) -> Iterator[O
             stack.enter_context(lock_evaluation_folder(folder))
         log = TaskLog(folder, identity)
         if log.changes:
-            note(f"the tasks that {folder} has finished are of other settings, and are kept aside: {'; '.join(log.changes)}")
+            note(f"the finished tasks in {folder} have other settings, and are moved aside: {'; '.join(log.changes)}")
         if log.count:
             note(f"continuing the evaluation in {folder}: {log.count} {'task is' if log.count == 1 else 'tasks are'} finished")
         try:
@@ -59,7 +59,9 @@ def open_folder(job: EvaluationJob, note: Callable[[str], object]) -> Iterator[O
 
 
 def choose_parent(model: SavedModel) -> Path:
-    """Return the folder of the evaluations of a model: in the log folder of its run, beside its checkpoints, or in results/evals."""
+    """Return the parent folder for a model's evaluations: in the log folder of its run, next to its checkpoints, or in
+    results/evals.
+    """
     checkpoints = None if model.checkpoint is None else model.checkpoint.parent
     if (of_run := model.log_folder or checkpoints) is not None:
         return of_run / "evaluations"
@@ -81,7 +83,7 @@ def _find_unfinished(parent: Path, identity: EvaluationIdentity, stack: ExitStac
 
 
 def _make_folder(parent: Path, stack: ExitStack) -> Path:
-    """Make a new folder, named by the time, and lock it. It is removed again if nothing is left in it."""
+    """Make a new folder, named by the time, and lock it. It is removed again if it stays empty."""
     started = time.strftime("%Y%m%d-%H%M%S")
     parent.mkdir(parents=True, exist_ok=True)
     number = 1

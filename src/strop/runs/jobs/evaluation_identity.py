@@ -1,4 +1,4 @@
-"""What the samples and scores of an evaluation depend on: to continue one, and to tell whether two measure the same."""
+"""The settings that affect an evaluation's samples and scores, used to continue one and to compare two."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from strop.models.loading import find_commit
 from strop.runs.tasks import name_data, resolve_alias
 from strop.safety.redaction import redact_secrets
 
-if TYPE_CHECKING:  # every run is identified, few are evaluations
+if TYPE_CHECKING:  # every run is identified, but few are evaluated
     from strop.runs.jobs.evaluation_job import EvaluationJob, EvaluationSet
 
-# Keys of an entry that its samples do not depend on, or that are listed apart
+# keys of an entry that do not affect its samples, or are listed separately
 WITHOUT_INFLUENCE = ("weight", "dataset_name", "name", "num_tests_per_prompt", "sets", "max_input_seq_length")
-NOT_SAMPLED = ("entropy", "record_sampling_mask")  # of Sampling: what an engine reports beside the samples
+NOT_SAMPLED = ("entropy", "record_sampling_mask")  # of Sampling: what an engine reports in addition to the samples
 
 Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class EvaluationIdentity:
-    """What the samples of an evaluation depend on: settings of all sets, and of each set by its name."""
+    """The settings that affect an evaluation's samples: common ones, and those of each set by its name."""
 
     settings: Settings
     sets: Mapping[str, Settings]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what JSON would read again."""
+        """Return the value as JSON would read it back."""
         read: dict[str, Any] = json.loads(json.dumps({"settings": self.settings, "sets": self.sets}, default=_name))
         return read
 
 
 def identify(job: EvaluationJob) -> EvaluationIdentity:
-    """Return what the samples of an evaluation depend on: not how many engines sample them, nor in which order."""
+    """Return the settings that affect an evaluation's samples, excluding the number of engines and the order of sampling."""
     generation, policy = job.generation, job.policy
     rules = {key: value for key, value in asdict(replace(job.rules, gateway=None)).items() if key != "max_turns"}
     settings = {
@@ -68,7 +68,7 @@ def identify(job: EvaluationJob) -> EvaluationIdentity:
 
 
 def identify_entries(job: EvaluationJob) -> EvaluationIdentity:
-    """Return the identity that is stored with the results: of each entry apart, by the name that its tasks have as their ``set``."""
+    """Return the identity stored with the results, separately for each entry, under the name in its tasks' ``set``."""
     sets: dict[str, Settings] = {}
     for each in job.sets:
         for entry in each.entries:
@@ -122,25 +122,25 @@ def _hash(value: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    """Return the name of what JSON does not hold: of a function of the user's the one that is the same in another process."""
+    """Return a name for a value that JSON cannot hold; for a user's function, the same in every process."""
     return f"{value.__module__}.{value.__qualname__}" if inspect.isroutine(value) or inspect.isclass(value) else str(value)
 
 
 def _describe_model(name: str) -> list[Any]:
-    """Return the files of a folder, or the commit of a model of the hub; nothing of a run, whose weights change from step to step."""
+    """Return the files of a folder, or the commit of a hub model; nothing for a run, whose weights change from step to step."""
     if (Path(name) / RUN_CONFIG).is_file():
         return []
     return _describe_files(Path(name)) if Path(name).exists() else [find_commit(name)]
 
 
 def _describe_files(path: Path, pattern: str = "*") -> list[Any]:
-    """Return name, size and time of a file, or of the files in a folder; empty for what is not on this machine."""
+    """Return name, size and time of a file, or of the files in a folder; empty if it is not on this machine."""
     files: Sequence[Path] = [path] if path.is_file() else sorted(each for each in path.glob(pattern) if each.is_file())
     return [[each.name, each.stat().st_size, each.stat().st_mtime_ns] for each in files if not each.name.startswith(".")]
 
 
 def _describe_code(options: Any) -> list[Any]:
-    """Return what code of the user's an environment names: files, and the source of functions."""
+    """Return the user's code named by an environment: files, and the source of functions."""
     if isinstance(options, Mapping):
         return [found for value in options.values() for found in _describe_code(value)]
     if isinstance(options, list | tuple):

@@ -1,4 +1,4 @@
-"""What an evaluation needs, from the configuration of an evaluation or of a run."""
+"""The inputs of an evaluation, from the configuration of an evaluation or of a run."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from strop.rollouts.episode import EpisodeRules
 from strop.runs.tasks import name_data, resolve_alias
 from strop.sampling import Sampling
 
-PYTHON_REWARD = "python:reward"  # in the configuration of a run whose reward was a function (strop.train)
+PYTHON_REWARD = "python:reward"  # in the configuration of a run with a Python function as reward (strop.train)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSet:
-    """Tasks whose metrics are computed together, and how they are sampled."""
+    """Tasks whose metrics are computed together, and how to sample them."""
 
     name: str
     entries: Sequence[DataEntryConfig]
@@ -44,27 +44,27 @@ class EvaluationSet:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationJob:
-    """A model, sets of tasks, and how they are sampled and scored."""
+    """A model, sets of tasks, and how to sample and score them."""
 
     model: SavedModel
     policy: ModelConfig
     generation: GenerationConfig
     cluster: ClusterConfig
     rules: EpisodeRules
-    max_turns: int | None  # of the policy in a conversation; None: as the environment needs
+    max_turns: int | None  # policy turns of a conversation; None: as the environment needs
     sets: Sequence[EvaluationSet]
     env: Mapping[str, EnvironmentConfig]
     resources: ResourceSections
-    task_seed: int  # of generated tasks and of splits
+    task_seed: int  # for generated tasks and splits
     seed: int  # of sampling
     max_tasks: int | None  # of each set
     scoring: EvalConfig
     concurrent_tasks: int | None
     purpose: Purpose = "evaluation"
-    trained_on: Sequence[DataEntryConfig] = ()  # what the run of the model was trained on
+    trained_on: Sequence[DataEntryConfig] = ()  # training data of the model's run
 
     def with_model(self, folder: str) -> EvaluationJob:
-        """Return the same job with the model in a folder, and its tokenizer if it is there."""
+        """Return the same job with the model in a folder, and its tokenizer if present."""
         tokenizer = self.policy.tokenizer
         if (Path(folder) / "tokenizer_config.json").exists():
             tokenizer = replace(tokenizer, name=folder)
@@ -116,7 +116,7 @@ def _make_set(config: EvalRunConfig, entry: DataEntryConfig) -> EvaluationSet:
 
 
 def _name_apart(sets: Sequence[EvaluationSet]) -> list[EvaluationSet]:
-    """Return the sets with names that differ: those of one dataset by their subsets, else by numbers."""
+    """Return the sets with distinct names: sets of one dataset are named by their subsets, otherwise by numbers."""
     names: list[str] = []
     for each in sets:
         name, subset = each.name, each.entries[0].subset
@@ -128,7 +128,7 @@ def _name_apart(sets: Sequence[EvaluationSet]) -> list[EvaluationSet]:
 
 
 def make_run_evaluation_job(run: EvaluatedRun, model: SavedModel) -> EvaluationJob:
-    """Make the evaluation of a checkpoint on what its run validates on. Raises ValueError."""
+    """Create the evaluation of a checkpoint on its run's validation data. Raises ValueError."""
     config = run.config
     assert isinstance(config, RolloutRunConfig)
     _check_rewards(config.env)
@@ -147,7 +147,7 @@ def make_run_evaluation_job(run: EvaluatedRun, model: SavedModel) -> EvaluationJ
 
 
 def make_validation_job(config: RolloutRunConfig, model: SavedModel) -> EvaluationJob:
-    """Make the evaluation that is the validation of a run."""
+    """Create an evaluation equal to a run's validation."""
     training, generation = config.rollout_training, config.policy.generation
     entries = config.data.validation_entries
     together = EvaluationSet(
@@ -176,7 +176,7 @@ def make_validation_job(config: RolloutRunConfig, model: SavedModel) -> Evaluati
 
 
 def _is_of_run(model: SavedModel, config: RolloutRunConfig) -> bool:
-    """Whether the run trained the model: a comparison evaluates others on what it validates on."""
+    """Whether the run trained the model: a comparison evaluates other models on the run's validation data."""
     return bool(model.run_values.get("logger", {}).get("log_dir") == config.logger.log_dir)
 
 
@@ -184,8 +184,9 @@ def _is_of_run(model: SavedModel, config: RolloutRunConfig) -> bool:
 def loadable_folder(
     model: SavedModel, note: Callable[[str], object], *, merge: bool = False, shared: Path | None = None
 ) -> Iterator[str]:
-    """Yield a folder that models are loaded from: the model's own, or a temporary one for shards of several ranks, and for adapters that
-    are to be merged. ``shared``: a folder to put it in, which several nodes see."""
+    """Yield a folder from which models can be loaded: the model's own, or a temporary one for shards of several ranks and for
+    adapters to merge. ``shared``: its parent folder, visible to several nodes.
+    """
     if not model.needs_conversion and not (merge and model.layout == "adapters"):
         yield model.weights
         return
@@ -215,7 +216,7 @@ def _check_rewards(env: Mapping[str, EnvironmentConfig]) -> None:
 
 
 def make_episode_rules(config: RolloutRunConfig) -> EpisodeRules:
-    """Make the rules of a run's episodes."""
+    """Create the rules of a run's episodes."""
     scaling = config.rollout_training.reward_scaling
     penalties = config.reward_penalties if isinstance(config, GrpoRunConfig) else None
     return EpisodeRules(

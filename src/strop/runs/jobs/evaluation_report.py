@@ -1,4 +1,4 @@
-"""What an evaluation found, for people and as JSON."""
+"""The results of an evaluation, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from strop.statistics.task_results import pass_at_k
 from strop.trainer.task_records import TRUNCATED, read_result
 
 SAMPLES_SHOWN, TEXT_SHOWN, ERROR_SHOWN = 3, 160, 400
-SHARES = ("accuracy", "avg", "pass", "cons", "maj", "truncated")  # usually of 0 to 1
+SHARES = ("accuracy", "avg", "pass", "cons", "maj", "truncated")  # metrics that usually lie between 0 and 1
 SUMS = ("errors", "seconds")
 NORMAL_95 = 1.959963984540054
 
 
 @dataclass(frozen=True)
 class SetResult:
-    """What was found on one set of tasks."""
+    """The results on one set of tasks."""
 
     name: str
     metrics: Mapping[str, float]
@@ -32,28 +32,28 @@ class SetResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationReport:
-    """Metrics by name, how far they may be off, and every task with its samples as stored."""
+    """Metrics by name, their uncertainty, and every task with its samples as stored."""
 
     metrics: Mapping[str, float]
     standard_errors: Mapping[str, float] = field(default_factory=dict)
     intervals: Mapping[str, Interval] = field(default_factory=dict)  # of 95 %
     tasks: Sequence[Mapping[str, Any]] = ()
     sets: Mapping[str, int] = field(default_factory=dict)  # tasks by set
-    categories: Mapping[str, Mapping[str, CategoryResult]] = field(default_factory=dict)  # by set, of tasks that have one
+    categories: Mapping[str, Mapping[str, CategoryResult]] = field(default_factory=dict)  # by set, for tasks that have one
     examples: int | None = None  # of recorded data
-    headline: str | None = None  # name of the metric that eval.metric chose
+    headline: str | None = None  # name of the metric chosen by eval.metric
     stored: Path | None = None  # the file with every sample
     model: str = ""
-    identity: Mapping[str, Any] | None = None  # what the samples depend on, as it is stored with them
+    identity: Mapping[str, Any] | None = None  # settings that affect the samples, as stored with them
     step: int | None = None
 
     @property
     def failures(self) -> list[str]:
-        """Why samples failed: environments that raised, prompts that were too long."""
+        """Reasons why samples failed: errors of environments, prompts that are too long."""
         return [str(sample["error"]) for task in self.tasks for sample in task["samples"] if sample["error"] is not None]
 
     def describe_failures(self) -> str:
-        """Return how many samples failed, and why the first did; empty if none failed."""
+        """Describe how many samples failed, and why the first one did; empty if none failed."""
         if not (failures := self.failures):
             return ""
         samples = _count(self._count_samples(), "sample")
@@ -61,7 +61,7 @@ class EvaluationReport:
 
     @property
     def says_nothing(self) -> bool:
-        """Whether every sample failed, so that no figure is about the model."""
+        """Whether every sample failed, so that no metric describes the model."""
         return bool(self.tasks) and len(self.failures) == self._count_samples()
 
     def _count_samples(self) -> int:
@@ -84,7 +84,7 @@ class EvaluationReport:
         return json.dumps(content, indent=1)
 
     def format(self) -> str:
-        """Return the report for people: metrics with how far they may be off, some samples, and where the others are."""
+        """Return the report for people: metrics with their uncertainty, some samples, and the location of the others."""
         names = [name for name in self.metrics if not name.endswith("seconds")]
         width = max(map(len, names), default=0) + 2
         lines = [f"{name:{width}}{self._format_value(name)}" for name in names]
@@ -134,7 +134,7 @@ def _one_line(text: str) -> str:
 
 
 def make_report(results: Sequence[SetResult], *, model: SavedModel, folder: Path | None) -> EvaluationReport:
-    """Put what was found on each set together: several have metrics of their own, and the plain means over the sets."""
+    """Combine the results of all sets: several sets keep separate metrics, plus plain means over the sets."""
     reports = {each.name: _report_set(each) for each in results}
     whole = next(iter(reports.values())) if len(reports) == 1 else _join(reports)
     return replace(
@@ -162,7 +162,7 @@ def _report_set(found: SetResult) -> EvaluationReport:
 
 
 def _join(reports: Mapping[str, EvaluationReport]) -> EvaluationReport:
-    """Return the means of the metrics that all sets have, and those of each set under its name. Sets are independent."""
+    """Return the means of the metrics common to all sets, and each set's metrics under its name. Sets are independent."""
     count = len(reports)
     shared = [name for name in next(iter(reports.values())).metrics if all(name in each.metrics for each in reports.values())]
     metrics: dict[str, float] = {}
@@ -222,8 +222,9 @@ def compute_standard_errors(tasks: Sequence[Mapping[str, Any]], names: Sequence[
 
 
 def compute_intervals(tasks: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Interval]:
-    """Return the confidence interval of each metric that is a mean over tasks, by name: of shares (0 to 1), which need not vary to be
-    uncertain, within these bounds (Wilson's), of others by Student's t."""
+    """Return the confidence interval of each metric that is a mean over tasks, by name. For shares (0 to 1), which may be
+    uncertain without varying, it is Wilson's and stays within these bounds; for others Student's t.
+    """
     intervals: dict[str, Interval] = {}
     for name, values in _measure(tasks, names).items():
         metric = name.rpartition("/")[2].partition("@")[0]
@@ -235,7 +236,7 @@ def compute_intervals(tasks: Sequence[Mapping[str, Any]], names: Sequence[str]) 
 
 
 def _measure(tasks: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[float]]:
-    """Return the part that each task has in a metric, by the names of those that are means over tasks."""
+    """Return each task's contribution to the metrics that are means over tasks, by name."""
     measured: dict[str, list[float]] = {}
     environments = {task["environment"] for task in tasks}
     for name in names:
@@ -248,7 +249,7 @@ def _measure(tasks: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[s
 
 
 def _find_measure(metric: str) -> Callable[[Mapping[str, Any]], float] | None:
-    """Return the function from a task to its part of a metric; None for a metric that is no mean over tasks."""
+    """Return the function from a task to its contribution to a metric; None for a metric that is not a mean over tasks."""
     name, _, k = metric.partition("@")
     match name:
         case "accuracy" | "avg":

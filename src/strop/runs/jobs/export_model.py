@@ -19,7 +19,7 @@ CARD_FILE = "README.md"
 
 @dataclass(frozen=True, kw_only=True)
 class ExportJob:
-    """What is written, and where."""
+    """What to write, and where."""
 
     source: SavedModel
     target: Path
@@ -30,7 +30,7 @@ class ExportJob:
 
 
 def run_export(job: ExportJob) -> int:
-    """Export as asked. Return 0 on success, 1 after printing an error."""
+    """Export as requested. Return 0 on success, 1 after printing an error."""
     return run_command(_export(job))
 
 
@@ -61,7 +61,7 @@ def export_model(job: ExportJob) -> None:
 
 
 def copy_head(source: Path, target: Path) -> None:
-    """Copy the draft head that was trained beside the model, without the state of its training, if there is one."""
+    """Copy the draft head trained with the model, if there is one, without its training state."""
     if (source / WEIGHTS).is_file() and (source / "config.json").is_file():
         target.mkdir()
         for name in ("config.json", WEIGHTS):

@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint of a run on recorded data: its loss and metrics on the run's validation data."""
+"""Evaluate a checkpoint of a run on recorded data: loss and metrics on the run's validation data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from strop.trainer.loss_validation import LossValidator
 
 
 async def evaluate_loss(config: RecordedRunConfig, model: SavedModel, note: Callable[[str], object]) -> EvaluationReport:
-    """Compute what validation of the run computes, with the weights of a checkpoint. Raises ValueError without usable data."""
+    """Compute the same as the run's validation, with the weights of a checkpoint. Raises ValueError without usable data."""
     algorithm = make_recorded_algorithm(config)
     config = replace(config, policy=replace(config.policy, ema=replace(config.policy.ema, enabled=False)))
     parts = read_validation_examples(config, algorithm)

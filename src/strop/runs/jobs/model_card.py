@@ -15,7 +15,7 @@ METRICS_SHOWN = ("validation/", "train/reward", "train/loss", "train/entropy", "
 
 
 def format_model_card(saved: SavedModel, *, merged: bool) -> str:
-    """Return README.md with the YAML header that the hub reads."""
+    """Return README.md with the YAML header for the hub."""
     values = saved.run_values
     policy = values.get("policy") or {}
     kind = next((section for section in TRAINING_RUNS if section in values), None)

@@ -1,4 +1,4 @@
-"""``strop serve``: an OpenAI-compatible server for a checkpoint, by vLLM or over the torch engine, or a service for the Tinker SDK."""
+"""``strop serve``: an OpenAI-compatible server for a checkpoint, by vLLM or over the torch engine, or another service of an extension."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from argparse import ArgumentParser
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from strop import packages
 from strop.base_config import validate_section
@@ -25,24 +27,34 @@ from strop.runs.jobs.evaluation_job import loadable_folder
 from strop.runs.models import LoadedPolicy, load_policy, resolve_device
 from strop.safety.site_guard import is_loopback
 
-DEFAULT_LENGTH = 8192  # tokens of prompt and completion, where the model allows more
+DEFAULT_LENGTH = 8192  # tokens of prompt and completion, if the model allows more
 VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 
 
-@dataclass(frozen=True)
-class TinkerOptions:
-    """Of training by the Tinker SDK."""
+class ModelService(Protocol):
+    """What ``strop serve --NAME`` serves in place of OpenAI's API: an entry point NAME of the group ``strop.services``."""
 
-    state_dir: Path  # where weights that clients save are kept
-    max_models: int  # trained at a time
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Add the option ``--NAME``, which chooses the service, and its further ones."""
+        ...
+
+    def check(self, job: ServeJob) -> None:
+        """Raise ValueError for what cannot be served."""
+        ...
+
+    def make_app(self, job: ServeJob, model: dict[str, Any], length: int) -> tuple[Any, str]:
+        """Return the application of aiohttp, and what is said once it listens, with {} for its address.
+
+        ``model``: options of ``ModelConfig`` that load the model. ``length``: longest prompt and completion together (tokens)."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeJob:
-    """What is served, where, and by which engine."""
+    """What to serve, where, and with which engine."""
 
     model: SavedModel
-    name: str  # of the model in requests
+    name: str  # of the model, in requests
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
@@ -52,15 +64,16 @@ class ServeJob:
     merge: bool = False
     kv_cache_gb: float = 2.0
     extra: tuple[str, ...] = ()  # arguments of vLLM's server
-    tinker: TinkerOptions | None = None  # serve the Tinker SDK
+    service: ModelService | None = None  # in place of OpenAI's API
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the command line, for the service
 
     @property
     def uses_vllm(self) -> bool:
-        return self.engine == "vllm" or (self.tinker is None and self.engine == "auto" and packages.is_installed("vllm"))
+        return self.engine == "vllm" or (self.service is None and self.engine == "auto" and packages.is_installed("vllm"))
 
     @property
     def tokenizer(self) -> dict[str, Any]:
-        """The chat template that the run of the model set."""
+        """The chat template set by the model's run."""
         section = self.model.run_values.get("policy", {}).get("tokenizer") or {}
         return {name: section[name] for name in ("chat_template", "chat_template_kwargs") if section.get(name) is not None}
 
@@ -75,13 +88,14 @@ async def _serve(job: ServeJob, code: list[int]) -> None:
     _check_job(job)
     if job.api_key is None and not is_loopback(job.host):
         print(
-            f"warning: {job.host} is reachable from other machines, and no --api-key is set: everyone who reaches port {job.port} can use "
+            f"warning: {job.host} is reachable from other machines, and no --api-key is set: anyone who can reach port {job.port} can use "
             "the model",
             file=sys.stderr,
         )
     with loadable_folder(job.model, _say, merge=job.merge and job.uses_vllm) as folder:
-        if job.tinker is not None:
-            await _serve_tinker(job, job.tinker, folder)
+        if job.service is not None:
+            app, announcement = job.service.make_app(job, _model_section(job, folder), job.max_model_len or DEFAULT_LENGTH)
+            await _run_app(job, app, announcement)
         elif job.uses_vllm:
             code.append(_run_vllm(job, folder, is_temporary=folder != job.model.weights))
         else:
@@ -89,15 +103,13 @@ async def _serve(job: ServeJob, code: list[int]) -> None:
 
 
 def _check_job(job: ServeJob) -> None:
-    """Raise ValueError for what cannot be served."""
+    """Raise ValueError for a job that cannot be served."""
     if job.model.layout == "value head" or _is_classifier(job.model):
         raise ValueError(
             f"{job.model.weights} is a reward model or critic, which scores texts and does not write any; serve a policy"
         )
-    if job.tinker is not None and job.engine == "vllm":
-        raise ValueError("--tinker trains and samples with the torch engine; leave out --engine vllm")
-    if job.tinker is not None and not packages.is_installed("tinker"):
-        raise ValueError(f"--tinker needs the package tinker, whose messages it speaks: {install_command('tinker')}")
+    if job.service is not None:
+        job.service.check(job)
     if job.engine == "vllm" and not packages.is_installed("vllm"):
         raise ValueError(
             "--engine vllm: vLLM is not installed; `make setup-vllm` in Strop's checkout installs it, or use --engine torch"
@@ -107,7 +119,7 @@ def _check_job(job: ServeJob) -> None:
     if not job.uses_vllm and job.dtype == "float16":
         raise ValueError("--dtype float16 is not in the torch engine; use bfloat16 or float32, or --engine vllm")
     if not job.uses_vllm and job.extra:
-        raise ValueError(f"{' '.join(job.extra)}: arguments after -- are for vLLM; use --engine vllm")
+        raise ValueError(f"{' '.join(job.extra)}: arguments after -- are passed to vLLM; use --engine vllm")
 
 
 def _is_classifier(model: SavedModel) -> bool:
@@ -123,7 +135,7 @@ def _is_classifier(model: SavedModel) -> bool:
 
 
 def vllm_arguments(job: ServeJob, folder: str) -> list[str]:
-    """Return the command of vLLM's own server. The key is in its environment, not here, where other users could read it."""
+    """Return the command of vLLM's own server. The key is passed in its environment, because other users can read command lines."""
     arguments = [sys.executable, "-m", VLLM_SERVER, "--model"]
     if job.model.layout == "adapters" and folder == job.model.weights:
         rank = read_adapter_config(Path(folder)).get("r", 16)
@@ -140,7 +152,9 @@ def vllm_arguments(job: ServeJob, folder: str) -> list[str]:
 
 
 def _run_vllm(job: ServeJob, folder: str, *, is_temporary: bool) -> int:
-    """Become vLLM's server; with a temporary folder start it beside this process, which removes the folder afterwards."""
+    """Replace this process by vLLM's server; with a temporary folder, start it as a child, so that this process can remove the
+    folder afterwards.
+    """
     if job.api_key is not None:
         os.environ["VLLM_API_KEY"] = job.api_key
     command = vllm_arguments(job, folder)
@@ -181,28 +195,8 @@ async def _serve_torch(job: ServeJob, folder: str) -> None:
         await engine.close()
 
 
-async def _serve_tinker(job: ServeJob, options: TinkerOptions, folder: str) -> None:
-    """Serve the Tinker SDK until a stop signal. Raises ValueError, OSError."""
-    from strop.extensions.tinker.tinker_server import TinkerServer
-    from strop.extensions.tinker.weight_folders import WeightFolders
-
-    section = _model_section(job, folder)
-    length = job.max_model_len or DEFAULT_LENGTH
-    server = TinkerServer(
-        name=job.name,
-        base=section,
-        folders=WeightFolders(options.state_dir),
-        length=length,
-        api_key=job.api_key,
-        host=job.host,
-        max_models=options.max_models,
-        kv_cache_gb=job.kv_cache_gb,
-    )
-    await _run_app(job, server.make_app(), f"serving {job.name} to the Tinker SDK: TINKER_BASE_URL={{}}")
-
-
 async def _run_app(job: ServeJob, app: Any, announcement: str) -> None:
-    """Serve until a stop signal; {} of the announcement is the address. Raises OSError."""
+    """Serve until a stop signal; {} in the announcement is the address. Raises OSError."""
     from strop.safety.http_server import listening, stop_event
 
     stopped = stop_event()

@@ -1,4 +1,4 @@
-"""The finished tasks of an evaluation, written as they finish, so that one that is interrupted continues with the others.
+"""The finished tasks of an evaluation, written as they finish, so that an interrupted evaluation can continue.
 
 <folder>/tasks.jsonl             first line: {"version", "settings", "sets": {NAME: settings}}; then {"set", "index", "task"}, one each
 <folder>/tasks.previous.jsonl    those of an evaluation with other settings
@@ -23,10 +23,10 @@ MOST_NAMED = 4  # changed settings in a message
 
 
 class TaskLog:
-    """Appends finished tasks to ``<folder>/tasks.jsonl``, and has those that were finished before with the same settings."""
+    """Appends finished tasks to ``<folder>/tasks.jsonl``, and holds those finished earlier with the same settings."""
 
     def __init__(self, folder: Path, identity: EvaluationIdentity) -> None:
-        """Read what is finished, and keep what was made with other settings aside. ``changes`` says what differs."""
+        """Read the finished tasks, and move those with other settings aside. ``changes`` describes the differences."""
         self.path = folder / TASKS_FILE
         self.changes: list[str] = []
         header = {"version": VERSION, **identity.to_json()}
@@ -62,10 +62,10 @@ class TaskLog:
     def add(self, name: str, index: int, task: dict[str, Any]) -> None:
         self._tasks[name][index] = task
         self._file.write(_to_line({"set": name, "index": index, "task": task}))
-        self._file.flush()  # the kernel has it, whatever happens to this process
+        self._file.flush()  # the kernel has it now, even if this process dies
 
     def close(self, *, complete: bool) -> None:
-        """Close the file, and remove it if nothing is in it, or if the result has it all."""
+        """Close the file, and remove it if it is empty, or if the result contains all of it."""
         self._file.close()
         if complete or not self.count:
             self.path.unlink(missing_ok=True)
@@ -91,8 +91,9 @@ class FinishedTasksOfSet:
 
 
 def read_tasks(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """Return the first line and the others; None and nothing for a file that is missing or of another version. A last line that was cut
-    off is left out."""
+    """Return the first line and the others; None and nothing for a missing file or one of another version. A truncated last line
+    is skipped.
+    """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -109,7 +110,7 @@ def read_tasks(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]
 
 
 def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return which settings of the sets that both have differ, as ``KEY: OLD -> NEW``."""
+    """Return the differing settings of the sets that both have, as ``KEY: OLD -> NEW``."""
     pairs = [("", old["settings"], new["settings"])]
     pairs += [(f"{name}: ", old["sets"][name], settings) for name, settings in new["sets"].items() if name in old["sets"]]
     changes: list[str] = []
@@ -120,7 +121,7 @@ def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
 
 
 def _differing(before: Any, after: Any) -> tuple[Any, Any]:
-    """Return two values; of lists, such as the files of a model, what one has and the other has not."""
+    """Return two values; of lists, such as the files of a model, only the elements missing in the other."""
     if not (isinstance(before, list) and isinstance(after, list)):
         return before, after
     return [each for each in before if each not in after], [each for each in after if each not in before]

@@ -1,4 +1,4 @@
-"""Whether a run was trained on questions that it is evaluated on: the exact check of what is on this machine."""
+"""Checks whether a run was trained on its evaluation questions: exact matches in local data."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ MOST_ROWS = 100_000  # of training data: seconds
 
 
 def warn_of_trained_questions(trained: Sequence[DataEntryConfig], evaluated: Sequence[Mixture], *, seed: int) -> Iterator[str]:
-    """Yield a warning if questions of an evaluation are, word for word, in the training data of the run, as far as those are local.
+    """Yield a warning if evaluation questions occur verbatim in the run's training data, as far as that is local.
 
-    The held-out part of an entry that is split, and tasks that environments generate, are not training data.
+    The held-out part of a split entry and generated tasks are not training data.
     """
     entries = [entry for entry in trained if _is_here(entry)]
     if not entries:
         return
     questions = list(_list_questions(evaluated))
     texts = itertools.islice(_list_rows(entries, seed), MOST_ROWS)
-    found = find_overlaps(questions, texts, threshold=2.0)  # the same text, and nothing less
+    found = find_overlaps(questions, texts, threshold=2.0)  # only identical texts
     if found.exact:
         yield _describe(found)
 
@@ -43,7 +43,7 @@ def _describe(found: OverlapReport) -> str:
 
 
 def _is_here(entry: DataEntryConfig) -> bool:
-    """Whether the rows can be read without asking a hub."""
+    """Whether the rows can be read without contacting a hub."""
     if entry.rows is not None:
         return True
     name = entry.dataset_name
@@ -57,7 +57,7 @@ def _is_here(entry: DataEntryConfig) -> bool:
 
 
 def _list_questions(evaluated: Sequence[Mixture]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the question of each task. A task that cannot be made is left to the evaluation, which says so."""
+    """Yield the name and question of each task. A task that cannot be created is left to the evaluation, which reports it."""
     for source in evaluated:
         for index in range(len(source)):
             try:
@@ -73,4 +73,4 @@ def _list_rows(entries: Sequence[DataEntryConfig], seed: int) -> Iterator[tuple[
             for row in DataSource.from_entry(entry, seed=seed, part="train").load_rows(needs_answers=False):
                 yield row.id, row.question
         except (DataError, OSError):
-            continue  # data that were moved since: nothing is known of them
+            continue  # data moved since then: nothing is known about it

@@ -1,1 +1,1 @@
-"""What watches a run from outside the loop: services, machines, and how much of the devices' arithmetic training uses."""
+"""Monitoring of a run from outside the loop: services, machines, and hardware utilisation."""

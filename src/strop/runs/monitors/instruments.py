@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.columns import TokenColumn
-from strop.extensions.replay.token_trace import TokenTrace
 from strop.learner.base import require_token_outputs
 from strop.learner.throughput import Throughput, TrainingPasses
 from strop.monitoring.machine.system_monitor import SystemMonitor
 from strop.monitoring.profiling.step_profiler import StepProfiler
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, list_images, make_records, split_by_rollout
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.rollout_store.token_columns import TokenColumns
 from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.rollout_media import make_step_media
+from strop.runs.monitors.token_trace import trace_tokens
 from strop.trainer.listeners import RunListener
 from strop.trainer.run import TrainOptions
-from strop.trainer.step_view import OptimizerPass, StepView
-from strop.types import Batch
-
-
-def trace_tokens(
-    algorithm: Algorithm, batch: Batch, passes: Sequence[OptimizerPass], note: Callable[[str], object]
-) -> TokenColumns | None:
-    """Return what each term of the loss was at each token of a batch, over the passes of its update."""
-    steps = len(passes) // max(len({each.learner for each in passes}), 1)
-    trace = TokenTrace(algorithm=algorithm, batch=batch, optimizer_steps=steps, note=note)
-    for each in passes:
-        trace.observe(each.learner, each.index, each.batch, each.outputs, each.loss)
-    return trace.columns()
+from strop.trainer.step_view import StepView
 
 
 @dataclass(kw_only=True)
 class RolloutRecorder(RunListener):
-    """Stores the rollouts of each step, and hands samples of them to the services."""
+    """Stores the rollouts of each step, and passes samples to the services."""
 
     name = "rollouts"
     store: RolloutStore
     algorithm: Algorithm
     decode: Callable[[list[int]], str] | None = None  # the tokenizer's, for stored prompts
     stores: Callable[[TokenColumn], bool] = lambda column: column.stored is True  # columns of tokens
-    token_columns: bool = False  # store what the update says of each token, also of recorded data
-    tracked_samples: int | None = None  # rollouts of a step that services show; None: there is no service
+    token_columns: bool = False  # store per-token results of the update, also for recorded data
+    tracked_samples: int | None = None  # rollouts of a step shown in services; None: there is no service
     tracked_samples_period: int = 10  # steps
 
     async def on_step(self, step: StepView) -> dict[str, float]:
@@ -52,7 +39,7 @@ class RolloutRecorder(RunListener):
         tokens = trace_tokens(algorithm, step.batch, step.result.passes, step.tracker.note) if self.token_columns else None
         groups = [*step.groups, *(group for group, _ in step.dropped)]
         self.store.write_images(() if recorded else list_images(groups))
-        records = [] if recorded and tokens is None else self.make_records(step)  # recorded data is stored already
+        records = [] if recorded and tokens is None else self.make_records(step)  # recorded data is already stored
         self.store.write(step.step, records, tokens)
         if records and not recorded and self.tracked_samples is not None:
             samples = self.tracked_samples if step.step % self.tracked_samples_period == 0 or step.step == 1 else 0
@@ -60,7 +47,7 @@ class RolloutRecorder(RunListener):
         return {}
 
     def make_records(self, step: StepView) -> list[RolloutRecord]:
-        """Make the records of a step's rollouts, dropped ones included."""
+        """Create the records of a step's rollouts, including dropped ones."""
         batch, outputs = step.batch, step.result.old_outputs
         of_tokens = isinstance(outputs, TokenOutputs) and self.algorithm.predict == "tokens"
         credit = split_by_rollout(batch.advantages, batch, step.groups)
@@ -77,7 +64,7 @@ class RolloutRecorder(RunListener):
 
 @dataclass(kw_only=True)
 class ThroughputMeter(RunListener):
-    """Logs ``perf/...``: tokens a second of each device, and the share of its arithmetic."""
+    """Logs ``perf/...``: tokens per second per device, and hardware utilisation."""
 
     name = "throughput"
     throughput: Throughput
@@ -88,7 +75,7 @@ class ThroughputMeter(RunListener):
         return self.throughput.metrics(step.batch, self.describe_passes(step), step.metrics)
 
     def describe_passes(self, step: StepView) -> TrainingPasses:
-        """Describe what the update did with the policy: it read the batch before where it took several optimizer steps."""
+        """Describe the update's passes over the batch, which include a forward pass before several optimizer steps."""
         options, trained = self.options, "policy" in self.algorithm.losses(step.step - 1)
         return TrainingPasses(
             epochs=options.update_epochs if trained else 0,
@@ -99,7 +86,7 @@ class ThroughputMeter(RunListener):
 
 @dataclass(kw_only=True)
 class MachineWatch(RunListener):
-    """Logs what the machines did since the last step."""
+    """Logs the machines' activity since the last step."""
 
     name = "machines"
     monitor: SystemMonitor
@@ -113,7 +100,7 @@ class MachineWatch(RunListener):
 
 @dataclass(kw_only=True)
 class ProfileRecorder(RunListener):
-    """Profiles the steps that were asked for."""
+    """Profiles the requested steps."""
 
     name = "profile"
     profiler: StepProfiler

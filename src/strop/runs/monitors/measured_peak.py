@@ -1,7 +1,7 @@
-"""The peak of this machine's processors: measured in about a second, and remembered for further runs.
+"""The peak of this machine's processors, measured in about a second and cached for further runs.
 
-The fastest of several calls counts, as others' work on the machine only ever makes one slower. Remembered under what the figures depend on:
-processor, cores that this process may use, threads, torch's version.
+The fastest of several calls is used, because other work on the machine only slows calls down. The cache key includes all
+influences: processor, usable cores, threads, torch's version.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from strop.storage.user_cache import user_cache_folder
 
 FORMATS = ("bfloat16", "float32")
 SECONDS = 0.08  # of each measurement in a round
-ROUNDS = 6  # at most; two are enough where they agree
-AGREE = 0.06  # the two best rounds of each figure differ by less
-SIDES = (512, 1024)  # of square matrices; the fastest counts
-LONGEST = 0.25  # seconds: no larger matrices where one product would take longer
+ROUNDS = 6  # maximum; two are enough if they agree
+AGREE = 0.06  # largest difference between the two best rounds of each measurement
+SIDES = (512, 1024)  # sides of square matrices; the fastest counts
+LONGEST = 0.25  # seconds: larger matrices are skipped if one product would take longer
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredPeak:
-    """What processors do at most."""
+    """The peak performance of processors."""
 
     device: str
-    flops: Mapping[str, float]  # FLOPs a second, by number format
-    source: str  # in words: measured on which day
+    flops: Mapping[str, float]  # FLOPs per second, by number format
+    source: str  # in words, with the day of the measurement
 
     def peak(self, precision: str) -> float:
-        """Return FLOPs a second in a number format; of one that is not known the highest, so that no share is flattered."""
+        """Return FLOPs per second in a number format; for an unknown format the highest, so that utilisation is not overstated."""
         return self.flops.get(precision) or max(self.flops.values())
 
 
 def measure_peak(threads: int | None = None) -> MeasuredPeak:
-    """Return the peak of this machine's processors with so many threads; None: torch's own number.
+    """Return the peak of this machine's processors with this many threads; None: torch's own number.
 
-    Measured once, about a second, and kept in Strop's cache folder, but for figures of a machine that was too busy to agree with itself.
-    Processes that ask at the same time measure one after another.
+    Measured once, for about a second, and stored in Strop's cache folder, unless the machine was too busy for consistent results.
+    Concurrent processes measure one after another.
     """
     threads = threads or torch.get_num_threads()
     name = f"{find_processor()}, {threads} thread{'s' if threads > 1 else ''}"
@@ -61,14 +61,14 @@ def measure_peak(threads: int | None = None) -> MeasuredPeak:
             return known
         found, agreed = _measure(name, threads)
         if agreed:
-            with suppress(OSError), atomic_write(path) as temporary:  # or measured again the next time
+            with suppress(OSError), atomic_write(path) as temporary:  # otherwise it is measured again next time
                 temporary.write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
     return found
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock file; without one where the folder cannot be written or the system has no such locks."""
+    """Hold a lock file; without one if the folder is not writable or the system has no such locks."""
     try:
         import fcntl
 
@@ -84,7 +84,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> MeasuredPeak | None:
-    """Return what is remembered; None if it is not there or damaged."""
+    """Return the cached value; None if it is missing or damaged."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         flops = {name: float(values["flops"][name]) for name in FORMATS}
@@ -95,7 +95,7 @@ def _read(path: Path) -> MeasuredPeak | None:
 
 
 def _measure(name: str, threads: int) -> tuple[MeasuredPeak, bool]:
-    """Return the peak, and whether rounds agreed: on a machine that others keep busy they may not."""
+    """Return the peak, and whether the rounds agreed, which they may not on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -110,7 +110,7 @@ def _measure(name: str, threads: int) -> tuple[MeasuredPeak, bool]:
 
 
 def _measure_rounds(measurements: Mapping[str, Callable[[], float]]) -> tuple[dict[str, float], float]:
-    """Return the best rate of each measurement, and by what share the best two rounds of any of them differ."""
+    """Return the best rate of each measurement, and the largest relative difference between its best two rounds."""
     rates: dict[str, list[float]] = {each: [] for each in measurements}
     spread = 1.0
     for number in range(ROUNDS):
@@ -123,7 +123,7 @@ def _measure_rounds(measurements: Mapping[str, Callable[[], float]]) -> tuple[di
 
 
 def _measure_products(dtype: torch.dtype) -> float:
-    """Return the FLOPs a second of square products."""
+    """Return the FLOPs per second of square products."""
     best = 0.0
     for side in SIDES:
         left, right = (torch.ones(side, side, dtype=dtype) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What attaches to a run, as configured; and the monitors of its machines, one in this process and one on every other node."""
+"""The configured listeners of a run, and the monitors of its machines: one in this process and one on every other node."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def make_listeners(
 
 
 def make_store(config: TrainingRunConfig) -> RolloutStore:
-    """Make the store of rollouts. What is recorded is in the data already, and stored only with the columns of its tokens."""
+    """Create the store of rollouts. Recorded rollouts are already in the data, so they are stored only for per-token columns."""
     stored = isinstance(config, RolloutRunConfig) or config.logger.token_columns == "all"
     return RolloutStore(Path(config.logger.log_dir), config.logger.rollouts if stored else "none")
 
@@ -111,7 +111,7 @@ def make_recorder(config: TrainingRunConfig, algorithm: Algorithm, store: Rollou
 
 
 def make_profiler(config: TrainingRunConfig, tracker: Tracker, cluster: Cluster | None) -> StepProfiler:
-    """Make what records the time line of the steps that ``logger.profile`` names, in this process and in those of ``cluster``."""
+    """Create the recorder of time lines for the steps in ``logger.profile``, in this process and in those of ``cluster``."""
     profile = config.logger.profile
     return StepProfiler(
         folder=Path(config.logger.log_dir).absolute(),
@@ -123,14 +123,15 @@ def make_profiler(config: TrainingRunConfig, tracker: Tracker, cluster: Cluster 
 
 
 def _list_working(cluster: Cluster) -> list[ProfiledProcess]:
-    """Return the processes of a run that take part in its steps: all but those that watch the machines."""
+    """Return the processes that take part in a run's steps, that is, all except machine monitors."""
     return [process for process in cluster.list_processes() if not process.name.startswith("monitor-")]
 
 
 async def watch_machines(config: TrainingRunConfig, cluster: Cluster | None) -> SystemMonitor:
-    """Start the monitors, as ``logger.monitor_gpus`` says. A node that cannot be watched is warned about; the run goes on.
+    """Start the monitors according to ``logger.monitor_gpus``. A node that cannot be monitored causes a warning; the run goes on.
 
-    Without a cluster node 0 is this machine; with one every node is watched from a process of its own, whose driver may be elsewhere.
+    Without a cluster node 0 is this machine; with one, every node is monitored from a separate process, because the driver may be
+    elsewhere.
     """
     section = config.logger.gpu_monitoring
     if not config.logger.monitor_gpus:

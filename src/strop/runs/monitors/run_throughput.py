@@ -1,4 +1,4 @@
-"""What a run's rates are divided by: its devices, its model's arithmetic, and the peak of a device."""
+"""Inputs of a run's throughput rates: its devices, its model's arithmetic, and the peak of a device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DevicePeak:
-    """The peak of one device that trains, and where it is known from."""
+    """The peak of one training device, and its source."""
 
     flops: float  # a second
     source: str
@@ -31,14 +31,13 @@ class DevicePeak:
 def make_throughput(
     config: TrainingRunConfig, gpu_names: Sequence[str], note: Callable[[str], object], *, on_cpu: bool
 ) -> Throughput:
-    """Return the throughput of a run on processors, or on GPUs that NVML calls so; no names: they are not known.
+    """Return the throughput of a run on processors, or on GPUs with these NVML names; empty names: unknown.
 
-    ``note`` is told what peak ``perf/mfu`` is a share of.
+    ``note`` receives the peak that ``perf/mfu`` refers to.
     """
     counts, policy = count_devices(config), config.policy
     training = counts.learner_devices
     generating = 0 if counts.colocated or not counts.uses_ray else counts.generating_nodes * counts.generating_per_node
-    adapters = policy.megatron_cfg.peft if policy.megatron_cfg.enabled else policy.dtensor_cfg.lora_cfg
     model = read_dimensions(policy.model_name)
     peak = None if model is None else find_peak(config, gpu_names, counts, on_cpu=on_cpu)
     if peak is not None:
@@ -49,12 +48,12 @@ def make_throughput(
         training_devices=training,
         model=model,
         peak_flops=None if peak is None else peak.flops,
-        frozen=adapters.enabled,
+        frozen=policy.adapter_rank is not None,
     )
 
 
 def read_dimensions(name: str) -> DecoderDimensions | None:
-    """Return the dimensions of a model; None, and a line in the log, for one whose layers are not known or that cannot be read."""
+    """Return the dimensions of a model; None, with a log message, if its layers are unknown or it cannot be read."""
     try:
         return dimensions_of(read_model_config(name).to_dict())
     except UnknownDimensions as error:
@@ -65,7 +64,9 @@ def read_dimensions(name: str) -> DecoderDimensions | None:
 
 
 def find_peak(config: TrainingRunConfig, gpu_names: Sequence[str], counts: DeviceCounts, *, on_cpu: bool) -> DevicePeak | None:
-    """Return the peak of one device that trains: the user's, the table's, or of this machine's processors where that is asked for."""
+    """Return the peak of one training device: the user's value, the table's, or a measurement of this machine's processors if
+    requested.
+    """
     asked = config.logger.peak_tflops
     if asked is not None and asked != "measure":
         return DevicePeak(asked * 1e12, "logger.peak_tflops")
@@ -85,16 +86,16 @@ def _precision(config: TrainingRunConfig) -> str:
 def _find_in_table(gpu: str, precision: str) -> DevicePeak | None:
     device = find_device(gpu)
     if device is None:
-        logger.info("perf/mfu is not logged: the peak rate of %s is not in the table of devices", gpu)
+        logger.info("perf/mfu is not logged: the peak rate of %s is not in the device table", gpu)
         return None
     try:
         return DevicePeak(device.peak_flops(precision), f"{device.name}, from the table of devices")
-    except ValueError:  # FP8 weights on a device without such arithmetic
+    except ValueError:  # FP8 weights on a device without FP8 arithmetic
         return DevicePeak(device.peak_flops("bfloat16"), f"{device.name}, from the table of devices, in bfloat16")
 
 
 def _measure(threads: int | None, ranks: int, precision: str) -> DevicePeak:
-    """Return what one of so many ranks of a machine can do: never more than its share of the cores, so that the sum is possible."""
+    """Return the peak of one of ``ranks`` processes on a machine: at most its share of the cores, so that the sum is achievable."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if ranks > 1 or threads is not None:
         own = max(1, cores // ranks)

@@ -1,4 +1,4 @@
-"""Restore a run from its newest checkpoint, or begin a new one, and write down which settings hold from which step on."""
+"""Restore a run from its newest checkpoint, or begin a new one, and record the settings in effect from each step on."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ RECORDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What a run begins with."""
+    """The initial state of a run."""
 
-    state: RunState | None  # None: it begins at the start
-    parts: Mapping[str, Restorable]  # what else has a state that is saved, by name
+    state: RunState | None  # None: it starts from the beginning
+    parts: Mapping[str, Restorable]  # other components whose state is saved, by name
     checkpoints: Checkpointer | None  # None: it saves none
 
 
@@ -62,7 +62,7 @@ async def restore_run(
     store: RolloutStore,
     tracker: Tracker,
 ) -> Restored:
-    """Load the newest checkpoint into learners and parts, in place, and give the learners their token budgets.
+    """Load the newest checkpoint into learners and parts, in place, and set the learners' token budgets.
 
     Raises ResumeError, CheckpointError, StorageError, MemoryTooSmall."""
     parts = {**make_token_budgets(config), **parts}
@@ -110,7 +110,7 @@ def restore_checkpoint(
 
 
 def _record_start(config: TrainingRunConfig, plan: ResumePlan, last: int) -> None:
-    """Write down what begins after step ``last``: settings, contents of the data, versions and machine."""
+    """Record the start after step ``last``: settings, contents of the data, versions and machine."""
     folder, contents = Path(config.logger.log_dir), find_contents(config)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(dump_config(config))
@@ -132,11 +132,13 @@ def _describe_start(contents: Mapping[str, Content], last: int) -> RunStart:
 
 
 def _say_continued(plan: ResumePlan, state: RunState, tracker: Tracker) -> None:
-    """Say what is continued and with what, and log the step of the checkpoint, which a kill may have kept from being logged."""
+    """Note which run is continued and with which settings, and log the checkpoint's step, which a kill may have kept from being
+    logged.
+    """
     tracker.note(f"continuing after step {state.step}, from {plan.checkpoint}")
     tracker.log(state.step, state.logged)
     if plan.not_compared is not None:
-        tracker.note(f"{plan.not_compared} cannot be read, or was changed: its settings are not compared with those of this run")
+        tracker.note(f"{plan.not_compared} cannot be read, or was changed: its settings are not compared with this run's")
     if plan.changes:
         tracker.note(f"resumed with: {', '.join(map(str, plan.changes))} (applied from step {state.step + 1} on)")
     for content in plan.contents:
@@ -144,8 +146,8 @@ def _say_continued(plan: ResumePlan, state: RunState, tracker: Tracker) -> None:
 
 
 def changes_rollouts(config: TrainingRunConfig, plan: ResumePlan) -> bool:
-    """Return whether groups that were begun and not trained on were made with other settings than this run's."""
-    made_with: tuple[str, ...] = ("",)  # recorded data costs nothing to read again
+    """Return whether started but untrained groups were made with settings that differ from this run's."""
+    made_with: tuple[str, ...] = ("",)  # recorded data is cheap to read again
     if not isinstance(config, RecordedRunConfig):
         own = ("num_generations_per_prompt", "max_rollout_turns", "reward_scaling")
         made_with = (*LIMITS_OF_ROLLOUTS, *(f"{config.section}.{name}" for name in own))
@@ -153,13 +155,13 @@ def changes_rollouts(config: TrainingRunConfig, plan: ResumePlan) -> bool:
 
 
 def _restart_groups(stream: StreamState) -> StreamState:
-    """Begin all groups again that were begun and not trained on."""
+    """Restart all groups that were started but not trained on."""
     restarted = sorted({*stream.unfinished, *(group.index for group in stream.finished)})
     return StreamState(next_index=stream.next_index, unfinished=tuple(restarted), finished=())
 
 
 def resume_run(run: TrainingRun, state: RunState | None) -> TrainingRun:
-    """Set the run to the position that ``state`` records."""
+    """Set the run to the position recorded in ``state``."""
     if state is not None:
         run.step, run.saved.step, run.last_metrics = state.step, state.step, state.logged
         run.early_stop = _restore_early_stop(run.early_stop, state.early_stop)
@@ -168,7 +170,7 @@ def resume_run(run: TrainingRun, state: RunState | None) -> TrainingRun:
 
 
 def _restore_early_stop(configured: EarlyStop | None, saved: EarlyStop | None) -> EarlyStop | None:
-    """Return the configured rule with the measurements of the saved one, if they are of the same metric."""
+    """Return the configured rule with the saved one's measurements, if both use the same metric."""
     if configured is None or saved is None:
         return configured
     if (configured.metric, configured.higher_is_better) != (saved.metric, saved.higher_is_better):
@@ -183,7 +185,9 @@ def _restore_early_stop(configured: EarlyStop | None, saved: EarlyStop | None) -
 
 
 def set_damaged_aside(checkpoints: FolderCheckpointer, tracker: Tracker) -> None:
-    """Rename damaged checkpoints after the newest whole one to ``damaged_step_N``. Raises CheckpointError if none is whole."""
+    """Rename damaged checkpoints newer than the newest intact one to ``damaged_step_N``. Raises CheckpointError if none is
+    intact.
+    """
     damaged: list[tuple[Path, str]] = []
     for step in reversed(checkpoints.list_steps()):
         path = checkpoints.folder / f"step_{step}"
@@ -196,15 +200,15 @@ def set_damaged_aside(checkpoints: FolderCheckpointer, tracker: Tracker) -> None
         if damaged:
             reasons = "; ".join(reason for _, reason in damaged)
             raise CheckpointError(
-                f"{checkpoints.folder} holds no whole checkpoint to continue from ({reasons}); set checkpointing.resume=never to begin "
-                "anew, which moves them to previous_N"
+                f"{checkpoints.folder} holds no intact checkpoint to continue from ({reasons}); set checkpointing.resume=never to start "
+                "over, which moves them to previous_N"
             )
     for path, reason in damaged:
         target = path.with_name(f"damaged_{path.name}")
         while target.exists():
             target = target.with_name(f"{target.name}_again")
         path.rename(target)
-        tracker.note(f"warning: {reason}. Set this checkpoint aside as {target}; nothing of it was deleted")
+        tracker.note(f"warning: {reason}. This checkpoint was renamed to {target}; nothing was deleted")
 
 
 def finish_run(log_dir: Path, run: TrainingRun) -> None:

@@ -1,6 +1,6 @@
-"""What a start of a run finds in its folders: nothing, a run to continue, one that is finished, or another run.
+"""What a run finds in its folders when it starts: nothing, a run to continue, a finished run, or another run.
 
-Decided from the configurations, before anything is written and before a model is loaded.
+Decided from the configurations, before anything is written or a model is loaded.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from strop.runs.contents.run_contents import CONTENTS_FILE, ContentChange, compa
 
 CONFIG_FILE = "config.yaml"
 ANOTHER_RUN = (
-    "For a new run set run_name=NAME, which has folders of its own; to replace the run in {}, set checkpointing.resume=never, which moves "
+    "For a new run set run_name=NAME, which gets separate folders; to replace the run in {}, set checkpointing.resume=never, which moves "
     "what is there to previous_N"
 )
 
 
 class ResumeError(ValueError):
-    """The folders hold a run that this configuration cannot continue. The message names the keys and the ways out."""
+    """The folders hold a run that this configuration cannot continue. The message names the keys and the solutions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePlan:
-    """What a start will do."""
+    """The plan of a start."""
 
     checkpoint: Path | None = None  # to continue from; None: a new run
-    changes: Sequence[Change] = ()  # settings that are applied from the next step on
-    contents: Sequence[ContentChange] = ()  # what names stand for now that they did not, and was accepted or may change
-    nothing_to_do: str | None = None  # what to say of a run that is finished
+    changes: Sequence[Change] = ()  # settings that take effect from the next step on
+    contents: Sequence[ContentChange] = ()  # changed contents behind names, accepted or allowed to change
+    nothing_to_do: str | None = None  # the message for a finished run
     not_compared: Path | None = None  # a configuration that cannot be read, or was changed since it was saved
 
 
 def plan_resume(config: TrainingRunConfig) -> ResumePlan:
-    """Compare a configuration with what its folders hold. Raises ResumeError."""
+    """Compare a configuration with the contents of its folders. Raises ResumeError."""
     saving = config.checkpointing
     folder = Path(saving.checkpoint_dir)
     if not saving.enabled or saving.resume == "never":
@@ -64,7 +64,7 @@ def plan_resume(config: TrainingRunConfig) -> ResumePlan:
         refuse_other_run(log_dir, find_changes(logged, config))
     finished = read_finish(log_dir)
     if finished is not None and (saving.resume == "previous" or is_damaged(checkpoint)):
-        finished = None  # the checkpoint is looked into first
+        finished = None  # the checkpoint is checked first
     applied = [change for change in changes if change.role == "applied"]
     nothing_to_do = describe_finished(config, steps[-1], applied, finished)
     return ResumePlan(
@@ -76,7 +76,7 @@ def plan_resume(config: TrainingRunConfig) -> ResumePlan:
 
 
 def _compare_contents(config: TrainingRunConfig, checkpoint: Path) -> list[ContentChange]:
-    """Return what stands for something else than when the checkpoint was saved. Raises ResumeError for what identifies the run."""
+    """Return the contents that differ from when the checkpoint was saved. Raises ResumeError for contents that identify the run."""
     saved = {} if was_changed(checkpoint, CONTENTS_FILE) else read_contents(checkpoint / CONTENTS_FILE)
     if not saved:  # of an earlier version
         return []
@@ -95,7 +95,7 @@ def _compare_contents(config: TrainingRunConfig, checkpoint: Path) -> list[Conte
 
 
 def read_saved_config(path: Path, config: TrainingRunConfig) -> TrainingRunConfig | None:
-    """Return the configuration of an earlier run; None if there is none, or none that this version reads.
+    """Return the configuration of an earlier run; None if there is none, or none that this version can read.
 
     Raises ResumeError if it is of another kind of run."""
     try:
@@ -132,9 +132,9 @@ def _write(value: object) -> str:
 def describe_finished(
     config: TrainingRunConfig, step: int, changes: Sequence[Change], finished: FinishedRun | None
 ) -> str | None:
-    """Return what to say of a run with nothing left to do; None if there is.
+    """Return the message for a run with nothing left to do; None if there is something.
 
-    Raises ResumeError for settings that could only hold in further steps."""
+    Raises ResumeError for changed settings that would take effect only in further steps."""
     last = config.training.last_step
     if finished is None or finished.step != step:
         if step <= last:
@@ -156,7 +156,7 @@ def describe_finished(
 
 
 def _find_extension(config: TrainingRunConfig, finished: FinishedRun) -> tuple[tuple[str, ...], str]:
-    """Return the keys, or their beginnings, with which a finished run goes on, and a setting to suggest."""
+    """Return the keys (or prefixes) with which a finished run can be extended, and a suggested setting."""
     section = config.section
     match finished.end:
         case "early_stop":

@@ -1,4 +1,4 @@
-"""Token budgets found from memory (``train_mb_tokens: auto``): measured when a run begins, and kept in its checkpoints."""
+"""Token budgets derived from memory (``train_mb_tokens: auto``): measured when a run begins, and saved in its checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _FILE = "token_budgets.json"
 
 
 class TokenBudgets:
-    """The budgets of a run by learner, saved and restored with it: a resumed run cuts its batches as before, however much is free."""
+    """The token budgets of a run by learner, saved with it, so that a resumed run cuts its batches as before, regardless of free
+    memory.
+    """
 
     def __init__(self) -> None:
         self.tokens: dict[str, int] = {}
@@ -40,18 +42,18 @@ class TokenBudgets:
         (folder / _FILE).write_text(json.dumps(self.tokens), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Read the budgets. A checkpoint of a run with fixed ones has none: they are measured."""
+        """Read the budgets. A checkpoint of a run with fixed budgets has none, and they are measured."""
         if (folder / _FILE).exists():
             self.tokens = json.loads((folder / _FILE).read_text(encoding="utf-8"))
 
 
 def make_token_budgets(config: TrainingRunConfig) -> dict[str, TokenBudgets]:
-    """Return the part of a run's state that keeps its budgets, by its folder; empty if none is found from memory."""
+    """Return the component that saves a run's budgets, by its folder; empty if none is measured."""
     return {TOKEN_BUDGETS: TokenBudgets()} if list_measured(config) else {}
 
 
 def list_measured(config: TrainingRunConfig) -> dict[str, str]:
-    """Return the key of the budget of each learner whose budget is found from memory."""
+    """Return the key of each learner's budget that is measured."""
     return {
         name: f"{name}.{model.batching_key}.train_mb_tokens"
         for name, model in list_trained_models(config)
@@ -62,7 +64,7 @@ def list_measured(config: TrainingRunConfig) -> dict[str, str]:
 async def settle_token_budgets(
     config: TrainingRunConfig, learners: Mapping[str, LearnerClient], parts: Mapping[str, object], tracker: Tracker
 ) -> None:
-    """Give each learner its budget: that of the checkpoint, or one measured now. Call it after a checkpoint is loaded.
+    """Set each learner's budget: the checkpoint's, or one measured now. Call it after a checkpoint is loaded.
 
     Raises MemoryTooSmall, DeviceMemoryFull.
     """
@@ -71,11 +73,11 @@ async def settle_token_budgets(
         return
     known = {name: tokens for name, tokens in budgets.tokens.items() if name in keys and tokens >= longest}
     for name, tokens in known.items():
-        tracker.note(f"{keys[name]}: auto is {tokens} tokens, as the run that is continued found it")
+        tracker.note(f"{keys[name]}: auto is {tokens} tokens, as measured by the continued run")
     for name in budgets.tokens.keys() & keys.keys() - known.keys():
         tracker.note(
-            f"{keys[name]}: the run that is continued had found {budgets.tokens[name]} tokens, fewer than "
-            f"policy.max_total_sequence_length = {longest} now: memory is measured again"
+            f"{keys[name]}: the continued run had measured {budgets.tokens[name]} tokens, fewer than policy.max_total_sequence_length = "
+            f"{longest} now: memory is measured again"
         )
     missing = {name: key for name, key in keys.items() if name not in known}
     found = await find_budgets({name: learners[name] for name in missing}, keys, longest, reserve_engine_memory(config))
@@ -89,7 +91,9 @@ async def settle_token_budgets(
 async def find_budgets(
     learners: Mapping[str, LearnerClient], keys: Mapping[str, str], longest: int, reserved_bytes: int
 ) -> dict[str, FoundBudget]:
-    """Measure the passes of learners and return what fits. ``reserved_bytes``: that something else will take. Raises MemoryTooSmall."""
+    """Measure the passes of learners and return the budgets that fit. ``reserved_bytes``: memory that something else will use.
+    Raises MemoryTooSmall.
+    """
     small: dict[str, MemoryProbe] = {name: await learner.probe_memory(1, longest) for name, learner in learners.items()}
     found: dict[str, FoundBudget] = {}
     for name, learner in learners.items():
@@ -102,7 +106,7 @@ async def find_budgets(
 
 
 def reserve_engine_memory(config: TrainingRunConfig) -> int:
-    """Return the bytes that the embedded engine's cache will take on the learner's device."""
+    """Return the bytes that the embedded engine's cache will use on the learner's device."""
     if (
         not isinstance(config, RolloutRunConfig)
         or config.policy.generation.uses_engines

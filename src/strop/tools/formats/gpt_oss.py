@@ -1,6 +1,6 @@
 """Harmony: ``<|channel|>commentary to=functions.NAME<|message|>{...}<|call|>``: GPT-OSS.
 
-Reasoning is in the channel analysis, the answer in final, and what a commentary says to nobody is content.
+Reasoning is in the channel analysis, the answer in final, and commentary without a recipient is content.
 """
 
 from __future__ import annotations

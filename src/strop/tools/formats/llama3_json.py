@@ -48,7 +48,7 @@ class Llama3JsonFormat:
 
 
 def _find_late_call(text: str) -> tuple[str, ...]:
-    """Return what is told of a reply with other text before a call: it is no call in this format, and no answer either."""
+    """Return an error message for a reply with other text before a call, which is neither a call in this format nor an answer."""
     late = TAG in text
     for begin in _BEGINS.finditer(text):
         try:
@@ -57,4 +57,4 @@ def _find_late_call(text: str) -> tuple[str, ...]:
         except MalformedCall:
             continue
         late = True
-    return ("Text stands before a call; a call is the whole reply.",) if late else ()
+    return ("There is text before a call; a call must be the whole reply.",) if late else ()

@@ -1,4 +1,4 @@
-"""``<tool_call><name>NAME</name><arguments><KEY>VALUE</KEY></arguments></tool_call>``: XML without anything of a family's own."""
+"""``<tool_call><name>NAME</name><arguments><KEY>VALUE</KEY></arguments></tool_call>``: plain XML, independent of model families."""
 
 from __future__ import annotations
 

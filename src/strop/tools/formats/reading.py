@@ -1,4 +1,4 @@
-"""What formats share: JSON that is read exactly, and reasoning that is split off."""
+"""Common parts of formats: strict JSON parsing, and splitting off reasoning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from strop.types import ToolCall
 
 
 class MalformedCall(ValueError):
-    """A call cannot be read. The message is told to the policy."""
+    """A call cannot be parsed. The message is shown to the policy."""
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -41,14 +41,14 @@ def skip_space(text: str, start: int) -> int:
 
 
 def read_json(text: str, start: int = 0) -> tuple[Any, int]:
-    """Read one JSON value from ``start`` on; return it and where it ends. Raises MalformedCall."""
+    """Read one JSON value from ``start`` on; return it and its end. Raises MalformedCall."""
     try:
         return _DECODER.raw_decode(text, skip_space(text, start))
     except json.JSONDecodeError as error:
         raise MalformedCall(f"it is not valid JSON: {error.msg} at character {error.pos - start}") from None
     except MalformedCall:
         raise
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; brackets nested thousands deep
+    except (ValueError, RecursionError) as error:  # an integer with thousands of digits, or deeply nested brackets
         raise MalformedCall(f"its JSON cannot be read: {type(error).__name__}") from None
 
 
@@ -74,7 +74,7 @@ def make_call(value: Any, *, arguments: Sequence[str] = ("arguments",), extra: S
 
 
 def named_call(name: Any, arguments: Any, id: str = "") -> ToolCall:
-    """Make a call. Raises MalformedCall for a name that is no text, and for arguments that are no object."""
+    """Make a call. Raises MalformedCall for a name that is not a text, and for arguments that are not an object."""
     if not isinstance(name, str) or not name.strip():
         raise MalformedCall(f"its name is {name!r:.60}, which is no name of a tool")
     if not isinstance(arguments, Mapping):
@@ -83,7 +83,7 @@ def named_call(name: Any, arguments: Any, id: str = "") -> ToolCall:
 
 
 def read_argument(name: str, text: str, tool: str, tools: Sequence[Mapping[str, Any]]) -> Any:
-    """Read an argument that is written as text: text where the schema says so or there is none, else JSON. Raises MalformedCall."""
+    """Parse an argument written as text: kept as text if the schema says so or is missing, otherwise JSON. Raises MalformedCall."""
     functions: list[Mapping[str, Any]] = [each["function"] for each in tools if each["function"]["name"] == tool]
     schema = (functions[0] if functions else {}).get("parameters", {}).get("properties", {}).get(name, {})
     types = json_types(schema)
@@ -98,7 +98,7 @@ def read_argument(name: str, text: str, tool: str, tools: Sequence[Mapping[str, 
 
 
 def json_types(schema: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the JSON types that a schema allows at its top; empty where it does not say."""
+    """Return the JSON types that a schema allows at its top level; empty if not specified."""
     if isinstance(options := schema.get("anyOf") or schema.get("oneOf"), list):
         found = [json_types(option) for option in options if isinstance(option, Mapping)]
         return tuple(dict.fromkeys(name for names in found for name in names)) if all(found) else ()

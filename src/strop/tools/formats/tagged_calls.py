@@ -1,4 +1,4 @@
-"""Calls between ``<tool_call>`` and ``</tool_call>``, whatever stands in them."""
+"""Calls between ``<tool_call>`` and ``</tool_call>``, with any content."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ RESULT = "\n<tool_response>\n{result}\n</tool_response>\n"
 
 ReadCall = Callable[
     [str], tuple[ToolCall, int]
-]  # the text after OPEN -> its call, and where what follows CLOSE begins; or MalformedCall
+]  # the text after OPEN -> its call, and the position after CLOSE; or MalformedCall
 
 
 def parse_tagged_calls(
     text: str, read: ReadCall, *, stray: Sequence[str] = (CLOSE,), says: str = f"{CLOSE} closes no {OPEN}."
 ) -> ParsedReply:
-    """Take a turn apart. Text outside of a call with one of ``stray`` in it is malformed, as ``says``."""
+    """Parse a turn. Text outside of a call that contains one of ``stray`` is malformed, with the message ``says``."""
     reasoning, rest = split_thoughts(text, call=(OPEN, CLOSE))
     content: list[str] = []
     calls: list[ToolCall] = []
@@ -47,7 +47,9 @@ def parse_tagged_calls(
 def read_xml_call(
     text: str, call: re.Pattern[str], argument: re.Pattern[str], shapes: tuple[str, str], tools: Sequence[ToolSchema]
 ) -> tuple[ToolCall, int]:
-    """Read a call whose first group is its name and second its arguments, each a key and a value. ``shapes``: both, in words for errors."""
+    """Parse a call whose first group is its name and second its arguments, each a key and a value. ``shapes``: both, in words for
+    errors.
+    """
     body, closed, _ = text.partition(CLOSE)
     if not closed:
         raise MalformedCall(f"it is not closed by {CLOSE}")
@@ -68,5 +70,5 @@ def read_xml_call(
 
 
 def unwrap_lines(value: str) -> str:
-    """Take away the line break after the opening tag and the one before the closing tag, which are not part of a value."""
+    """Remove the line breaks after the opening tag and before the closing tag, which are not part of a value."""
     return value.removeprefix("\n").removesuffix("\n")

@@ -1,10 +1,9 @@
 """Weight transport by collective broadcast (gloo or NCCL), to generators that may be on other machines.
 
 The sender is rank 0 of a separate process group. The default group is not used: in a receiver's process it belongs to the engine.
-Tensors are packed into buckets; one bucket is packed or unpacked while another one is transferred. A key-value store beside the group
-records which receivers have joined, when a publish begins, and why it failed; it is served to those who know the sender's secret, which is
-part of its address. A broken group cannot be repaired: after a TransportError,
-create a new sender.
+Tensors are packed into buckets; one bucket is packed or unpacked while another one is transferred. A key-value store alongside
+the group records which receivers have joined, when a publish begins, and why it failed; clients need the sender's secret, which
+is part of its address. A broken group cannot be repaired: after a TransportError, create a new sender.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _STORE_TIMEOUT = timedelta(seconds=10)  # timeout of one store operation
 
 @dataclass(frozen=True)
 class BroadcastAddress:
-    """Address and secret of the sender's store, and settings of the process group. Who has it can receive the weights."""
+    """Address and secret of the sender's store, and settings of the process group. Anyone with it can receive the weights."""
 
     backend: CollectiveBackend
     host: str
@@ -141,7 +140,7 @@ class _BroadcastGroup:
         try:
             yield
         except BaseException as error:
-            if self.broken:  # by a thread that closed the channel meanwhile
+            if self.broken:  # by a thread that closed the channel in the meantime
                 raise TransportError(f"publish {number} ended early: {self.broken}") from error
             self._fail(number, error)
             if isinstance(error, RuntimeError) and not isinstance(error, TransportError):  # of torch.distributed

@@ -63,7 +63,7 @@ class Channel:
 
 
 def _error_rank(error: BaseException) -> int:
-    """Rank errors by how likely they are the cause: a dead process first, a broken channel after any other error."""
+    """Rank errors by how likely they are the root cause: a dead process first, a broken channel last."""
     for rank, kind in ((0, EngineDied), (2, TransportError), (3, asyncio.CancelledError)):
         if isinstance(error, kind):
             return rank

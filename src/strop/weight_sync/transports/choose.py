@@ -14,42 +14,45 @@ from strop.problems import Problem, raise_problems
 from strop.weight_sync.base import Sender
 from strop.weight_sync.weight_sync_config import WeightSyncConfig, choose_auto_transport
 
-AUTO_SENDERS = 4  # ranks that send, at most, unless the configuration says more
+AUTO_SENDERS = 4  # default limit on the number of sending ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLocations:
-    """Where the engines are, seen from the process that sends weights."""
+    """Where the engines are, from the point of view of the sending process."""
 
     count: int = 1
-    colocated: bool = True  # on the devices that train
+    colocated: bool = True  # on the training devices
     same_machine: bool = True  # all engines are on the sender's machine
     host: str = "127.0.0.1"  # address of the sender's machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class SenderSetup:
-    """What senders are made for. An entry point of the group ``strop.transports`` is a function of this that returns a SenderFactory."""
+    """Arguments for creating senders. An entry point of the group ``strop.transports`` is a function from this to a
+    SenderFactory.
+    """
 
     config: WeightSyncConfig
     device: torch.device  # of the learner
     engines: EngineLocations
-    folder: Path  # for a transport through files, unless one is configured
+    folder: Path  # default folder of a file transport
 
     @property
     def bucket(self) -> dict[str, Any]:
-        """The argument ``bucket_size`` of a sender, in bytes; empty: the transport's choice."""
+        """The sender's argument ``bucket_size`` in bytes; empty: the transport's default."""
         return {} if self.config.bucket_mb is None else {"bucket_size": int(self.config.bucket_mb * 2**20)}
 
 
-SenderFactory = Callable[[int], Sender]  # of the number of receivers
+SenderFactory = Callable[[int], Sender]  # argument: the number of receivers
 
 
 def make_sender_factory(
     config: WeightSyncConfig, device: torch.device, engines: EngineLocations, default_folder: Path
 ) -> SenderFactory:
-    """Return a factory of senders for the configured transport. ``device``: of the learner. ``default_folder``: for the transport through
-    files, unless one is configured. Raises ValueError for a transport that cannot work."""
+    """Return a factory of senders for the configured transport. ``device``: the learner's. ``default_folder``: used by the file
+    transport unless one is configured. Raises ValueError for a transport that cannot work.
+    """
     raise_problems(
         config.transport_errors(
             "policy.generation",
@@ -69,9 +72,9 @@ def make_sender_factory(
 def choose_senders(
     config: WeightSyncConfig, device: torch.device, engines: EngineLocations, hosts: Sequence[str]
 ) -> tuple[int, ...]:
-    """Return the ranks that send weights, rank 0 first and spread over all: ``hosts`` are the machines of the ranks.
+    """Return the ranks that send weights, rank 0 first and evenly spread: ``hosts`` are the machines of the ranks.
 
-    Raises ValueError for more senders than there are ranks that reach the engines.
+    Raises ValueError if more senders are configured than ranks can reach the engines.
     """
     transport = choose_transport(device, engines) if config.transport == "auto" else config.transport
     on_one_machine = transport in ("memory", "cuda_ipc")
@@ -98,7 +101,7 @@ def uses_nccl(device: torch.device, engines: EngineLocations) -> bool:
 
 
 def choose_transport(device: torch.device, engines: EngineLocations) -> str:
-    """Return the transport that ``auto`` stands for."""
+    """Return the transport chosen by ``auto``."""
     return choose_auto_transport(
         device.type, engines=engines.count, colocated=engines.colocated, same_machine=engines.same_machine
     )

@@ -1,8 +1,8 @@
 """Connections between a sender and its receivers on one machine: a ``multiprocessing`` connection over a Unix socket for each receiver.
 
-A connection also shows when the other side is gone: the kernel closes its end when its process ends, however it ends. A fork may keep it
-open, so the process itself is checked too, where the system reports its pid. On Linux the socket has no file; elsewhere it is in a folder
-that only this user can access.
+A connection also reveals that the other side is gone: the kernel closes its end when its process ends for any reason. A fork may
+keep it open, so the process is checked too, if the system reports its pid. On Linux the socket has no file; elsewhere it is in a
+folder that only this user can access.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PeerConnection:
             raise self.make_lost_error() from None
 
     def read(self) -> Any:
-        """Return a message that has arrived. Raises TransportError if the peer is gone."""
+        """Return an arrived message. Raises TransportError if the peer is gone."""
         try:
             return self.connection.recv()
         except (EOFError, OSError):
@@ -57,7 +57,9 @@ class PeerConnection:
 def wait_for_peers(
     peers: Iterable[PeerConnection], timeout: float, late: str, check_open: Callable[[], None] = lambda: None
 ) -> list[PeerConnection]:
-    """Return the peers that have sent a message, at least one. Raises TransportError if one is gone, and with ``late`` at the timeout."""
+    """Return the peers (at least one) that have sent a message. Raises TransportError if one is gone, and with ``late`` at the
+    timeout.
+    """
     waiting = {peer.connection: peer for peer in peers}
     deadline = time.monotonic() + timeout
     while True:
@@ -92,11 +94,11 @@ def close_listener(listener: socket.socket, path: str) -> None:
 
 
 def accept_receiver(listener: socket.socket, timeout: float) -> tuple[int, PeerConnection] | None:
-    """Accept a connection that waits. Return the receiver's index and its connection, or None if it is no receiver of this user."""
+    """Accept a waiting connection. Return the receiver's index and its connection, or None if it is not a receiver of this user."""
     accepted, _ = listener.accept()
     connection = Connection(accepted.detach())
     pid, user = _peer_credentials(connection)
-    if user in (None, os.getuid()):  # before anything that it sends is unpickled
+    if user in (None, os.getuid()):  # checked before anything it sends is unpickled
         with suppress(EOFError, OSError):
             if connection.poll(timeout):
                 index: int = connection.recv()
@@ -142,7 +144,9 @@ def is_process_alive(pid: int | None) -> bool:
 
 
 def machine_id() -> str:
-    """Return an id of the pid namespace: host name, and on Linux also boot id and container. Equal pids under it are the same process."""
+    """Return an id of the pid namespace: host name, and on Linux also boot id and container. Under it, equal pids mean the same
+    process.
+    """
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]

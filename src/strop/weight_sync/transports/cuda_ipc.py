@@ -1,4 +1,4 @@
-"""Weight transport through CUDA IPC memory: the sender packs buckets on its GPU, and receivers on the same machine read them there.
+"""Weight transport through CUDA IPC memory: the sender packs buckets on its GPU, where receivers on the same machine read them.
 
 A receiver on the same GPU yields views of that memory; a receiver on another GPU copies the tensors over. Both must see the sender's GPU
 (``CUDA_VISIBLE_DEVICES``), under any index. The protocol is that of ``shared_buffer``.

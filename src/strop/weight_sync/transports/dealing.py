@@ -1,4 +1,4 @@
-"""Deal the tensors of a publish over the processes that send them. Both sides compute the same from the manifest."""
+"""Distribute the tensors of a publish over the sending processes. Both sides compute the same result from the manifest."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from strop.weight_sync.base import Manifest
 
 
 def deal_entries(manifest: Manifest, senders: int) -> list[int]:
-    """Return the sender of each tensor, from 0: the largest first, each to the sender with the fewest bytes; ties to the first.
+    """Return the sender of each tensor, from 0: largest tensors first, each to the sender with the fewest bytes; ties go to the
+    first.
 
-    No sender has more than an even share and one tensor.
+    No sender exceeds an even share by more than one tensor.
     """
     dealt = [0] * len(manifest.entries)
     loads = [(0, sender) for sender in range(senders)]  # a heap

@@ -12,7 +12,7 @@ from torch import Tensor
 from strop.weight_sync.base import Manifest, NamedTensors, TensorEntry
 from strop.weight_sync.weight_source import Weight, choose_sent_dtype
 
-ALIGNMENT = 256  # bytes: a multiple of cache lines, and what CUDA kernels prefer
+ALIGNMENT = 256  # bytes: a multiple of cache lines, preferred by CUDA kernels
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class PlacedBucket:
 def build_manifest(tensors: NamedTensors, dtype: torch.dtype | None) -> Manifest:
     """Return the manifest for sending ``tensors``, which may be meta tensors.
 
-    ``dtype``: of floating-point tensors (``choose_sent_dtype``); None: their own. Raises ValueError for duplicate names.
+    ``dtype``: data type of floating-point tensors (``choose_sent_dtype``); None: their own. Raises ValueError for duplicate
+    names.
     """
     entries: list[TensorEntry] = []
     seen: set[str] = set()
@@ -60,7 +61,7 @@ def build_manifest(tensors: NamedTensors, dtype: torch.dtype | None) -> Manifest
 
 
 def move_large_to_middle(weights: Sequence[Weight]) -> list[Weight]:
-    """Return the weights in the order to send them: small first and last buckets, since only one side is busy during those.
+    """Return the weights in sending order: the first and last buckets are small, because only one side is busy during them.
 
     Tensors of more than a tenth of the total size go to the middle. The others keep their order, so an engine's layers complete one by one.
     """
@@ -89,7 +90,7 @@ def split_into_buckets(manifest: Manifest, size: int) -> tuple[Bucket, ...]:
 
 
 def place_buckets(buckets: Sequence[Bucket], capacity: int) -> list[PlacedBucket]:
-    """Place buckets one after the other in a buffer, from the start again where it ends. Buckets are filled and read in order."""
+    """Place buckets one after the other in a buffer, wrapping around at its end. Buckets are filled and read in order."""
     placed: list[PlacedBucket] = []
     start = reads = 0
     for bucket in buckets:
@@ -128,7 +129,7 @@ def match_tensors(manifest: Manifest, tensors: NamedTensors) -> Iterator[tuple[T
         if tensor is None or name != entry.name or tuple(tensor.shape) != entry.shape:
             got = name if tensor is None else f"{name} {tuple(tensor.shape)}"
             raise ValueError(
-                f"the manifest says that {entry.name} {entry.shape} comes next, but {got} came: send the tensors that the manifest was "
+                f"the manifest says that {entry.name} {entry.shape} comes next, but {got} arrived: send the tensors that the manifest was "
                 "built from, in the same order"
             )
         yield entry, tensor

@@ -1,8 +1,8 @@
-"""A key-value store for a process group, served only to those who know its secret.
+"""A key-value store for a process group, served only to clients that know its secret.
 
-torch's TCPStore listens on every interface, and whoever reaches it lists, changes and deletes its keys. This one listens on one address.
-Both sides prove that they know the secret before anything else is read: each answers the other's random challenge with an HMAC. What
-follows is not encrypted: who can change packets on the way can still interfere.
+torch's TCPStore listens on every interface, and anyone who reaches it can list, change and delete its keys. This one listens on
+one address. Both sides prove that they know the secret before anything else is read: each answers the other's random challenge
+with an HMAC. The rest is not encrypted: an attacker who can change packets in transit can still interfere.
 
     frame      length (4 bytes), content
     request    operation (1 byte), length of the key (2 bytes), key, value
@@ -31,7 +31,7 @@ dist: Any = torch.distributed
 SECRET_SIZE = 32  # bytes
 LARGEST_FRAME = 1 << 20  # bytes
 HANDSHAKE_SECONDS = 5.0
-MAX_STRANGERS = 64  # connections in the handshake; more are closed at once
+MAX_STRANGERS = 64  # connections in the handshake; further ones are closed at once
 _POLL_SECONDS = 0.005  # seconds between polls for a key
 
 
@@ -45,7 +45,7 @@ class Operation(IntEnum):
 
 
 class StoreClosed(RuntimeError):
-    """The store's server, or its client's connection, is gone. A RuntimeError, as torch's stores raise."""
+    """The store's server, or its client's connection, is gone. A RuntimeError, like those of torch's stores."""
 
 
 class SecretStoreServer:
@@ -113,7 +113,7 @@ class SecretStoreServer:
 
     def close(self) -> None:
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._listener.close()
         for connection in [*self._connections]:
             with suppress(OSError):
@@ -194,7 +194,7 @@ def make_secret() -> bytes:
 
 
 def _admit(connection: socket.socket, secret: bytes) -> bool:
-    """Whether the client knows the secret; if so, prove that this server does too."""
+    """Return whether the client knows the secret; if so, prove that this server knows it too."""
     ours = secrets.token_bytes(SECRET_SIZE)
     _send(connection, ours)
     answer = _receive(connection, 2 * SECRET_SIZE)
@@ -206,7 +206,7 @@ def _admit(connection: socket.socket, secret: bytes) -> bool:
 
 
 def _introduce(connection: socket.socket, secret: bytes) -> bool:
-    """Prove to the server that this client knows the secret. Return whether the server does too."""
+    """Prove to the server that this client knows the secret. Return whether the server knows it too."""
     try:
         theirs, ours = _receive(connection, SECRET_SIZE), secrets.token_bytes(SECRET_SIZE)
         _send(connection, ours + _prove(secret, b"client", theirs + ours))

@@ -9,8 +9,9 @@
     PublishMessage(n, buckets=2)  ------>
                                   <------  PublishMessage(n, buckets=1)  its memory is free once all receivers sent this
 
-Both sides compute from the manifest where each bucket lies. An error on one side reaches the other as a message with ``failure``, or as the
-end of the connection. The number n increases with each publish, so messages of an aborted one are never mistaken for the current one's.
+Both sides compute the position of each bucket from the manifest. An error on one side reaches the other as a message with
+``failure``, or as the end of the connection. The number n increases with each publish, so messages of an aborted one are never
+mistaken for the current one's.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class PublishMessage:
     """A message about one publish."""
 
     publish: int  # counts from 1
-    buckets: int = 0  # that the sender has filled, or the receiver has read
-    digest: str = ""  # of the manifest: the sender begins
-    memory: Any = None  # how to open the shared memory; sent before the publish begins, to receivers that do not have it
+    buckets: int = 0  # number filled by the sender, or read by the receiver
+    digest: str = ""  # digest of the manifest; the sender begins with it
+    memory: Any = None  # how to open the shared memory; sent before the publish to receivers that do not have it yet
     failure: str = ""  # why this side has aborted the publish
 
 
@@ -93,7 +94,7 @@ class SharedBufferSender(ABC):
         self._peers: dict[int, PeerConnection] = {}
         self._memory: Tensor | None = None  # flat uint8
         self._sharing: set[PeerConnection] = set()  # the receivers that have the memory
-        self._buckets_read: dict[int, int] = {}  # receiver -> buckets of this publish that it has read; -1: it is not ready
+        self._buckets_read: dict[int, int] = {}  # receiver -> number of buckets of this publish it has read; -1: not ready yet
         self._busy = threading.Lock()  # held during a publish and while closing
         self._closed = False
 
@@ -107,7 +108,7 @@ class SharedBufferSender(ABC):
 
     @abstractmethod
     def _send_memory(self, memory: Tensor, peer: PeerConnection) -> None:
-        """Send a message with a handle to the memory, and whatever else the receiver needs to open it."""
+        """Send a handle to the memory, and anything else the receiver needs to open it."""
 
     @torch.no_grad()
     def send(self, manifest: Manifest, tensors: NamedTensors) -> None:
@@ -164,7 +165,7 @@ class SharedBufferSender(ABC):
             self._peers[index] = peer
 
     def _share_memory(self, capacity: int, digest: str) -> Tensor:
-        """Begin a publish, and share ``capacity`` bytes with those receivers that do not have them. Returns when all are ready."""
+        """Begin a publish, and share ``capacity`` bytes with the receivers that do not have them yet. Returns when all are ready."""
         if self._memory is None or self._memory.numel() < capacity:
             self._memory, self._sharing = None, set()  # free the old memory before allocating more
             self._memory = self._allocate(capacity)
@@ -260,7 +261,7 @@ class SharedBufferReceiver(ABC):
                 reason = "its manifest is not the sender's: pass the same manifest on both sides"
                 self._report_failure(message.publish, reason)
                 raise TransportError(f"receiver {self.index}: {reason}")
-            if message.digest and not self.sender.has_message():  # a message here can only say that this publish was aborted
+            if message.digest and not self.sender.has_message():  # a message here can only mean that this publish was aborted
                 assert self._memory is not None
                 self.sender.send(PublishMessage(message.publish))
                 return message.publish, self._memory
@@ -278,7 +279,7 @@ class SharedBufferReceiver(ABC):
 
     @contextmanager
     def _reporting_failure(self, publish: int) -> Iterator[None]:
-        """Say to the sender why this receiver cannot go on, also if its caller stops iterating."""
+        """Report to the sender why this receiver cannot continue, including when its caller stops iterating."""
         try:
             yield
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Weight transport through a shared folder: the last resort, which works wherever checkpoints do.
+"""Weight transport through a shared folder: the slowest transport, which works wherever checkpoints do.
 
     FOLDER/CHANNEL/owner.json            the sender: machine and process
     FOLDER/CHANNEL/3.writing/            publish 3 while it is written; then renamed
@@ -60,7 +60,7 @@ class FolderAddress:
 
 
 class FolderSender:
-    """Writes files of up to ``file_size`` bytes, each of which is assembled in memory.
+    """Writes files of up to ``file_size`` bytes, each assembled in memory first.
 
     Receivers have ``timeout`` seconds to read a publish.
     """
@@ -71,7 +71,7 @@ class FolderSender:
         self.receivers, self.file_size, self.timeout = receivers, file_size, timeout
         _remove_orphans(folder)
         self.channel = folder.absolute() / f"channel_{secrets.token_hex(8)}"
-        self.channel.mkdir(mode=0o700, parents=True)  # the weights are for this user's processes alone
+        self.channel.mkdir(mode=0o700, parents=True)  # readable only by this user's processes
         _write_atomically(self.channel / "owner.json", json.dumps({"machine": machine_id(), "process": os.getpid()}))
         self.number = 0
         self._closed = threading.Event()
@@ -156,7 +156,7 @@ class FolderReceiver:
         self._taken = number
 
     def _wait_for_publish(self) -> int:
-        """Wait for the newest publish that was not read yet. Raises TransportError if none appears."""
+        """Wait for the newest unread publish. Raises TransportError if none appears."""
         failed = self._list_failures()
         unread: list[int] = []
 
@@ -248,7 +248,7 @@ def _wait_until(condition: Callable[[], bool], timeout: float) -> bool:
 
 
 def _is_owner_alive(channel: Path) -> bool:
-    """Whether the sender may still be alive. On another machine it is assumed alive as long as its folder exists."""
+    """Return whether the sender may still be alive. On another machine, it is assumed alive as long as its folder exists."""
     try:
         owner = json.loads((channel / "owner.json").read_text())
     except FileNotFoundError:

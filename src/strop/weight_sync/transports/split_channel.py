@@ -1,11 +1,11 @@
-"""A channel from several senders: each sends its part of the tensors over a transport of its own.
+"""A channel from several senders: each sends its part of the tensors over its own transport.
 
     rank 0   MemorySender     tensors dealt to it   ------>  thread 0  }
     rank 1   MemorySender     tensors dealt to it   ------>  thread 1  }  one tensor at a time to the engine, as they arrive
     rank 2   MemorySender     tensors dealt to it   ------>  thread 2  }
 
-The senders gather their tensors from each other's shards, so none may wait until another one's tensors are read: the receiver takes
-whatever arrives first. Tensors of one sender arrive in the order of the manifest, those of several in any.
+The senders gather their tensors from each other's shards, so none may wait for another's tensors to be read: the receiver takes
+whatever arrives first. Tensors of one sender arrive in the order of the manifest; the order between senders is arbitrary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from strop.weight_sync.transports.dealing import split_manifest
 
 @dataclass(frozen=True)
 class SplitAddress:
-    """The addresses of several senders, in the order that tensors are dealt to them."""
+    """The addresses of several senders, in the order used to distribute tensors."""
 
     parts: tuple[ChannelAddress, ...]
 
@@ -45,7 +45,7 @@ class SplitAddress:
 
 @dataclass(frozen=True, eq=False)
 class _Arrival:
-    """A tensor that has arrived; without one, the end of a part, or why it failed."""
+    """An arrived tensor; without one, the end of a part or its error."""
 
     name: str = ""
     tensor: Tensor | None = None
@@ -54,13 +54,13 @@ class _Arrival:
 
 
 class SplitReceiver:
-    """Receives from several senders at once, each in a thread. A publish that fails in one part ends all: reconnect after it."""
+    """Receives from several senders at once, each in a thread. A failure in one part ends the whole publish; reconnect after it."""
 
     def __init__(self, receivers: Sequence[Receiver], device: torch.device) -> None:
         self.receivers, self.device = tuple(receivers), device
 
     def receive(self, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of one publish as they arrive. Raises TransportError as the transports of the parts do."""
+        """Yield the tensors of one publish as they arrive. Raises TransportError like the transports of the parts."""
         arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         stopped = threading.Event()
         parts = [
@@ -88,12 +88,12 @@ class SplitReceiver:
         finally:
             stopped.set()
             if not complete:
-                self.close()  # what the other senders have begun cannot be finished
+                self.close()  # the other senders' transfers cannot be completed
 
     def _receive_part(
         self, receiver: Receiver, part: Manifest, arrivals: queue.SimpleQueue[_Arrival], stopped: threading.Event
     ) -> None:
-        """Hand over the tensors of one sender, one by one. Runs in a thread of its own."""
+        """Hand over the tensors of one sender, one by one. Runs in its own thread."""
         incoming: Any = receiver.receive(part)  # a generator
         try:
             if is_gpu(self.device):
@@ -109,7 +109,7 @@ class SplitReceiver:
         except BaseException as error:
             arrivals.put(_Arrival(error=error))
         finally:
-            with suppress(Exception):  # a channel that is closed meanwhile says so once more
+            with suppress(Exception):  # a channel closed in the meantime raises again
                 incoming.close()
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ def test_the_torch_learner_trains_what_megatron_core_cannot_round(tmp_path: Path
     assert loaded.config.policy.backend == "torch" and not loaded.config.policy.megatron_cfg.enabled
     assert loaded.config.policy.dtensor_cfg.tensor_parallel_size == 2
     assert effects(loaded)["policy.megatron_cfg.enabled"] is Effect.CHANGED
-    with pytest.raises(ConfigError, match="Megatron Core's layers compute with their weights as they are"):
+    with pytest.raises(ConfigError, match="Megatron Core's layers use unrounded weights"):
         load(tmp_path, "policy.megatron_cfg.enabled=true", "policy.backend=megatron")
 
 
@@ -77,7 +77,7 @@ def test_the_torch_learner_trains_what_megatron_core_cannot_round(tmp_path: Path
     ("override", "message"),
     [
         ("policy.exact_on_policy=true", "rounded in passes that have no exact form"),
-        ("policy.compile=true", "a compiled layer would compute with its weights as they are"),
+        ("policy.compile=true", "a compiled layer would use unrounded weights"),
         ("policy.quant_cfg=FP8_DEFAULT", "Did you mean FP8_DEFAULT_CFG"),
         (
             "policy.generation.quantization={format: fp8_block, emulate: true}",

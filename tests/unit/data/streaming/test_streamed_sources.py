@@ -172,7 +172,7 @@ def test_what_cannot_be_streamed_says_why(name: str, said: str, tmp_path: Path) 
 def test_what_needs_the_number_of_rows_says_so(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
     rows = stream(dataset_name=str(tmp_path / "rows.jsonl"))
-    with pytest.raises(DataError, match="the number of its rows is not known, which is needed here; set streaming=false"):
+    with pytest.raises(DataError, match="its number of rows, which is needed here, is unknown; set streaming=false"):
         len(rows)
     assert rows
 
@@ -207,7 +207,7 @@ PROBLEM = {
 def test_an_environment_that_needs_the_number_of_rows_refuses_a_stream(name: str, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", [PROBLEM] * 3)
     source = DataSource(dataset_name=str(tmp_path / "rows.jsonl"), streaming=True)
-    with pytest.raises(DataError, match=r"is streamed, .* the number of its rows is not known, which is needed here"):
+    with pytest.raises(DataError, match=r"is streamed, .* its number of rows, which is needed here, is unknown"):
         make_unstreamable(name, source).tasks(source)
 
 

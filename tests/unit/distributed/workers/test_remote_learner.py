@@ -151,7 +151,7 @@ def test_a_checkpoint_is_written_by_every_rank_at_once_or_from_a_staged_copy(tmp
 
 
 def test_the_driver_has_no_weights() -> None:
-    with pytest.raises(RuntimeError, match="does not give its weights to the driver"):
+    with pytest.raises(RuntimeError, match="does not send its weights to the driver"):
         client_of(FakeRanks()).weights()
 
 

@@ -117,7 +117,7 @@ def test_only_what_follows_the_thoughts_is_checked() -> None:
     "row, message",
     [
         ({"instruction_id_list": ["punctuation:no_coma"], "kwargs": [{}]}, "did you mean 'punctuation:no_comma'"),
-        ({"instruction_id_list": ["detectable_format:title"], "kwargs": [{"N": 3}]}, "takes nothing, and is given N"),
+        ({"instruction_id_list": ["detectable_format:title"], "kwargs": [{"N": 3}]}, "takes nothing, but has N"),
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, "no instructions that can be read"),
         ({"instruction_id_list": [], "kwargs": []}, "has no instructions; leave it out"),
         ({"ground_truth": "lowercase"}, "ground_truth with func_name"),

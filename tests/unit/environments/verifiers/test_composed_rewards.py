@@ -165,7 +165,7 @@ def test_the_weight_is_of_the_version_that_began_the_group(talk):
     ("rewards", "says"),
     [
         ({"a": {**TAGS, "gate": "fromat"}, "format": TAGS}, "names 'fromat', which is not a reward; did you mean 'format'"),
-        ({"a": {**TAGS, "gate": "b"}, "b": {**TAGS, "gate": "a"}}, "in a circle: a -> b -> a"),
+        ({"a": {**TAGS, "gate": "b"}, "b": {**TAGS, "gate": "a"}}, "form a cycle: a -> b -> a"),
         ({"a": {**TAGS, "gate": {"reward": "b", "atleast": 1}}, "b": TAGS}, "did you mean 'at_least'"),
         ({"a": {**TAGS, "gate": 3}}, "set it to the name of another reward"),
         ({"a": {**TAGS, "gate": "b"}, "b": costly_comparison}, "which compares all rollouts of a task and is computed after"),

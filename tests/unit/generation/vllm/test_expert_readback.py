@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,7 @@ def test_the_order_of_a_kernel_is_found_by_packing_indices(dtype: torch.dtype) -
 
 
 def test_a_kernel_that_does_more_than_move_weights_is_not_read() -> None:
-    with pytest.raises(RuntimeError, match="does not keep each weight once"):
+    with pytest.raises(RuntimeError, match="does not store each weight exactly once"):
         find_packing_order((8, 8), torch.float32, lambda weight: weight.clamp(max=5))
 
 
@@ -118,7 +119,7 @@ def test_experts_add_up_to_what_was_sent_however_processes_share_them(cut: str) 
         verify(gate_up, down, holders[:-1] or [layer(gate_up + 1, down)])
 
 
-def test_mixtral_has_other_names_in_the_engine_and_deepseek_single_experts() -> None:
+def test_mixtral_has_other_names_in_the_engine() -> None:
     block_sparse = torch.nn.ModuleDict({"layer": torch.nn.ModuleDict({"block_sparse_moe": torch.nn.Linear(1, 1)})})
     tensor = torch.randn(2, 6, 4)
     renamed = dict(
@@ -127,10 +128,31 @@ def test_mixtral_has_other_names_in_the_engine_and_deepseek_single_experts() -> 
     assert list(renamed) == ["model.layers.0.block_sparse_moe.experts.w13", "lm_head.weight"]
     assert canonical_name(block_sparse, "model.layers.0.block_sparse_moe.gate.weight") == "model.layers.0.mlp.gate.weight"
 
-    single = type("Anything", (torch.nn.Module,), {"__module__": "vllm.model_executor.models.deepseek_v2"})()
-    split = dict(rename_for_engine(single, [("model.layers.1.mlp.experts.gate_up_proj", tensor)]))
-    assert torch.equal(split["model.layers.1.mlp.experts.1.up_proj.weight"], tensor[1, 3:])
-    assert len(split) == 4
+
+@pytest.mark.parametrize(
+    ("loader", "singly"),
+    [
+        ("deepseek_v2.DeepseekV2Model", True),
+        ("glm4_moe_lite.Glm4MoeLiteModel", True),
+        ("hy_v3.HYV3Model", True),
+        ("qwen3_moe.Qwen3MoeModel", False),
+        ("glm4_moe.Glm4MoeModel", False),
+        ("llama4.Llama4Model", False),
+    ],
+)
+def test_experts_are_handed_over_singly_where_vllms_loader_knows_no_stacked_ones(loader: str, singly: bool) -> None:
+    file, _, name = loader.partition(".")
+    kind = getattr(importlib.import_module(f"vllm.model_executor.models.{file}"), name)
+    model = torch.nn.Module()
+    model.model = kind.__new__(kind)
+    torch.nn.Module.__init__(model.model)
+    stacked = "model.layers.1.mlp.experts.gate_up_proj"
+    tensor = torch.randn(2, 6, 4)
+    sent = dict(rename_for_engine(model, [(stacked, tensor)]))
+    if singly:
+        assert torch.equal(sent["model.layers.1.mlp.experts.1.up_proj.weight"], tensor[1, 3:]) and len(sent) == 4
+    else:
+        assert list(sent) == [stacked]
 
 
 def test_the_sinks_of_a_publish_are_copied_into_the_engine_since_its_reload_loses_them() -> None:

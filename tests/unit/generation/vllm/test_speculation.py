@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from strop.generation.vllm.vllm_config import SpeculationConfig
-from strop.sampling import Sampling, filtered_logits
+from strop.sampling import KEPT, Sampling, filtered_logits
 from support.engine_contract import while_running
 from support.statistics import is_consistent
 from support.sweep import sweep
@@ -155,7 +155,7 @@ def test_the_kept_tokens_are_recorded_under_speculation(room: BackgroundLoop, ng
     prompt = looping(ngram.model)
     sampling = Sampling(temperature=0.9, top_k=6, record_sampling_mask=True, max_new_tokens=12)
     completion = sample(room, ngram, prompt, sampling, range(1))[0]
-    assert ((completion.kept >= 0).sum(1) == 6).all()
+    assert ((completion.columns[KEPT] >= 0).sum(1) == 6).all()
 
 
 def test_a_publish_changes_the_policy_and_not_the_draft(room: BackgroundLoop, drafted: ServedModel) -> None:

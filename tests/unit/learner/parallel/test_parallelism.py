@@ -161,7 +161,7 @@ def test_answers_of_one_rank_are_not_taken_for_those_of_all() -> None:
     batch, ranks = found()
     for rank in ranks:
         assert f"of the batch's {len(batch.target)} predicted tokens" in rank["alone"]
-        assert "a sharded network is not moved between uses; shard it with cpu_offload" in rank["offload"]
+        assert "a sharded network cannot be moved between uses; shard it with cpu_offload" in rank["offload"]
     with pytest.raises(ValueError, match="the outputs cover 0 of the batch's 3"):
         assemble_result([MicroBatchOutputs()], 3)
 

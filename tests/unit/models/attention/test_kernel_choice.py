@@ -87,7 +87,7 @@ def test_a_gpu_has_no_flex_attention_for_heads_below_16(
             for asked in ("auto", "flex"):
                 assert choose_kernel(asked, query, key, value, WINDOW, LONG) == wanted, (asked, size, values)  # type: ignore[arg-type]
     kernel_choice._flex_obstacle.cache_clear()
-    assert "blockwise instead of flex: its products want heads of at least 16 numbers, and these have 15" in caplog.text
+    assert "blockwise instead of flex: its products need heads of size 16 or more, and these have size 15" in caplog.text
 
 
 def test_a_device_without_a_table_computes_blockwise() -> None:

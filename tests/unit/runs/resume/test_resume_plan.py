@@ -236,7 +236,7 @@ def test_previous_sets_damaged_checkpoints_aside_and_continues_from_the_newest_w
 def test_previous_without_any_whole_checkpoint_touches_nothing(tmp_path: Path) -> None:
     config = configure(tmp_path, "checkpointing.resume=previous")
     (save(config) / "state.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"holds no whole checkpoint to continue from.*checkpointing.resume=never"):
+    with pytest.raises(CheckpointError, match=r"holds no intact checkpoint to continue from.*checkpointing.resume=never"):
         restore(config)
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["step_4"]
 

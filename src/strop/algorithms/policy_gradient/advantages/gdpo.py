@@ -29,8 +29,8 @@ class DecoupledRewards(Advantage):
     one weight for each reward, in the order of their names, and null is weight 1 for each, including those that an environment only logs,
     as in NeMo-RL. The environment's own weights are not used.
 
-    ``deviation`` is that of each group, and, unless it is population, both deviations have Bessel's correction. With others, the credit
-    of a group does not add up to 0, and the mean over the batch is subtracted.
+    ``deviation`` is the deviation within each group; unless it is population, both deviations have Bessel's correction. With
+    others, the credit of a group does not add up to 0, and the mean over the batch is subtracted.
     """
 
     needs_named_rewards: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""The weights of corrections over a whole optimizer step: normalised to a mean of 1, or with what is rejected out of the divisor.
+"""Correction weights over a whole optimizer step: normalised to a mean of 1, or with rejected tokens taken out of the divisor.
 
 Without either, each micro-batch computes its own weights, and a rejected token counts in every total.
 """
@@ -18,12 +18,12 @@ from strop.metrics import Metrics
 from strop.types import Batch
 
 CORRECTION_WEIGHTS = "correction_weights"  # a batch column, [N]: the product of the weights of all corrections
-PREFIX = "correction/"  # of the columns that are logged; each holds one number for the whole optimizer step
-MIN_MEAN = 1e-8  # of the weights that are normalised: below it, they stay as they are
+PREFIX = "correction/"  # prefix of logged columns; each holds one number for the whole optimizer step
+MIN_MEAN = 1e-8  # lower bound of the normalised weights' mean; below it, they stay unchanged
 
 
 def correction_weights(corrections: Sequence[Correction], mismatch: Mismatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the product of the weights of all corrections, [N], and columns [N] to log; what ``correct_step`` found, if it did."""
+    """Return the product of all correction weights, [N], and columns [N] to log; reuses the result of ``correct_step``."""
     weights, columns = torch.ones_like(mismatch.log_ratio), dict[str, Tensor]()
     if CORRECTION_WEIGHTS in mismatch.batch.columns:
         return mismatch.batch.column(CORRECTION_WEIGHTS), columns
@@ -42,8 +42,9 @@ def correct_step(
 ) -> Batch:
     """Return the batch of an optimizer step with the column CORRECTION_WEIGHTS.
 
-    ``normalize`` divides the weights of the correction that reweights by their mean: over tokens, or over rollouts where they are of whole
-    rollouts. Without ``rejected_in_divisor``, rejected tokens no longer count, and the batch has new totals. The mean is taken before.
+    ``normalize`` divides the weights of the correction that reweights by their mean: over tokens, or over rollouts for weights of
+    whole rollouts. Without ``rejected_in_divisor``, rejected tokens no longer count, and the batch has new totals. The mean is
+    computed first.
     """
     combined, logged = torch.ones_like(mismatch.log_ratio), dict[str, Tensor]()
     rejected = torch.zeros_like(batch.mask, dtype=torch.bool)
@@ -67,7 +68,7 @@ def correct_step(
 
 
 def with_credit_weights(batch: Batch, corrections: Sequence[Correction], advantage: Advantage) -> Batch:
-    """Return the batch with the weights of corrections that reweight, for an advantage that reads them."""
+    """Return the batch with the weights of reweighting corrections, for an advantage that reads them."""
     reweighting = [correction for correction in corrections if correction.reweights]
     if not (advantage.reads_weights and reweighting):
         return batch
@@ -77,7 +78,7 @@ def with_credit_weights(batch: Batch, corrections: Sequence[Correction], advanta
 
 
 def logged_steps(batch: Batch) -> Metrics:
-    """Return the metrics of what was computed for the whole optimizer step, also where no rollout is left."""
+    """Return the metrics computed over the whole optimizer step, even if no rollout is left."""
     found = {name: column[0] for name, column in batch.columns.items() if name.startswith(PREFIX) and len(column)}
     own = {name.removeprefix(PREFIX): metrics.mean(value, batch.num_sequences) for name, value in found.items()}
     return {**logged_errors(batch), **own}

@@ -1,6 +1,6 @@
-"""GiGPO (Feng et al. 2025, arXiv 2505.10978): credit of rollouts in their group, and of turns among those taken in the same state.
+"""GiGPO (Feng et al. 2025, arXiv 2505.10978): credits rollouts within their group, and turns among turns taken in the same state.
 
-Metrics: those of ``grpo``; turns_compared, the share of turns that another one was taken in the same state as.
+Metrics: those of ``grpo``; turns_compared, the share of turns whose state occurs in at least one other turn.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from strop.types import Batch
 class StepGrouped(Advantage):
     """A = A_episode + step_weight x A_step, the same for all tokens of a turn.
 
-    A_episode is GRPO's: (R - mean) / (deviation + eps) over the rollouts of the group. A_step is the same over all turns of the group that
-    were taken in one state (``Environment.turn_states``), also several turns of one rollout, with the turn's return
-    sum over this and later turns k of gamma^(k - t) r_k in the place of R. It is 0 for a turn whose state no other turn was taken in, and
-    where the returns do not vary. ``normalize=False`` divides by 1, the paper's other choice of F_norm.
+    A_episode is GRPO's: (R - mean) / (deviation + eps) over the rollouts of the group. A_step is the same over all turns of the
+    group that were taken in one state (``Environment.turn_states``), also several turns of one rollout, with R replaced by the
+    turn's return, the sum over this and later turns k of gamma^(k - t) r_k. It is 0 if no other turn was taken in the same state,
+    or if the returns do not vary. ``normalize=False`` divides by 1, the paper's other choice of F_norm.
 
-    r_k is the reward of the steps of turn k (rewards marked ``per_turn``), and the rest of the rollout's reward is of its last turn.
+    r_k is the reward of the steps of turn k (rewards marked ``per_turn``); the rest of the rollout's reward goes to its last
+    turn.
     """
 
     step_weight: float = 1.0  # the paper's omega
@@ -43,8 +44,8 @@ class StepGrouped(Advantage):
         yield from super().validate(plan)
         if not plan.turn_states:
             yield (
-                f"{type(self).__name__} compares turns that were taken in the same state, but no environment of this run says in which "
-                "state a turn was taken; define turn_states in it, or set algorithm.name to grpo"
+                f"{type(self).__name__} compares turns that were taken in the same state, but no environment of this run reports the "
+                "state of a turn; define turn_states in it, or set algorithm.name to grpo"
             )
 
     def rollout_advantages(self, group: GroupRewards) -> Tensor:

@@ -1,4 +1,4 @@
-"""GRPO with process supervision (DeepSeekMath, arXiv 2402.03300, section 4.1.3): credit of tokens from rewards of steps.
+"""GRPO with process supervision (DeepSeekMath, arXiv 2402.03300, section 4.1.3): token credit from step rewards.
 
 Metrics: those of ``grpo``; steps_per_sample, the mean number of rewarded steps of a rollout.
 """
@@ -23,10 +23,10 @@ from strop.types import Batch
 class StepRelative(Advantage):
     """A_t = advantage of the outcome + sum over the steps that end at t or later of (r - mean) / (deviation + eps).
 
-    Mean and population deviation of r are over all steps of the group. The outcome is the rollout's reward without that of its steps, and
-    its advantage is that of GRPO: 0 where all reward is of steps, as in the paper. With ``leave_one_out`` the baselines are the mean
-    outcome of the other rollouts, and the mean over the other rollouts of the mean reward of their steps; with it and without
-    ``normalize``, this is the sum of PRIME (2502.01456) before it whitens.
+    Mean and population deviation of r are over all steps of the group. The outcome is the rollout's reward minus its step
+    rewards, and its advantage is GRPO's: 0 if all reward comes from steps, as in the paper. With ``leave_one_out`` both baselines
+    are means over the other rollouts: of their outcomes, and of their mean step rewards. Without ``normalize``, this is the sum
+    in PRIME (2502.01456) before whitening.
     """
 
     needs_step_rewards: ClassVar[bool] = True
@@ -42,7 +42,7 @@ class StepRelative(Advantage):
             )
 
     def rollout_advantages(self, group: GroupRewards) -> Tensor:
-        """Return 0: outcome and steps are told apart when the batch has its columns."""
+        """Return 0: outcome and steps are separated later, from the batch's columns."""
         return torch.zeros_like(group.rewards)
 
     def token_advantages(self, batch: Batch) -> Tensor:
@@ -64,7 +64,7 @@ class StepRelative(Advantage):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSupervision(PolicyGradient):
-    """GRPO whose credit comes from the rewards of steps and of the outcome: rewards marked ``per_turn``, and all others."""
+    """GRPO with credit from step rewards (marked ``per_turn``) and from the outcome (all other rewards)."""
 
     advantage: Advantage = StepRelative()
     objective: Objective = Clip()

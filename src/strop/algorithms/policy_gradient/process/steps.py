@@ -1,4 +1,4 @@
-"""Process rewards: the rewards of steps inside a rollout, as columns of a batch, and the credit they give to tokens."""
+"""Process rewards: step rewards within a rollout, as columns of a batch, and the token credit they give."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEP_ENDS = "step_ends"  # a batch column, [N] float64: 1 where a step ends
 
 
 def make_step_columns(batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-    """Return the columns STEP_REWARDS and STEP_ENDS; none if no rollout has rewards of steps. ``batch`` was packed from ``groups``."""
+    """Return the columns STEP_REWARDS and STEP_ENDS; none if no rollout has step rewards. ``batch`` was packed from ``groups``."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not any(rollout.step_rewards for rollout in rollouts):
         return {}
@@ -28,7 +28,7 @@ def make_step_columns(batch: Batch, groups: Sequence[Group]) -> Mapping[str, Ten
 
 
 def sum_of_steps(batch: Batch) -> Tensor:
-    """Return the sum of the rewards of each rollout's steps, [S] float64: the part of its reward that is not of the outcome."""
+    """Return the sum of each rollout's step rewards, [S] float64: the part of its reward that is not the outcome."""
     sums = torch.zeros(batch.num_sequences, dtype=torch.float64)
     return sums.index_add(0, batch.sequence, batch.columns[STEP_REWARDS]) if STEP_REWARDS in batch.columns else sums
 
@@ -37,12 +37,12 @@ def sum_to_go(values: Tensor, batch: Batch) -> Tensor:
     """Sum over each token and the later tokens of its rollout, [N] -> [N]. The tokens of a rollout must be contiguous and in order."""
     total = values.new_zeros(batch.num_sequences).index_add(0, batch.sequence, values)
     running = values.cumsum(0)
-    before = (total.cumsum(0) - total)[batch.sequence]  # of the rollouts before this one
+    before = (total.cumsum(0) - total)[batch.sequence]  # total of the rollouts before this one
     return total[batch.sequence] - (running - values - before)
 
 
 def relative_steps(rewards: Tensor, rollout: Tensor, *, leave_one_out: bool, normalize: bool) -> Tensor:
-    """Return the rewards of a group's steps less their baseline, [K] -> [K]. ``rollout`` [K] says which one each step is from.
+    """Return the step rewards of a group minus their baseline, [K] -> [K]. ``rollout`` [K] is the rollout of each step.
 
     The baseline is the mean over all steps of the group, and with ``leave_one_out`` the mean over the other rollouts of the mean of
     their steps. ``normalize`` divides by the population deviation over all steps. Rewards that do not vary give exactly 0.

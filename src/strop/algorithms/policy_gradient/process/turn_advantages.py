@@ -1,4 +1,4 @@
-"""Advantages that are given to turns whatever their rollout earned, for how they are written: a column of a batch."""
+"""Advantages given to turns for their form, regardless of the rollout's reward: a column of a batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from strop.lazy_torch import Tensor, torch
 from strop.types import Batch, Group
 
-TURN_ADVANTAGES = "turn_advantages"  # a batch column, [N] float64: what replaces a token's advantage; 0 where nothing does
+TURN_ADVANTAGES = "turn_advantages"  # a batch column, [N] float64: replaces a token's advantage; 0 keeps it
 
 
 def make_turn_advantages(batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
@@ -25,6 +25,6 @@ def make_turn_advantages(batch: Batch, groups: Sequence[Group]) -> Mapping[str, 
 
 
 def replace_advantages(advantages: Tensor, batch: Batch) -> Tensor:
-    """Return the advantages [N] with those that turns are given in their place."""
+    """Return the advantages [N], with those given to turns replacing the computed ones."""
     given = batch.columns.get(TURN_ADVANTAGES)
     return advantages if given is None else torch.where(given != 0, given.to(advantages.dtype), advantages)

@@ -20,9 +20,9 @@ from strop.types import Batch
 class DiscountedTurns(Advantage):
     """A of turn t = (G_t - mean) / (deviation + eps), with G_t = sum over this and later turns k of gamma^(k - t) r_k.
 
-    Mean and deviation are over all turns of the group or, with ``same_turn``, over the turns that are the t-th of their rollout: a baseline
-    that depends on time. r_k is the reward of the steps of turn k (rewards marked ``per_turn``), and the rest of the rollout's reward is
-    of its last turn. With gamma 0 a turn answers for its own reward alone.
+    Mean and deviation are over all turns of the group or, with ``same_turn``, over the t-th turns of all rollouts: a
+    time-dependent baseline. r_k is the reward of the steps of turn k (rewards marked ``per_turn``); the rest of the rollout's
+    reward goes to its last turn. With gamma 0 a turn is credited for its own reward only.
     """
 
     gamma: float = 0.4  # over turns
@@ -35,7 +35,7 @@ class DiscountedTurns(Advantage):
             raise ValueError(f"gamma is {self.gamma}; it discounts the rewards of later turns and must lie in [0, 1]")
 
     def rollout_advantages(self, group: GroupRewards) -> Tensor:
-        """Return 0: turns are told apart when the batch has its columns."""
+        """Return 0: turns are separated later, from the batch's columns."""
         return torch.zeros_like(group.rewards)
 
     def token_advantages(self, batch: Batch) -> Tensor:
@@ -53,7 +53,7 @@ class DiscountedTurns(Advantage):
 
 @dataclass(frozen=True, kw_only=True)
 class TurnReturns(PolicyGradient):
-    """Each turn has the discounted return from it on as its reward, compared with the other turns of its group."""
+    """The reward of each turn is its discounted return, compared with the other turns of its group."""
 
     advantage: Advantage = DiscountedTurns()
     objective: Objective = Clip()

@@ -1,4 +1,4 @@
-"""Turns: which turn of a rollout a token is of, what each turn earned, and the state it was taken in, as columns of a batch."""
+"""Turns as columns of a batch: the turn of each token, the reward of each turn, and the state it was taken in."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from strop.algorithms.policy_gradient.process.steps import STEP_REWARDS, sum_of_
 from strop.lazy_torch import Tensor, torch
 from strop.types import Batch, Group
 
-TURNS = "turns"  # a batch column, [N] int64: which turn of the batch a token is of, in order; without it a rollout is one turn
-TURN_STATES = "turn_states"  # a batch column, [N] int64: equal for tokens of turns of one group taken in the same state; -1: none
+TURNS = "turns"  # a batch column, [N] int64: the turn of each token, numbered over the batch; without it a rollout is one turn
+TURN_STATES = "turn_states"  # a batch column, [N] int64: equal for turns of a group taken in the same state; -1: none
 
 
 def make_turn_columns(batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-    """Return the columns TURNS and TURN_STATES; none if every rollout is one turn without a state, or if it is scored as a whole.
+    """Return the columns TURNS and TURN_STATES; none if every rollout is a single turn without a state, or is scored as a whole.
 
     ``batch`` was packed from ``groups``."""
     rollouts = [(index, rollout) for index, group in enumerate(groups) for rollout in group.rollouts]
@@ -27,7 +27,7 @@ def make_turn_columns(batch: Batch, groups: Sequence[Group]) -> Mapping[str, Ten
         lengths += [len(turn.tokens) for turn in turns]
         named = rollout.turn_states or (None,) * len(turns)
         states += [-1 if state is None else known.setdefault((index, state), len(known)) for state in named]
-    if len(batch.target) == len(rollouts) != sum(lengths):  # one prediction a rollout, at its end
+    if len(batch.target) == len(rollouts) != sum(lengths):  # one prediction per rollout, at its end
         return {}
     of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     return {TURNS: of_token, TURN_STATES: torch.tensor(states)[of_token]}
@@ -43,7 +43,7 @@ class BatchTurns:
     states: Tensor  # [K] int64, as TURN_STATES
 
     def rewards(self, batch: Batch) -> Tensor:
-        """Return what each turn earned, [K] float64: the rewards of its steps, and for the last turn of a rollout the outcome too."""
+        """Return the reward of each turn, [K] float64: the rewards of its steps, plus the outcome for the last turn of a rollout."""
         earned = torch.zeros(len(self.rollout), dtype=torch.float64)
         if STEP_REWARDS in batch.columns:
             earned = earned.index_add(0, self.of_token, batch.columns[STEP_REWARDS])
@@ -71,7 +71,7 @@ def discount_later_turns(values: Tensor, rollout: Tensor, decay: float) -> Tenso
 
 
 def indices_by_label(label: Tensor) -> list[Tensor]:
-    """Return for each label the indices of the turns that have it, without those labelled -1."""
+    """Return, for each label, the indices of the turns that have it; turns labelled -1 are left out."""
     order = label.argsort(stable=True)
     order = order[label[order] >= 0]
     _, counts = label[order].unique_consecutive(return_counts=True)

@@ -1,4 +1,6 @@
-"""Contrastive Preference Optimization (CPO, arXiv 2401.08417): a pair loss without a reference, beside the likelihood of the chosen."""
+"""Contrastive Preference Optimization (CPO, arXiv 2401.08417): a pair loss without a reference, plus the likelihood of the chosen
+completion.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from strop.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceFreePreference(PairwisePreference):
-    """Base class of pair losses on log pi alone. ``beta`` is the scale of the reward.
+    """Base class of pair losses on log pi without a reference. ``beta`` is the scale of the reward.
 
     ``alpha`` shapes the reward as in AlphaPO (arXiv 2501.03884): h = (1 - p^-alpha) / alpha with p = exp(log pi), which is log pi itself
     for 0. ``label_smoothing`` is the share of pairs whose label is wrong, as in cDPO.

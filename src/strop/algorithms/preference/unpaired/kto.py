@@ -65,7 +65,7 @@ class KTO(Algorithm):
         return batch.sequence_lengths == 0
 
     def term(self, outputs: TokenOutputs, batch: Batch) -> tuple[LossTerm, Metrics]:
-        """Return what the loss is, and what is logged."""
+        """Return the loss term, and the values to log."""
         counted = batch.sequence_lengths > 0
         log_ratio = _completion_log_ratios(outputs, batch)
         reference_point = torch.zeros_like(log_ratio).scatter(0, batch.sequence, batch.column(REFERENCE_POINT))

@@ -1,6 +1,7 @@
-"""Images of records: columns of paths, addresses, bytes or opened images, as references that a message holds (``strop.types.Image``).
+"""Images of records: columns of paths, URLs, bytes or opened images, converted to references for messages
+(``strop.types.Image``).
 
-An image that stands in the data itself becomes a ``data:`` URL with its bytes as they are; an opened image (PIL) is written as PNG.
+An image stored in the data itself becomes a ``data:`` URL with its bytes unchanged; an opened image (PIL) is written as PNG.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from strop.data.sources.records import DataError, Record, Records, check_text, get_value, has_key
 from strop.data.sources.streaming.streamed import StreamedRecords
 
-IMAGES = "images"  # the column of the images of a record, as references, once it is read
+IMAGES = "images"  # the column that holds a record's image references once it is read
 USUAL_COLUMNS = ("images", "image")
 IMAGE_PARTS = ("image", "image_url", "input_image")  # types of parts of a message
 REFERENCE_KEYS = ("image", "image_url", "url", "path")  # of a part
@@ -27,11 +28,11 @@ MEDIA_TAGS = {"audio": ("<audio>", "<sound>"), "sound": ("<sound>",), "video": (
 
 @dataclass(frozen=True)
 class ImageColumns:
-    """Where the images of a record are."""
+    """The location of a record's images."""
 
-    key: str | None = None  # the column; None: images, else image, where it holds images
-    folder: str | None = None  # which relative paths start from; None: the working directory
-    beside: str | None = None  # the folder of the data file, for relative paths that are not in the working directory
+    key: str | None = None  # the column; None: images, otherwise image, if it holds images
+    folder: str | None = None  # base folder of relative paths; None: the working directory
+    beside: str | None = None  # the data file's folder, for relative paths not found in the working directory
 
     def may_be_in(self, record: Record) -> bool:
         """Whether records with these columns may have images."""
@@ -58,7 +59,7 @@ class ImageColumns:
         return next((name for name in USUAL_COLUMNS if name in record and holds_images(record[name])), None)
 
     def _place(self, reference: str) -> str:
-        """Return a relative path from its folder on, anything else as it is."""
+        """Return a relative path joined to its folder, anything else unchanged."""
         if is_address(reference) or os.path.isabs(reference):
             return reference
         if self.folder is not None:
@@ -67,7 +68,7 @@ class ImageColumns:
         return str(beside) if beside is not None and not os.path.exists(reference) and beside.exists() else reference
 
     def _place_parts(self, record: Record) -> Record:
-        """Place the paths in the parts of messages."""
+        """Resolve the paths in the content parts of messages."""
         columns = [name for name, value in record.items() if _has_parts(value)]
         return (
             {**record, **{name: [self._place_message(each) for each in record[name]] for name in columns}} if columns else record
@@ -91,9 +92,9 @@ def _has_parts(value: Any) -> bool:
 
 
 def holds_images(value: Any) -> bool:
-    """Whether the value of a column that is named as one of images holds one, or a list of them.
+    """Whether the value of a column with an image name holds an image, or a list of images.
 
-    A text counts if it is an address or ends as an image does: other columns have such names, too."""
+    A text counts if it is a URL or ends in an image suffix, because other columns use such names too."""
     if isinstance(value, list | tuple):
         return all(holds_images(each) for each in value)
     if isinstance(value, str):
@@ -137,7 +138,7 @@ def write_data_url(content: bytes) -> str:
 
 
 def refuse_sound_and_video(record: Record, where: str) -> None:
-    """Raise DataError for a record whose text has a place for its audio or its video, which models here do not read."""
+    """Raise DataError for a record whose text has placeholders for audio or video, which supported models do not read."""
     for column, tags in MEDIA_TAGS.items():
         if record.get(column) and any(tag in text for text in _iter_texts(record) for tag in tags):
             raise DataError(
@@ -155,7 +156,7 @@ def _iter_texts(value: Any) -> Iterator[str]:
 
 
 class ImageRecords(Records):
-    """Records with their images as references. Nothing is read before a record is."""
+    """Records with their images as references. Images are read together with their record."""
 
     def __init__(self, records: Records, columns: ImageColumns) -> None:
         self.name, self.uniform, self.lenient = records.name, records.uniform, records.lenient
@@ -178,7 +179,7 @@ class ImageRecords(Records):
 
 
 def read_images(records: Records, columns: ImageColumns) -> Records:
-    """Return the records with their images read, or as they are where none of them can have any."""
+    """Return the records with their images read, or unchanged if they cannot have any."""
     if isinstance(records, StreamedRecords):
         return StreamedRecords(replace(records.stream, change=columns.read))
     is_text = records.uniform and not columns.may_be_in(records[0])

@@ -1,4 +1,4 @@
-"""Rows of built-in sets of images: made into a question, its answer and its images."""
+"""Converts rows of built-in image sets into a question, its answer and its images."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ImageReader = Callable[[Record, str, str | None], Mapping[str, Any]]
 """Reads a record: (record, where, folder of the images) -> further columns."""
 
 PLACE = re.compile(r"\s*(<image(?:_\d+)?>)\s*")
-REGION_SIZE = (256, 256)  # pixels that an image of RefCOCO is scaled to
-SCALE = 1000  # of a box, which is in thousandths of the image's width and height
+REGION_SIZE = (256, 256)  # size that RefCOCO images are scaled to, in pixels
+SCALE = 1000  # unit of box coordinates: thousandths of the image's width and height
 REGION_QUESTION = "Please provide the bounding box coordinate of the region described by the following phrase: "
 
 
 def read_tagged_solution(record: Record, where: str, folder: str | None) -> Mapping[str, Any]:
-    """CLEVR-CoGenT's solution: what the first <answer> holds, or all of it."""
+    """CLEVR-CoGenT's solution: the content of the first <answer>, or the whole text."""
     solution = get_text(record, "solution", "output_key", where)
     _, _, rest = solution.partition("<answer>")
     answer, end, _ = rest.partition("</answer>")
@@ -30,7 +30,7 @@ def read_tagged_solution(record: Record, where: str, folder: str | None) -> Mapp
 
 
 def read_single_image(record: Record, where: str, folder: str | None) -> Mapping[str, Any]:
-    """Geometry3K: the first image, before the problem, which loses its place for it."""
+    """Geometry3K: the first image, placed before the problem, whose placeholder is removed."""
     images = get_value(record, IMAGES, "image_key", where)
     problem = get_text(record, "problem", "input_key", where)
     return {IMAGES: list(images or ())[:1], "problem": problem.replace("<image>", "")}
@@ -44,9 +44,11 @@ def read_reasoning_question(record: Record, where: str, folder: str | None) -> M
 
 
 def read_described_region(record: Record, where: str, folder: str | None) -> Mapping[str, Any]:
-    """RefCOCO: a phrase, and the box of what it describes, in thousandths of the image, which is scaled to 256 x 256 pixels.
+    """RefCOCO: a phrase, and the box of the described region in thousandths of the image, which is scaled to 256 x 256 pixels.
 
-    Of several phrases a row to train on has one that its number draws, the same in every run, and a row to validate on the longest."""
+    Of several phrases, a training row uses one chosen by the row's number, the same in every run; a validation row uses the
+    longest.
+    """
     path = Path(folder or "", get_text(record, "image_path", "image_key", where).removeprefix("coco/"))
     captions = [str(each) for each in get_value(record, "captions", "input_key", where)]
     if not captions:
@@ -60,7 +62,7 @@ def read_described_region(record: Record, where: str, folder: str | None) -> Map
 
 
 def _scale_image(path: Path, where: str) -> tuple[bytes, int, int]:
-    """Return an image of 256 x 256 pixels as PNG, and the width and height that it had. Raises DataError."""
+    """Return an image scaled to 256 x 256 pixels as PNG, and its original width and height. Raises DataError."""
     try:
         from PIL import Image
 

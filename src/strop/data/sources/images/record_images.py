@@ -1,4 +1,4 @@
-"""The images of a record on their way into its messages: each goes to a place that a message has for it."""
+"""Assigns the images of a record to the placeholders of its messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from strop.data.sources.images.image_columns import read_reference
 from strop.data.sources.records import DataError
 from strop.types import Image, Message
 
-PLACE = re.compile(r"<image(?:_\d+)?>")  # in a text, of a record that has images
+PLACE = re.compile(r"<image(?:_\d+)?>")  # placeholders in the text of a record with images
 
 
 class RecordImages:
@@ -31,9 +31,10 @@ class RecordImages:
         return read_reference(self._left.popleft(), self._where) if self._left else None
 
     def place(self, text: str, where: str) -> tuple[str, tuple[Image, ...]]:
-        """Return a text without its places, ``<image>``, and the images that go there. Raises DataError for more places than images.
+        """Return a text without its ``<image>`` placeholders, and the images at those positions. Raises DataError for more
+        placeholders than images.
 
-        The text of a record without images has no places, whatever it says."""
+        In a record without images, the text is left unchanged."""
         if not self.given:
             return text, ()
         kept, images, position = "", [], 0
@@ -48,7 +49,7 @@ class RecordImages:
         return kept + text[position:], tuple(images)
 
     def place_first(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Return messages that have no place for images with all of them at the beginning of the user's first message."""
+        """Return messages without placeholders, with all images at the beginning of the user's first message."""
         asked = next((index for index, message in enumerate(messages) if message.role == "user"), None)
         if asked is None or self.left < self.given:
             return tuple(messages)
@@ -58,10 +59,10 @@ class RecordImages:
 
 
 def render_question(text: str, images: Sequence[object], prefix: str, where: str) -> tuple[str, tuple[Image, ...]]:
-    """Return a question without its places for images, and the images as they are placed behind ``prefix``, the text before it.
+    """Return a question without its placeholders, and its images positioned after ``prefix``, the text before it.
 
-    An image that nothing of the question comes before, also one without a place, stands before the prefix, as NeMo-RL has it.
-    Raises DataError where there are more or fewer places than images.
+    An image at the very start of the question, or without a placeholder, goes before the prefix, as in NeMo-RL. Raises DataError
+    if the numbers of placeholders and images differ.
     """
     record = RecordImages(images, where)
     asked, placed = record.place(text, where)

@@ -1,4 +1,4 @@
-"""What a stream reads from: shards, each in order, from its beginning or from a position that was noted before."""
+"""The inputs of a stream: shards, each read in order, from its beginning or from a saved position."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from strop.data.sources.records import DataError, Record
 
 @dataclass(frozen=True, slots=True)
 class StreamedRecord:
-    """A record where it was found in a shard. Lines are parsed when they are asked for, so that a malformed one costs its own row only."""
+    """A record at its location in a shard. Lines are parsed on demand, so that a malformed one costs only its own row."""
 
     id: str  # the same whenever the record is read
     where: str  # for error messages
     content: Record | bytes | DataError
-    change: Callable[[Record, str], Record] | None = None  # (record, where) -> the record as it is read
+    change: Callable[[Record, str], Record] | None = None  # (record, where) -> the converted record
 
     def read(self) -> Record:
         """Return the record. Raises DataError for one that is malformed."""
@@ -29,7 +29,7 @@ class StreamedRecord:
 
 
 class ShardReader(ABC):
-    """Reads the records of a shard in order. ``position``: JSON, where the next record begins, as ``Shard.open`` takes it."""
+    """Reads the records of a shard in order. ``position``: start of the next record as JSON values, accepted by ``Shard.open``."""
 
     position: Any = None
 
@@ -41,7 +41,7 @@ class ShardReader(ABC):
 
     @abstractmethod
     def _iterate(self) -> Iterator[StreamedRecord]:
-        """Yield each record, with ``position`` behind it."""
+        """Yield each record, with ``position`` after it."""
         ...
 
 

@@ -1,11 +1,11 @@
-"""A stream of records by position, in memory block by block.
+"""A stream of records by position, with a few blocks in memory.
 
     position   0 .. B-1   B .. 2B-1   ...   L-1 | L ..
     block      (0, 0)     (0, 1)      ...       | (1, 0) ..       (epoch, number)
 
-The rows of a block are permuted by (seed, epoch, number), so what stands at a position depends on nothing but the data and the seed. The
-length L of an epoch is known once its end was met. One thread reads, one block ahead. Any position can be asked for: where each of the
-latest blocks began is noted, and is the state of a checkpoint; an earlier block is found by reading its epoch from the beginning.
+The rows of a block are permuted by (seed, epoch, number), so the record at a position depends only on the data and the seed. The
+length L of an epoch is known once its end was reached. One thread reads one block ahead. Any position can be requested: the
+starts of the latest blocks are saved, also in checkpoints; an earlier block is found by reading its epoch from the beginning.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from strop.data.sources.streaming.base import StreamedRecord
 from strop.data.sources.streaming.record_stream import RecordStream, StreamReader
 from strop.sampling import mix_seed
 
-BLOCKS_IN_MEMORY = 3  # the one before, this one and the next
-ROWS_IN_MEMORY = 4096  # more blocks than that, if they are smaller
+BLOCKS_IN_MEMORY = 3  # the previous, current and next block
+ROWS_IN_MEMORY = 4096  # more blocks if they are small
 STARTS, SAVED_STARTS = 256, 32  # of the latest blocks
 
 
@@ -36,18 +36,18 @@ class BlockKey(NamedTuple):
 
 
 class BlockStart(NamedTuple):
-    """Where a block begins, and what its first row looks like, by which data that was changed is noticed."""
+    """The start of a block, and a digest of its first row, which reveals changed data."""
 
     position: Any
     first: str
 
 
 class Place(NamedTuple):
-    """What stands at a position: ``copy`` of ``record``, and its neighbours, the records of the block."""
+    """The content of a position: ``copy`` of ``record``, and its neighbours, the records of the block."""
 
     epoch: int
     records: Sequence[StreamedRecord]
-    number: int  # of the record in the block
+    number: int  # index of the record in the block
     copy: int
 
 
@@ -62,34 +62,36 @@ class StreamBlocks:
         limit: int | None = None,
         copies: int = 1,
     ) -> None:
-        """``rows``: of a block. ``seed`` None: in order. ``keep``: which records count. ``limit``: of an epoch. ``copies``: of each."""
+        """``rows``: per block. ``seed`` None: in order. ``keep``: which records count. ``limit``: rows per epoch. ``copies``: of
+        each row.
+        """
         self.name, self._stream, self._rows, self._seed = stream.name, stream, rows, seed
         self._keep, self._limit, self._copies = keep, limit, copies
         self._length: int | None = None  # records of an epoch
-        self._reached = 0  # the newest position that the run itself has asked for
+        self._reached = 0  # the newest position that the run itself has requested
         self._blocks: OrderedDict[BlockKey, Future[Sequence[StreamedRecord]]] = OrderedDict()
         self._starts: OrderedDict[BlockKey, BlockStart] = OrderedDict()
         self._lock = RLock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stream")
-        self._reader: tuple[BlockKey, StreamReader] | None = None  # the block that it stands before; of the thread alone
+        self._reader: tuple[BlockKey, StreamReader] | None = None  # the block it is positioned before; used only by the thread
 
     @property
     def length(self) -> int | None:
-        """The number of positions of an epoch; None as long as it is not known."""
+        """The number of positions of an epoch; None until it is known."""
         return None if self._length is None else self._length * self._copies
 
     def with_copies(self, count: int) -> StreamBlocks:
-        """Return the same blocks with ``count`` copies in place of each. Nothing must have been read yet."""
+        """Return the same blocks with ``count`` copies of each row. Nothing may have been read yet."""
         return StreamBlocks(
             self._stream, rows=self._rows, seed=self._seed, keep=self._keep, limit=self._limit, copies=self._copies * count
         )
 
     def reach(self, position: int) -> None:
-        """Note that the run has come to a position, and does not only read ahead."""
+        """Record that the run has reached a position, rather than only reading ahead."""
         self._reached = max(self._reached, position)
 
     def locate(self, position: int) -> Place:
-        """Return what stands at a position, of any epoch. Raises DataError."""
+        """Return the content of a position of any epoch. Raises DataError."""
         block = self._rows * self._copies
         while True:
             epoch, rest = (0, position) if self.length is None else divmod(position, self.length)
@@ -103,7 +105,7 @@ class StreamBlocks:
             assert self.length is not None, "a block that is cut short ends its epoch"
 
     def state(self) -> Mapping[str, Any]:
-        """Return where the latest blocks began, up to the one that the run has reached: what was read ahead does not matter."""
+        """Return the starts of the latest blocks, up to the one that the run has reached; read-ahead is ignored."""
         with self._lock:
             epoch, rest = (0, self._reached) if self.length is None else divmod(self._reached, self.length)
             newest = BlockKey(epoch, rest // (self._rows * self._copies))
@@ -123,14 +125,14 @@ class StreamBlocks:
             )
 
     def _get(self, key: BlockKey) -> Sequence[StreamedRecord]:
-        """Return a block, and read the one after it ahead."""
+        """Return a block, and start reading the next one."""
         with self._lock:
             future = self._request(key)
         try:
             records = future.result()
         except BaseException:
             with self._lock:
-                self._blocks.pop(key, None)  # the next request tries again
+                self._blocks.pop(key, None)  # the next request retries
             raise
         with self._lock:
             self._request(self._after(key))
@@ -153,7 +155,7 @@ class StreamBlocks:
 
     def _read(self, key: BlockKey) -> Sequence[StreamedRecord]:
         reader = self._reader[1] if self._reader is not None and self._reader[0] == key else self._seek(key)
-        self._reader = None  # an error ends a reader
+        self._reader = None  # a reader cannot continue after an error
         if reader is None:
             return ()
         position = reader.position
@@ -170,7 +172,7 @@ class StreamBlocks:
         return records
 
     def _seek(self, key: BlockKey) -> StreamReader | None:
-        """Return a reader before the block; None if the epoch ends earlier."""
+        """Return a reader positioned before the block; None if the epoch ends earlier."""
         with self._lock:
             known = [each for each in self._starts if each.epoch == key.epoch and each.number <= key.number]
             nearest = max(known, default=BlockKey(key.epoch, 0))
@@ -187,7 +189,7 @@ class StreamBlocks:
         return reader
 
     def _open(self, epoch: int, position: Any) -> StreamReader:
-        in_order = self._seed is None or self._limit is not None  # ``limit`` takes the same rows in every epoch
+        in_order = self._seed is None or self._limit is not None  # ``limit`` selects the same rows in every epoch
         return self._stream.open(epoch, position, seed=None if in_order else self._seed)
 
     def _check_start(self, epoch: int, start: BlockStart) -> None:
@@ -196,7 +198,7 @@ class StreamBlocks:
             found = "the data ends" if first is None else f"{first.where} is another row"
             raise DataError(
                 f"{self.name} was changed since its position was noted: {found} where the position leads. A run needs its data as it was "
-                "when the run started; restore it, or begin anew with checkpointing.resume=never"
+                "when the run started; restore it, or start over with checkpointing.resume=never"
             )
 
     def _iter_kept(self, reader: StreamReader) -> Iterator[StreamedRecord]:

@@ -1,4 +1,4 @@
-"""Shards that are local files. Of none more than a few rows is in memory."""
+"""Shards that are local files. At most a few rows of each are in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def find_shards(name: str) -> Sequence[Shard]:
 
 
 def list_files(name: str) -> list[Path]:
-    """Return the files that a name stands for. Raises DataError if there are none."""
+    """Return the files matching a name. Raises DataError if there are none."""
     path = Path(name)
     if is_pattern(name):
         found = [Path(each) for each in sorted(glob.glob(name, recursive=True)) if Path(each).is_file()]
@@ -180,7 +180,9 @@ class _ParquetReader(_FileReader):
 
 
 class _ArrowReader(_FileReader):
-    """The position is (batch, row in it, rows before the batch). The file is read and not mapped: one that is cut short ends no process."""
+    """The position is (batch, row in it, rows before the batch). The file is read, not mapped, because truncating a mapped file
+    kills the process.
+    """
 
     kind = "Arrow"
 

@@ -1,4 +1,4 @@
-"""Shards that are objects: datasets of the library ``datasets`` that are streamed, and anything else that can be iterated over again."""
+"""Shards that are objects: streamed datasets of the library ``datasets``, and any other re-iterable objects."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from strop.data.sources.streaming.base import Shard, ShardReader, StreamedRecord
 
 
 def is_iterable_dataset(rows: Any) -> bool:
-    """Whether this is a ``datasets.IterableDataset``; whoever has one has imported the library."""
+    """Whether this is a ``datasets.IterableDataset``, checked without importing the library."""
     library = sys.modules.get("datasets")
     return library is not None and isinstance(rows, library.IterableDataset)
 
 
 def list_shards(name: str, rows: Any) -> Sequence[Shard]:
-    """Return the shards of data that is iterated over. Raises DataError if that is possible only once."""
+    """Return the shards of an iterable. Raises DataError if it can be iterated only once."""
     if isinstance(rows, Iterator) or not isinstance(rows, Iterable):
         raise DataError(
             f"{name} is of the type {type(rows).__name__}, which cannot be read again for the next epoch or after a restart; pass an "
-            "object whose __iter__ begins anew"
+            "object whose __iter__ starts over"
         )
     stream: Any = rows
     if not is_iterable_dataset(rows):
@@ -37,11 +37,12 @@ def list_shards(name: str, rows: Any) -> Sequence[Shard]:
 
 
 class IterableShard(Shard):
-    """An iterable of records. Where it has ``state_dict`` and ``load_state_dict``, as those of ``datasets`` have, it continues by them;
-    else what was read before is read again."""
+    """An iterable of records. With ``state_dict`` and ``load_state_dict``, as in ``datasets``, it resumes by them; otherwise
+    earlier records are read again.
+    """
 
     def __init__(self, name: str, make: Callable[[], Any]) -> None:
-        """``make()`` returns the iterable, with a state of its own."""
+        """``make()`` returns the iterable with its own state."""
         self.name, self._make = name, make
 
     def open(self, position: Any = None) -> ShardReader:

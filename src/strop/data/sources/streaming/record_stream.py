@@ -16,10 +16,10 @@ from strop.sampling import mix_seed
 class RecordStream:
     name: str
     shards: Sequence[Shard]
-    change: Callable[[Record, str], Record] | None = None  # of each record, when it is read
+    change: Callable[[Record, str], Record] | None = None  # converts each record when it is read
 
     def open(self, epoch: int = 0, position: Any = None, *, seed: int | None = None) -> StreamReader:
-        """Return a reader of an epoch's records, from its beginning or from a position in it. ``seed`` None: the shards in order."""
+        """Return a reader of an epoch's records, from its beginning or from a position. ``seed`` None: shards in order."""
         count = len(self.shards)
         order = [number if seed is None else permute_index(number, count, mix_seed(seed, epoch)) for number in range(count)]
         return StreamReader([self.shards[number] for number in order], position, self.change)

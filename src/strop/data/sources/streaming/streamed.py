@@ -1,4 +1,4 @@
-"""Rows of data that is streamed, as tasks and examples take them: by position, without a known number."""
+"""Rows of streamed data as tasks and examples: by position, without a known number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ U = TypeVar("U")
 
 
 class StreamedRecords(Records):
-    """The records of a stream. Only the first can be read by its index."""
+    """The records of a stream. Only the first is accessible by index."""
 
     uniform = True
 
@@ -41,10 +41,10 @@ class StreamedRecords(Records):
 
 
 class Streamed(Sequence[T], Generic[T]):
-    """What is made of the records of a stream, by position in the run: epoch after epoch."""
+    """Items made from the records of a stream, by position in the run: epoch after epoch."""
 
     def __init__(self, blocks: StreamBlocks, make: Callable[[StreamedRecord, int], T]) -> None:
-        """``make(record, copy)`` returns an item, one for each copy of a record."""
+        """``make(record, copy)`` returns an item, once for each copy of a record."""
         self._blocks, self._make = blocks, make
 
     def __len__(self) -> int:
@@ -71,16 +71,16 @@ class Streamed(Sequence[T], Generic[T]):
             position += 1
 
     def peek(self, position: int) -> T:
-        """Return an item ahead of the run, which has not come to it."""
+        """Return an item ahead of the position of the run."""
         place = self._blocks.locate(position)
         return self._make(place.records[place.number], place.copy)
 
     def reach(self, position: int) -> None:
-        """Note that the run has come to a position, which a checkpoint then leads to."""
+        """Record that the run has reached a position, which checkpoints then save."""
         self._blocks.reach(position)
 
     def beside(self, position: int) -> T:
-        """Return an item of the next record of the block: one that has nothing to do with the item at ``position``."""
+        """Return an item of the block's next record, unrelated to the item at ``position``."""
         place = self._blocks.locate(position)
         return self._make(place.records[(place.number + 1) % len(place.records)], place.copy)
 
@@ -88,7 +88,7 @@ class Streamed(Sequence[T], Generic[T]):
         return self._blocks.locate(position).epoch
 
     def expand(self, count: int, change: Callable[[T, int], U]) -> Streamed[U]:
-        """Return ``change(item, number)`` for ``number`` in range(count), in place of each item."""
+        """Return a stream in which each item is replaced by ``change(item, number)`` for ``number`` in range(count)."""
         make = self._make
         return Streamed(self._blocks.with_copies(count), lambda record, copy: change(make(record, copy // count), copy % count))
 
@@ -115,14 +115,14 @@ def is_streamed(items: Sequence[T]) -> TypeGuard[Streamed[T]]:
 
 
 def count_items(items: Sequence[Any]) -> int | None:
-    """Return how many items there are in an epoch; None if they are streamed."""
+    """Return the number of items in an epoch; None if they are streamed."""
     return None if is_streamed(items) else len(items)
 
 
 def has_item(items: Sequence[Any], position: int, max_epochs: int) -> bool:
-    """Return whether a position is in the epochs that are read of streamed items; other items are read as often as needed.
+    """Return whether a position is within the epochs to read of streamed items; other items can be read any number of times.
 
-    Where the stream cannot be read, True: whoever reads the item finds the error.
+    True if the stream cannot be read: the reader of the item then gets the error.
     """
     try:
         return not is_streamed(items) or items.epoch(position) < max_epochs
@@ -132,5 +132,5 @@ def has_item(items: Sequence[Any], position: int, max_epochs: int) -> bool:
 
 def _no_length(name: str) -> DataError:
     return DataError(
-        f"{name} is streamed, so it is read in order and the number of its rows is not known, which is needed here; set streaming=false"
+        f"{name} is streamed, so it is read in order and its number of rows, which is needed here, is unknown; set streaming=false"
     )

@@ -191,7 +191,7 @@ def _read_tasks(read: Callable[[DataSource], Sequence[Task]], source: DataSource
             return read(source)
     except (DataError, EnvironmentConfigError):
         raise
-    except Exception as error:  # user-defined environments may raise anything
+    except Exception as error:  # user-defined environments may raise any exception
         raise DataError(f"the tasks cannot be made: {describe_error(error)}") from error
 
 

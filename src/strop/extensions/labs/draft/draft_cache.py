@@ -1,4 +1,4 @@
-"""Keys and values of a draft head: a row of places for each running request, grown as they are needed."""
+"""Keys and values of a draft head: a growing row of places for each running request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DraftCache:
         self._free: list[int] = []
 
     def take_row(self) -> int:
-        """Return a row that nobody has."""
+        """Return an unused row."""
         if not self._free:
             rows = self.keys.shape[1]
             self._grow(max(4, rows), 0)
@@ -33,7 +33,7 @@ class DraftCache:
         self._free.append(row)
 
     def reach(self, places: int) -> None:
-        """Have room for so many places in each row."""
+        """Make room for this many places in each row."""
         have = self.keys.shape[3]
         if places > have:
             self._grow(0, -(-max(places, have + have // 2) // SPAN_STEP) * SPAN_STEP - have)
@@ -52,7 +52,7 @@ class DraftCachePlan:
     """Attention of w new places of each of B rows to all places up to their own; writes their keys and values."""
 
     def __init__(self, cache: DraftCache, rows: Tensor, places: Tensor) -> None:
-        """``rows`` [B] int64, ``places`` [B, w] int64, ascending; a place that is repeated is written with the same values."""
+        """``rows`` [B] int64, ``places`` [B, w] int64, ascending; a repeated place is written with the same values."""
         self.cache, self.rows, self.places = cache, rows, places
         self.span = int(places.max()) + 1
         self.visible = torch.arange(self.span, device=places.device) <= places[:, :, None]  # [B, w, span]

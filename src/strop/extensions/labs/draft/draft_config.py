@@ -48,6 +48,10 @@ class DraftConfig(PolicyExtension):
     )
     head_lr: float | None = Field(None, gt=0, description="Learning rate of the head; null is that of the policy's optimizer.")
 
+    @property
+    def trains_draft(self) -> bool:
+        return self.enabled
+
     def errors(self, key: str) -> Iterator[Problem]:
         indices = self.aux_layer_indices
         if indices is not None and (not indices or list(indices) != sorted({*indices}) or indices[0] < 0):
@@ -96,10 +100,10 @@ class DraftConfig(PolicyExtension):
                 f"found {engine.speculative_lookup}, and speculative_draft is {count}: one of them proposes tokens",
                 "Set one of them to 0.",
             )
-        if self.enabled and count and policy.uses_megatron and not policy.generation.uses_vllm:
+        if self.enabled and count and policy.learner.needs_ranks and not policy.generation.uses_vllm:
             yield Problem(
                 f"{key}.speculative_draft",
-                f"found {count}, but beside Megatron Core the torch engine is in a process of its own, which is not sent the head",
+                f"found {count}, but beside {policy.learner.title} the torch engine is in a process of its own, which is not sent the head",
                 "Set it to 0, or policy.generation.backend=vllm with vllm_cfg.speculation.method=eagle3.",
             )
 
@@ -137,7 +141,7 @@ class DraftConfig(PolicyExtension):
             )
 
     def _check_learner(self, key: str, policy: PolicyConfig) -> Iterator[Problem]:
-        if not policy.sequence_packing.enabled and not policy.uses_megatron:
+        if not policy.sequence_packing.enabled and policy.uses_torch:
             yield Problem(
                 "policy.sequence_packing.enabled",
                 f"found false, but {key}.enabled is true: the head reads packed rows of hidden states",
@@ -153,27 +157,24 @@ class DraftConfig(PolicyExtension):
     def _check_devices(self, key: str, config: Any) -> Iterator[Problem]:
         from strop.config.checks.device_counts import count_devices
 
-        megatron, sizes = config.policy.megatron_cfg, config.policy.dtensor_cfg
-        shards = (
-            max(sizes.tensor_parallel_size, sizes.context_parallel_size, sizes.pipeline_parallel_size, sizes.expert_parallel_size)
-            if not megatron.enabled
-            else max(megatron.tensor_model_parallel_size, megatron.context_parallel_size, megatron.pipeline_model_parallel_size)
-        )
+        policy: PolicyConfig = config.policy
+        section, shards = f"policy.{policy.learner_key}", policy.learner.largest_size
         if shards > 1:
-            section = "megatron_cfg" if megatron.enabled else "dtensor_cfg"
             yield Problem(
                 f"{key}.enabled",
-                f"found true, but policy.{section} cuts the policy over {shards} devices, and a head is trained beside a whole policy in "
+                f"found true, but {section} cuts the policy over {shards} devices, and a head is trained beside a whole policy in "
                 "this version",
-                f"Set it to false, or the tensor, context and pipeline sizes of policy.{section} to 1.",
+                f"Set it to false, or the tensor, context and pipeline sizes of {section} to 1.",
             )
-        elif count_devices(config).uses_ray and not megatron.enabled:
+        elif count_devices(config).uses_ray and not policy.learner.trains_drafts:
+            able = {name: each for name, each in policy.learner_sections.items() if each.trains_drafts}
+            beside = " or ".join(each.title for each in able.values())
             yield Problem(
                 f"{key}.enabled",
-                "found true, but the models of the run are in a cluster of processes (cluster), where a head is trained beside Megatron "
-                "Core alone",
-                "Leave one process with one device (cluster.num_nodes=1, cluster.gpus_per_node=1), set "
-                "policy.megatron_cfg.enabled=true, or this to false.",
+                "found true, but the models of the run are in a cluster of processes (cluster), where "
+                f"{f'a head is trained beside {beside} alone' if able else 'no head is trained'}",
+                "Leave one process with one device (cluster.num_nodes=1, cluster.gpus_per_node=1), "
+                f"{''.join(f'set policy.{name}.enabled=true, ' for name in able)}or this to false.",
             )
 
     def warnings_of_run(self, key: str, config: Any) -> Iterator[Problem]:

@@ -1,7 +1,7 @@
 """Rejection sampling of drafts (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
 
 A draft d that was drawn from q is kept with probability min(1, p(d) / q(d)); otherwise the token is drawn from max(p - q, 0), normalized.
-The token so has the distribution p, and a draft is kept as often as can be: with probability sum_v min(p(v), q(v)).
+The resulting token has the distribution p, and a draft is kept with the highest possible probability, sum_v min(p(v), q(v)).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def keep_or_redraw(
 
     Args:
         logits: [R, V], the policy's at each drafted token.
-        draft_probs: [R, V], what the drafts were drawn from.
+        draft_probs: [R, V], the distributions of the drafts.
         drafts: [R] int64.
         samplings: Of each row; none is greedy.
         kept_below: [R], uniform numbers that decide whether a draft is kept.
@@ -39,7 +39,7 @@ def keep_or_redraw(
     row = torch.arange(len(drafts), device=logits.device)
     kept = kept_below * draft_probs[row, drafts] < probs[row, drafts]
     rest = (probs - draft_probs).clamp(min=0.0)
-    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, probs)  # p = q but for rounding
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, probs)  # p = q except for rounding
     running = running_sums(rest.double())
     mass = torch.minimum(uniforms.double() * running[:, -1], torch.nextafter(running[:, -1], torch.zeros_like(running[:, -1])))
     redrawn = torch.searchsorted(running, mass[:, None], right=True).squeeze(1)

@@ -1,10 +1,9 @@
 """Drafts of the policy's draft head (EAGLE-3), in the embedded engine.
 
-A draft is sampled as the policy will be: with the request's own sampling options, and with the uniform number that the policy inverts its
-distribution with at the same token. The policy's token is then what it would be without a draft, whoever drafts and however well, and a
-draft is right where both distributions put the number on the same token: exact sampling by a coupling of the two (as in drafter-invariant
-speculative decoding, Daliri et al. 2024, arXiv 2408.07978). With rejection sampling (``rejection``) more drafts are kept, and tokens depend
-on the head.
+A draft is sampled like the policy: with the request's sampling options, and with the same uniform number that the policy uses at
+that token. The policy's token is then independent of the drafts, and a draft is right if both distributions map the number to
+the same token: exact sampling by a coupling of the two (as in drafter-invariant speculative decoding, Daliri et al. 2024, arXiv
+2408.07978). With rejection sampling (``rejection``) more drafts are kept, and tokens depend on the head.
 """
 
 from __future__ import annotations
@@ -24,18 +23,20 @@ from strop.generation.torch.speculation import DraftedRequest
 from strop.models.network import Network
 from strop.sampling import filtered_logits, mix_seed, uniform
 
-DRAFTS, KEEPS = 1, 2  # uses of random numbers besides the policy's own
+DRAFTS, KEEPS = 1, 2  # uses of random numbers other than the policy's own
 
 
 @dataclass(eq=False)
 class _Progress:
-    """How far the head has read a request."""
+    """How much of a request the head has read."""
 
     row: int  # of the cache
-    read: int = 0  # places with the policy's own states
+    read: int = 0  # places read with the policy's own states
 
     def places(self, request: DraftedRequest) -> range:
-        """The places to read: place i stands for token i + 1, whose predecessor the policy has read. The last one at least is read."""
+        """The places to read: place i stands for token i + 1, whose predecessor the policy has read. At least the last one is
+        read.
+        """
         end = len(request.prompt) + len(request.tokens) - 1
         return range(min(self.read, end - 1), end)
 
@@ -46,13 +47,13 @@ class _Proposal:
 
     row: int  # of the policy's logits
     request: DraftedRequest
-    index: int  # among the tokens that were proposed together
+    index: int  # among the tokens proposed together
     token: int
-    probs: Tensor  # [V], what it was drawn from
+    probs: Tensor  # [V], its distribution
 
 
 class EagleDrafter:
-    """Proposes tokens for the running requests, all together."""
+    """Proposes tokens for all running requests together."""
 
     def __init__(self, network: Network, runner: PagedRunner, count: int, *, rejection: bool = False) -> None:
         """``count``: tokens that are proposed at most. ``rejection``: drafts are drawn with numbers of their own, and kept or redrawn."""
@@ -60,12 +61,12 @@ class EagleDrafter:
         self.network, self.runner, self.head, self.count = network, runner, network.draft, count
         self.cache = DraftCache(self.head.shape, network.precision, network.device)
         self.rejection = rejection
-        self._probs: list[Tensor] = []  # [B, V] of each step of the last proposals
+        self._probs: list[Tensor] = []  # [B, V] per step of the latest proposals
         self._asked: list[int] = []  # slots of their rows
         self._progress: dict[DraftedRequest, _Progress] = {}
 
     def forget(self, request: DraftedRequest) -> None:
-        """Free what is held for a request, which has ended or will be read again."""
+        """Free the memory of a request that has ended or will be read again."""
         if (progress := self._progress.pop(request, None)) is not None:
             self.cache.give_back(progress.row)
 
@@ -105,7 +106,7 @@ class EagleDrafter:
                 self._progress[request] = _Progress(self.cache.take_row())
 
     def _read_prompts(self, slots: Sequence[int], requests: Sequence[DraftedRequest]) -> None:
-        """Read the prompts of new requests, each once however many share it."""
+        """Read the prompts of new requests, shared prompts only once."""
         first: dict[tuple[int, ...], _Progress] = {}
         for slot, request in zip(slots, requests, strict=True):
             progress, length = self._progress[request], len(request.prompt) - 1
@@ -124,7 +125,9 @@ class EagleDrafter:
         self._run(torch.tensor([progress.row], device=device), places, torch.tensor([tokens], device=device), states[None])
 
     def _read_new(self, slots: Sequence[int], requests: Sequence[DraftedRequest]) -> Tensor:
-        """Read what the policy has read since the last call; return the head's states at each request's last token, [B, H]."""
+        """Read the tokens that the policy has read since the last call; return the head's states at each request's last token,
+        [B, H].
+        """
         device = self.network.device
         todo = [self._progress[request].places(request) for request in requests]
         width = max(map(len, todo))
@@ -145,7 +148,7 @@ class EagleDrafter:
         return hidden[:, -1]
 
     def _run(self, rows: Tensor, places: Tensor, tokens: Tensor, states: Tensor) -> Tensor:
-        """Run the head: rows [B], places and tokens [B, w], states [B, w, H] -> its own states [B, w, H]."""
+        """Run the head: rows [B], places and tokens [B, w], states [B, w, H] -> output states [B, w, H]."""
         plan = DraftCachePlan(self.cache, rows, places)
         with self.network.autocast():
             embedded = self.network.embed_tokens(tokens.flatten())
@@ -169,15 +172,18 @@ class EagleDrafter:
         return sample_tokens(logits, samplings, uniforms).tokens
 
     def _seed(self, request: DraftedRequest, use: int) -> int:
-        """Return the seed of a request's numbers: the policy's own, or with rejection others, as the same would not be independent."""
+        """Return the seed of a request's numbers: the policy's own, or with rejection a different one, because the numbers must
+        be independent.
+        """
         return mix_seed(request.seed, use) if self.rejection else request.seed
 
     def verify(
         self, running: Sequence[DraftedRequest], drafts: Sequence[list[int]], logits: Tensor
     ) -> dict[int, tuple[int, float]]:
-        """Keep or redraw the last proposals, with the policy's ``logits`` [T, V]: return the token and its log-probability by row.
+        """Keep or redraw the latest proposals, given the policy's ``logits`` [T, V]: return the token and its log-probability by
+        row.
 
-        Those of greedy requests are left out: there a draft is right or wrong.
+        Greedy requests are left out: their drafts are either right or wrong.
         """
         asked = []
         first = 0

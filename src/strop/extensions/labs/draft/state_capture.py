@@ -45,7 +45,7 @@ class StateCapture:
     def _keep(self, index: int) -> Any:
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
-            self._states[index] = hidden.detach().flatten(0, 1)  # [1, T, H], or Megatron Core's [T, 1, H]
+            self._states[index] = hidden.detach().flatten(0, 1)  # [1, T, H] or [T, 1, H]
 
         return keep
 

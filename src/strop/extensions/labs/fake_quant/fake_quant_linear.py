@@ -74,7 +74,7 @@ class FakeQuantLinear(RoundedLinear):
 
 
 class ShardedFakeQuantLinear(FakeQuantLinear):
-    """A fake-quantised layer that computes with this rank's shard of its weight."""
+    """A fake-quantised layer that uses this rank's shard of its weight."""
 
     own_shard: RoundedShard
 

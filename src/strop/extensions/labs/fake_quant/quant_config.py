@@ -61,9 +61,9 @@ class QuantConfig(PolicyExtension):
         if self.quant_cfg is None:
             return
         yield from self._check_calibration(key)
-        yield from self._check_learner(key)
+        yield from self._check_rounded_learner(key)
         if not isinstance(self._policy.generation, UnusedGenerationConfig):
-            yield from self._check_engine(key)
+            yield from self._check_rounded_engine(key)
 
     def _check_calibration(self, key: str) -> Iterator[Problem]:
         try:
@@ -80,7 +80,7 @@ class QuantConfig(PolicyExtension):
                 "blocks, or of weights alone.",
             )
 
-    def _check_learner(self, key: str) -> Iterator[Problem]:
+    def _check_rounded_learner(self, key: str) -> Iterator[Problem]:
         """Yield what rounded weights and inputs do not go together with, in the learner."""
         policy = self._policy
         if policy.fp8.enabled:
@@ -90,8 +90,8 @@ class QuantConfig(PolicyExtension):
                 f"Set it to false, or {key}.quant_cfg=null.",
             )
         for name, found, reason, fix in (
-            ("backend", policy.uses_megatron, "Megatron Core's layers compute with their weights as they are", "torch"),
-            ("compile", policy.compile is True, "a compiled layer would compute with its weights as they are", "auto"),
+            ("backend", not policy.uses_torch, "Megatron Core's layers use unrounded weights", "torch"),
+            ("compile", policy.compile is True, "a compiled layer would use unrounded weights", "auto"),
         ):  # fmt: skip
             if found:
                 yield Problem(
@@ -100,7 +100,7 @@ class QuantConfig(PolicyExtension):
                     f"Set {key}.{name}={fix}, or {key}.quant_cfg=null.",
                 )
 
-    def _check_engine(self, key: str) -> Iterator[Problem]:
+    def _check_rounded_engine(self, key: str) -> Iterator[Problem]:
         """Yield what rounded weights and inputs do not go together with, in the engine."""
         policy = self._policy
         yield from self._check_one_format(key, policy.generation.weight_format)
@@ -108,7 +108,8 @@ class QuantConfig(PolicyExtension):
         if adapters and not policy.generation.weight_sync.adapters_alone:
             yield Problem(
                 f"{key}.generation.weight_sync.adapters_alone",
-                f"found false, but with {key}.quant_cfg adapters are added to rounded weights, and what is merged is rounded otherwise",
+                f"found false, but with {key}.quant_cfg adapters are added to rounded weights, while merged weights are rounded "
+                "differently",
                 f"Set it to true, or {key}.quant_cfg=null.",
             )
         if policy.exact_on_policy:
@@ -119,7 +120,7 @@ class QuantConfig(PolicyExtension):
             )
 
     def _check_one_format(self, key: str, engine: str | None) -> Iterator[Problem]:
-        """An engine that rounds the weights itself must do as the learner does."""
+        """An engine that rounds the weights itself must round like the learner."""
         if engine is None:
             return
         with suppress(QuantConfigError):  # reported above
@@ -128,7 +129,7 @@ class QuantConfig(PolicyExtension):
                 yield Problem(
                     f"{key}.quant_cfg",
                     f"{self.quant_cfg} rounds weights to {'nothing' if learner is None else learner.name}, and the engine rounds them to "
-                    f"{engine}, so that it would not sample from what is trained",
+                    f"{engine}, so it would not sample from the trained policy",
                     f"Set it to a configuration with {engine} weights, or to null; or leave the engine's precision alone, which then has "
                     "the learner's.",
                 )
@@ -140,14 +141,14 @@ class QuantConfig(PolicyExtension):
         if self.quant_cfg is not None and isinstance(config, RmRunConfig):
             yield Problem(
                 f"{key}.quant_cfg",
-                f"found {self.quant_cfg}, but a reward model computes with its weights as they are",
+                f"found {self.quant_cfg}, but a reward model uses unrounded weights",
                 "Set it to null.",
             )
         if isinstance(config, RolloutRunConfig):
             yield from self._check_merged_adapters(key, config)
 
     def _check_merged_adapters(self, key: str, config: Any) -> Iterator[Problem]:
-        """Torch engines in other processes have adapters merged, and then round the inputs of the adapters too."""
+        """Torch engines in other processes merge adapters, and would then also round the adapters' inputs."""
         from strop.config.checks.device_counts import count_devices
 
         policy = self._policy
@@ -159,7 +160,7 @@ class QuantConfig(PolicyExtension):
                     f"{key}.quant_cfg",
                     f"{self.quant_cfg} rounds inputs of layers with adapters, which read inputs as they are; torch engines in other "
                     "processes have the adapters merged, and would round what those read",
-                    "Set it to a configuration of weights alone, or cluster.backend=local on one device; or train without adapters "
+                    "Set it to a configuration that rounds only weights, or cluster.backend=local on one device; or train without adapters "
                     "(policy.dtensor_cfg.lora_cfg.enabled=false).",
                 )
 

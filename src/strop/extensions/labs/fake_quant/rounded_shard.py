@@ -1,7 +1,7 @@
 """Rounding on tensor-parallel ranks: a shard is rounded exactly as its part of the whole tensor is.
 
-Blocks that lie within a shard need only the greatest magnitude of the whole tensor, where the format has a scale of it. A shard that cuts
-blocks is gathered first.
+Blocks that lie within a shard need only the largest magnitude of the whole tensor, if the format has a per-tensor scale. A shard
+that cuts blocks is gathered first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RoundedShard:
     """How the weight of a layer is sharded over tensor-parallel ranks."""
 
     group: Group
-    dimension: int  # 0: outputs (by columns, in the words of plans); 1: inputs
+    dimension: int  # 0: outputs ("columns" in plans); 1: inputs
 
     def round(self, tensor: Tensor, quantizer: TensorQuantizer) -> Tensor:
         """Round a shard along ``dimension`` of a matrix [R, C]; the gradient passes through."""
@@ -48,7 +48,7 @@ class _ShardStraightThrough(torch.autograd.Function):
 
 
 def _has_whole_blocks(tensor: Tensor, number_format: NumberFormat, dimension: int) -> bool:
-    """Return whether no block of the format is cut, or the only one is the whole matrix."""
+    """Return whether the format's blocks are not cut, or the only block is the whole matrix."""
     if number_format.one_scale:
         return True
     block = number_format.rows if dimension == 0 else number_format.columns
@@ -56,7 +56,7 @@ def _has_whole_blocks(tensor: Tensor, number_format: NumberFormat, dimension: in
 
 
 def _find_amax(tensor: Tensor, number_format: NumberFormat, group: Group) -> Tensor | None:
-    """Return the greatest magnitude of the whole matrix, if the format has a scale of it."""
+    """Return the largest magnitude of the whole matrix, if the format has a per-tensor scale."""
     if not number_format.one_scale and number_format.scale != "e4m3":
         return None
     amax = tensor.detach().abs().amax().float()

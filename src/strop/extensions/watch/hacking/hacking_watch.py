@@ -18,14 +18,14 @@ from strop.trainer.step_view import StepView
 
 @dataclass(kw_only=True)
 class HackingWatch(RunListener):
-    """Applies the detectors of reward hacking, and stores which rollouts they name."""
+    """Applies the reward hacking detectors, and stores which rollouts they flag."""
 
     name = "hacking"
     monitor: HackingMonitor
     store: RolloutStore
 
     async def on_start(self, step: int, tracker: Tracker) -> None:
-        """Raises RewardHacked: a run that was stopped for an alarm is not continued."""
+        """Raises RewardHacked, because a run that was stopped for an alarm is not continued."""
         self.monitor.check_stop()
 
     async def on_step(self, step: StepView) -> dict[str, float]:

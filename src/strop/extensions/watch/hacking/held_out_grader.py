@@ -1,4 +1,4 @@
-"""Graders that are never trained on: functions of one's own, verifiers, or the methods of the environment math."""
+"""Graders that are never used in training: your own functions, verifiers, or the methods of the environment math."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HeldOutGrader = Callable[[Task, Rollout], Any]
 
 @dataclass(frozen=True)
 class VerifierGrader:
-    """A verifier as a grader: of the last turn of a rollout, which stays as it is."""
+    """A verifier as a grader of a rollout's last turn; the rollout is not changed."""
 
     verifier: Verifier
 
@@ -28,7 +28,7 @@ class VerifierGrader:
 
 
 def make_grader(given: str | Mapping[str, Any], key: str) -> HeldOutGrader:
-    """Return the grader that a key of the configuration gives: ``file.py:function``, a verifier's name, or a mapping of ``verifier`` and
+    """Return the grader configured by a key: ``file.py:function``, a verifier's name, or a mapping of ``verifier`` and
     its options. Raises EnvironmentConfigError."""
     try:
         return _make_grader(given)

@@ -1,9 +1,9 @@
 """Attention over pages of the key-value cache.
 
-Queries are gathered, not keys: every page is attended to by the tokens of the sequences that have it, in one product for all, and the
-parts of a token's attention are merged by their log-sum-exp. A prompt that a group shares is so read once for the group (cascade
-attention: Juravsky et al., "Hydragen", arXiv 2402.05099). Where each sequence has a single page, in order, nothing has to be merged
-and the pages are the batch.
+Queries are gathered, not keys: each page is multiplied once with the tokens of all sequences that use it, and the parts of a
+token's attention are merged by their log-sum-exp. A group's shared prompt is thus read once for the group (cascade attention:
+Juravsky et al., "Hydragen", arXiv 2402.05099). If each sequence has a single page, in order, nothing needs merging and the pages
+are the batch.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from strop.models.recorded_columns import Recorders, stack_columns
 from strop.types import PromptImage
 
 SPAN_STEP = 32  # the attended part of a page is rounded up to a multiple of this many tokens
-HIDDEN = -1e30  # finite, so that a token that sees nothing of a page gives it the weight 0 and not nan
+HIDDEN = -1e30  # finite, so that a token that sees nothing of a page gets weight 0 instead of NaN
 FEWEST_FLASH_ROWS = 8  # rows of queries from which the fused kernel is faster in float32
-MOST_HOLES = 1.5  # pages of a range for one that is attended to, up to which the range is read whole
+MOST_HOLES = 1.5  # a range of pages is read completely if it has at most this many pages per attended one
 
 
 @dataclass(frozen=True, eq=False)
 class PageBatch:
-    """Pages that are attended to in one product."""
+    """Pages attended to in one product."""
 
     pages: slice | Tensor  # m pages of the cache
-    queries: Tensor  # [m, R] int64, tokens that attend to each page; padded with 0
+    queries: Tensor  # [m, R] int64, tokens that attend to each page; zero-padded
     starts: Tensor  # [m] int64, position of the first token of each page
-    place: Tensor  # [T, n] int64, index in ``queries`` [m * R] of each token's part; padded with 0
-    missing: Tensor  # [T, n] bool, where ``place`` is padded
-    whole: bool  # every token is after every page: only windows hide something
+    place: Tensor  # [T, n] int64, index in ``queries`` [m * R] of each token's part; zero-padded
+    missing: Tensor  # [T, n] bool, where ``place`` is padding
+    whole: bool  # every token comes after every page: only windows hide something
     first: bool = False  # queries are the tokens in order
 
     def select(self, cache: Tensor, span: int) -> Tensor:
@@ -48,15 +48,15 @@ class PageBatch:
 
 @dataclass(frozen=True, eq=False)
 class PageLayout:
-    """Who attends to which page, for T new tokens of B sequences. It changes only when pages do."""
+    """Which new tokens attend to which pages, for T tokens of B sequences. It changes only when pages do."""
 
     batches: tuple[PageBatch, ...]
-    single: bool  # each sequence has one page of its own
-    simple: bool  # and nothing else, in order, for one new token
+    single: bool  # each sequence has only one page, its own
+    simple: bool  # the same with pages in order, for one new token per sequence
 
 
 def make_layout(cache: PagedCache, sequences: Sequence[PagedSequence], widths: Sequence[int]) -> PageLayout:
-    """Lay out ``widths`` new tokens of each sequence."""
+    """Lay out ``widths`` new tokens for each sequence."""
     first = [sum(widths[:index]) for index in range(len(widths))]
     slots = {id(sequence): slot for slot, sequence in enumerate(sequences)}
     readers: dict[int, list[int]] = {}  # page -> tokens that attend to it
@@ -77,7 +77,7 @@ def make_layout(cache: PagedCache, sequences: Sequence[PagedSequence], widths: S
 
 
 def _group_by_readers(pages: set[int], readers: dict[int, list[int]]) -> list[list[int]]:
-    """Group pages of about as many readers, so that little is padded."""
+    """Group pages with similar numbers of readers, to limit padding."""
     groups: dict[int, list[int]] = {}
     for page in sorted(pages):
         groups.setdefault((len(readers[page]) - 1).bit_length() // 2, []).append(page)
@@ -114,7 +114,7 @@ class PagedDecodePlan:
     """Attention of the new tokens of running sequences; writes their keys and values into the cache."""
 
     def __init__(self, cache: PagedCache, layout: PageLayout, pages: Tensor, positions: Tensor, longest: int) -> None:
-        """``pages`` [T] and ``positions`` [T] are those of the new tokens, whose positions are all below ``longest``."""
+        """``pages`` [T] and ``positions`` [T] belong to the new tokens; all positions are below ``longest``."""
         self.cache = cache
         self.layout = layout
         self.recorders: Recorders = {}  # of columns of the new tokens
@@ -124,7 +124,7 @@ class PagedDecodePlan:
         self.offsets = positions % cache.page
         self.longest = longest
         used = int(self.offsets.max()) + 1 if layout.single else cache.page
-        self.span = min(-(-used // SPAN_STEP) * SPAN_STEP, cache.page)  # of the sequences' own pages
+        self.span = min(-(-used // SPAN_STEP) * SPAN_STEP, cache.page)  # for the sequences' own pages
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     def record(self) -> None:
@@ -191,7 +191,7 @@ class PagedDecodePlan:
 
 
 def attend_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Attend to pages, each by itself.
+    """Attend to each page separately.
 
     Args:
         query: [m, kv_heads, R * G, D], R tokens with G query heads for each key head.
@@ -232,12 +232,12 @@ def merge_parts(parts: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = N
 
 @dataclass(frozen=True, eq=False)
 class PromptRead:
-    """Tokens of one sequence that are read: those after the first ``cached``."""
+    """Tokens of one sequence to read: those after the first ``cached``."""
 
     tokens: tuple[int, ...]
     cached: int
     pages: Sequence[int]  # of the sequence, in order
-    blocks: Tensor | None = None  # [P], runs of tokens that also attend to what follows in the run (-1: none)
+    blocks: Tensor | None = None  # [P], runs of tokens that also attend to later tokens of the run (-1: none)
 
     @property
     def length(self) -> int:
@@ -245,7 +245,7 @@ class PromptRead:
 
 
 class PagedPrefillPlan:
-    """Attention of several prompts packed into one row, each after what is cached of it; writes their keys and values into the cache."""
+    """Attention of several prompts packed into one row, each after its cached part; writes their keys and values into the cache."""
 
     def __init__(self, cache: PagedCache, reads: Sequence[PromptRead]) -> None:
         self.cache = cache

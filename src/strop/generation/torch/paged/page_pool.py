@@ -1,7 +1,7 @@
-"""Which page of the key-value cache belongs to whom.
+"""Assigns the pages of the key-value cache to their owners.
 
 The pages that single sequences write into are a *stack* without gaps: pages 0 to M - 1. Attention can then read all of them as one view of
-the cache, without gathering. Pages that sequences share are *held* at the other end. When a page of the stack is freed, the last one
+the cache, without gathering. Pages shared by sequences are *held* at the other end. When a page of the stack is freed, the last one
 moves into its place; when the stack grows into a held page, that one moves up.
 """
 
@@ -13,10 +13,10 @@ from typing import Protocol
 
 
 class PageOwner(Protocol):
-    """Who refers to pages by number."""
+    """An owner, which refers to pages by number."""
 
     def renumber_page(self, old: int, new: int) -> None:
-        """A page has moved."""
+        """Called when a page has moved."""
         ...
 
 
@@ -32,7 +32,7 @@ class PagePool:
         self.free = list(range(size))  # ascending
 
     def push(self, owner: PageOwner) -> int | None:
-        """Put a page on the stack and return its number; None if no page is free."""
+        """Push a page onto the stack and return its number; None if no page is free."""
         if not self.free:
             return None
         page = len(self.stack)

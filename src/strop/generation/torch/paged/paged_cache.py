@@ -1,4 +1,4 @@
-"""A key-value cache in pages: a sequence takes as many as it has tokens for, and sequences that begin alike share pages."""
+"""A paged key-value cache: a sequence uses as many pages as its tokens need, and sequences with a common beginning share pages."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ class PagedSequence:
 
 @dataclass(frozen=True, eq=False)
 class OpenedSequence:
-    """A sequence with pages for a prompt, of which ``cached`` tokens need not be read."""
+    """A sequence with pages for a prompt, of which ``cached`` tokens are already read."""
 
     sequence: PagedSequence
     cached: int
-    logits: Tensor | None = None  # [V], if nothing has to be read
+    logits: Tensor | None = None  # [V], if all tokens are read
 
 
 def choose_page(capacity: int, length: int, sequences: int) -> int | None:
-    """Return the largest page size that gives two pages to each of ``sequences``, or the smallest; None if ``length`` tokens do not fit.
+    """Return the largest page size with two pages for each of ``sequences``, or the smallest size; None if ``length`` tokens do
+    not fit.
 
-    ``capacity`` is in tokens. Large pages make fewer and larger operators, small ones waste less of their last page.
+    ``capacity`` is in tokens. Large pages need fewer and larger operators; small ones waste less of their last page.
     """
     fitting = [page for page in PAGE_SIZES if capacity // page >= -(-length // page)]
     roomy = [page for page in fitting if capacity // page >= 2 * sequences]
@@ -53,14 +54,14 @@ def choose_page(capacity: int, length: int, sequences: int) -> int | None:
 
 
 class PagedCache:
-    """Keys and values [layers, pages, heads, page, D], and who has which page."""
+    """Keys and values [layers, pages, heads, page, D], and the assignment of pages."""
 
     def __init__(self, shape: CacheShape, pages: int, page: int, recorded: Sequence[RecordedColumn] = ()) -> None:
         """``recorded``: columns of tokens that are held too."""
         self.shape = shape
         self.page = page  # tokens
         size = (shape.layers, pages, shape.heads, page, shape.head_size)
-        # Uninitialized: a page takes memory when it is first used, and is zeroed then.
+        # Uninitialized: a page is zeroed on its first use and takes memory only then.
         self.keys = torch.empty(size, dtype=shape.dtype, device=shape.device)
         self.values = torch.empty(size, dtype=shape.dtype, device=shape.device)
         self.columns = allocate_columns(recorded, (pages, page), shape.device)  # [pages, page, ...]
@@ -82,7 +83,7 @@ class PagedCache:
             self.states[target, :length] = self.states[source, :length]
 
     def _prepare(self, page: int) -> None:
-        """Zero a page at its first use: masked attention multiplies values that were never written by zero."""
+        """Zero a page on its first use, because masked attention multiplies unwritten values by zero."""
         if not self._used[page]:
             self.keys[:, page].zero_()
             self.values[:, page].zero_()
@@ -97,8 +98,8 @@ class PagedCache:
         return True
 
     def _insert(self, parent: PrefixNode, tokens: Tokens) -> PrefixNode | None:
-        """Add a node to the tree and keep it; the caller gives it up. None if there is no page for it."""
-        self.tree.acquire(parent)  # not to be evicted for its own child
+        """Add a node to the tree and acquire it; the caller must release it. None if there is no page for it."""
+        self.tree.acquire(parent)  # keeps it from being evicted for its own child
         while (node := self.tree.insert(parent, tokens)) is None:
             if not self.tree.evict():
                 break
@@ -109,9 +110,9 @@ class PagedCache:
         return node
 
     def open(self, tokens: Tokens) -> OpenedSequence | None:
-        """Make a sequence with pages for a prompt: cached ones, new shared ones, its last tokens in a page of its own.
+        """Open a sequence with pages for a prompt: cached ones, new shared ones, and an own page for its last tokens.
 
-        Returns None, and changes nothing but what is cached, if memory is too short.
+        Returns None, changing at most the cache, if memory is too short.
         """
         match = self.tree.match(tokens)
         sequence = PagedSequence(self.tree.epoch, list(match.nodes))
@@ -129,7 +130,9 @@ class PagedCache:
         return OpenedSequence(sequence, match.length(self.page), match.logits)
 
     def open_beside(self, sibling: PagedSequence, length: int) -> PagedSequence | None:
-        """Make a sequence that shares the pages of one with the same prompt. The tokens of its own page are still to be copied."""
+        """Open a sequence that shares the pages of another one with the same prompt. The tokens of its own page must still be
+        copied.
+        """
         sequence = PagedSequence(sibling.epoch, list(sibling.nodes))
         for node in sequence.nodes:
             self.tree.acquire(node)
@@ -139,12 +142,12 @@ class PagedCache:
         return None
 
     def _add_pages(self, sequence: PagedSequence, tokens: Tokens) -> bool:
-        """Add shared pages for the whole pages of a prompt, and one of its own for the rest."""
+        """Add shared pages for the full pages of a prompt, and an own page for the rest."""
         for index in range(len(sequence.nodes), len(tokens) // self.page):
             parent = sequence.nodes[-1] if sequence.nodes else self.tree.root
             chunk = tokens[index * self.page : (index + 1) * self.page]
             if parent.find_child(chunk) is not None:
-                break  # the prompt ends with this page, which is cached without logits: its last token is read in a page of its own
+                break  # the page is cached without logits: its last token is read again, into an own page
             node = self._insert(parent, chunk)
             if node is None:
                 return False
@@ -152,14 +155,14 @@ class PagedCache:
         return self.extend(sequence, len(tokens))
 
     def _forget(self, sequence: PagedSequence, match: PrefixMatch) -> None:
-        """Close a sequence that was not read, with the nodes that were made for it."""
+        """Close a sequence that was not read, and drop the nodes created for it."""
         made = sequence.nodes[len(match.nodes) :]
         self.close(sequence)
         for node in reversed(made):
             self.tree.drop(node)
 
     def extend(self, sequence: PagedSequence, length: int) -> bool:
-        """Give a sequence room for ``length`` tokens, evicting what nothing needs. Return whether there was room."""
+        """Give a sequence room for ``length`` tokens, evicting unused pages. Return whether there was room."""
         while (len(sequence.nodes) + len(sequence.own)) * self.page < length:
             if not self._push(sequence):
                 return False
@@ -176,9 +179,9 @@ class PagedCache:
         sequence.nodes.clear()
 
     def store(self, sequence: PagedSequence, tokens: Tokens, logits: Tensor | None = None) -> None:
-        """Keep the keys and values of a sequence's first tokens, as far as there is memory. ``logits`` [V]: after the last of them.
+        """Keep the keys and values of a sequence's first tokens, memory permitting. ``logits`` [V]: after the last of them.
 
-        What was read with earlier weights is not kept.
+        Results of earlier weights are not kept.
         """
         if sequence.epoch != self.tree.epoch:
             return

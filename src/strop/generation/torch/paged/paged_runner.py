@@ -1,4 +1,4 @@
-"""Forward passes of the embedded engine with a key-value cache in pages."""
+"""Forward passes of the embedded engine with a paged key-value cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from strop.models.network import Network
 
 
 class PagedRunner(PlanRunner):
-    """Runs a network with a key-value cache in pages. Memory limits the tokens that are held, not the number of sequences."""
+    """Runs a network with a paged key-value cache. Memory limits the number of stored tokens, not of sequences."""
 
     verifies_drafts = True
 
@@ -33,7 +33,9 @@ class PagedRunner(PlanRunner):
         page: int | None = None,
         quantization: EmulatedQuantization | None = None,
     ) -> None:
-        """``page``: tokens of a page; None chooses. Raises ValueError if the memory holds no sequence of ``length`` tokens."""
+        """``page``: tokens per page; None chooses. Raises ValueError if the memory does not fit one sequence of ``length``
+        tokens.
+        """
         super().__init__(network, config, length=length, quantization=quantization)
         self.fuser = config.make_fuser(network)
         if self.fuser is not None:
@@ -49,22 +51,22 @@ class PagedRunner(PlanRunner):
         self.cache = PagedCache(self.shape, capacity // page, page, network.recorded_columns)
         self._make_offsets(self.slots)
         self._sequences: list[PagedSequence] = []  # of the slots, in order
-        self._opened: dict[int, OpenedSequence] = {}  # slot -> reserved for the next prefill
+        self._opened: dict[int, OpenedSequence] = {}  # slot -> sequence reserved for the next prefill
         self._readers: dict[tuple[int, ...], int] = {}  # prompt -> slot that reads it in the next prefill
-        self._ahead: PagedSequence | None = None  # what was read of a prompt that is not admitted yet
-        self._layout: PageLayout | None = None  # of one new token for each sequence
+        self._ahead: PagedSequence | None = None  # the read part of a prompt that is not admitted yet
+        self._layout: PageLayout | None = None  # for one new token per sequence
         self._table: Tensor | None = None  # [B, n] int32, pages of each sequence, for the compiled kernels
 
     @property
     def rounds_as_learner(self) -> bool:
-        """Whether merged parts of attention make no difference: in float32, or with kernels that do not merge.
+        """Whether merging parts of attention makes no difference: in float32, or with kernels that do not merge.
 
-        In bfloat16 a part is rounded before it is merged, which the learner's attention does not do.
+        In bfloat16 a part is rounded before merging, unlike in the learner's attention.
         """
         return self.layers is not None or self.network.precision != torch.bfloat16
 
     def _forget_layout(self) -> None:
-        """Pages have changed hands."""
+        """Called when the assignment of pages has changed."""
         self._layout = self._table = None
 
     def count_unread(self, prompt: SlotPrompt) -> int:
@@ -151,7 +153,7 @@ class PagedRunner(PlanRunner):
             self.cache.copy_page(old, new, min(length - start, self.cache.page))
 
     def _read(self, reads: Sequence[PromptRead], prompts: Sequence[SlotPrompt]) -> Tensor:
-        """Run one forward pass over what is not cached of some prompts; return the logits after each, [B, V]."""
+        """Run one forward pass over the uncached part of some prompts; return the logits after each, [B, V]."""
         plan = PagedPrefillPlan(self.cache, reads)
         tokens = torch.tensor([token for read in reads for token in read.tokens[read.cached :]])
         last = torch.tensor(plan.lengths).cumsum(0) - 1

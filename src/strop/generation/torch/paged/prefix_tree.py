@@ -1,7 +1,7 @@
-"""The pages of what has been read, as a tree: a node is a page, its path from the root the tokens up to the page's end.
+"""The pages that were read, as a tree: a node is a page, and its path from the root spells the tokens up to the page's end.
 
-Prompts and conversations that begin alike share the nodes of their common beginning. A node that is not full ends a prompt or a
-conversation; others copy the part of it that they have in common.
+Prompts and conversations share the nodes of their common beginning. A node that is not full is the end of a prompt or a
+conversation; others copy the common part of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PrefixNode:
     ready: bool = False  # its keys and values are computed
     attached: bool = True  # still in the tree
     children: dict[int, list[PrefixNode]] = field(default_factory=dict)  # by their first token
-    logits: dict[int, Tensor] = field(default_factory=dict)  # tokens of the node -> [V], logits after so many of them
+    logits: dict[int, Tensor] = field(default_factory=dict)  # number of tokens of the node -> [V], logits after them
 
     def renumber_page(self, old: int, new: int) -> None:
         self.page = new
@@ -39,20 +39,20 @@ class PrefixNode:
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """What of a prompt is cached: whole pages, and the beginning of one more."""
+    """The cached part of a prompt: full pages, and the beginning of one more."""
 
     nodes: list[PrefixNode]
     partial: PrefixNode | None = None
     count: int = 0  # tokens of ``partial``
-    logits: Tensor | None = None  # [V], where the whole prompt is cached
+    logits: Tensor | None = None  # [V], if the whole prompt is cached
 
     def length(self, page: int) -> int:
-        """Return how many tokens are cached."""
+        """Return the number of cached tokens."""
         return len(self.nodes) * page + self.count
 
 
 def count_common(left: Tokens, right: Tokens) -> int:
-    """Return how many tokens two sequences have in common at their beginning."""
+    """Return the length of the common prefix of two sequences."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index
@@ -60,20 +60,22 @@ def count_common(left: Tokens, right: Tokens) -> int:
 
 
 class PrefixTree:
-    """Finds, keeps and evicts shared pages. The page used longest ago goes first; pages that sequences attend to stay."""
+    """Finds, keeps and evicts shared pages. The least recently used page is evicted first; pages in use by sequences stay."""
 
     def __init__(self, pool: PagePool, page: int) -> None:
         self.pool = pool
         self.page = page
         self.root = PrefixNode((), None, ready=True)
-        self.epoch = 0  # how often the tree was emptied
-        self._recent: OrderedDict[PrefixNode, None] = OrderedDict()  # the one used longest ago first
+        self.epoch = 0  # number of times the tree was emptied
+        self._recent: OrderedDict[PrefixNode, None] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._recent)
 
     def match(self, tokens: Tokens) -> PrefixMatch:
-        """Return the longest cached beginning of a prompt that generation can continue from: shorter than it, or with logits after it."""
+        """Return the longest cached beginning of a prompt from which generation can continue: shorter than it, or with its
+        logits.
+        """
         node, nodes = self.root, list[PrefixNode]()
         while (child := self._find_full_child(node, tokens, len(nodes))) is not None:
             nodes.append(child)
@@ -104,7 +106,7 @@ class PrefixTree:
         return PrefixMatch(nodes, partial, count) if count > 0 and partial.ready else PrefixMatch(nodes)
 
     def insert(self, parent: PrefixNode, tokens: Tokens) -> PrefixNode | None:
-        """Add a node with a page of its own; None if no page is free."""
+        """Add a node with its own page; None if no page is free."""
         node = PrefixNode(tokens, parent)
         page = self.pool.hold(node)
         if page is None:
@@ -115,7 +117,7 @@ class PrefixTree:
         return node
 
     def acquire(self, node: PrefixNode) -> None:
-        """Keep a node's page until it is given up again."""
+        """Keep a node's page until it is released."""
         node.users += 1
 
     def give_up(self, node: PrefixNode) -> None:
@@ -125,13 +127,13 @@ class PrefixTree:
             self.pool.release(node.page)
 
     def touch(self, nodes: list[PrefixNode]) -> None:
-        """Mark nodes of one path as used just now. Parents count as newer than their children, which are evicted first."""
+        """Mark the nodes of one path as just used. Parents count as newer than their children, which are evicted first."""
         for node in reversed(nodes):
             if node.attached:
                 self._recent.move_to_end(node)
 
     def evict(self) -> bool:
-        """Drop the node used longest ago that nothing needs, and free its page. Return whether there was one."""
+        """Drop the least recently used node that is not in use, and free its page. Return whether there was one."""
         for node in self._recent:
             if not node.users and not node.children:
                 self.drop(node)
@@ -139,7 +141,7 @@ class PrefixTree:
         return False
 
     def drop(self, node: PrefixNode) -> None:
-        """Take a node without children out of the tree. Its page is freed when nothing attends to it any more."""
+        """Remove a leaf node from the tree. Its page is freed once no sequence uses it."""
         assert not node.children and node.parent is not None
         siblings = node.parent.children[node.tokens[0]]
         siblings.remove(node)
@@ -148,7 +150,7 @@ class PrefixTree:
         self._detach(node)
 
     def clear(self) -> None:
-        """Empty the tree, after the weights changed. Pages that sequences attend to are freed when those give them up."""
+        """Empty the tree after the weights changed. Pages in use are freed once their sequences release them."""
         for node in list(self._recent):
             self._detach(node)
         self.root.children.clear()

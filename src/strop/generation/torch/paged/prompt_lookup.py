@@ -1,9 +1,9 @@
-"""Drafts of the next tokens, looked up in what a sequence holds already (prompt-lookup decoding, Saxena 2023; n-grams in vLLM), and in what
-other samples of its prompt hold (as suffix decoding, Oliaro et al. 2024, arXiv 2411.04975).
+"""Drafts of the next tokens, looked up in the sequence itself (prompt-lookup decoding, Saxena 2023; n-grams in vLLM), and in
+other samples of its prompt (as suffix decoding, Oliaro et al. 2024, arXiv 2411.04975).
 
-A draft is a guess. The engine draws the token at each of its positions as it would without the draft, and keeps the draft as far as the
-draws agree: the same as accepting a drafted token d with probability p(d) and otherwise drawing from p without d, so the distribution
-is that of the model, and the tokens are those that the same seed gives without drafts.
+A draft is a guess. The engine draws the token at each position as it would without the draft, and keeps the draft as far as the
+draws agree. This equals accepting a drafted token d with probability p(d) and otherwise drawing from p without d, so the
+distribution is the model's, and a seed gives the same tokens with or without drafts.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ Ngram = tuple[int, ...]
 
 
 class SiblingNgrams:
-    """The n-grams of all samples of one prompt, whether they run or have ended."""
+    """The n-grams of all samples of one prompt, running or ended."""
 
     def __init__(self) -> None:
-        self._ends: dict[Ngram, tuple[list[int], int]] = {}  # n-gram -> a sample, and the index after its last occurrence
+        self._ends: dict[Ngram, tuple[list[int], int]] = {}  # n-gram -> a sample, and the index after its latest occurrence
 
     def add(self, ngram: Ngram, sample: list[int], end: int) -> None:
         self._ends[ngram] = sample, end
 
     def find(self, ngram: Ngram, count: int) -> list[int]:
-        """Return up to ``count`` tokens that followed an n-gram last; none if it is new."""
+        """Return up to ``count`` tokens that followed the latest occurrence of an n-gram; none if it is new."""
         sample, end = self._ends.get(ngram, ([], 0))
         return sample[end : end + count]
 
 
 class PromptSamples:
-    """The n-grams of the samples of each prompt; of the prompts that were asked for last."""
+    """The n-grams of the samples of each of the most recent prompts."""
 
     def __init__(self) -> None:
         self._prompts: OrderedDict[tuple[int, ...], SiblingNgrams] = OrderedDict()
@@ -51,9 +51,9 @@ class PromptLookup:
     """Finds where the last tokens of a sequence occurred before, and proposes what followed."""
 
     def __init__(self, siblings: SiblingNgrams | None = None, prompt: int = 0) -> None:
-        """``siblings``: of the samples of the same prompt, which has ``prompt`` tokens."""
+        """``siblings``: n-grams of all samples of the prompt, which has ``prompt`` tokens."""
         self._tokens: list[int] = []
-        self._ends: dict[Ngram, int] = {}  # n-gram -> index after its last occurrence that something follows
+        self._ends: dict[Ngram, int] = {}  # n-gram -> index after its latest occurrence that has a successor
         self._siblings, self._prompt = siblings, prompt
 
     def draft(self, tokens: Sequence[int], count: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Images in vLLM's requests.
 
-vLLM is given the pixels that the learner reads, and the tokens that stand for them: nothing is resized or written twice, so the two see the
-same. Its own image processor is asked for the names of its inputs only.
+vLLM receives the learner's pixels and image tokens: nothing is resized or tokenized twice, so both see the same. vLLM's own
+image processor provides only the names of its inputs.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from strop.types import PromptImage
 log = logging.getLogger(__name__)
 
 IMAGE = "image"  # vLLM's name of the modality
-CHECKED_KINDS = ("qwen2_5_vl", "qwen3_vl")  # whose log-probabilities were compared with the learner's, on vLLM 0.32
-TILES = "num_patches"  # vLLM's name of how many pictures the tower reads of an image, in families that cut it
+CHECKED_KINDS = ("qwen2_5_vl", "qwen3_vl")  # families compared with the learner's log-probabilities, on vLLM 0.32
+TILES = "num_patches"  # vLLM's name for the number of pictures per image that the tower reads, in families that cut it
 
 
 @cache
 def warn_if_unchecked(kind: str) -> None:
-    """Say once that images of a family were not tried with vLLM."""
+    """Warn once that a family's images were not tested with vLLM."""
     if kind not in CHECKED_KINDS:
         log.warning(
-            "images of %s in vLLM were not compared with the learner's (those of %s were): watch train/token_mult_prob_error, or set "
-            "policy.generation.backend=torch",
+            "images of %s in vLLM were not compared with the learner's (only those of %s were): watch train/token_mult_prob_error, or "
+            "set policy.generation.backend=torch",
             kind,
             " and ".join(CHECKED_KINDS),
         )
@@ -41,14 +41,14 @@ def warn_if_unchecked(kind: str) -> None:
 def make_image_input(
     processor: Any, vision: VisionProcessor, prompt: Sequence[int], images: Sequence[PromptImage], *, salt: str
 ) -> Any:
-    """Return a prompt with images as vLLM's engine takes it.
+    """Return a prompt with images in the form vLLM's engine takes.
 
     Args:
         processor: vLLM's processor of the model.
-        vision: Makes the pixels.
-        prompt: Tokens, with all that stand for the images.
-        images: Where they stand, and their files.
-        salt: Names the weights: keys and values, and what the tower made of an image, are not reused with others.
+        vision: Creates the pixels.
+        prompt: Tokens, including all image tokens.
+        images: Their positions and files.
+        salt: Identifies the weights: keys and values, and image features, are not reused with others.
     """
     warn_if_unchecked(str(vision.family.config.model_type))
     pixels = join_pixels([vision.pixels(image) for image in images])
@@ -60,13 +60,13 @@ def make_image_input(
 
 
 def find_rows(prompt: Sequence[int], image: PromptImage, placeholder: int) -> PlaceholderRange:
-    """Return where the rows of an image stand; between them there may be other tokens."""
+    """Return the positions of an image's rows; there may be other tokens between them."""
     rows = torch.tensor([token == placeholder for token in prompt[image.start : image.end]])
     return PlaceholderRange(offset=image.start, length=image.length, is_embed=None if bool(rows.all()) else rows)
 
 
 def join_pixels(pixels: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Join the pixels of images, one after another, and count the pictures of each. Single numbers are about the tokens, and left out."""
+    """Concatenate the pixels of images, and count the pictures of each. Scalars concern only tokens, and are left out."""
     names = [name for name, tensor in pixels[0].items() if tensor.dim()]
     joined = {name: torch.cat([each[name] for each in pixels]) for name in names}
     return {**joined, TILES: torch.tensor([len(each["pixel_values"]) for each in pixels])}

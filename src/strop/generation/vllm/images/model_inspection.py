@@ -1,4 +1,4 @@
-"""How vLLM looks at the class of a model before it starts an engine."""
+"""How vLLM inspects a model's class before it starts an engine."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from strop.models.vision.torchvision_hook import is_for_another_torch
 
 
 def inspect_models_here() -> None:
-    """Let vLLM import model classes in this process where torchvision does not fit torch: a fresh one could not import it.
+    """Make vLLM import model classes in this process if torchvision does not match torch, because a fresh process could not
+    import them.
 
-    vLLM does it in a process of its own so as not to initialize CUDA in this one, and there is none then.
+    vLLM uses a separate process only to avoid initializing CUDA in this one, and there is no CUDA in this case.
     """
     if is_for_another_torch():
         from vllm.model_executor.models import registry

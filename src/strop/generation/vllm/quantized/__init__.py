@@ -1,1 +1,1 @@
-"""Engines whose kernels have weights of low precision."""
+"""Engines with low-precision kernels."""

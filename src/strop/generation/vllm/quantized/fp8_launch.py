@@ -1,7 +1,7 @@
-"""vLLM's arguments for an engine whose weights are quantised in each publish.
+"""vLLM's arguments for an engine whose weights are quantised at each publish.
 
 vLLM builds the layers of a serialised checkpoint in FP8, with dummy weights; every publish then brings bfloat16, which the worker
-quantises (``quantized_load``) and vLLM loads as it loads such a checkpoint.
+quantises (``quantized_load``) and vLLM loads like such a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MX = {"quant_method": "modelopt", "quant_algo": "MXFP8"}
 
 
 def kernel_plan(generation: GenerationConfig) -> QuantizationPlan | None:
-    """Return how vLLM's kernels have the weights; None: as they are sent, perhaps rounded."""
+    """Return the quantisation of vLLM's kernels; None: weights are used as sent, perhaps rounded."""
     return None if generation.quantization.emulate else make_rollout_plan(generation)
 
 
 def make_fp8_args(generation: GenerationConfig, model: str) -> dict[str, Any]:
-    """Return vLLM's arguments for quantised weights; empty without. ``model``: a folder with the model's configuration."""
+    """Return vLLM's arguments for quantised weights; empty if they are not. ``model``: a folder with the model's configuration."""
     plan = kernel_plan(generation)
     if plan is None:
         return {}
@@ -40,7 +40,7 @@ def make_fp8_args(generation: GenerationConfig, model: str) -> dict[str, Any]:
 
 
 def merge_overrides(args: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``args`` with the user's ``extra`` arguments over them, the fields of ``hf_overrides`` one by one."""
+    """Merge the user's ``extra`` arguments into ``args``; ``hf_overrides`` is merged field by field."""
     merged = {**args, **extra}
     if "hf_overrides" in args and isinstance(extra.get("hf_overrides"), Mapping):
         merged["hf_overrides"] = {**args["hf_overrides"], **extra["hf_overrides"]}
@@ -50,7 +50,7 @@ def merge_overrides(args: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[s
 def fp8_environment(generation: GenerationConfig) -> dict[str, str]:
     """Return environment variables of an engine with quantised weights.
 
-    DeepGEMM would round the scales of blocks to powers of two again, and would not compute with the weights that were published.
+    DeepGEMM is off: it would round block scales to powers of two again, so the engine would not use the published weights.
     """
     plan = kernel_plan(generation)
     if plan is None or plan.weights.columns == 32:

@@ -1,4 +1,4 @@
-"""Quantise the weights of a publish as they arrive, and name values and scales as a checkpoint in that format has them."""
+"""Quantise arriving weights of a publish, and name values and scales as in a checkpoint of that format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from strop.models.quantization.quantization_plan import EXPERTS, QuantizationPla
 def quantize_arriving(
     tensors: Iterable[tuple[str, Tensor]], plan: QuantizationPlan, names: Iterable[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a publish, the selected ones as values and scales. ``names``: of all tensors of the publish."""
+    """Yield the tensors of a publish, the selected ones as values and scales. ``names``: all tensors of the publish."""
     selected = plan.select(names)
     for name, tensor in tensors:
         if name not in selected:
@@ -29,7 +29,7 @@ def quantize_arriving(
 
 
 def _quantized_parts(name: str, tensor: Tensor, plan: QuantizationPlan) -> Iterator[tuple[str, QuantizedTensor]]:
-    """Yield the matrices of a tensor, quantised here or where they were sent."""
+    """Yield the matrices of a tensor, quantised here or by the sender."""
     if tensor.dtype is not torch.uint8:
         yield from ((part_name, quantize(part, plan.weights)) for part_name, part in _split_experts(name, tensor))
         return
@@ -40,7 +40,7 @@ def _quantized_parts(name: str, tensor: Tensor, plan: QuantizationPlan) -> Itera
 
 
 def _split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the matrices of a tensor: of all experts in one [E, R, C], each under the name that it has in a checkpoint."""
+    """Yield the matrices of a tensor; all experts in one [E, R, C] are yielded separately, under their names in a checkpoint."""
     if not name.endswith(EXPERTS):
         yield name, tensor
         return
@@ -55,7 +55,7 @@ def _split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _name_scales(name: str, plan: QuantizationPlan) -> str:
-    """DeepSeek's checkpoints call the scales of blocks ``weight_scale_inv``, those of MXFP8 are ``weight_scale``."""
+    """DeepSeek's checkpoints call block scales ``weight_scale_inv``; those of MXFP8 are ``weight_scale``."""
     return f"{name}_scale" if plan.weights.columns == 32 else f"{name}_scale_inv"
 
 

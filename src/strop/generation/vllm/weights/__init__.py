@@ -1,1 +1,1 @@
-"""The weights of a vLLM model by their canonical names: how they are named to vLLM, and read back out of its layouts."""
+"""The weights of a vLLM model by canonical names: their names in vLLM, and reading them back from its layouts."""

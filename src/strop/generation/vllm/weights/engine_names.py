@@ -1,20 +1,20 @@
-"""Names of tensors in vLLM where they are neither those of Transformers nor those that vLLM makes of them by itself.
+"""Tensor names in vLLM that differ both from Transformers' and from vLLM's own mapping.
 
-Transformers renames what it loads and stacks experts, and Strop sends its names. vLLM reads the names of checkpoints, where some models
-have others, and some of its loaders know experts one by one only. gpt-oss has two loaders: the one for stacked experts, and that of
-attention sinks, write into parameters that a reload has replaced, so experts are handed over singly and sinks are copied afterwards.
+Transformers renames weights on loading and stacks experts, and Strop sends its names. vLLM reads checkpoint names, which differ
+for some models, and some of its loaders accept only single experts. In gpt-oss, the loaders of stacked experts and of attention
+sinks write into parameters that a reload has replaced, so experts are passed singly and sinks are copied afterwards.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_SINGLE_EXPERTS = {"deepseek_v2", "glm4_moe_lite"}  # modules of vLLM with a loader for single experts only
-_CANONICAL = (  # parts of vLLM's module paths, those of Transformers
+_CANONICAL = (  # parts of vLLM's module paths -> those of Transformers
     (".block_sparse_moe.", ".mlp."),
     (".routed_experts", ""),
 )
@@ -22,10 +22,10 @@ _CANONICAL_GPT_OSS = ((".attn.", ".self_attn."), ("model.embedding.", "model.emb
 
 
 def rename_for_engine(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors with canonical names as a vLLM model loads them."""
+    """Yield tensors with canonical names under the names that a vLLM model loads."""
     if _is_gpt_oss(model):
         return _split_gpt_oss(tensors)
-    if any(kind.__module__.rpartition(".")[2] in _SINGLE_EXPERTS for kind in type(model).__mro__):
+    if _loads_single_experts(model):
         return _split_experts(tensors)
     if any(path.endswith(".block_sparse_moe") for path, _ in model.named_modules()):
         return ((_block_sparse_name(name), tensor) for name, tensor in tensors)
@@ -33,7 +33,7 @@ def rename_for_engine(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iter
 
 
 def tower_name(model: Any, name: str) -> str:
-    """Return the name under which a vLLM model loads a tensor of its vision tower: Transformers 5 has left out a level of some."""
+    """Return the name under which a vLLM model loads a vision tower tensor: Transformers 5 has removed a level from some names."""
     prefix, nested = "model.vision_tower.", "model.vision_tower.vision_model."
     flat = name.startswith(prefix) and not name.startswith(nested)
     return nested + name.removeprefix(prefix) if flat and hasattr(getattr(model, "vision_tower", None), "vision_model") else name
@@ -43,8 +43,15 @@ def _is_gpt_oss(model: Any) -> bool:
     return type(model).__name__ == "GptOssForCausalLM"
 
 
+def _loads_single_experts(model: Any) -> bool:
+    """Whether a loader in the model finds experts in a table of single ones, and knows no stacked ones as Llama 4's does."""
+    loaders = (getattr(type(module), "load_weights", None) for module in model.modules())
+    variables = [loader.__code__.co_varnames for loader in loaders if inspect.isfunction(loader)]
+    return any("expert_params_mapping" in names and "fused_experts_params" not in names for names in variables)
+
+
 def _block_sparse_name(name: str) -> str:
-    """Return the name in the checkpoints of Mixtral and its like."""
+    """Return the name in checkpoints of Mixtral and similar models."""
     name = name.replace(".mlp.", ".block_sparse_moe.")
     return name.replace(".experts.gate_up_proj", ".experts.w13").replace(".experts.down_proj", ".experts.w2")
 
@@ -73,7 +80,7 @@ def _split_gpt_oss(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
 
 
 class KeptSinks:
-    """The attention sinks of a publish, kept while it is loaded: a reload of vLLM loses them."""
+    """The attention sinks of a publish, kept during loading because vLLM's reload loses them."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._tensors = tensors
@@ -96,7 +103,7 @@ class KeptSinks:
 
 
 def canonical_name(model: Any, name: str) -> str:
-    """Return the canonical name of a tensor that has this name in a vLLM model."""
+    """Return the canonical name of a tensor, given its name in a vLLM model."""
     for part, replacement in _CANONICAL + (_CANONICAL_GPT_OSS if _is_gpt_oss(model) else ()):
         name = name.replace(part, replacement)
     return name

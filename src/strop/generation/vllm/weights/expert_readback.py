@@ -1,9 +1,9 @@
-"""Read back the routed experts that a vLLM model computes with, one expert at a time.
+"""Read back the routed experts of a vLLM model, one expert at a time.
 
-vLLM keeps the experts of a layer in two tensors, ``w13`` (gate and up) and ``w2`` (down), of those experts that this process has
-(expert parallelism) and of that part of each which it computes (tensor parallelism). A CPU kernel reads them in an order of its own,
-padded. That order is found by packing indices instead of weights: the same function, the same shapes, so each index says where its
-weight went. Layouts of kernels that are not known here are left out.
+vLLM keeps the experts of a layer in two tensors, ``w13`` (gate and up) and ``w2`` (down), for the experts of this process
+(expert parallelism) and its part of each (tensor parallelism). A CPU kernel stores them in its own padded order. That order is
+found by packing indices instead of weights with the same function and shapes, so each index shows where its weight went. Unknown
+kernel layouts are left out.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _DIGIT = 256  # indices are packed in digits to this base, which every floating-
 
 @dataclass(frozen=True, eq=False)
 class ExpertShard:
-    """What this process holds of one expert."""
+    """The part of one expert on this process."""
 
-    name: str  # of the tensor of all experts in its layer
+    name: str  # of the tensor with all experts of its layer
     expert: int  # its row in that tensor
-    values: Tensor  # as in the tensor, with zeros where another process holds them
-    part: tuple[int, int]  # the first row of gate, up or down that this process holds, and their number
+    values: Tensor  # as in the tensor, with zeros for parts on other processes
+    part: tuple[int, int]  # the first row of gate, up or down on this process, and their number
 
 
 def read_experts(layer: Any) -> Iterator[ExpertShard]:
-    """Yield each expert of a layer of routed experts, in each of its tensors; nothing for a layout that is not known."""
+    """Yield each expert of a layer of routed experts, for each of its tensors; nothing for an unknown layout."""
     unpack = _find_layout(layer)
     if unpack is None:
         return
@@ -41,7 +41,7 @@ def read_experts(layer: Any) -> Iterator[ExpertShard]:
     ]
     if layer.moe_config.has_bias:
         readers.append(("gate_up_proj_bias", lambda slot: part.place_gate_up(layer.w13_bias[slot])))
-        if part.rank == 0:  # the others hold zeros: each adds its own
+        if part.rank == 0:  # the other ranks hold zeros, and each adds its own
             readers.append(("down_proj_bias", lambda slot: layer.w2_bias[slot, : part.hidden]))
     for name, read in readers:
         for slot, expert in enumerate(_global_experts(layer)):
@@ -49,7 +49,7 @@ def read_experts(layer: Any) -> Iterator[ExpertShard]:
 
 
 def _global_experts(layer: Any) -> list[int]:
-    """Return which expert of the model is in each slot of this process."""
+    """Return the model's expert in each slot of this process."""
     mapping = layer.expert_map_manager.expert_map
     if mapping is None:
         return list(range(layer.local_num_experts))
@@ -59,7 +59,7 @@ def _global_experts(layer: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class _ExpertPart:
-    """The rows of an expert's gate and up matrices, and columns of its down matrix, that this process computes."""
+    """The rows of an expert's gate and up matrices, and columns of its down matrix, computed by this process."""
 
     first: int
     size: int  # without padding
@@ -120,7 +120,8 @@ def _packing_order(isa: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
 
 
 def find_packing_order(shape: tuple[int, ...], dtype: torch.dtype, pack: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return for each element of ``pack(weight)`` its index in ``weight``, [rows x columns], for a function that only moves elements.
+    """Return, for each element of ``pack(weight)``, its index in ``weight``, [rows x columns], for a function that only moves
+    elements.
 
     ``pack`` is given [1, rows, columns]. Raises RuntimeError if it does more than move elements.
     """
@@ -132,13 +133,13 @@ def find_packing_order(shape: tuple[int, ...], dtype: torch.dtype, pack: Callabl
         scale *= _DIGIT
     if not torch.equal(order.sort().values, index):
         raise RuntimeError(
-            "the kernel of the experts does not keep each weight once, so experts cannot be read back from its layout"
+            "the kernel of the experts does not store each weight exactly once, so experts cannot be read back from its layout"
         )
     return order
 
 
 def _find_layout(layer: Any) -> Callable[[Tensor], Tensor] | None:
-    """Return what unpacks an expert of a layer; None for quantised experts and for layouts that are not known."""
+    """Return a function that unpacks an expert of a layer; None for quantised experts and unknown layouts."""
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 

@@ -2,7 +2,7 @@
 
 vLLM fuses matrices (q, k and v into one), shards them over tensor-parallel ranks, and on a CPU packs them into a kernel's layout and frees
 the original. Packed weights are read through the kernel itself: a product with the identity returns every weight exactly, since all other
-terms of each sum are zero. So verification covers the weights that sampling uses, not a copy of them.
+terms of each sum are zero. So verification covers the weights used in sampling rather than a copy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WeightShard:
     tensor: Tensor  # [rows, columns], or [n]
     row: int = 0  # first row in the full tensor
     column: int = 0  # first column
-    part: tuple[int, int] | None = None  # of an expert: what of it this shard is, the rest being zeros (first, number)
+    part: tuple[int, int] | None = None  # of an expert: its rows in this shard, the rest being zeros (first, number)
 
     @property
     def region(self) -> tuple[int, int, int, int]:
@@ -52,9 +52,10 @@ class WeightShard:
 
 
 def read_weight_shards(model: Any, rank: int) -> Iterator[WeightShard]:
-    """Yield a shard of every tensor of this pipeline stage that can be read back. Quantized tensors and unknown layer types are left out.
+    """Yield a shard of every tensor of this pipeline stage that can be read back. Quantized tensors and unknown layer types are
+    left out.
 
-    Experts come one by one. ``rank``: among the tensor-parallel ranks of the stage.
+    Experts are yielded one by one. ``rank``: among the tensor-parallel ranks of the stage.
     """
     for shard in _read_modules(model, rank):
         yield replace(shard, name=canonical_name(model, shard.name))
@@ -74,12 +75,12 @@ def _read_modules(model: Any, rank: int) -> Iterator[WeightShard]:
                 yield WeightShard(f"{path}.{each.name}", each.values[None], row=each.expert, part=each.part)
         elif not list(module.children()):
             yield from _read_plain(path, module, done)
-        elif isinstance(sinks := getattr(module, "sinks", None), nn.Parameter):  # one for each head of attention
+        elif isinstance(sinks := getattr(module, "sinks", None), nn.Parameter):  # one per attention head
             yield WeightShard(f"{path}.sinks", sinks.detach(), rank * len(sinks))
 
 
 def map_names(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Return {vLLM's name of a tensor: its name in ``names``} where the two differ, as they do in models that read images."""
+    """Return {vLLM's name of a tensor: its name in ``names``} where they differ, as in models that read images."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return {}
@@ -88,8 +89,9 @@ def map_names(model: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def _read_plain(path: str, module: nn.Module, done: set[int]) -> Iterator[WeightShard]:
-    """Yield what is replicated on every rank and named as in the checkpoint: vectors such as norm weights and the bias of a router, a
-    tower's embeddings."""
+    """Yield tensors that are replicated on every rank and named as in the checkpoint: vectors such as norm weights and a router's
+    bias, and a tower's embeddings.
+    """
     whole = isinstance(module, (nn.Embedding, ConvLayerBase))
     for name, parameter in module.named_parameters(recurse=False):
         if id(parameter) not in done and (parameter.dim() == 1 or whole):
@@ -103,8 +105,8 @@ def _read_linear(path: str, module: Any, packed: dict[str, list[str]], rank: int
         return
     parent, _, leaf = path.rpartition(".")
     bias = getattr(module, "bias", None)
-    if isinstance(module, QKVParallelLinear) and packed.get(leaf) == [leaf]:  # a tower's, which has them in one matrix
-        if module.tp_size > 1:  # the rows of a rank are not consecutive
+    if isinstance(module, QKVParallelLinear) and packed.get(leaf) == [leaf]:  # a tower's, stored as one matrix
+        if module.tp_size > 1:  # the rows of a rank are not contiguous
             return
         names, sizes, starts = [leaf], [matrix.shape[0]], [0]
     elif isinstance(module, QKVParallelLinear):
@@ -131,7 +133,7 @@ def _read_linear(path: str, module: Any, packed: dict[str, list[str]], rank: int
 
 
 def _read_matrix(module: Any) -> Tensor | None:
-    """Return the weight that a linear layer computes with, [out, in]; None if it is stored in a way that is not known."""
+    """Return the weight used by a linear layer, [out, in]; None if its storage format is unknown."""
     if isinstance(module.quant_method, UnquantizedLinearMethod):
         return _dense_weight(module)
     weight, scales = module.weight.detach(), getattr(module, "weight_scale_inv", None)
@@ -166,7 +168,7 @@ def _read_embedding(path: str, module: Any, done: set[int]) -> Iterator[WeightSh
 
 
 def read_adapter_shards(model: Any, manager: Any, adapter: int) -> Iterator[WeightShard]:
-    """Yield this process's shards of A and B (B multiplied by the scale) of every layer that ``adapter`` changes.
+    """Yield this process's shards of A and B (B multiplied by the scale) for every layer changed by ``adapter``.
 
     They are read from the buffers that the LoRA kernels use and named by the layer's canonical name and ``.A`` or ``.B``. Yields nothing if
     the adapter is not loaded.
@@ -177,7 +179,7 @@ def read_adapter_shards(model: Any, manager: Any, adapter: int) -> Iterator[Weig
     slot = manager.lora_index_to_id.index(adapter)
     for path, adapter_layer in manager.get_adapter(adapter).loras.items():
         layer = manager.modules.get(path)
-        if layer is None:  # another pipeline stage has it
+        if layer is None:  # on another pipeline stage
             continue
         parent, _, leaf = path.rpartition(".")
         parts = adapter_layer.lora_a if isinstance(adapter_layer.lora_a, list) else [adapter_layer.lora_a]
@@ -192,7 +194,7 @@ def read_adapter_shards(model: Any, manager: Any, adapter: int) -> Iterator[Weig
 
 
 def _lora_b_rows(layer: Any) -> list[int]:
-    """Return the first row of this process's shard of each B of a layer with adapters."""
+    """Return the first row of this process's shard of each B in a layer with adapters."""
     if not isinstance(layer.base_layer, ColumnParallelLinear):
         return [0]
     owners = getattr(layer, "output_ids", (layer.tp_rank,))
@@ -200,7 +202,7 @@ def _lora_b_rows(layer: Any) -> list[int]:
 
 
 def _dense_weight(module: Any) -> Tensor:
-    """Return the weight that the layer's kernel uses, [out, in]."""
+    """Return the weight used by the layer's kernel, [out, in]."""
     kernel = getattr(module, "cpu_linear", None)
     if kernel is None:
         return module.weight.detach()  # type: ignore[no-any-return]
@@ -217,7 +219,7 @@ def _dense_weight(module: Any) -> Tensor:
 
 
 def refresh_packed_copies(model: Any) -> None:
-    """Repack the heads that vLLM does not: after a reload, a head tied to the embedding keeps a packed copy of the old weights."""
+    """Repack heads that vLLM does not: after a reload, a head tied to the embedding keeps a packed copy of the old weights."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     for module in model.modules():

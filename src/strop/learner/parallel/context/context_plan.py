@@ -1,4 +1,6 @@
-"""What context ranks exchange in attention: heads where their number divides them, else keys and values around a ring."""
+"""The exchange between context ranks in attention: of heads if their number is divisible, otherwise of keys and values around a
+ring.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Group = Any  # torch.distributed.ProcessGroup
 
 
 class ContextPlan:
-    """An attention plan of ranks that each have an equal part of a row, padded at its end. ``length``: of the row without padding."""
+    """An attention plan for ranks that each have an equal part of a row, padded at its end. ``length``: of the row without
+    padding.
+    """
 
     def __init__(self, plan: AttentionPlan, group: Group, length: int) -> None:
         self.heads_exchanged = UlyssesPlan(plan, group, length)

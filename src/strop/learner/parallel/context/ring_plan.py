@@ -1,8 +1,8 @@
 """Attention of context ranks by passing keys and values around a ring (RingAttention, arXiv 2310.01889), over a prefix tree.
 
-Each rank keeps the queries of its rows and sees the keys and values of every rank in turn. It computes the pieces of the tree that its
-queries have with them, and merges them by their log-sum-exp. In the backward pass the gradients of keys and values travel with them, and
-come home complete. Any number of heads will do.
+Each rank keeps the queries of its rows and sees the keys and values of every rank in turn. It computes the pieces of the tree
+between its queries and these keys, and merges them by their log-sum-exp. In the backward pass the gradients of keys and values
+travel with them and return complete. It works for any number of heads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Group = Any  # torch.distributed.ProcessGroup
 
 
 class RingPlan:
-    """An attention plan of ranks that each have an equal part of the row of a tree, padded at its end."""
+    """An attention plan for ranks that each have an equal part of a tree's row, padded at its end."""
 
     def __init__(self, tree: TreePlan, group: Group) -> None:
         self.tree = tree
@@ -54,11 +54,11 @@ class RingPlan:
         return self._pieces[source, rows, window]
 
     def source(self, step: int) -> int:
-        """Return whose keys and values this rank holds after so many steps."""
+        """Return the rank whose keys and values this rank holds after ``step`` steps."""
         return (self.rank - step) % self.world_size
 
     def start_passing(self, held: Tensor) -> _Passing:
-        """Begin to send what this rank holds to the next one, and to receive as much from the one before."""
+        """Start sending the held tensor to the next rank, and receiving one from the previous rank."""
         received = torch.empty_like(held)
         after, before = (dist.get_global_rank(self.group, (self.rank + step) % self.world_size) for step in (1, -1))
         operations = [
@@ -72,7 +72,7 @@ class _Passing:
     """A tensor on its way around the ring."""
 
     def __init__(self, held: Tensor, received: Tensor, requests: list[Any]) -> None:
-        self._held = held  # must live until it is sent
+        self._held = held  # must stay alive until it is sent
         self._received = received
         self._requests = requests
 

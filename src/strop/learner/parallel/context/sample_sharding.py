@@ -1,6 +1,6 @@
 """Context parallelism: the ranks of a sample group share the tokens and the predicted tokens of a micro-batch.
 
-Outside of attention, tokens are independent; ``strop.learner.parallel.context.context_plan`` has what ranks exchange in attention. Each
+Outside of attention, tokens are independent; ``strop.learner.parallel.context.context_plan`` implements the exchange in attention. Each
 rank applies the output layer to an equal part of the predicted tokens and gathers all results: every rank computes the same loss.
 """
 

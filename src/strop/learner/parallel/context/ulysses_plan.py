@@ -30,7 +30,7 @@ class UlyssesPlan:
         self.length = length  # tokens of the row without padding
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """[t, heads, D] -> [t, heads, D], of a multiple of the ranks' number of heads."""
+        """[t, heads, D] -> [t, heads, D]; the number of heads must be a multiple of the number of ranks."""
         kv_heads = key.shape[1]
         repeats = self.world_size // gcd(kv_heads, self.world_size)
         if repeats > 1:  # send a key to every rank with a query head that uses it

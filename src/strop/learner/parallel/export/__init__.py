@@ -1,1 +1,1 @@
-"""The weights of a sharded network on their way to engines."""
+"""Gathers the weights of a sharded network for engines."""

@@ -1,8 +1,8 @@
-"""Gather sharded tensors, each on one rank alone.
+"""Gather each sharded tensor on one rank only.
 
-``DTensor.full_tensor`` sends every shard to every rank, which costs each rank the bytes of the whole model. Here a shard travels once, to
-the rank that sends its tensor to the engines, and several tensors travel at the same time: on a rank that is busy with one, the shards of
-the next are already on their way.
+``DTensor.full_tensor`` sends every shard to every rank, which costs each rank the bytes of the whole model. Here a shard is sent
+once, to the rank that sends its tensor to the engines, and several transfers overlap: while a rank handles one tensor, the
+shards of the next are already in transit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ dist: Any = torch.distributed
 
 @dataclass(frozen=True)
 class ShardRegion:
-    """Where a rank's shard is in a full tensor."""
+    """The position of a rank's shard in a full tensor."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -40,13 +40,13 @@ class ShardRegion:
 
 @dataclass(frozen=True)
 class TensorRegions:
-    """The distinct shards of one tensor, which together are all of it, and the ranks that have each."""
+    """The distinct shards of one tensor, which together cover it, and the ranks that have each."""
 
-    number: int  # of the tensor in the model, the same on every rank
+    number: int  # of the tensor in the model, equal on all ranks
     holders: Mapping[ShardRegion, tuple[int, ...]]
 
     def source(self, region: ShardRegion, owner: int) -> int:
-        """Return the rank that gives a shard to ``owner``: itself if it has it; replicas take turns."""
+        """Return the rank that sends a shard to ``owner``: the owner itself if it has the shard; replicas take turns."""
         holders = self.holders[region]
         return owner if owner in holders else holders[self.number % len(holders)]
 
@@ -57,8 +57,8 @@ class ShardGather:
     def __init__(self, parallelism: Sharded) -> None:
         self.parallelism = parallelism
         self.rank = int(dist.get_rank())
-        self._regions: list[TensorRegions | None] = []  # of the model's tensors, in its order
-        self._by_key: dict[tuple[int, ...], TensorRegions | None] = {}  # of where the tensors are now
+        self._regions: list[TensorRegions | None] = []  # of the model's tensors, in order
+        self._by_key: dict[tuple[int, ...], TensorRegions | None] = {}  # by the tensors' current memory
 
     def find_tensors(self) -> None:
         """Find the model's tensors, which may have moved since the last publish. The first call is a collective."""
@@ -67,24 +67,24 @@ class ShardGather:
         self._by_key = {tensor_key(tensor): regions for tensor, regions in zip(tensors, self._regions, strict=True)}
 
     def begin(self, tensor: Tensor, owner: int) -> PendingShards:
-        """Begin to gather one of the model's tensors on the rank ``owner``, in the dtype of the computation."""
+        """Start gathering one of the model's tensors on the rank ``owner``, in the dtype of the computation."""
         regions = self._by_key[tensor_key(tensor)]
         if regions is None:  # not in disjoint blocks
             return PendingShards(fallback=lambda: self.parallelism.full_tensor(tensor))
         return self._receive(tensor, regions) if self.rank == owner else self._send(tensor, regions, owner)
 
     def _send(self, tensor: Tensor, regions: TensorRegions, owner: int) -> PendingShards:
-        """Send this rank's shard, unless another rank gives the owner the same."""
+        """Send this rank's shard, unless another rank sends the owner the same one."""
         region = _region_of(tensor)
         if region is None or region not in regions.holders or regions.source(region, owner) != self.rank:
             return PendingShards()
         shard = local_shard(tensor).tensor.to(self.parallelism.device, self._dtype_of(tensor)).contiguous()
-        # Gloo matches messages by their tag. NCCL ignores it, and matches those of two ranks by the order in which they are posted: all
-        # ranks begin the tensors of a publish in one order, so both find the same pairs.
+        # Gloo matches messages by tag. NCCL ignores tags and matches the messages of two ranks by posting order; all ranks
+        # process the tensors of a publish in the same order, so both find the same pairs.
         return PendingShards(works=_post([dist.P2POp(dist.isend, shard, owner, tag=regions.number)]), held=shard)
 
     def _receive(self, tensor: Tensor, regions: TensorRegions) -> PendingShards:
-        """Receive the shards that this rank lacks, each to its place in the full tensor."""
+        """Receive the shards that this rank lacks directly into the full tensor."""
         dtype, device = self._dtype_of(tensor), self.parallelism.device
         sources = {region: regions.source(region, self.rank) for region in regions.holders}
         if list(sources.values()) == [self.rank]:
@@ -109,13 +109,14 @@ class ShardGather:
 
 
 def tensor_key(tensor: Tensor) -> tuple[int, ...]:
-    """Return a key of a model's tensor that tied weights share, and copies of the object that describes it."""
+    """Return a key of a model's tensor that is shared by tied weights and by copies of the tensor object."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return (storage_key(local), local.storage_offset(), *tensor.shape)
 
 
 def exchange_regions(tensors: Sequence[Tensor]) -> list[TensorRegions | None]:
-    """Return who has which shards of the model's tensors, in its order; None for a tensor whose shards are not disjoint blocks of it.
+    """Return the owners of the shards of the model's tensors, in order; None for a tensor whose shards are not disjoint blocks of
+    it.
 
     A collective of all ranks.
     """
@@ -150,17 +151,17 @@ def _post(operations: Sequence[Any]) -> list[Any]:
 
 @dataclass(eq=False)
 class PendingShards:
-    """A tensor whose shards are on their way."""
+    """A tensor whose shards are in transit."""
 
-    full: Tensor | None = None  # on the rank that the tensor is gathered on
+    full: Tensor | None = None  # on the gathering rank
     works: Sequence[Any] = ()
-    copies: Sequence[tuple[Tensor, Tensor]] = ()  # (place in ``full``, what arrives)
-    held: Tensor | None = None  # memory that is sent from
+    copies: Sequence[tuple[Tensor, Tensor]] = ()  # (position in ``full``, received tensor)
+    held: Tensor | None = None  # memory being sent
     fallback: Callable[[], Tensor] | None = None  # a collective of all ranks
 
     @torch.no_grad()
     def wait(self) -> Tensor | None:
-        """Return the full tensor on the rank that it is gathered on, None on others. A tensor that is not in blocks is on all ranks."""
+        """Return the full tensor on the gathering rank, None on others. A tensor that is not split into blocks is on all ranks."""
         if self.fallback is not None:
             return self.fallback()
         for work in self.works:

@@ -1,4 +1,4 @@
-"""The weights of a sharded network for publishing: metadata first, then tensors, each gathered on the rank that sends it."""
+"""The weights of a sharded network for publishing: metadata first, then tensors, each gathered on its sending rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from strop.weight_sync.weight_source import Weight
 def iter_sharded_weights(parallelism: Sharded, *, adapters: bool = True, shards: ShardGather | None = None) -> Iterator[Weight]:
     """Yield the weights in the order and under the names of an ordinary model. Without ``adapters``, yield the base weights.
 
-    ``shards`` gathers them on the rank that sends them; made here if it is None.
+    ``shards`` gathers them on the sending ranks; created here if None.
     """
     shards = shards or ShardGather(parallelism)
     shards.find_tensors()
@@ -50,7 +50,7 @@ def _begin_merge(shards: ShardGather, layer: LoraLayer, owner: int) -> PendingMe
 
 @dataclass(frozen=True, eq=False)
 class PendingMerge:
-    """A layer's weight and adapters on their way to the rank that merges them."""
+    """A layer's weight and adapters in transit to the rank that merges them."""
 
     layer: LoraLayer
     parts: Mapping[tuple[int, ...], PendingShards]  # by ``tensor_key``
@@ -94,7 +94,7 @@ class ShardedWeights:
 
     @cached_property
     def shards(self) -> ShardGather:
-        """Knows where the shards are: ranks tell each other once."""
+        """Holds the locations of shards, which the ranks exchange once."""
         return ShardGather(self.parallelism)
 
     def iter_weights(self) -> Iterator[Weight]:

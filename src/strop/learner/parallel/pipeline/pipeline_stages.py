@@ -1,7 +1,7 @@
-"""The stages of a decoder: which rank has which layers, and running some of the layers alone.
+"""The stages of a decoder: the layers of each rank, and running only some of the layers.
 
-The model stays the ordinary one on every rank, with the ordinary names. Its own forward pass runs the layers of a stage: the other layers
-and the final norm are passed by, and hidden states replace the embedding of tokens.
+Every rank has the ordinary model with the ordinary names. Its own forward pass runs the layers of a stage: the other layers and
+the final norm are skipped, and hidden states replace the token embedding.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ KEY = "dtensor_cfg.pipeline_parallel_size"
 
 
 class PassedLayer(nn.Module):
-    """Takes the place of a decoder layer or norm that another stage runs: returns its input."""
+    """Replaces a decoder layer or norm that another stage runs: returns its input."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        # Decoders read attributes of their layers, such as the type of attention, to choose what they hand to them.
+        # Decoders read attributes of their layers, such as the attention type, to choose the arguments they pass to them.
         vars(self).update({name: value for name, value in vars(layer).items() if isinstance(value, str | int | float)})
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -36,8 +36,8 @@ class PassedLayer(nn.Module):
 class PipelineStages:
     """The stages of a network's decoder. Stage ``i`` is on pipeline rank ``i % dims.pipeline``.
 
-    The first stage embeds the tokens, the last one has the final norm and the output layer, and each has equally many layers, or one more.
-    Raises ValueError for a decoder that cannot be cut.
+    The first stage embeds the tokens, the last one has the final norm and the output layer, and the numbers of layers differ by
+    at most one. Raises ValueError for a decoder that cannot be cut.
     """
 
     def __init__(self, network: Network, dims: ParallelDims) -> None:
@@ -47,7 +47,7 @@ class PipelineStages:
         if not network.packed:
             raise ValueError(
                 f"{self.name} reads padded rows ({network.fallback or 'as configured'}), and pipeline parallelism needs packed rows; set "
-                f"{KEY}=1 and use data parallelism alone"
+                f"{KEY}=1 and use only data parallelism"
             )
         children = {name: child for name, child in decoder.named_children() if any(True for _ in child.parameters())}
         lists = [name for name, child in children.items() if isinstance(child, nn.ModuleList)]
@@ -65,7 +65,7 @@ class PipelineStages:
         self.ranks = dims.pipeline
 
     def stage_of_layer(self, layer: int) -> int:
-        """Return the stage of a layer: the first stages have one layer more where the layers do not divide evenly."""
+        """Return the stage of a layer. If the layers do not divide evenly, the first stages have one layer more."""
         size, larger = divmod(len(self.layers), self.count)
         first_smaller = larger * (size + 1)
         return layer // (size + 1) if layer < first_smaller else larger + (layer - first_smaller) // size
@@ -74,7 +74,9 @@ class PipelineStages:
         return list(range(rank, self.count, self.ranks))
 
     def parameter_ranks(self) -> dict[str, set[int]]:
-        """Return the pipeline ranks that have each parameter: several for a tied embedding, which the first and the last stage use."""
+        """Return the pipeline ranks that have each parameter: several for a tied embedding, which the first and the last stage
+        use.
+        """
         stages = {id(parameter): 0 for parameter in self.embedding.parameters()}
         for index, layer in enumerate(self.layers):
             stages |= {id(parameter): self.stage_of_layer(index) for parameter in layer.parameters()}
@@ -89,7 +91,7 @@ class PipelineStages:
 
     @contextmanager
     def run_only(self, stage: int, received: Tensor | None) -> Iterator[None]:
-        """Let the decoder run the layers of one stage only, on hidden states [t, H] that the stage before it sent."""
+        """Make the decoder run only the layers of one stage, on hidden states [t, H] from the previous stage."""
         replaced: list[tuple[Any, str]] = [
             (self.layers, str(index)) for index in range(len(self.layers)) if self.stage_of_layer(index) != stage
         ]

@@ -1,8 +1,8 @@
 """A network in pipeline stages, each of them sharded over its ranks (torch.distributed.pipelining and FSDP2).
 
-Each rank reads the same batch and cuts it in the same way, so a stage needs nothing of another but hidden states: it finds tokens,
-positions and the plan of the attention in its own micro-batch. torch's schedules exchange hidden states of one shape, so the micro-batches
-of a step are padded to the longest of them; no token attends to the padding and nothing is predicted from it, so the gradient is the same.
+Each rank reads the same batch and cuts it in the same way, so a stage needs only hidden states from another: tokens, positions
+and the attention plan are in its own micro-batch. torch's schedules exchange hidden states of one shape, so the micro-batches of
+a step are padded to the longest of them; no token attends to the padding and nothing is predicted from it, so the gradient is the same.
 
 A tied embedding is on the first and the last stage, which add their gradients before each optimizer step.
 """
@@ -57,13 +57,13 @@ def parallelize_stages(
 
 @dataclass(frozen=True, eq=False)
 class _Hidden:
-    """What an inner stage computes."""
+    """The output of an inner stage."""
 
     hidden: Tensor  # [t, H]
 
 
 class _StageModule(nn.Module):
-    """A stage as torch's schedules call it. It does not own the model's modules: a schedule would clear their gradients."""
+    """A stage in the form torch's schedules call it. It does not own the model's modules, whose gradients a schedule would clear."""
 
     def __init__(self, run: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -103,7 +103,9 @@ class Pipelined(Sharded):
         return filled, logged
 
     def _make_dummies(self, dummy: Batch, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the dummies that the schedule needs: at least a micro-batch for each rank, and for interleaved stages whole rounds."""
+        """Return the dummies that the schedule needs: at least one micro-batch per rank, and complete rounds for interleaved
+        stages.
+        """
         count, ranks = len(micro_batches), self.meshes.dims.pipeline
         missing = -count % ranks if self.meshes.dims.interleaved else ranks - count
         if not count or missing <= 0:
@@ -145,7 +147,7 @@ class Pipelined(Sharded):
             return torch.zeros(1, device=self.device) if value is None else value.reshape(1)
 
         def stage_runner(stage: int) -> Callable[..., Tensor]:
-            upcoming: Iterator[MicroBatch] = iter(micro_batches)  # a schedule runs the micro-batches of a stage in their order
+            upcoming: Iterator[MicroBatch] = iter(micro_batches)  # a schedule runs a stage's micro-batches in order
 
             def run(*received: Tensor) -> Tensor:
                 micro_batch, hidden = next(upcoming), received[0] if received else None
@@ -180,20 +182,20 @@ class Pipelined(Sharded):
         hidden = self._run_stage(stage, received, compute).hidden.contiguous()
         if hidden.dtype != self._hidden_dtype:
             raise RuntimeError(
-                f"stage {stage} of {self.stages.name} computes hidden states in {hidden.dtype}, and its embedding has "
+                f"stage {stage} of {self.stages.name} computes hidden states in {hidden.dtype}, but its embedding is in "
                 f"{self._hidden_dtype}: the next stage cannot receive them; set pipeline_parallel_size=1"
             )
         return hidden
 
     def _run_stage(self, stage: int, received: Tensor | None, compute: Callable[[], OutputsT]) -> OutputsT:
-        def run() -> OutputsT:  # inside of FSDP's forward pass, which knows all layers of the rank
+        def run() -> OutputsT:  # within FSDP's forward pass, which handles all layers of the rank
             with self.stages.run_only(stage, received):
                 return compute()
 
         return self._run(run)
 
     def _make_stage(self, stage: int, run: Callable[..., Tensor], *, requires_grad: bool) -> PipelineStage:
-        """Make a stage with the shapes of what it receives and sends, which all stages know."""
+        """Create a stage with the shapes of its input and output, which all stages know."""
         dims, width = self.meshes.dims, int(self.stages.embedding.weight.shape[1])
         rows = self._sharding.padded_length(0) // (dims.context * (dims.tensor if dims.sequence else 1))
         hidden = torch.empty(rows, width, dtype=self._hidden_dtype, device="meta", requires_grad=requires_grad)
@@ -224,7 +226,7 @@ class Pipelined(Sharded):
         return super().clip_grad_norm(parameters, limit)
 
     def _exchange(self, tensor: Tensor) -> Tensor:
-        """Return the same tensor of the other rank with a tied embedding: the first or the last."""
+        """Exchange a tensor with the other rank that has the tied embedding: the first or the last."""
         group, received = self.meshes.pipeline, torch.empty_like(tensor)
         other = dist.get_global_rank(group, 0 if self.meshes.pipeline_rank else self.meshes.dims.pipeline - 1)
         sends = dist.P2POp(dist.isend, tensor.contiguous(), other, group)

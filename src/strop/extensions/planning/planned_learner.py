@@ -1,32 +1,32 @@
-"""Read a learner out of a model's section: what its memory depends on, and how it is divided over ranks."""
+"""Read a learner from a model's section: the inputs of its memory estimate, and its division over ranks."""
 
 from __future__ import annotations
 
 from strop.extensions.megatron.megatron_config import MegatronConfig
-from strop.extensions.megatron.megatron_dims import MegatronDims
 from strop.extensions.planning.learner_memory import BFLOAT16, FLOAT32, LearnerSetup
 from strop.extensions.planning.plan_inputs import PlannedDevice
 from strop.extensions.planning.sharding import ParallelSizes, Sharding
+from strop.learner.learner_config import LearnerSection
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
-from strop.learner.parallel.parallel_dims import ParallelDims
+from strop.runs.learner_backend import LearnerDims
 
 OPTIMIZER_NUMBERS = {"SGD": 0, "Adafactor": 0, "AdamW8bit": 0.5, "Adam8bit": 0.5, "Lion": 1, "Muon": 1}
-ADAPTER_SHARE = 0.01  # of the weights, that adapters train
+ADAPTER_SHARE = 0.01  # share of the weights trained by adapters
 
 
-def read_learner(policy: ModelConfig, device: PlannedDevice, dims: ParallelDims | MegatronDims | None) -> LearnerSetup:
-    """Return the learner of a model: of the policy, or of a critic."""
-    own = policy.dtensor_cfg
-    moves, tokens = not policy.megatron_cfg.enabled, _read_tokens(policy)
-    checkpointed = own.activation_checkpointing if moves else policy.megatron_cfg.activation_checkpointing
+def read_learner(policy: ModelConfig, device: PlannedDevice, dims: LearnerDims | None) -> LearnerSetup:
+    """Return the learner of a model, the policy or a critic."""
+    own, moves, tokens = policy.dtensor_cfg, policy.uses_torch, _read_tokens(policy)
+    learner = policy.learner
+    checkpointed = (learner if isinstance(learner, MegatronConfig) else own).activation_checkpointing
     return LearnerSetup(
         tokens=tokens,
         longest=policy.max_total_sequence_length,
         on_cpu=device.on_cpu,
         compute_bytes=2 if policy.precision == "bfloat16" else 4,
-        weight_bytes=2 if policy.weights_dtype == "bfloat16" or policy.megatron_cfg.enabled else 4,
-        gradient_bytes=BFLOAT16 if _keeps_short_gradients(policy) else FLOAT32,
+        weight_bytes=2 if policy.weights_dtype == "bfloat16" or learner.weights_follow_precision else 4,
+        gradient_bytes=BFLOAT16 if _keeps_short_gradients(learner) else FLOAT32,
         optimizer_numbers=_count_optimizer_numbers(policy),
         trained_share=1.0 if policy.adapter_rank is None else ADAPTER_SHARE,
         checkpointed_share=float(checkpointed),
@@ -34,20 +34,21 @@ def read_learner(policy: ModelConfig, device: PlannedDevice, dims: ParallelDims 
         offloads_weights=moves and own.cpu_offload,
         logit_rows=policy.logprob_chunk_size or tokens,
         micro_batches=2,
-        sharding=_read_sharding(policy, dims),
+        sharding=Sharding() if dims is None else read_sharding(learner, dims.world_size),
     )
 
 
-def _keeps_short_gradients(policy: ModelConfig) -> bool:
-    return policy.megatron_cfg.enabled and not policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32
+def _keeps_short_gradients(learner: LearnerSection) -> bool:
+    return isinstance(learner, MegatronConfig) and not learner.distributed_data_parallel_config.grad_reduce_in_fp32
 
 
-def _read_sharding(policy: ModelConfig, dims: ParallelDims | MegatronDims | None) -> Sharding:
-    if dims is None:
-        return Sharding()
-    megatron = policy.megatron_cfg.enabled
-    sizes = read_megatron_sizes(policy.megatron_cfg) if megatron else read_torch_sizes(policy.dtensor_cfg)
-    return sizes.shard(dims.world_size, megatron=megatron)
+def read_sharding(learner: LearnerSection, world: int) -> Sharding:
+    """Return how a learner divides a model over ``world`` ranks. Raises ValueError for one that plans know nothing of."""
+    if isinstance(learner, MegatronConfig):
+        return _read_megatron_sizes(learner).shard(world, megatron=True)
+    if isinstance(learner, DtensorConfig):
+        return _read_torch_sizes(learner).shard(world, megatron=False)
+    raise ValueError(f"the memory of {learner.title} is not known: nothing is planned for this learner")
 
 
 def _read_tokens(policy: ModelConfig) -> int:
@@ -56,8 +57,7 @@ def _read_tokens(policy: ModelConfig) -> int:
     return policy.train_micro_batch_size * policy.max_total_sequence_length if budget == "auto" else budget
 
 
-def read_megatron_sizes(sizes: MegatronConfig) -> ParallelSizes:
-    """Return what ``megatron_cfg`` says."""
+def _read_megatron_sizes(sizes: MegatronConfig) -> ParallelSizes:
     return ParallelSizes(
         tensor=sizes.tensor_model_parallel_size,
         context=sizes.context_parallel_size,
@@ -68,8 +68,7 @@ def read_megatron_sizes(sizes: MegatronConfig) -> ParallelSizes:
     )
 
 
-def read_torch_sizes(own: DtensorConfig) -> ParallelSizes:
-    """Return what ``dtensor_cfg`` says."""
+def _read_torch_sizes(own: DtensorConfig) -> ParallelSizes:
     return ParallelSizes(
         tensor=own.tensor_parallel_size,
         context=own.context_parallel_size,

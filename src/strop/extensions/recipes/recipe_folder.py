@@ -1,4 +1,4 @@
-"""What becomes of each recipe of a folder: it passes the dry run, is translated, or is refused, and for which reasons."""
+"""The outcome of each recipe in a folder: it passes the dry run, is translated, or is refused, with reasons."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from enum import StrEnum
 from pathlib import Path
 
 from strop.config import EvalRunConfig
-from strop.config.load.translated_recipe import NotARun, TranslatedRecipe, translate_recipe
 from strop.extensions.recipes.difference import Difference
 from strop.extensions.recipes.recipe_format import DEFAULT, list_formats
+from strop.extensions.recipes.translated_recipe import NotARun, TranslatedRecipe, translate_recipe
 from strop.packages import assume_packages
 from strop.problems import ConfigError, Problem
 from strop.runs.dry_run.assumed_cluster import describe_assumed
 from strop.runs.dry_run.examine import examine
 from strop.runs.dry_run.examined_data import examine_data
 
-TORCH_LEARNER = "policy.backend=torch"  # asks a recipe of Megatron Core for the torch learner
+TORCH_LEARNER = "policy.backend=torch"  # override that makes a Megatron Core recipe use the torch learner
 
 
 class Outcome(StrEnum):
-    """What becomes of a file."""
+    """The outcome of a file."""
 
-    PASSES = "pass the dry run, and mean the same"
+    PASSES = "pass the dry run, with the same meaning"
     TRANSLATED = "pass the dry run, with differences in meaning"
     WITH_TORCH = f"need Megatron Core, and pass the dry run with {TORCH_LEARNER}"
     REFUSED = "are refused"
@@ -34,7 +34,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class ExaminedRecipe:
-    """A file of a folder and what becomes of it."""
+    """A file of a folder and its outcome."""
 
     path: Path
     outcome: Outcome
@@ -44,14 +44,16 @@ class ExaminedRecipe:
 
 
 def examine_folder(folder: Path, overrides: Sequence[str] = (), library: str = "auto") -> Iterator[ExaminedRecipe]:
-    """Yield what becomes of each YAML file below a folder, or with a library named, of each file as it has them."""
+    """Yield the outcome of each YAML file below a folder, read as a recipe of ``library`` if given."""
     suffixes = list_formats()[DEFAULT if library == "auto" else library].suffixes
     for path in sorted(path for suffix in suffixes for path in folder.rglob(f"*{suffix}")):
         yield examine_recipe(path, overrides, library)
 
 
 def examine_recipe(path: Path, overrides: Sequence[str] = (), library: str = "auto") -> ExaminedRecipe:
-    """Translate a recipe and try it on the machines that it asks for; one refused for Megatron Core is tried with the torch learner too."""
+    """Translate a recipe and try it on the machines that it requests; one refused for Megatron Core is also tried with the torch
+    learner.
+    """
     try:
         translated = _try(path, overrides, library)
     except NotARun as error:
@@ -76,7 +78,7 @@ def _needs_megatron(recipe: ExaminedRecipe) -> bool:
 
 @assume_packages()
 def _try(path: Path, overrides: Sequence[str], library: str) -> TranslatedRecipe:
-    """Do what a dry run does, except to look for models and data, which a recipe names on the machine of its author."""
+    """Run a dry run's checks except those for models and data, which a recipe names on its author's machine."""
     translated = translate_recipe(path, overrides, library)
     config = translated.loaded.config
     problems = list(examine_data(config, entries=()).problems)
@@ -95,12 +97,12 @@ def _try(path: Path, overrides: Sequence[str], library: str) -> TranslatedRecipe
 
 @dataclass(frozen=True)
 class Reason:
-    """Why recipes are refused."""
+    """A reason for which recipes are refused."""
 
     text: str
-    keys: tuple[str, ...]  # that ask for it, the most frequent first
+    keys: tuple[str, ...]  # keys that cause it, the most frequent first
     recipes: int
-    alone: int  # recipes that have no other reason
+    alone: int  # number of recipes without any other reason
 
 
 def count_reasons(recipes: Sequence[ExaminedRecipe]) -> list[Reason]:
@@ -120,7 +122,7 @@ def count_reasons(recipes: Sequence[ExaminedRecipe]) -> list[Reason]:
 
 
 def _name_reason(problem: Problem) -> str:
-    """Return a problem's message without the values of one recipe."""
+    """Return a problem's message without a recipe's specific values."""
     message = problem.message.splitlines()[0]
     reason = re.sub(r"^found .*?(?:, but |; (?=it must be))", "", message, flags=re.DOTALL)
     if reason == "there is no such key" or not problem.key:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from strop.checkpointing.convert import convert_model, convert_to_megatron
+from strop.checkpointing.convert import convert_model
 from strop.checkpointing.saved_model import find_saved_model
+from strop.extensions.megatron.checkpoint.convert_megatron import convert_to_megatron
 from strop.learner.parallel.shard_files import TensorShard, write_shards
 from strop.models.loading import ModelNotFound, load_model
 from strop.models.network import Network
@@ -23,7 +24,7 @@ from support.megatron_families import FAMILIES, make_model
 from support.models import build
 from support.sweep import sweep
 
-CONVERTERS = Path(__file__).parents[3] / "examples" / "converters"
+CONVERTERS = Path(__file__).parents[4] / "examples" / "converters"
 
 
 def load_script(name: str) -> ModuleType:

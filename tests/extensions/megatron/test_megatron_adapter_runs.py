@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from extensions.megatron.test_megatron_runs import NOISE, PP2, STEPS, TP2, begin, grpo_settings, megatron, run
 from loop.kinds import recorded_config, write_data
 from loop.runs import metrics_of, strop
 from loop.test_cluster_faults import assert_nobody_left, steps_logged, wait_for
 from loop.test_cluster_runs import curves_agree
-from loop.test_megatron_runs import NOISE, PP2, STEPS, TP2, begin, grpo_settings, megatron, run
 from loop.tiny import build_tiny
 from strop.models.loading import load_model
 from support.needs import needs_vllm

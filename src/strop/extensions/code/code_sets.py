@@ -1,4 +1,4 @@
-"""Problems that programs solve, for the environments ``code`` and ``humaneval``, and answers with programs."""
+"""Programming problems for the environments ``code`` and ``humaneval``, and answers with programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from strop.data.builtin.builtin_dataset import BuiltinDataset, Grader, Splits
 
 _TEST = Splits(None, evaluation="test")
 _MBPP = Grader("code", {"wording": "benchmark", "shown_tests": 3, "challenge_tests": False})
-# Six seconds a test, as its own runner has them, which ends at the first failure.
+# Six seconds per test, as in its own runner, which stops at the first failure.
 _LIVECODEBENCH = Grader(
     "code", {"wording": "benchmark", "timeout_s": 6.0, "total_timeout_s": 120.0, "memory_mb": 4096, "stop_early": True}
 )
@@ -37,7 +37,7 @@ def _humaneval(hub: str, revision: str | None = None) -> BuiltinDataset:
 
 
 def _livecodebench(release: str) -> BuiltinDataset:
-    """Return the problems of a release, which has those of the releases before it."""
+    """Return the problems of a release, which includes those of earlier releases."""
     return BuiltinDataset(
         "livecodebench/code_generation_lite",
         _TEST,

@@ -26,9 +26,9 @@ class NotARun(ConfigError):
 
 @dataclass(frozen=True)
 class TranslatedRecipe:
-    """What a recipe is here."""
+    """The result of translating a recipe."""
 
-    kind: str  # of run: grpo, sft, ..., eval
+    kind: str  # kind of run: grpo, sft, ..., eval
     loaded: LoadedConfig[Any]
     differences: tuple[Difference, ...]
 
@@ -43,7 +43,7 @@ def translate_recipe(
 ) -> TranslatedRecipe:
     """Read a recipe of a library, with overrides in Strop's keys. Raises ConfigError with every reason why it cannot run.
 
-    ``gpus`` is how many GPUs it is for, where that is a matter of how the library's command is started.
+    ``gpus``: number of GPUs, for libraries where it is set by the start command.
     """
     recipe_format = find_format(path) if library == "auto" else list_formats()[library]
     read = _read(path, recipe_format, gpus)
@@ -73,7 +73,7 @@ def _read(path: Path, recipe_format: RecipeFormat, gpus: int | None) -> ReadReci
 
 
 def _is_missing_here(problem: Problem) -> bool:
-    """Return whether data is not on this machine, where the run need not be started."""
+    """Return whether data is missing on this machine, where the run need not be started."""
     return problem.key.startswith("data.") and problem.message.startswith("there is no file")
 
 
@@ -96,7 +96,7 @@ def _describe_differences(differences: Sequence[Difference]) -> Iterator[str]:
             reasons.setdefault(difference.text, []).append(difference.key)
     for reason, keys in reasons.items():
         section = reason.removesuffix(" is switched off")
-        if all(key.startswith(f"{section}.") for key in keys):  # its keys are many, and say no more
+        if all(key.startswith(f"{section}.") for key in keys):  # it has many keys, which add no information
             keys, reason = [section], "it is switched off"
         yield f"left out: {', '.join(keys)}: {reason}"
 

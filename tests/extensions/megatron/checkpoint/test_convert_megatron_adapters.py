@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from strop.checkpointing.convert import convert_to_megatron
+from extensions.megatron.checkpoint.test_convert_megatron import load_script, read_files, save_model
+from strop.extensions.megatron.checkpoint.convert_megatron import convert_to_megatron
 from strop.extensions.megatron.checkpoint.torch_dist import write_common
 from strop.learner.parallel.shard_files import TensorShard, write_blocks
 from strop.models.adapters import save_adapters
 from strop.models.loading import load_model
 from support.lora import with_random_adapters
 from support.models import build
-from unit.checkpointing.test_convert_megatron import load_script, read_files, save_model
 
 DIM, ALPHA = 3, 6
 

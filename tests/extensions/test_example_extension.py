@@ -1,0 +1,68 @@
+"""The package of examples/extension, installed as a user installs it, and used."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loop.runs import overrides, tiny_config
+from loop.tiny import build_tiny
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "extension"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment variables of a process that finds the package."""
+    source, target = tmp_path_factory.mktemp("source") / "extension", tmp_path_factory.mktemp("installed")
+    shutil.copytree(EXAMPLE, source)  # the build writes next to the sources
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(target),
+        str(source),
+    ]
+    subprocess.run(pip, check=True, capture_output=True, timeout=120)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(target), os.environ.get("PYTHONPATH"))))}
+
+
+def strop(folder: Path, environment: dict[str, str] | None, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "strop", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def test_its_command_is_listed_and_runs(installed: dict[str, str], tmp_path: Path) -> None:
+    assert strop(tmp_path, installed, "backwards", "abc", "xy").stdout == "cba yx\n"
+    assert "spell words backwards" in strop(tmp_path, installed, "--help").stdout
+    assert "no command 'backwards'" in strop(tmp_path, None, "backwards", "abc").stderr
+
+
+def test_a_run_uses_its_environment_and_its_listener(installed: dict[str, str], tmp_path: Path) -> None:
+    build_tiny(tmp_path / "model")
+    left_out = ("env.arithmetic.max_operand", "env.arithmetic.wording")
+    used = {"data.train.env_name": "backwards", "data.validation.env_name": "backwards", "env.backwards.letters": 2}
+    settings = {**tiny_config(tmp_path / "model", grpo__max_num_steps=2), **dict.fromkeys(left_out, ...), **used}
+    run = strop(tmp_path, installed, "grpo", *overrides({**settings, "repeats.enabled": True}))
+    assert run.returncode == 0, run.stderr
+    steps = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    shares = [step["train/repeated_answers"] for step in steps if "train/repeated_answers" in step]
+    assert len(shares) == 2 and all(0 <= share <= 1 for share in shares)
+
+    refused = strop(tmp_path, installed, "grpo", *overrides({**settings, "repeats.enabeld": True}))
+    assert refused.returncode == 2 and "Did you mean repeats.enabled?" in refused.stderr
+    missing = strop(tmp_path, None, "grpo", *overrides(settings))
+    assert missing.returncode == 2 and "there is no environment 'backwards'" in missing.stderr
