@@ -39,7 +39,6 @@ MEANT = {
     "logger.wandb.enable": "logger.wandb_enabled",
     "logger.wandb_enable": "logger.wandb_enabled",
     "cluster.gpu_per_node": "cluster.gpus_per_node",
-    "policy.generation.quant_cfg": "policy.quant_cfg",
     "val_period": "grpo.val_period",
     "polcy": "policy",
     "tokenizer": "policy.tokenizer",
