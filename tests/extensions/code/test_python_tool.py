@@ -10,7 +10,7 @@ from strop.extensions.code.python_tool import PythonTool
 from strop.extensions.code.sandbox.sandbox_pool import get_sandbox
 from strop.tools.base import ParsedReply, ToolConfigError
 from strop.tools.shorten_middle import shorten_middle
-from strop.tools.tool_registry import make_tool_sets
+from strop.tools.tool_options import make_tool_sets
 from strop.tools.toolbox import ToolLimits, open_toolbox
 from strop.types import ToolCall
 
