@@ -10,6 +10,7 @@ import argparse
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -126,7 +127,7 @@ def count(root: Path) -> dict[str, object]:
         "imports of the wiring": ", ".join(
             f"{path.stem} {sum(isinstance(node, ast.Import | ast.ImportFrom) for node in parsed[path].body)}" for path in wiring
         ),
-        "files that know routes": sum("routes" in path.read_text(encoding="utf-8") for path in parsed),
+        "files that know routes": sum(bool(re.search(r"\broutes\b", path.read_text(encoding="utf-8"))) for path in parsed),
         "classes, protocols": f"{len(classes):,}, {sum('Protocol' in map(ast.unparse, each.bases) for each in classes)}",
         "tests: lines, files": f"{count_lines(list((root / 'tests').rglob('*.py'))):,}, "
         f"{len(list((root / 'tests').rglob('*.py'))):,}",

@@ -115,6 +115,7 @@ class BaseConfig:
 
     def __init_subclass__(cls) -> None:
         if keys := tuple(_attached("keys", cls.__name__).values()):
+            _refuse_private_names(cls, keys)
             cls.__bases__ = (*keys, *cls.__bases__)  # before the dataclass collects the fields of its bases
         for name, model in _attached("sections", cls.__name__).items():
             cls.__annotations__[name] = model
@@ -210,6 +211,19 @@ def _attached(group: str, owner: str) -> dict[str, type[BaseConfig]]:
     prefix = f"{owner}."
     names = [name for name in plugins.declared(group) if name.startswith(prefix)]
     return {name.removeprefix(prefix): plugins.load(group, name) for name in names}
+
+
+def _refuse_private_names(owner: type, attached: tuple[type, ...]) -> None:
+    """Raise TypeError where a class that ``owner`` is to inherit from would replace a private method of it, or of another one."""
+    for kind in attached:
+        others = {base for each in (owner, *attached) if each is not kind for base in each.__mro__} - {*kind.__mro__}
+        taken = {name: base.__name__ for base in others for name in vars(base)}
+        for name in vars(kind):
+            if name.startswith("_") and not name.startswith("__") and name in taken:
+                raise TypeError(
+                    f"{kind.__module__}:{kind.__name__} is attached to {owner.__name__} by strop.keys, and its {name} would replace "
+                    f"that of {taken[name]}: give it another name"
+                )
 
 
 def _values(section: Any) -> list[Any]:

@@ -161,7 +161,6 @@ class Turn:
     text: str  # decoded from all its tokens, including special ones, except the one that ends a policy turn
     logprobs: Tensor  # [L] float32, under the sampling distribution; zeros for the environment
     versions: Tensor  # [L] int32, the weight version that sampled each token; -1 for the environment
-    entropies: Tensor | None = None  # [L] float32, of the sampling distribution, if requested
     columns: Columns = field(default_factory=dict)  # what else was recorded of its tokens, or of those that it read
     num_messages: int = 0  # messages of the rollout that this turn added
     images: tuple[PromptImage, ...] = ()  # images of an observation, in order; positions count on its path

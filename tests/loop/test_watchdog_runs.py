@@ -25,7 +25,9 @@ LIMITS = {
     "watchdog.generation_seconds": 0.5,
     "watchdog.training_seconds": 0.5,
 }
-LIMIT = r"step 2 has waited longer than the limit of 0\.5 s \(watchdog\.{kind}_seconds\): training loop -> {chain}, for ([0-9.]+) s"
+LIMIT = (
+    r"step 2 has waited longer than the limit of 0\.5 s \(watchdog\.{kind}_seconds\): training loop -> {chain}, for ([0-9.]+) s"
+)
 CHAINS = {
     "environment": r"generation -> group \d+ \(task .* of arithmetic\) -> sample \d -> environment Arithmetic, rewards \(task .*\)",
     "engine": r"generation -> group \d+ \(task .* of arithmetic\) -> sample \d -> engine, turn 1",

@@ -16,13 +16,20 @@ READ = TokenColumn("stranger_read", dtype="int32", aligned="read", fill=-7)
 PREDICTED = TokenColumn("stranger_predicted", dtype="float64", aligned="predicted", fill=float("nan"))
 TURN = TokenColumn("stranger_turn", dtype="float32", aligned="turn", fill=-1)
 ROLLOUT = TokenColumn("stranger_rollout", dtype="int64", aligned="rollout")
-STRANGERS = (READ, PREDICTED, TURN, ROLLOUT)
+SETS = TokenColumn("stranger_sets", dtype="int32", aligned="predicted", fill=-5, ragged=True)
+STRANGERS = (READ, PREDICTED, TURN, ROLLOUT, SETS)
 
 
 def read_values(tokens: Sequence[int]) -> Tensor:
     """[n, 2] int32: what an engine recorded of tokens that it read, each by what is before it."""
     sums = torch.tensor(list(tokens), dtype=torch.int64).cumsum(0)
     return torch.stack([sums % 997, sums // 3], 1).to(torch.int32)
+
+
+def pad_sets(sets: Sequence[Sequence[int]], width: int = 0) -> Tensor:
+    """[L, K] int32: sets of different sizes, as wide as the largest."""
+    width = max([width, *map(len, sets)])
+    return torch.tensor([[*each, *[-5] * (width - len(each))] for each in sets], dtype=torch.int32)
 
 
 def report(context: Sequence[int], tokens: Sequence[int]) -> Columns:
@@ -33,6 +40,7 @@ def report(context: Sequence[int], tokens: Sequence[int]) -> Columns:
         READ: read_values(whole[:-1]),
         PREDICTED: sums[len(context) :] / 7,
         TURN: torch.tensor([[len(context), sum(tokens)]], dtype=torch.float32),
+        SETS: pad_sets([[*range(token % 4), token] for token in tokens]),
     }
 
 
@@ -71,6 +79,11 @@ def check_strangers(groups: Sequence[Group], batch: Batch) -> None:
         of_turns = [turn.columns.get(TURN, torch.full((1, 2), TURN.fill)) for turn in turns]
         spread = [values.expand(length, 2) for values, length in zip(of_turns, lengths, strict=True)]
         assert torch.equal(batch.columns[TURN.name], torch.cat(spread))
+        sets = [
+            [row[row != SETS.fill].tolist() for row in turn.columns[SETS]] if SETS in turn.columns else [[]] * len(turn.tokens)
+            for turn in turns
+        ]
+        assert torch.equal(batch.columns[SETS.name], pad_sets([row for rows in sets for row in rows]))
         check_read(batch, every=all(TURN in turn.columns for turn in turns))
     if any(rollout.columns for rollout in rollouts):
         whole = [rollout.columns.get(ROLLOUT, torch.zeros(1, 3, dtype=torch.int64)) for rollout in rollouts]

@@ -21,6 +21,7 @@ from strop.sampling import Sampling
 
 def make_model_config(
     *,
+    kind: type[ModelConfig] = ModelConfig,
     optimizer: str = "torch.optim.AdamW",
     optimizer_kwargs: Mapping[str, Any] | None = None,
     no_decay: Sequence[str] = (),
@@ -36,9 +37,9 @@ def make_model_config(
     compile_layers: bool = False,
     router_losses: RouterLossConfig | None = None,
 ) -> ModelConfig:
-    """``average_decay``: None is without a moving average of the weights."""
+    """``kind``: of a model that an extension has keys of. ``average_decay``: None is without a moving average of the weights."""
     kwargs = {"lr": 5e-6, "weight_decay": 0.01} if optimizer_kwargs is None else dict(optimizer_kwargs)
-    return ModelConfig(
+    return kind(
         model_name="model",
         compile=compile_layers,
         router_losses=router_losses or RouterLossConfig(),

@@ -37,7 +37,6 @@ def make_turn(completion: Completion) -> Turn:
         text=completion.text,
         logprobs=completion.logprobs,
         versions=completion.versions,
-        entropies=completion.entropies,
         columns=completion.columns,
     )
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from strop.generation.base import Completion
-from strop.generation.torch.drafting.eagle_drafter import EagleDrafter
 from strop.generation.torch.model_runner import CachedRunner, ModelRunner
 from strop.generation.torch.paged.paged_runner import PagedRunner
+from strop.generation.torch.speculation import Drafter
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.models.network import Network
@@ -77,7 +77,7 @@ def make_engine(
     stop_ids: Sequence[int] = (),
     prefill_tokens: int = 4096,
     drafts: int = 0,
-    drafter: EagleDrafter | None = None,
+    drafter: Drafter | None = None,
 ) -> TorchEngine:
     """Build an engine that is ready to generate with weights of version 0."""
     exact = isinstance(runner, CachedRunner) and runner.network.exact is not None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from strop.checkpointing.saved_model import SavedModel, SavedModelNotFound, read_yaml
-from strop.learner.parallel.shard_files import METADATA, SafetensorsReader, ShardedReader, TensorReader, is_sharded
+from strop.learner.parallel.shard_files import METADATA, SafetensorsReader, TensorReader, is_sharded
 from strop.models.adapters import adapter_folder
 from strop.models.export import (
     AS_THEY_ARE,
@@ -156,7 +156,9 @@ def _estimate_bytes(source: SavedModel, form: ExportFormat, *, merge: bool) -> f
     folder = Path(source.weights)
     if source.layout == "hub" or (source.layout == "adapters" and merge):
         return 0.0
-    reader: TensorReader = SafetensorsReader(folder) if source.shards is None else ShardedReader(source.shards[1])
+    reader: TensorReader = SafetensorsReader(folder)
+    if source.shards is not None:
+        reader = source.shards[0].open_shards(source.shards[1])
     return sum(
         torch.Size(shape).numel() * (form.torch_dtype or reader.dtypes[name]).itemsize for name, shape in reader.shapes.items()
     )

@@ -1,4 +1,4 @@
-"""Common parts of the servers of OpenAI's API: routes, errors, event streams."""
+"""What the servers of OpenAI's API share: paths, errors, streams of events."""
 
 from __future__ import annotations
 

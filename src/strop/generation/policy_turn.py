@@ -28,6 +28,5 @@ def make_policy_turn(
         opening=template.find_opening(context),
         logprobs=completion.logprobs,
         versions=completion.versions,
-        entropies=completion.entropies,
         columns=completion.columns,
     )

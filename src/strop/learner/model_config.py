@@ -90,8 +90,8 @@ class ModelConfig(WithLearner):
     )
     compile: Literal["auto"] | bool = Field(
         "auto",
-        description="Compile the learner's decoder layers, except attention, with torch.compile: true, false, or auto (on one GPU with "
-        "Triton, for the dense models it was tested with). A CPU needs a C++ compiler.",
+        description="Compile the decoder layers of the learner by torch.compile, attention left out: true, false, or auto (on one GPU "
+        "with Triton, for dense models whose layers are of a known form). A CPU needs a C++ compiler.",
     )
     freeze_moe_router: bool = Field(
         False, description="Freeze the routers, which choose the experts of a token; no effect in a model without experts."

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from strop.base_config import BaseConfig, iter_sections
 
 if TYPE_CHECKING:
+    from strop.learner.torch.companion import Companion, CompanionOptions
     from strop.models.network import Network
 
 
@@ -25,8 +26,17 @@ class PolicyExtension(BaseConfig):
     The methods do nothing here. Keys of ``policy`` itself share one object: their methods call those of ``super()`` too.
     """
 
-    def change_policy(self, network: Network, tokenizer: Any, measure: Measure) -> None:
-        """Change the policy after it is loaded, with its adapters, before it is sharded. Raises ValueError."""
+    @property
+    def trains_draft(self) -> bool:
+        """Whether a draft head is trained beside the policy, which engines may draft with."""
+        return False
+
+    def change_policy(self, network: Network, tokenizer: Any, measure: Measure, seed: int) -> None:
+        """Change the policy after it is loaded, with its adapters, before it is sharded. Raises ModelNotFound, ValueError."""
+
+    def make_companion(self, network: Network, options: CompanionOptions) -> Companion | None:
+        """Return what is trained beside the policy in a torch learner. Raises ValueError."""
+        return None
 
     def network_checks(self) -> Mapping[str, Callable[[Network], object]]:
         """Return what a dry run asks of the network without its weights, by key of ``policy``. A check raises ValueError."""

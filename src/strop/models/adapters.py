@@ -317,7 +317,7 @@ def _correct_peft_config(model: Any, folder: Path) -> Any:
     """Return a configuration with which PEFT finds all layers of a folder whose names it would take for experts; None if not
     needed.
 
-    This affects files of PEFT with Transformers 4, and of older Megatron learners. PEFT itself would skip these layers.
+    Such are files of PEFT with Transformers 4, and of Strop's older versions. PEFT itself would leave these layers out.
     """
     from peft import PeftConfig
     from safetensors import safe_open

@@ -21,7 +21,7 @@ from strop.models.attention.attention_interface import IMPLEMENTATION
 from strop.models.attention.attention_plan import AttentionPlan
 from strop.models.attention.kernel_choice import AttentionKernel
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.draft.eagle_head import EagleHead
+from strop.models.draft_head import DraftHead
 from strop.models.exact.exact_logprobs import ExactHead, exact_token_logprobs
 from strop.models.exact.exact_network import ExactPasses
 from strop.models.exact.exact_tree import ExactTree
@@ -120,7 +120,7 @@ class Network:
         self.observed_routers: ObservedRouters | None = None  # with router losses
         self.router_counts: Tensor | None = None  # since the last read: (token, layer) pairs that differ, compared
         self.exact: ExactPasses | None = None  # with policy.exact_on_policy
-        self.draft: EagleHead | None = None  # with policy.draft
+        self.draft: DraftHead | None = None  # of an extension
         self.vision: VisionTower | None = None  # with a processor of images
         self.no_vision = ""  # why a model with a vision tower reads no images
         self.received: Tensor | None = None  # [t, H], from the previous pipeline stage: this one does not embed the tokens

@@ -28,6 +28,10 @@ class RankShardReader(Protocol):
         """Return the folder with configuration and tokenizer."""
         ...
 
+    def open_shards(self, shards: Path) -> Any:
+        """Return a ``TensorReader`` of the shards, under the learner's own names."""
+        ...
+
     def read_shards(self, shards: Path, config: Any) -> Mapping[str, Tensor]:
         """Return the weights under Hugging Face's names. ``config``: of the Hugging Face model."""
         ...

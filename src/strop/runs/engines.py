@@ -23,8 +23,7 @@ from strop.generation.torch.torch_past_selves import TorchPastSelves
 from strop.learner.base import require_token_outputs
 from strop.learner.client import LearnerClient
 from strop.models.adapters import lora_layers, merged_roundings
-from strop.models.draft.eagle_files import published_weights, save_head
-from strop.models.draft.eagle_head import EagleHead
+from strop.models.draft_head import FOLDER, DraftHead
 from strop.models.network import Network
 from strop.runs.models import PRECISIONS, LoadedPolicy, TokenizerBundle, write_model_folder
 from strop.sampling import Sampling
@@ -83,7 +82,7 @@ def make_generator(
         on_cpu=on_cpu,
         adapters=LaunchedAdapters(len(layers[0].down), tuple(layer.name for layer in layers)) if adapters else None,
         reads_images=policy.template.vision is not None,
-        draft="" if head is None else str(save_head(head, spec.output_folder / "draft")),
+        draft="" if head is None else str(head.save(spec.output_folder / FOLDER)),
     )
     engines = make_local_engines(
         launch,
@@ -121,10 +120,10 @@ def make_launch(config: PolicyConfig, *, model: Path, on_cpu: bool, **settings: 
     )
 
 
-def _with_draft(learner: LearnerClient, head: EagleHead) -> Iterator[tuple[str, Tensor]]:
-    """Yield the published weights: the policy's, and those of its draft head."""
+def _with_draft(learner: LearnerClient, head: DraftHead) -> Iterator[tuple[str, Tensor]]:
+    """Yield what is published: the policy's weights, and those of its draft head."""
     yield from learner.weights()
-    yield from published_weights(head)
+    yield from head.published_weights()
 
 
 def make_past_selves(policy: LoadedPolicy, config: PolicyConfig, rule: PastSelvesRule) -> TorchPastSelves:

@@ -30,10 +30,6 @@ from strop.models.adapters import adapter_folder, base_model_name, lora_layers
 from strop.models.attention.rotary_scaling import fix_rotary_length, fixed_rotary_config
 from strop.models.chat_template import ChatTemplate
 from strop.models.classifiers import load_classifier, set_pad_token
-from strop.models.draft.draft_config import DraftConfig
-from strop.models.draft.eagle_config import new_shape
-from strop.models.draft.eagle_files import find_head_folder, load_head
-from strop.models.draft.eagle_head import EagleHead
 from strop.models.loading import (
     ModelNotFound,
     apply_overrides,
@@ -266,38 +262,10 @@ def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_
         policy.network.enable_router_replay()
     if isinstance(config, RolloutRunConfig) and config.policy.exact_on_policy:
         policy.network.make_exact()
-    if config.policy.draft.enabled and isinstance(policy.network, Network):
-        if policy.network.vision is not None:
-            raise ValueError(
-                f"policy.draft.enabled is true, and {type(policy.network.model).__name__} reads images, which a draft head would read as "
-                "the embedding of their tokens; set it to false"
-            )
-        policy.network.draft = make_draft_head(
-            policy.network.head.weight, policy.network.model.config, config.policy.draft, config.training.seed
-        )
     for extension in policy_extensions(config.policy):
-        extension.change_policy(policy.network, policy.tokenizer, loader.measure)
+        extension.change_policy(policy.network, policy.tokenizer, loader.measure, config.training.seed)
     convert_to_float8(policy.network.model, config.policy.fp8, resolve_device(config.policy.device), "policy.fp8")
     return policy
-
-
-def make_draft_head(policy_head: torch.Tensor, hf_config: Any, config: DraftConfig, seed: int) -> EagleHead:
-    """Load the draft head of a policy, or make a new one; ``seed`` initializes it. ``policy_head`` [V, H]: the policy's output layer.
-
-    Raises ModelNotFound, ValueError.
-    """
-    text = hf_config.get_text_config()
-    if config.model_name is None:
-        head = EagleHead(new_shape(text, layers=config.num_layers, aux_layers=config.aux_layer_indices))
-        head.initialize(policy_head, seed)
-    else:
-        head = load_head(find_head_folder(config.model_name), int(text.num_hidden_layers), policy_head)
-    log.info("draft head: %s parameters, it reads layers %s of the policy", f"{count_weights(head):,}", head.shape.aux_layers)
-    return head.to(policy_head.device)
-
-
-def count_weights(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def make_critic(config: PpoRunConfig, policy: LoadedPolicy, loader: ModelLoader = LOCAL_LOADER) -> TrainableNetwork:

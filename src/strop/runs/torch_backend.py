@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from strop.lazy_torch import Tensor
     from strop.learner.parallel.dtensor_config import DtensorConfig
     from strop.learner.parallel.parallel_dims import ParallelDims
+    from strop.learner.parallel.shard_files import ShardedReader
     from strop.problems import Problem
     from strop.runs.models import LoadedPolicy
     from strop.sampling import Sampling
@@ -33,10 +34,15 @@ class TorchBackend:
     def model_folder(self, shards: Path) -> Path:
         return shards
 
+    def open_shards(self, shards: Path) -> ShardedReader:
+        from strop.learner.parallel.shard_files import ShardedReader
+
+        return ShardedReader(shards)
+
     def read_shards(self, shards: Path, config: Any) -> Mapping[str, Tensor]:
         from strop.learner.parallel.shard_files import read_whole
 
-        return read_whole(shards)
+        return read_whole(self.open_shards(shards))
 
     def is_index(self, file: str) -> bool:
         return file.endswith((METADATA, ".distcp"))

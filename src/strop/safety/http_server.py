@@ -25,8 +25,8 @@ AnswerError = Callable[[Exception, web.Request], web.Response | None]
 
 
 def make_app(check: Callable[[web.Request], object], answer_error: AnswerError, *, max_body: int) -> web.Application:
-    """Return an app without routes. ``check`` raises BadRequest to refuse a request. ``answer_error`` returns the answer to an
-    error (aiohttp's errors are passed as BadRequest); None for an internal server error."""
+    """Return an app without handlers. ``check`` raises BadRequest for a request that is refused. ``answer_error`` returns what answers an
+    error, those of aiohttp given as BadRequest; None for a fault of the server."""
 
     @web.middleware
     async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.support.ranks import run_on_ranks
 
-from strop.learner.torch.draft.draft_trainer import DraftTrainer
+from strop.extensions.labs.draft.draft_trainer import DraftTrainer
 from strop.types import Batch
 from support.drafts import add_head
 from support.megatron_parity import MegatronCase, case, make_megatron_learner

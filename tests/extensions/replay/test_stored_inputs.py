@@ -21,6 +21,7 @@ from strop.types import Batch, Branch, Ending, Group, PromptImage, Rollout, Turn
 from support.rollouts import make_agent_groups, make_group, make_rollout, sampled_turn
 
 ALL = LearnerReads(columns=(ROUTES, KEPT), baseline=True)
+ALL_STORED = LearnerReads(columns=(ROUTES, KEPT))
 IMAGE = 7  # the token of images
 
 
@@ -159,3 +160,27 @@ def test_what_an_earlier_version_did_not_store_is_refused_by_name() -> None:
     ):
         with pytest.raises(ReplayError, match=message):
             rebuild_groups([replace(record, **change) for record in records], reads)  # type: ignore[arg-type]
+
+
+def test_files_of_earlier_versions_with_columns_of_nulls_or_values_are_read(tmp_path: Path) -> None:
+    """They have a column for each that this version knew, null where a run did not store it, and the sets before the experts."""
+    import pyarrow
+    import pyarrow.parquet
+
+    groups = [change_turns(change_turns(group, with_kept), with_routes) for group in make_agent_groups()]
+    store = RolloutStore(tmp_path, "parquet")
+    for number, each in ((1, groups), (2, make_agent_groups())):
+        path = store.write(number, make_records(number, each, stores=lambda _: True))
+        assert path is not None
+        table = pyarrow.parquet.read_table(path)
+        values = {name: table[name] for name in table.column_names if name in ("routes", "kept_tokens")}
+        experts = pyarrow.list_(
+            pyarrow.struct([("turn", pyarrow.int64()), ("shape", pyarrow.list_(pyarrow.int64())), ("data", pyarrow.binary())])
+        )
+        for name, kind in (("kept_tokens", pyarrow.list_(pyarrow.list_(pyarrow.int32()))), ("routes", experts)):
+            table = table.drop_columns([name]) if name in values else table
+            table = table.append_column(name, values.get(name, pyarrow.nulls(len(table), kind)))
+            assert table[name].type == kind
+        pyarrow.parquet.write_table(table, path)
+    assert_same(pack(groups), pack(rebuild_groups(store.read(1), ALL_STORED).groups))
+    assert not any(record.columns for record in store.read(2))

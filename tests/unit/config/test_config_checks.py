@@ -457,7 +457,9 @@ def test_a_deterministic_run_is_refused_where_something_lets_equal_runs_differ(
 
 def test_a_deterministic_run_is_warned_of_turns_that_come_when_environments_answer() -> None:
     def warned(*overrides: str) -> bool:
-        return "only if their environments answer in the same order" in str(accepted("policy.deterministic=true", GPU, *overrides))
+        return "only if their environments answer in the same order" in str(
+            accepted("policy.deterministic=true", GPU, *overrides)
+        )
 
     turns = "grpo.max_rollout_turns=3"
     assert warned(turns)

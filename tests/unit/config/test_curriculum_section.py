@@ -65,9 +65,7 @@ def test_recorded_data_has_quotas_and_no_curriculum() -> None:
         *model, two, "policy.train_global_batch_size=null", kind="sft"
     )
     curriculum = ("data.train.dataset_name=squad", "data.curriculum.name=success_rate")
-    assert "a curriculum chooses tasks to sample, and sft reads recorded data" in refused(
-        *model, *curriculum, kind="sft"
-    )
+    assert "a curriculum chooses tasks to sample, and sft reads recorded data" in refused(*model, *curriculum, kind="sft")
 
 
 def test_keys_that_change_nothing_are_warned_about() -> None:

@@ -15,7 +15,6 @@ from strop.runs import summary
 from support.overrides import RUN
 
 VLLM = "policy.generation.backend=vllm"
-HEAD = "policy.draft.enabled=true"
 GPUS = ["cluster.gpus_per_node=2"]
 APART = "policy.generation.colocated.enabled=false"
 AHEAD = "grpo.async_grpo.enabled=true"
@@ -57,7 +56,6 @@ def refusal(*overrides: str) -> ConfigError:
         [f"{C}speculation.method=ngram", f"{C}speculation.prompt_lookup_max=8"],
         [f"{C}speculation.method=draft_model", f"{C}speculation.model_name=draft"],
         [f"{C}speculation.method=eagle3", f"{C}speculation.model_name=head"],
-        [f"{C}speculation.method=eagle3", HEAD, "policy.draft.model_name=head", f"{C}speculation.model_name=head"],
         [f"{C}speculation.method=mtp", f"{C}speculation.model_name=m"],
         [APART, f"{C}num_engines=3", f"{G}colocated.resources.gpus_per_node=3", "cluster.gpus_per_node=4"],
         [APART, f"{G}colocated.resources.num_nodes=1"],
@@ -83,18 +81,8 @@ def test_what_vllm_can_do_is_accepted_without_a_word(overrides: list[str]) -> No
         ([AHEAD, "policy.device=cuda"], "sleeps meanwhile"),
         ([f"{C}speculation.method=ngram", f"{G}min_p=0.1"], "ignores min_p in speculative decoding"),
         ([f"{C}speculation.method=ngram", f"{C}speculation.prompt_lookup_min=9"], "no match has such a length"),
-        ([f"{C}speculation.method=ngram", f"{C}pipeline_parallel_size=2"], "vLLM has the draft only on the last stage"),
-        ([f"{C}speculation.method=eagle3"], "no head is trained"),
-        ([f"{C}speculation.method=eagle3", HEAD, f"{C}speculation.model_name=other"], "drafts with the head that is trained"),
-        ([f"{C}speculation.method=eagle3", HEAD, f"{C}precision=fp8"], "its own are not rounded"),
+        ([f"{C}speculation.method=ngram", f"{C}pipeline_parallel_size=2"], "vLLM has the draft on the last stage alone"),
         ([f"{C}speculation.method=mtp"], "whose layers the learner does not have"),
-        ([HEAD, f"{C}speculation.method=eagle3", "policy.sequence_packing.enabled=false"], "the head reads packed rows"),
-        ([HEAD, f"{C}speculation.method=eagle3", "policy.compile=true"], "which compiled layers may not expose"),
-        ([HEAD, f"{C}speculation.method=eagle3", "policy.dtensor_cfg.tensor_parallel_size=2", *GPUS], "beside a whole policy"),
-        ([HEAD, f"{C}speculation.method=eagle3", "policy.draft.aux_layer_indices=[3,1]"],
-         "in the order of the model and each once"),
-        ([HEAD, f"{C}speculation.method=eagle3", "policy.dtensor_cfg.lora_cfg.enabled=true"],
-         "sent with the policy's whole weights"),
         ([APART, f"{G}colocated.resources.gpus_per_node=4"], "policy.generation.vllm_cfg.num_engines=4 or it to 1 or null"),
         ([APART, f"{C}tensor_parallel_size=2", f"{G}colocated.resources.gpus_per_node=3"], "Set it to 2 or null"),
         ([APART, f"{C}tensor_parallel_size=2", f"{C}pipeline_parallel_size=2", f"{G}colocated.resources.gpus_per_node=2"],
@@ -137,7 +125,6 @@ def test_what_the_device_of_this_machine_cannot_do_is_refused_by_a_dry_run(
         ([f"{C}sleep_level=1", "policy.device=cpu"], ["frees no memory"]),
         ([f"{C}speculation.num_speculative_tokens=2"], ["speculation.method is null"]),
         ([f"{C}speculation.method=ngram", f"{C}speculation.model_name=draft"], ["speculation.method is ngram"]),
-        ([HEAD], ["no engine of this run drafts with it"]),
         ([f"{G}colocated.resources.gpus_per_node=1"], ["generation shares the devices that train"]),
     ],
 )
@@ -153,18 +140,6 @@ def test_what_changes_nothing_with_vllm_or_not_what_it_seems_to_is_said(override
 def test_options_of_vllm_are_not_read_by_the_torch_engine(override: str) -> None:
     (warning,) = warnings(override)
     assert f"the torch engine does not read {override.partition('=')[0].removesuffix('.seed')}" in warning
-
-
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        ([f"{G}torch_cfg.speculative_draft=3"], "so there is no head that proposes tokens"),
-        ([HEAD, f"{G}torch_cfg.speculative_draft=3", f"{G}torch_cfg.speculative_lookup=3"], "one of them can propose tokens"),
-    ],
-)
-def test_the_torch_engine_needs_one_source_of_drafts(overrides: list[str], reason: str) -> None:
-    error = refusal(*overrides)
-    assert reason in str(error) and len(error.problems) == 1 and error.problems[0].fix
 
 
 def test_suffixes_are_looked_up_by_a_package(monkeypatch: pytest.MonkeyPatch) -> None:

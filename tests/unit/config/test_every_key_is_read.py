@@ -143,7 +143,7 @@ ASKED = {
     "AsyncConfig": "self.async_config",
     "RouterReplayConfig": "config.policy.router_replay",
     "Float8Config": "config",
-    "DraftConfig": "config.policy.draft",
+    "DraftConfig": "self",
 }
 REFUSED_OFF_OR_ON = {"DtensorConfig", "MegatronConfig", "MegatronPeftConfig", "Fp8Config"}  # by a rule about the model
 

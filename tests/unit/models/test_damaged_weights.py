@@ -17,9 +17,6 @@ from strop.checkpointing.convert import convert_model
 from strop.checkpointing.saved_model import SavedModel
 from strop.models.adapters import WEIGHTS_FILE, merge_adapters
 from strop.models.classifiers import load_classifier
-from strop.models.draft.eagle_config import new_shape
-from strop.models.draft.eagle_files import load_head, save_head
-from strop.models.draft.eagle_head import EagleHead
 from strop.models.export import ConversionError
 from strop.models.fit.damaged_weights import DamagedWeights
 from strop.models.loading import load_model
@@ -113,7 +110,7 @@ def test_damaged_weights_are_named_by_every_load_and_by_export(
     assert not (tmp_path / "hostile_was_here").exists()
 
 
-def test_adapters_and_draft_heads_are_named_too(tmp_path: Path) -> None:
+def test_adapters_are_named_too(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
     get_peft_model(build("llama"), LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapters")
@@ -122,11 +119,6 @@ def test_adapters_and_draft_heads_are_named_too(tmp_path: Path) -> None:
         merge_adapters(build("llama"), tmp_path / "adapters")
     with pytest.raises(ConversionError, match=f"{WEIGHTS_FILE} cannot be read"):
         convert_model(SavedModel(str(tmp_path / "adapters")), tmp_path / "out")
-    model = build("llama", layers=4)
-    save_head(EagleHead(new_shape(model.config, layers=1, aux_layers=None)), tmp_path / "head")
-    (tmp_path / "head" / SAFE).write_text(POINTER)
-    with pytest.raises(ValueError, match="git lfs pull"):
-        load_head(tmp_path / "head", 4, model.lm_head.weight)
 
 
 def test_an_error_that_is_none_of_the_weights_stays_what_it_is(tmp_path: Path) -> None:

@@ -16,9 +16,6 @@ from strop.checkpointing.convert import convert_model
 from strop.checkpointing.saved_model import find_saved_model
 from strop.models.adapters import WEIGHTS_FILE, merge_adapters
 from strop.models.classifiers import load_classifier
-from strop.models.draft.eagle_config import new_shape
-from strop.models.draft.eagle_files import load_head, save_head
-from strop.models.draft.eagle_head import EagleHead
 from strop.models.export import load_saved_model
 from strop.models.fit.load_report import WeightsDoNotFit, find_not_finite
 from strop.models.loading import load_model
@@ -142,17 +139,6 @@ def test_adapters_that_are_not_those_of_the_model_are_refused(
     rewrite(folder / WEIGHTS_FILE, change)
     with pytest.raises(WeightsDoNotFit, match=said):
         load_model(str(folder))
-
-
-def test_a_draft_head_with_nan_is_refused(tmp_path: Path) -> None:
-    model = build("llama", layers=4)
-    head = EagleHead(new_shape(model.config, layers=1, aux_layers=None))
-    head.initialize(model.lm_head.weight, 0)
-    folder = save_head(head, tmp_path / "head")
-    name = next(name for name, _ in head.named_parameters())
-    rewrite(folder / "model.safetensors", spoil(float("nan"), name))
-    with pytest.raises(ValueError, match="has NaN or infinite values"):
-        load_head(folder, 4, model.lm_head.weight)
 
 
 def test_a_configuration_with_fewer_layers_than_the_weights_is_refused(tmp_path: Path) -> None:

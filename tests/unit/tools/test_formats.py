@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.tools.base import ParsedReply
-from strop.tools.formats.choose_format import FORMATS
+from strop import plugins
+from strop.tools.base import ParsedReply, ToolConfigError
+from strop.tools.formats.choose_format import FORMATS, choose_format
+from strop.types import ToolCall
 
 SCHEMA = {
     "type": "function",
@@ -182,3 +185,30 @@ def test_what_json_formats_write_is_read_back(text: str, number: float) -> None:
     }
     for name, each in written.items():
         assert calls_of(FORMATS[name].parse(each)) == [("add", arguments)], name
+
+
+class Shouted:
+    """Calls as another package's models write them."""
+
+    name, stop_strings, inline_result = "shouted", (), None
+
+    def parse(self, text: str, tools: Any = ()) -> ParsedReply:
+        name, _, arguments = text.removeprefix("CALL ").partition(" ")
+        calls = [ToolCall(name, json.loads(arguments))] if text.startswith("CALL ") else []
+        return ParsedReply("", calls=tuple(calls))
+
+
+SHOUTED = Shouted()
+
+
+def test_a_form_of_another_package_is_found_by_what_the_template_writes_and_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(call: ToolCall) -> tuple[str, str]:
+        return f"CALL {call.name} {json.dumps(dict(call.arguments))}", ""
+
+    with pytest.raises(ToolConfigError, match="a form that is not known: 'CALL probe_tool"):
+        choose_format(None, write)
+    point = EntryPoint("shouted", f"{__name__}:SHOUTED", "strop.tool_call_formats")
+    monkeypatch.setattr(plugins, "declared", lambda group: {"shouted": point} if group == "tool_call_formats" else {})
+    assert choose_format(None, write) is SHOUTED and choose_format("shouted", write) is SHOUTED
+    with pytest.raises(ToolConfigError, match=r"'shoutet'.*shouted"):
+        choose_format("shoutet", write)

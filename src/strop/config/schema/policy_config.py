@@ -11,7 +11,7 @@ from strop.base_config import BaseConfig, subsection
 from strop.generation.generation_config import GenerationConfig, UnusedGenerationConfig
 from strop.learner.learner_config import TORCH, LearnerName
 from strop.learner.model_config import ModelConfig
-from strop.models.draft.draft_config import DraftConfig
+from strop.learner.policy_extension import policy_extensions
 from strop.models.routing.router_replay_config import RouterReplayConfig
 from strop.problems import Problem
 
@@ -60,18 +60,18 @@ class PolicyConfig(ModelConfig):
     deterministic: bool = Field(
         False,
         description="Make two equal runs equal to the last bit on GPUs: torch's deterministic algorithms with flash attention's backward "
-        "pass, a fixed cuBLAS workspace, NCCL without additions in the switch, Megatron Core's deterministic mode, vLLM's batch-invariant "
-        "kernels. Slower (checkpoints). A CPU repeats without it.",
+        "pass, a fixed cuBLAS workspace, NCCL without additions in the switch, the deterministic modes of other learners, and vLLM's "
+        "batch-invariant kernels. Slower (checkpoints). A CPU repeats without it.",
     )
     reference: ReferenceConfig = subsection(ReferenceConfig)
     router_replay: RouterReplayConfig = subsection(RouterReplayConfig)
-    draft: DraftConfig = subsection(DraftConfig)
     generation: GenerationConfig = subsection(GenerationConfig)
 
     @property
     def sends_draft(self) -> bool:
         """Whether engines are sent the draft head that is trained, and draft with it."""
-        return self.draft.enabled and self.generation.uses_vllm and self.generation.vllm_cfg.speculation.method == "eagle3"
+        trained = any(each.trains_draft for each in policy_extensions(self))
+        return trained and self.generation.uses_vllm and self.generation.vllm_cfg.speculation.method == "eagle3"
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from super().errors(key)
@@ -79,9 +79,7 @@ class PolicyConfig(ModelConfig):
         yield from self._check_adapter_dropout(key)
         yield from self._check_engine_length(f"{key}.generation")
         yield from self._check_router_replay(key)
-        yield from self._check_sent_draft(key)
         yield from self._check_compile(key)
-        yield from self._check_draft(key)
         if self.exact_on_policy:
             yield from self._check_exact(key)
         if self.deterministic:
@@ -165,93 +163,6 @@ class PolicyConfig(ModelConfig):
                     f"Set it to auto or false, or {key}.{name}=false.",
                 )
 
-    def _check_draft(self, key: str) -> Iterator[Problem]:
-        """Yield settings that are incompatible with training a draft head; the model is checked on loading."""
-        engine = self.generation.torch_cfg
-        if engine.speculative_draft and not self.draft.enabled:
-            yield Problem(
-                f"{key}.generation.torch_cfg.speculative_draft",
-                f"found {engine.speculative_draft}, but {key}.draft.enabled is false, so there is no head that proposes tokens",
-                f"Set it to 0, or {key}.draft.enabled=true; speculative_lookup proposes tokens without a head.",
-            )
-        if engine.speculative_draft and engine.speculative_lookup:
-            yield Problem(
-                f"{key}.generation.torch_cfg.speculative_lookup",
-                f"found {engine.speculative_lookup}, and speculative_draft is {engine.speculative_draft}: only one of them can propose "
-                "tokens",
-                "Set one of them to 0.",
-            )
-        yield from self._check_speculation(f"{key}.generation.vllm_cfg.speculation")
-        if not self.draft.enabled:
-            return
-        if not self.sequence_packing.enabled and self.uses_torch:
-            yield Problem(
-                f"{key}.sequence_packing.enabled",
-                f"found false, but {key}.draft.enabled is true: the head reads packed rows of hidden states",
-                f"Set it to true, or {key}.draft.enabled=false.",
-            )
-        if self.compile is True:
-            yield Problem(
-                f"{key}.compile",
-                f"found true, but {key}.draft.enabled is true: the head reads the states between layers, which compiled layers may not "
-                "expose",
-                f"Set it to auto, or {key}.draft.enabled=false.",
-            )
-        if (shards := self.learner.largest_size) > 1:
-            section = f"{key}.{self.learner_key}"
-            yield Problem(
-                f"{key}.draft.enabled",
-                f"found true, but {section} cuts the policy over {shards} devices, and a head is trained beside a whole policy in "
-                "this version",
-                f"Set it to false, or the tensor, context and pipeline sizes of {section} to 1.",
-            )
-        if self.learner.needs_ranks and not self.generation.uses_vllm and engine.speculative_draft:
-            yield Problem(
-                f"{key}.generation.torch_cfg.speculative_draft",
-                f"found {engine.speculative_draft}, but beside {self.learner.title} the torch engine is in a process of its "
-                "own, which is not sent the head",
-                f"Set it to 0, or {key}.generation.backend=vllm with vllm_cfg.speculation.method=eagle3.",
-            )
-
-    def _check_sent_draft(self, key: str) -> Iterator[Problem]:
-        if self.draft.enabled and self.generation.uses_extension:
-            yield Problem(
-                f"{key}.draft.enabled",
-                f"found true, but a head that is trained is not sent to {self.generation.engine_name}'s engines",
-                f"Set {key}.generation.backend to vllm or torch, or {key}.draft.enabled=false.",
-            )
-
-    def _check_speculation(self, key: str) -> Iterator[Problem]:
-        """Yield a head that vLLM would not find, or not receive."""
-        drafts = self.generation.vllm_cfg.speculation
-        if drafts.method != "eagle3" or not self.generation.uses_vllm:
-            return
-        if not self.draft.enabled and drafts.model_name is None:
-            yield Problem(
-                f"{key}.model_name",
-                f"it is not set, but {key}.method is eagle3 and no head is trained (policy.draft.enabled is false)",
-                "Set it to the folder or hub name of a head, or policy.draft.enabled=true.",
-            )
-        if self.draft.enabled and drafts.model_name not in (None, self.draft.model_name):
-            yield Problem(
-                f"{key}.model_name",
-                f"found {drafts.model_name}, but the engine drafts with the head that is trained, policy.draft.model_name = "
-                f"{self.draft.model_name}",
-                "Remove it.",
-            )
-        if self.draft.enabled and (precision := self.generation.vllm_cfg.precision) not in ("bfloat16", "float32"):
-            yield Problem(
-                "policy.generation.vllm_cfg.precision",
-                f"found {precision}, but the draft head is sent with the policy's weights, and its own are not rounded",
-                "Set it to bfloat16, or policy.draft.enabled=false.",
-            )
-        if self.draft.enabled and self.adapter_rank is not None and self.generation.weight_sync.adapters_alone:
-            yield Problem(
-                "policy.generation.weight_sync.adapters_alone",
-                "found true, but the draft head is sent with the policy's whole weights",
-                "Set it to false, or policy.draft.enabled=false.",
-            )
-
     def _check_exact(self, key: str) -> Iterator[Problem]:
         """Yield settings that are incompatible with bit-identical results in learner and engine."""
         if self.generation.uses_vllm and self.device == "cpu":
@@ -330,18 +241,6 @@ class PolicyConfig(ModelConfig):
                 f"found false, but vLLM stores the experts of tokens with its prefix cache, which {key}.router_replay.enabled turns on",
             )
         yield from self._warn_unused_sleep(f"{key}.generation.vllm_cfg.sleep_level")
-        yield from self._warn_unused_draft(key)
-
-    def _warn_unused_draft(self, key: str) -> Iterator[Problem]:
-        engine = self.generation
-        used = engine.vllm_cfg.speculation.method == "eagle3" if engine.uses_vllm else engine.torch_cfg.speculative_draft > 0
-        if self.draft.enabled and not used and not engine.uses_extension:
-            option = "vllm_cfg.speculation.method=eagle3" if engine.uses_vllm else "torch_cfg.speculative_draft=3"
-            yield Problem(
-                f"{key}.draft.enabled",
-                "the head is trained, but no engine of this run drafts with it",
-                f"{key}.generation.{option} does.",
-            )
 
     def _warn_unused_batch_size(self, key: str) -> Iterator[Problem]:
         if self.generation_batch_size is not None:
@@ -377,7 +276,6 @@ class RecordedPolicyConfig(PolicyConfig):
         yield from self._check_backend(key)
         if self.deterministic:
             yield from self._check_deterministic(key)
-        yield from self._check_draft(key)
         yield from self._check_exact_float8(key)
 
     def warnings(self, key: str) -> Iterator[Problem]:

@@ -117,12 +117,3 @@ class RmPolicyConfig(RecordedPolicyConfig):
     """The model that becomes a reward model."""
 
     reward_model_cfg: RewardModelConfig = subsection(RewardModelConfig)
-
-    def errors(self, key: str) -> Iterator[Problem]:
-        yield from super().errors(key)
-        if self.draft.enabled:
-            yield Problem(
-                f"{key}.draft.enabled",
-                "found true, but a reward model does not predict tokens for a head to draft",
-                "Set it to false.",
-            )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.extensions.megatron.checkpoint.torch_dist import LATEST, find_iteration, model_folder
+from strop.extensions.megatron.checkpoint.torch_dist import LATEST, find_iteration, model_folder, open_shards
 from strop.extensions.megatron.megatron_config import MegatronConfig
 from strop.extensions.megatron.megatron_dims import MegatronDims, model_errors
 from strop.models.local_files import ModelShape
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from strop.distributed.workers.learner_worker import RankModels
     from strop.extensions.megatron.megatron_policy import MegatronPolicy
     from strop.lazy_torch import Tensor
+    from strop.learner.parallel.shard_files import ShardedReader
     from strop.sampling import Sampling
 
 
@@ -33,6 +34,9 @@ class MegatronBackend:
 
     def model_folder(self, shards: Path) -> Path:
         return model_folder(shards)
+
+    def open_shards(self, shards: Path) -> ShardedReader:
+        return open_shards(shards)
 
     def read_shards(self, shards: Path, config: Any) -> Mapping[str, Tensor]:
         from strop.extensions.megatron.checkpoint.hugging_face import read_hugging_face_weights

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from strop.extensions.labs.draft.draft_config import DraftConfig
+from strop.extensions.labs.draft.draft_trainer import DraftOptions
 from strop.extensions.megatron.megatron_config import MegatronConfig
 from strop.extensions.megatron.megatron_network import MegatronNetwork
-from strop.learner.torch.draft.draft_trainer import DraftOptions
 from strop.learner.torch.optimizer_config import OptimizerConfig
 from strop.models.attention.kernel_choice import AttentionKernel
-from strop.models.draft.draft_config import DraftConfig
 from strop.models.logprobs.lm_head import LMHead, make_lm_head
 
 OPTIMIZERS = {"adam": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}

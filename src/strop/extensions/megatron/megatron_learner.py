@@ -17,6 +17,7 @@ from strop.algorithms.base import LossFn, Outputs
 from strop.data.packing_config import require_number
 from strop.data.shares.batch_share import BatchShare, count_tokens
 from strop.data.shares.split_rule import ShareRequest
+from strop.extensions.labs.draft.draft_trainer import DraftTrainer
 from strop.extensions.megatron.checkpoint.learner_checkpoint import load_learner, snapshot_learner
 from strop.extensions.megatron.checkpoint.megatron_snapshot import MegatronSnapshot
 from strop.extensions.megatron.megatron_config import MegatronConfig
@@ -33,7 +34,7 @@ from strop.extensions.megatron.passes.router_losses import RouterLosses
 from strop.extensions.megatron.passes.schedule import prepare_schedule
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.micro_batch import MicroBatch, MicroBatchOutputs, detach_to_cpu, dummy_loss, to_device
-from strop.learner.torch.draft.draft_trainer import DraftTrainer, StagedWithDraft
+from strop.learner.torch.companion import StagedWithCompanion
 from strop.learner.torch.schedule_unit import ScheduleUnit
 from strop.learner.torch.tensor_offload import TensorOffload
 from strop.metrics import Metrics
@@ -219,12 +220,12 @@ class MegatronLearner:
         if self.draft is not None and dist.get_rank() == 0:
             self.draft.save(folder, optimizer=optimizer)
 
-    def stage(self, *, optimizer: bool = True) -> MegatronSnapshot | StagedWithDraft:
+    def stage(self, *, optimizer: bool = True) -> MegatronSnapshot | StagedWithCompanion:
         """Return a copy of the state in CPU memory, which may be written while training continues."""
         snapshot = snapshot_learner(self, optimizer=optimizer)
         if self.draft is None or dist.get_rank() != 0:
             return snapshot
-        return StagedWithDraft(snapshot, self.draft.stage(optimizer=optimizer))
+        return StagedWithCompanion(snapshot, self.draft.stage(optimizer=optimizer))
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote in any layout, in place."""

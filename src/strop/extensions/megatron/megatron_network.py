@@ -14,6 +14,7 @@ from strop.data.rollout_selector import SubBatch
 from strop.data.shares.batch_share import BatchShare
 from strop.data.shares.divide_batch import take_share
 from strop.data.shares.split_rule import ShareRequest, SplitRule
+from strop.extensions.labs.draft.eagle_head import EagleHead
 from strop.extensions.megatron.adapters.stage_adapters import StageAdapters
 from strop.extensions.megatron.layout import MegatronLayout
 from strop.extensions.megatron.models.gpt_stage import GptStage
@@ -23,7 +24,6 @@ from strop.extensions.megatron.passes.row_sharding import RowSharding
 from strop.extensions.megatron.passes.schedule import Finish, run_schedule
 from strop.extensions.megatron.passes.vocab_parallel import VocabParallelHead, vocab_parallel_logprobs
 from strop.learner.parallel.micro_batch import MicroBatch
-from strop.models.draft.eagle_head import EagleHead
 from strop.models.logprobs.lm_head import make_lm_head
 from strop.models.routing.recorded_experts import ReplayedRoutes, RoutedLayers
 from strop.models.value_network import apply_score_layer

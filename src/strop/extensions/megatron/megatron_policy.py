@@ -7,12 +7,11 @@ from pathlib import Path
 
 from strop.config import TrainingRunConfig
 from strop.config.schema.run_config import RmRunConfig
+from strop.extensions.labs.draft.eagle_head import EagleHead
 from strop.extensions.megatron.cpu_shim import prepare_megatron
 from strop.extensions.megatron.model_files import ModelFiles, find_model_files
 from strop.models.chat_template import ChatTemplate
 from strop.models.classifiers import choose_pad_token
-from strop.models.draft.eagle_files import save_head
-from strop.models.draft.eagle_head import EagleHead
 from strop.models.loading import load_tokenizer
 from strop.runs.lifecycle import seed_everything
 from strop.runs.models import TokenizerBundle, prepare_device, set_up_gpu, tokenizer_key
@@ -50,7 +49,7 @@ class MegatronPolicy(TokenizerBundle):
     def write_draft(self, folder: Path) -> None:
         """Write the draft head as it is now, for engines that draft with it."""
         assert self.draft.head is not None
-        save_head(self.draft.head, folder)
+        self.draft.head.save(folder)
 
 
 def load_megatron_policy(config: TrainingRunConfig) -> MegatronPolicy:

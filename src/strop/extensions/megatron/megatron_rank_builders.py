@@ -14,6 +14,7 @@ from strop.config.schema.run_config import (
     RolloutRunConfig,
 )
 from strop.distributed.workers.learner_worker import RankColumns, RankModels, RankScorer
+from strop.extensions.labs.draft.draft_config import DraftConfig
 from strop.extensions.megatron.layout import MegatronLayout
 from strop.extensions.megatron.megatron_config import MegatronConfig
 from strop.extensions.megatron.megatron_draft import MegatronDraftedPolicy
@@ -30,7 +31,7 @@ from strop.learner.torch.teacher import shared_vocabulary_size
 from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
 from strop.models.loading import ModelNotFound, load_tokenizer
 from strop.runs.cluster.torch_rank_builders import keeps_reference, load_rank_teachers
-from strop.runs.models import PRECISIONS, check_same_vocabulary, make_draft_head, make_each_learner
+from strop.runs.models import PRECISIONS, check_same_vocabulary, make_each_learner
 from strop.runs.teachers import StudentInfo, find_scorer, find_teacher_columns, make_source, unfiltered_sampling
 from strop.sampling import Sampling
 
@@ -59,9 +60,10 @@ def build_megatron_rank_models(
     network = _load(loader, policy.files, config.policy, layout, score, adapter_seed=config.training.seed)
     if isinstance(config, RolloutRunConfig) and config.policy.router_replay.enabled:
         network.enable_router_replay()
-    if config.policy.draft.enabled:
+    draft = DraftConfig.of(config.policy)
+    if draft.enabled:
         head = MegatronDraftedPolicy(network).head.weight
-        network.draft = make_draft_head(head, network.hf_config, config.policy.draft, config.training.seed)
+        network.draft = draft.make_head(head, network.hf_config, config.training.seed)
         network.publishes_draft = config.policy.sends_draft
         policy.draft.head = network.draft
     networks = {"policy": network}

@@ -14,7 +14,6 @@ from strop.extensions.megatron.adapters.adapter_checkpoint import gather_adapter
 from strop.extensions.megatron.adapters.adapter_folder import AdapterFolder
 from strop.extensions.megatron.megatron_network import MegatronNetwork
 from strop.extensions.megatron.weights.stage_export import iter_weights
-from strop.models.draft.eagle_files import published_weights
 from strop.weight_sync.base import AdapterFiles
 from strop.weight_sync.exporter import fingerprint_adapters
 from strop.weight_sync.weight_source import Weight, local_weights
@@ -38,7 +37,7 @@ class StageWeights:
                 iter_weights(self.network.stages, self.network.hf_config) if adapters is None else adapters.iter_merged()
             )
         drafted = self.network.draft if self.network.publishes_draft else None  # every rank has all of it
-        return chain(self.in_layout(weights), () if drafted is None else local_weights(published_weights(drafted)))
+        return chain(self.in_layout(weights), () if drafted is None else local_weights(drafted.published_weights()))
 
     def in_layout(self, weights: Iterable[Weight]) -> Iterator[Weight]:
         """Return weights that are gathered in the network's layout, whichever is active."""

@@ -96,7 +96,7 @@ def _serve(options: argparse.Namespace, places: Sequence[Path]) -> int:
         import webbrowser
 
         webbrowser.open(server.address)
-    threading.Thread(target=server.routes.warm_up, name="warming up", daemon=True).start()
+    threading.Thread(target=server.api.warm_up, name="warming up", daemon=True).start()
     with suppress(KeyboardInterrupt):  # before the server heeds it
         asyncio.run(server.serve())
     return 0

@@ -1,4 +1,4 @@
-"""What the view answers: the routes of its HTTP API, all JSON, and the page."""
+"""What the view answers: its HTTP API, all JSON, and the page."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class ViewRoutes:
     def make_app(self) -> web.Application:
         step, group = r"{step:[0-9]+}", r"{group:[0-9]+}"
         place = f"{step}/{group}/{{sample:[0-9]+}}"
-        routes: dict[str, Callable[[web.Request], Any]] = {
+        answers: dict[str, Callable[[web.Request], Any]] = {
             "/api/runs": self.list_runs,
             "/api/compare/config": self.compare_config,
             "/api/stars/export": self.export_stars,
@@ -174,7 +174,7 @@ class ViewRoutes:
         }
         app = make_app(self._guard.check, answer_error, max_body=LONGEST_BODY)
         app.on_response_prepare.append(add_headers)
-        app.add_routes([web.get(path, in_thread(answer)) for path, answer in routes.items()])
+        app.add_routes([web.get(path, in_thread(answer)) for path, answer in answers.items()])
         app.router.add_put("/api/runs/{run}/stars", self.put_star)
         return app
 

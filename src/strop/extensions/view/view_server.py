@@ -39,7 +39,7 @@ class ViewServer:
             self._socket = socket.create_server((options.host, options.port), family=family)
         self.guard = AccessGuard(token=options.token, host=options.host, port=self._socket.getsockname()[1])
         self.catalogue = RunCatalogue(places, parse_yaml)
-        self.routes = ViewRoutes(self.catalogue, self.guard)
+        self.api = ViewRoutes(self.catalogue, self.guard)
 
     @property
     def address(self) -> str:
@@ -51,7 +51,7 @@ class ViewServer:
         """Serve until Ctrl-C. SIGTERM ends the process at once: it writes only whole files."""
         stopped = stop_event([signal.SIGINT])
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(REQUESTS))
-        async with listening(self.routes.make_app(), self._socket, cancels=False):
+        async with listening(self.api.make_app(), self._socket, cancels=False):
             await stopped.wait()
 
     def close(self) -> None:

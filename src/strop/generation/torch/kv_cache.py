@@ -33,7 +33,7 @@ class CacheShape:
     head_size: int
     dtype: torch.dtype
     device: torch.device
-    state_size: int = 0  # size of the policy state kept per token for a draft head, float32
+    state_size: int = 0  # numbers of the policy's state that are held for a drafter, float32
     exact: bool = False  # attention in the learner's order of additions (``strop.models.exact``)
 
     def round_span(self, span: int) -> int:

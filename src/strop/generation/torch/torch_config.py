@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
-from strop.base_config import BaseConfig
+from strop.generation.torch.speculation import DraftingConfig
 
 LEAST_CACHE_GB = 2.0
 
 
-class TorchGenerationConfig(BaseConfig):
-    """The built-in torch engine: continuous batching on the learner's module, or with Ray in separate processes with their own
-    weights.
-    """
+class TorchGenerationConfig(DraftingConfig):
+    """The built-in torch engine: continuous batching on the learner's module, or with Ray in processes with their own weights."""
 
     num_engines: int | None = Field(
         None,
@@ -36,17 +32,6 @@ class TorchGenerationConfig(BaseConfig):
         ge=0,
         le=32,
         description="Number of draft tokens looked up in the prompt and completion per step; 0 turns it off (tokens).",
-    )
-    speculative_draft: int = Field(
-        0,
-        ge=0,
-        le=32,
-        description="Number of tokens proposed by the policy's draft head (policy.draft) per step; 0 turns it off (tokens).",
-    )
-    speculative_sampling: Literal["coupled", "rejection"] = Field(
-        "coupled",
-        description="How drafts of speculative_draft are verified. coupled: draft and token are drawn with the same random number, so "
-        "the rollouts do not depend on the head; rejection keeps more drafts, but the drawn tokens depend on the head. Both are exact.",
     )
     prepack_weights: bool | None = Field(
         None,

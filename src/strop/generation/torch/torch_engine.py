@@ -23,7 +23,6 @@ import torch
 
 from strop.columns import Columns
 from strop.generation.base import Completion, check_request
-from strop.generation.torch.drafting.eagle_drafter import EagleDrafter
 from strop.generation.torch.emulated_quantization import EmulatedQuantization
 from strop.generation.torch.image_tokens import PromptImages
 from strop.generation.torch.model_runner import (
@@ -39,6 +38,7 @@ from strop.generation.torch.paged.paged_cache import choose_page
 from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.generation.torch.paged.prompt_lookup import PromptLookup, PromptSamples
 from strop.generation.torch.sampler import SampledTokens, sample_tokens
+from strop.generation.torch.speculation import Drafter
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.network import Network
 from strop.monitoring.profiling.span_recorder import RECORDER
@@ -123,7 +123,7 @@ class TorchEngine:
         stop_ids: Sequence[int],
         prefill_tokens: int = 4096,
         drafts: int = 0,
-        drafter: EagleDrafter | None = None,
+        drafter: Drafter | None = None,
         exact: bool = False,
     ) -> None:
         """Create an engine that waits for its first weights.
@@ -570,35 +570,16 @@ def make_torch_engine(
     runner = make_runner(network, config, length=length, quantization=quantization)
     drafts = config.speculative_lookup if runner.verifies_drafts else 0
     if drafts < config.speculative_lookup:
-        log.warning(
-            "torch_cfg.speculative_lookup needs a paged cache, which this engine does not have: it decodes one token at a time"
-        )
-    drafter = _make_drafter(network, runner, config) if network.draft is not None else None
+        log.warning("torch_cfg.speculative_lookup needs a paged cache, which this engine has not: it decodes one token at a time")
     return TorchEngine(
         runner,
         tokenizer,
         stop_ids=stop_ids,
         prefill_tokens=config.prefill_tokens,
         drafts=drafts,
-        drafter=drafter,
+        drafter=config.make_drafter(network, runner),
         exact=network.exact is not None,
     )
-
-
-def _make_drafter(network: Network, runner: ModelRunner, config: TorchGenerationConfig) -> EagleDrafter | None:
-    """Create the drafter that uses the policy's head; None if there is none, with a warning if one was configured."""
-    if not config.speculative_draft:
-        return None
-    if isinstance(runner, PagedRunner) and runner.images is None:
-        rejection = config.speculative_sampling == "rejection"
-        return EagleDrafter(network, runner, config.speculative_draft, rejection=rejection)
-    reason = (
-        "needs a paged cache, which this engine does not have"
-        if runner.images is None
-        else "reads text, and this model images too"
-    )
-    log.warning("torch_cfg.speculative_draft %s: it decodes one token at a time", reason)
-    return None
 
 
 def make_runner(

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from types import MappingProxyType
+from typing import Any, BinaryIO, Protocol, TypeAlias
 
 import torch
 import torch.distributed.checkpoint
@@ -33,6 +34,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 dcp: Any = torch.distributed.checkpoint  # some of its names are not exported for type checkers
 
+ClassName: TypeAlias = tuple[str, str]  # its module, and it
 METADATA = ".metadata"  # the file that marks a DCP folder
 
 
@@ -127,8 +129,12 @@ class ForeignMetadata(ValueError):
 class _MetadataUnpickler(pickle.Unpickler):
     """Reads DCP's ``.metadata``, a pickle, without executing code that it might contain."""
 
+    def __init__(self, file: BinaryIO, renamed: Mapping[ClassName, ClassName]) -> None:
+        super().__init__(file)
+        self.renamed = renamed
+
     def find_class(self, module: str, name: str) -> Any:
-        module, name = _OF_EARLIER_MEGATRON.get((module, name), (module, name))
+        module, name = self.renamed.get((module, name), (module, name))
         if (module, name) not in _METADATA_CLASSES:
             raise ForeignMetadata(
                 f"{METADATA} names {module}.{name}, which no checkpoint of tensors contains and which could run code; the folder was not "
@@ -143,7 +149,7 @@ _METADATA_CLASSES = {
     *((f"{_CHECKPOINT}.metadata", name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties")),
     (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
-    # Megatron Core stores the plans of all ranks.
+    # Others than torch keep the plans of all ranks.
     *((f"{_CHECKPOINT}.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -153,19 +159,17 @@ _METADATA_CLASSES = {
     *(("torch", str(dtype).removeprefix("torch.")) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)),
 }
 
-_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-_OF_EARLIER_MEGATRON = {
-    (_MEGATRON, "MCoreMetadata"): (f"{_CHECKPOINT}.metadata", "Metadata"),
-    (_MEGATRON, "MCoreSavePlan"): (f"{_CHECKPOINT}.planner", "SavePlan"),
-}
-
 
 class _SafeReader(dcp.FileSystemReader):  # type: ignore[misc]
     """Reads only files in its folder, and from ``.metadata`` only descriptions of tensors."""
 
+    def __init__(self, folder: Path, renamed: Mapping[ClassName, ClassName]) -> None:
+        super().__init__(folder)
+        self.renamed = renamed
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         with open(Path(self.path) / METADATA, "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
+            metadata = _MetadataUnpickler(file, self.renamed).load()
         if not isinstance(metadata, Metadata):
             raise ForeignMetadata(f"{METADATA} is {metadata!r:.80}, not the metadata of a checkpoint")
         for index, info in (metadata.storage_data or {}).items():
@@ -191,13 +195,15 @@ class TensorReader(Protocol):
 
 
 class ShardedReader:
-    """Reads a folder that ``write_shards`` wrote on any number of ranks. Raises FileNotFoundError."""
+    """Reads a folder that ``write_shards`` wrote on any number of ranks. Raises FileNotFoundError.
 
-    def __init__(self, folder: Path) -> None:
+    ``renamed``: what classes of torch are called in ``.metadata`` of another library."""
+
+    def __init__(self, folder: Path, renamed: Mapping[ClassName, ClassName] = MappingProxyType({})) -> None:
         if not is_sharded(folder):
             raise FileNotFoundError(f"{folder / METADATA} is missing")
-        self.folder = folder
-        stored = _SafeReader(folder).read_metadata().state_dict_metadata
+        self.folder, self._renamed = folder, renamed
+        stored = _SafeReader(folder, renamed).read_metadata().state_dict_metadata
         tensors = {name: data for name, data in stored.items() if isinstance(data, TensorStorageMetadata)}
         self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(data.size) for name, data in tensors.items()}
         self.dtypes: Mapping[str, torch.dtype] = {name: data.properties.dtype for name, data in tensors.items()}
@@ -208,12 +214,11 @@ class ShardedReader:
     def read_blocks(self, blocks: Sequence[NamedShard]) -> None:
         """Like ``read``, but several blocks may belong to one tensor."""
         with _ignore_single_process_warnings():
-            dcp.load({}, storage_reader=_SafeReader(self.folder), planner=_LoadPlanner(blocks), no_dist=True)
+            dcp.load({}, storage_reader=_SafeReader(self.folder, self._renamed), planner=_LoadPlanner(blocks), no_dist=True)
 
 
-def read_whole(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a folder, whole."""
-    reader = ShardedReader(folder)
+def read_whole(reader: TensorReader) -> dict[str, Tensor]:
+    """Return all tensors, whole."""
     tensors = {name: torch.empty(shape, dtype=reader.dtypes[name]) for name, shape in reader.shapes.items()}
     reader.read({name: TensorShard(tensor, (0,) * tensor.dim(), tuple(tensor.shape)) for name, tensor in tensors.items()})
     return tensors

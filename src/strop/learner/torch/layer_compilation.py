@@ -86,7 +86,7 @@ def find_obstacle(network: Network, *, sharded: bool, known_only: bool) -> str |
     if network.routed is not None:
         return "policy.router_replay hands recorded experts to the layers"
     if network.draft is not None:
-        return "policy.draft reads the states between layers, which compiled layers may not expose"
+        return f"{network.draft.key} reads the states between layers, which compiled ones may not show"
     if (rounded := find_rounded(network.model)) is not None:
         return f"{rounded.rounded_by} rounds weights and inputs in the modules"
     if sharded:

@@ -39,8 +39,9 @@ from strop.learner.parallel.parallel_dims import to_local
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.sharded_checkpoint import LearnerSnapshot, take_snapshot
 from strop.learner.parallel.single_device import SingleDevice
+from strop.learner.policy_extension import policy_extensions
 from strop.learner.torch.activation_memory import ActivationOffload, checkpoint_layers
-from strop.learner.torch.draft.draft_trainer import DraftOptions, DraftTrainer, StagedWithDraft, optimizer_of_draft
+from strop.learner.torch.companion import Companion, CompanionOptions, StagedWithCompanion
 from strop.learner.torch.hyperparameters import Hyperparameters
 from strop.learner.torch.layer_compilation import choose_layer_compilation
 from strop.learner.torch.master_weights import MasterWeights
@@ -52,7 +53,6 @@ from strop.learner.torch.tensor_offload import TensorOffload
 from strop.learner.torch.weight_average import AveragedWeights
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
-from strop.models.draft.draft_config import DraftConfig
 from strop.models.exact.exact_network import forget_exact_weights
 from strop.models.layers.decoder_layers import decoder_layers
 from strop.models.malloc import trim_freed_memory
@@ -133,7 +133,7 @@ class TorchLearner:
             average=self.average,
             configured=Hyperparameters.of(self.optimizer, self.scheduler),
         )
-        self.draft = self._make_draft(schedule_unit, length, section)
+        self.companion = self._make_companion(schedule_unit, length, section)
         self._steps = 0
         self.weight_offload = TensorOffload(self.parallelism.weight_tensors, network.device)
         self.state_offload = TensorOffload(self._state_tensors, network.device, self._coming_state)
@@ -145,32 +145,21 @@ class TorchLearner:
             if self.config.router_losses.observes:
                 self.network.observe_routers(self.config.router_losses, section)
 
-    def _make_draft(self, schedule_unit: ScheduleUnit, length: int | None, section: str) -> DraftTrainer | None:
-        """Return the trainer of the network's draft head, if it has one."""
-        network = self.network
-        if not isinstance(network, Network) or network.draft is None:
-            return None
-        if not isinstance(self.parallelism, SingleDevice):
-            raise ValueError(
-                f"{section}.draft.enabled: found true, but the learner is on several ranks, which cannot train a head in this version. "
-                "Train on one device, or set it to false"
-            )
-        if not network.packed:
-            raise ValueError(
-                f"{section}.draft: the head reads the packed rows of the policy, and {type(network.model).__name__} reads padded ones "
-                f"({network.fallback or 'sequence packing is off'}); set {section}.draft.enabled=false"
-            )
-        draft: DraftConfig | None = getattr(self.config, "draft", None)
-        options = DraftOptions(
-            optimizer=optimizer_of_draft(self.config.optimizer, draft),
+    def _make_companion(self, schedule_unit: ScheduleUnit, length: int | None, section: str) -> Companion | None:
+        """Return what an extension trains beside the network, if one does."""
+        options = CompanionOptions(
+            optimizer=self.config.optimizer,
             max_grad_norm=self.config.max_grad_norm,
-            loss_weight=1.0 if draft is None else draft.loss_weight,
             scheduler=self.config.scheduler or CONSTANT,
             schedule_unit=schedule_unit,
             schedule_length=length,
+            sampling=self.sampling,
             section=section,
+            on_ranks=not isinstance(self.parallelism, SingleDevice),
         )
-        return DraftTrainer(network, network.draft, options, self.sampling)
+        network = self.network
+        found = (each.make_companion(network, options) for each in policy_extensions(self.config) if isinstance(network, Network))
+        return next((each for each in found if each is not None), None)
 
     def _limit_activations(self, section: str) -> ActivationOffload | None:
         """Make some layers recompute their activations, and return the offload of the others, if configured."""
@@ -194,8 +183,8 @@ class TorchLearner:
         for parameter in (*self.model.parameters(), *self.parameters):
             if parameter.grad is not None:
                 yield parameter.grad
-        if self.draft is not None:
-            yield from self.draft.tensors()
+        if self.companion is not None:
+            yield from self.companion.tensors()
 
     def _coming_state(self) -> Iterator[int]:
         """Yield the sizes in bytes of the tensors that Adam will create in its first step; other optimizers' are not known in
@@ -264,8 +253,8 @@ class TorchLearner:
 
     def _drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        if self.draft is not None:
-            self.draft.drop_gradients()
+        if self.companion is not None:
+            self.companion.drop_gradients()
         self.parallelism.after_step()
 
     def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs:
@@ -325,12 +314,12 @@ class TorchLearner:
             return self.network.outputs(batch, self.sampling)
 
     def _compute_trained(self, logged: list[Metrics], batch: Batch) -> Outputs:
-        """Compute the outputs of a training pass, and train the draft head on it; its metrics are added to ``logged``."""
-        if self.draft is None:
+        """Compute the outputs of a pass that trains, and have the companion learn from it; its metrics are added to ``logged``."""
+        if self.companion is None:
             return self._compute_outputs(batch)
-        with self.draft.capturing():
+        with self.companion.capturing():
             outputs = self._compute_outputs(batch)
-        logged.append(self.draft.accumulate(batch))
+        logged.append(self.companion.accumulate(batch))
         return outputs
 
     def step(self) -> Metrics:
@@ -347,7 +336,7 @@ class TorchLearner:
         self._steps += 1
         if self.scheduler is not None and self._steps % self.state.schedule_unit.optimizer_steps == 0:
             self.scheduler.step()
-        drafted = {} if self.draft is None else self.draft.step()
+        of_companion = {} if self.companion is None else self.companion.step()
         self._drop_gradients()
         if self._steps % STEPS_BETWEEN_TRIMS == 0 and self.network.device.type == "cpu":
             trim_freed_memory()
@@ -355,7 +344,7 @@ class TorchLearner:
             "grad_norm": metrics.mean(found, 1),
             "lr": metrics.mean(rate, 1),
             "steps_skipped_for_nonfinite_gradient": metrics.total(float(not math.isfinite(found))),
-            **drafted,
+            **of_companion,
         }
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -372,18 +361,19 @@ class TorchLearner:
         With several ranks, all of them must call it.
         """
         self.parallelism.save(folder, self.state, optimizer=optimizer)
-        if self.draft is not None:
-            self.draft.save(folder, optimizer=optimizer)
+        if self.companion is not None:
+            self.companion.save(folder, optimizer=optimizer)
 
-    def stage(self, *, optimizer: bool = True) -> LearnerSnapshot | StagedWithDraft:
+    def stage(self, *, optimizer: bool = True) -> LearnerSnapshot | StagedWithCompanion:
         """Copy this rank's part of the state to CPU memory. Its ``save`` may run during training."""
         snapshot = take_snapshot(self.parallelism, self.state, optimizer=optimizer)
-        return snapshot if self.draft is None else StagedWithDraft(snapshot, self.draft.stage(optimizer=optimizer))
+        companion = self.companion
+        return snapshot if companion is None else StagedWithCompanion(snapshot, companion.stage(optimizer=optimizer))
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote on any number of ranks, in place: everything that shares the module sees the restored weights."""
         self.parallelism.load(folder, self.state)
-        if self.draft is not None:
-            self.draft.load(folder)
+        if self.companion is not None:
+            self.companion.load(folder)
         forget_exact_weights(self.network)
         self._steps = 0

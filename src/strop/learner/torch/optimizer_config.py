@@ -66,7 +66,7 @@ class OptimizerConfig(BaseConfig):
         description="Name patterns of parameters without weight decay, such as [bias, norm, embed]. A pattern matches a part of the name "
         "or, with * ? or [, the whole name. A pattern without a match is an error.",
     )
-    decay_vectors: bool = Field(True, description="Decay weights of one dimension too: biases and norms. Megatron Core does not.")
+    decay_vectors: bool = Field(True, description="Decay weights of one dimension too: biases and norms.")
     groups: Annotated[tuple[OptimizerGroupConfig, ...], Field(strict=False)] = Field(
         (),
         description="Entries {match: [pattern, ...], lr, weight_decay}. The first entry that matches a parameter applies; no_decay takes "

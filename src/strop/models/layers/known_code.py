@@ -36,7 +36,8 @@ def _same_function(left: Any, left_class: type, right: Any, right_class: type) -
     left, right = inspect.unwrap(left), inspect.unwrap(right)
     if left is right:
         return True
-    if _instructions(left.__code__) != _instructions(right.__code__) or left.__defaults__ != right.__defaults__:
+    same = _instructions(left.__code__, left.__doc__) == _instructions(right.__code__, right.__doc__)
+    if not same or left.__defaults__ != right.__defaults__:
         return False
     pairs = (
         (_named(left, left_class, name), _named(right, right_class, name)) for name in {*left.__code__.co_names} - _LOOKED_UP
@@ -53,7 +54,8 @@ def _named(function: Any, kind: type, name: str) -> object:
     return function.__globals__.get(name) or getattr(kind, name, None)
 
 
-def _instructions(code: CodeType) -> tuple[object, ...]:
-    """Return all that decides what a function does but the docstring, which is its first constant."""
-    constants = tuple(_instructions(each) if isinstance(each, CodeType) else (type(each), each) for each in code.co_consts[1:])
-    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
+def _instructions(code: CodeType, docstring: str | None = None) -> tuple[object, ...]:
+    """Return all that decides what a function does but its default values, and the docstring, which is its first constant."""
+    constants = code.co_consts[1:] if code.co_consts[:1] in ((None,), (docstring,)) else code.co_consts
+    found = tuple(_instructions(each) if isinstance(each, CodeType) else (type(each), each) for each in constants)
+    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, found

@@ -89,7 +89,7 @@ class ReplayedRoutes:
     def __init__(self, routed: RoutedLayers, routes: Tensor, weights: Tensor) -> None:
         """``routes`` [n, layers, k] of the tokens of the pass, on their device, and the weight of each token in the counts [n].
 
-        Raises ValueError for the routes of another model.
+        Raises ValueError for those of another model.
         """
         if routes.shape[1:] != routed.shape:
             raise ValueError(

@@ -8,7 +8,7 @@ from strop.base_config import BaseConfig
 
 
 class RouterLossConfig(BaseConfig):
-    """Router losses of a mixture of experts, in the torch learner; Megatron Core has its own keys (``megatron_cfg.moe_*``)."""
+    """Losses of the routers of a mixture of experts, in the torch learner; others have keys of their own."""
 
     aux_loss_coeff: float = Field(
         0.0,

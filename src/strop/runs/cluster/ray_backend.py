@@ -237,15 +237,6 @@ def is_time_shared(config: TrainingRunConfig, plan: DevicePlan) -> bool:
 
 async def make_ray_backend(config: TrainingRunConfig, cluster: Cluster, tracker: Tracker) -> RayBackend:
     """Start the ranks and load the policy on them. Raises ModelNotFound, ValueError, ActorGroupDied."""
-    if config.policy.draft.enabled and not config.policy.learner.trains_drafts:
-        able = {name: section for name, section in config.policy.learner_sections.items() if section.trains_drafts}
-        beside = " or ".join(section.title for section in able.values())
-        others = "".join(f"set policy.{name}.enabled=true, " for name in able)
-        raise ValueError(
-            "policy.draft.enabled is true, but the models of the run are in a cluster of processes (cluster), where "
-            f"{f'a head is trained beside {beside} alone' if able else 'no head is trained'}: leave one process with one device "
-            f"(cluster.num_nodes=1, cluster.gpus_per_node=1), {others}or this to false"
-        )
     device_plan = plan_devices(count_devices(config), on_cpu=cluster.on_cpu)
     role, world, device = config.cluster.roles.learner, len(device_plan.training), config.policy.device
     threads = make_thread_env(

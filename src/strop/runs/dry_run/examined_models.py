@@ -10,6 +10,7 @@ from pathlib import Path
 
 from strop.base_config import BaseConfig
 from strop.config.schema.run_config import EvalRunConfig, iter_model_names
+from strop.models.rank_shards import find_shards
 from strop.packages import are_assumed
 from strop.problems import Problem
 from strop.user_code import find_near_paths
@@ -66,7 +67,7 @@ def explain_missing_model(name: str) -> str | None:
 
 
 def _explain_folder(path: Path) -> str | None:
-    if any(path.glob("*.gguf")) or (path / ADAPTERS_FILE).exists() or (path / ".metadata").exists():
+    if any(path.glob("*.gguf")) or (path / ADAPTERS_FILE).exists() or find_shards(path) is not None:
         return None
     file = path / "config.json"
     if not file.exists():
@@ -83,9 +84,8 @@ def _explain_folder(path: Path) -> str | None:
 
 
 def _explain_shards(name: str) -> str | None:
-    """Return how to convert a folder of checkpoint shards into a model; only an evaluation reads shards directly."""
-    path = Path(name).expanduser()
-    if not (path / ".metadata").exists() and not any(path.glob("iter_*/.metadata")):
+    """Return how to make a model of a folder with the shards of a checkpoint, which only an evaluation reads as they are."""
+    if find_shards(Path(name).expanduser()) is None:
         return None
     from strop.models.loading import ModelNotFound, locate_model  # imports Transformers
 

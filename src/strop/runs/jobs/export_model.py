@@ -9,13 +9,12 @@ from pathlib import Path
 from strop.checkpointing.convert import convert_model
 from strop.checkpointing.saved_model import ATTACHED_CONFIG, SavedModel
 from strop.data.sources.hub_upload import require_token, upload_folder
-from strop.models.draft.eagle_config import WEIGHTS
+from strop.models.draft_head import FOLDER, WEIGHTS
 from strop.models.export import AS_THEY_ARE, ConversionError, ExportFormat
 from strop.runs.exit_codes import run_command
 from strop.runs.jobs.model_card import format_model_card
 
 CARD_FILE = "README.md"
-HEAD_FOLDER = "draft"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +54,7 @@ def export_model(job: ExportJob) -> None:
         (draft / CARD_FILE).write_text(format_model_card(job.source, merged=job.merge), encoding="utf-8")
         if job.source.config_file is not None:
             shutil.copyfile(job.source.config_file, draft / ATTACHED_CONFIG)
-        copy_head(Path(job.source.weights).parent / HEAD_FOLDER, draft / HEAD_FOLDER)
+        copy_head(Path(job.source.weights).parent / FOLDER, draft / FOLDER)
 
     base = (job.source.run_values.get("policy") or {}).get("model_name")
     convert_model(job.source, job.target, job.form, merge=job.merge, model_name=base, finish=finish)

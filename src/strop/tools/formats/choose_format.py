@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from strop import plugins
 from strop.tools.base import ToolCallFormat, ToolConfigError
 from strop.tools.formats.deepseek import DeepSeekFormat
 from strop.tools.formats.gpt_oss import GptOssFormat
@@ -36,18 +37,23 @@ def choose_format(name: str | None, write: Callable[[ToolCall], tuple[str, str] 
 
     ``write`` renders a call with the chat template: as sampled by the policy, plus the token that ends the turn. None: no calls.
     """
+    known = [*FORMATS, *plugins.declared("tool_call_formats")]
     if name is not None:
-        if name not in FORMATS:
-            raise ToolConfigError(f"policy.tokenizer.tool_call_format is {name!r}{suggest_names(name, FORMATS)}")
-        return FORMATS[name]
+        if name not in known:
+            raise ToolConfigError(f"policy.tokenizer.tool_call_format is {name!r}{suggest_names(name, known)}")
+        return _load(name)
     written = write(PROBE)
     if written is not None:
-        for text in (written[0], "".join(written)):  # some templates omit the end of a single call
-            for each in FORMATS.values():
+        for text in (written[0], "".join(written)):  # some templates forget what ends a single call
+            for each in map(_load, known):
                 if [(call.name, dict(call.arguments)) for call in each.parse(text).calls] == [(PROBE.name, PROBE.arguments)]:
                     return each
     what = "writes no calls of tools" if written is None else f"writes calls in an unknown form: {written[0]!r:.200}"
     raise ToolConfigError(
-        f"the environment has tools, but the chat template {what}; set policy.tokenizer.tool_call_format to the form that the model "
-        f"should write ({', '.join(FORMATS)}), or policy.tokenizer.chat_template to a template with tools"
+        f"the environment has tools, but the chat template {what}; set policy.tokenizer.tool_call_format to the form in which the model "
+        f"is to write them ({', '.join(known)}), or policy.tokenizer.chat_template to a template with tools"
     )
+
+
+def _load(name: str) -> ToolCallFormat:
+    return FORMATS.get(name) or plugins.load("tool_call_formats", name)

@@ -10,7 +10,7 @@ import pytest
 from vllm.logprobs import FlatLogprobs
 
 from strop.generation.vllm.requests import to_completion
-from strop.models.routing.router_replay_config import NO_ROUTE
+from strop.models.routing.router_replay_config import NO_ROUTE, ROUTES
 from strop.sampling import Sampling
 
 
@@ -26,6 +26,6 @@ def test_routes_are_those_of_the_tokens_that_were_read_however_many_vllm_reports
     )
     output: Any = SimpleNamespace(request_id="7", outputs=[sample], prompt_token_ids=[1, 2, 3])
     completion = to_completion(output, Sampling(), SimpleNamespace(decode=lambda *_, **__: "text"))
-    assert completion.routes is not None and completion.versions.tolist() == [4, 4]
+    assert completion.versions.tolist() == [4, 4]
     known = min(reported, 4)
-    assert completion.routes[:, 0, 0].tolist() == [5] * known + [NO_ROUTE] * (4 - known)
+    assert completion.columns[ROUTES][:, 0, 0].tolist() == [5] * known + [NO_ROUTE] * (4 - known)

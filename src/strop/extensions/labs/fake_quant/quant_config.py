@@ -61,9 +61,9 @@ class QuantConfig(PolicyExtension):
         if self.quant_cfg is None:
             return
         yield from self._check_calibration(key)
-        yield from self._check_learner(key)
+        yield from self._check_rounded_learner(key)
         if not isinstance(self._policy.generation, UnusedGenerationConfig):
-            yield from self._check_engine(key)
+            yield from self._check_rounded_engine(key)
 
     def _check_calibration(self, key: str) -> Iterator[Problem]:
         try:
@@ -80,8 +80,8 @@ class QuantConfig(PolicyExtension):
                 "blocks, or of weights alone.",
             )
 
-    def _check_learner(self, key: str) -> Iterator[Problem]:
-        """Yield settings of the learner that are incompatible with rounded weights and inputs."""
+    def _check_rounded_learner(self, key: str) -> Iterator[Problem]:
+        """Yield what rounded weights and inputs do not go together with, in the learner."""
         policy = self._policy
         if policy.fp8.enabled:
             yield Problem(
@@ -100,8 +100,8 @@ class QuantConfig(PolicyExtension):
                     f"Set {key}.{name}={fix}, or {key}.quant_cfg=null.",
                 )
 
-    def _check_engine(self, key: str) -> Iterator[Problem]:
-        """Yield settings of the engine that are incompatible with rounded weights and inputs."""
+    def _check_rounded_engine(self, key: str) -> Iterator[Problem]:
+        """Yield what rounded weights and inputs do not go together with, in the engine."""
         policy = self._policy
         yield from self._check_one_format(key, policy.generation.weight_format)
         adapters = policy.dtensor_cfg.lora_cfg.enabled and policy.generation.uses_engines
@@ -182,8 +182,8 @@ class QuantConfig(PolicyExtension):
         """Whether quant_cfg rounds inputs of layers, not only weights."""
         return self.quant_cfg is not None and read_quant_config(self.quant_cfg).rounds_inputs
 
-    def change_policy(self, network: Network, tokenizer: Any, measure: Measure) -> None:
-        super().change_policy(network, tokenizer, measure)
+    def change_policy(self, network: Network, tokenizer: Any, measure: Measure, seed: int) -> None:
+        super().change_policy(network, tokenizer, measure, seed)
         if self.quant_cfg is None:
             return
         from strop.extensions.labs.fake_quant.apply_fake_quant import apply_fake_quant

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from strop.extensions.megatron.adapters.adapter_folder import PREFIX, AdapterFolder, make_peft_config
 from strop.extensions.megatron.checkpoint.hugging_face import LAYER, WeightShapes
+from strop.extensions.megatron.checkpoint.torch_dist import open_shards
 from strop.learner.parallel.shard_files import ShardedReader, TensorShard
 
 HALVES = {"lora_A": "linear_in", "lora_B": "linear_out"}
@@ -27,7 +28,7 @@ def read_adapter_shards(iteration: Path, config: Any, peft: Mapping[str, Any], *
 
     Raises ValueError if they are not of this model, or on experts.
     """
-    reader, model = ShardedReader(iteration), WeightShapes.of(config)
+    reader, model = open_shards(iteration), WeightShapes.of(config)
     unused = {name for name in reader.shapes if ".adapter." in name}
     tensors: dict[str, Tensor] = {}
     others: set[str] = set()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from strop.extensions.megatron.checkpoint.parameter_keys import possible_keys, saved_key
-from strop.extensions.megatron.checkpoint.torch_dist import ITERATION, LATEST, write_common
+from strop.extensions.megatron.checkpoint.torch_dist import ITERATION, LATEST, open_shards, write_common
 from strop.extensions.megatron.families.find_family import find_family
 from strop.extensions.megatron.families.weight_rules import Piece, WeightRule
 from strop.learner.parallel.shard_files import NamedShard, ShardedReader, TensorShard, write_blocks
@@ -102,7 +102,7 @@ def read_hugging_face_weights(iteration: Path, config: Any) -> dict[str, Tensor]
 
     Raises ValueError if they are not those of ``config``.
     """
-    reader, model = ShardedReader(iteration), WeightShapes.of(config)
+    reader, model = open_shards(iteration), WeightShapes.of(config)
     weights: dict[str, Tensor] = {}
     blocks: list[NamedShard] = []
     unused = {name for name in reader.shapes if name.startswith("decoder.layers.")}

@@ -20,8 +20,15 @@ from torch import nn
 
 from strop.extensions.megatron.checkpoint.optimizer_shards import MASTER, PREFIX, OptimizerStates, writes_replica
 from strop.extensions.megatron.checkpoint.stage_shards import StageBlock, list_stage_tensors, read_stage_blocks
-from strop.extensions.megatron.checkpoint.torch_dist import ITERATION, LATEST, find_iteration, read_common, write_common
-from strop.learner.parallel.shard_files import ShardedReader, is_sharded, write_blocks
+from strop.extensions.megatron.checkpoint.torch_dist import (
+    ITERATION,
+    LATEST,
+    find_iteration,
+    open_shards,
+    read_common,
+    write_common,
+)
+from strop.learner.parallel.shard_files import is_sharded, write_blocks
 from strop.learner.parallel.sharded_checkpoint import gloo_group
 from strop.models.adapters import adapter_folder
 
@@ -107,7 +114,7 @@ def load_megatron_weights(stages: Sequence[nn.Module], folder: Path) -> None:
         raise FileNotFoundError(
             f"{folder} has no weights of Megatron Core: no iter_XXXXXXX folder with .metadata and metadata.json"
         )
-    reader = ShardedReader(found)
+    reader = open_shards(found)
     blocks = [block for tensor in list_stage_tensors(stages, reader) for block in tensor.blocks(tensor.tensor)]
     read_stage_blocks(reader, blocks, found)
 
@@ -131,7 +138,7 @@ def load_megatron_checkpoint(
         )
     optimizer.reload_model_params()  # masters that the checkpoint does not have: it was saved in float32
     source = folder / "optimizer"
-    reader, common = ShardedReader(source), read_common(source)
+    reader, common = open_shards(source), read_common(source)
     states = OptimizerStates.of(optimizer)
     steps = int(common["steps"])
     tensors = list_stage_tensors(stages, reader)

@@ -12,13 +12,21 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from strop.learner.parallel.shard_files import ShardedReader
 
 ITERATION = "iter_0000000"  # the folder in weights/, which holds one moment only
 COMMON = "common.pt"
 CONFIG = "metadata.json"
 LATEST = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_\d{7}")
+_CORE, _TORCH = "megatron.core.dist_checkpointing.strategies.torch", "torch.distributed.checkpoint"
+_RENAMED = {  # by earlier versions of Megatron Core
+    (_CORE, "MCoreMetadata"): (f"{_TORCH}.metadata", "Metadata"),
+    (_CORE, "MCoreSavePlan"): (f"{_TORCH}.planner", "SavePlan"),
+}
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
 
@@ -44,6 +52,13 @@ def find_iteration(folder: Path) -> Path | None:
 def model_folder(iteration: Path) -> Path:
     """Return the folder with the configuration of the model in an iter_XXXXXXX folder: the one around it, if that has one."""
     return iteration.parent if (iteration.parent / "config.json").is_file() else iteration
+
+
+def open_shards(iteration: Path) -> ShardedReader:
+    """Open an iter_XXXXXXX folder, to read its tensors."""
+    from strop.learner.parallel.shard_files import ShardedReader
+
+    return ShardedReader(iteration, renamed=_RENAMED)
 
 
 def write_common(folder: Path, common: Mapping[str, Any]) -> None:

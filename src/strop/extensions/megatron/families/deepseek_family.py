@@ -78,7 +78,7 @@ def expert_fields(hf_config: Any) -> dict[str, Any]:
 
 
 def sigmoid_fields(hf_config: Any) -> dict[str, Any]:
-    """Return how DeepSeek 3 routes: by sigmoids and a bias, in the best groups of experts."""
+    """Return the routing of DeepSeek 3: by sigmoids and a bias, in the best groups of experts."""
     if not hf_config.norm_topk_prob:
         raise ValueError("deepseek_v3: norm_topk_prob=false is not in Megatron Core's router: set policy.backend=torch")
     groups, chosen = hf_config.n_group or 1, hf_config.topk_group or 1
@@ -94,7 +94,7 @@ def sigmoid_fields(hf_config: Any) -> dict[str, Any]:
 
 
 def softmax_fields(hf_config: Any) -> dict[str, Any]:
-    """Return how DeepSeek 2 routes."""
+    """Return the routing of DeepSeek 2."""
     if hf_config.topk_method != "greedy":
         raise ValueError(
             f"deepseek_v2: topk_method={hf_config.topk_method} chooses a group of experts by its best one, which Megatron Core's router "

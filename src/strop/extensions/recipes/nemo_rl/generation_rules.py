@@ -113,11 +113,11 @@ SGLANG_RULES: tuple[Rule, ...] = (
     ),
     Refused(
         ("*generation.sglang_cfg.sglang_router_config.use_external_router",),
-        "Strop's own pool routes requests to the engines that it starts",
+        "Strop's own pool sends requests to the engines that it starts",
         "Set it to false, or remove it.",
     ),
-    Unused("*generation.sglang_cfg.sglang_router_config.*", "Strop's own pool routes requests, to the engine with their prefix"),
-    Unused("*generation.sglang_cfg.sglang_router_config", "Strop's own pool routes requests, to the engine with their prefix"),
+    Unused("*generation.sglang_cfg.sglang_router_config.*", "Strop's own pool sends requests to the engine with their prefix"),
+    Unused("*generation.sglang_cfg.sglang_router_config", "Strop's own pool sends requests to the engine with their prefix"),
     Unused("*generation.sglang_cfg.sglang_server_config.sglang_server_concurrency", "requests wait in the engine"),
     pass_on_sglang_arguments,
 )

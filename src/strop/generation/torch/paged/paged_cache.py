@@ -65,7 +65,7 @@ class PagedCache:
         self.keys = torch.empty(size, dtype=shape.dtype, device=shape.device)
         self.values = torch.empty(size, dtype=shape.dtype, device=shape.device)
         self.columns = allocate_columns(recorded, (pages, page), shape.device)  # [pages, page, ...]
-        self.states: Tensor | None = None  # [pages, page, H], fused states for a draft head
+        self.states: Tensor | None = None  # [pages, page, H], fused for a drafter
         if shape.state_size:
             self.states = torch.zeros((pages, page, shape.state_size), dtype=torch.float32, device=shape.device)
         self.pool = PagePool(pages, self.copy_page)

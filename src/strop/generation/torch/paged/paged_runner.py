@@ -16,7 +16,6 @@ from strop.generation.torch.model_runner import PlanRunner, SlotPrompt, cache_ca
 from strop.generation.torch.paged.page_attention import PagedDecodePlan, PagedPrefillPlan, PageLayout, PromptRead, make_layout
 from strop.generation.torch.paged.paged_cache import OpenedSequence, PagedCache, PagedSequence, choose_page
 from strop.generation.torch.torch_config import TorchGenerationConfig
-from strop.models.draft.state_capture import StateCapture
 from strop.models.network import Network
 
 
@@ -38,7 +37,7 @@ class PagedRunner(PlanRunner):
         tokens.
         """
         super().__init__(network, config, length=length, quantization=quantization)
-        self.fuser = StateFuser(network) if config.speculative_draft and network.draft is not None else None
+        self.fuser = config.make_fuser(network)
         if self.fuser is not None:
             self.shape = replace(self.shape, state_size=self.fuser.size)
         capacity = cache_capacity(network, self.shape, config, length)
@@ -168,11 +167,11 @@ class PagedRunner(PlanRunner):
 
     @contextmanager
     def _capturing(self, pages: Tensor, offsets: Tensor) -> Iterator[None]:
-        """Store the draft head's inputs for the tokens of a pass, at their places."""
+        """Hold what a drafter reads of the tokens of a pass, at their places."""
         if self.fuser is None or self.cache.states is None:
             yield
             return
-        with self.fuser.capture.active():
+        with self.fuser.capturing():
             yield
         self.cache.states[pages, offsets] = self.fuser.take()
 
@@ -186,7 +185,7 @@ class PagedRunner(PlanRunner):
         return logits
 
     def read_states(self, slot: int, first: int, last: int) -> Tensor:
-        """Return the fused states of a slot's tokens at positions [first, last), [last - first, H], for the draft head."""
+        """Return the fused states of the tokens of a slot at positions [first, last), [last - first, H], for a drafter."""
         return self.cache.read_states(self._sequences[slot], first, last)
 
     def extend(self, lengths: Sequence[int]) -> bool:
@@ -259,32 +258,3 @@ class PagedRunner(PlanRunner):
     def reset_prefix_cache(self) -> None:
         self._drop_ahead()
         self.cache.tree.clear()
-
-
-# Draft head inputs from the policy's passes in the embedded engine: a fused state per token, stored alongside its keys and
-# values.
-
-
-class StateFuser:
-    """Computes the fused states [n, H] of tokens from the outputs of some of the policy's layers."""
-
-    def __init__(self, network: Network) -> None:
-        assert network.draft is not None
-        self.network, self.head = network, network.draft
-        self.capture = StateCapture(network.decoder, self.head.shape.aux_layers)
-        self.layers = torch.tensor(self.head.shape.aux_layers)
-        self.size = self.head.shape.hidden_size
-
-    def empty(self, tokens: int) -> Tensor:
-        """Allocate memory for the outputs of the layers, [tokens, layers, H] float32."""
-        return torch.empty(tokens, len(self.layers), self.size)
-
-    def take(self) -> Tensor:
-        """Fuse the outputs captured in the last pass."""
-        return self.fuse(self.capture.take())
-
-    @torch.no_grad()
-    def fuse(self, states: Tensor) -> Tensor:
-        """[n, layers * H] -> [n, H] float32."""
-        with self.network.autocast():
-            return self.head.fuse(states).float()

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from strop.generation.vllm.vllm_config import SpeculationConfig
-from strop.models.draft.eagle_files import published_weights, save_head
 from strop.models.network import Network
 from strop.sampling import Sampling
 from support.drafts import make_learned_head
@@ -47,10 +46,10 @@ def drafted(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, toke
     network.use_native_attention()
     folder = tmp_path_factory.mktemp("eagle")
     keys = {
-        "draft": str(save_head(head, folder / "draft")),
+        "draft": str(head.save(folder / "draft")),
         "speculation": SpeculationConfig(method="eagle3", num_speculative_tokens=3),
     }
-    served = serve_vllm(model, tokenizer, folder, drafted=lambda: published_weights(head), **keys)
+    served = serve_vllm(model, tokenizer, folder, drafted=head.published_weights, **keys)
     room.run(served.weights.publish(0))
     yield Drafted(served, network)
     room.run(served.close())
@@ -93,5 +92,5 @@ def test_the_engine_drafts_with_the_head_that_was_published_last(room: Backgroun
 def test_every_tensor_of_the_head_is_read_back(room: BackgroundLoop, drafted: Drafted) -> None:
     assert drafted.head is not None
     found = room.run(drafted.served.engine.read_back_fingerprints())
-    names = {name for name, _ in published_weights(drafted.head)}
+    names = {name for name, _ in drafted.head.published_weights()}
     assert names <= set(found) and len(names) == 13

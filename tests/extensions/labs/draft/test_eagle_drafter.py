@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.generation.torch.drafting.draft_rejection import keep_or_redraw
-from strop.generation.torch.drafting.eagle_drafter import EagleDrafter
+from strop.extensions.labs.draft.draft_rejection import keep_or_redraw
+from strop.extensions.labs.draft.eagle_drafter import EagleDrafter
+from strop.extensions.labs.draft.state_capture import StateCapture
 from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.draft.state_capture import StateCapture
 from strop.models.network import Network
 from strop.sampling import Sampling, mix_seed
 from support.drafts import make_learned_head

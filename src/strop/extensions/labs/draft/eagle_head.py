@@ -8,15 +8,20 @@ those of SpecForge's checkpoints, which vLLM and SGLang load.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from strop.extensions.labs.draft.eagle_config import EagleShape
 from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
-from strop.models.draft.eagle_config import EagleShape
+from strop.models.draft_head import WEIGHTS, DraftHead
 
 
 class EagleAttention(nn.Module):
@@ -71,9 +76,10 @@ class EagleLayer(nn.Module):
         return output
 
 
-class EagleHead(nn.Module):
+class EagleHead(DraftHead):
     """The head of a policy: ``fuse`` hidden states, ``forward`` rows, ``norm`` and ``lm_head`` make logits of them."""
 
+    key = "policy.draft"
     d2t: Tensor  # [draft vocabulary] int64: the policy's id of a token minus the head's
 
     def __init__(self, shape: EagleShape) -> None:
@@ -133,6 +139,31 @@ class EagleHead(nn.Module):
     def copy_policy_head(self, policy_head: Tensor) -> None:
         """Take the rows of the policy's output layer [V, H] that are of the head's tokens."""
         self.lm_head.weight.copy_(policy_head.detach()[self.token_ids.to(policy_head.device)])
+
+    def stored_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what engines load: the weights, and with a reduced vocabulary which of the policy's tokens the head's are (d2t)."""
+        for name, parameter in self.named_parameters():
+            yield name, parameter.detach()
+        if self.reduced:
+            yield "d2t", self.d2t
+
+    def published_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what engines are sent at a publish, as ``draft.NAME``: all but d2t, which does not change."""
+        for name, tensor in self.stored_weights():
+            if tensor.is_floating_point():
+                yield f"draft.{name}", tensor
+
+    def save(self, folder: Path) -> Path:
+        """Write a head that ``load_head``, vLLM and SGLang load."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in self.stored_weights()}
+        if self.reduced:
+            known = torch.zeros(self.shape.vocabulary, dtype=torch.bool)
+            known[self.token_ids.cpu()] = True
+            tensors["t2d"] = known
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(self.shape.config(), indent=2) + "\n")
+        return folder
 
 
 def _llama_config(shape: EagleShape) -> Any:

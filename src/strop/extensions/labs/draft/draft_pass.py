@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from strop import metrics
+from strop.extensions.labs.draft.draft_rows import DraftRows, make_draft_rows
+from strop.extensions.labs.draft.drafted_policy import DraftedPolicy
+from strop.extensions.labs.draft.eagle_head import EagleHead
+from strop.extensions.labs.draft.soft_cross_entropy import fit_draft
 from strop.metrics import Metrics
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.draft.draft_rows import DraftRows, make_draft_rows
-from strop.models.draft.drafted_policy import DraftedPolicy
-from strop.models.draft.eagle_head import EagleHead
-from strop.models.draft.soft_cross_entropy import fit_draft
 from strop.sampling import Sampling
 from strop.types import Batch
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from strop.extensions.labs.draft.eagle_head import EagleHead
 from strop.models.layers.decoder_layers import decoder_layers
+from strop.models.network import Network
 
 
 class StateCapture:
@@ -43,7 +45,7 @@ class StateCapture:
     def _keep(self, index: int) -> Any:
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
-            self._states[index] = hidden.detach().flatten(0, 1)  # [1, T, H], or Megatron Core's [T, 1, H]
+            self._states[index] = hidden.detach().flatten(0, 1)  # [1, T, H] or [T, 1, H]
 
         return keep
 
@@ -55,3 +57,31 @@ class StateCapture:
         states = torch.cat([self._states[index] for index in range(len(self.layers))], dim=-1)
         self._states.clear()
         return states
+
+
+class EagleFuser:
+    """Makes the fused states [n, H] of tokens in the embedded engine, from what some layers of the policy put out."""
+
+    def __init__(self, network: Network) -> None:
+        assert isinstance(network.draft, EagleHead)
+        self.network, self.head = network, network.draft
+        self.capture = StateCapture(network.decoder, self.head.shape.aux_layers)
+        self.layers = torch.tensor(self.head.shape.aux_layers)
+        self.size = self.head.shape.hidden_size
+
+    def capturing(self) -> AbstractContextManager[None]:
+        return self.capture.active()
+
+    def empty(self, tokens: int) -> Tensor:
+        """Return room for the outputs of the layers, [tokens, layers, H] float32."""
+        return torch.empty(tokens, len(self.layers), self.size)
+
+    def take(self) -> Tensor:
+        """Fuse what was captured of the last pass."""
+        return self.fuse(self.capture.take())
+
+    @torch.no_grad()
+    def fuse(self, states: Tensor) -> Tensor:
+        """[n, layers * H] -> [n, H] float32."""
+        with self.network.autocast():
+            return self.head.fuse(states).float()

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from strop.extensions.labs.draft.draft_trainer import DraftTrainer
 from strop.learner.torch.learner import TorchLearner
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
 from support.algorithms import grpo
-from support.drafts import add_head
+from support.drafts import DraftedModelConfig, add_head
 from support.learners import make_torch_learner
 from support.models import build, copy_gradients, largest_difference, to_float64
 from support.rollouts import pack_for, simple_groups
@@ -29,7 +30,12 @@ def make_learner(draft: bool = True, *, double: bool = False, **options: Any) ->
     network = Network(to_float64(model) if double else model)
     if draft:
         add_head(network, sharpness=5.0)
-    return make_torch_learner(network, Sampling(), optimizer_kwargs=RATE, **options)
+    return make_torch_learner(network, Sampling(), optimizer_kwargs=RATE, kind=DraftedModelConfig, **options)
+
+
+def trainer_of(learner: TorchLearner) -> DraftTrainer:
+    assert isinstance(learner.companion, DraftTrainer)
+    return learner.companion
 
 
 def make_batch(seed: int = 0) -> Batch:
@@ -37,11 +43,11 @@ def make_batch(seed: int = 0) -> Batch:
 
 
 def head_gradients(learner: TorchLearner, batch: Batch) -> dict[str, Tensor]:
-    assert learner.draft is not None
+    trainer = trainer_of(learner)
     learner.forward_backward(batch, grpo().loss)
-    found = copy_gradients(learner.draft.head)
+    found = copy_gradients(trainer.head)
     learner.optimizer.zero_grad(set_to_none=True)
-    learner.draft.drop_gradients()
+    trainer.drop_gradients()
     return found
 
 
@@ -54,9 +60,9 @@ def train(learner: TorchLearner, steps: range) -> list[float]:
 
 
 def all_weights(learner: TorchLearner) -> dict[str, Tensor]:
-    assert learner.draft is not None
     return {
-        name: tensor.clone() for name, tensor in (*learner.model.state_dict().items(), *learner.draft.head.state_dict().items())
+        name: tensor.clone()
+        for name, tensor in (*learner.model.state_dict().items(), *trainer_of(learner).head.state_dict().items())
     }
 
 
@@ -125,4 +131,4 @@ def test_a_policy_that_reads_padded_rows_is_refused() -> None:
     network = Network(build("llama"), packed=False)
     add_head(network)
     with pytest.raises(ValueError, match="reads padded ones"):
-        make_torch_learner(network, Sampling())
+        make_torch_learner(network, Sampling(), kind=DraftedModelConfig)

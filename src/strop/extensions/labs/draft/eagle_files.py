@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from strop.models.draft.eagle_config import WEIGHTS, read_shape
-from strop.models.draft.eagle_head import EagleHead
+from strop.extensions.labs.draft.eagle_config import read_shape
+from strop.extensions.labs.draft.eagle_head import EagleHead
 from strop.models.fit.damaged_weights import naming_damaged_weights
 from strop.models.fit.load_report import find_not_finite
 from strop.models.loading import ModelNotFound, locate_model
@@ -30,34 +30,6 @@ def find_head_folder(name: str) -> Path:
         from huggingface_hub import snapshot_download
 
         folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "pytorch_model.bin"]))
-    return folder
-
-
-def head_weights(head: EagleHead) -> Iterator[tuple[str, Tensor]]:
-    """Yield what engines load: the weights, and with a reduced vocabulary which of the policy's tokens the head's are (d2t)."""
-    for name, parameter in head.named_parameters():
-        yield name, parameter.detach()
-    if head.reduced:
-        yield "d2t", head.d2t
-
-
-def published_weights(head: EagleHead) -> Iterator[tuple[str, Tensor]]:
-    """Yield what engines are sent at a publish, as ``draft.NAME``: all but d2t, which does not change."""
-    for name, tensor in head_weights(head):
-        if tensor.is_floating_point():
-            yield f"draft.{name}", tensor
-
-
-def save_head(head: EagleHead, folder: Path) -> Path:
-    """Write a head that ``load_head``, vLLM and SGLang load."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in head_weights(head)}
-    if head.reduced:
-        known = torch.zeros(head.shape.vocabulary, dtype=torch.bool)
-        known[head.token_ids.cpu()] = True
-        tensors["t2d"] = known
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(head.shape.config(), indent=2) + "\n")
     return folder
 
 

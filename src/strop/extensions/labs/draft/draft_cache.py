@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from strop.extensions.labs.draft.eagle_config import EagleShape
 from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.draft.eagle_config import EagleShape
 
 SPAN_STEP = 64  # places
 

@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from strop.algorithms.base import TokenOutputs
-from strop.models.draft.draft_pass import DraftPass
-from strop.models.draft.eagle_config import default_aux_layers, new_shape, read_shape
-from strop.models.draft.eagle_files import load_head, save_head
-from strop.models.draft.eagle_head import EagleHead
-from strop.models.draft.soft_cross_entropy import fit_draft
-from strop.models.draft.state_capture import StateCapture
+from strop.extensions.labs.draft.draft_pass import DraftPass
+from strop.extensions.labs.draft.eagle_config import default_aux_layers, new_shape, read_shape
+from strop.extensions.labs.draft.eagle_files import load_head
+from strop.extensions.labs.draft.eagle_head import EagleHead
+from strop.extensions.labs.draft.soft_cross_entropy import fit_draft
+from strop.extensions.labs.draft.state_capture import StateCapture
+from strop.models.draft_head import WEIGHTS
 from strop.models.network import Network
 from strop.sampling import Sampling
 from support.drafts import add_head
@@ -42,7 +43,7 @@ def test_the_layers_read_by_default_are_those_of_nemo_rl() -> None:
 def test_a_head_is_saved_and_loaded_to_the_bit(tmp_path: Path, layers: int) -> None:
     network = Network(build("qwen3"))
     head = add_head(network, layers=layers, seed=3)
-    save_head(head, tmp_path)
+    head.save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["eagle_aux_hidden_state_layer_ids"] == [1, 2]
     names = set(load_file(tmp_path / "model.safetensors"))
@@ -59,7 +60,7 @@ def test_a_head_is_saved_and_loaded_to_the_bit(tmp_path: Path, layers: int) -> N
 
 def test_a_head_of_fewer_tokens_says_which_and_takes_their_rows_of_the_output_layer(tmp_path: Path) -> None:
     network = Network(build("llama"))
-    save_head(add_head(network), tmp_path)
+    add_head(network).save(tmp_path)
     kept = torch.arange(0, 307, 3)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["lm_head.weight"]
@@ -87,7 +88,7 @@ def test_a_head_of_fewer_tokens_says_which_and_takes_their_rows_of_the_output_la
 )
 def test_a_head_that_does_not_fit_is_refused_with_the_reason(tmp_path: Path, change: dict[str, object], message: str) -> None:
     network = Network(build("llama"))
-    save_head(add_head(network), tmp_path)
+    add_head(network).save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=message):
@@ -162,3 +163,20 @@ def test_a_head_that_copies_its_policy_is_always_accepted() -> None:
     fit = fit_draft(hidden, head.lm_head.weight.detach(), hidden, network.head, torch.ones(40), 1.0, None, 16)
     assert torch.allclose(fit.overlap, torch.ones(40), atol=1e-5) and bool((fit.same_top == 1).all())
     assert fit.grad_hidden.abs().max() < 1e-6
+
+
+def test_a_head_with_nan_is_refused(tmp_path: Path) -> None:
+    model = build("llama", layers=4)
+    head = EagleHead(new_shape(model.config, layers=1, aux_layers=None))
+    head.initialize(model.lm_head.weight, 0)
+    torch.nn.init.constant_(next(head.parameters()), float("nan"))
+    with pytest.raises(ValueError, match="has NaN or infinite values"):
+        load_head(head.save(tmp_path), 4, model.lm_head.weight)
+
+
+def test_a_head_whose_weights_are_a_pointer_of_git_is_refused(tmp_path: Path) -> None:
+    model = build("llama", layers=4)
+    folder = EagleHead(new_shape(model.config, layers=1, aux_layers=None)).save(tmp_path)
+    (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 99\n")
+    with pytest.raises(ValueError, match="git lfs pull"):
+        load_head(folder, 4, model.lm_head.weight)

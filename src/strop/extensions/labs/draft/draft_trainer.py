@@ -12,15 +12,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from strop import metrics
+from strop.extensions.labs.draft.draft_pass import DraftPass
+from strop.extensions.labs.draft.drafted_policy import DraftedPolicy
+from strop.extensions.labs.draft.eagle_files import load_head_weights
+from strop.extensions.labs.draft.eagle_head import EagleHead
+from strop.extensions.labs.draft.state_capture import StateCapture
 from strop.learner.torch.hyperparameters import Hyperparameters
 from strop.learner.torch.master_weights import MasterWeights
 from strop.learner.torch.optimizer import make_optimizer, make_scheduler
@@ -28,17 +33,10 @@ from strop.learner.torch.optimizer_config import OptimizerConfig, SchedulerConfi
 from strop.learner.torch.schedule_unit import ScheduleUnit
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
-from strop.models.draft.draft_config import DraftConfig
-from strop.models.draft.draft_pass import DraftPass
-from strop.models.draft.drafted_policy import DraftedPolicy
-from strop.models.draft.eagle_config import WEIGHTS
-from strop.models.draft.eagle_files import load_head_weights, save_head
-from strop.models.draft.eagle_head import EagleHead
-from strop.models.draft.state_capture import StateCapture
+from strop.models.draft_head import FOLDER, WEIGHTS
 from strop.sampling import Sampling
 from strop.types import Batch
 
-FOLDER = "draft"
 STATE_FILE = "training.pt"
 
 
@@ -50,27 +48,9 @@ class DraftSnapshot:
     state: Mapping[str, Any] | None
 
     def save(self, folder: Path) -> None:
-        save_head(self.head, folder / FOLDER)
+        self.head.save(folder / FOLDER)
         if self.state is not None:
             torch.save(dict(self.state), folder / FOLDER / STATE_FILE)
-
-
-class SavedSnapshot(Protocol):
-    """A learner at one moment."""
-
-    def save(self, folder: Path, *, optimizer: bool = True) -> None: ...
-
-
-@dataclass(frozen=True, eq=False)
-class StagedWithDraft:
-    """A learner's snapshot, and that of its draft head."""
-
-    learner: SavedSnapshot
-    draft: DraftSnapshot
-
-    def save(self, folder: Path, *, optimizer: bool = True) -> None:
-        self.learner.save(folder, optimizer=optimizer)
-        self.draft.save(folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,10 +160,3 @@ class DraftTrainer:
         device = self.head.fc.weight.device
         self.state.load_state_dict(torch.load(path, map_location=device, weights_only=True), path)
         self._steps = 0
-
-
-def optimizer_of_draft(config: OptimizerConfig, draft: DraftConfig | None) -> OptimizerConfig:
-    """Return the policy's optimizer for the head: without its patterns of names, and with a learning rate of its own if there is one."""
-    rate = None if draft is None else draft.head_lr
-    kwargs = dict(config.kwargs) if rate is None else {**config.kwargs, "lr": rate}
-    return replace(config, kwargs=kwargs, groups=(), no_decay=())

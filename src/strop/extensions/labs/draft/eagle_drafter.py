@@ -10,28 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from strop.generation.torch.drafting.draft_cache import DraftCache, DraftCachePlan
-from strop.generation.torch.drafting.draft_rejection import keep_or_redraw
+from strop.extensions.labs.draft.draft_cache import DraftCache, DraftCachePlan
+from strop.extensions.labs.draft.draft_rejection import keep_or_redraw
+from strop.extensions.labs.draft.eagle_head import EagleHead
 from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.generation.torch.sampler import sample_tokens
+from strop.generation.torch.speculation import DraftedRequest
 from strop.models.network import Network
-from strop.sampling import Sampling, filtered_logits, mix_seed, uniform
+from strop.sampling import filtered_logits, mix_seed, uniform
 
 DRAFTS, KEEPS = 1, 2  # uses of random numbers other than the policy's own
-
-
-class DraftedRequest(Protocol):
-    """The attributes of a running request that are read."""
-
-    prompt: tuple[int, ...]
-    tokens: list[int]
-    sampling: Sampling
-    seed: int
 
 
 @dataclass(eq=False)
@@ -64,10 +56,8 @@ class EagleDrafter:
     """Proposes tokens for all running requests together."""
 
     def __init__(self, network: Network, runner: PagedRunner, count: int, *, rejection: bool = False) -> None:
-        """``count``: maximum number of proposed tokens. ``rejection``: drafts are drawn with separate random numbers, and kept or
-        redrawn.
-        """
-        assert network.draft is not None
+        """``count``: tokens that are proposed at most. ``rejection``: drafts are drawn with numbers of their own, and kept or redrawn."""
+        assert isinstance(network.draft, EagleHead)
         self.network, self.runner, self.head, self.count = network, runner, network.draft, count
         self.cache = DraftCache(self.head.shape, network.precision, network.device)
         self.rejection = rejection

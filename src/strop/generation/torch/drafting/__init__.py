@@ -1,1 +1,0 @@
-"""Speculation with the policy's draft head in the embedded engine."""

@@ -1,1 +1,0 @@
-"""Training of a draft head beside the policy."""

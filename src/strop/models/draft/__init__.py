@@ -1,1 +1,0 @@
-"""Draft heads of a policy (EAGLE-3): what proposes tokens that the policy then verifies."""

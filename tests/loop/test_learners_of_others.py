@@ -1,0 +1,135 @@
+"""A learner of a stranger's package, found by its entry points: it is chosen, checked, described, and what it saved is exported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loop.tiny import build_tiny
+from support.overrides import RUN
+
+PACKAGE = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pydantic import Field
+
+from strop.learner.learner_config import LearnerSection
+from strop.models.lora_config import LoraConfig
+from strop.problems import Problem
+
+
+class TheirConfig(LearnerSection):
+    backend: ClassVar[str] = "theirs"
+    title: ClassVar[str] = "Their learner"
+    adapters_key: ClassVar[str] = "lora"
+    enabled: bool = Field(False, description="Train with it.")
+    ranks: int = Field(1, ge=1, description="Ranks that share a model.")
+    adapters = LoraConfig()
+    largest_size = ranks_of_one_copy = 1
+
+    def size_errors(self, key, devices, *, uses_ray):
+        if devices % self.ranks:
+            yield Problem(f"{key}.ranks", f"found {self.ranks}, and {devices} devices train", "Set it to 1.")
+
+    def errors_of_run(self, key, config):
+        if self.enabled and config.policy.ema.enabled:
+            yield Problem("policy.ema.enabled", "found true, but theirs keeps no average", "Set it to false.")
+
+
+@dataclass(frozen=True)
+class TheirDims:
+    data: int
+    world_size: int
+
+    def __str__(self):
+        return f"{self.data} of theirs"
+
+
+class TheirLearner:
+    title, shards_title, section = "Their learner", "theirs in one file", "their_cfg"
+
+    def find_shards(self, folder):
+        return folder if (folder / "theirs.bin").is_file() else None
+
+    def model_folder(self, shards):
+        return shards
+
+    def open_shards(self, shards):
+        from strop.learner.parallel.shard_files import InMemoryReader
+
+        return InMemoryReader(self.read_shards(shards, None))
+
+    def read_shards(self, shards, config):
+        from safetensors.torch import load_file
+
+        return load_file(shards / "theirs.bin")
+
+    def is_index(self, file):
+        return file == "theirs.bin"
+
+    def explain(self, name):
+        return f"{name} has theirs: strop export {name} FOLDER"
+
+    def make_dims(self, section, world):
+        return TheirDims(world // section.ranks, world)
+
+    def examine(self, config, key, model, values):
+        yield Problem(f"{key}.model_name", f"theirs does not train {values['model_type']}", "Name another.")
+"""
+ENTRY_POINTS = """
+[strop.sections]
+ModelConfig.their_cfg = theirs:TheirConfig
+TeacherConfig.their_cfg = theirs:TheirConfig
+[strop.learners]
+theirs = theirs:TheirLearner
+"""
+THEIRS = ["policy.their_cfg.enabled=true", "policy.backend=theirs", "cluster.gpus_per_node=4", "policy.generation.backend=torch"]
+DRY_RUN = ["grpo", *RUN, "policy.device=cpu", *THEIRS, "--dry-run"]
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("package")
+    (folder / "theirs.py").write_text(PACKAGE)
+    about = folder / "theirs-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(ENTRY_POINTS)
+    return folder
+
+
+def strop(package: Path, folder: Path, *words: str) -> str:
+    paths = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-m", "strop", *words], capture_output=True, text=True, cwd=folder, env=environment)
+    assert "Traceback" not in done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_it_is_described_and_checked_as_the_torch_learner_is(package: Path, tmp_path: Path) -> None:
+    assert "4 ranks on 1 node: 2 of theirs" in strop(package, tmp_path, *DRY_RUN, "policy.their_cfg.ranks=2")
+    refused = strop(package, tmp_path, *DRY_RUN, "policy.their_cfg.ranks=3", "policy.ema.enabled=true")
+    assert "policy.their_cfg.ranks: found 3, and 4 devices train" in refused and "theirs keeps no average" in refused
+    assert "policy.their_cfg.enabled: found true, but policy.backend is torch" in strop(
+        package, tmp_path, *DRY_RUN, "policy.backend=torch"
+    )
+    alone = strop(package, tmp_path, *DRY_RUN, "cluster.backend=local", "cluster.gpus_per_node=1")
+    assert "cluster.backend: found local, but Their learner runs on ranks" in alone
+
+
+@pytest.mark.slow
+def test_what_it_saved_is_refused_as_a_model_and_exported(package: Path, tmp_path: Path) -> None:
+    model = build_tiny(tmp_path / "model")
+    assert "theirs does not train" in strop(package, tmp_path, *DRY_RUN, "policy.model_name=model")
+    weights = (model / "model.safetensors").rename(model / "theirs.bin").read_bytes()
+    run = ["grpo", *RUN, "policy.device=cpu", "policy.model_name=model", "--dry-run"]
+    assert "model has theirs: strop export model FOLDER" in strop(package, tmp_path, *run)
+    assert "exporting model (theirs in one file) to out" in strop(package, tmp_path, "export", "model", "out")
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size == pytest.approx(len(weights), rel=0.01)
+    assert not (tmp_path / "out" / "theirs.bin").exists()
