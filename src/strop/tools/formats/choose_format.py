@@ -44,7 +44,7 @@ def choose_format(name: str | None, write: Callable[[ToolCall], tuple[str, str] 
         return _load(name)
     written = write(PROBE)
     if written is not None:
-        for text in (written[0], "".join(written)):  # some templates forget what ends a single call
+        for text in (written[0], "".join(written)):  # some templates omit the end of a single call
             for each in map(_load, known):
                 if [(call.name, dict(call.arguments)) for call in each.parse(text).calls] == [(PROBE.name, PROBE.arguments)]:
                     return each

@@ -62,7 +62,7 @@ class DraftConfig(PolicyExtension):
             )
 
     def errors_of_run(self, key: str, config: Any) -> Iterator[Problem]:
-        """Yield what no draft head is trained beside; what depends on the model is found when it is loaded."""
+        """Yield settings that are incompatible with training a draft head; the model is checked on loading."""
         from strop.config.schema.run_config import RmRunConfig, RolloutRunConfig
 
         policy: PolicyConfig = config.policy
@@ -81,7 +81,7 @@ class DraftConfig(PolicyExtension):
         if isinstance(config, RmRunConfig):
             yield Problem(
                 f"{key}.enabled",
-                "found true, but a reward model predicts no tokens that a head could draft",
+                "found true, but a reward model does not predict tokens for a head to draft",
                 "Set it to false.",
             )
 
@@ -230,8 +230,8 @@ class DraftConfig(PolicyExtension):
         section = options.section
         if options.on_ranks:
             raise ValueError(
-                f"{section}.draft.enabled: found true, but the learner is on several ranks, beside which no head is trained in this "
-                "version. Train on one device, or set it to false"
+                f"{section}.draft.enabled: found true, but the learner is on several ranks, which cannot train a head in this version. "
+                "Train on one device, or set it to false"
             )
         if not network.packed:
             raise ValueError(

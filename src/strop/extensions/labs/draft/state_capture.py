@@ -73,11 +73,11 @@ class EagleFuser:
         return self.capture.active()
 
     def empty(self, tokens: int) -> Tensor:
-        """Return room for the outputs of the layers, [tokens, layers, H] float32."""
+        """Allocate memory for the outputs of the layers, [tokens, layers, H] float32."""
         return torch.empty(tokens, len(self.layers), self.size)
 
     def take(self) -> Tensor:
-        """Fuse what was captured of the last pass."""
+        """Fuse the outputs captured in the last pass."""
         return self.fuse(self.capture.take())
 
     @torch.no_grad()

@@ -81,7 +81,7 @@ class QuantConfig(PolicyExtension):
             )
 
     def _check_rounded_learner(self, key: str) -> Iterator[Problem]:
-        """Yield what rounded weights and inputs do not go together with, in the learner."""
+        """Yield settings of the learner that are incompatible with rounded weights and inputs."""
         policy = self._policy
         if policy.fp8.enabled:
             yield Problem(
@@ -101,7 +101,7 @@ class QuantConfig(PolicyExtension):
                 )
 
     def _check_rounded_engine(self, key: str) -> Iterator[Problem]:
-        """Yield what rounded weights and inputs do not go together with, in the engine."""
+        """Yield settings of the engine that are incompatible with rounded weights and inputs."""
         policy = self._policy
         yield from self._check_one_format(key, policy.generation.weight_format)
         adapters = policy.dtensor_cfg.lora_cfg.enabled and policy.generation.uses_engines
