@@ -50,7 +50,7 @@ class Drafter(Protocol):
 
 
 class StateFuser(Protocol):
-    """Makes a state [n, ``size``] of each token from the outputs of some layers, which a paged cache holds beside the token's keys."""
+    """Makes a state [n, ``size``] of each token from the outputs of some layers, which a paged cache holds alongside the token's keys."""
 
     size: int
     layers: Tensor  # [layers] int64: those whose outputs it reads

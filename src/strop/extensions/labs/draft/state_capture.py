@@ -18,7 +18,7 @@ class StateCapture:
     """Takes the outputs of some layers, and of the whole decoder, while it is ``active``. It changes nothing of the pass."""
 
     def __init__(self, decoder: nn.Module, layers: Sequence[int]) -> None:
-        """Raises ValueError if the decoder has not so many layers."""
+        """Raises ValueError if the decoder has fewer layers."""
         self.decoder = decoder
         found = decoder_layers(decoder)
         if max(layers) >= len(found):

@@ -77,7 +77,7 @@ class QuantConfig(PolicyExtension):
                 f"found null, but {self.quant_cfg} rounds inputs with scales of whole tensors, which texts must find before training: a "
                 "scale of each micro-batch would change the gradient with how a batch is cut",
                 f"Set it to cnn_dailymail, a file of texts, or random; or {key}.quant_cfg to a configuration with scales of tokens or "
-                "blocks, or of weights alone.",
+                "blocks, or of weights only.",
             )
 
     def _check_rounded_learner(self, key: str) -> Iterator[Problem]:
