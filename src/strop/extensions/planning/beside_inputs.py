@@ -37,7 +37,7 @@ def assume_sizes(config: TrainingRunConfig, sizes: Mapping[str, ModelSize]) -> I
 def read_beside(
     config: TrainingRunConfig, model: ModelSize, sizes: Mapping[str, ModelSize], device: PlannedDevice, world: int | None
 ) -> Iterator[BesideModel]:
-    """Yield the models next to a policy of size ``model``; ``sizes``: of models with other names. ``world``: the learner's ranks, if any."""
+    """Yield models next to a policy of size ``model``; ``sizes``: of models with other names. ``world``: the learner's ranks, if any."""
     if isinstance(config, PpoRunConfig) and not config.value.head_only:
         dims = None if world is None else choose_dims(config.value, world)
         setup = read_learner(config.value, device, dims)
