@@ -19,9 +19,9 @@ import torch
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
-from strop.extensions.replay.token_trace import TokenTrace
 from strop.monitoring.rollout_store.rollout_record import make_records, split_by_rollout
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.runs.monitors.token_trace import TokenTrace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.rollouts import pack_for, simple_groups

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
+from strop import plugins
 from strop.checkpointing.saved_model import find_saved_model
 from strop.data.sources.in_memory import check_rows
 from strop.results import Evaluation, Run
@@ -170,10 +171,8 @@ def compare(
         return compare_evaluations(a.tasks, b.tasks, metric=metric, level=level, margin=margin, identities=known)
     if isinstance(a, Evaluation) or isinstance(b, Evaluation):
         raise ValueError("found an Evaluation and a name; evaluate both, or give both by name")
-    from strop.extensions.comparison.compare_models import compare_models, make_comparison_job
-
     first, second = (str(each.folder if isinstance(each, Run) else each) for each in (a, b))
-    job = make_comparison_job(
+    comparison: Coroutine[Any, Any, Comparison] = plugins.load("functions", "compare")(
         first,
         second,
         step=step,
@@ -183,7 +182,7 @@ def compare(
         level=level,
         margin=margin,
     )
-    return _run(lambda: compare_models(job))
+    return _run(lambda: comparison)
 
 
 def _prepare_model_evaluation(

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strop import plugins
 from strop.safety.printable import make_printable
 
 if TYPE_CHECKING:
@@ -81,9 +82,7 @@ class Run:
         """
         import pandas
 
-        from strop.extensions.replay.token_ledger import make_ledger
-
-        ledger = make_ledger(self.folder, step, group, sample)
+        ledger = plugins.load("functions", "ledger")(self.folder, step, group, sample)
         frame = pandas.DataFrame(ledger.rows())
         frame.attrs |= {name: getattr(ledger, name) for name in ("totals", "step_totals", "logged", "note", "difference")}
         return frame
@@ -140,9 +139,11 @@ class Run:
         Raises NothingToSave, a ValueError, before the first step.
         """
         from strop.config.source import yaml_text
-        from strop.extensions.view.saved_view import save_view
 
-        return save_view(self.folder, None if file is None else Path(file), yaml_text.parse_value)
+        saved: Path = plugins.load("functions", "report")(
+            self.folder, None if file is None else Path(file), yaml_text.parse_value
+        )
+        return saved
 
     @property
     def step(self) -> int:

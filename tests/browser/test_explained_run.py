@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from loop.test_replayed_runs import make_first_ledger, run_kind
+from extensions.replay.test_replayed_runs import make_first_ledger, run_kind
 from loop.tiny import build_tiny
 from support.chromium import serve_view, show
 

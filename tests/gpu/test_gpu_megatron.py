@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from strop.extensions.megatron.megatron_config import Fp8Config
-from support.megatron_adapters import PEFT
-from support.megatron_parity import MegatronCase, case, make_megatron_learner, train_cases_on_rank
 from support.needs import needs_megatron
 from support.parity import Differences, compare, get_loss, make_batch, train
 
 needs_megatron()
+from strop.extensions.megatron.megatron_config import Fp8Config  # noqa: E402
+from support.megatron_adapters import PEFT  # noqa: E402
+from support.megatron_parity import MegatronCase, case, make_megatron_learner, train_cases_on_rank  # noqa: E402
+
 pytestmark = pytest.mark.gpu
 dist: Any = torch.distributed
 

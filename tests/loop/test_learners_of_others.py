@@ -30,7 +30,7 @@ class TheirConfig(LearnerSection):
     enabled: bool = Field(False, description="Train with it.")
     ranks: int = Field(1, ge=1, description="Ranks that share a model.")
     adapters = LoraConfig()
-    largest_size = ranks_of_one_copy = 1
+    largest_size = 1
 
     def size_errors(self, key, devices, *, uses_ray):
         if devices % self.ranks:

@@ -39,8 +39,8 @@ STROP = [
     "strop.environments.arithmetic",
     "strop.monitoring.plot",
     "strop.monitoring.trackers.jsonl",
-    "strop.extensions.code.sandbox.sandbox_pool",
 ]
+OF_EACH_RUN = ("listeners", "resources")  # what extensions bring
 
 
 HELPERS = ["support.parity"]  # with hypothesis; what ranks of processes train
@@ -53,6 +53,12 @@ def list_algorithms() -> list[str]:
     folder = Path(spec.origin).parent
     files = [file.relative_to(folder).with_suffix("") for file in folder.rglob("*.py") if file.stem != "__init__"]
     return sorted(".".join(["strop.algorithms", *file.parts]) for file in files)
+
+
+def list_attached() -> list[str]:
+    from strop import plugins
+
+    return [point.module for group in OF_EACH_RUN for point in plugins.declared(group).values()]
 
 
 def fill_caches() -> None:
@@ -85,7 +91,7 @@ def load_one_of_each_kind() -> None:
 gc.disable()
 try:
     # strop.models before transformers: it lets that be imported beside a torchvision that does not fit torch
-    for name in ("strop.models", *OTHERS, *STROP, *list_algorithms(), *HELPERS):
+    for name in ("strop.models", *OTHERS, *STROP, *list_algorithms(), *list_attached(), *HELPERS):
         import_module(name)
 except ImportError as error:  # of which the server would say nothing, and every run would import it all itself
     raise RuntimeError("tests/support/fork_preload.py names what is not there") from error

@@ -15,5 +15,7 @@ def needs_vllm() -> None:
 
 def needs_megatron() -> None:
     """Skips the module or test that asks where Megatron Core is not installed. It is imported on the ranks only."""
+    if find_spec("strop.extensions") is None:
+        pytest.skip("Strop's extensions are not here", allow_module_level=True)
     if find_spec("megatron") is None:
         pytest.skip("Megatron Core is not installed: pip install -e '.[megatron]'", allow_module_level=True)

@@ -6,10 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
+from strop import plugins
 from strop.cli.export_command import add_choice_of_weights
 from strop.cli.output import USAGE_ERROR, print_interrupted
+
+if TYPE_CHECKING:
+    from strop.runs.jobs.serve_model import ModelService
 
 API_KEY_VARIABLE = "STROP_API_KEY"
 
@@ -28,7 +32,7 @@ def serve(arguments: Sequence[str], command_line: str) -> int:
 
     try:
         model = find_saved_model(options.checkpoint, step=options.step, best=options.best, ema=options.ema)
-        from strop.runs.jobs.serve_model import ServeJob, TinkerOptions, run_server
+        from strop.runs.jobs.serve_model import ServeJob, run_server
 
         job = ServeJob(
             model=model,
@@ -42,7 +46,8 @@ def serve(arguments: Sequence[str], command_line: str) -> int:
             merge=options.merge,
             kv_cache_gb=options.kv_cache_gb,
             extra=extra,
-            tinker=None if not options.tinker else TinkerOptions(Path(options.state_dir), options.max_models),
+            service=next((service for name, service in _load_services().items() if vars(options)[name]), None),
+            options=vars(options),
         )
         return run_server(job)
     except SavedModelNotFound as error:
@@ -55,8 +60,7 @@ def serve(arguments: Sequence[str], command_line: str) -> int:
 def make_serve_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="strop serve",
-        description="Serve a checkpoint over OpenAI's HTTP API: with vLLM if it is installed, otherwise with the torch engine. With "
-        "--tinker, train it through the Tinker SDK.",
+        description="Serve a checkpoint over OpenAI's HTTP API: by vLLM where it is installed, else by the torch engine.",
         epilog="Arguments after -- go to vLLM's server.",
         allow_abbrev=False,
     )
@@ -75,20 +79,13 @@ def make_serve_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kv-cache-gb", type=float, default=2.0, help="memory of the torch engine's KV cache (default: %(default)s GiB)"
     )
-    tinker = parser.add_argument_group("training by the Tinker SDK")
-    tinker.add_argument(
-        "--tinker",
-        action="store_true",
-        help="serve the Tinker SDK instead of OpenAI's API: clients train adapters on CHECKPOINT",
-    )
-    tinker.add_argument(
-        "--state-dir",
-        default="tinker_state",
-        metavar="DIR",
-        help="where weights that clients save are kept (default: %(default)s)",
-    )
-    tinker.add_argument("--max-models", type=int, default=4, metavar="N", help="models trained at a time (default: %(default)s)")
+    for service in _load_services().values():
+        service.add_arguments(parser)
     return parser
+
+
+def _load_services() -> dict[str, ModelService]:
+    return {name: plugins.load("services", name) for name in sorted(plugins.declared("services"))}
 
 
 def _split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

@@ -53,11 +53,6 @@ class LearnerSection(BaseConfig):
         """The number of ranks of the dimension that cuts a model into most parts."""
         raise NotImplementedError
 
-    @property
-    def ranks_of_one_copy(self) -> int:
-        """The smallest number of ranks that the sizes shard a model over."""
-        raise NotImplementedError
-
     def size_errors(self, key: str, devices: int, *, uses_ray: bool) -> Iterator[Problem]:
         """Yield the sizes that cannot work with ``devices`` training devices."""
         raise NotImplementedError

@@ -10,7 +10,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ STARTS_FILE = "starts.jsonl"
 
 # Packages that affect a run's results; other installed ones are left out.
 PACKAGES = (
-    "strop", "torch", "transformers", "numpy", "vllm", "megatron-core", "ray", "peft", "torchao", "triton", "flash-attn",
+    "strop", "torch", "transformers", "numpy", "vllm", "ray", "peft", "torchao", "triton", "flash-attn",
     "tokenizers", "safetensors", "datasets", "math-verify", "pyarrow",
 )  # fmt: skip
 
@@ -73,9 +73,17 @@ def format_now() -> str:
 
 def find_versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that affect a run's results."""
-    names = (*PACKAGES, *plugins.declared("engines"))
+    names = (*PACKAGES, *plugins.declared("engines"), *_list_learner_packages())
     versions = {name: version for name in names if (version := _find_version(name)) is not None}
     return {"python": platform.python_version(), **versions}
+
+
+def _list_learner_packages() -> Iterator[str]:
+    """Yield the packages that bring learners, and those that the extra of a learner's name installs."""
+    for name, point in plugins.declared("learners").items():
+        if point.dist is not None:
+            yield point.dist.name
+            yield from (re.split(r"[^\w.-]", each)[0] for each in point.dist.requires or () if f'extra == "{name}"' in each)
 
 
 @functools.cache  # cached, because the library parses all of a package's metadata

@@ -46,6 +46,7 @@ class LearnerBackend(RankShardReader, Protocol):
         policy: Any,
         device: str,
         world: int,
+        /,
     ) -> RankModels:
         """Build the models of a run, divided over ``world`` ranks. Raises ValueError for what cannot be divided so."""
         ...

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from strop.algorithms.base import Algorithm
     from strop.config import TrainingRunConfig
     from strop.distributed.workers.learner_worker import RankModels
     from strop.lazy_torch import Tensor
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from strop.learner.parallel.shard_files import ShardedReader
     from strop.problems import Problem
     from strop.runs.models import LoadedPolicy
-    from strop.sampling import Sampling
 
 METADATA = ".metadata"  # as torch's distributed checkpoints have it
 
@@ -58,19 +56,10 @@ class TorchBackend:
 
         return load_rank_policy(config)
 
-    def build_models(
-        self,
-        config: TrainingRunConfig,
-        algorithm: Algorithm,
-        sampling: Sampling,
-        total_steps: int | None,
-        policy: LoadedPolicy,
-        device: str,
-        world: int,
-    ) -> RankModels:
+    def build_models(self, *arguments: Any) -> RankModels:
         from strop.runs.cluster.torch_rank_builders import build_rank_models
 
-        return build_rank_models(config, algorithm, sampling, total_steps, policy, device, world)
+        return build_rank_models(*arguments)
 
     def write_model_folder(self, policy: LoadedPolicy, config: TrainingRunConfig, folder: Path) -> None:
         from strop.runs.models import write_model_folder

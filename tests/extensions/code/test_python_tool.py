@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from strop.extensions.code.python_tool import PythonTool
 from strop.extensions.code.sandbox.sandbox_pool import get_sandbox
+from strop.tools.base import ParsedReply, ToolConfigError
 from strop.tools.shorten_middle import shorten_middle
+from strop.tools.tool_options import make_tool_sets
+from strop.tools.toolbox import ToolLimits, open_toolbox
+from strop.types import ToolCall
 
 
 def call(*codes: str, **options: float) -> list[str]:
@@ -57,3 +63,14 @@ def test_calls_of_one_turn_run_one_after_another() -> None:
 
     assert asyncio.run(run())[-1] == "6"
     assert get_sandbox() is get_sandbox()
+
+
+def test_it_is_a_ready_tool_by_its_name_and_a_wrong_option_is_an_error() -> None:
+    async def run() -> str:
+        async with open_toolbox(make_tool_sets(["python", "calculator"]), ToolLimits(), "turn") as toolbox:
+            calls = (ToolCall("python", {"code": "x = 6\nx * 7"}), ToolCall("calculator", {"expression": "1/4 + 1/4"}))
+            return " ".join(message.content for message in await toolbox.answer(ParsedReply("", calls=calls), {}) or ())
+
+    assert asyncio.run(run()) == "42 0.5"
+    with pytest.raises(ToolConfigError, match="did you mean 'timeout_s'"):
+        make_tool_sets([{"python": {"timeout": 3}}])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import strop
 from strop import cli
 from support.reported_runs import HOSTILE
 from support.saved_runs import save_run
@@ -57,6 +58,7 @@ def test_the_better_of_two_evaluations_is_named(tmp_path: Path, capsys: pytest.C
     assert "\nB is better: +" in out and "95 % interval +" in out and "p < 0.001." in out
     assert "40 tasks, samples: 4 of each" in out and "\npass@4, % " in out and "\ntruncated" not in out and "\navg_length " in out
     assert "B better, the largest differences:" in out and "'Solve: what is " in out and "expected '" in out
+    assert strop.compare(a, b).better == "b" and strop.compare(str(b), a, margin=0.01).better == "a"
     assert cli.main(["compare", str(b), str(a)]) == 0
     assert "\nA is better: -" in capsys.readouterr().out
 

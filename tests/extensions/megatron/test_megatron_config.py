@@ -11,6 +11,8 @@ import pytest
 from strop import cli
 from strop.config import ConfigError, load_config
 from strop.config.schema.run_config import PpoRunConfig
+from strop.monitoring.run_starts import find_versions
+from support.needs import needs_megatron
 from support.overrides import RUN
 from unit.cli.test_dry_run import RUN as DRY_RUN
 from unit.cli.test_dry_run import dry_run
@@ -156,3 +158,8 @@ def test_a_model_that_fits_passes(folder: Path) -> None:
     write_config(folder / "model", "qwen3_moe")
     words = [*RUN, "policy.model_name=model", "policy.device=cpu", f"{M}.enabled=true"]
     assert cli.main(["grpo", *words, "--dry-run"]) == 0
+
+
+def test_a_run_records_the_version_of_megatron_core() -> None:
+    needs_megatron()
+    assert find_versions()["megatron-core"]

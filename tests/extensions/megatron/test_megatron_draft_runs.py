@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loop.test_draft_vllm_runs import train_a_head
+from loop.drafting_runs import train_a_head
 from support.needs import needs_megatron
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import pytest
 
 from strop.base_config import BaseConfig, KeyPath
+from strop.config import ConfigError, load_config
 from strop.config.load.recipe_library import translate_source
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig
 from strop.config.source.keys import iter_keys
@@ -112,3 +113,17 @@ def test_options_of_strop_s_own_parts_make_no_recipe(key: str, value: Any) -> No
     assert not is_recipe(source, GrpoRunConfig)
     assert translate_nemo_rl(source, GrpoRunConfig) is None
     assert translate_source(source, GrpoRunConfig).source is source
+
+
+RUN = ["policy.model_name=m", "data.train.env_name=arithmetic", "env.arithmetic={}", "checkpointing.metric_name=null"]
+
+
+def test_a_key_that_asks_for_nothing_is_left_out_with_a_warning() -> None:
+    unused = ["grpo.val_period=0", "grpo.val_batch_size=256", "grpo.batch_multiplier=1", "data_plane={enabled: false}"]
+    (warning,) = load_config(None, [*RUN, *unused], root=GrpoRunConfig).warnings
+    assert "grpo.val_batch_size, grpo.batch_multiplier, data_plane" in str(warning)
+
+
+def test_a_key_that_asks_for_something_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"on_policy_distillation.*not in this version"):
+        load_config(None, [*RUN, "on_policy_distillation={enabled: true}"], root=GrpoRunConfig)

@@ -122,14 +122,3 @@ def test_a_served_run_answers_a_client_and_ends_cleanly_at_ctrl_c(tmp_path: Path
     outcome = running.finish(timeout=20)
     assert outcome.code == 0 and outcome.out.rstrip().endswith("stopped") and "Traceback" not in outcome.err
     assert "warning: 0.0.0.0 is reachable from other machines, and no --api-key is set" in outcome.err
-
-
-def test_the_tinker_service_wants_the_sdk_and_the_torch_engine(
-    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["serve", str(tiny_model_folder), "--tinker", "--engine", "vllm"]) == 1
-    assert "--tinker trains and samples with the torch engine; leave out --engine vllm" in capsys.readouterr().err
-    monkeypatch.setattr(serve_model.packages, "is_installed", lambda name: name != "tinker")
-    assert cli.main(["serve", str(tiny_model_folder), "--tinker"]) == 1
-    assert "pip install -e '.[tinker]'" in capsys.readouterr().err

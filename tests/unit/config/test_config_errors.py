@@ -37,22 +37,6 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
     assert str(error).startswith("4 problems in the configuration:")
 
 
-def test_a_key_of_another_system_that_asks_for_nothing_is_left_out_with_a_warning(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        SMALL
-        + "grpo: {val_period: 0, val_batch_size: 256, batch_multiplier: 1}\n"
-        + "data_plane: {enabled: false}\ncheckpointing: {metric_name: null}\n"
-    )
-    (warning,) = load_config(path, root=GrpoRunConfig).warnings
-    assert "grpo.val_batch_size, grpo.batch_multiplier, data_plane" in str(warning)
-
-
-def test_a_key_of_another_system_that_asks_for_something_is_an_error(tmp_path: Path) -> None:
-    message = str(failure(tmp_path, "on_policy_distillation: {enabled: true}"))
-    assert "on_policy_distillation" in message and "not in this version" in message
-
-
 @pytest.mark.parametrize("value", ["[1]", "{a: 1}"])
 @pytest.mark.parametrize(
     "key",
@@ -93,3 +77,8 @@ def test_what_refers_to_a_wrong_value_is_not_reported_beside_it(tmp_path: Path) 
 def test_keys_that_refer_to_each_other_in_a_circle_are_all_reported(tmp_path: Path) -> None:
     error = failure(tmp_path, "logger: {log_dir: '${run_name}'}\nrun_name: '${logger.log_dir}'\n")
     assert {problem.key for problem in error.problems} == {"logger.log_dir", "run_name"}
+
+
+def test_a_section_that_nobody_brings_may_be_that_of_an_extension(tmp_path: Path) -> None:
+    (problem,) = failure(tmp_path, "", "policy.nobodys_learner={enabled: true}").problems
+    assert problem.key == "policy.nobodys_learner" and "install the package that brings it" in problem.fix

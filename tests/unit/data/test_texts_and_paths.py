@@ -80,7 +80,7 @@ def test_every_path_of_a_configuration_may_begin_with_the_home_folder(tmp_path: 
     keys = [
         *("checkpointing.checkpoint_dir", "logger.log_dir", "logger.wandb.dir", "policy.model_name", "policy.tokenizer.name"),
         *("data.train.dataset_name", "data.train.prompt_file", "data.train.system_prompt_file", "data.train.media_data_dir"),
-        *("policy.draft.model_name", "policy.generation.weight_sync.folder", "env.mine.reward", "env.mine.type"),
+        *("policy.generation.weight_sync.folder", "env.mine.reward", "env.mine.type"),
     ]
     given = [f"{key}=~/x/{number}" for number, key in enumerate(keys)]
     config: TrainingRunConfig = load_config(None, given, root=TRAINING_RUNS["grpo"], check=False).config

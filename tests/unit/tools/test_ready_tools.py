@@ -15,9 +15,8 @@ from strop.types import ToolCall
 
 def test_ready_tools_answer_the_calls_of_a_turn(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Alpha.")
-    sets = make_tool_sets(["python", "calculator", {"search": {"corpus": str(tmp_path)}}, {"files": {"max_files": 1}}])
+    sets = make_tool_sets(["calculator", {"search": {"corpus": str(tmp_path)}}, {"files": {"max_files": 1}}])
     calls = (
-        ToolCall("python", {"code": "x = 6\nx * 7"}),
         ToolCall("calculator", {"expression": "1/4 + 1/4"}),
         ToolCall("search", {"query": "alpha"}),
         ToolCall("write_file", {"path": "a", "content": "text"}),
@@ -31,8 +30,8 @@ def test_ready_tools_answer_the_calls_of_a_turn(tmp_path: Path) -> None:
         return [message.content for message in answers or ()], metrics
 
     said, metrics = asyncio.run(run())
-    assert said[:4] == ["42", "0.5", "[a.txt]\nAlpha.", "wrote 4 characters to a"] and "no path inside the folder" in said[4]
-    assert metrics["tool_calls"] == 5 and metrics["tool_errors"] == 1
+    assert said[:3] == ["0.5", "[a.txt]\nAlpha.", "wrote 4 characters to a"] and "no path inside the folder" in said[3]
+    assert metrics["tool_calls"] == 4 and metrics["tool_errors"] == 1
 
 
 @pytest.mark.parametrize(
@@ -41,7 +40,7 @@ def test_ready_tools_answer_the_calls_of_a_turn(tmp_path: Path) -> None:
         (["search"], "needs the option corpus"),
         ([{"search": {"corpus": "/no/such/file"}}], "the tool search: there is no corpus"),
         ([{"files": {"start": "/no/such/folder"}}], "the tool files: start is"),
-        ([{"python": {"timeout": 3}}], "did you mean 'timeout_s'"),
+        ([{"files": {"max_fils": 3}}], "did you mean 'max_files'"),
         ([{"calculator": {"digits": 3}}], "takes no options"),
     ],
 )

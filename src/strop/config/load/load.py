@@ -311,9 +311,11 @@ def _is_written(path: KeyPath, error: str, source: ConfigSource, root: type[Base
 def _explain_unknown(path: KeyPath, value: Any, root: type[BaseConfig]) -> str:
     """Return what may be meant by an unknown key: one of Strop's, or of another library's."""
     kind = next((kind for kind, own in TRAINING_RUNS.items() if own is root), None)
-    if kind is None or len(path) > 2 or find_nearest_keys(path, root):
-        return suggest_keys(path, root)
-    return explain_key(kind, path[-1], value) or suggest_keys(path, root)
+    near = find_nearest_keys(path, root)
+    if kind is not None and len(path) <= 2 and not near and (explained := explain_key(kind, path[-1], value)):
+        return explained
+    hint = " If it is a section of an extension, install the package that brings it."
+    return suggest_keys(path, root) + (hint if isinstance(value, Mapping) and not near else "")
 
 
 def describe_error(path: KeyPath, item: Any, source: ConfigSource, root: type[BaseConfig]) -> Problem:

@@ -187,7 +187,7 @@ def _annotated_lines(model: type[BaseConfig], depth: int) -> Iterator[str]:
     for name, info in fields_of(model).items():
         if (inner := section_model(info)) is not None:
             yield from ([""] if depth == 0 else [])
-            yield f"{indent}{name}:  # {inner.__doc__}"
+            yield f"{indent}{name}:  # {' '.join(str(inner.__doc__).split())}"
             yield from _annotated_lines(inner, depth + 1)
             continue
         key = SchemaKey((name,), info)

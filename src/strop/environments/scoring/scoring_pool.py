@@ -26,15 +26,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from queue import Empty, LifoQueue
-from typing import Any, Literal
+from typing import Any
 
 from strop.safety.bubblewrap import isolate_command
 
 MAX_CACHED_RESULTS = 8192  # cached results: samples of a group often agree, and several rewards score the same answer
-
-ScorerName = Literal[
-    "math_verify", "math_reading", "reported_math", "dapo", "reasoning_gym", "pattern", "json_schema", "lm_eval", "instruction"
-]
 
 
 class ScoringError(RuntimeError):
@@ -71,9 +67,12 @@ class ScoringPool:
         self._cache: OrderedDict[bytes, ScoringResult] = OrderedDict()
         atexit.register(self.close)
 
-    async def call(self, kind: ScorerName, cpu_s: float, **arguments: Any) -> ScoringResult:
-        """Score within ``cpu_s`` seconds of CPU time. Raises ScoringError if no answer can be scored."""
-        request = pickle.dumps((kind, cpu_s, arguments))
+    async def call(self, kind: str, cpu_s: float, *, loader: str = "", **arguments: Any) -> ScoringResult:
+        """Score within ``cpu_s`` seconds of CPU time. Raises ScoringError if no answer can be scored.
+
+        ``kind``: one of ``SCORER_LOADERS``, or the name of a scorer whose ``loader`` (``module:function``) a worker calls once: it returns
+        a function of the ``arguments``, which returns one that scores."""
+        request = pickle.dumps((kind, loader, cpu_s, arguments))
         key = hashlib.sha256(request).digest()  # an answer may be long
         result = self._cache.get(key)
         if result is None:
@@ -90,7 +89,7 @@ class ScoringPool:
             while True:
                 _stop_worker(self._idle_workers.get_nowait())
 
-    def _score(self, kind: ScorerName, request: bytes) -> ScoringResult:
+    def _score(self, kind: str, request: bytes) -> ScoringResult:
         reply, status = self._request(request)
         if reply is None:  # killed from outside, because no answer can do this; retry with a new worker
             reply, status = self._request(request)

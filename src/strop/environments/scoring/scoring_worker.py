@@ -1,7 +1,7 @@
 """A process that scores answers under resource limits, started by ``scoring_pool.py``. It imports little besides the scorers.
 
-Math-verify and some of reasoning-gym's scorers pass model output to SymPy, which may run forever, exhaust memory, or execute it:
-SymPy's parsers call ``eval``. So every answer is scored in a forked child that can only compute (``seccomp.py``) under limits on
+Math-verify and other scorers pass model output to SymPy, which may run forever, exhaust memory, or execute it: SymPy's parsers call
+``eval``. So every answer is scored in a forked child that can only compute (``seccomp.py``) under limits on
 time and memory. The kernel kills the child even inside C code, where no Python signal handler runs. Forking also makes each
 score independent of earlier ones.
 
@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import lru_cache, partial
+from importlib import import_module
 from typing import Any, NoReturn
 
 from strop.safety.seccomp import confine
@@ -85,20 +86,6 @@ def load_reported_math() -> Callable[..., Callable[[], float]]:
     return prepare_reported_math
 
 
-def load_reasoning_gym() -> Callable[..., Callable[[], float]]:
-    from strop.extensions.adapters.reasoning_gym_datasets import create_reasoning_gym_dataset
-
-    @lru_cache(maxsize=64)
-    def dataset(task: str, options: str) -> Any:
-        return create_reasoning_gym_dataset(task, json.loads(options), seed=0, size=1)
-
-    def prepare(task: str, options: str, answer: str, entry: Reply) -> Callable[[], float]:
-        scorer = dataset(task, options)  # before the fork, so that it is created only once
-        return lambda: float(scorer.score_answer(answer, entry))
-
-    return prepare
-
-
 def load_dapo() -> Callable[..., Callable[[], float]]:
     from strop.environments.scoring.dapo_verifier import score_dapo
 
@@ -155,15 +142,6 @@ def load_json_schema() -> Callable[..., Callable[[], float]]:
     return _prepare_json_schema
 
 
-def load_lm_eval() -> Callable[..., Callable[[], float]]:
-    from strop.extensions.adapters.lm_eval_tasks import load_lm_eval_task, score_with_lm_eval
-
-    def prepare(task: str, include_path: str, metric: str, answer: str, doc: Reply) -> Callable[[], float]:
-        return partial(score_with_lm_eval, load_lm_eval_task(task, include_path), doc, answer, metric)
-
-    return prepare
-
-
 def load_instruction() -> Callable[..., Callable[[], float]]:
     from strop.environments.scoring.instruction_checks import prepare_instruction
 
@@ -175,10 +153,8 @@ SCORER_LOADERS = {
     "math_reading": load_math_reading,
     "reported_math": load_reported_math,
     "dapo": load_dapo,
-    "reasoning_gym": load_reasoning_gym,
     "pattern": lambda: _prepare_pattern,
     "json_schema": load_json_schema,
-    "lm_eval": load_lm_eval,
     "instruction": load_instruction,
 }
 
@@ -191,10 +167,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     prepared: dict[str, Callable[..., Callable[[], float]]] = {}
     while header := sys.stdin.buffer.read(8):
-        kind, cpu_s, arguments = pickle.loads(sys.stdin.buffer.read(struct.unpack("<Q", header)[0]))
+        kind, loader, cpu_s, arguments = pickle.loads(sys.stdin.buffer.read(struct.unpack("<Q", header)[0]))
         try:
             if kind not in prepared:
-                prepared[kind] = SCORER_LOADERS[kind]()
+                prepared[kind] = (_import_loader(loader) if loader else SCORER_LOADERS[kind])()
             score = prepared[kind](**arguments)
         except Exception as error:
             reply: Reply = {"broken": f"{type(error).__name__}: {error}"}
@@ -202,6 +178,12 @@ def main() -> None:
             reply = score_in_fork(score, cpu_s)
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
+
+
+def _import_loader(path: str) -> Callable[[], Callable[..., Callable[[], float]]]:
+    module, _, name = path.partition(":")
+    loader: Callable[[], Callable[..., Callable[[], float]]] = getattr(import_module(module), name)
+    return loader
 
 
 def score_in_fork(score: Callable[[], float], cpu_s: float) -> Reply:

@@ -143,7 +143,7 @@ async def _verify_reported(
     both_integers = is_integer(normalized) and is_integer(expected) and tolerances == (EXACT,)
     if normalized == expected or both_integers:
         return ScoringResult(float(normalized == expected))
-    arguments = {"method": method, "reference": reference, "answer": answer, "tolerances": tolerances}
+    arguments: dict[str, Any] = {"method": method, "reference": reference, "answer": answer, "tolerances": tolerances}
     return await get_scoring_pool(num_workers).call("reported_math", timeout_s, **arguments)
 
 

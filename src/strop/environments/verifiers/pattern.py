@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.scoring.scoring_pool import get_scoring_pool
@@ -52,7 +52,7 @@ class PatternVerifier(AnswerVerifier):
         if text is None:
             return Score(0.0, {"unverified": 0.0})
         pattern = self.pattern.replace("{answer}", f"(?:{re.escape(task.answer)})")
-        arguments = {"pattern": pattern, "flags": self._flags(), "match": self.match, "text": text}
+        arguments: dict[str, Any] = {"pattern": pattern, "flags": self._flags(), "match": self.match, "text": text}
         found = await get_scoring_pool(self.num_workers).call("pattern", self.timeout_s, **arguments)
         if found.value is None:
             return Score(0.0, {"unverified": 1.0})

@@ -91,6 +91,7 @@ class LmEvalEnvironment(Environment[PromptedTask]):
         return await get_scoring_pool(self.num_workers, isolated=False).call(
             "lm_eval",
             self.timeout_s,
+            loader="strop.extensions.adapters.lm_eval_tasks:load_scorer",
             task=self.task,
             include_path=self.include_path,
             metric=self.metric,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from strop.user_code import suggest_names
@@ -56,6 +57,15 @@ def score_with_lm_eval(task: Any, doc: dict[str, Any], answer: str, metric: str)
     if name not in found:
         raise LmEvalError(f"the task has no metric {name!r}; it has {', '.join(found)}")
     return float(found[name])
+
+
+def load_scorer() -> Callable[..., Callable[[], float]]:
+    """Return what scores an answer, in a process of ``strop.environments.scoring``."""
+
+    def prepare(task: str, include_path: str, metric: str, answer: str, doc: dict[str, Any]) -> Callable[[], float]:
+        return partial(score_with_lm_eval, load_lm_eval_task(task, include_path), doc, answer, metric)
+
+    return prepare
 
 
 def list_stops(task: Any) -> list[str]:

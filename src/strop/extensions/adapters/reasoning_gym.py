@@ -128,6 +128,7 @@ class ReasoningGym(Environment[PromptedTask]):
         return await pool.call(
             "reasoning_gym",
             self.timeout_s,
+            loader="strop.extensions.adapters.reasoning_gym_datasets:load_scorer",
             task=self.task,
             options=self._dataset_options,
             answer=answer,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 COMPOSITE = "composite"  # the package's own name for several data sets as one
@@ -31,3 +33,17 @@ def options_of_level(task: str, level: int) -> dict[str, Any]:
     curriculum.set_global_level(level)
     config = vars(curriculum.generate_configuration({"seed": 0, "size": 1}))
     return {name: value for name, value in config.items() if name not in ("seed", "size")}
+
+
+def load_scorer() -> Callable[..., Callable[[], float]]:
+    """Return what scores an answer, in a process of ``strop.environments.scoring``."""
+
+    @lru_cache(maxsize=64)
+    def dataset(task: str, options: str) -> Any:
+        return create_reasoning_gym_dataset(task, json.loads(options), seed=0, size=1)
+
+    def prepare(task: str, options: str, answer: str, entry: dict[str, Any]) -> Callable[[], float]:
+        scorer = dataset(task, options)  # before the fork, so that it is created only once
+        return lambda: float(scorer.score_answer(answer, entry))
+
+    return prepare

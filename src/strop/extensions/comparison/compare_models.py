@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,11 @@ def make_comparison_job(
     return ComparisonJob(
         a=first, b=second, config=config, overrides=overrides, values=values or {}, metric=metric, level=level, margin=margin
     )
+
+
+def compare_named(a: str, b: str, **options: Any) -> Coroutine[Any, Any, Comparison]:
+    """Begin ``strop.compare`` of two names, with the options of ``make_comparison_job``. Raises NotComparable."""
+    return compare_models(make_comparison_job(a, b, **options))
 
 
 def describe_job(job: ComparisonJob) -> str:

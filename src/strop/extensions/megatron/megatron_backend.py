@@ -13,13 +13,11 @@ from strop.models.local_files import ModelShape
 from strop.problems import Problem
 
 if TYPE_CHECKING:
-    from strop.algorithms.base import Algorithm
     from strop.config import TrainingRunConfig
     from strop.distributed.workers.learner_worker import RankModels
     from strop.extensions.megatron.megatron_policy import MegatronPolicy
     from strop.lazy_torch import Tensor
     from strop.learner.parallel.shard_files import ShardedReader
-    from strop.sampling import Sampling
 
 
 class MegatronBackend:
@@ -57,19 +55,10 @@ class MegatronBackend:
 
         return load_megatron_policy(config)
 
-    def build_models(
-        self,
-        config: TrainingRunConfig,
-        algorithm: Algorithm,
-        sampling: Sampling,
-        total_steps: int | None,
-        policy: MegatronPolicy,
-        device: str,
-        world: int,
-    ) -> RankModels:
+    def build_models(self, *arguments: Any) -> RankModels:
         from strop.extensions.megatron.megatron_rank_builders import build_megatron_rank_models
 
-        return build_megatron_rank_models(config, algorithm, sampling, total_steps, policy, device, world)
+        return build_megatron_rank_models(*arguments)
 
     def write_model_folder(self, policy: MegatronPolicy, config: TrainingRunConfig, folder: Path) -> None:
         policy.write_folder(folder)

@@ -132,11 +132,6 @@ class MegatronConfig(LearnerSection):
     def largest_size(self) -> int:
         return max(self.tensor_model_parallel_size, self.context_parallel_size, self.pipeline_model_parallel_size)
 
-    @property
-    def ranks_of_one_copy(self) -> int:
-        dense = self.tensor_model_parallel_size * self.context_parallel_size
-        return max(dense, self.expert_model_parallel_size * self.expert_tensor_parallel_size) * self.pipeline_model_parallel_size
-
     def errors(self, key: str) -> Iterator[Problem]:
         if not self.enabled:
             return

@@ -15,7 +15,7 @@ from strop.extensions.replay.replay_plan import ReplayError
 from strop.extensions.replay.stored_groups import StoredStep
 from strop.learner.client import LearnerClient
 from strop.metrics import Metrics
-from strop.runs.monitors.instruments import trace_tokens
+from strop.runs.monitors.token_trace import trace_tokens
 from strop.trainer.mismatch import measure_mismatch
 from strop.trainer.run import TrainingRun
 from strop.trainer.step_metrics import group_metrics, progress_metrics

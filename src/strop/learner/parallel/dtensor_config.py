@@ -79,6 +79,7 @@ class DtensorConfig(LearnerSection):
 
     @property
     def ranks_of_one_copy(self) -> int:
+        """The least number of ranks that the sizes shard a model over."""
         stage = max(self.tensor_parallel_size * self.context_parallel_size, self.expert_parallel_size)
         return stage * self.pipeline_parallel_size
 

@@ -1,4 +1,4 @@
-"""``strop serve``: an OpenAI-compatible server for a checkpoint, with vLLM or the torch engine, or a service for the Tinker SDK."""
+"""``strop serve``: an OpenAI-compatible server for a checkpoint, by vLLM or over the torch engine, or another service of an extension."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from argparse import ArgumentParser
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from strop import packages
 from strop.base_config import validate_section
@@ -29,12 +31,22 @@ DEFAULT_LENGTH = 8192  # tokens of prompt and completion, if the model allows mo
 VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 
 
-@dataclass(frozen=True)
-class TinkerOptions:
-    """Options of training with the Tinker SDK."""
+class ModelService(Protocol):
+    """What ``strop serve --NAME`` serves in place of OpenAI's API: an entry point NAME of the group ``strop.services``."""
 
-    state_dir: Path  # for weights saved by clients
-    max_models: int  # trained at a time
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Add the option ``--NAME``, which chooses the service, and its further ones."""
+        ...
+
+    def check(self, job: ServeJob) -> None:
+        """Raise ValueError for what cannot be served."""
+        ...
+
+    def make_app(self, job: ServeJob, model: dict[str, Any], length: int) -> tuple[Any, str]:
+        """Return the application of aiohttp, and what is said once it listens, with {} for its address.
+
+        ``model``: options of ``ModelConfig`` that load the model. ``length``: longest prompt and completion together (tokens)."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +64,12 @@ class ServeJob:
     merge: bool = False
     kv_cache_gb: float = 2.0
     extra: tuple[str, ...] = ()  # arguments of vLLM's server
-    tinker: TinkerOptions | None = None  # serve the Tinker SDK
+    service: ModelService | None = None  # in place of OpenAI's API
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the command line, for the service
 
     @property
     def uses_vllm(self) -> bool:
-        return self.engine == "vllm" or (self.tinker is None and self.engine == "auto" and packages.is_installed("vllm"))
+        return self.engine == "vllm" or (self.service is None and self.engine == "auto" and packages.is_installed("vllm"))
 
     @property
     def tokenizer(self) -> dict[str, Any]:
@@ -80,8 +93,9 @@ async def _serve(job: ServeJob, code: list[int]) -> None:
             file=sys.stderr,
         )
     with loadable_folder(job.model, _say, merge=job.merge and job.uses_vllm) as folder:
-        if job.tinker is not None:
-            await _serve_tinker(job, job.tinker, folder)
+        if job.service is not None:
+            app, announcement = job.service.make_app(job, _model_section(job, folder), job.max_model_len or DEFAULT_LENGTH)
+            await _run_app(job, app, announcement)
         elif job.uses_vllm:
             code.append(_run_vllm(job, folder, is_temporary=folder != job.model.weights))
         else:
@@ -94,10 +108,8 @@ def _check_job(job: ServeJob) -> None:
         raise ValueError(
             f"{job.model.weights} is a reward model or critic, which scores texts and does not write any; serve a policy"
         )
-    if job.tinker is not None and job.engine == "vllm":
-        raise ValueError("--tinker trains and samples with the torch engine; leave out --engine vllm")
-    if job.tinker is not None and not packages.is_installed("tinker"):
-        raise ValueError(f"--tinker needs the package tinker, whose protocol it implements: {install_command('tinker')}")
+    if job.service is not None:
+        job.service.check(job)
     if job.engine == "vllm" and not packages.is_installed("vllm"):
         raise ValueError(
             "--engine vllm: vLLM is not installed; `make setup-vllm` in Strop's checkout installs it, or use --engine torch"
@@ -181,26 +193,6 @@ async def _serve_torch(job: ServeJob, folder: str) -> None:
         await _run_app(job, app, f"serving {job.name} on {{}}/v1 {about}")
     finally:
         await engine.close()
-
-
-async def _serve_tinker(job: ServeJob, options: TinkerOptions, folder: str) -> None:
-    """Serve the Tinker SDK until a stop signal. Raises ValueError, OSError."""
-    from strop.extensions.tinker.tinker_server import TinkerServer
-    from strop.extensions.tinker.weight_folders import WeightFolders
-
-    section = _model_section(job, folder)
-    length = job.max_model_len or DEFAULT_LENGTH
-    server = TinkerServer(
-        name=job.name,
-        base=section,
-        folders=WeightFolders(options.state_dir),
-        length=length,
-        api_key=job.api_key,
-        host=job.host,
-        max_models=options.max_models,
-        kv_cache_gb=job.kv_cache_gb,
-    )
-    await _run_app(job, server.make_app(), f"serving {job.name} to the Tinker SDK: TINKER_BASE_URL={{}}")
 
 
 async def _run_app(job: ServeJob, app: Any, announcement: str) -> None:

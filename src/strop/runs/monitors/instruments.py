@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.columns import TokenColumn
-from strop.extensions.replay.token_trace import TokenTrace
 from strop.learner.base import require_token_outputs
 from strop.learner.throughput import Throughput, TrainingPasses
 from strop.monitoring.machine.system_monitor import SystemMonitor
 from strop.monitoring.profiling.step_profiler import StepProfiler
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, list_images, make_records, split_by_rollout
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.rollout_store.token_columns import TokenColumns
 from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.rollout_media import make_step_media
+from strop.runs.monitors.token_trace import trace_tokens
 from strop.trainer.listeners import RunListener
 from strop.trainer.run import TrainOptions
-from strop.trainer.step_view import OptimizerPass, StepView
-from strop.types import Batch
-
-
-def trace_tokens(
-    algorithm: Algorithm, batch: Batch, passes: Sequence[OptimizerPass], note: Callable[[str], object]
-) -> TokenColumns | None:
-    """Return each loss term at each token of a batch, over the passes of its update."""
-    steps = len(passes) // max(len({each.learner for each in passes}), 1)
-    trace = TokenTrace(algorithm=algorithm, batch=batch, optimizer_steps=steps, note=note)
-    for each in passes:
-        trace.observe(each.learner, each.index, each.batch, each.outputs, each.loss)
-    return trace.columns()
+from strop.trainer.step_view import StepView
 
 
 @dataclass(kw_only=True)

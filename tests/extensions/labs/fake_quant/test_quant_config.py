@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from strop.config import TRAINING_RUNS
+from strop.config.source.nearest_keys import find_nearest_keys
 from strop.extensions.labs.fake_quant.modelopt_config import QuantConfigError, read_quant_config
 from strop.extensions.labs.fake_quant.modelopt_presets import PRESETS, REFUSED_PRESETS
 from strop.extensions.labs.fake_quant.quantizer_rules import QuantizerRules, other_names
@@ -128,3 +130,7 @@ def test_what_a_file_asks_for_and_is_not_here_is_refused(entry: str, message: st
 def test_an_algorithm_that_searches_scales_is_refused(tmp_path: Path) -> None:
     with pytest.raises(QuantConfigError, match="awq_lite"):
         read_quant_config(write(tmp_path, "{quantizer_name: '*', enable: false}", head="algorithm: awq_lite"))
+
+
+def test_the_key_of_another_section_is_answered_with_the_one_that_was_meant() -> None:
+    assert find_nearest_keys(["policy", "generation", "quant_cfg"], TRAINING_RUNS["grpo"])[:1] == ("policy.quant_cfg",)

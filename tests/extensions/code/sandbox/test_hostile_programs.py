@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from security.hostile_programs import PROGRAMS, HostileProgram
+from extensions.code.sandbox.hostile_programs import PROGRAMS, HostileProgram
 from strop.extensions.code.sandbox import launcher
 from strop.extensions.code.sandbox.base import ExitReason, Limits, Program, RunResult
 from strop.extensions.code.sandbox.sandbox_config import SandboxConfig

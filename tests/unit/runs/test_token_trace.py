@@ -29,9 +29,9 @@ from strop.algorithms.preference.online.online_dpo import OnlineDPO
 from strop.algorithms.supervised.reward_model import RewardModel
 from strop.algorithms.supervised.sft import SFT
 from strop.data.splitting import split_mini_batches
-from strop.extensions.replay.token_trace import TokenTrace
 from strop.metrics import Metrics
 from strop.monitoring.rollout_store.token_columns import TokenColumns
+from strop.runs.monitors.token_trace import TokenTrace
 from strop.types import Batch, Ending, Group
 from support.each import each
 from support.recorded import random_groups

@@ -6,7 +6,7 @@ CPU and over predicted tokens only: no network is run. Micro-batches and ranks d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from strop.monitoring.rollout_store.token_columns import (
     SEQUENCE_ERROR,
     TokenColumns,
 )
+from strop.trainer.step_view import OptimizerPass
 from strop.types import Batch
 
 WHOLE = "loss"  # the one term of an algorithm that does not say its terms
@@ -124,6 +125,17 @@ class TokenTrace:
             by_term={**by_term, "loss_gradients": {name: _round(each) for name, each in by_term["loss_gradients"].items()}},
             at_end=self.algorithm.predict == "last_token",
         )
+
+
+def trace_tokens(
+    algorithm: Algorithm, batch: Batch, passes: Sequence[OptimizerPass], note: Callable[[str], object]
+) -> TokenColumns | None:
+    """Return what each term of the loss was at each token of a batch, over the passes of its update."""
+    steps = len(passes) // max(len({each.learner for each in passes}), 1)
+    trace = TokenTrace(algorithm=algorithm, batch=batch, optimizer_steps=steps, note=note)
+    for each in passes:
+        trace.observe(each.learner, each.index, each.batch, each.outputs, each.loss)
+    return trace.columns()
 
 
 def _round(values: Tensor) -> Tensor:

@@ -207,7 +207,7 @@ def test_steps_that_read_images_are_replayed_to_the_last_digit(tmp_path: Path, m
     own = {
         "policy__max_total_sequence_length": 160,
         "grpo__max_rollout_turns": 2,
-        "env__shown__type": f"{Path(__file__).with_name('shown.py')}:Shown",
+        "env__shown__type": f"{Path(shown.__file__)}:Shown",
         "env__shown__turns": 2,
         "checkpointing__save_period": 3,
     }

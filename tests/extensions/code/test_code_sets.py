@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from strop.data.builtin.code_sets import CODE_SETS
 from strop.data.sources import hub
 from strop.data.sources.peek import peek_dataset
 from strop.data.sources.records import DataError
@@ -12,6 +11,7 @@ from strop.data.sources.source import DataSource
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.registry import make_environment
 from strop.extensions.code.code_environment import CodeEnvironment
+from strop.extensions.code.code_sets import CODE_SETS
 from support.scripted_evaluation import evaluate_script
 from support.sweep import one_in
 
