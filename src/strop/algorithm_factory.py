@@ -36,7 +36,7 @@ class AlgorithmSetting:
 
 @dataclass
 class Draft:
-    """An algorithm or a part under construction: keys are applied one after the other, and the result is validated once."""
+    """An algorithm or a part under construction: keys are applied one after another, and the result is validated once."""
 
     name: str  # as messages call it
     kind: type

@@ -118,7 +118,7 @@ def evaluate(
     Args:
         model: A ``Run`` or its folder, a checkpoint, a Hugging Face folder, or a hub name. The newest checkpoint of a run is evaluated.
         data, reward, environment, config, settings: As for ``train``; ``data`` are the tasks. Several names of datasets are several sets,
-            with metrics of their own: ``data=["AIME2025", "math500"]``.
+            with their own metrics: ``data=["AIME2025", "math500"]``.
         samples: How many samples of each task (``eval.num_tests_per_prompt``).
 
     Raises ConfigError for settings that cannot work, and the errors of the evaluation.
@@ -281,7 +281,7 @@ def _folder_settings(folder: str | Path | None, name: str, config: object, setti
 def _task_settings(reward: Reward | None, environment: str | type[Environment[Any]] | None) -> list[Settings]:
     """Return the environment settings of the tasks. Functions replace their names after the configuration is loaded."""
     if reward is not None and environment is not None:
-        raise ValueError("found a reward and an environment, which has rewards of its own; give one of them")
+        raise ValueError("found a reward and an environment, which has its own rewards; give one of them")
     if reward is not None:
         return [{"env": {ALIAS: {"reward": "python:reward"}}}]
     if environment is not None:

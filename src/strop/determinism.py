@@ -36,7 +36,7 @@ def set_deterministic(enabled: bool) -> None:
     if torch.cuda.is_initialized() and os.environ.get("CUBLAS_WORKSPACE_CONFIG") != ENVIRONMENT["CUBLAS_WORKSPACE_CONFIG"]:
         raise ValueError(
             "policy.deterministic is true, but this process has used the GPU before, and cuBLAS reads CUBLAS_WORKSPACE_CONFIG only then; "
-            f"set it to {ENVIRONMENT['CUBLAS_WORKSPACE_CONFIG']} before the first use of the GPU, or start the run in a process of its own"
+            f"set it to {ENVIRONMENT['CUBLAS_WORKSPACE_CONFIG']} before the first use of the GPU, or start the run in a separate process"
         )
     os.environ.update(ENVIRONMENT)
     follow_environment()

@@ -22,7 +22,7 @@ class Kl:
 
     loss: added to the loss, with its gradient (GRPO). reward: the sum over a rollout is subtracted from its reward, before the baseline.
     token_reward: each token's estimate is subtracted from that token's reward, so that it lowers the credit of this and all earlier
-    tokens (PPO as in InstructGPT, arXiv 2203.02155; REINFORCE++, 2501.03262). token_credit: subtracted from the credit of that token alone,
+    tokens (PPO as in InstructGPT, arXiv 2203.02155; REINFORCE++, 2501.03262). token_credit: subtracted only from the credit of that token,
     before the credit is whitened (NeMo-RL's reinforce_plus_plus).
     Outside the loss it is measured with the policy before the update, so that it is 0 where that policy is the reference, for any sampler.
     With ``target``, the weight of a term outside the loss is only the first one. After each batch of n rollouts it is multiplied by

@@ -85,7 +85,7 @@ class DataEntryConfig(BaseConfig):
     prompt_file: PathText | None = Field(
         None,
         json_schema_extra=NAMES_FILE,
-        description="Text file with {question} or {} where the question goes; null is the question alone, and auto the usual wording of a "
+        description="Text file with {question} or {} where the question goes; null is only the question, and auto the usual wording of a "
         "built-in dataset that has one. Like system_prompt_file, it is relative to the working directory, or else to the folder of the "
         "configuration that names it or one above.",
     )
@@ -309,7 +309,7 @@ class DataConfig(BaseConfig):
                 yield Problem(
                     f"{key}.validation",
                     f"{entry.data_name} is streamed, and all of its validation rows would be read into memory",
-                    "Set data.validation to an entry of its own, with the same split_validation_size if there is one, and with size=N.",
+                    "Set data.validation to a separate entry, with the same split_validation_size if there is one, and with size=N.",
                 )
 
     def _check_quotas(self, key: str) -> Iterator[Problem]:
@@ -434,7 +434,7 @@ class EvalDataConfig(EvalEntryConfig):
             return
         named = [each.name for each in self.sets if each.name is not None]
         for name in sorted({name for name in named if named.count(name) > 1}):
-            yield Problem(f"{key}.sets", f"found {named.count(name)} sets with the name {name}", "Give each a name of its own.")
+            yield Problem(f"{key}.sets", f"found {named.count(name)} sets with the name {name}", "Give each its own name.")
 
     def warnings(self, key: str) -> Iterator[Problem]:
         if self.sets and self.dataset_name is not None and all(each.dataset_name != self.dataset_name for each in self.sets):

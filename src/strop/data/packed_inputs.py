@@ -1,4 +1,4 @@
-"""What a packed batch holds beside its tokens: the images that it reads, and the columns of turns and rollouts (``strop.columns``)."""
+"""What a packed batch holds besides tokens: the images that it reads, and the columns of turns and rollouts (``strop.columns``)."""
 
 from __future__ import annotations
 

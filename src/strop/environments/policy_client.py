@@ -1,6 +1,6 @@
 """The trained policy as a client for environments, for the other side of a game that it plays against itself.
 
-    with serve_policy(client): ...          around an episode, by whoever runs it (``strop.rollouts.episode``)
+    with serve_policy(client): ...          around an episode, by the code that runs it (``strop.rollouts.episode``)
     await get_policy().complete(messages)   in the environment
 
 Text sampled this way is not trained on.

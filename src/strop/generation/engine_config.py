@@ -1,4 +1,4 @@
-"""What every engine in processes of its own is asked about its section ``NAME_cfg``, which ``backend: NAME`` samples with."""
+"""What every engine in separate processes is asked about its section ``NAME_cfg``, which ``backend: NAME`` samples with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from strop.base_config import BaseConfig, EnvironmentVariables, Precision
 
 
 class EngineConfig(BaseConfig):
-    """An engine in processes of its own. An extension attaches its section to ``GenerationConfig`` as ``NAME_cfg``."""
+    """An engine in separate processes. An extension attaches its section to ``GenerationConfig`` as ``NAME_cfg``."""
 
     title: ClassVar[str]  # what messages call the engine
     article: ClassVar[str] = "a"
@@ -55,7 +55,7 @@ class EngineConfig(BaseConfig):
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether the engine can be sent LoRA adapters alone."""
+        """Whether the engine can be sent LoRA adapters without the base weights."""
         return True
 
     @property

@@ -1,4 +1,4 @@
-"""Which GPUs of this process each engine in processes of its own has."""
+"""Which GPUs of this process each engine in separate processes has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def choose_engine_gpus(config: GenerationConfig, learner: int) -> list[list[str]
     own = visible[learner : learner + 1] if config.colocated.enabled else []
     gpus = [*own, *visible[:learner], *visible[learner + 1 :]]
     if size * count > len(gpus):
-        beside = "" if config.colocated.enabled else " beside the learner's"
+        beside = "" if config.colocated.enabled else " alongside the learner's"
         share = "" if config.colocated.enabled else ", or set policy.generation.colocated.enabled=true to share the learner's"
         raise ValueError(
             f"{_count(count, f'{config.engine_name} engine')} of {_count(size, 'GPU')} "

@@ -1,4 +1,4 @@
-"""What one engine in processes of its own is launched with, whichever library it is of.
+"""What one engine in separate processes is launched with, whichever library it is of.
 
 ``policy.generation.backend: NAME`` samples with the ``LaunchedEngine`` that an extension declares as ``NAME`` in the group
 ``strop.engines``, configured by the section ``NAME_cfg`` that it attaches (``engine_config``).
@@ -28,7 +28,7 @@ class NodeRanks:
 
 @dataclass(frozen=True)
 class LaunchedAdapters:
-    """What an engine must know of the LoRA adapters that are sent to it alone: their shape."""
+    """What an engine must know of the LoRA adapters that it is sent without the base weights: their shape."""
 
     rank: int
     layers: tuple[str, ...] = ()  # names of their layers; empty: not known
@@ -43,7 +43,9 @@ class EngineLaunch(ABC):
     on_cpu: bool
     load_weights: bool = False
     tokenizer: str = ""  # a folder or a name; empty: the model's
-    adapters: LaunchedAdapters | None = None  # LoRA adapters that are sent alone; None: merged weights are sent
+    adapters: LaunchedAdapters | None = (
+        None  # LoRA adapters that are sent without the base weights; None: merged weights are sent
+    )
     return_routes: bool = False  # report the experts of each token, for router replay
     reads_images: bool = False  # a vision-language model
     batch_invariant: bool = False  # the bits of a token do not depend on the batch
@@ -63,7 +65,7 @@ class EngineLaunch(ABC):
 
 
 class LaunchedEngine(ServingEngine, Protocol):
-    """An engine in processes of its own, which is made without starting it."""
+    """An engine in separate processes, which is made without starting it."""
 
     launch_class: ClassVar[type[EngineLaunch]]
 

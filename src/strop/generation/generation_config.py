@@ -183,14 +183,14 @@ class GenerationConfig(BaseConfig):
 
     @property
     def launched(self) -> str | None:
-        """The engine with its own copy of the weights, in processes of its own: as configured, or what ``auto`` stands for here. None:
+        """The engine with its own copy of the weights, in separate processes: as configured, or what ``auto`` stands for here. None:
         torch."""
         name = self.backend if self.backend != "auto" else "torch" if self.auto_engine is None else self.auto_engine.name
         return None if name == "torch" else name
 
     @property
     def uses_engines(self) -> bool:
-        """Whether engines with their own copy of the weights sample, in processes of their own."""
+        """Whether engines with their own copy of the weights sample, in separate processes."""
         return self.launched is not None
 
     @property

@@ -1,4 +1,4 @@
-"""Engines in processes of their own: which one a configuration names, and those of this machine with their threads or GPUs and output."""
+"""Engines in separate processes: which one a configuration names, and those of this machine with their threads or GPUs and output."""
 
 from __future__ import annotations
 

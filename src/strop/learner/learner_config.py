@@ -38,11 +38,11 @@ class LearnerSection(BaseConfig):
     title: ClassVar[str]  # what messages call it
     adapters_key: ClassVar[str]
     needs_ranks: ClassVar[bool] = True  # it trains in processes of Ray, also on one device
-    trains_drafts: ClassVar[bool] = False  # a draft head, beside a policy on ranks
+    trains_drafts: ClassVar[bool] = False  # a draft head, alongside a policy on ranks
     weights_follow_precision: ClassVar[bool] = False  # whatever weights_dtype says
 
     if TYPE_CHECKING:
-        enabled: bool  # each declares the key, with a default and a description of its own
+        enabled: bool  # each declares the key, with its own default and description
 
     @property
     def adapters(self) -> AdapterOptions:

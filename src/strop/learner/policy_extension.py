@@ -21,21 +21,21 @@ class Measure(Protocol):
 
 
 class PolicyExtension(BaseConfig):
-    """Keys that change the policy: a section inside ``policy`` (``strop.sections``), or keys of its own (``strop.keys``).
+    """Keys that change the policy: a section inside ``policy`` (``strop.sections``), or separate keys (``strop.keys``).
 
     The methods do nothing here. Keys of ``policy`` itself share one object: their methods call those of ``super()`` too.
     """
 
     @property
     def trains_draft(self) -> bool:
-        """Whether a draft head is trained beside the policy, which engines may draft with."""
+        """Whether a draft head is trained alongside the policy, which engines may draft with."""
         return False
 
     def change_policy(self, network: Network, tokenizer: Any, measure: Measure, seed: int) -> None:
         """Change the policy after it is loaded, with its adapters, before it is sharded. Raises ModelNotFound, ValueError."""
 
     def make_companion(self, network: Network, options: CompanionOptions) -> Companion | None:
-        """Return what is trained beside the policy in a torch learner. Raises ValueError."""
+        """Return what is trained alongside the policy in a torch learner. Raises ValueError."""
         return None
 
     def network_checks(self) -> Mapping[str, Callable[[Network], object]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-FOLDER = "draft"  # of the head, beside the policy's weights
+FOLDER = "draft"  # of the head, alongside the policy's weights
 WEIGHTS = "model.safetensors"
 
 

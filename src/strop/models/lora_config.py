@@ -32,8 +32,8 @@ class LoraConfig(BaseConfig):
     exclude_modules: Patterns = Field((), description="Name patterns of layers without adapters, matched in the same way.")
     match_all_linear: bool | None = Field(
         None,
-        description="Put adapters on every linear layer except the output layer; null is true if target_modules is empty, and "
-        "so is false beside exclude_modules alone.",
+        description="Put adapters on every linear layer except the output layer; null is true if target_modules is empty, and so is "
+        "false with only exclude_modules.",
     )
     dim: int = Field(8, ge=1, description="Rank of an adapter.")
     alpha: int = Field(32, ge=1, description="Scale of an adapter: its output is multiplied by alpha / dim.")

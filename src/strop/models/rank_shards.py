@@ -37,7 +37,7 @@ class RankShardReader(Protocol):
         ...
 
     def is_index(self, file: str) -> bool:
-        """Return whether a file beside configuration and tokenizer is about the shards, and means nothing without them."""
+        """Return whether a file next to configuration and tokenizer is about the shards, and means nothing without them."""
         ...
 
     def explain(self, name: str) -> str:

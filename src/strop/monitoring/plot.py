@@ -83,7 +83,7 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
 
 
 def make_run_figure(source: Path, metrics: Sequence[str] = ()) -> Figure:
-    """Return the figure of a metrics.jsonl: the usual curves and the time of the steps, or these metrics alone. Raises NothingToPlot."""
+    """Return the figure of a metrics.jsonl: the usual curves and the time of the steps, or only these metrics. Raises NothingToPlot."""
     steps = read_metrics(source)
     if not steps:
         raise NothingToPlot(f"{source} is empty: the run has not finished its first step")

@@ -121,7 +121,7 @@ def make_launch(config: PolicyConfig, *, model: Path, on_cpu: bool, **settings: 
 
 
 def _with_draft(learner: LearnerClient, head: DraftHead) -> Iterator[tuple[str, Tensor]]:
-    """Yield what is published: the policy's weights, and those of its draft head."""
+    """Yield the published weights: the policy's, and those of its draft head."""
     yield from learner.weights()
     yield from head.published_weights()
 

@@ -52,7 +52,7 @@ class LearnerBackend(RankShardReader, Protocol):
         ...
 
     def write_model_folder(self, policy: Any, config: TrainingRunConfig, folder: Path) -> None:
-        """Write what engines build the policy from, and beside it (``draft``) the head that they draft with if it is sent."""
+        """Write what engines build the policy from, and next to it (``draft``) the head that they draft with if it is sent."""
         ...
 
     def make_dims(self, section: Any, world: int) -> LearnerDims:

@@ -200,7 +200,7 @@ def _format_engines(generation: GenerationConfig, devices: RunDevices, *, on_gpu
         return f"{name} engines, {precision}{draft}"
     one = f"{options.article} {name} engine"
     engines = f"{options.num_local_engines} {name} engines" if options.num_local_engines > 1 else one
-    where = "processes of their own" if options.num_local_engines > 1 else "a process of its own"
+    where = "separate processes" if options.num_local_engines > 1 else "a separate process"
     ranks = f" of {options.engine_size} ranks" if options.engine_size > 1 else ""
     return f"{engines}{ranks} in {where}, {precision}{draft}"
 

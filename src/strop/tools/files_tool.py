@@ -71,7 +71,7 @@ class ScratchFolder:
             raise ToolError(f"there are {len(self.texts)} files; more are not allowed")
         inside = next((each for each in self.texts if each.startswith(f"{name}/") or name.startswith(f"{each}/")), None)
         if inside is not None:
-            raise ToolError(f"{name!r} cannot be a file beside {inside!r}: one of them would be a folder")
+            raise ToolError(f"{name!r} cannot be a file next to {inside!r}: one of them would be a folder")
         self.texts[name] = content
         return f"wrote {len(content)} characters to {name}"
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class McpServer:
-    """An MCP server, connected anew for each episode."""
+    """An MCP server, connected separately for each episode."""
 
     command: tuple[str, ...] = ()  # started for each episode; it communicates on standard input and output
     url: str | None = None  # or the URL of a running server (streamable HTTP)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from strop.monitoring.profiling.span_recorder import RECORDER
 from strop.monitoring.watchdog.waits import WaitKind, waiting
 
-# The watchdog limit that applies to each phase. Other phases have no limit, or contain waits with limits of their own.
+# The watchdog limit that applies to each phase. Other phases have no limit, or contain waits with their own limits.
 PHASE_KINDS: Mapping[str, WaitKind] = {
     "drain": "generation",
     "logprobs": "training",

@@ -149,7 +149,7 @@ def test_helpers_of_the_prompt_are_not_the_programs() -> None:
     "source", ["assert f(lambda x: x) == 1", "assert 1 == 1", "assert f(", "import no_such_module\nassert f(1) == 1"]
 )
 def test_assertions_that_can_judge_no_program_are_errors(source: str) -> None:
-    with pytest.raises(CodeTestError, match="cannot run apart from the program"):
+    with pytest.raises(CodeTestError, match="cannot run separately from the program"):
         grade(asserts(source), "def f(x): return x")
 
 

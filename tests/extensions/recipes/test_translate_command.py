@@ -93,7 +93,7 @@ def test_a_folder_is_counted_by_outcome_and_reason(recipes: Path, capsys: pytest
     reasons = lines[lines.index("recipes  alone  refused because") + 1 :]
     assert (
         reasons[0]
-        == "2      1  NeMo-Gym's servers run apart from the run, and no key says where they are (env.should_use_nemo_gym)"
+        == "2      1  NeMo-Gym's servers run separately from the run, and no key says where they are (env.should_use_nemo_gym)"
     )
     assert len(reasons) == 3 and any(reason.startswith("1      1") and "tensor_parallel_size" in reason for reason in reasons)
 

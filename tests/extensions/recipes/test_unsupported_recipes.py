@@ -80,7 +80,7 @@ def engine(name: str, options: str) -> str:
 @pytest.mark.parametrize(
     ("recipe", "key", "why"),
     [
-        (GYM, "env.should_use_nemo_gym", "NeMo-Gym's servers run apart from the run"),
+        (GYM, "env.should_use_nemo_gym", "NeMo-Gym's servers run separately from the run"),
         (VIDEO, "policy.tokenizer.video", "no audio and no video"),
         (SOUND, "data.train.dataset_name", "no audio and no video"),
         (TEACHERS, "on_policy_distillation", "a teacher for each agent"),

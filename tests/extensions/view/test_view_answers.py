@@ -363,7 +363,7 @@ def test_reasoning_in_a_field_of_its_own_stands_before_its_message_and_says_wher
         found = reader.get("runs/a/rollouts/2/0/0")
         why, said = found["prompt_messages"][0]["parts"]
         assert (why["text"], why["is_reasoning"], said["text"], "origin" in said) == ("2 + 2\\x1b[31m", True, "4", False)
-        assert why["origin"].startswith(f"given in a field of its own{origin}") and "parts" not in found["prompt_messages"][1]
+        assert why["origin"].startswith(f"given in its own field{origin}") and "parts" not in found["prompt_messages"][1]
         assert "parts" not in found["turns"][0]
         assert [part["text"] for part in found["turns"][1]["parts"]] == ["Wait", "No"]
 

@@ -250,7 +250,7 @@ def test_on_an_assumed_gpu_auto_is_vllm_and_it_is_said(
 ) -> None:
     monkeypatch.setattr(packages, "is_installed", lambda package: True)
     said = dry_run(capsys, "grpo", *RUN, "policy.device=auto", "--assume-gpus", "1")
-    assert "a vLLM engine in a process of its own, bfloat16 (backend auto: there are GPUs and vLLM)" in said
+    assert "a vLLM engine in a separate process, bfloat16 (backend auto: there are GPUs and vLLM)" in said
     assert "weights     cuda_ipc" in said and "60% of each GPU's memory" in said
     monkeypatch.setattr(packages, "is_installed", lambda package: package != "vllm")
     said = dry_run(capsys, "grpo", *RUN, "policy.device=auto", "--assume-gpus", "1")

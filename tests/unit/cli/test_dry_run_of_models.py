@@ -139,14 +139,12 @@ def test_a_chat_template_without_tools_is_refused_where_the_environment_has_some
     turns = [*speaking, *TOOLS, "grpo.max_rollout_turns=3"]
     assert cli.main(["grpo", *turns, "--dry-run"]) == 2
     said = capsys.readouterr().err
-    assert (
-        "the environment has tools, but the chat template writes no calls of tools; set policy.tokenizer.tool_call_format" in said
-    )
+    assert "the environment has tools, but the chat template writes no tool calls; set policy.tokenizer.tool_call_format" in said
     assert cli.main(["grpo", *turns, "policy.tokenizer.tool_call_format=hermes", "--dry-run"]) == 0
     assert "warning" not in capsys.readouterr().err
     # the run says it before it looks for weights, of which there are none
     assert cli.main(["grpo", *turns]) == 1
-    assert "the chat template writes no calls of tools" in capsys.readouterr().err
+    assert "the chat template writes no tool calls" in capsys.readouterr().err
 
 
 @pytest.mark.slow

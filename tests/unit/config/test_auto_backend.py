@@ -43,7 +43,7 @@ def test_with_a_gpu_and_vllm_auto_is_vllm_in_the_precision_of_the_policy_with_a_
         2,
     )
     assert not engine_shares_module(loaded.config)
-    assert "a vLLM engine in a process of its own, bfloat16 (backend auto: a GPU and vLLM are here)" in summarize(
+    assert "a vLLM engine in a separate process, bfloat16 (backend auto: a GPU and vLLM are here)" in summarize(
         loaded.config, on_cpu=False
     )
 

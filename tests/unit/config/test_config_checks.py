@@ -444,7 +444,7 @@ VLLM = "policy.generation.backend=vllm"
     [
         ([VLLM, "policy.device=cpu"], "policy.deterministic", "vLLM's batch-invariant mode exists only on GPUs"),
         ([AUTO, GPU], "policy.sequence_packing.train_mb_tokens", "may cut a batch differently in another run"),
-        (["grpo.async_grpo.enabled=true", GPU], "policy.deterministic", "depends on the speed of rollouts"),
+        (["grpo.async_grpo.enabled=true", GPU], "policy.deterministic", "the rollouts of a step depend on their speed"),
     ],
 )
 def test_a_deterministic_run_is_refused_where_something_lets_equal_runs_differ(

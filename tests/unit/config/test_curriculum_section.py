@@ -37,8 +37,8 @@ def test_quotas_that_add_up_to_a_step_are_the_shares() -> None:
     [
         (
             [TWO, "grpo.num_prompts_per_step=8"],
-            "data.train.0.prompts_per_step: the entries of data.train have 3 + 1 = 4 of a step, and grpo.num_prompts_per_step is 8 Set "
-            "grpo.num_prompts_per_step=4, or prompts_per_step of the entries so that they add up to 8.",
+            "data.train.0.prompts_per_step: the entries of data.train have 3 + 1 = 4 groups per step, but grpo.num_prompts_per_step is 8 "
+            "Set grpo.num_prompts_per_step=4, or prompts_per_step of the entries so that they add up to 8.",
         ),
         (["data.train=[{env_name: arithmetic, prompts_per_step: 3}, {env_name: arithmetic}]"],
          "data.train: some entries have prompts_per_step and some do not ([3, None])"),

@@ -78,10 +78,10 @@ def test_what_vllm_can_do_is_accepted_without_a_word(overrides: list[str]) -> No
         ([f"{W}transport=cuda_ipc", APART], "cannot map the learner's memory"),
         ([f"{W}transport=cuda_ipc", f"{C}num_engines=2"], "only the first of 2 engines is on the learner's GPU"),
         ([f"{W}transport=broadcast", "policy.device=cuda"], "NCCL does not connect two processes on one GPU"),
-        ([AHEAD, "policy.device=cuda"], "sleeps meanwhile"),
+        ([AHEAD, "policy.device=cuda"], "would be asleep"),
         ([f"{C}speculation.method=ngram", f"{G}min_p=0.1"], "ignores min_p in speculative decoding"),
         ([f"{C}speculation.method=ngram", f"{C}speculation.prompt_lookup_min=9"], "no match has such a length"),
-        ([f"{C}speculation.method=ngram", f"{C}pipeline_parallel_size=2"], "vLLM has the draft on the last stage alone"),
+        ([f"{C}speculation.method=ngram", f"{C}pipeline_parallel_size=2"], "draft only on the last stage"),
         ([f"{C}speculation.method=mtp"], "whose layers the learner does not have"),
         ([APART, f"{G}colocated.resources.gpus_per_node=4"], "policy.generation.vllm_cfg.num_engines=4 or it to 1 or null"),
         ([APART, f"{C}tensor_parallel_size=2", f"{G}colocated.resources.gpus_per_node=3"], "Set it to 2 or null"),
@@ -98,7 +98,7 @@ def test_what_vllm_cannot_do_is_refused_with_the_way_out(overrides: list[str], r
 @pytest.mark.parametrize(
     ("overrides", "device", "reason"),
     [
-        ([AHEAD], "cuda", "sleeps meanwhile"),
+        ([AHEAD], "cuda", "would be asleep"),
         ([f"{W}transport=broadcast"], "cuda", "NCCL does not connect two processes on one GPU"),
         ([f"{W}transport=cuda_ipc"], "cpu", "no GPU memory to share"),
     ],
@@ -231,7 +231,7 @@ def test_shared_memory_is_refused_where_engines_are_on_other_nodes() -> None:
 
 def test_the_devices_of_a_cluster_that_is_known_decide_before_a_model_is_loaded() -> None:
     config = load_config(None, [*RUN, VLLM, "cluster.gpus_per_node=2", AHEAD], root=GrpoRunConfig).config
-    with pytest.raises(ValueError, match="sleeps meanwhile"):
+    with pytest.raises(ValueError, match="would be asleep"):
         summary.summarize(config, on_cpu=False)
     assert "vLLM engines" in summary.summarize(config, on_cpu=True)
 
@@ -243,4 +243,4 @@ def test_a_numbered_gpu_is_refused_where_ray_gives_each_process_its_own(key: str
     with pytest.raises(ConfigError) as caught:
         load_config(None, [*base, f"{key}=cuda:1", "value.model_name=m", "cluster.gpus_per_node=2"], root=PpoRunConfig)
     (problem,) = caught.value.problems
-    assert problem.key == key and "counted from 0 there" in problem.message and "CUDA_VISIBLE_DEVICES=1" in problem.fix
+    assert problem.key == key and "numbered from 0 there" in problem.message and "CUDA_VISIBLE_DEVICES=1" in problem.fix

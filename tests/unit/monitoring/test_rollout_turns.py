@@ -167,5 +167,5 @@ def test_the_turns_of_branches_are_stored_after_those_of_the_conversation_and_sh
         "branch 3 begins after 8 tokens of the conversation",
         "branch 4 begins after 12 tokens of branch 3",
         "branch 5 begins after 15 tokens of the conversation",
-        "branch 6 begins anew",
+        "branch 6 starts again",
     ]

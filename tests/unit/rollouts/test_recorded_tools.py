@@ -88,7 +88,7 @@ def test_definitions_stand_in_a_column_of_another_name_or_as_json() -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"messages": TALK}, "writes no calls of tools"),
+        ({"messages": TALK}, "writes no tool calls"),
         ({"messages": [TALK[0], {"role": "assistant", "content": "3", "reasoning": "hm"}]}, "writes no reasoning"),
         ({"messages": [TALK[0], TALK[3]], "tools": [TOOL]}, "definitions of tools, which the chat template does not show"),
     ],

@@ -205,7 +205,7 @@ def test_a_form_of_another_package_is_found_by_what_the_template_writes_and_by_i
     def write(call: ToolCall) -> tuple[str, str]:
         return f"CALL {call.name} {json.dumps(dict(call.arguments))}", ""
 
-    with pytest.raises(ToolConfigError, match="a form that is not known: 'CALL probe_tool"):
+    with pytest.raises(ToolConfigError, match="an unknown form: 'CALL probe_tool"):
         choose_format(None, write)
     point = EntryPoint("shouted", f"{__name__}:SHOUTED", "strop.tool_call_formats")
     monkeypatch.setattr(plugins, "declared", lambda group: {"shouted": point} if group == "tool_call_formats" else {})

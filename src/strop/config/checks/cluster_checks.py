@@ -45,7 +45,7 @@ def check_parallel_sizes(config: TrainingRunConfig) -> Problems:
 
 
 def check_one_learner(config: TrainingRunConfig) -> Problems:
-    """Policy and critic have one learner; a teacher beside it may have the torch learner."""
+    """Policy and critic have one learner; a teacher alongside it may have the torch learner."""
     models: dict[str, WithLearner] = dict(list_trained_models(config))
     if isinstance(config, DistillationRunConfig) and config.policy.uses_torch:
         models |= config.all_teachers

@@ -51,7 +51,7 @@ def iter_keys(model: type[BaseConfig], prefix: KeyPath = (), *, repeated: bool =
     ``repeated`` adds the keys of list entries, of ``<alias>``, and of mappings with a default, such as an optimizer's lr.
     """
     for name, field in fields_of(model).items():
-        if field.exclude:  # not a key of its own
+        if field.exclude:  # not a separate key
             continue
         path = (*prefix, name)
         if (inner := section_model(field)) is not None:

@@ -44,7 +44,7 @@ class TaskOutcome:
 
 
 class Curriculum(ABC):
-    """Chooses among the tasks of one entry. A class of your own is created as ``Class(tasks=..., **kwargs)``, once per entry."""
+    """Chooses among the tasks of one entry. A custom class is created as ``Class(tasks=..., **kwargs)``, once per entry."""
 
     @abstractmethod
     def choose(self, draw: Draw) -> Choice:

@@ -73,7 +73,7 @@ class CurriculumConfig(BaseConfig):
         None,
         description="Reward whose value is a rollout's score; null is the accuracy of the environment, else its whole reward.",
     )
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Options of a class of one's own.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Options of a custom class.")
     difficulty: DifficultyConfig = subsection(DifficultyConfig)
     success_rate: SuccessRateConfig = subsection(SuccessRateConfig)
 

@@ -44,7 +44,7 @@ def find_citations(text: str) -> set[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalHitVerifier(Verifier):
-    """Whether messages of tools or the environment contain a reference, such as a passage's name or the answer itself."""
+    """Whether messages from tools or the environment contain a reference, such as a passage's name or the answer itself."""
 
     references: str | None = None  # the column of the rows; None: the reference answer of the data
     roles: tuple[str, ...] = ("tool",)  # whose messages are searched; user, if the environment answers as the user

@@ -112,7 +112,7 @@ def _from_plain(space: Any, value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class GymnasiumEnvironment(SteppedEnvironment):
-    """A Gymnasium environment, played in text. Task i is the environment after ``reset(seed=...)`` with a seed of its own."""
+    """A Gymnasium environment, played in text. Task i is the environment after ``reset(seed=...)`` with its own seed."""
 
     id: str  # such as FrozenLake-v1, module:Name-v0 (imports the module, which registers it), or file.py:Class
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # arguments of gymnasium.make
@@ -182,7 +182,7 @@ class GymnasiumEnvironment(SteppedEnvironment):
 
 
 class _GymnasiumGame:
-    """A Gymnasium environment in an episode. Its steps run in a thread, so that a slow one blocks nobody."""
+    """A Gymnasium environment in an episode. Its steps run in a thread, so that a slow one blocks no other episode."""
 
     def __init__(self, options: GymnasiumEnvironment, game: Any, seed: int) -> None:
         self._options, self._game, self._seed = options, game, seed
@@ -225,6 +225,6 @@ def _import_function(function: Any) -> Any:
 
 
 def drop_colours(text: str) -> str:
-    """Return what a terminal would show, with [ ] around what has a background of its own: in FrozenLake, where the player is."""
+    """Return what a terminal would show, with [ ] around what has its own background: in FrozenLake, where the player is."""
     marked = re.sub(r"\x1b\[(?:4\d|10\d)m(.*?)\x1b\[0m", r"[\1]", text, flags=re.DOTALL)
     return re.sub(r"\x1b\[[\d;]*m", "", marked)

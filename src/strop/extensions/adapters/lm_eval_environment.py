@@ -22,7 +22,7 @@ class LmEvalEnvironment(Environment[PromptedTask]):
     training asks those that the task has for training."""
 
     task: str  # such as gsm8k
-    include_path: str = ""  # a folder with tasks of yours, beside lm-eval's own
+    include_path: str = ""  # a folder with your tasks, in addition to lm-eval's own
     num_fewshot: int | None = None  # examples before the question; null for what the task says
     metric: str = ""  # the one that is the reward; "" for the task's first
     num_workers: int = 2  # scoring processes, started on demand

@@ -1,4 +1,4 @@
-"""NeMo-Gym's resource servers by their HTTP protocol. The servers run apart from the run, with packages of their own.
+"""NeMo-Gym's resource servers by their HTTP protocol. The servers run separately from the run, with their own packages.
 
 Strop takes the place of NeMo-Gym's agent and model servers: of its ``simple_agent``, which calls the tools of a resource server until the
 policy calls none and then asks ``/verify`` for the reward, and of its ``gymnasium_agent``, which asks ``/reset`` and ``/step``.
@@ -42,7 +42,7 @@ class NemoGymEnvironment(AgentEnvironment[Task]):
 
     head_url: str = ""  # of NeMo-Gym's head server, which knows where the others are, such as http://localhost:11000
     servers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # in its place: agent name -> url, agent, max_steps
-    # Parts of the reward to be rewards of their own (reward_components of /verify), for algorithms such as GDPO; () for their sum.
+    # Parts of the reward to be separate rewards (reward_components of /verify), for algorithms such as GDPO; () for their sum.
     components: tuple[str, ...] = ()
     timeout_s: float = 120.0  # for an answer of a server
 

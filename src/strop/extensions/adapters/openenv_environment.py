@@ -29,7 +29,7 @@ class OpenEnvError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenEnvEnvironment(SteppedEnvironment):
-    """An environment behind a server of OpenEnv, which is started apart from the run."""
+    """An environment behind a server of OpenEnv, which is started separately from the run."""
 
     base_url: str  # such as http://localhost:8000
     # What the policy is told at first; {schema} is the JSON schema of an action. The first observation follows.
@@ -38,7 +38,7 @@ class OpenEnvEnvironment(SteppedEnvironment):
     # way the last <action>...</action> is read, where there is one.
     action_field: str = ""
     observation_field: str = ""  # the field of an observation that the policy reads; "": the only field, else all of it as JSON
-    reset: Mapping[str, Any] = field(default_factory=dict)  # further arguments of reset, beside seed
+    reset: Mapping[str, Any] = field(default_factory=dict)  # further arguments of reset, in addition to seed
     invalid_reward: float = 0.0  # of a turn whose action the server refuses, after which the policy may try again
     timeout_s: float = 60.0  # for an answer of the server, and for a free session
 
@@ -115,7 +115,7 @@ def _from_json(text: str) -> Any:
 
 
 class _OpenEnvGame:
-    """A session of a server, over a WebSocket of its own."""
+    """A session of a server, over a separate WebSocket."""
 
     def __init__(self, options: OpenEnvEnvironment, seed: int) -> None:
         self._options, self._seed = options, seed

@@ -84,8 +84,8 @@ class TextArenaEnvironment(SteppedEnvironment):
 class _TextArenaGame:
     """A TextArena game in an episode.
 
-    TextArena draws from the random numbers of the process. Each game keeps a state of them of its own, so that it does not depend on the
-    games beside it.
+    TextArena draws from the random numbers of the process. Each game keeps its own state of them, so that it does not depend on
+    other games.
     """
 
     def __init__(self, options: TextArenaEnvironment, game: Any, seed: int, player: int) -> None:

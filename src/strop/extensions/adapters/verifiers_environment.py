@@ -40,7 +40,7 @@ class VerifiersProcess:
 
     def __init__(self, python: str, path: Sequence[str], config: Mapping[str, Any], *, start_timeout_s: float) -> None:
         """Start it and load the environment. Raises EnvironmentConfigError."""
-        joined = {  # harnesses look for uv beside the interpreter
+        joined = {  # harnesses look for uv next to the interpreter
             "PYTHONPATH": [*path, os.environ.get("PYTHONPATH", "")],
             "PATH": [str(Path(python or sys.executable).parent), os.environ.get("PATH", "")],
         }

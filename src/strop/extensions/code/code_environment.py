@@ -59,8 +59,7 @@ class CodeEnvironment(Environment[CodeTask]):
             read_day(getattr(self, name), name)
         if self.wording == "benchmark" and (self.instruction is not None or self.language != "python"):
             raise EnvironmentConfigError(
-                "wording=benchmark is for python and has an instruction of its own; leave out instruction and language, or set "
-                "wording=short"
+                "wording=benchmark is for python and has its own instruction; leave out instruction and language, or set wording=short"
             )
         if self.stop_early and self.score == "fraction":
             raise EnvironmentConfigError(

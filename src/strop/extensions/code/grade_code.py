@@ -280,8 +280,8 @@ async def _grade_asserts(sandbox: Sandbox, problem: CodeProblem, code: str, rule
     if verdict is None or verdict.get("ungradable") or not verdict["calls"]:
         why = "they fail by themselves" if verdict is None else verdict.get("ungradable") or "they call nothing"
         raise CodeTestError(
-            f"the tests cannot run apart from the program: {why}. They may hand a program plain data (numbers, texts, lists, dicts, ...) "
-            "and objects of its own classes; change the row, or leave it out"
+            f"the tests cannot run separately from the program: {why}. They may hand a program plain data (numbers, texts, lists, dicts, "
+            "...) and objects of its own classes; change the row, or leave it out"
         )
     seconds, answers = 0.0, _Answers(False, True, {}, RunResult(reason=ExitReason.EXIT, exit_code=0))
     asked: list[str] = []

@@ -15,7 +15,15 @@ from strop.data.sources.records import DataError
 from strop.extensions.code.code_problem import AssertTest, CallTest, CodeProblem, StdioTest, Test
 
 LARGEST_TESTS = 1 << 29  # bytes of LiveCodeBench's private tests, unpacked
-TEXT_OPCODES = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"}  # of a pickle, beside that of its text
+TEXT_OPCODES = {
+    "PROTO",
+    "FRAME",
+    "MEMOIZE",
+    "BINPUT",
+    "LONG_BINPUT",
+    "PUT",
+    "STOP",
+}  # of a pickle, in addition to that of its text
 CALL_KINDS = ("functional", "function_call")  # of tests; others are of standard input
 UNICODE_OPCODES = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"}
 
@@ -116,7 +124,7 @@ def unpack_private_tests(text: str) -> str:
             texts.append(str(argument))
         elif opcode.name not in TEXT_OPCODES:
             raise DataError(
-                f"private_test_cases are a pickle with the instruction {opcode.name}, where LiveCodeBench has a text alone. It is not run, "
+                f"private_test_cases are a pickle with the instruction {opcode.name}, where LiveCodeBench has only a text. It is not run, "
                 "since a pickle can run programs; write the tests as JSON"
             )
     if len(texts) != 1:
@@ -142,7 +150,7 @@ def _read_pairs(row: Mapping[str, Any], question: str, cases: Mapping[str, Any])
 
 
 def _make_call(function: str, given: Sequence[Any], expected: Any) -> CallTest:
-    """Return the test of a call; an expected result may stand in a list of its own."""
+    """Return the test of a call; an expected result may stand in its own list."""
     return CallTest(function, tuple(given), (expected, expected[0]) if _is_wrapped(expected) else (expected,))
 
 

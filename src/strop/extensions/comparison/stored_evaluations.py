@@ -99,7 +99,7 @@ def find_side(name: str, *, step: int | None = None, best: bool = False, ema: bo
 
 
 def _list_stored(model: SavedModel) -> tuple[StoredEvaluation, ...]:
-    """Return the evaluations of a checkpoint in the log folder of its run, or beside it."""
+    """Return the evaluations of a checkpoint in the log folder of its run, or next to it."""
     if model.step is None or model.checkpoint is None:
         return ()
     folder, file = model.log_folder or model.checkpoint.parent, f"step_{model.step:06d}.json"

@@ -38,7 +38,7 @@ class PuzzleRules:
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     game_config: PuzzleSize = PuzzleSize()
-    max_moves: int = 30  # an episode ends after so many actions; looking at the board is none, an illegal move is one
+    max_moves: int = 30  # an episode ends after this number of actions; looking at the board is none, an illegal move is one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class SlidingPuzzle(TextGame[PuzzleTask, Board]):
         return Board(task.grid)
 
     def describe_state(self, state: Board) -> str:
-        """Return the board alone: what can be reached from it hardly depends on the moves that were made."""
+        """Return only the board: what can be reached from it hardly depends on the moves that were made."""
         return repr(state.grid)
 
     def stop_strings(self, task: PuzzleTask, rollout: Rollout) -> Sequence[str]:

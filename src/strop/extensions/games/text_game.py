@@ -33,7 +33,7 @@ class GameStep(Generic[StateT]):
 
 @dataclass(frozen=True, kw_only=True)
 class TextGame(Environment[TaskT], Generic[TaskT, StateT]):
-    """A game is replayed from its rollout, so an episode has no state of its own and plays the same in any process."""
+    """A game is replayed from its rollout, so an episode has no separate state and plays the same in any process."""
 
     held_out_fraction: float = (
         0.2  # of all games, reserved for validation with every seed; 0: validation draws from the same games
@@ -85,7 +85,7 @@ class TextGame(Environment[TaskT], Generic[TaskT, StateT]):
 
 
 def draw_split(make: Callable[[Random], TaskT], data: DataSource, held_out_fraction: float) -> Callable[[int], TaskT]:
-    """Return a function that draws task i from random numbers of its own, until it is on the requested side of the split."""
+    """Return a function that draws task i from its own random numbers, until it is on the requested side of the split."""
 
     def draw(index: int) -> TaskT:
         random = Random(mix_seed(data.seed, data.held_out, index))

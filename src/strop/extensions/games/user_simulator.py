@@ -1,4 +1,4 @@
-"""A simulated user with a goal of its own, which the policy has to find out by asking: a script, or a language model at an endpoint.
+"""A simulated user with its own goal, which the policy has to find out by asking: a script, or a language model at an endpoint.
 
 {"persona": "in a hurry", "opening": "I need a flight.", "goal": "Lisbon", "replies": {"where|destination": "To Lisbon."}}
 """

@@ -2,7 +2,7 @@
 
     complete() on any event loop -> the thread of this process's clients -> cache -> limits -> HTTP, again if it may pass
 
-The requests of all clients of a process run on one event loop in a thread of its own, so that limits hold however many loops ask, and
+The requests of all clients of a process run on one event loop in a separate thread, so that limits hold however many loops ask, and
 neither JSON nor TLS is on the loop that generates.
 """
 
@@ -204,7 +204,7 @@ class LlmClient:
         import aiohttp
 
         if self._session is None:
-            # Redirects are not followed: the key is for this address alone.
+            # Redirects are not followed: the key is only for this address.
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=self.endpoint.timeout_s),
                 connector=aiohttp.TCPConnector(limit=0),
@@ -285,7 +285,7 @@ def _clients_of(process: int) -> dict[str, LlmClient]:
 
 @lru_cache(maxsize=1)
 def _get_loop(process: int) -> asyncio.AbstractEventLoop:
-    """Return the event loop of this process's clients, which runs in a thread of its own."""
+    """Return the event loop of this process's clients, which runs in a separate thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="strop-llm", daemon=True).start()
     _open_clients.clear()

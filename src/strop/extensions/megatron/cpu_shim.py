@@ -138,7 +138,7 @@ def _no_stream(stream: Any = None) -> Iterator[None]:
 
 
 def _constant(value: Any) -> Callable[..., Any]:
-    """Return a function of its own for each name: torch.compile tells the functions of ``torch.cuda`` apart by identity."""
+    """Return a separate function for each name: torch.compile tells the functions of ``torch.cuda`` apart by identity."""
     return lambda *args, **kwargs: value
 
 

@@ -1,7 +1,7 @@
 """Where one model is on the ranks: Megatron Core's process groups.
 
 Megatron Core keeps its groups in globals of a module, which one model sets once. A rank may have a policy, a critic and a teacher of
-different sizes here: each has a layout with groups of its own, and ``activate`` makes them the ones that Megatron Core finds.
+different sizes here: each has a layout with its own groups, and ``activate`` makes them the ones that Megatron Core finds.
 """
 
 from __future__ import annotations

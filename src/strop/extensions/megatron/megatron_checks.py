@@ -25,7 +25,7 @@ def run_errors(section: str, config: TrainingRunConfig) -> Problems:
             elif isinstance(config, PpoRunConfig) and config.value.head_only:
                 yield Problem(
                     "value.head_only",
-                    "found true, but a critic that Megatron Core trains is a network of its own: the policy's last stage has no value head",
+                    "found true, but a critic that Megatron Core trains is a separate network: the policy's last stage has no value head",
                     "Set it to false, or policy.backend=torch.",
                 )
 

@@ -107,7 +107,7 @@ class MegatronConfig(LearnerSection):
     use_fused_weighted_squared_relu: bool = Field(False, description=f"Squared ReLU of experts by {Kernels}.")
     use_gloo_process_groups: bool = Field(False, description="Make process groups over gloo too, for an optimizer in CPU memory.")
     transformer_impl: Literal["auto", "local", "transformer_engine"] = Field(
-        "auto", description="Layers: local is PyTorch, transformer_engine needs it; auto takes it where FP8 asks for it."
+        "auto", description="Layers: local is PyTorch, transformer_engine needs it; auto takes it where FP8 needs it."
     )
 
     first_last_layers_bf16: bool = Field(False, description="Compute the first and last layers in bfloat16 where FP8 is enabled.")
@@ -228,7 +228,7 @@ def _check_product(key: str, sizes: Mapping[str, int], devices: int) -> Problem 
     product = math.prod(sizes.values())
     if devices % product == 0:
         return None
-    name = max(sizes, key=lambda each: devices % sizes[each] > 0)  # the first that does not divide alone, or else the first
+    name = max(sizes, key=lambda each: devices % sizes[each] > 0)  # the first that does not divide by itself, or else the first
     others = " and ".join(f"{other} = {size}" for other, size in sizes.items() if other != name)
     return Problem(
         f"{key}.{name}",

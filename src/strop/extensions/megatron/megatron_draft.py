@@ -1,4 +1,4 @@
-"""A draft head beside a policy that Megatron Core trains: every rank has all of the head, as it has all of the policy.
+"""A draft head alongside a policy that Megatron Core trains: every rank has all of the head, as it has all of the policy.
 
 Ranks read other rollouts, so the gradients of the head are added over them before its step.
 """
@@ -52,7 +52,7 @@ class MegatronDraftedPolicy:
 
 
 def make_megatron_draft_options(config: MegatronConfig, draft: DraftConfig | None) -> DraftOptions:
-    """Return how a head is trained beside a policy: by torch's optimizer of the same kind, at the policy's rate of each step."""
+    """Return how a head is trained alongside a policy: by torch's optimizer of the same kind, at the policy's rate of each step."""
     optimizer = config.optimizer
     rate = optimizer.lr if draft is None or draft.head_lr is None else draft.head_lr
     kwargs: dict[str, Any] = {"lr": rate, "weight_decay": optimizer.weight_decay}

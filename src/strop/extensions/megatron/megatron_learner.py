@@ -78,7 +78,7 @@ class MegatronLearner:
             for stage in network.stages:
                 stage.train()
             trained = [parameter.dtype for _, parameter in network.named_parameters() if parameter.requires_grad]
-            dtype = min(trained, key=lambda dtype: dtype.itemsize)  # adapters are float32 beside a bfloat16 base
+            dtype = min(trained, key=lambda dtype: dtype.itemsize)  # adapters are float32 on a bfloat16 base
             network.chunks = wrap_stages(
                 network.stages,
                 megatron.distributed_data_parallel_config,

@@ -45,7 +45,7 @@ class MegatronNetwork:
         chunk: int | None = 1024,
         adapters: StageAdapters | None = None,
     ) -> None:
-        """``chunk``: at most so many rows of float32 logits exist at a time; None is all. ``adapters``: what is trained, if not all."""
+        """``chunk``: at most this many rows of float32 logits exist at a time; None is all. ``adapters``: what is trained, if not all."""
         self.stages = list(stages)
         self.chunks: list[Any] = list(
             stages

@@ -23,7 +23,7 @@ class MegatronOptimizerConfig(BaseConfig):
     min_lr: float = Field(5e-7, ge=0, description="Learning rate that a schedule decays to.")
     weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
     decoupled_weight_decay: bool = Field(
-        True, description="Decay weights beside the gradient (AdamW); false adds it to the gradient."
+        True, description="Decay weights separately from the gradient (AdamW); false adds it to the gradient."
     )
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="Decay of Adam's first moment.")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="Decay of Adam's second moment.")
@@ -32,7 +32,7 @@ class MegatronOptimizerConfig(BaseConfig):
     use_distributed_optimizer: bool = Field(True, description="Shard masters and moments over the data-parallel ranks.")
     use_precision_aware_optimizer: bool = Field(
         True,
-        description="Keep masters and moments in data types of their own: Transformer Engine's kernel, where it is installed.",
+        description="Keep masters and moments in their own data types: Transformer Engine's kernel, where it is installed.",
     )
     clip_grad: float | None = follows(
         "...max_grad_norm", standalone=1.0, ge=0, description="Clip the gradient to this norm; 0 or null does not clip."

@@ -136,7 +136,7 @@ def _freeze(network: MegatronNetwork, sampling: Sampling, tokens: int, *, offloa
 
 
 def _load_critic(config: PpoRunConfig, policy: MegatronPolicy, loader: NetworkLoader) -> MegatronNetwork:
-    """Load the critic, in a layout of its own. Its scores begin at 0."""
+    """Load the critic, in its own layout. Its scores begin at 0."""
     value = config.value
     if value.tokenizer.name != config.policy.tokenizer.name:
         check_same_vocabulary(policy.tokenizer, value.tokenizer.name)
@@ -153,7 +153,7 @@ def _load_critic(config: PpoRunConfig, policy: MegatronPolicy, loader: NetworkLo
 def _load_teachers(
     config: DistillationRunConfig, policy: MegatronPolicy, algorithm: Algorithm, sampling: Sampling, loader: NetworkLoader
 ) -> tuple[dict[tuple[str, str], RankColumns], list[TensorOffload]]:
-    """Load the teachers without separate processes: by Megatron Core where their section asks for it, else by PyTorch.
+    """Load the teachers without separate processes: by Megatron Core where their section requests it, else by PyTorch.
 
     Raises ModelNotFound, ValueError."""
     wanted = find_teacher_columns(config, algorithm)

@@ -28,7 +28,7 @@ class MegatronScorer:
     score_tokens: int  # tokens of one forward pass
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     replays: bool = (
-        False  # the experts recorded in rollouts, as the policy does; a reference is another one, with a routing of its own
+        False  # the experts recorded in rollouts, as the policy does; a reference is another one, with its own routing
     )
 
     def share_requests(self) -> dict[str, ShareRequest]:

@@ -1,4 +1,4 @@
-"""Load models of Megatron Core on the ranks: each in a layout of its own, or in another model's."""
+"""Load models of Megatron Core on the ranks: each in its own layout, or in another model's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read the models beside the policy out of a run's configuration: a critic, teachers."""
+"""Read the models next to the policy out of a run's configuration: a critic, teachers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SELF = "self"  # a teacher that is the policy
 
 
 def list_beside(config: TrainingRunConfig) -> dict[str, str]:
-    """Return the models beside the policy: the name of each model by what it is for."""
+    """Return the models next to the policy: the name of each model by what it is for."""
     if isinstance(config, PpoRunConfig):
         return {} if config.value.head_only else {"critic": config.value.model_name}
     if isinstance(config, DistillationRunConfig):
@@ -28,7 +28,7 @@ def list_beside(config: TrainingRunConfig) -> dict[str, str]:
 
 
 def assume_sizes(config: TrainingRunConfig, sizes: Mapping[str, ModelSize]) -> Iterator[str]:
-    """Say which models are taken to be as large as the policy, because nobody knows better."""
+    """Say which models are taken to be as large as the policy, because theirs is unknown."""
     for key, name in list_beside(config).items():
         if name not in (SELF, config.policy.model_name, *sizes):
             yield f"the {key} is as large as the policy: the config.json of {name} is not here"
@@ -37,7 +37,7 @@ def assume_sizes(config: TrainingRunConfig, sizes: Mapping[str, ModelSize]) -> I
 def read_beside(
     config: TrainingRunConfig, model: ModelSize, sizes: Mapping[str, ModelSize], device: PlannedDevice, world: int | None
 ) -> Iterator[BesideModel]:
-    """Yield the models beside a policy of size ``model``; those of other names are in ``sizes``. ``world``: the learner's ranks, if any."""
+    """Yield models next to a policy of size ``model``; ``sizes``: of models with other names. ``world``: the learner's ranks, if any."""
     if isinstance(config, PpoRunConfig) and not config.value.head_only:
         dims = None if world is None else choose_dims(config.value, world)
         setup = read_learner(config.value, device, dims)

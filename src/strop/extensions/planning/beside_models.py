@@ -1,4 +1,4 @@
-"""Models beside the policy: a critic, which learns, and teachers, which only score. Each has its own size."""
+"""Models alongside the policy: a critic, which learns, and teachers, which only score. Each has its own size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from strop.extensions.planning.model_size import ModelSize
 
 @dataclass(frozen=True, kw_only=True)
 class BesideModel:
-    """A model on the learner's devices, or of ``hosts`` processes with devices of their own."""
+    """A model on the learner's devices, or of ``hosts`` processes with their own devices."""
 
     name: str  # critic, teacher, teachers.NAME
     model: ModelSize
@@ -67,5 +67,5 @@ class BesideModel:
 
 
 def without_output(model: ModelSize) -> ModelSize:
-    """Return a model whose output is a number: it has no output layer of its own."""
+    """Return a model whose output is a number: it has no separate output layer."""
     return replace(model, dimensions=replace(model.dimensions, tied=True))

@@ -90,7 +90,7 @@ def _phase(inputs: PlanInputs, name: str, devices: str, parts: Mapping[str, floa
 
 
 def count_beside(inputs: PlanInputs, learner: LearnerFootprint, references: int) -> dict[str, float]:
-    """Return the models beside the policy on a learner's device."""
+    """Return the models alongside the policy on a learner's device."""
     found = {"reference": references * inputs.reference_bytes * learner.rank_weights}
     found |= {each.name: each.held for each in inputs.beside}
     return {name: size for name, size in found.items() if size}
@@ -171,7 +171,7 @@ def _advise_learner(inputs: PlanInputs) -> Iterator[Advice]:
         wider = replace(recomputing, sharding=replace(sharding, shards=sharding.shards * devices // inputs.training_devices))
         if _fits(inputs, wider, room):
             yield Advice(
-                key="--devices", value=str(devices), reason="so many devices that share the weights and the optimizer fit"
+                key="--devices", value=str(devices), reason="number of devices that share the weights and the optimizer fit"
             )
             return
     yield Advice(

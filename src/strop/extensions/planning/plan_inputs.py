@@ -32,7 +32,7 @@ class NodeSetup:
     references: int = 0  # frozen models of the policy's size that are there between uses
     loaded_references: int = 0  # frozen models that are copied as the policy is loaded
     loads_whole: bool = True  # the first rank reads whole models
-    memory_gib: float | None = None  # None: nobody says
+    memory_gib: float | None = None  # None: unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class PlanInputs:
     shared: bool  # the same devices train and generate in turn
     layout_text: str
     leaves: bool = True  # the learner goes to CPU memory while engines that share its devices have them
-    references: int  # frozen models of the policy's size beside it
+    references: int  # frozen models of the policy's size alongside it
     beside: tuple[BesideModel, ...] = ()  # a critic, teachers
     node: NodeSetup | None = None  # the fullest; None: its CPU memory is not planned
     checkpoints: CheckpointSetup | None = None  # None: none are saved

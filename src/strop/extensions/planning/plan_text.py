@@ -39,7 +39,7 @@ def _lines(plan: RunPlan) -> Iterator[str]:
 
 
 def _format_node(node: NodeMemory | None) -> Iterator[str]:
-    """Yield the CPU memory of a node, with a warning where it does not fit or nobody said what there is."""
+    """Yield the CPU memory of a node, with a warning where it does not fit or the available memory is unknown."""
     if node is None or not node.parts:
         return
     when = ", when the run starts" if node.loading else ""
@@ -50,7 +50,7 @@ def _format_node(node: NodeMemory | None) -> Iterator[str]:
         verdict = "" if node.fits else "  DOES NOT FIT"
         yield f"CPU memory of a node: {node.peak / GIB:.1f} GiB of {node.limit / GIB:,.0f}{when}{verdict}"
     yield f"  {', '.join(f'{name} {size / GIB:.2f}' for name, size in sorted(node.parts.items(), key=lambda item: -item[1]))}"
-    yield "  beside it: libraries of each process, rollouts and data"
+    yield "  alongside it: libraries of each process, rollouts and data"
 
 
 def _shares(plan: RunPlan) -> bool:

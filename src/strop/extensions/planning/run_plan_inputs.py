@@ -31,7 +31,7 @@ def read_inputs(
     device: PlannedDevice,
     sizes: Mapping[str, ModelSize] = MappingProxyType({}),
 ) -> PlanInputs:
-    """Read a run. ``sizes``: of models beside the policy that are not ``model``, by name.
+    """Read a run. ``sizes``: of models alongside the policy that are not ``model``, by name.
 
     Raises PlacementError, ValueError for a layout that does not fit the devices."""
     counts = count_devices(config)
@@ -49,7 +49,7 @@ def read_inputs(
     size = 1 if engine is None else engine.size
     in_process = generation.engine_options.num_local_engines if generation is not None and generation.uses_engines else 1
     generating = size * (max(1, engines) if counts.uses_ray else in_process)
-    ahead = "" if not rollouts else ", colocated" if shared else ", beside each other"
+    ahead = "" if not rollouts else ", colocated" if shared else ", side by side"
     return PlanInputs(
         model=model,
         device=device,
@@ -137,7 +137,7 @@ def _read_engine(generation: GenerationConfig, policy: ModelConfig, device: Plan
 
 
 def count_references(config: TrainingRunConfig) -> int:
-    """Return how many frozen copies of the policy there are beside it: one of a run that scores with a reference."""
+    """Return how many frozen copies of the policy there are alongside it: one of a run that scores with a reference."""
     if REFERENCE_LOGPROBS not in make_run_algorithm(config).requires or config.policy.adapter_rank is not None:
         return 0  # with adapters it is the policy without them
     return 1

@@ -44,7 +44,7 @@ class Lacking:
     to: tuple[str, ...] = ()
 
     def apply(self, recipe: LibraryRecipe, key: str) -> None:
-        """Refuse a key that asks for it (``asks``)."""
+        """Refuse a key that requests it (``asks``)."""
         recipe.refuse(key, self.why, self.fix)
 
     def asks(self, recipe: LibraryRecipe, key: str) -> bool:

@@ -33,7 +33,7 @@ class RecipeFormat:
     matches: Callable[[Mapping[str, Any]], bool]  # whether the values of a file, without what it inherits, are of this library
     read: Callable[[Path], ReadRecipe]  # raises ConfigError
     suffixes: tuple[str, ...] = (".yaml", ".yml")  # of its files
-    read_for: Callable[[Path, int], ReadRecipe] | None = None  # as read, for so many GPUs; None: the file says how many
+    read_for: Callable[[Path, int], ReadRecipe] | None = None  # as read, for this number of GPUs; None: the file says how many
 
 
 @functools.cache

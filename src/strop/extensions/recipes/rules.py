@@ -99,7 +99,7 @@ def _fill(to: str, pattern: str, key: str) -> str:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """One refusal for all keys about one thing, at the first that asks for it; nothing else is said of them.
+    """One refusal for all keys about one thing, at the first that requests it; the others are not reported.
 
     ``asked_by`` are patterns of keys, as in ``fnmatch``, which ask unless they are switched off; or with ``=``, and a pattern of the value
     that asks. ``details`` are patterns of keys that only say how; where nothing asks, those that Strop does not have are unused.
@@ -123,7 +123,7 @@ class Unsupported:
                 recipe.drop(key)
             else:
                 off = is_switched_off(recipe.value(key))
-                recipe.unused(key, "it is switched off" if off else f"nothing in the recipe asks for it, and {self.why}")
+                recipe.unused(key, "it is switched off" if off else f"nothing in the recipe requests it, and {self.why}")
 
 
 def _asking_keys(recipe: Recipe, pattern: str) -> Iterator[str]:

@@ -62,7 +62,7 @@ def is_recipe(source: ConfigSource, root: type[BaseConfig]) -> bool:
 
 
 def is_own_key(path: KeyPath, root: type[BaseConfig]) -> bool:
-    """Return whether Strop has a key, or leaves its name to whoever reads the mapping around it, such as an optimizer."""
+    """Return whether Strop has a key, or leaves its name to the code that reads the mapping around it, such as an optimizer."""
     if path[0] == "env" and len(path) > 1:
         return path[1] not in ENVIRONMENTS and not path[1].startswith("should_") and path[2:3] not in ENVIRONMENT_OPTIONS
     if find_field(root, path) is not None:

@@ -77,7 +77,7 @@ class ReplayResult:
 
     @property
     def failed(self) -> bool:
-        """Whether the run could not be reproduced, though nobody asked for other weights, by more than equal passes differ here."""
+        """Whether the run could not be reproduced, though no other weights were requested, by more than equal passes differ here."""
         return self.exact and bool(self.unexplained)
 
     @property
@@ -130,7 +130,7 @@ def _check(plan: ReplayPlan, at_step: Sequence[Configured]) -> None:
 
 
 def store_replay(folder: Path, result: ReplayResult) -> Path:
-    """Write a result to the log folder of its run, beside those of earlier replays, and return the file."""
+    """Write a result to the log folder of its run, next to those of earlier replays, and return the file."""
     target = folder / REPLAYS_FOLDER
     target.mkdir(exist_ok=True)
     number = 1 + max((int(path.stem.rpartition("_")[2]) for path in target.glob("step_*_*.json")), default=0)

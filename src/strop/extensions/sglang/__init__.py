@@ -1,1 +1,1 @@
-"""SGLang: its server in processes of its own, with requests over HTTP."""
+"""SGLang: its server in separate processes, with requests over HTTP."""

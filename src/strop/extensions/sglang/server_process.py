@@ -1,4 +1,4 @@
-"""The processes of one SGLang server: started in a group of their own, and ended together."""
+"""The processes of one SGLang server: started in a separate group, and ended together."""
 
 from __future__ import annotations
 

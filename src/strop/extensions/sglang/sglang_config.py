@@ -150,7 +150,7 @@ class SglangConfig(EngineConfig):
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether the engine can be sent LoRA adapters alone: they are written in place, and SGLang's drafts know none."""
+        """Whether the engine can be sent only LoRA adapters: they are written in place, and SGLang's drafts know none."""
         return self.weight_loading == "direct" and self.speculative_algorithm is None
 
     @property

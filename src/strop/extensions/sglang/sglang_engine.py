@@ -196,7 +196,7 @@ class SglangEngine:
             )
 
     def _abort(self, request: str) -> None:
-        """Have the server end a request that nobody waits for any more."""
+        """Have the server end a request that is no longer awaited."""
         if self._server is not None and self._server.alive:
             task = asyncio.ensure_future(self._post("/abort_request", {"rid": request}))
             self._aborts.add(task)

@@ -36,7 +36,7 @@ RESERVED_ARGUMENTS = {  # SGLang's arguments that Strop sets itself -> what to s
     "max_loras_per_batch": "nothing: all requests use the policy's adapter",
     "host": "nothing: the server is asked from this machine only",
     "port": "nothing: a free one is taken",
-    "api_key": "nothing: every engine has a key of its own",
+    "api_key": "nothing: every engine has its own key",
     "load_format": "nothing: the learner sends the weights",
     "weight_version": "nothing: the run counts them",
     "quantization": "nothing: rollouts use the trained weights unquantized",
@@ -94,7 +94,7 @@ class SglangLaunch(EngineLaunch):
 
     @property
     def env_vars(self) -> dict[str, str]:
-        """Environment variables of the engine's processes, beside this process's."""
+        """Environment variables of the engine's processes, in addition to this process's."""
         options = self.options
         source = Path(__file__).parents[3]
         found = [] if source.name == "site-packages" else [str(source)]  # where Strop is, unless that environment has it

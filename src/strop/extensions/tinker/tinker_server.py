@@ -42,7 +42,7 @@ class _Client:
 
 @dataclass(eq=False)
 class TinkerServer:
-    """Serves one base model. Every model that a client creates has adapters and an optimizer of its own."""
+    """Serves one base model. Every model that a client creates has its own adapters and optimizer."""
 
     name: str  # of the base model
     base: dict[str, Any]  # options of ``ModelConfig`` that load it

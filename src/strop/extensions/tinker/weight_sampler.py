@@ -1,4 +1,4 @@
-"""Samples from the base model and from weights that clients saved, each by an embedded engine of its own."""
+"""Samples from the base model and from weights that clients saved, each by a separate embedded engine."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class WeightSampler:
     async def _use(self, address: str | None) -> _LoadedWeights:
         async with self._loading:
             loaded = self._loaded.get(address)
-            if loaded is not None and loaded.engine.failure is not None:  # load it again: it serves nobody any more
+            if loaded is not None and loaded.engine.failure is not None:  # load it again: it no longer serves clients
                 await self._loaded.pop(address).engine.close()
             if address not in self._loaded:
                 self._loaded[address] = await asyncio.to_thread(self._load, address)

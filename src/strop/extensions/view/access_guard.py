@@ -1,4 +1,4 @@
-"""Who may ask the view: whoever has its token, from this server's own page, by the address that it serves.
+"""Who may use the view: anyone with its token, from this server's own page, by the address that it serves.
 
 The page shows what a model wrote and what a run was configured with, and it listens where every program and every web page on the machine
 can send requests. So each request must pass what every server of Strop asks (``strop.safety.site_guard``), and carry the token: in the
@@ -38,13 +38,13 @@ LONGEST_BODY = 64 * 1024  # bytes; a star with its note is far shorter
 
 @dataclass(frozen=True)
 class AccessGuard(SiteGuard):
-    """Decides over requests. ``token`` None lets in whoever reaches the address."""
+    """Decides over requests. ``token`` None lets in anyone who reaches the address."""
 
     token: str | None = field(repr=False)
 
     @property
     def cookie_name(self) -> str:
-        """Browsers share cookies between the ports of a host, so each server has a name of its own."""
+        """Browsers share cookies between the ports of a host, so each server has its own name."""
         return f"strop_view_{self.port}"
 
     def refuse(self, method: str, path: str, query: str, headers: Mapping[str, str]) -> tuple[int, str] | None:

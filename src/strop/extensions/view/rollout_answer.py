@@ -17,8 +17,8 @@ from strop.storage.json_values import clean_json
 from strop.thoughts import find_opening
 
 PREVIEW = 200  # characters
-GROUP_TEXT = 4000  # characters of a completion, or of one of its turns, beside others
-GROUP_TURNS = 40  # of a rollout beside others
+GROUP_TEXT = 4000  # characters of a completion, or of one of its turns, shown among others
+GROUP_TURNS = 40  # of a rollout shown among others
 SIGNIFICANT = 6  # digits of the numbers of tokens
 REASONS = {  # of a token without gradient, as runs store them
     "environment": "written by the environment",
@@ -118,7 +118,7 @@ def _split_prompt_message(message: Mapping[str, str], prompt: str) -> tuple[Reas
 
 
 def _add_reasoning(parts: tuple[ReasoningPart, ...], text: str, reasoning: str, origin: str) -> tuple[ReasoningPart, ...]:
-    """Return the parts of a message after the reasoning that it has in a field of its own."""
+    """Return the parts of a message after the reasoning that it has in its own field."""
     if not reasoning:
         return parts
     return (ReasoningPart(reasoning, True, origin=origin), *(parts or ([ReasoningPart(text, False)] if text else [])))
@@ -146,7 +146,7 @@ def write_rollout(record: RolloutRecord, summary: Mapping[str, Any], pieces: Seq
 
 
 def _write_short_turns(record: RolloutRecord) -> list[dict[str, Any]]:
-    """Return what is read of the main path's turns beside other rollouts; of very many the first."""
+    """Return what is read of the main path's turns when shown among other rollouts; of very many the first."""
     is_inside = bool(find_opening(record.prompt))
     return [
         {

@@ -33,7 +33,7 @@ MOST_ROWS = 500  # of a page
 FOUND_KEPT = 4  # results of filters that are kept, each about 8 bytes for each rollout
 SEARCHES_KEPT = 8
 STEPS_OF_A_TASK = 60
-STEPS_AT_ONCE = 20  # that an answer waits for; others are indexed beside it
+STEPS_AT_ONCE = 20  # that an answer waits for; others are indexed in the background
 Row = tuple[StepScalars, int]
 
 
@@ -71,7 +71,7 @@ class RolloutBrowser:
         }
 
     def prepare(self, wanted: RolloutFilter) -> None:
-        """Index what is asked for, at once if it is a few steps; the rest goes on beside the answers."""
+        """Index what is asked for, at once if it is a few steps; the rest goes on in the background."""
         steps = self._index.steps()
         if wanted.steps is not None:
             near = [step for step in steps if wanted.steps[0] <= step <= wanted.steps[1]]

@@ -1,6 +1,6 @@
 """The texts of tokens, by a run's tokenizer, read once without torch, without network and without code of the model.
 
-A ``tokenizer.json`` in the model's folder or in the hub's cache is read directly. Otherwise a process of its own loads the tokenizer as a
+A ``tokenizer.json`` in the model's folder or in the hub's cache is read directly. Otherwise a separate process loads the tokenizer as a
 run does (some models come as one file) and hands it over in that form.
 """
 

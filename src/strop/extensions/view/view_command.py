@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = RunParser(
         prog="strop view",
         description="Show runs in the browser: curves, times, what the system does now, configurations, and every rollout by its tokens.",
-        epilog="The address that is printed has a secret token: whoever has it can read the runs.",
+        epilog="The address that is printed has a secret token: anyone who has it can read the runs.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
     parser.add_argument("--port", type=_port, default=0, help="port to listen on; 0 is any free one (default: %(default)s)")
-    parser.add_argument("--no-token", action="store_true", help="let in whoever reaches the address")
+    parser.add_argument("--no-token", action="store_true", help="let in anyone who reaches the address")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     return parser
 
@@ -87,7 +87,7 @@ def _serve(options: argparse.Namespace, places: Sequence[Path]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if not is_loopback(options.host):
-        who = "whoever reaches it" if options.no_token else "whoever has this address"
+        who = "whoever reaches it" if options.no_token else "anyone with this address"
         print(f"warning: {options.host} is reached by other machines, over plain HTTP: {who} reads these runs", file=sys.stderr)
     count = len(server.catalogue.list_runs())
     print(f"{count} run{'' if count == 1 else 's'} in {', '.join(map(str, places))}")

@@ -185,7 +185,7 @@ class ViewRoutes:
                 run.describe()
                 run.metrics.names()
                 self.browsers(run)[0].prepare(RolloutFilter())
-            except Exception as error:  # whoever asks for it is told
+            except Exception as error:  # the client is told on request
                 log.info("%s: %s", run.folder, error)
 
     def run(self, request: web.Request) -> ViewedRun:

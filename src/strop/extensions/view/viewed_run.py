@@ -51,7 +51,7 @@ class MetricHistory:
         self._columns: dict[str, array[float]] = {}
 
     def last_step_on_disk(self) -> int:
-        """Return the last logged step, from the end of the file alone; 0 if there is none."""
+        """Return the last logged step, read only from the end of the file; 0 if there is none."""
         try:
             found = self.path.stat()
             stamp = (found.st_size, found.st_mtime_ns)
@@ -86,7 +86,7 @@ class MetricHistory:
     def series(self, names: Sequence[str], since: int | None, points: int) -> dict[str, Any]:
         """Return metrics by step: ``steps`` [T], ``seconds`` [T] of training up to each, ``series`` {name: [T]} with None where missing.
 
-        More than ``points`` steps are put into so many buckets: a series is then the mean of each, and ``low`` and ``high`` its range.
+        More than ``points`` steps are put into ``points`` buckets: a series is then the mean of each, and ``low`` and ``high`` its range.
         """
         points = min(max(points, 2), MOST_POINTS)
         with self._lock:
@@ -264,7 +264,7 @@ class ViewedRun:
             values = self._parse_yaml((self.folder / CONFIG_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
-        except Exception as error:  # YAML readers raise classes of their own
+        except Exception as error:  # YAML readers raise their own classes
             raise ViewError(f"{CONFIG_FILE} cannot be read: {str(error)[:300]}", 422) from None
         return values if isinstance(values, dict) else {}
 

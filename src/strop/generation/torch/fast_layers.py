@@ -84,7 +84,7 @@ def find_obstacle(network: Network) -> str | None:
     if network.device.type != "cpu":
         return f"the model is on {network.device}, and they are for CPUs"
     if (part := _find_unknown_part(decoder)) is not None:
-        return f"they do not know the layers of {kind}: {part} has code of its own"
+        return f"they do not know the layers of {kind}: {part} has its own code"
     if network.routed is not None:
         return "router replay records the experts of each layer"
     if network.precision not in DTYPES:

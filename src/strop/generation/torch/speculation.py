@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class DraftedRequest(Protocol):
-    """What is read of a running request."""
+    """The attributes of a running request that are read."""
 
     prompt: tuple[int, ...]
     tokens: list[int]
@@ -25,7 +25,7 @@ class DraftedRequest(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes tokens for the running requests, all together."""
+    """Proposes tokens for all running requests together."""
 
     count: int  # tokens that are proposed at most
     rejection: bool  # whether ``verify`` decides; else a draft is right where the policy samples the same token
@@ -37,18 +37,20 @@ class Drafter(Protocol):
     def verify(
         self, running: Sequence[DraftedRequest], drafts: Sequence[list[int]], logits: Tensor
     ) -> dict[int, tuple[int, float]]:
-        """Keep or redraw the last proposals, with the policy's ``logits`` [T, V]: return the token and its log-probability by row."""
+        """Keep or redraw the latest proposals, given the policy's ``logits`` [T, V]: return the token and its log-probability by
+        row.
+        """
         ...
 
     def forget(self, request: DraftedRequest) -> None:
-        """Free what is held for a request, which has ended or will be read again."""
+        """Free the memory of a request that has ended or will be read again."""
         ...
 
     def forget_all(self) -> None: ...
 
 
 class StateFuser(Protocol):
-    """Makes a state [n, ``size``] of each token from the outputs of some layers, which a paged cache holds beside the token's keys."""
+    """Makes a state [n, ``size``] of each token from the outputs of some layers, which a paged cache holds alongside the token's keys."""
 
     size: int
     layers: Tensor  # [layers] int64: those whose outputs it reads

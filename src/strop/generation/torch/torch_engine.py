@@ -570,7 +570,9 @@ def make_torch_engine(
     runner = make_runner(network, config, length=length, quantization=quantization)
     drafts = config.speculative_lookup if runner.verifies_drafts else 0
     if drafts < config.speculative_lookup:
-        log.warning("torch_cfg.speculative_lookup needs a paged cache, which this engine has not: it decodes one token at a time")
+        log.warning(
+            "torch_cfg.speculative_lookup needs a paged cache, which this engine does not have: it decodes one token at a time"
+        )
     return TorchEngine(
         runner,
         tokenizer,

@@ -40,7 +40,7 @@ OWN_VARIABLES = {*WORKER_SPECIFIC_ENV_VARS, DRIVER_PID_VARIABLE, SPANNED_VARIABL
 
 @contextmanager
 def leave_gpus_to_workers() -> Iterator[None]:
-    """Start engine cores without GPUs of their own. vLLM would give each model copy some of this process's GPUs, which are of one
+    """Start engine cores without their own GPUs. vLLM would give each model copy some of this process's GPUs, which are of one
     node only; here every worker is started with its own GPUs.
     """
     from vllm.v1.engine import utils

@@ -13,9 +13,9 @@ draft would too, but it never receives an update. The other bugs are in the CPU 
 - The kernel of experts reads the number of an expert among those of all ranks as one among its own: expert parallelism reads memory
   that is not its own.
 - Copies of a model that share its experts exchange their tokens by two collectives that are not there.
-- The buffers in which a pipeline stage receives hidden states are made by the warm-up alone, which is skipped if the size of the KV cache
+- The buffers in which a pipeline stage receives hidden states are made only by the warm-up, which is skipped if the size of the KV cache
   is given, as it always is here: the first request ends the engine.
-- The kernel of rotary positions takes the distance between two heads as that between two tokens, where heads have a dimension of their own,
+- The kernel of rotary positions takes the distance between two heads as that between two tokens, where heads have their own dimension,
   as in the latent attention of DeepSeek: log-probabilities are wrong from the second token on.
 """
 

@@ -1,4 +1,4 @@
-"""What an extension trains beside the policy, from the policy's own passes: nothing of it reaches the policy."""
+"""What an extension trains alongside the policy, from the policy's own passes: nothing of it reaches the policy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CompanionSnapshot(Protocol):
 
 
 class Companion(Protocol):
-    """Learns beside the policy. Gradients accumulate until ``step``; files are in a folder of its own in the policy's."""
+    """Learns alongside the policy. Gradients accumulate until ``step``; files are in its own folder in the policy's."""
 
     def capturing(self) -> AbstractContextManager[None]:
         """Watch a pass of the policy that trains, inside the context."""

@@ -146,7 +146,7 @@ class TorchLearner:
                 self.network.observe_routers(self.config.router_losses, section)
 
     def _make_companion(self, schedule_unit: ScheduleUnit, length: int | None, section: str) -> Companion | None:
-        """Return what an extension trains beside the network, if one does."""
+        """Return what an extension trains alongside the network, if one does."""
         options = CompanionOptions(
             optimizer=self.config.optimizer,
             max_grad_norm=self.config.max_grad_norm,

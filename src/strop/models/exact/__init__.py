@@ -1,4 +1,4 @@
-"""``policy.exact_on_policy``: the learner and the embedded engine compute the same bits for a token, whatever stands beside it.
+"""``policy.exact_on_policy``: the learner and the embedded engine compute the same bits for a token, whatever is in the same batch.
 
 A token's log-probability depends on the shape of the call that computes it: a product of 1 row and one of 1,000 rows may add in another
 order, vectorised functions treat the last few elements of an array otherwise, and attention adds up as many keys as there are. Here every

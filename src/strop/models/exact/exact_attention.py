@@ -1,4 +1,4 @@
-"""Attention in which a query adds up its keys in one order, whatever stands beside it.
+"""Attention in which a query adds up its keys in one order, whatever is in the same batch.
 
 Keys are taken in blocks of 128 from position 0 on, joined by position: that of a key in the cache or in the tree does not matter. Scores
 and weighted values of a block are products of trusted shapes in float32; sums over blocks are made one block after another. A block

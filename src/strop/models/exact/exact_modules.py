@@ -131,6 +131,6 @@ def _check_rows(decoder: nn.Module, tokens: Tensor) -> None:
         alone = _read(decoder, tokens[:length], torch.arange(length), _make_rows([length], tokens))
         if not torch.equal(alone, several):
             raise NotExactError(
-                f"a sequence of {length} tokens has other hidden states alone than beside others "
-                f"(by {(alone - several).abs().max().item():.2g})"
+                f"a sequence of {length} tokens has other hidden states alone than among others (by "
+                f"{(alone - several).abs().max().item():.2g})"
             )

@@ -1,4 +1,4 @@
-"""Products with a weight in which a row's bits do not depend on how many rows stand beside it.
+"""Products with a weight in which a row's bits do not depend on how many rows are multiplied with it.
 
 Rows are multiplied in calls of shapes that have the bits of the reference shape (``trusted_shapes``), the rest of the rows padded with
 zeros. The backward pass is the ordinary one: gradients are those of the same function, and no bits of theirs are promised.

@@ -35,7 +35,7 @@ _ATTENTION: Mapping[str, Mapping[str, str]] = {
     "gemma3.Gemma3Attention": _WINDOW,
 }
 _MLPS = ("llama.LlamaMLP",)
-# Layers whose norms are read by attention and the MLP alone: one norm before each, or one before and one after.
+# Layers whose norms are read only by attention and the MLP: one norm before each, or one before and one after.
 _LAYERS = ("llama.LlamaDecoderLayer", "gemma2.Gemma2DecoderLayer")
 _OTHER_LAYERS = ("granite.GraniteDecoderLayer", "mixtral.MixtralDecoderLayer")
 _STATE = "_strop_fused"
@@ -89,7 +89,7 @@ class FusedNorm:
 
     layers: FusedLayers
     spec: RmsNormSpec
-    readers: tuple[nn.Module, ...] = ()  # linear layers that read its output (alone), which is then in their dtype
+    readers: tuple[nn.Module, ...] = ()  # linear layers that read its output (and nothing else), which is then in their dtype
 
 
 @dataclass(frozen=True, eq=False)

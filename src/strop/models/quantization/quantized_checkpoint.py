@@ -127,7 +127,7 @@ def _dequantize(name: str, tensor: Tensor, scale: Tensor | None, block: tuple[in
     if tensor.is_floating_point() and tensor.itemsize > 1:
         return tensor.float()
     if tensor.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2) or scale is None:
-        what = f"{tensor.dtype}, without a scale beside it" if scale is None else f"{tensor.dtype}, which is not FP8"
+        what = f"{tensor.dtype}, without a scale next to it" if scale is None else f"{tensor.dtype}, which is not FP8"
         raise QuantizedCheckpoint(f"policy.model_name: the weight {name} is {what}; set policy.model_name to a dequantised copy")
     return tensor.float() * _spread(name, scale.float(), tensor.shape, block)
 

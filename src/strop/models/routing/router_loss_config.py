@@ -8,7 +8,7 @@ from strop.base_config import BaseConfig
 
 
 class RouterLossConfig(BaseConfig):
-    """Losses of the routers of a mixture of experts, in the torch learner; others have keys of their own."""
+    """Losses of the routers of a mixture of experts, in the torch learner; others have their own keys."""
 
     aux_loss_coeff: float = Field(
         0.0,

@@ -63,7 +63,7 @@ def _read_scalars(path: Path, step: int) -> StepScalars:
 
 
 def join_scalars(parts: Sequence[StepScalars]) -> StepScalars:
-    """Return the columns of several parts, one after the other."""
+    """Return the columns of several parts, one after another."""
     numbers: dict[str, np.ndarray] = {
         name: np.concatenate([part.numbers[name] for part in parts] or [np.empty(0, kind)]) for name, kind in NUMBERS.items()
     }

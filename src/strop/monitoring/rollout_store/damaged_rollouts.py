@@ -11,7 +11,7 @@ _ADVICE = "copy it again if it is a copy, else move it away; the other steps can
 
 
 class DamagedRollouts(ValueError):
-    """A stored file cannot be read. ``str()`` names its path; ``brief`` its name alone."""
+    """A stored file cannot be read. ``str()`` names its path; ``brief`` only its name."""
 
     def __init__(self, path: Path, why: str) -> None:
         self.brief = f"{path.name} cannot be read: {why}; {_ADVICE}"

@@ -124,7 +124,7 @@ def _list_recorded(rollouts: Sequence[Rollout], stores: Callable[[TokenColumn], 
     held = [columns for each in rollouts for columns in (each.columns, *(turn.columns for turn in each.policy_turns))]
     found = list(filter(stores, dict.fromkeys(column for columns in held for column in columns)))
     if taken := {column.name for column in found} & {each.name for each in fields(RolloutRecord)}:
-        raise ValueError(f"stored rollouts have a field {min(taken)!r} of their own; give the column another name")
+        raise ValueError(f"stored rollouts already have a field {min(taken)!r}; give the column another name")
     return found
 
 

@@ -93,7 +93,7 @@ def describe_origin(reasoning: str, prompt: str = "") -> str:
     Chat templates drop or write the reasoning of earlier messages; what is in the prompt was read."""
     if not reasoning:
         return ""
-    origin = "given in a field of its own"
+    origin = "given in its own field"
     if not prompt:
         return origin
     return (
@@ -111,7 +111,7 @@ def _describe_branches(record: RolloutRecord) -> Iterator[str]:
             shown = turn.path
             parent, start = record.branches[shown - 1]
             where = f"branch {parent}" if parent else "the conversation"
-            yield f"; branch {shown} begins after {start} tokens of {where}" if start else f"; branch {shown} begins anew"
+            yield f"; branch {shown} begins after {start} tokens of {where}" if start else f"; branch {shown} starts again"
         else:
             yield ""
 

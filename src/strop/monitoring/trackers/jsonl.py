@@ -46,8 +46,8 @@ class JsonlTracker(NullTracker):
         newest = max(self._waiting, default=self._last_step)
         if newest is not None and step < newest:
             raise ValueError(
-                f"step {step} was logged after step {newest}, which is already in {self.path}; a run that continues from "
-                f"an earlier step must call resume({step - 1}) first, and a new run needs a log folder of its own"
+                f"step {step} was logged after step {newest}, which is already in {self.path}; a run that continues from an earlier step "
+                f"must call resume({step - 1}) first, and a new run needs its own log folder"
             )
         encode_line(step, metrics)  # raises before anything is stored
         self._waiting[step] = {**self._waiting.get(step, {}), **metrics}

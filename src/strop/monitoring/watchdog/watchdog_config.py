@@ -26,9 +26,7 @@ class WatchdogConfig(BaseConfig):
     training_seconds: float = Field(3600.0, ge=0, description="The update of one step, or filling its columns (seconds).")
     weight_sync_seconds: float = Field(600.0, ge=0, description="Publishing one step's weights (seconds).")
     checkpoint_seconds: float = Field(1800.0, ge=0, description="Saving one checkpoint (seconds).")
-    event_loop_seconds: float = Field(
-        300.0, ge=0, description="A blocked process, in a wait without a limit of its own (seconds)."
-    )
+    event_loop_seconds: float = Field(300.0, ge=0, description="A blocked process, in a wait without its own limit (seconds).")
     interval_seconds: float = Field(5.0, gt=0, description="How often the watchdog checks and rewrites status.json (seconds).")
     stop_after_seconds: float | None = Field(
         None,

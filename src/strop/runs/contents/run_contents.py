@@ -60,7 +60,7 @@ class Content:
     size: str = ""
 
     def __str__(self) -> str:
-        known = ", ".join(part for part in (self.size, self.digest) if part) or "by its name alone"
+        known = ", ".join(part for part in (self.size, self.digest) if part) or "only by its name"
         return f"{self.kind} {self.name}: {known}"
 
 

@@ -84,7 +84,7 @@ def _explain_folder(path: Path) -> str | None:
 
 
 def _explain_shards(name: str) -> str | None:
-    """Return how to make a model of a folder with the shards of a checkpoint, which only an evaluation reads as they are."""
+    """Return how to convert a folder of checkpoint shards into a model; only an evaluation reads shards directly."""
     if find_shards(Path(name).expanduser()) is None:
         return None
     from strop.models.loading import ModelNotFound, locate_model  # imports Transformers

@@ -1,1 +1,1 @@
-"""How models write calls of tools: one file per format."""
+"""How models write tool calls: one file per format."""

@@ -44,11 +44,11 @@ def choose_format(name: str | None, write: Callable[[ToolCall], tuple[str, str] 
         return _load(name)
     written = write(PROBE)
     if written is not None:
-        for text in (written[0], "".join(written)):  # some templates forget what ends a single call
+        for text in (written[0], "".join(written)):  # some templates omit the end of a single call
             for each in map(_load, known):
                 if [(call.name, dict(call.arguments)) for call in each.parse(text).calls] == [(PROBE.name, PROBE.arguments)]:
                     return each
-    what = "writes no calls of tools" if written is None else f"writes calls in an unknown form: {written[0]!r:.200}"
+    what = "writes no tool calls" if written is None else f"writes calls in an unknown form: {written[0]!r:.200}"
     raise ToolConfigError(
         f"the environment has tools, but the chat template {what}; set policy.tokenizer.tool_call_format to the form in which the model "
         f"is to write them ({', '.join(known)}), or policy.tokenizer.chat_template to a template with tools"

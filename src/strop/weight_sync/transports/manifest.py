@@ -90,7 +90,7 @@ def split_into_buckets(manifest: Manifest, size: int) -> tuple[Bucket, ...]:
 
 
 def place_buckets(buckets: Sequence[Bucket], capacity: int) -> list[PlacedBucket]:
-    """Place buckets one after the other in a buffer, wrapping around at its end. Buckets are filled and read in order."""
+    """Place buckets one after another in a buffer, wrapping around at its end. Buckets are filled and read in order."""
     placed: list[PlacedBucket] = []
     start = reads = 0
     for bucket in buckets:

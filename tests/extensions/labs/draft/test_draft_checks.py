@@ -32,7 +32,7 @@ def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*EAGLE, HEAD, "policy.generation.vllm_cfg.precision=fp8"], "its own are not rounded"),
         ([*EAGLE, HEAD, "policy.sequence_packing.enabled=false"], "the head reads packed rows"),
         ([*EAGLE, HEAD, "policy.compile=true"], "which compiled ones may not show"),
-        ([*EAGLE, HEAD, "policy.dtensor_cfg.tensor_parallel_size=2", *GPUS], "beside a whole policy"),
+        ([*EAGLE, HEAD, "policy.dtensor_cfg.tensor_parallel_size=2", *GPUS], "alongside a whole policy"),
         ([*EAGLE, HEAD, *GPUS, "cluster.backend=ray"], "in a cluster of processes"),
         ([*EAGLE, HEAD, "policy.draft.aux_layer_indices=[3,1]"], "in the order of the model and each once"),
         ([*EAGLE, HEAD, "policy.dtensor_cfg.lora_cfg.enabled=true"], "sent with the policy's whole weights"),
@@ -48,7 +48,7 @@ def test_what_a_head_does_not_go_with_is_refused_with_the_way_out(overrides: lis
 
 def test_a_reward_model_has_no_head_and_a_recorded_run_may_have_one() -> None:
     recorded = ["policy.model_name=m", "data.train.dataset_name=squad", HEAD]
-    with pytest.raises(ConfigError, match="a reward model predicts no tokens"):
+    with pytest.raises(ConfigError, match="a reward model does not predict tokens"):
         load_config(None, recorded, root=RmRunConfig)
     loaded = load_config(None, recorded, root=SftRunConfig)
     assert not any("head" in str(problem) for problem in loaded.warnings)

@@ -150,5 +150,5 @@ def test_heads_that_vllm_has_no_kernel_for_on_a_cpu_are_refused_before_an_engine
 
     check_cpu_attention(replace(arguments(), model=str(build_tiny(tmp_path / "fits", head_dim=32))))
     model = str(build_tiny(tmp_path / "tiny"))
-    with pytest.raises(ValueError, match=r"heads of 32, 64, .* have 8; set policy\.generation\.backend=torch"):
+    with pytest.raises(ValueError, match=r"head sizes 32, 64, .* has 8; set policy\.generation\.backend=torch"):
         check_cpu_attention(replace(arguments(), model=model))

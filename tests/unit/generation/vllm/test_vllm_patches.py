@@ -71,7 +71,7 @@ def test_a_patch_that_does_not_fit_refuses_the_version_and_names_those_that_do(c
 
     missing = raises(AttributeError("no attribute 'sample'"))
     patch = VllmPatch(bug="it crashes", apply=missing, checked=("0.32.0",))
-    with pytest.raises(RuntimeError, match=r"vLLM 0\.40\.0 does not have .*it crashes.*checked with, 0\.32\.0 \(constraints"):
+    with pytest.raises(RuntimeError, match=r"vLLM 0\.40\.0 lacks .*it crashes.*tested with, 0\.32\.0 \(constraints"):
         apply_patch(patch, "0.40.0")
     assert "was checked with 0.32.0 only" in caplog.text
     caplog.clear()

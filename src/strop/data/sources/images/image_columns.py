@@ -123,7 +123,7 @@ def read_reference(value: Any, where: str) -> str:
 
 
 def is_opened(value: Any) -> bool:
-    """Whether this is an image of PIL; whoever has one has imported it."""
+    """Whether this is an image of PIL; code that has one has imported it."""
     return callable(getattr(value, "save", None)) and hasattr(value, "getbands")
 
 

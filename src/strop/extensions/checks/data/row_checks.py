@@ -75,7 +75,7 @@ def _count_side(conversation: RecordedConversation, template: ChatTemplate, rule
     return TokenCounts(len(paths[0][0].tokens), completion, max(sum(len(span.tokens) for span in path) for path in paths))
 
 
-MOST_REASONS = 8  # of one check in one entry that are reported apart
+MOST_REASONS = 8  # of one check in one entry that are reported separately
 LONGEST_TEXT = 120  # characters of an example
 _NUMBERS = re.compile(r"\d+")
 

@@ -25,7 +25,7 @@ CHECKED_RUNS: Mapping[str, type[RolloutRunConfig] | type[EvalRunConfig]] = {
 
 @dataclass(frozen=True)
 class JoinedTasks(Sequence[Task]):
-    """Several sequences of tasks, one after the other."""
+    """Several sequences of tasks, one after another."""
 
     parts: tuple[Sequence[Task], ...]
 

@@ -27,7 +27,7 @@ LONGEST = 20_000  # characters
 
 
 def make_nonsense(key: str, words: int) -> str:
-    """Return random words that depend on ``key`` alone."""
+    """Return random words that depend only on ``key``."""
     random = Random(key)
     return " ".join(random.choice(NONSENSE) for _ in range(words))
 

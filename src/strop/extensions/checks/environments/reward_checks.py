@@ -222,7 +222,7 @@ class RewardChecker:
         return True
 
     async def _check_deterministic(self) -> None:
-        """Play the same texts again: one after the other in reverse order, and all at once; with other global random states."""
+        """Play the same texts again: one after another in reverse order, and all at once; with other global random states."""
         chosen = self._choose_episodes(24)
         state = random.getstate()
         try:

@@ -1,1 +1,1 @@
-"""Programs that run inside the sandbox. They import the standard library and each other alone, and are sent there as text."""
+"""Programs that run inside the sandbox. They import only the standard library and each other, and are sent there as text."""

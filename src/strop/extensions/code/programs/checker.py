@@ -1,7 +1,7 @@
 """Runs assertions over a program that it does not contain. Runs in the sandbox, in a process that no program of a policy ever was in.
 
 A name that the tests do not define stands for the policy's: calling it records the call, and gives the answer that the policy's program
-gave to it in a process of its own (``candidate``). Where there is no answer yet, the statement is left, and the next one goes on. So one
+gave to it in a separate process (``candidate``). Where there is no answer yet, the statement is left, and the next one goes on. So one
 pass finds most calls, and the pass in which every call has its answer is the verdict.
 
 Reads a request from standard input: ``setup`` and ``tests`` (sources), ``remote`` names, ``answers`` by call. Writes one JSON object.
@@ -87,7 +87,7 @@ class Remote:
         return hash(self._target)
 
     def __bool__(self) -> bool:
-        raise TypeError("the program returned an object of its own, which is not plain data")
+        raise TypeError("the program returned an object of one of its classes, which is not plain data")
 
 
 def encode_argument(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """Plain Python values as JSON, and back.
 
-Values cross between the program of a policy and the tests in this form alone: no class of one side ever exists on the other, so no
+Values cross between the program of a policy and the tests only in this form: no class of one side ever exists on the other, so no
 ``__eq__`` of a policy's takes part in a comparison. What JSON has no word for is an object with one key, its kind. Part of programs in
 the sandbox.
 """

@@ -1,1 +1,1 @@
-"""Run programs that a model wrote, apart from the host, the network and each other."""
+"""Run programs that a model wrote, isolated from the host, the network and each other."""

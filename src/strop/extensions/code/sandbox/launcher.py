@@ -30,7 +30,7 @@ PACKAGES = {"bash": "bash", "c": "gcc", "cpp": "g++", "javascript": "nodejs"}  #
 
 START_TIMEOUT_S = 60.0
 _WORKER = Path(__file__).with_name("sandbox_worker.py")
-_USERS = 0x70000000  # programs run as this user and the worker's process number, which is nobody on any machine
+_USERS = 0x70000000  # programs run as this user and the worker's process number, which is no user of any machine
 _OWN_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # of each program, empty when it starts
 
 
@@ -174,7 +174,7 @@ def _bubblewrap_options(paths: tuple[str, ...]) -> list[str]:
 
 
 def _shown_at(path: str) -> str:
-    """Where a program finds a path of this machine: in its own place, unless the program has a folder of its own there."""
+    """Where a program finds a path of this machine: in its own place, unless the program has its own folder there."""
     return f"/opt/shown{path}" if path.startswith(tuple(f"{folder}/" for folder in _OWN_FOLDERS)) else path
 
 

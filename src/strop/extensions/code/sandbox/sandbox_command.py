@@ -36,7 +36,7 @@ def make_sandbox_parser() -> argparse.ArgumentParser:
     from strop.extensions.code.sandbox.base import Limits
 
     parser = argparse.ArgumentParser(
-        prog="strop sandbox", description="Programs that a model wrote: what this machine can keep apart, and a service that runs them.",
+        prog="strop sandbox", description="Programs that a model wrote: what this machine can isolate, and a service that runs them.",
         allow_abbrev=False,
     )  # fmt: skip
     actions = parser.add_subparsers(required=True, metavar="ACTION")
@@ -49,7 +49,7 @@ def make_sandbox_parser() -> argparse.ArgumentParser:
             "--level", choices=("namespaces", "seccomp", "limits"), default="namespaces", help="default: %(default)s"
         )
         each.add_argument("--workers", type=_positive, metavar="N", help="programs at a time (default: the number of processors)")
-        each.add_argument("--site-packages", action="store_true", help="let Python programs import the packages beside Strop")
+        each.add_argument("--site-packages", action="store_true", help="let Python programs import the packages alongside Strop")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
     serve.add_argument("--port", type=int, default=8900, help="port to listen on; 0 is any free one (default: %(default)s)")
     serve.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key (default: $STROP_SANDBOX_API_KEY)")

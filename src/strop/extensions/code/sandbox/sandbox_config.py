@@ -30,7 +30,7 @@ class SandboxConfig(BaseConfig):
 
     level: SandboxLevel = Field(
         "namespaces",
-        description="How programs are kept apart: namespaces (bubblewrap, a filter of system calls, limits); seccomp (Python only: a "
+        description="How programs are isolated: namespaces (bubblewrap, a filter of system calls, limits); seccomp (Python only: a "
         "program computes and reads this machine's files, nothing else); limits (only limits: it can read and write what the run can).",
     )
     workers: int | None = Field(None, ge=1, description="Programs at a time in each process; null is the number of processors.")
@@ -41,7 +41,7 @@ class SandboxConfig(BaseConfig):
         description="Memory that open interpreters may hold together between their calls; null is half of the machine's (MB).",
     )
     site_packages: bool = Field(
-        False, description="Whether Python programs may import the packages that are installed beside Strop, such as numpy."
+        False, description="Whether Python programs may import the packages that are installed alongside Strop, such as numpy."
     )
     url: Annotated[tuple[str, ...], BeforeValidator(_check_urls)] = Field(
         (),

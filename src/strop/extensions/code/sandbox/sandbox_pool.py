@@ -48,7 +48,7 @@ async def open_sandbox() -> AsyncIterator[str]:
     try:
         yield where
     finally:
-        _make_sandbox.cache_clear()  # first, so that nobody is given a sandbox that is closed
+        _make_sandbox.cache_clear()  # first, so that no caller gets a closed sandbox
         await sandbox.close()
 
 
@@ -215,7 +215,7 @@ class SandboxPool:
                 return self._try(request)
             except WorkerDied as error:
                 raise SandboxError(
-                    f"two workers of the sandbox died, one after the other ({error}): is the machine out of memory?"
+                    f"two workers of the sandbox died, one after another ({error}): is the machine out of memory?"
                 ) from error
 
     def _try(self, request: Mapping[str, Any]) -> RunResult:
@@ -231,7 +231,7 @@ class SandboxPool:
 
 
 class PoolSession:
-    """An interpreter in a worker of its own, which starts with the first call."""
+    """An interpreter in a separate worker, which starts with the first call."""
 
     def __init__(self, pool: SandboxPool, limits: Limits) -> None:
         self._pool, self._limits = pool, limits
@@ -263,7 +263,7 @@ class PoolSession:
                 return self._call(source, wall)
             except WorkerDied as error:
                 raise SandboxError(
-                    f"two workers of the sandbox died, one after the other ({error}): is the machine out of memory?"
+                    f"two workers of the sandbox died, one after another ({error}): is the machine out of memory?"
                 ) from error
 
     def _call(self, source: str, wall: float) -> RunResult:

@@ -26,7 +26,7 @@ from strop.extensions.code.sandbox.sandbox_pool import SandboxPool
 from strop.safety.http_server import bearer_key, check_sender, listening, make_app, read_json_object, stop_event
 from strop.safety.site_guard import BadRequest
 
-SESSION_IDLE_S = 900.0  # after which a session that nobody calls is closed
+SESSION_IDLE_S = 900.0  # after which an unused session is closed
 CEILINGS = Limits(
     cpu_s=120, wall_s=300, memory_mb=4096, processes=256, open_files=1024, file_mb=256, disk_mb=512, output_kb=32768
 )
@@ -130,7 +130,7 @@ class SandboxServer:
     async def run_in_session(self, request: web.Request) -> web.Response:
         found = self.sessions.get(request.match_info["id"])
         if found is None:
-            raise BadRequest("there is no such session, or it was closed because nobody called it", status=404)
+            raise BadRequest("there is no such session, or it was closed because it was not used", status=404)
         body = await read_json_object(request)
         source, wall_s = body["source"], float(body["wall_s"])
         if not isinstance(source, str) or not 0 < wall_s <= self.options.ceilings.wall_s:

@@ -1,10 +1,10 @@
-"""The process that runs programs, started by ``launcher.py``; in a sandbox of its own where the level has one. Standard library only.
+"""The process that runs programs, started by ``launcher.py``; in its own sandbox where the level has one. Standard library only.
 
     worker (waits)  - fork ->  job (init of a new process namespace; supervises)  - fork ->  the program, without privileges
 
 Each job is a fork in namespaces of its own, with an empty folder in memory. Only that fork reads what was sent, so nothing of one program
 is ever in the memory of the next. When it exits, the kernel ends every process and removes every file that the program left. The job
-measures and ends the program; it holds the channel to the caller, and the program's descriptors are its standard streams alone.
+measures and ends the program; it holds the channel to the caller, and the program's descriptors are only its standard streams.
 
 Messages in both directions: four bytes of length, then JSON. The caller's pickles would be code.
 """

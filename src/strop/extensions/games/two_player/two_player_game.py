@@ -33,7 +33,7 @@ class TwoPlayerGame(ABC, Generic[PositionT]):
 
     @abstractmethod
     def winner(self, position: PositionT) -> int | None:
-        """Return who has won; None if nobody has (yet)."""
+        """Return who has won; None if the game has no winner (yet)."""
 
     @abstractmethod
     def draw(self, position: PositionT) -> str:

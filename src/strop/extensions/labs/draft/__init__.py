@@ -1,1 +1,1 @@
-"""A draft head that is trained beside the policy, for speculative decoding (``policy.draft``, docs/speculation.md)."""
+"""A draft head that is trained alongside the policy, for speculative decoding (``policy.draft``, docs/speculation.md)."""

@@ -1,4 +1,4 @@
-"""Section ``policy.draft``: a draft head that is trained beside the policy."""
+"""Section ``policy.draft``: a draft head that is trained alongside the policy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DraftConfig(PolicyExtension):
 
     identity_keys: ClassVar[tuple[str, ...]] = ("enabled", "model_name", "num_layers", "aux_layer_indices")
 
-    enabled: bool = Field(False, description="Train a draft head beside the policy, for speculative decoding.")
+    enabled: bool = Field(False, description="Train a draft head alongside the policy, for speculative decoding.")
     model_name: PathText | None = Field(
         None,
         description="A hub name or folder with an EAGLE-3 head of this policy; null starts a new one, of the policy's shape.",
@@ -62,7 +62,7 @@ class DraftConfig(PolicyExtension):
             )
 
     def errors_of_run(self, key: str, config: Any) -> Iterator[Problem]:
-        """Yield what no draft head is trained beside; what depends on the model is found when it is loaded."""
+        """Yield settings that are incompatible with training a draft head; the model is checked on loading."""
         from strop.config.schema.run_config import RmRunConfig, RolloutRunConfig
 
         policy: PolicyConfig = config.policy
@@ -81,7 +81,7 @@ class DraftConfig(PolicyExtension):
         if isinstance(config, RmRunConfig):
             yield Problem(
                 f"{key}.enabled",
-                "found true, but a reward model predicts no tokens that a head could draft",
+                "found true, but a reward model does not predict tokens for a head to draft",
                 "Set it to false.",
             )
 
@@ -103,7 +103,7 @@ class DraftConfig(PolicyExtension):
         if self.enabled and count and policy.learner.needs_ranks and not policy.generation.uses_vllm:
             yield Problem(
                 f"{key}.speculative_draft",
-                f"found {count}, but beside {policy.learner.title} the torch engine is in a process of its own, which is not sent the head",
+                f"found {count}, but with {policy.learner.title} the torch engine is in a separate process, which is not sent the head",
                 "Set it to 0, or policy.generation.backend=vllm with vllm_cfg.speculation.method=eagle3.",
             )
 
@@ -162,8 +162,8 @@ class DraftConfig(PolicyExtension):
         if shards > 1:
             yield Problem(
                 f"{key}.enabled",
-                f"found true, but {section} cuts the policy over {shards} devices, and a head is trained beside a whole policy in "
-                "this version",
+                f"found true, but {section} cuts the policy over {shards} devices, and a head is trained alongside a whole policy in this "
+                "version",
                 f"Set it to false, or the tensor, context and pipeline sizes of {section} to 1.",
             )
         elif count_devices(config).uses_ray and not policy.learner.trains_drafts:
@@ -172,7 +172,7 @@ class DraftConfig(PolicyExtension):
             yield Problem(
                 f"{key}.enabled",
                 "found true, but the models of the run are in a cluster of processes (cluster), where "
-                f"{f'a head is trained beside {beside} alone' if able else 'no head is trained'}",
+                f"{f'a head is trained only alongside {beside}' if able else 'no head is trained'}",
                 "Leave one process with one device (cluster.num_nodes=1, cluster.gpus_per_node=1), "
                 f"{''.join(f'set policy.{name}.enabled=true, ' for name in able)}or this to false.",
             )
@@ -230,8 +230,8 @@ class DraftConfig(PolicyExtension):
         section = options.section
         if options.on_ranks:
             raise ValueError(
-                f"{section}.draft.enabled: found true, but the learner is on several ranks, beside which no head is trained in this "
-                "version. Train on one device, or set it to false"
+                f"{section}.draft.enabled: found true, but the learner is on several ranks, which cannot train a head in this version. "
+                "Train on one device, or set it to false"
             )
         if not network.packed:
             raise ValueError(

@@ -22,7 +22,7 @@ METRICS = ("draft_loss", "draft_acceptance", "draft_same_top")
 
 @dataclass(frozen=True, eq=False)
 class DraftPass:
-    """What trains a head beside a policy: the gradient of the head alone. Nothing of it reaches the policy."""
+    """What trains a head alongside a policy: only the head's gradient. Nothing of it reaches the policy."""
 
     policy: DraftedPolicy
     head: EagleHead

@@ -1,4 +1,4 @@
-"""Trains the draft head of a policy from the policy's own passes (``policy.draft``), with an optimizer and a schedule of its own.
+"""Trains the draft head of a policy from the policy's own passes (``policy.draft``), with its own optimizer and schedule.
 
     draft/         in a checkpoint: the head as vLLM and SGLang load it, and
     draft/training.pt, the state of its training
@@ -153,8 +153,8 @@ class DraftTrainer:
         path = folder / FOLDER / STATE_FILE
         if not path.exists():
             raise ValueError(
-                f"{folder} has no draft head, and policy.draft.enabled is true: continue with false, or start the run anew from "
-                "this checkpoint's weights (policy.model_name)"
+                f"{folder} has no draft head, and policy.draft.enabled is true: continue with false, or start a new run from this "
+                "checkpoint's weights (policy.model_name)"
             )
         load_head_weights(self.head, load_file(folder / FOLDER / WEIGHTS))
         device = self.head.fc.weight.device

@@ -1,4 +1,4 @@
-"""What a draft head needs of the policy that it drafts for, whoever trains it."""
+"""What a draft head needs of its policy, whichever learner trains it."""
 
 from __future__ import annotations
 

@@ -56,7 +56,9 @@ class EagleDrafter:
     """Proposes tokens for all running requests together."""
 
     def __init__(self, network: Network, runner: PagedRunner, count: int, *, rejection: bool = False) -> None:
-        """``count``: tokens that are proposed at most. ``rejection``: drafts are drawn with numbers of their own, and kept or redrawn."""
+        """``count``: maximum number of proposed tokens. ``rejection``: drafts are drawn with separate random numbers, and kept or
+        redrawn.
+        """
         assert isinstance(network.draft, EagleHead)
         self.network, self.runner, self.head, self.count = network, runner, network.draft, count
         self.cache = DraftCache(self.head.shape, network.precision, network.device)

@@ -52,7 +52,7 @@ def rotate_half(x: Tensor) -> Tensor:
 
 
 class EagleLayer(nn.Module):
-    """A layer of a head. The first one reads embeddings beside hidden states."""
+    """A layer of a head. The first one reads embeddings in addition to hidden states."""
 
     def __init__(self, shape: EagleShape, index: int) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ class StateCapture:
     """Takes the outputs of some layers, and of the whole decoder, while it is ``active``. It changes nothing of the pass."""
 
     def __init__(self, decoder: nn.Module, layers: Sequence[int]) -> None:
-        """Raises ValueError if the decoder has not so many layers."""
+        """Raises ValueError if the decoder has fewer layers."""
         self.decoder = decoder
         found = decoder_layers(decoder)
         if max(layers) >= len(found):
@@ -73,11 +73,11 @@ class EagleFuser:
         return self.capture.active()
 
     def empty(self, tokens: int) -> Tensor:
-        """Return room for the outputs of the layers, [tokens, layers, H] float32."""
+        """Allocate memory for the outputs of the layers, [tokens, layers, H] float32."""
         return torch.empty(tokens, len(self.layers), self.size)
 
     def take(self) -> Tensor:
-        """Fuse what was captured of the last pass."""
+        """Fuse the outputs captured in the last pass."""
         return self.fuse(self.capture.take())
 
     @torch.no_grad()

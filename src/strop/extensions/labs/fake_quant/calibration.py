@@ -63,7 +63,7 @@ def set_input_scales(model: nn.Module, found: Mapping[str, float]) -> None:
 
 
 def save_input_scales(model: nn.Module, folder: Path) -> None:
-    """Write the calibrated scales beside a model's configuration, for engines in other processes; nothing without any."""
+    """Write the calibrated scales next to a model's configuration, for engines in other processes; nothing without any."""
     if found := {name: quantizer.amax for name, quantizer in iter_static_inputs(model)}:
         (folder / SCALES_FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

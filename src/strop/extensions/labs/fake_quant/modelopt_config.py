@@ -197,12 +197,12 @@ def _check_other_quantizers(rules: QuantizerRules) -> None:
         if rules.find(name) is not None:
             raise QuantConfigError(
                 f"{rules.source} quantises {what}, which the learner computes in high precision",
-                f"Disable it in a YAML file of your own (quantizer_name: '*{name.rpartition('.')[2]}', enable: false).",
+                f"Disable it in your own YAML file (quantizer_name: '*{name.rpartition('.')[2]}', enable: false).",
             )
     if rules.weight_format("lm_head") is not None or rules.input_format("lm_head") is not None:
         raise QuantConfigError(
             f"{rules.source} quantises the output layer, whose log-probabilities are computed in tiles of high precision",
-            "Disable it in a YAML file of your own (quantizer_name: '*lm_head*', enable: false).",
+            "Disable it in your own YAML file (quantizer_name: '*lm_head*', enable: false).",
         )
     if not any(rule.enabled and rule.format is not None for rule in rules.rules):
         raise QuantConfigError(f"{rules.source} quantises nothing", "Enable a quantiser with a cfg, or set it to null.")

@@ -77,11 +77,11 @@ class QuantConfig(PolicyExtension):
                 f"found null, but {self.quant_cfg} rounds inputs with scales of whole tensors, which texts must find before training: a "
                 "scale of each micro-batch would change the gradient with how a batch is cut",
                 f"Set it to cnn_dailymail, a file of texts, or random; or {key}.quant_cfg to a configuration with scales of tokens or "
-                "blocks, or of weights alone.",
+                "blocks, or of weights only.",
             )
 
     def _check_rounded_learner(self, key: str) -> Iterator[Problem]:
-        """Yield what rounded weights and inputs do not go together with, in the learner."""
+        """Yield settings of the learner that are incompatible with rounded weights and inputs."""
         policy = self._policy
         if policy.fp8.enabled:
             yield Problem(
@@ -101,7 +101,7 @@ class QuantConfig(PolicyExtension):
                 )
 
     def _check_rounded_engine(self, key: str) -> Iterator[Problem]:
-        """Yield what rounded weights and inputs do not go together with, in the engine."""
+        """Yield settings of the engine that are incompatible with rounded weights and inputs."""
         policy = self._policy
         yield from self._check_one_format(key, policy.generation.weight_format)
         adapters = policy.dtensor_cfg.lora_cfg.enabled and policy.generation.uses_engines

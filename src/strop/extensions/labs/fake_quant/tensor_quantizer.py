@@ -34,7 +34,7 @@ class TensorQuantizer:
     paused: bool = False  # rounds nothing; a static scale that is missing is found meanwhile
 
     def round(self, tensor: Tensor) -> Tensor:
-        """[..., R, C] -> the same rounded, in its data type; the gradient passes through. Leading dimensions are matrices of their own."""
+        """[..., R, C] -> the same rounded, in its data type; the gradient passes through. Leading dimensions are separate matrices."""
         if self.paused:
             return tensor
         apply: Any = _StraightThrough.apply

@@ -86,7 +86,7 @@ class StageAdapters:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Read with the base alone: bitwise what it was before it had adapters."""
+        """Read with only the base: bitwise what it was before it had adapters."""
         for adapter in self.modules:
             adapter.enabled = False
         try:
@@ -135,7 +135,7 @@ class StageAdapters:
                     load_weight(half, half.weight.name, self.weights, reader)
 
     def _score_layer(self) -> list[PlacedWeight]:
-        """Where the score layer is, which is trained whole and saved beside the adapters."""
+        """Where the score layer is, which is trained whole and saved with the adapters."""
         return [
             replace(placed, weight=replace(placed.weight, name=f"{PREFIX}{placed.weight.name}"))
             for placed in self.weights.weights

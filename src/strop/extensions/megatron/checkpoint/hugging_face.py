@@ -131,7 +131,7 @@ def read_hugging_face_weights(iteration: Path, config: Any) -> dict[str, Tensor]
 def write_megatron_weights(weights: Mapping[str, Tensor], config: Any, folder: Path) -> None:
     """Write weights under the names of the ordinary model as ``folder/iter_0000000``, which any layout reads.
 
-    Experts may be apart, as many files have them. Raises ValueError if they are not those of ``config``.
+    Experts may be separate, as many files have them. Raises ValueError if they are not those of ``config``.
     """
     model = WeightShapes.of(config)
     layers = _layer_parameters(model)

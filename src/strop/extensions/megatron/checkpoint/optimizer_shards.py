@@ -1,4 +1,4 @@
-"""The state of Megatron Core's optimizers as blocks of whole tensors, the same ones whoever keeps them.
+"""The state of Megatron Core's optimizers as blocks of whole tensors, the same whichever rank keeps them.
 
     optimizer.state.exp_avg.NAME       moments of the parameter NAME (exp_avg, exp_avg_sq, momentum_buffer), float32
     optimizer.state.fp32_param.NAME    float32 master of a parameter in lower precision

@@ -68,7 +68,7 @@ def list_stage_tensors(stages: Sequence[nn.Module], stored: TensorReader | None 
     """Return the parameters and buffers of this rank's stages, in the order of the modules.
 
     Args:
-        stored: The checkpoint to load. Its names say whether the layers were saved stacked, or each under a name of its own.
+        stored: The checkpoint to load. Its names say whether the layers were saved stacked, or each under its own name.
     """
     from megatron.core import parallel_state
 

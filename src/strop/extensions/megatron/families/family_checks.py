@@ -54,7 +54,7 @@ def check_experts(config: MegatronConfig, architecture: Architecture) -> None:
     if biased and config.moe_router_bias_update_rate and config.peft.enabled:
         raise ValueError(
             f"{SECTION}.moe_router_bias_update_rate: found {config.moe_router_bias_update_rate:g}, which changes the expert bias of the "
-            f"base, and {SECTION}.peft.enabled=true trains adapters alone; set it to 0"
+            f"base, and {SECTION}.peft.enabled=true trains only adapters; set it to 0"
         )
     if config.moe_token_dispatcher_type == "flex" and not is_installed("deep_ep"):
         raise ValueError(

@@ -31,7 +31,7 @@ class Family(Protocol):
 
 FAMILIES: tuple[Family, ...] = (Llama(), Qwen(), QwenMoe(), Mistral(), Mixtral(), Gemma(), Gemma2(), DeepSeek(), Nemotron())
 
-# Types of models that are refused for a reason of their own.
+# Types of models that are refused for their own reason.
 REFUSED = {
     "nemotron_h": "its Mamba layers carry a state along a sequence, which rows with shared prompts do not have one of, and Megatron Core's "
     "need the packages mamba-ssm and causal-conv1d and a GPU",

@@ -10,7 +10,7 @@ import torch
 
 
 class Piece(NamedTuple):
-    """Rows of a Hugging Face weight that are adjacent in the whole Megatron Core parameter, that of all ranks one after the other."""
+    """Rows of a Hugging Face weight that are adjacent in the whole Megatron Core parameter, that of all ranks one after another."""
 
     whole: int  # the first of them in the whole parameter
     start: int  # in the Hugging Face weight
@@ -91,7 +91,7 @@ class WeightRule:
     order: RowOrder = field(default=SameOrder())
     dtype: torch.dtype | None = None  # None is that of the model
     aliases: tuple[str, ...] = ()  # other names that files have for it
-    # For the experts of a layer, one tensor in the module: the names of one expert's parts in files that have them apart.
+    # For the experts of a layer, one tensor in the module: the names of one expert's parts in files that have them separately.
     expert_files: tuple[str, ...] = ()
 
     @property

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside the linear layers that tensor-parallel ranks divide: y = W x + scale * B A x."""
+"""Low-rank adapters added to the linear layers that tensor-parallel ranks divide: y = W x + scale * B A x."""
 
 from __future__ import annotations
 

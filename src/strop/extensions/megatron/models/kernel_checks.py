@@ -22,7 +22,7 @@ FP8_GPUS = {  # recipe -> (least compute capability, its GPUs)
 
 
 class NoFp8:
-    """Stands for Transformer Engine's state of FP8 where it is not installed: Megatron Core 0.16.1 asks for it all the same."""
+    """Stands for Transformer Engine's state of FP8 where it is not installed: Megatron Core 0.16.1 reads it anyway."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:
@@ -52,7 +52,7 @@ def choose_grouped_gemm(config: MegatronConfig, dtype: torch.dtype, *, installed
     if not installed or dtype == torch.float64:
         if asked:
             logger.warning(
-                "%s.moe_grouped_gemm is true, but %s; the experts of a rank are computed one after the other, with the same numbers",
+                "%s.moe_grouped_gemm is true, but %s; the experts of a rank are computed one after another, with the same numbers",
                 SECTION,
                 "float64 has no grouped kernels" if installed else "Transformer Engine is not installed",
             )

@@ -27,7 +27,7 @@ LATENT_EPSILON = 1e-6  # of the norms of compressed inputs, whatever the configu
 class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
     """Megatron Core's latent attention whose queries and keys are made for a row: its own takes the positions 0 to T - 1.
 
-    Its own also leaves the gradient of the keys' rotated part, which all heads share, on each tensor-parallel rank alone.
+    Its own also leaves the gradient of the keys' rotated part, which all heads share, on each tensor-parallel rank separately.
     """
 
     def __init__(self, *arguments: Any, rotary: int, **options: Any) -> None:
@@ -89,5 +89,5 @@ class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
 
 
 def _rotate(heads: Tensor, table: Tensor) -> Tensor:
-    """Rotate pairs of neighbours, [T, 1, heads, D]: they are put apart, into halves, first."""
+    """Rotate pairs of neighbours, [T, 1, heads, D]: they are first separated into halves."""
     return rotate(torch.cat((heads[..., 0::2], heads[..., 1::2]), -1), table)

@@ -47,7 +47,7 @@ def layer_spec(architecture: Architecture, design: LayerDesign, config: Any, *, 
 
 
 def choose_backend(config: Any, *, grouped: bool = False) -> Any:
-    """Return who makes linear layers: PyTorch, or Transformer Engine where FP8, the configuration or ``grouped`` experts ask for it."""
+    """Return who makes linear layers: PyTorch, or Transformer Engine where FP8, the configuration or ``grouped`` experts need it."""
     if config.transformer_impl != "transformer_engine" and not grouped:
         return LocalSpecProvider()
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider

@@ -17,7 +17,7 @@ from strop.models.routing.recorded_experts import ReplayedRoutes, RoutedLayers
 
 
 class LayerReplay:
-    """The ``router_replay`` of a router of Megatron Core: in place of its own one, which keeps all routers of a process in one list."""
+    """The ``router_replay`` of a router of Megatron Core: in place of its own, which keeps all routers of a process in one list."""
 
     def __init__(self, layer: int, *, recomputed: bool) -> None:
         """``recomputed``: the router alone is computed again in the backward pass, without its layer."""

@@ -85,7 +85,7 @@ def step_optimizer(optimizer: Any) -> tuple[float, bool]:
 
 
 def clip_gradients(optimizer: Any, norm: float) -> None:
-    """Scale gradients of the norm ``norm`` down to the configured one. (Megatron Core's own function knows float32 alone.)"""
+    """Scale gradients of the norm ``norm`` down to the configured one. (Megatron Core's own function knows only float32.)"""
     for each in chained(optimizer):
         limit = each.config.clip_grad
         if getattr(each, "is_stub_optimizer", False) or not 0 < limit < norm + 1e-6:

@@ -29,7 +29,7 @@ class RowSharding:
     """
 
     def __init__(self, layout: MegatronLayout, multiple: int = 1) -> None:
-        """``multiple``: of tokens that each rank has, as kernels ask for it."""
+        """``multiple``: of tokens that each rank has, as kernels require."""
         self.layout = layout
         self.multiple = multiple
         self.dims = layout.dims

@@ -1,4 +1,4 @@
-"""Section ``grpo.adv_estimator``: NeMo-RL's estimators, each with options of its own, which win over those of ``grpo``."""
+"""Section ``grpo.adv_estimator``: NeMo-RL's estimators, each with its own options, which win over those of ``grpo``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def translate_estimator(recipe: Recipe) -> None:
 
 
 def refuse_teachers(recipe: Recipe) -> None:
-    """Refuse on-policy distillation with several teachers, unless its own section, which is refused too, asks for it."""
+    """Refuse on-policy distillation with several teachers, unless its own section, which is refused too, requests it."""
     if not recipe.value("on_policy_distillation"):
         recipe.refuse(
             f"{SECTION}.name",

@@ -102,7 +102,7 @@ def _translate_processor(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> 
             recipe.note(
                 _place(recipe, key, "processor"),
                 Effect.CHANGED,
-                f"the system prompt and the question are rendered as one conversation; {name} renders each alone, and joins the texts",
+                f"the system prompt and the question are rendered as one conversation; {name} renders each separately, and joins the texts",
             )
 
 
@@ -213,7 +213,7 @@ def translate_preference_validation(recipe: Recipe) -> None:
 
 
 def translate_dataloaders(recipe: Recipe) -> None:
-    """Several data loaders: so many tasks of each entry in a step, and each entry has an order and epochs of its own."""
+    """Several data loaders: a number of tasks of each entry in a step, and each entry has its own order and epochs."""
     loader, number, switch = CUSTOM_LOADER, "data.num_prompts_per_dataloader", "data.use_multiple_dataloader"
     if not recipe.is_set(switch):
         return

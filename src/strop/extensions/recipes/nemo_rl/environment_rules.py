@@ -35,7 +35,7 @@ _drop = Recipe.unused_if_set  # (recipe, key, why)
 NEMO_GYM_ADDRESSES = ("env.nemo_gym.head_url", "env.nemo_gym.servers")
 NEMO_GYM_OPTIONS = ("type", "head_url", "servers", "components", "timeout_s", "agent_timeout_s", "reward_weights")  # Strop's
 STARTED_APART = "NeMo-Gym's servers are started apart from the run, with their own configuration"
-GATEWAY = "the gateway answers agents, and parses calls of tools by the model's chat format"
+GATEWAY = "the gateway answers agents, and parses tool calls by the model's chat format"
 
 
 def has_nemo_gym_servers(recipe: Recipe) -> bool:
@@ -92,7 +92,7 @@ def _translate_math(recipe: Recipe, key: str, options: Mapping[str, Any]) -> Non
     kind, checker = options.get("verifier_type"), options.get("math_verify_impl")
     if str(kind) in CHOICE_VERIFIERS:
         recipe.rename(f"{key}.verifier_type", f"{key}.verifier", kind)
-        checker = None  # not read beside it
+        checker = None  # not read with it
     elif kind in (None, "math"):
         _drop(recipe, f"{key}.verifier_type", "math is how the environment checks answers anyway")
         if recipe.is_written("data.processor") and "verifier" not in options:  # an evaluation, graded as there

@@ -90,7 +90,7 @@ SGLANG_RULES: tuple[Rule, ...] = (
     translate_sglang_model,
     translate_sglang_engines,
     Unused("*generation.use_async_rollouts", "requests always reach the engine one by one"),
-    Unused("*generation.sglang_cfg.random_seed", "every request has a seed of its own"),
+    Unused("*generation.sglang_cfg.random_seed", "every request has its own seed"),
     Unused("*generation.sglang_cfg.skip_tokenizer_init", "stop strings need the tokenizer"),
     Unused("*generation.sglang_cfg.allow_auto_truncate", "prompts that are too long are dropped and counted, none is cut"),
     Unused("*generation.sglang_cfg.skip_server_warmup", "nothing is warmed up before the weights arrive"),
@@ -190,7 +190,7 @@ ENGINE_SIZES = {"tensor_model_parallel_size": "tensor_parallel_size", "expert_mo
 def sample_with_vllm(recipe: Recipe) -> None:
     """Sample with vLLM engines of the same sizes: with the same weights and options the distribution is the same.
 
-    Whoever asks for Megatron Core on the command line is told that it does not sample in this version.
+    A user who requests Megatron Core on the command line is told that it does not sample in this version.
     """
     for key in list(recipe.find("*generation.backend")):
         if recipe.value(key) == "megatron" and not recipe.is_on_command_line(key):

@@ -90,7 +90,7 @@ def use_processor_template(recipe: Recipe) -> None:
 
 
 def leave_media_tokens_out(recipe: Recipe) -> None:
-    """``bad_words`` that are tokens of images and sound alone: a policy that samples one has sampled a token, and no image."""
+    """``bad_words`` that are only tokens of images and sound: a policy that samples one has sampled a token, and no image."""
     for key in list(recipe.find("*generation.bad_words")):
         words = recipe.value(key)
         if isinstance(words, list) and words and all(isinstance(word, str) and MEDIA_TOKEN.fullmatch(word) for word in words):
@@ -121,7 +121,7 @@ def note_image_options(recipe: Recipe, key: str, name: str) -> None:
         recipe.note(
             f"{key}.dataset_name",
             Effect.CHANGED,
-            "of several phrases for a region, its number draws one, the same in every epoch; NeMo-RL draws one anew",
+            "of several phrases for a region, its number draws one, the same in every epoch; NeMo-RL draws a new one",
         )
     if name in ("refcoco", "mmpr-tiny") and recipe.is_set(f"{key}.download_dir"):
         text = "media_data_dir here: images are not downloaded, and are expected in this folder as NeMo-RL leaves them there"

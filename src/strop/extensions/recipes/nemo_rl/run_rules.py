@@ -42,7 +42,7 @@ def translate_fault_tolerance(recipe: Recipe) -> None:
         saved = recipe.value(period)
         every = math.gcd(often, saved) if isinstance(saved, int) and saved > 0 else often
         recipe.set(period, every, because=key)
-        text = f"checkpointing.save_period={every} here: the newest checkpoint is always kept to resume from, beside the keep_top_k best"
+        text = f"checkpointing.save_period={every} here: the newest checkpoint is always kept to resume from, besides the keep_top_k best"
         recipe.note(key, Effect.CHANGED, text)
         recipe.drop(key)
     elif recipe.is_set(key):

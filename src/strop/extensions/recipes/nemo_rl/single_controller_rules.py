@@ -20,7 +20,7 @@ def translate_single_controller(recipe: Recipe) -> None:
         recipe.unused(KEY, "it is switched off")
         return
     if recipe.value("grpo.async_grpo.enabled"):
-        text = f"found it beside grpo.async_grpo.enabled=true: NeMo-RL's single controller reads {KEY} alone"
+        text = f"found it together with grpo.async_grpo.enabled=true: NeMo-RL's single controller reads {KEY} alone"
         recipe.refuse(KEY, text, "Set grpo.async_grpo=null, or remove async_rl.")
         return
     options = _read_sampler(recipe)

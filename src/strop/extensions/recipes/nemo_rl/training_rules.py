@@ -65,7 +65,7 @@ def _round_validation(recipe: Recipe, section: str) -> None:
 
 
 def translate_failures(recipe: Recipe) -> None:
-    """NeMo-RL tolerates so many failed groups in a row, and the next one ends the run."""
+    """NeMo-RL tolerates this number of failed groups in a row, and the next one ends the run."""
     for section in SECTIONS:
         for key in list(recipe.find(f"{section}.async_{section}.max_generation_failures")):
             tolerated = recipe.value(key, 0)

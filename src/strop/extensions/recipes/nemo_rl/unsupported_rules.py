@@ -21,7 +21,7 @@ NEMO_GYM = Unsupported(
         "*generation.vllm_cfg.expose_http_server",
         "env.nemo_gym.config_paths",
     ),
-    "NeMo-Gym's servers run apart from the run, and no key says where they are",
+    "NeMo-Gym's servers run separately from the run, and no key says where they are",
     "Start them (gym env start) and set env.nemo_gym.head_url to the address of their head server, or env.nemo_gym.servers to those of the "
     "resource servers (docs/adapters.md).",
     details=(
@@ -100,7 +100,7 @@ def explain_learner(recipe: Recipe) -> None:
 
 
 def refuse_template(recipe: Recipe) -> None:
-    """Refuse a recipe that leaves the model to whoever runs it."""
+    """Refuse a recipe that leaves the choice of model to its user."""
     key = "policy.model_name" if recipe.is_own_key("policy.model_name") else "generation.model_name"
     if recipe.is_set(key) and get_at(recipe.source.values, tuple(key.split("."))) is None:
         recipe.refuse(key, "found null: the file is a template that leaves the model open", f"Set {key}=...")

@@ -82,7 +82,7 @@ def _translate_groups(recipe: LibraryRecipe, sizes: Batches) -> None:
 
 
 def count_steps(recipe: LibraryRecipe, optimizer_steps: int) -> int:
-    """Return how many of Strop's steps make so many optimizer steps, rounded up."""
+    """Return how many of Strop's steps make this number of optimizer steps, rounded up."""
     return math.ceil(optimizer_steps / count_batches(recipe).optimizer_steps)
 
 

@@ -35,7 +35,7 @@ COMMON: Mapping[str, Any] = {
     "resume_from_checkpoint": None, "local_rank": -1, "model_init_kwargs": None, "trust_remote_code": False,
 }  # fmt: skip
 
-# Of a trainer alone, or with a default of its own, by the name of its command.
+# Only of one trainer, or with its own default, by the name of its command.
 TRAINERS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {
         "learning_rate": 1e-06, "remove_unused_columns": False, "train_sampling_strategy": "random", "router_aux_loss_coef":

@@ -45,7 +45,7 @@ def find_command(values: Mapping[str, Any], path: Path) -> str:
 
 
 def read_trl(path: Path, gpus: int | None = None, command: str | None = None) -> ReadRecipe:
-    """Translate a file for so many GPUs, or the number that a dump was made for. Raises ConfigError."""
+    """Translate a file for a number of GPUs, or the number that a dump was made for. Raises ConfigError."""
     if path.suffix in (".bin", ".pt", ".pkl"):
         fix = "Write it as JSON: json.dump(args.to_dict(), file), with args = torch.load(path, weights_only=False)."
         raise ConfigError([Problem("", f"{path} is a pickle, which may run code when it is read", fix)])

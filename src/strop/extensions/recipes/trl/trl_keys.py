@@ -10,7 +10,7 @@ from strop.extensions.recipes.trl.trl_optimizer import KWARGS, translate_optimiz
 from strop.extensions.recipes.trl.trl_services import REPORT_ARGUMENTS, REPORT_KEYS, translate_reports
 
 LOGGING = Left("every step is logged: metrics.jsonl in the run's log folder")
-DATA_LOADER = Left("there are no data loaders with workers of their own")
+DATA_LOADER = Left("there are no data loaders with their own workers")
 SHARDING = Left(
     "the learner shards over all GPUs by itself: policy.dtensor_cfg and cluster say how", ("policy.dtensor_cfg.cpu_offload",)
 )

@@ -96,7 +96,7 @@ def _translate_importance_level(recipe: LibraryRecipe, loss: str) -> None:
         if recipe.is_written(key):
             recipe.note(key, Effect.RENAMED, "the objectives' own ratio, of each token, here")
     elif loss not in CLIPPED:
-        recipe.refuse(key, f"loss_type {loss} has a ratio of its own here", "Remove the key.")
+        recipe.refuse(key, f"loss_type {loss} has its own ratio here", "Remove the key.")
     elif AGGREGATIONS[loss] == "token_mean":
         recipe.refuse(key, "a mean over tokens gives long rollouts more weight", "Set loss_type: grpo, as TRL advises too.")
     elif recipe.is_written(key):
@@ -230,13 +230,13 @@ def translate_online_dpo(recipe: LibraryRecipe) -> None:
 
 
 def translate_preference_loss(recipe: LibraryRecipe) -> None:
-    """DPO's loss_type, alone or beside an SFT term."""
+    """DPO's loss_type, alone or together with an SFT term."""
     asked = recipe.value("loss_type")
     losses = [asked] if isinstance(asked, str) else list(asked)
     weights = dict(zip(losses, recipe.value("loss_weights") or [1.0] * len(losses), strict=False))
     sft = weights.pop("sft", 0.0)
     if len(weights) != 1 or next(iter(weights)) not in PREFERENCES:
-        fix = f"Set one of {', '.join(PREFERENCES)}, and sft beside it if you like."
+        fix = f"Set one of {', '.join(PREFERENCES)}, and optionally sft."
         recipe.refuse("loss_type", "a run has one preference loss, and an SFT term", fix)
         return
     loss, weight = next(iter(weights.items()))

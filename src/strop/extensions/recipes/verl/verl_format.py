@@ -103,9 +103,9 @@ def _translate(
     recipe = LibraryRecipe(kind, values, origins, defaults, "verl")
     if config and config not in OWN_CONFIGS:
         fix = "Run it once with --cfg job, and translate what that prints; or copy the file's keys into the command."
-        recipe.note("--config-name", Effect.REFUSED, f"the script starts from a file of its own, {config}", fix)
+        recipe.note("--config-name", Effect.REFUSED, f"the script starts from its own file, {config}", fix)
     if script.has_conditions:
-        text = "the script has conditions or loops, and its assignments were read one after the other"
+        text = "the script has conditions or loops, and its assignments were read one after another"
         recipe.note(path.name, Effect.CHANGED, text)
     for name, key in script.unassigned.items():
         recipe.note(key, Effect.RENAMED, f"the script does not assign {name}: it stays as ${{oc.env:{name}}}")

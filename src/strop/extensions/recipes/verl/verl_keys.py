@@ -19,7 +19,7 @@ PACKED = Left("rows are packed without padding", ("policy.sequence_packing.enabl
 OFFLOADING = Left("policy.offload decides what leaves the GPU while the engine samples", ("policy.offload",))
 SHARDING = Left("it is about how weights are sharded and moved, not what is computed")
 MICRO_BATCHES = Left("log-probabilities are cut by the same budget as training", ("policy.logprob_batch_size",))
-LOADER = Left("there are no data loaders with workers of their own")
+LOADER = Left("there are no data loaders with their own workers")
 MEMORY = Left("it saves memory or time, and changes no result")
 ENGINE_OPTION = Left("it is the engine's own choice", ("policy.generation.vllm_kwargs",))
 RAY = Left("it is about processes and waiting, not training")
@@ -121,10 +121,10 @@ VERL_PPO_KEYS: KeyTable = {
     **dict.fromkeys(_inside("data", "return_raw_input_ids", "return_raw_chat", "return_full_prompt", "return_multi_modal_inputs",
                             "image_patch_size", "validation_shuffle", "reward_fn_key", "need_tools_kwargs"),
                             Left("columns are read by name")),
-    "data.custom_cls.path": Lacking("data sets of verl are code of its own", "Write an environment with tasks of its own. Remove the key."),
+    "data.custom_cls.path": Lacking("data sets of verl are custom code", "Write an environment with its own tasks. Remove the key."),
     "data.custom_cls.name": Left("custom_cls.path says the file"),
     "data.sampler.*": Lacking("samplers are code of verl's", "Remove the keys; data.train entries have weights."),
-    "data.datagen.*": Lacking("generators of data are code of verl's", "Write an environment with tasks of its own. Remove the keys."),
+    "data.datagen.*": Lacking("generators of data are code of verl's", "Write an environment with its own tasks. Remove the keys."),
     # model
     **_together(
         model.translate_model,
@@ -305,7 +305,7 @@ VERL_SFT_KEYS: KeyTable = {
     "data.chat_template": to("policy.tokenizer.chat_template"),
     "data.apply_chat_template_kwargs": Carried(("policy.tokenizer.chat_template_kwargs",), lambda value: value or None),
     "data.apply_chat_template_kwargs.*": Together(_carry_template, ("policy.tokenizer.chat_template_kwargs",)),
-    "data.custom_cls.path": Lacking("data sets of verl are code of its own", "Give the data columns of messages. Remove the key."),
+    "data.custom_cls.path": Lacking("data sets of verl are custom code", "Give the data columns of messages. Remove the key."),
     "data.multiturn.*": Left("examples have no tools"),
     "data.*": LOADER,
     **_together(

@@ -194,7 +194,7 @@ def translate_turns(recipe: LibraryRecipe) -> None:
     key = key or (f"{ROLLOUT}.agent.default_agent_loop" if loop != "single_turn_agent" else None)
     if key is not None:
         fix = "Write an environment with tools, docs/guides/multi_turn.md, and set grpo.max_rollout_turns. Remove the key."
-        recipe.refuse(key, "tools and turns of verl are code of its own", fix)
+        recipe.refuse(key, "tools and turns of verl are custom code", fix)
 
 
 def translate_sft_model(recipe: LibraryRecipe) -> None:

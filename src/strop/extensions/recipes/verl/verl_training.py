@@ -108,7 +108,7 @@ def _translate_micro_batches(recipe: LibraryRecipe, section: str, to: str, group
 
 
 def translate_critic(recipe: LibraryRecipe) -> None:
-    """The critic is a network of its own; its loss is half the squared error, clipped."""
+    """The critic is a separate network; its loss is half the squared error, clipped."""
     if recipe.kind != "ppo":
         return
     recipe.carry("critic.model.path", "value.model_name", recipe.value("critic.model.path"))
@@ -187,7 +187,7 @@ def _translate_schedule(recipe: LibraryRecipe, section: str, to: str) -> None:
 
 
 def translate_parallelism(recipe: LibraryRecipe) -> None:
-    """FSDP shards over all ranks, ulysses splits sequences; Megatron Core has sizes of its own."""
+    """FSDP shards over all ranks, ulysses splits sequences; Megatron Core has its own sizes."""
     strategy = recipe.value(f"{ACTOR}.strategy")
     if strategy == "megatron":
         recipe.carry(f"{ACTOR}.strategy", "policy.megatron_cfg.enabled", True)

@@ -2,7 +2,7 @@
 
 SGLang is started with one empty adapter, which every request names. A publish replaces its matrices in place, between two steps of the
 scheduler: SGLang's own way would unload the adapter, and wait for the requests that use it. Its loader is not used for another reason
-too: it takes alpha / r for the scale whatever ``use_rslora`` says, and fails on adapters of q alone.
+too: it takes alpha / r for the scale whatever ``use_rslora`` says, and fails on adapters of only q.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class PreparedImages:
         )
 
     def clear_preprocess_cache(self) -> None:
-        """There is none: SGLang asks for it after weights from disk."""
+        """There is none: SGLang reads it after weights from disk."""
 
 
 def use_prepared_images() -> None:

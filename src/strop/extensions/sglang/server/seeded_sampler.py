@@ -1,4 +1,4 @@
-"""Sampling in SGLang's scheduler from Strop's distribution, with a random number that depends on (seed, position) alone.
+"""Sampling in SGLang's scheduler from Strop's distribution, with a random number that depends only on (seed, position).
 
 SGLang's own sampler takes ``top_p`` of the whole distribution, not of what ``top_k`` left, reports log-probabilities from before its
 filters, and follows a request's seed only in its deterministic mode, which a CPU does not have. This one filters as
@@ -90,7 +90,7 @@ def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return uniform numbers in [0, 1) that depend on (seed, position) alone, [B] float64, by two rounds of SplitMix64's finalizer."""
+    """Return uniform numbers in [0, 1) that depend only on (seed, position), [B] float64, by two rounds of SplitMix64's finalizer."""
     mixed = _mix(_mix(seeds) + positions.long() * GOLDEN)
     return _shift_right(mixed, 11).double() * 2.0**-53
 

@@ -199,7 +199,7 @@ class HackingMonitor:
 
 
 async def _call(grader: Grader, rollout: Rollout) -> float:
-    """Call a grader, which may block, beside the loop. Raises ValueError unless it returns a finite number."""
+    """Call a grader, which may block, outside the event loop. Raises ValueError unless it returns a finite number."""
     if inspect.iscoroutinefunction(grader):
         returned = await grader(rollout.task, rollout)
     else:

@@ -49,7 +49,7 @@ def _make_grader(given: str | Mapping[str, Any]) -> HeldOutGrader:
             return cast("HeldOutGrader", MathEnvironment(verifier=cast("Any", name)).correct)
         if isinstance(name, str) and ":" not in name and name not in list_verifiers():
             hint = suggest_names(name, (*list_verifiers(), *methods))
-            raise EnvironmentConfigError(f"there is no verifier {name!r}{hint}. Name a function of your own as file.py:function")
+            raise EnvironmentConfigError(f"there is no verifier {name!r}{hint}. Name your own function as file.py:function")
         return _grade_with(make_verifier(name, options), name)
     name = options.pop("function")
     grader: Any = import_user_code(name)

@@ -24,7 +24,7 @@ class TooManySkipped(EndRun):
 class HealthMonitor(RunListener):
     """Applies the rules to every step.
 
-    Its state follows from the metrics of the last steps alone, so a resumed run reads it from ``metrics.jsonl`` (``replay``).
+    Its state follows only from the metrics of the last steps, so a resumed run reads it from ``metrics.jsonl`` (``replay``).
     """
 
     name = "health"

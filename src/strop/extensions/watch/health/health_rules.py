@@ -67,7 +67,7 @@ def skips_all_steps(step_metrics: StepMetrics) -> bool:
 
 
 def has_many_metrics(step_metrics: StepMetrics) -> bool:
-    """Whether environments set so many metrics of different names that files and services suffer."""
+    """Whether environments set too many metrics of different names for files and services."""
     return sum(name.startswith("train/environments/") for name in step_metrics) > MOST_METRICS
 
 
@@ -142,7 +142,7 @@ RULES = (
         name="many_metrics",
         steps=1,
         condition=has_many_metrics,
-        message=f"environments set more than {MOST_METRICS} metrics of different names in one step. Each name is a curve of its own in "
+        message=f"environments set more than {MOST_METRICS} metrics of different names in one step. Each name is a separate curve in "
         "every tracker, and services limit how many there are: keep what differs for each task, such as its id, out of the names of "
         "rollout.metrics",
     ),

@@ -35,7 +35,7 @@ def find_at_start(setup: RunSetup) -> Iterator[HealthFinding]:
 def check_reward_weights(
     marks: Mapping[str, Mapping[str, RewardMark]], weights: Mapping[str, float], named: str
 ) -> Iterator[HealthFinding]:
-    """Check that no environment weighs its rewards for an algorithm with ``weights`` of its own, which are set at the key ``named``."""
+    """Check that no environment weighs its rewards for an algorithm with its own ``weights``, which are set at the key ``named``."""
     for alias, rewards in marks.items():
         ignored = [described for name, mark in rewards.items() if (described := _describe_ignored(name, mark, weights))]
         if ignored:

@@ -242,8 +242,8 @@ def _translate_adapters(recipe: Recipe, key: str) -> dict[str, Any]:
     recipe.note(
         key,
         Effect.CHANGED,
-        f"{layers} of the Hugging Face model each have adapters of their own, where Megatron Core's fused layers (such as linear_qkv) "
-        "share one",
+        f"{layers} of the Hugging Face model each have their own adapters, where Megatron Core's fused layers (such as linear_qkv) share "
+        "one",
     )
     return {"lora_cfg": {"enabled": True, **values}}
 

@@ -33,7 +33,7 @@ UNUSED: Mapping[str, tuple[str, ...]] = {  # why -> options
         "defer_fp32_logits", "use_fused_linear_logprobs", "fused_linear_logprobs_chunk_size",
     ),
     "weights are read from Hugging Face folders": ("force_reconvert_from_hf", "converter_type"),
-    "checkpointing.async_save saves beside training": ("checkpoint",),
+    "checkpointing.async_save saves during training": ("checkpoint",),
     "policy.precision says it": ("pipeline_dtype", "optimizer.params_dtype", "optimizer.bf16", "optimizer.fp16"),
     "the run has as many steps as its section says": ("train_iters",),
     "every loss is divided by counts of the whole optimizer step, however it is cut": (
