@@ -171,7 +171,7 @@ def test_an_image_is_read_from_wherever_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("https://example.org/cat.png", "is an address.*allow_addresses=true"),
+        ("https://example.org/cat.png", "is a URL.*allow_addresses=true"),
         ("nowhere/cat.png", "cannot be read: No such file"),
         ("data:image/png;base64,###", "cannot be decoded"),
         (b"no image", "has an unsupported format"),
