@@ -43,7 +43,8 @@ STROP = [
 OF_EACH_RUN = ("listeners", "resources")  # what extensions bring
 
 
-HELPERS = ["support.parity"]  # with hypothesis; what ranks of processes train
+# with hypothesis; what ranks of processes train, of which some are of Megatron Core
+HELPERS = ["support.parity"] if find_spec("strop.extensions") else []
 
 
 def list_algorithms() -> list[str]:

@@ -101,7 +101,7 @@ def test_no_running_sum_of_floats_is_left_that_torch_would_refuse() -> None:
     )
     on_the_cpu = ("kl", "steps", "m2po", "optimal_token_baseline")  # columns of whole steps
     files = [source / "sampling.py"]
-    for folder in ("generation/torch", "learner", "models", "algorithms"):
+    for folder in ("generation/torch", "learner", "models", "algorithms", "extensions/labs"):
         files += (source / folder).rglob("*.py")
     assert {path.stem for path in files if re.search(r"\.cum(sum|prod)\(", path.read_text())} == {*integers, *on_the_cpu}
 
@@ -120,7 +120,7 @@ def test_engines_of_a_deterministic_run_are_batch_invariant_over_ray_too() -> No
             router_replay=SimpleNamespace(enabled=False),
             deterministic=deterministic,
             exact_on_policy=False,
-            draft=SimpleNamespace(enabled=False),
+            sends_draft=False,
         )
         backend.config = SimpleNamespace(policy=policy)  # type: ignore[assignment]
         backend.policy_info = SimpleNamespace(on_cpu=on_cpu)  # type: ignore[assignment]

@@ -112,7 +112,7 @@ def test_a_kernel_that_is_missing_may_be_named_and_says_so_when_it_is_called() -
         (
             [f"{KEY}.sglang_cfg.sampler=sglang", f"{KEY}.top_p=0.9", f"{KEY}.top_k=50"],
             f"{KEY}.sglang_cfg.sampler",
-            "of the whole distribution",
+            "to the whole distribution",
         ),
         (
             [f"{KEY}.sglang_cfg.speculative_algorithm=EAGLE3", f"{KEY}.top_k=50"],

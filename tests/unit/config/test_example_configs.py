@@ -17,7 +17,7 @@ from strop.data.data_config import DataEntryConfig
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "examples" / "configs"
-TRAINING = sorted(CONFIGS.glob("*.yaml"))
+TRAINING = sorted(path for path in CONFIGS.glob("*.yaml") if not path.stem.endswith("_megatron"))  # those are of an extension
 ARITHMETIC = sorted((CONFIGS / "arithmetic").glob("*.yaml"))
 DRAWN = sorted((CONFIGS / "drawn_images").glob("*.yaml"))
 EVALUATION = sorted((CONFIGS / "evals").glob("*.yaml"))
@@ -110,9 +110,6 @@ SCRIPTS: dict[str, tuple[str, str]] = {
 COMMANDS: list[tuple[str, set[str]]] = [
     ("examples/run_grpo.py", set()),
     ("examples/run_grpo_math.py", set()),
-    ("examples/run_grpo.py --config examples/configs/grpo_math_1B_megatron.yaml", set()),
-    ("examples/run_grpo.py --config examples/configs/grpo_math_1B_megatron.yaml cluster.num_nodes=4 cluster.gpus_per_node=8",
-     set()),
     ("examples/run_grpo_math.py cluster.gpus_per_node=8", set()),
     (
         'examples/run_grpo_math.py policy.model_name="meta-llama/Llama-3.2-1B-Instruct" '

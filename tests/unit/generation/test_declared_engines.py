@@ -115,7 +115,7 @@ def test_a_package_brings_an_engine_with_its_section_its_rules_and_its_launch(tm
         assert "it must be one of auto, torch, vllm" in said(backend="toi") and "toy" in said(backend="toi")
         assert "policy.generation.toy_cfg.room" in said("policy.generation.toy_cfg.room=8")
         assert "does not publish to Toy" in said("policy.generation.quantization.format=fp8_block")
-        assert "are not read from Toy" in said("policy.router_replay.enabled=true")
+        assert "Toy does not report the experts" in said("policy.router_replay.enabled=true")
         unread = said("policy.generation.toy_cfg.size=2", backend="torch")
         assert any("torch does not read policy.generation.toy_cfg.size" in each for each in unread)
         first, second = make("policy.generation.toy_cfg.num_engines=2")

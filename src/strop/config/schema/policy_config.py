@@ -123,7 +123,7 @@ class PolicyConfig(ModelConfig):
         if not self.generation.uses_vllm:
             yield Problem(
                 f"{key}.router_replay.enabled",
-                f"found true, but the experts of tokens are not read from {self.generation.engine_name}",
+                f"found true, but {self.generation.engine_name} does not report the experts of tokens",
                 f"Set {key}.generation.backend to torch or vllm, or {key}.router_replay.enabled=false.",
             )
             return
