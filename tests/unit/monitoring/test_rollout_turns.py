@@ -68,7 +68,7 @@ def test_reasoning_in_a_field_of_its_own_is_stored_and_shown_but_that_of_the_pol
     assert [turn.reasoning for turn in record.turns] == ["", "another's\N{REPLACEMENT CHARACTER}"]
     shown = show_rollout(record, None)
     text = format_rollout(shown, width=100, colour=False)
-    assert "[reasoning, given in a field of its own, and not in the prompt: the policy did not read it:" in " ".join(text.split())
+    assert "[reasoning, given in its own field, and not in the prompt: the policy did not read it:" in " ".join(text.split())
     assert text.count("x") < 300 and "\\x1b" in text and "\x1b" not in text, "it is folded"
     assert format_rollout(shown, width=100, colour=False, unfold=True).count("x") >= 300
 
