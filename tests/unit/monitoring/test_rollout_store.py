@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from strop import cli
+from strop.extensions.replay.step_sums import read_step_sums
 from strop.monitoring.rollout_store import inflated_files
 from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, make_records, split_by_rollout
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.rollout_store.step_sums import read_step_sums
 from strop.types import Batch, Ending, Group, Message, Rollout, Task, Totals, Turn, observation_turn
 from support.full_disk import FullDisk
 from support.stored_steps import inflate

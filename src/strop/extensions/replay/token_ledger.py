@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from strop.extensions.replay.step_sums import StepSums, read_step_sums
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.rollout_store.step_sums import StepSums, read_step_sums
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 from strop.storage.json_values import clean_json
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from strop.extensions.view.reasoning_parts import ReasoningPart, split_reasoning_parts
 from strop.extensions.view.view_error import clean_number
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.monitoring.rollout_view.marked_turns import join_turns
-from strop.monitoring.rollout_view.reasoning_parts import ReasoningPart, split_reasoning_parts
 from strop.monitoring.rollout_view.shown_rollout import describe_origin
 from strop.safety.printable import make_printable, shorten
 from strop.storage.json_values import clean_json

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from strop.extensions.view.rollout_answer import make_preview_text, summarize_record, write_group, write_rollout
+from strop.extensions.view.rollout_index.rollout_filter import FoundRollouts, RolloutFilter, find_rollouts
+from strop.extensions.view.rollout_index.step_scalars import StepScalars
+from strop.extensions.view.rollout_index.stored_rows import read_rows, read_values
+from strop.extensions.view.rollout_index.text_search import TextSearch
 from strop.extensions.view.star_file import read_stars
 from strop.extensions.view.token_texts import TokenTexts
 from strop.extensions.view.view_error import ViewError, clean_number
 from strop.extensions.view.viewed_run import ViewedRun
-from strop.monitoring.rollout_index.rollout_filter import FoundRollouts, RolloutFilter, find_rollouts
-from strop.monitoring.rollout_index.step_scalars import StepScalars
-from strop.monitoring.rollout_index.stored_rows import read_rows, read_values
-from strop.monitoring.rollout_index.text_search import TextSearch
 from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from strop.extensions.view.rollout_answer import GROUP_TEXT, count_tokens, summarize_record, write_rollout
+from strop.extensions.view.rollout_index.rollout_filter import RolloutFilter
 from strop.extensions.view.star_file import read_stars
 from strop.extensions.view.view_error import ViewError
 from strop.extensions.view.viewed_run import ViewedRun
-from strop.monitoring.rollout_index.rollout_filter import RolloutFilter
 from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.safety.printable import make_printable, shorten

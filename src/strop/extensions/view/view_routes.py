@@ -15,6 +15,7 @@ from aiohttp import web
 from strop.extensions.replay.token_ledger import LedgerError, make_ledger
 from strop.extensions.view.access_guard import LONGEST_BODY, AccessGuard, add_headers
 from strop.extensions.view.rollout_browser import RolloutBrowser
+from strop.extensions.view.rollout_index.rollout_filter import ORDERS, RolloutFilter
 from strop.extensions.view.run_catalogue import RunCatalogue
 from strop.extensions.view.run_status import describe_status
 from strop.extensions.view.star_file import STARS_FILE, change_star, read_stars
@@ -22,7 +23,6 @@ from strop.extensions.view.token_texts import TokenTexts
 from strop.extensions.view.validation_browser import ValidationBrowser
 from strop.extensions.view.view_error import ViewError
 from strop.extensions.view.viewed_run import ViewedRun, flatten
-from strop.monitoring.rollout_index.rollout_filter import ORDERS, RolloutFilter
 from strop.safety.http_server import Handler, make_app, parse_json, read_body
 from strop.safety.printable import make_printable
 from strop.safety.site_guard import BadRequest

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from strop.extensions.view.rollout_index.rollout_index import RolloutIndex
 from strop.extensions.view.view_error import ViewError
 from strop.monitoring.config_history import HISTORY_FILE, read_finish
-from strop.monitoring.rollout_index.rollout_index import RolloutIndex
 from strop.monitoring.rollout_store.rollout_store import ROLLOUTS_FOLDER
 from strop.monitoring.rollout_store.stored_images import StoredImages
 from strop.monitoring.rollout_store.validation_samples import ValidationSamples

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from strop.extensions.checks.data.data_report import DataFinding, DataReport, EntryReport, Lengths
-from strop.monitoring.console.report_table import format_table
+from strop.extensions.checks.report_table import format_table
 from strop.safety.printable import make_printable
 
 HEADER = ("data", "rows", "usable", "prompt tokens", "completion tokens", "errors", "warnings")

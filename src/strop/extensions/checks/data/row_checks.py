@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from strop.data.folded_text import fold_text
 from strop.data.messages import first_reply_index
 from strop.data.overlap import Overlap, QuestionIndex
 from strop.data.recorded.examples import Conversation, Preference, UnpairedPreference
 from strop.extensions.checks.data.data_report import MOST_EXAMPLES, DataKind, FaultyRow
+from strop.extensions.checks.data.folded_text import fold_text
 from strop.models.chat_template import ChatTemplate, images_of
 from strop.models.vision.image_files import ImageError
 from strop.rollouts.recorded import plan_demonstration, plan_preference, plan_unpaired_preference

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from strop.data.folded_text import fold_text
 from strop.environments.base import Environment
 from strop.environments.handle import read_prompt
+from strop.extensions.checks.data.folded_text import fold_text
 from strop.extensions.checks.environments.check_report import EnvironmentReport
 from strop.extensions.checks.environments.task_digests import digest_task
 from strop.types import Task

@@ -18,8 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from strop.monitoring.rollout_index.arrow_numbers import from_numbers, to_numbers
-from strop.monitoring.rollout_index.step_scalars import NUMBERS, WORDS, StepScalars, join_scalars, read_step_scalars, take_scalars
+from strop.extensions.view.rollout_index.arrow_numbers import from_numbers, to_numbers
+from strop.extensions.view.rollout_index.step_scalars import (
+    NUMBERS,
+    WORDS,
+    StepScalars,
+    join_scalars,
+    read_step_scalars,
+    take_scalars,
+)
 from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 
 INDEX_FOLDER = "index"

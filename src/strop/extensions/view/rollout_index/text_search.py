@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from strop.monitoring.rollout_index.arrow_numbers import to_numbers
-from strop.monitoring.rollout_index.rollout_filter import FoundRollouts
-from strop.monitoring.rollout_index.rollout_index import RolloutIndex
-from strop.monitoring.rollout_index.stored_rows import iter_texts
+from strop.extensions.view.rollout_index.arrow_numbers import to_numbers
+from strop.extensions.view.rollout_index.rollout_filter import FoundRollouts
+from strop.extensions.view.rollout_index.rollout_index import RolloutIndex
+from strop.extensions.view.rollout_index.stored_rows import iter_texts
 
 SECONDS = 1.0  # of one request
 MOST_MATCHES = 100_000  # limit at which a search ends

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from strop.monitoring.rollout_index.arrow_numbers import to_numbers
+from strop.extensions.view.rollout_index.arrow_numbers import to_numbers
 from strop.monitoring.rollout_store.damaged_rollouts import naming_damage
 from strop.monitoring.rollout_store.inflated_files import open_parquet
 from strop.monitoring.rollout_store.rollout_store import RolloutStore

@@ -8,8 +8,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from strop.monitoring.rollout_index.index_segment import IndexSegment
-from strop.monitoring.rollout_index.step_scalars import StepScalars
+from strop.extensions.view.rollout_index.index_segment import IndexSegment
+from strop.extensions.view.rollout_index.step_scalars import StepScalars
 
 RolloutOrder = Literal["step", "-step", "reward", "-reward", "tokens", "-tokens", "advantage", "-advantage"]
 ORDERS: tuple[str, ...] = get_args(RolloutOrder)

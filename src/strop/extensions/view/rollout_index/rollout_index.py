@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from strop.monitoring.rollout_index.arrow_numbers import release_memory
-from strop.monitoring.rollout_index.index_segment import (
+from strop.extensions.view.rollout_index.arrow_numbers import release_memory
+from strop.extensions.view.rollout_index.index_segment import (
     IndexSegment,
     StepFile,
     read_segment,
