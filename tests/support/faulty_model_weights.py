@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from strop.extensions.sglang.server.adapter_slot import AdapterSlot, PublishedAdapters
-from strop.extensions.sglang.server.model_weights import ModelWeights
+from strop.extensions.sglang.server.model_weights import AdapterSlot, ModelWeights, PublishedAdapters
 
 
 class FaultyModelWeights(ModelWeights):

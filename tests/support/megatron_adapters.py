@@ -95,7 +95,7 @@ def score_without_adapters(batch: Batch, network: Callable[[MegatronCase], Any])
 
 def publish(network: Any, folder: Path) -> dict[str, Any]:
     """Write what engines are sent."""
-    from strop.extensions.megatron.stage_weights import StageWeights
+    from strop.extensions.megatron.megatron_rank_builders import StageWeights
 
     weights = StageWeights(network)
     source = weights.adapter_source()

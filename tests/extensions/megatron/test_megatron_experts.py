@@ -70,7 +70,7 @@ def add_router_losses(batch: Batch, names: Sequence[str]) -> dict[str, dict[str,
 
 def update_biases(batch: Batch, folder: str) -> dict[str, Any]:
     """The biases of experts as they are published, after a step in every layout; saved in each and loaded in the next."""
-    from strop.extensions.megatron.stage_weights import StageWeights
+    from strop.extensions.megatron.megatron_rank_builders import StageWeights
 
     def published(learner: Any) -> Tensor:
         weights = {weight.name: weight.gather for weight in StageWeights(learner.network).iter_weights()}

@@ -129,7 +129,7 @@ def refuse_on_rank(rank: int, cases: dict[str, tuple[str, dict[str, Any]]]) -> d
         with pytest.raises((ValueError, RuntimeError)) as raised:
             check(family, **options)
         found[name] = str(raised.value)
-    from strop.extensions.megatron.models.kernel_checks import check_fp8
+    from strop.extensions.megatron.models.transformer_settings import check_fp8
 
     for recipe, capability in (("blockwise", (8, 9)), ("mxfp8", (9, 0)), ("tensorwise", (8, 0))):
         check_fp8(Fp8Config(fp8_recipe=recipe), (10, 0))  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from strop.extensions.view.reasoning_parts import split_reasoning_parts
+from strop.extensions.view.rollout_answer import split_reasoning_parts
 from support.each import each
 
 TURNS = {  # text, whether the prompt opened the reasoning, parts: (text, is reasoning, is closed)

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from strop.base_config import validate_section
-from strop.environments.agents.agent_command import run_command_agent
 from strop.environments.agents.agent_environment import current_result, read_result
 from strop.environments.agents.endpoint import Endpoint
-from strop.environments.agents.external_agent import ExternalAgent
+from strop.environments.agents.external_agent import ExternalAgent, run_command_agent
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.environment_config import EnvironmentConfig
 from strop.environments.registry import list_marks, make_environment

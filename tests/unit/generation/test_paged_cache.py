@@ -14,8 +14,7 @@ from torch import Tensor
 
 from strop.generation.torch.kv_cache import CacheShape
 from strop.generation.torch.paged.page_attention import PagedDecodePlan, make_layout
-from strop.generation.torch.paged.paged_cache import PAGE_SIZES, PagedCache, PagedSequence, choose_page
-from strop.generation.torch.paged.prefix_tree import PrefixNode
+from strop.generation.torch.paged.paged_cache import PAGE_SIZES, PagedCache, PagedSequence, PrefixNode, choose_page
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.plain_attention import causal_mask, masked_attention
 

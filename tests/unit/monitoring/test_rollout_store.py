@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from strop import cli
-from strop.extensions.replay.step_sums import read_step_sums
+from strop.extensions.replay.token_ledger import read_step_sums
 from strop.monitoring.rollout_store import inflated_files
 from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, make_records, split_by_rollout

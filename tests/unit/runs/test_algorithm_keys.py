@@ -12,7 +12,7 @@ from strop.algorithms.base import Algorithm
 from strop.base_config import option_set_by
 from strop.config import TRAINING_RUNS, ConfigError, load_config
 from strop.config.source.keys import iter_keys
-from strop.runs.algorithm.settings import collect_settings
+from strop.runs.algorithm.run_algorithm import collect_settings
 from support.each import each
 
 NEEDED = ["policy.model_name=m", "value.model_name=m", "teacher.model_name=t"]

@@ -37,9 +37,8 @@ from strop.algorithms.supervised.reward_model import RewardModel
 from strop.algorithms.supervised.sft import SFT
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
-from strop.runs.algorithm.run_algorithm import make_recorded_algorithm, make_rollout_algorithm
+from strop.runs.algorithm.run_algorithm import collect_settings, make_recorded_algorithm, make_rollout_algorithm
 from strop.runs.algorithm.sections import check_algorithm, infer_section
-from strop.runs.algorithm.settings import collect_settings
 from strop.runs.summary import summarize
 from strop.runs.train import run_training
 from support.sweep import one_in

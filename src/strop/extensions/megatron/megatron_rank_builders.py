@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from strop.algorithms.base import Algorithm
 from strop.config import TrainingRunConfig
@@ -15,25 +21,141 @@ from strop.config.schema.run_config import (
 )
 from strop.distributed.workers.learner_worker import RankColumns, RankModels, RankScorer
 from strop.extensions.labs.draft.draft_config import DraftConfig
+from strop.extensions.megatron.adapters.adapter_checkpoint import gather_adapters
+from strop.extensions.megatron.adapters.adapter_folder import AdapterFolder
+from strop.extensions.megatron.adapters.stage_adapters import StageAdapters
 from strop.extensions.megatron.layout import MegatronLayout
 from strop.extensions.megatron.megatron_config import MegatronConfig
+from strop.extensions.megatron.megatron_dims import MegatronDims, model_errors
 from strop.extensions.megatron.megatron_draft import MegatronDraftedPolicy
 from strop.extensions.megatron.megatron_learner import MegatronLearner
 from strop.extensions.megatron.megatron_network import MegatronNetwork
 from strop.extensions.megatron.megatron_policy import MegatronPolicy
 from strop.extensions.megatron.megatron_scorer import MegatronScorer
 from strop.extensions.megatron.model_files import ModelFiles, find_model_files
-from strop.extensions.megatron.network_loader import NetworkLoader
-from strop.extensions.megatron.stage_weights import StageWeights
-from strop.extensions.megatron.weights.shard_import import ScoreInit
+from strop.extensions.megatron.models.build_stages import build_stages
+from strop.extensions.megatron.passes.schedule import prepare_schedule
+from strop.extensions.megatron.weights.shard_import import ScoreInit, load_weights
+from strop.extensions.megatron.weights.stage_export import iter_weights
+from strop.extensions.megatron.weights.weight_reader import FileWeights
 from strop.learner.model_config import ModelConfig
 from strop.learner.torch.teacher import shared_vocabulary_size
 from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
 from strop.models.loading import ModelNotFound, load_tokenizer
+from strop.models.local_files import ModelShape
+from strop.problems import raise_problems
 from strop.runs.cluster.torch_rank_builders import keeps_reference, load_rank_teachers
 from strop.runs.models import PRECISIONS, check_same_vocabulary, make_each_learner
 from strop.runs.teachers import StudentInfo, find_scorer, find_teacher_columns, make_source, unfiltered_sampling
 from strop.sampling import Sampling
+from strop.weight_sync.base import AdapterFiles
+from strop.weight_sync.exporter import fingerprint_adapters
+from strop.weight_sync.weight_source import Weight, local_weights
+
+
+@dataclass(frozen=True)
+class StageWeights:
+    """The weights of a network under Hugging Face names. All ranks gather them one after another."""
+
+    network: MegatronNetwork
+
+    @property
+    def device(self) -> torch.device:
+        return self.network.device
+
+    def iter_weights(self) -> Iterator[Weight]:
+        self.network.gather_weights()  # those that a distributed optimizer has updated
+        with self.network.layout.activate():
+            adapters = self.network.adapters
+            weights = list(
+                iter_weights(self.network.stages, self.network.hf_config) if adapters is None else adapters.iter_merged()
+            )
+        drafted = self.network.draft if self.network.publishes_draft else None  # every rank has all of it
+        return chain(self.in_layout(weights), () if drafted is None else local_weights(drafted.published_weights()))
+
+    def in_layout(self, weights: Iterable[Weight]) -> Iterator[Weight]:
+        """Return weights that are gathered in the network's layout, whichever is active."""
+        return (replace(weight, gather=partial(self._gather, weight)) for weight in weights)
+
+    def _gather(self, weight: Weight) -> Tensor:
+        with self.network.layout.activate():
+            return weight.gather()
+
+    def adapter_source(self) -> StageAdapterSource:
+        return StageAdapterSource(self)
+
+
+class StageAdapterSource:
+    """An ``AdapterSource`` of a network's stages. All ranks call each method at the same time."""
+
+    def __init__(self, weights: StageWeights) -> None:
+        adapters = weights.network.adapters
+        assert adapters is not None
+        self.weights, self.adapters = weights, adapters
+
+    def base_weights(self) -> Iterable[Weight]:
+        network = self.weights.network
+        with network.layout.activate():
+            return self.weights.in_layout(list(iter_weights(network.stages, network.hf_config)))
+
+    def export_files(self) -> AdapterFiles:
+        return self._gather().files()
+
+    def fingerprints(self, dtype: torch.dtype) -> Mapping[str, int]:
+        tensors = self._gather().tensors
+        return fingerprint_adapters(
+            ((each, tensors[each.down.weight.name], tensors[each.up.weight.name]) for each in self.adapters.adapted), dtype
+        )
+
+    def _gather(self) -> AdapterFolder:
+        network = self.weights.network
+        network.gather_weights()
+        with network.layout.activate():
+            return gather_adapters(self.adapters)
+
+
+@dataclass(frozen=True)
+class NetworkLoader:
+    """Loads networks on all ranks at the same time. They have the same number of ranks, and sizes of their own."""
+
+    device: str
+    world: int
+
+    def make_layout(self, config: MegatronConfig, files: ModelFiles, key: str) -> MegatronLayout:
+        """Make the process groups of a model. ``key``: of its section. Raises ValueError for sizes that do not divide it."""
+        if (shape := ModelShape.from_hf(files.name, files.config.to_dict())) is not None:
+            raise_problems(model_errors(config, key, shape))
+        return MegatronLayout(
+            MegatronDims.from_config(config, self.world), self.device, gloo_groups=config.use_gloo_process_groups
+        )
+
+    def load(
+        self,
+        files: ModelFiles,
+        config: MegatronConfig,
+        layout: MegatronLayout,
+        *,
+        dtype: torch.dtype,
+        chunk: int | None,
+        score: ScoreInit | None = None,
+        adapter_seed: int | None = None,
+        key: str = "megatron_cfg",
+    ) -> MegatronNetwork:
+        """Build this rank's stages and read their weights.
+
+        Args:
+            score: The initial score layer of a model with values; None is a language model.
+            adapter_seed: Of the adapters that the section asks for; None leaves them out: the network is not trained.
+        """
+        stages = build_stages(files.config, config, layout, dtype=dtype, head="lm" if score is None else "scalar")
+        prepare_schedule(stages[0].config)
+        reader = FileWeights(files.folder)
+        with layout.activate():
+            load_weights(stages, files.config, reader, score_init=score or ScoreInit(seed=0))
+            adapters = None
+            if config.peft.enabled and adapter_seed is not None:
+                adapters = StageAdapters(stages, files.config, config.peft, base=files.name, seed=adapter_seed, key=f"{key}.peft")
+        return MegatronNetwork(stages, files.config, layout, chunk=chunk or 1 << 40, adapters=adapters)
 
 
 @dataclass(frozen=True)

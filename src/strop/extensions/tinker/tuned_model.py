@@ -3,22 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from strop import metrics
+from strop.algorithms.base import TokenOutputs
 from strop.base_config import validate_section
-from strop.extensions.tinker.datum_batch import ForwardBackwardCall, TinkerRequestError, make_batch
-from strop.extensions.tinker.loss_functions import make_loss
+from strop.extensions.tinker.datum_batch import ADVANTAGES, LOGPROBS, WEIGHTS, ForwardBackwardCall, TinkerRequestError, make_batch
 from strop.extensions.tinker.weight_folders import AdapterShape
 from strop.extensions.tinker.wire import write_forward_backward
 from strop.learner.base import require_token_outputs
 from strop.learner.model_config import ModelConfig
 from strop.learner.torch.learner import TorchLearner
-from strop.metrics import to_floats
+from strop.metrics import Metrics, to_floats
 from strop.models.adapters import lora_layers, save_adapters
 from strop.runs.models import LoadedPolicy, load_policy
 from strop.sampling import Sampling, is_finite
+from strop.types import Batch
+
+SAMPLED = (LOGPROBS, ADVANTAGES)
+NEEDED: Mapping[str, tuple[str, ...]] = {  # loss -> its inputs besides the targets
+    "cross_entropy": (WEIGHTS,),
+    "importance_sampling": SAMPLED,
+    "ppo": SAMPLED,
+    "cispo": SAMPLED,
+    "dro": SAMPLED,
+}
+OPTIONS: Mapping[str, Mapping[str, float]] = {  # loss -> its options, with the SDK's defaults
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "dro": {"beta": 0.05},
+}
+
+
+@dataclass(frozen=True)
+class SummedLoss:
+    """One of the losses above, with its options."""
+
+    name: str
+    options: Mapping[str, float]
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        return NEEDED[self.name]
+
+    def __call__(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        loss = -self._objective(outputs.logprobs, batch).sum()
+        return loss, {"loss:sum": metrics.total(loss.item())}
+
+    def _objective(self, logprobs: Tensor, batch: Batch) -> Tensor:  # [N]
+        if self.name == "cross_entropy":
+            return batch.column(WEIGHTS) * logprobs
+        difference = logprobs - batch.rollout_logprobs
+        if self.name == "dro":
+            return batch.advantages * logprobs - 0.5 * self.options["beta"] * difference.square()
+        ratio = torch.exp(difference)
+        if self.name == "importance_sampling":
+            return ratio * batch.advantages
+        clipped = ratio.clamp(self.options["clip_low_threshold"], self.options["clip_high_threshold"])
+        if self.name == "cispo":
+            return clipped.detach() * batch.advantages * logprobs
+        return torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
+
+
+def make_loss(name: str, given: Mapping[str, float | str]) -> SummedLoss:
+    """Return a loss. Raises TinkerRequestError for one that is not served, and for an option that it does not have."""
+    if name not in NEEDED:
+        raise TinkerRequestError(
+            f"the loss {name!r} is not served here; use one of {', '.join(NEEDED)}, or forward_backward_custom: its loss runs in the client"
+        )
+    options = dict(OPTIONS.get(name, {}))
+    for key, value in given.items():
+        if key not in options or isinstance(value, str):
+            raise TinkerRequestError(f"the loss {name} has no option {key}={value!r}; it has {', '.join(options) or 'none'}")
+        options[key] = value
+    return SummedLoss(name, options)
+
 
 # Names of the layers of a transformer block, in the families that Strop trains.
 ATTENTION = ("*self_attn*", "*attention*", "*.attn.*")

@@ -15,7 +15,7 @@ from strop.algorithms.policy_gradient.parts import Advantage
 from strop.config import ConfigError, LoadedConfig, load_config
 from strop.config.schema.run_config import GrpoRunConfig
 from strop.extensions.recipes.difference import Effect
-from strop.runs.algorithm.settings import collect_settings
+from strop.runs.algorithm.run_algorithm import collect_settings
 
 # As NeMo-RL's recipes have it: the estimator's options refer to those of the section, and a recipe that inherits overrides some.
 RECIPE = """

@@ -14,7 +14,7 @@ from strop.algorithms.policy_gradient.objectives.gspo import SequenceClip
 from strop.config import LoadedConfig, dump_config, load_config
 from strop.config.schema.run_config import GrpoRunConfig
 from strop.extensions.recipes.difference import Effect
-from strop.runs.algorithm.settings import collect_settings
+from strop.runs.algorithm.run_algorithm import collect_settings
 
 PENALTY = "loss_fn.reference_policy_kl_penalty=0.01"
 

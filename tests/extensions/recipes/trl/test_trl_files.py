@@ -15,7 +15,7 @@ from strop.config.load.load import load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.extensions.recipes.key_table import find_entry
 from strop.extensions.recipes.translated_recipe import TranslatedRecipe, render_recipe, translate_recipe
-from strop.extensions.recipes.trl.trl_defaults import COMMON, SCRIPT, TRAINERS
+from strop.extensions.recipes.trl.trl_format import COMMON, SCRIPT, TRAINERS
 from strop.extensions.recipes.trl.trl_keys import TRL_KEYS
 from strop.learner.torch.schedules import make_schedule
 

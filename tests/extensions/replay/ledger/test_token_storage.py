@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from strop.cli.commands import main
-from strop.extensions.replay.step_sums import read_step_sums
-from strop.extensions.replay.token_ledger import LedgerError, find_rollout, make_ledger
+from strop.extensions.replay.token_ledger import LedgerError, find_rollout, make_ledger, read_step_sums
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore, StoreFormat
 from strop.monitoring.rollout_store.token_columns import NAMES, TokenColumns

@@ -15,8 +15,7 @@ import pytest
 from strop.config import load_config
 from strop.config.schema.run_config import SftRunConfig
 from strop.distributed.base import ActorOptions
-from strop.monitoring.machine.machine_monitor import MachineMonitor, MachineReader
-from strop.monitoring.machine.machine_reading import GpuReading, MachineReading, describe_machine
+from strop.monitoring.machine.machine_monitor import GpuReading, MachineMonitor, MachineReader, MachineReading, describe_machine
 from strop.monitoring.machine.system_monitor import SystemMonitor
 from strop.runs.monitors.run_listeners import watch_machines
 

@@ -8,14 +8,161 @@ import torch
 from torch import Tensor
 
 from strop import metrics
-from strop.extensions.labs.draft.draft_rows import DraftRows, make_draft_rows
 from strop.extensions.labs.draft.drafted_policy import DraftedPolicy
 from strop.extensions.labs.draft.eagle_head import EagleHead
-from strop.extensions.labs.draft.soft_cross_entropy import fit_draft
 from strop.metrics import Metrics
 from strop.models.attention.tree_plan import TreePlan
-from strop.sampling import Sampling
+from strop.models.logprobs.lm_head import LMHead
+from strop.sampling import Sampling, at_least_float32
 from strop.types import Batch
+
+
+@dataclass(frozen=True, eq=False)
+class DraftFit:
+    """How well a head predicts M distributions of the policy, and the gradient of the weighted sum of the losses."""
+
+    loss: Tensor  # [M], nats
+    overlap: Tensor  # [M], sum_v min(p_v, q_v): the chance that rejection sampling (arXiv 2211.17192) accepts a draft
+    same_top: Tensor  # [M], 1 where both find the same token likeliest
+    grad_hidden: Tensor  # [M, H]
+    grad_weight: Tensor  # [draft vocabulary, H]
+
+
+@torch.no_grad()
+def fit_draft(
+    hidden: Tensor,
+    weight: Tensor,
+    policy_hidden: Tensor,
+    policy_head: LMHead,
+    row_weight: Tensor,
+    temperature: float,
+    token_ids: Tensor | None,
+    chunk: int,
+) -> DraftFit:
+    """Compare a head with its policy.
+
+    Args:
+        hidden: [M, H], the head's normed states, and ``weight`` [draft vocabulary, H] its output layer.
+        policy_hidden: [M, H], the policy's states at the same predictions, and ``policy_head`` its output layer.
+        row_weight: [M], of each row's loss in the sum whose gradient is returned.
+        temperature: Divides the logits of both.
+        token_ids: [draft vocabulary], the policy's ids of the head's tokens; None: the vocabularies are the same.
+        chunk: Rows of logits that exist at a time.
+    """
+    dtype = torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
+    columns: list[tuple[Tensor, Tensor, Tensor]] = []
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = torch.zeros_like(weight, dtype=at_least_float32(weight.new_empty(0)).dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        cast = weight.to(dtype)
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            part = hidden[rows].to(dtype)
+            logs = (at_least_float32(part @ cast.t()) / temperature).log_softmax(-1)
+            target = _policy_logits(policy_hidden[rows].to(dtype), policy_head, dtype) / temperature
+            columns.append(_compare(logs, target, token_ids))
+            known = target if token_ids is None else target[:, token_ids]
+            gradient = (logs.exp() - known.softmax(-1)) * (row_weight[rows, None] / temperature)
+            grad_hidden[rows] = (gradient.to(dtype) @ cast).to(grad_hidden.dtype)
+            grad_weight += (gradient.to(dtype).t() @ part).to(grad_weight.dtype)
+    loss, overlap, same = (torch.cat(column) for column in zip(*columns, strict=True)) if columns else (row_weight,) * 3
+    return DraftFit(loss, overlap, same, grad_hidden, grad_weight.to(weight.dtype))
+
+
+def _policy_logits(hidden: Tensor, head: LMHead, dtype: torch.dtype) -> Tensor:  # [m, V], at least float32
+    bias = None if head.bias is None else head.bias.to(dtype)
+    return at_least_float32(head.transform_logits(torch.nn.functional.linear(hidden, head.weight.to(dtype), bias)))
+
+
+def _compare(logs: Tensor, target: Tensor, token_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return loss, overlap and agreement of the likeliest token, [m] each. Tokens that the head does not know overlap with nothing."""
+    known = target if token_ids is None else target[:, token_ids]
+    loss = -(known.softmax(-1) * logs).sum(-1)
+    shares = target.softmax(-1)
+    overlap = torch.minimum(shares if token_ids is None else shares[:, token_ids], logs.exp()).sum(-1)
+    best = logs.argmax(-1)
+    same = (best if token_ids is None else token_ids[best]) == target.argmax(-1)
+    return loss, overlap, same.to(loss.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class DraftRows:
+    """R rows, T - R of the batch's tokens being the first of their path; the head is trained on M of them."""
+
+    token: Tensor  # [R] int64, place in T of the token whose embedding a row reads
+    predecessor: Tensor  # [R] int64, place in T of the token before it on its path
+    positions: Tensor  # [R] int64, of the predecessor
+    segment_start: Tensor  # [segments] int64
+    segment_length: Tensor  # [segments] int64
+    segment_parent: Tensor  # [segments] int64
+    trained: Tensor  # [M] int64, rows that are trained on; more than once where rollouts share a sampled token
+    predicted: Tensor  # [M] int64, place in N of what the policy predicts there
+
+
+def make_draft_rows(batch: Batch) -> DraftRows:
+    """Return the rows of a batch.
+
+    Trained on are tokens that the policy sampled and that it predicts from, for each rollout that it sampled them in: an engine drafts
+    only after a token that it has sampled. They are the same however the batch is cut.
+    """
+    lengths, parents = batch.segment_length.tolist(), batch.segment_parent.tolist()
+    last = _last_tokens(batch.segment_start.tolist(), lengths, parents)
+    predecessor = torch.arange(-1, len(batch.tokens) - 1)
+    for segment, start in enumerate(batch.segment_start.tolist()):
+        if lengths[segment]:
+            predecessor[start] = last[parents[segment]] if parents[segment] >= 0 else -1
+    kept = predecessor >= 0
+    rank = kept.cumsum(0) - 1
+    counts = [int(part.sum()) for part in kept.split(lengths)]
+    start, parent = _drop_empty(counts, parents)
+    trained, predicted = _find_trained(batch, predecessor)
+    token = kept.nonzero().squeeze(1)
+    return DraftRows(
+        token=token,
+        predecessor=predecessor[token],
+        positions=batch.positions[predecessor[token]],
+        segment_start=torch.tensor(start, dtype=torch.int64),
+        segment_length=torch.tensor([count for count in counts if count], dtype=torch.int64),
+        segment_parent=torch.tensor(parent, dtype=torch.int64),
+        trained=rank[trained],
+        predicted=predicted,
+    )
+
+
+def _last_tokens(starts: list[int], lengths: list[int], parents: list[int]) -> list[int]:
+    """Return the place in T of the last token of the path to each segment's end; -1 where the path is empty."""
+    last: list[int] = []
+    for start, length, parent in zip(starts, lengths, parents, strict=True):
+        last.append(start + length - 1 if length else last[parent] if parent >= 0 else -1)
+    return last
+
+
+def _drop_empty(counts: list[int], parents: list[int]) -> tuple[list[int], list[int]]:
+    """Return starts and parents of the segments that have rows."""
+    starts, kept_parents, place, total = list[int](), list[int](), list[int](), 0
+    for count, parent in zip(counts, parents, strict=True):
+        above = place[parent] if parent >= 0 else -1
+        if count:
+            place.append(len(starts))
+            starts.append(total)
+            kept_parents.append(above)
+            total += count
+        else:
+            place.append(above)
+    return starts, kept_parents
+
+
+def _find_trained(batch: Batch, predecessor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the places in T that are trained on, and the places in N that are predicted from them, [M] each.
+
+    A token was sampled in a rollout if the rollout has a prediction from the token before it.
+    """
+    tokens = len(batch.tokens) + 1
+    before = predecessor[batch.source]
+    sampled = torch.isin(batch.sequence.long() * tokens + before, batch.sequence.long() * tokens + batch.source) & (before >= 0)
+    predicted = sampled.nonzero().squeeze(1)
+    return batch.source[predicted], predicted
+
 
 METRICS = ("draft_loss", "draft_acceptance", "draft_same_top")
 

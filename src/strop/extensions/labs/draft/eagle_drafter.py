@@ -13,15 +13,116 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from strop.extensions.labs.draft.draft_cache import DraftCache, DraftCachePlan
-from strop.extensions.labs.draft.draft_rejection import keep_or_redraw
+from strop.determinism import running_sums
+from strop.extensions.labs.draft.eagle_config import EagleShape
 from strop.extensions.labs.draft.eagle_head import EagleHead
 from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.generation.torch.sampler import sample_tokens
 from strop.generation.torch.speculation import DraftedRequest
+from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.network import Network
-from strop.sampling import filtered_logits, mix_seed, uniform
+from strop.sampling import Sampling, filtered_logits, mix_seed, uniform
+
+
+def keep_or_redraw(
+    logits: Tensor,
+    draft_probs: Tensor,
+    drafts: Tensor,
+    samplings: Sequence[Sampling],
+    kept_below: Tensor,
+    uniforms: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the tokens and their log-probabilities under the policy, [R] each.
+
+    Args:
+        logits: [R, V], the policy's at each drafted token.
+        draft_probs: [R, V], the distributions of the drafts.
+        drafts: [R] int64.
+        samplings: Of each row; none is greedy.
+        kept_below: [R], uniform numbers that decide whether a draft is kept.
+        uniforms: [R], that a token is drawn with instead.
+    """
+    scaled = torch.stack([filtered_logits(row[None], sampling)[0] for row, sampling in zip(logits, samplings, strict=True)])
+    logs = scaled.float().log_softmax(-1)
+    probs = logs.exp()
+    row = torch.arange(len(drafts), device=logits.device)
+    kept = kept_below * draft_probs[row, drafts] < probs[row, drafts]
+    rest = (probs - draft_probs).clamp(min=0.0)
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, probs)  # p = q except for rounding
+    running = running_sums(rest.double())
+    mass = torch.minimum(uniforms.double() * running[:, -1], torch.nextafter(running[:, -1], torch.zeros_like(running[:, -1])))
+    redrawn = torch.searchsorted(running, mass[:, None], right=True).squeeze(1)
+    tokens = torch.where(kept, drafts, redrawn)
+    return tokens, logs[row, tokens]
+
+
+SPAN_STEP = 64  # places
+
+
+class DraftCache:
+    """Keys and values [layers, rows, heads, places, D]."""
+
+    def __init__(self, shape: EagleShape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = shape
+        self.keys = torch.zeros(shape.layers, 0, shape.kv_heads, 0, shape.head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        self._free: list[int] = []
+
+    def take_row(self) -> int:
+        """Return an unused row."""
+        if not self._free:
+            rows = self.keys.shape[1]
+            self._grow(max(4, rows), 0)
+            self._free = list(range(self.keys.shape[1] - 1, rows - 1, -1))
+        return self._free.pop()
+
+    def give_back(self, row: int) -> None:
+        self._free.append(row)
+
+    def reach(self, places: int) -> None:
+        """Make room for this many places in each row."""
+        have = self.keys.shape[3]
+        if places > have:
+            self._grow(0, -(-max(places, have + have // 2) // SPAN_STEP) * SPAN_STEP - have)
+
+    def _grow(self, rows: int, places: int) -> None:
+        padding = (0, 0, 0, places, 0, 0, 0, rows)
+        self.keys, self.values = F.pad(self.keys, padding), F.pad(self.values, padding)
+
+    def copy_row(self, source: int, target: int, places: int) -> None:
+        """Copy the first places of a row."""
+        for tensor in (self.keys, self.values):
+            tensor[:, target, :, :places] = tensor[:, source, :, :places]
+
+
+class DraftCachePlan:
+    """Attention of w new places of each of B rows to all places up to their own; writes their keys and values."""
+
+    def __init__(self, cache: DraftCache, rows: Tensor, places: Tensor) -> None:
+        """``rows`` [B] int64, ``places`` [B, w] int64, ascending; a repeated place is written with the same values."""
+        self.cache, self.rows, self.places = cache, rows, places
+        self.span = int(places.max()) + 1
+        self.visible = torch.arange(self.span, device=places.device) <= places[:, :, None]  # [B, w, span]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
+        rows, width = self.places.shape
+        where = self.rows[:, None].expand(rows, width).flatten(), self.places.flatten()
+        keys[where[0], :, where[1]] = key.to(keys.dtype)
+        values[where[0], :, where[1]] = value.to(keys.dtype)
+        grouped = query.to(keys.dtype).unflatten(0, (rows, width)).transpose(1, 2)  # [B, heads, w, D]
+        attended = F.scaled_dot_product_attention(
+            grouped,
+            keys[self.rows, :, : self.span],
+            values[self.rows, :, : self.span],
+            self.visible[:, None],
+            scale=spec.scale,
+            enable_gqa=True,
+        )
+        return attended.transpose(1, 2).flatten(0, 1).to(query.dtype)
+
 
 DRAFTS, KEEPS = 1, 2  # uses of random numbers other than the policy's own
 

@@ -23,13 +23,41 @@ from strop.extensions.watch.hacking.detectors import (
     TemplatesDetector,
     mean,
 )
-from strop.extensions.watch.hacking.e_process import EProcess
 from strop.extensions.watch.hacking.watched_rollout import SHOWN, GradedRollout, RolloutName, WatchedStep
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.trackers.base import Tracker
 from strop.stopping import EndRun
 from strop.types import Group, Rollout, Task
 from strop.user_code import describe_error
+
+SHARES = (0.1, 0.3, 0.7)
+MOST = 1e12  # wealth beyond which nothing changes
+
+
+@dataclass
+class EProcess:
+    """The wealth after some steps, by share."""
+
+    steps: int = 0
+    wealth: list[float] = field(default_factory=lambda: [0.0] * len(SHARES))  # of what has begun
+
+    def update(self, values: Sequence[float], bound: float) -> float:
+        """Take in a step's numbers, each with a mean of at most ``bound`` in (0, 1] under the null. Return the e-value."""
+        self.steps += 1
+        bound = min(max(bound, 1e-3), 1.0)
+        started = 1 / (self.steps * (self.steps + 1))
+        for index, share in enumerate(SHARES):
+            wealth = self.wealth[index] + started
+            for value in values:
+                wealth *= 1 + share * (min(max(value, 0.0), 1.0) - bound) / bound
+            self.wealth[index] = min(wealth, MOST)
+        return self.evidence
+
+    @property
+    def evidence(self) -> float:
+        """The e-value: the mean wealth, with what has not begun."""
+        return sum(self.wealth) / len(SHARES) + 1 / (self.steps + 1)
+
 
 log = logging.getLogger(__name__)
 
