@@ -43,7 +43,7 @@ def test_ray_finds_gpus_outside_of_the_run_and_it_is_said_when_there_are_none(tw
             seen = [await each.call("environment", VARIABLE) for each in (own, sees_none, *halves)]
             cluster.config = replace(config, wait_seconds=2)
             for start in (cluster.spawn, in_thread(cluster.spawn_sync)):
-                with pytest.raises(PlacementError, match=r"teacher-9 needs 1 GPUs besides .*cluster.wait_seconds"):
+                with pytest.raises(PlacementError, match=r"teacher-9 needs 1 GPUs in addition .*cluster.wait_seconds"):
                     await start(ActorOptions(name="teacher-9", num_gpus=1.0), Thing, 9)
             return seen
         finally:

@@ -105,7 +105,7 @@ def test_a_function_may_reward_turns() -> None:
 
 
 def test_a_reward_is_not_of_a_group_and_per_turn_at_once() -> None:
-    with pytest.raises(TypeError, match="of a group or per_turn, not both"):
+    with pytest.raises(TypeError, match="for a group or per_turn, not both"):
         reward(group=True, per_turn=True)(lambda task, rollout: 0.0)
     given = {"function": lambda task, rollouts: [0.0], "per_turn": True}
     with pytest.raises(EnvironmentConfigError, match="is of a group and per_turn; set one of them to false"):
