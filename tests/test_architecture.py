@@ -70,7 +70,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("models/", "data/", "extensions/labs/"),
     "datasets": ("data/", "api.py"),  # api.py names its type
     "pandas": ("monitoring/", "results.py", "data/"),
-    "rich": ("monitoring/",),
+    "rich": ("monitoring/", "extensions/checks/"),
     "wandb": ("monitoring/",),
     "tensorboard": ("monitoring/",),
     "torch.utils.tensorboard": ("monitoring/",),
@@ -79,7 +79,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "trackio": ("monitoring/",),
     "pynvml": ("monitoring/",),
     "matplotlib": ("monitoring/", "results.py"),  # results.py names its type
-    "pyarrow": ("monitoring/", "data/"),
+    "pyarrow": ("monitoring/", "data/", "extensions/view/rollout_index/", "extensions/replay/"),
     "math_verify": ("environments/",),
     "reasoning_gym": ("extensions/adapters/",),
     "gymnasium": ("extensions/adapters/",),

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from strop.config import GrpoRunConfig, load_config
-from strop.extensions.replay.original_machine import find_start, keep_threads, list_differences, use_threads
+from strop.extensions.replay.replay import find_start, keep_threads, list_differences, use_threads
 from strop.monitoring.run_starts import RunStart, describe_hardware, find_versions, record_run_start
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from strop import plugins
@@ -25,11 +26,11 @@ from strop.extensions.replay.compared_metrics import (
     compare_passes,
     passes_may_differ,
 )
-from strop.extensions.replay.original_machine import find_start, keep_threads, list_differences, use_threads
 from strop.extensions.replay.replay_plan import Configured, ReplayError, ReplayPlan, Weights, plan_replay
 from strop.extensions.replay.replayed_step import MovedRollout, ReplayedStep, replay_step
 from strop.extensions.replay.stored_groups import LearnerReads, StoredStep, rebuild_groups
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.run_starts import RunStart, describe_hardware, find_versions, read_run_starts
 from strop.monitoring.trackers.base import NullTracker, Tracker
 from strop.rollouts.stream import RolloutStream
 from strop.runs.backend import make_backend
@@ -47,6 +48,39 @@ from strop.trainer.run import TrainingRun
 from strop.trainer.train import collect
 from strop.types import Group
 from strop.weight_sync.in_process import InProcessWeights
+
+PACKAGES = ("strop", "torch", "transformers", "numpy", "megatron-core", "triton", "torchao", "peft")
+HARDWARE = ("processor", "threads", "GPUs")
+
+
+def find_start(folder: Path, step: int) -> RunStart:
+    """Return the start of a run that trained a step; an empty one of a run that did not write its starts down."""
+    return next((start for start in reversed(read_run_starts(folder)) if start.after_step < step), RunStart(after_step=0))
+
+
+def use_threads(start: RunStart, config: TrainingRunConfig) -> None:
+    """Compute with as many threads as the start of a run did, unless the configuration says how many."""
+    threads = start.hardware.get("threads", "")
+    if config.policy.num_threads is None and threads.isdigit() and 0 < int(threads) != torch.get_num_threads():
+        torch.set_num_threads(int(threads))
+
+
+@contextmanager
+def keep_threads() -> Iterator[None]:
+    """Set the number of threads back at the end."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def list_differences(start: RunStart) -> tuple[str, ...]:
+    """Return what is different in this process from where a run was started: ``torch 2.12.0 -> 2.13.0``."""
+    versions, hardware = find_versions(), describe_hardware()
+    pairs = [(name, start.versions.get(name, ""), versions.get(name, "none")) for name in PACKAGES]
+    pairs += [(name, start.hardware.get(name, ""), hardware.get(name, "none")) for name in HARDWARE]
+    return tuple(f"{name} {then} -> {now}" for name, then, now in pairs if then and then != now)
 
 
 @dataclass(frozen=True, kw_only=True)
