@@ -236,7 +236,7 @@ def test_several_loaders_give_as_many_prompts_of_each_entry_in_every_step() -> N
     one = load("grpo", *loaders, "data.num_prompts_per_dataloader=2").config
     assert [entry.prompts_per_step for entry in one.data.train] == [2]
     (problem,) = refusals("grpo", two, *loaders, "data.num_prompts_per_dataloader=2")
-    assert "have 2 + 2 = 4 of a step, and grpo.num_prompts_per_step is 2" in problem
+    assert "have 2 + 2 = 4 groups per step, but grpo.num_prompts_per_step is 2" in problem
 
 
 @pytest.mark.parametrize(

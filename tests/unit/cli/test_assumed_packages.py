@@ -178,7 +178,7 @@ def test_folders_of_the_machines_are_not_asked_of_this_one(laptop: Path, capsys:
     assert cli.main([*run, *ASSUME]) == 0
     said = capsys.readouterr().out
     assert (
-        "policy.model_name: /shared/models/8b is not on this machine: it was not looked at" in said
+        "policy.model_name: /shared/models/8b is not on this machine: it was not examined" in said
         and "note        logger.log_dir" in said
     )
     assert cli.main([*run, "cluster.gpus_per_node=1", "--dry-run"]) == 2

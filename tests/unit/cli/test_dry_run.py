@@ -115,7 +115,7 @@ def test_a_dataset_of_the_hub_that_is_not_cached_is_named_as_not_looked_at(
 ) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
     said = dry_run(capsys, "grpo", *MATH, "data.train.dataset_name=gsm8k")
-    assert "data.train: gsm8k is of the hub and not in the local cache: its columns were not looked at" in said
+    assert "data.train: gsm8k is on the hub and not in the local cache: its columns were not examined" in said
 
 
 @pytest.mark.parametrize(
