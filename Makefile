@@ -41,14 +41,23 @@ quickstart: setup-quickstart ## train SmolLM2-135M to add, on this machine; prin
 # Who gets which tests is in tests/support/schedule.py. Tests start many interpreters, which read the bytecode that the first one writes.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS)
 
+# The core's tests run without the extensions, in a copy of the package (tests/core_alone.py); those of the extensions and of the whole
+# project run with them. With ARGS, such as a path, all run in one session.
+define RUN_TESTS
+$(if $(ARGS),$(PYTEST) -m "$(1)" $(ARGS),\
+status=0; $(CORE_ALONE) -m "$(1)" --durations=10 || status=$$?; \
+$(PYTEST) -m "$(1)" --durations=10 tests/extensions tests/project || status=$$?; exit $$status)
+endef
+CORE_ALONE := $(subst -m pytest,tests/core_alone.py,$(PYTEST))
+
 test: setup-dev ## the tests that need no GPU, without the exhaustive sweeps: minutes
-	$(PYTEST) -m "not gpu and not exhaustive" --durations=10 $(ARGS)
+	$(call RUN_TESTS,not gpu and not exhaustive)
 
 test-fast: setup-dev ## the unit tests that take seconds
-	$(PYTEST) -m "not gpu and not exhaustive and not slow" $(ARGS)
+	$(call RUN_TESTS,not gpu and not exhaustive and not slow)
 
 test-all: setup-dev ## every test that needs no GPU
-	$(PYTEST) -m "not gpu" $(ARGS)
+	$(call RUN_TESTS,not gpu)
 
 # Whichever Chromium there is; Debian's by default.
 CHROMIUM ?= $(or $(shell command -v chromium || command -v chromium-browser || command -v google-chrome),/usr/bin/chromium)
@@ -141,8 +150,8 @@ site: setup-dev ## build the site as it is committed; a warning or a broken link
 	$(BIN)/mkdocs build --strict
 
 docs-check: site ## the same, then the tests of the pages: names, links, commands, examples, the README's table
-	$(BIN)/python -m pytest -q tests/unit/test_docs.py tests/unit/test_readme.py \
-	    tests/unit/environments/test_environments_doc.py tests/unit/config/test_reference.py $(ARGS)
+	$(BIN)/python -m pytest -q tests/project/test_docs.py tests/project/test_readme.py \
+	    tests/unit/environments/test_environments_doc.py tests/project/test_reference.py $(ARGS)
 
 numerics: setup-dev ## docs/numerics.md: Strop's numbers beside TRL, Transformers, NeMo-RL's definitions and papers; 25 minutes
 	OMP_NUM_THREADS=1 TRANSFORMERS_VERBOSITY=error PYTHONPATH=tests:benchmarks $(BIN)/python -m numerics $(ARGS)

@@ -75,7 +75,7 @@ def render(measured: Sequence[Measured]) -> str:
         "# Numerics",
         "",
         "What Strop computes, beside what others compute from the same numbers. `make numerics` writes this page in at most 25 minutes on "
-        "two cores; `tests/unit/test_numerics_page.py` holds that its rows are those that the program has.",
+        "two cores; `tests/project/test_numerics_page.py` holds that its rows are those that the program has.",
         "",
         f"- **Measured** on {max(one.measurement.ended for one in measured):%d %B %Y} at commit {commit()}, in "
         f"{sum(one.measurement.seconds for one in measured) / 60:.0f} minutes of one core.",

@@ -88,7 +88,7 @@ def test_nothing_asks_an_index_for_strop_which_is_on_none() -> None:
     kept = (
         "docs/log",
         "tests/golden/messages.txt",
-        "tests/unit/config/test_every_message_stands.py",
+        "tests/project/test_every_message_stands.py",
         "tests/deploy/test_ways_in.py",
     )
     asked = [

@@ -1,7 +1,7 @@
 """No message to the user is lost: those of ``tests/golden/messages.txt`` still occur in the source.
 
 A message is a string in ``raise X(...)``, ``Problem(...)`` or ``ValueError(...)``, or a string that is yielded, with ``{}`` for what an
-f-string fills in. ``PYTHONPATH=tests python tests/unit/config/test_every_message_stands.py src/strop > tests/golden/messages.txt`` lists
+f-string fills in. ``PYTHONPATH=tests python tests/project/test_every_message_stands.py src/strop > tests/golden/messages.txt`` lists
 those of a tree.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from support.source_trees import children, parse_package, walk, without_collecting
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "messages.txt"
 
 

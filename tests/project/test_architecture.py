@@ -18,7 +18,7 @@ import pytest
 
 from support.source_trees import PACKAGE, parse_package, walk, without_collecting
 
-ROOT = Path(__file__).parents[1] / "src"
+ROOT = Path(__file__).parents[2] / "src"
 
 # Who may import whom: a room imports from earlier lines only. (docs/architecture.md draws the same picture.)
 LAYERS: tuple[tuple[str, ...], ...] = (

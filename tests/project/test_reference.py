@@ -13,7 +13,7 @@ from strop.config.source import yaml_text
 from strop.config.source.keys import SchemaKey, iter_keys
 from support.each import each
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 ROOTS = (GrpoRunConfig, EvalRunConfig)
 
 
