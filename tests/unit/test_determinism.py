@@ -94,7 +94,7 @@ def test_no_running_sum_of_floats_is_left_that_torch_would_refuse() -> None:
         "model_runner",
         "paged_runner",
         "reference_store",
-        "draft_rows",
+        "draft_pass",
         "exact_modules",
         "referenced",
         "turns",

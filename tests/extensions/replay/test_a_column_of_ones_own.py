@@ -98,5 +98,5 @@ def test_what_a_declaration_does_not_store_is_missed_by_its_key_and_a_field_of_t
     with pytest.raises(ReplayError, match=r"policy.stranger.enabled is true, .* 'stranger_predicted'.* set logger.stranger=true"):
         rebuild_groups(records, LearnerReads(columns=(unstored,)))
     assert rebuild_groups(records, LearnerReads(columns=(READ,))), "no key says that it must be there"
-    with pytest.raises(ValueError, match="have a field 'reward' of their own"):
+    with pytest.raises(ValueError, match="already have a field 'reward'"):
         make_records(1, [renamed(group, name="reward")])

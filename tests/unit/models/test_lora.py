@@ -199,7 +199,7 @@ def test_patterns_name_layers(targets: list[str], excluded: list[str], wanted: s
             {"target_modules": ["embed_tokens"]},
             "matches model.embed_tokens, which is a Embedding: only linear layers of the decoder can have adapters",
         ),
-        ({"target_modules": ["q_proj"], "exclude_modules": ["self_attn.q_proj"]}, "of the 14 linear layers .* none is left"),
+        ({"target_modules": ["q_proj"], "exclude_modules": ["self_attn.q_proj"]}, "of the 14 linear layers .* all are excluded"),
     ],
 )
 def test_a_pattern_that_names_no_layer_is_an_error_that_says_what_there_is(options: dict[str, Any], message: str) -> None:
@@ -309,8 +309,8 @@ def test_saved_adapters_are_loaded_in_place_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dim": 4, "alpha": 16}, r"have r = 8, and this run's have 4; set dtensor_cfg\.lora_cfg\.dim"),
-        ({"alpha": 16}, r"have lora_alpha = 32, and this run's have 16; set dtensor_cfg\.lora_cfg\.alpha"),
+        ({"dim": 4, "alpha": 16}, r"have r = 8, but this run's have 4; set dtensor_cfg\.lora_cfg\.dim"),
+        ({"alpha": 16}, r"have lora_alpha = 32, but this run's have 16; set dtensor_cfg\.lora_cfg\.alpha"),
         ({"use_rslora": True}, "have use_rslora = False"),
         ({"target_modules": ["q_proj"]}, "do not fit those of this run; they differ in .*mlp.down_proj"),
     ],

@@ -119,11 +119,11 @@ def test_a_learner_that_fails_ends_the_publish_at_once_and_says_why() -> None:
     with spawn_child(receive_on_demand, sender.address, 0) as other:
         assert other.answer() == "connected"
         other.pipe.send(manifest)
-        with pytest.raises(ValueError, match="but nothing came"):
+        with pytest.raises(ValueError, match="but nothing arrived"):
             sender.send(manifest, make_tensors(1)[:12])
         failure = other.answer(20)
         assert isinstance(failure, Failure)
-        assert "but nothing came" in failure.text
+        assert "but nothing arrived" in failure.text
         assert failure.seconds < 15
     sender.close()
 

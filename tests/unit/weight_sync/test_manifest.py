@@ -97,8 +97,8 @@ def test_tensors_that_are_not_those_of_the_manifest_are_refused() -> None:
     manifest = build_manifest(tensors, None)
     assert [entry.name for entry, _ in match_tensors(manifest, tensors)] == ["a", "b"]
     for wrong, message in (
-        (tensors[::-1], r"a \(2,\) comes next, but b \(3,\) came"),
-        (tensors[:1], "but nothing came"),
+        (tensors[::-1], r"a \(2,\) comes next, but b \(3,\) arrived"),
+        (tensors[:1], "but nothing arrived"),
         ([*tensors, ("c", torch.zeros(1))], "c came after"),
         ([("a", torch.zeros(4)), tensors[1]], r"but a \(4,\) came"),
     ):

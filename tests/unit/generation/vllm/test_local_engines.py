@@ -64,7 +64,7 @@ def test_engines_that_need_more_gpus_than_are_seen_are_refused_with_what_is_seen
     monkeypatch.setenv(VISIBLE, "4,5")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(
-        ValueError, match=r"2 vLLM engines of 1 GPU .*need 2 GPUs beside the learner's.*2 GPUs \(CUDA_VISIBLE_DEVICES=4,5\)"
+        ValueError, match=r"2 vLLM engines of 1 GPU .*need 2 GPUs alongside the learner's.*2 GPUs \(CUDA_VISIBLE_DEVICES=4,5\)"
     ):
         environments(apart=True, num_engines=2)
     with pytest.raises(ValueError, match=r"1 vLLM engine of 4 GPUs .*need 4 GPUs, and"):
