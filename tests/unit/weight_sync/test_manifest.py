@@ -99,7 +99,7 @@ def test_tensors_that_are_not_those_of_the_manifest_are_refused() -> None:
     for wrong, message in (
         (tensors[::-1], r"a \(2,\) comes next, but b \(3,\) arrived"),
         (tensors[:1], "but nothing arrived"),
-        ([*tensors, ("c", torch.zeros(1))], "c arrived after"),
+        ([*tensors, ("c", torch.zeros(1))], "c came after"),
         ([("a", torch.zeros(4)), tensors[1]], r"but a \(4,\) arrived"),
     ):
         with pytest.raises(ValueError, match=message):
