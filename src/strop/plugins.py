@@ -7,9 +7,11 @@ are found in the same way. Only what a configuration or a command line names is 
 from __future__ import annotations
 
 import importlib.util
+import tomllib
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 from strop.user_code import UserCodeError, suggest_names
@@ -22,8 +24,8 @@ def declared(group: str) -> Mapping[str, EntryPoint]:
     Raises UserCodeError if two packages use one name for different things.
     """
     found: dict[str, EntryPoint] = {}
-    for point in entry_points(group=f"strop.{group}"):
-        if not _is_there(point.module):
+    for point in _find_points():
+        if point.group != f"strop.{group}" or not _is_there(point.module):
             continue
         other = found.setdefault(point.name, point)
         if other.value != point.value:
@@ -31,6 +33,28 @@ def declared(group: str) -> Mapping[str, EntryPoint]:
                 f"two packages declare {point.name!r} in strop.{group}: {_describe(other)} and {_describe(point)}; uninstall one of them"
             )
     return found
+
+
+@cache
+def _find_points() -> list[EntryPoint]:
+    """Return the entry points of all installed packages, and Strop's own.
+
+    In a checkout its own are read from ``pyproject.toml``: what ``pip install -e`` wrote down is older than the source after a pull.
+    """
+    found = entry_points()
+    points = [point for group in found.groups if group.startswith("strop.") for point in found.select(group=group)]
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    if not project.is_file():
+        return points
+    declared_here = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
+    if declared_here.get("name") != "strop":
+        return points
+    own = [
+        EntryPoint(name, value, group)
+        for group, values in declared_here["entry-points"].items()
+        for name, value in values.items()
+    ]
+    return [*own, *(point for point in points if point.dist is None or point.dist.name != "strop")]
 
 
 def _is_there(module: str) -> bool:
@@ -41,7 +65,7 @@ def _is_there(module: str) -> bool:
 
 
 def _describe(point: EntryPoint) -> str:
-    return f"{point.value} of {point.dist.name if point.dist else 'an unknown package'}"
+    return f"{point.value} of {point.dist.name if point.dist else 'strop'}"
 
 
 def find_path(group: str, name: str) -> str | None:
