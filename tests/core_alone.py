@@ -2,7 +2,7 @@
 
     python tests/core_alone.py -q -n 2 -m "not gpu and not exhaustive"
 
-Arguments go to pytest; tests/extensions, tests/project and tests/browser are left out.
+Arguments go to pytest; tests/extensions, tests/project, tests/browser and tests/gpu are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="strop-core-") as folder:
         shutil.copytree(ROOT / "src" / "strop", Path(folder, "strop"), ignore=shutil.ignore_patterns("extensions", "__pycache__"))
         path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
-        left_out = [f"--ignore={ROOT / 'tests' / name}" for name in ("extensions", "project", "browser")]
+        left_out = [f"--ignore={ROOT / 'tests' / name}" for name in ("extensions", "project", "browser", "gpu")]
         command = [sys.executable, "-m", "pytest", *left_out, *arguments]
         return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
 

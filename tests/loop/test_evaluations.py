@@ -99,7 +99,7 @@ def test_an_evaluation_whose_samples_all_fail_is_an_error_that_says_why(tiny: Pa
 
 # --- the commands of the guides, as they are written there -------------------------------------------------------------------------
 
-LOCAL = "data.dataset_name=rows.jsonl data.problem_key=Question data.solution_key=Answer"
+LOCAL = "data.dataset_name=rows.jsonl data.input_key=Question data.output_key=Answer"
 COMMANDS = {  # after ``python examples/run_eval.py``, in examples/..; what says what is evaluated
     "": "AIME2024 (math)",
     "generation.model_name={model}": "AIME2024 (math)",

@@ -1,4 +1,4 @@
-"""Tiny models of the families that Megatron Core's models have."""
+"""Tiny models of the families that Megatron Core's models have. It knows Transformers alone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from support.megatron_stages import randomize
 
 SIZES: dict[str, Any] = {
     "vocab_size": 93,
@@ -115,3 +113,12 @@ def _exact_norm(norm: Any, hidden: Tensor) -> Tensor:
     eps = getattr(norm, "variance_epsilon", None) or norm.eps
     weight = 1.0 + norm.weight if type(norm).__name__.startswith("Gemma") else norm.weight
     return weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps)
+
+
+def randomize(model: Any, seed: int = 0) -> None:
+    """Draw all weights, with norms around the identity."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * (0.15 if tensor.dim() > 1 else 0.1)
+            tensor.copy_(noise + (1.0 if "norm" in name and tensor.mean() > 0.5 else 0.0))

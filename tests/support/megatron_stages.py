@@ -41,15 +41,6 @@ def make_layout(**sizes: Any) -> MegatronConfig:
     return MegatronConfig(enabled=True, **values)
 
 
-def randomize(model: Any, seed: int = 0) -> None:
-    """Draw all weights, with norms around the identity."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * (0.15 if tensor.dim() > 1 else 0.1)
-            tensor.copy_(noise + (1.0 if "norm" in name and tensor.mean() > 0.5 else 0.0))
-
-
 def tree_row(vocab: int, seed: int = 0) -> tuple[Tensor, Tensor, TreePlan]:
     """Return tokens, positions and plan of a row with shared prompts."""
     lengths, parents = ([segment[index] for segment in SEGMENTS] for index in (0, 1))

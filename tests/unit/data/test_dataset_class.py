@@ -175,11 +175,3 @@ def test_arguments_without_a_class_are_an_error_of_the_configuration() -> None:
     }
     with pytest.raises(ConfigError, match="found a, but gsm8k is no class or function"):
         load_config(None, root=GrpoRunConfig, values=values)
-
-
-def test_a_recipe_hands_the_keys_that_only_the_class_knows_to_the_class() -> None:
-    entry = {"dataset_name": "mine.Chats", "level": 2, "env_name": "math", "processor": "math_hf_data_processor"}
-    values = {"policy": {"model_name": "m"}, "env": {"math": {}}, "data": {"train": entry}}
-    config = load_config(None, root=GrpoRunConfig, values=values, check=False).config
-    assert config.data.train[0].dataset_kwargs == {"level": 2}
-    assert DataSource.from_entry(config.data.train[0], seed=0, part="train").load_rows()[1].answer == "3"

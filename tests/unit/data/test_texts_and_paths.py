@@ -16,7 +16,6 @@ from strop.config.source.yaml_text import YamlError
 from strop.data.recorded.examples import conversations, preferences, unpaired_preferences
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
-from strop.extensions.judges.judge_prompt import _read_template
 from strop.models.tokenizer_config import read_chat_template
 from strop.storage.text_file import NotUtf8, read_text_file
 from strop.types import user
@@ -37,7 +36,7 @@ def rows(path: Path, content: str | bytes, **keys: Any) -> list[Any]:
 # --- byte order marks and encodings -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("read", [read_text_file, read_chat_template, _read_template])
+@pytest.mark.parametrize("read", [read_text_file, read_chat_template])
 def test_a_byte_order_mark_is_no_part_of_any_text(read: Callable[[str], str], tmp_path: Path) -> None:
     assert read(write(tmp_path / "text.txt", "\ufeffhello: {{ reply }}")) == "hello: {{ reply }}"
 

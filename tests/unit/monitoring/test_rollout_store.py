@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from strop import cli
-from strop.extensions.replay.token_ledger import read_step_sums
 from strop.monitoring.rollout_store import inflated_files
 from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, make_records, split_by_rollout
@@ -220,7 +219,6 @@ def test_no_reader_inflates_a_small_file(
         "one": lambda: store.read_one(2, 0, 0),
         "keys": lambda: store.read_keys(2),
         "of a run": lambda: list(store.read_all()),
-        "sums": lambda: read_step_sums(store.path(2)),
     }
     for name, read in readers.items():
         if dictionary and name not in ("whole", "of a run"):

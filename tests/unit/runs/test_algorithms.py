@@ -275,7 +275,6 @@ FLAT: list[tuple[str, str, Algorithm]] = [
      GRPO(advantage=GroupRelative(normalize=False, leave_one_out=True))),
     ("grpo", "grpo.minus_baseline=false grpo.normalize_rewards=false",
      GRPO(advantage=GroupRelative(baseline=False, normalize=False))),
-    ("grpo", "grpo.adv_estimator.name=grpo", GRPO(advantage=GroupRelative(leave_one_out=True, deviation="others"))),
     ("grpo", "grpo.adv_estimator.name=group_relative", GRPO()),
     ("grpo", "grpo.adv_estimator.name=leave_one_out", GRPO(advantage=LeaveOneOut())),
     ("grpo", "grpo.advantage_clip_low=-2 grpo.advantage_clip_high=3", GRPO(advantage_low=-2.0, advantage_high=3.0)),

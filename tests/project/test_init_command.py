@@ -12,7 +12,7 @@ from strop.cli import main
 from strop.cli.init_command import FOLDER, STARTERS
 from strop.config import TRAINING_RUNS, EvalRunConfig, load_config
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 ENV_FILES = {"grpo": "reward.py", "multi-turn": "calculator.py", "tools": "tools.py", "agent": "agent.py", "eval": "reward.py"}
 
 

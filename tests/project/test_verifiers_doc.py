@@ -14,7 +14,7 @@ from strop.environments.verifier_registry import list_verifiers
 from strop.extensions.judges.llm_endpoint import ENDPOINT_OPTIONS
 from strop.types import Task
 
-PAGE = (Path(__file__).parents[4] / "docs" / "verifiers.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "verifiers.md").read_text()
 YAML, OWN = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
 TASK = Task(id="t", question="1+1?", answer="2")
 
