@@ -13,7 +13,7 @@ from loop.runs import metrics_of, overrides, strop, tiny_config
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPT = str(ROOT / "examples" / "run_grpo_sliding_puzzle.py")
 
 
