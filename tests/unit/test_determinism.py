@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import ClassVar
 import pytest
 import torch
 
-from strop import determinism
 from strop.determinism import ENVIRONMENT, deterministic_variables, running_sums, set_deterministic
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.vllm.engine_args import VllmLaunch
@@ -84,26 +82,6 @@ def test_running_sums_are_those_of_torch_and_a_single_row_is_never_summed_alone(
         assert torch.are_deterministic_algorithms_enabled(), "and it is switched on again"
         set_deterministic(False)
     assert OnAGpu.rows == [2, 3, 2, 4]
-
-
-def test_no_running_sum_of_floats_is_left_that_torch_would_refuse() -> None:
-    """In code that computes on the device of a model; integers and CPU tensors are summed as ever."""
-    source = Path(determinism.__file__).parent
-    integers = (
-        "image_tokens",
-        "model_runner",
-        "paged_runner",
-        "reference_store",
-        "draft_pass",
-        "exact_modules",
-        "referenced",
-        "turns",
-    )
-    on_the_cpu = ("kl", "steps", "m2po", "optimal_token_baseline")  # columns of whole steps
-    files = [source / "sampling.py"]
-    for folder in ("generation/torch", "learner", "models", "algorithms", "extensions/labs"):
-        files += (source / folder).rglob("*.py")
-    assert {path.stem for path in files if re.search(r"\.cum(sum|prod)\(", path.read_text())} == {*integers, *on_the_cpu}
 
 
 def test_engines_of_a_deterministic_run_are_batch_invariant_over_ray_too() -> None:

@@ -1,0 +1,28 @@
+"""Running sums in code that computes on the device of a model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from strop import determinism
+
+
+def test_no_running_sum_of_floats_is_left_that_torch_would_refuse() -> None:
+    """In code that computes on the device of a model; integers and CPU tensors are summed as ever."""
+    source = Path(determinism.__file__).parent
+    integers = (
+        "image_tokens",
+        "model_runner",
+        "paged_runner",
+        "reference_store",
+        "draft_pass",
+        "exact_modules",
+        "referenced",
+        "turns",
+    )
+    on_the_cpu = ("kl", "steps", "m2po", "optimal_token_baseline")  # columns of whole steps
+    files = [source / "sampling.py"]
+    for folder in ("generation/torch", "learner", "models", "algorithms", "extensions/labs"):
+        files += (source / folder).rglob("*.py")
+    assert {path.stem for path in files if re.search(r"\.cum(sum|prod)\(", path.read_text())} == {*integers, *on_the_cpu}
