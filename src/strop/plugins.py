@@ -54,7 +54,7 @@ def _find_points() -> list[EntryPoint]:
         for group, values in declared_here["entry-points"].items()
         for name, value in values.items()
     ]
-    return [*own, *(point for point in points if point.dist is None or point.dist.name != "strop")]
+    return [*own, *(point for point in points if package_of(point) != "strop")]
 
 
 def _is_there(module: str) -> bool:
@@ -64,8 +64,13 @@ def _is_there(module: str) -> bool:
         return False
 
 
+def package_of(point: EntryPoint) -> str:
+    """Return the name of the package that declares an entry point."""
+    return point.dist.name if point.dist else "strop"
+
+
 def _describe(point: EntryPoint) -> str:
-    return f"{point.value} of {point.dist.name if point.dist else 'strop'}"
+    return f"{point.value} of {package_of(point)}"
 
 
 def find_path(group: str, name: str) -> str | None:

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -81,9 +82,11 @@ def find_versions() -> dict[str, str]:
 def _list_learner_packages() -> Iterator[str]:
     """Yield the packages that bring learners, and those that the extra of a learner's name installs."""
     for name, point in plugins.declared("learners").items():
-        if point.dist is not None:
-            yield point.dist.name
-            yield from (re.split(r"[^\w.-]", each)[0] for each in point.dist.requires or () if f'extra == "{name}"' in each)
+        package = plugins.package_of(point)
+        yield package
+        with suppress(importlib.metadata.PackageNotFoundError):
+            required = importlib.metadata.requires(package) or ()
+            yield from (re.split(r"[^\w.-]", each)[0] for each in required if f'extra == "{name}"' in each)
 
 
 @functools.cache  # cached, because the library parses all of a package's metadata
