@@ -200,6 +200,7 @@ def test_steps_of_every_kind_of_run_are_replayed_to_the_last_digit_and_their_ter
 @pytest.mark.exhaustive
 def test_steps_that_read_images_are_replayed_to_the_last_digit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images in prompts and in observations, from the files beside the rollouts."""
+    from loop import shown as environment
     from support.vision_models import save_vision_model
 
     model = save_vision_model("qwen2_5_vl", tmp_path / "model")
@@ -207,9 +208,8 @@ def test_steps_that_read_images_are_replayed_to_the_last_digit(tmp_path: Path, m
     own = {
         "policy__max_total_sequence_length": 160,
         "grpo__max_rollout_turns": 2,
-        "env__shown__type": f"{Path(shown.__file__)}:Shown",
+        "env__shown__type": f"{Path(environment.__file__)}:Shown",
         "env__shown__turns": 2,
-        "checkpointing__save_period": 3,
     }
     logs = run_kind("grpo", model, tmp_path, **shown, **own)
     for result in replay_steps(logs, monkeypatch, 1, 4, 6):
@@ -223,7 +223,7 @@ def test_steps_with_the_experts_of_the_rollouts_are_replayed_to_the_last_digit(
     from loop.test_router_replay_runs import build_mixture
 
     mixture = build_mixture(tmp_path / "mixture")
-    own = {"policy__router_replay__enabled": True, "checkpointing__save_period": 3}
+    own = {"policy__router_replay__enabled": True}
     logs = run_kind("grpo", mixture, tmp_path, logger__routes=True, **own)
     for result in replay_steps(logs, monkeypatch, 1, 4, 6):
         assert result.exact and not result.failed and result.as_it_was.metrics["train/tokens_without_routes"] == 0.0, result.step
