@@ -7,7 +7,6 @@ interpolations: one dot is the same section, two dots the parent section.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import FrozenInstanceError, fields
@@ -21,7 +20,6 @@ from pydantic_core import ArgsKwargs, CoreSchema
 
 from strop import plugins
 from strop.problems import Problem
-from strop.user_code import suggest_names
 
 KeyPath = tuple[str, ...]
 
@@ -56,23 +54,6 @@ def _write_texts(variables: object) -> object:
 
 
 EnvironmentVariables = Annotated[dict[str, str], BeforeValidator(_write_texts)]
-
-
-@dataclasses.dataclass(frozen=True)
-class NameOf:
-    """Validates a key that names something declared by extensions in an entry point group, or one of ``own``."""
-
-    group: str
-    own: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (*self.own, *sorted(plugins.declared(self.group)))
-
-    def __call__(self, name: str) -> str:
-        if name not in self.names:
-            raise ValueError(f"there is none of this name{suggest_names(name, self.names)}")
-        return name
 
 
 # ``json_schema_extra`` of a key whose file may be in the folder of the configuration that names it (``strop.config.load.named_files``).

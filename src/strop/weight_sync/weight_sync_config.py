@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from strop.base_config import BaseConfig, NameOf, PathText, default_of
+from strop import plugins
+from strop.base_config import BaseConfig, PathText, default_of
 from strop.problems import Problem
+
+if TYPE_CHECKING:
+    TransportName = str
+else:
+    TransportName = Literal[("auto", *sorted(plugins.declared("transports")))]
 
 
 class WeightSyncConfig(BaseConfig):
@@ -16,7 +22,7 @@ class WeightSyncConfig(BaseConfig):
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
-    transport: Annotated[str, AfterValidator(NameOf("transports", ("auto",)))] = Field(
+    transport: TransportName = Field(
         "auto",
         description="memory: shared memory of one machine; cuda_ipc: device memory of one GPU; broadcast: gloo, or NCCL between GPUs; "
         "folder: files; auto chooses by the location of learner and engines.",

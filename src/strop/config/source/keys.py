@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
-from strop.base_config import BaseConfig, KeyPath, NameOf, default_of_field, fields_of, followed_keys, section_model
+from strop.base_config import BaseConfig, KeyPath, default_of_field, fields_of, followed_keys, section_model
 from strop.learner.torch.optimizer_config import SchedulerConfig
 
 TYPE_NAMES = {int: "int", float: "float", str: "str", bool: "true or false", type(None): "null"}
@@ -123,9 +122,6 @@ def follows_interpolation(field: FieldInfo) -> str | None:
 
 def format_type(field: FieldInfo) -> str:
     text = _format_annotation(field.annotation)
-    for each in field.metadata:
-        if isinstance(each, AfterValidator) and isinstance(each.func, NameOf):
-            return f"one of {', '.join(each.func.names)}"
     if limits := _format_limits(field.metadata):
         head, *tail = text.split(" or ", 1)
         text = " or ".join([f"{head} {limits}", *tail])
