@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 
 from loop.runs import overrides, tiny_config
 from loop.tiny import build_tiny
+from support.declared_packages import finding
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "extension"
 
@@ -37,7 +37,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         str(source),
     ]
     subprocess.run(pip, check=True, capture_output=True, timeout=120)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(target), os.environ.get("PYTHONPATH"))))}
+    return finding(target)
 
 
 def strop(folder: Path, environment: dict[str, str] | None, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from loop.tiny import build_tiny
+from support.declared_packages import declare, finding
 from support.overrides import RUN
 
 PACKAGE = """
@@ -96,17 +96,13 @@ DRY_RUN = ["grpo", *RUN, "policy.device=cpu", *THEIRS, "--dry-run"]
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("package")
     (folder / "theirs.py").write_text(PACKAGE)
-    about = folder / "theirs-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(ENTRY_POINTS)
+    declare(folder, "theirs", ENTRY_POINTS)
     return folder
 
 
 def strop(package: Path, folder: Path, *words: str) -> str:
-    paths = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-m", "strop", *words], capture_output=True, text=True, cwd=folder, env=environment)
+    command = [sys.executable, "-m", "strop", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=finding(package))
     assert "Traceback" not in done.stderr
     return done.stdout + done.stderr
 

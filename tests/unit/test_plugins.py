@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,23 +9,14 @@ from pathlib import Path
 import pytest
 
 import strop
+from support.declared_packages import declare, finding
 
 PROJECT = Path(strop.__file__).parents[2] / "pyproject.toml"
 SHOW = "from strop import plugins; print(*sorted(plugins.declared('transports')), *sorted(plugins.declared('commands')))"
 
 
-def declare(folder: Path, package: str, points: str) -> None:
-    """Write the metadata of an installed package."""
-    info = folder / f"{package}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(points)
-
-
 def run(code: str, *folders: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], env=finding(*folders), capture_output=True, text=True, timeout=60)
 
 
 def test_what_is_declared_but_not_installed_is_not_there(tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from support.declared_packages import declare, finding
 
 TOY = '''
 from collections.abc import Iterator
@@ -97,13 +98,9 @@ def run(folder: Path, code: str, points: str = POINTS) -> None:
     """Run code in a process that has the package of the toy."""
     for name, text in (("toy_config", TOY), ("toy_engine", ENGINE), ("toy_arguments", ARGUMENTS)):
         (folder / f"{name}.py").write_text(text)
-    info = folder / "toy-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(points)
-    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    declare(folder, "toy", points)
     command = [sys.executable, "-c", LOAD + textwrap.dedent(code)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=finding(folder), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
