@@ -8,7 +8,7 @@ from strop.config import TrainingRunConfig
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig
 from strop.extensions.planning.beside_models import BesideModel, without_output
-from strop.extensions.planning.learner_memory import BFLOAT16, FLOAT32, LearnerSetup
+from strop.extensions.planning.learner_memory import BFLOAT16, FLOAT32, LOGIT_ROWS, LearnerSetup
 from strop.extensions.planning.model_size import ModelSize
 from strop.extensions.planning.plan_inputs import PlannedDevice
 from strop.extensions.planning.planned_learner import read_learner, read_sharding
@@ -61,13 +61,14 @@ def _read_teacher(config: TrainingRunConfig, teacher: TeacherConfig, device: Pla
     sharding = Sharding()
     if world is not None:
         sharding = read_sharding(teacher.learner, world)
+    tokens = teacher.logprob_mb_tokens or config.policy.score_tokens
     return LearnerSetup(
-        tokens=teacher.logprob_mb_tokens,
-        longest=min(teacher.logprob_mb_tokens, config.policy.max_total_sequence_length),
+        tokens=tokens,
+        longest=min(tokens, config.policy.max_total_sequence_length),
         on_cpu=device.on_cpu,
         compute_bytes=BFLOAT16 if own.precision == "bfloat16" else FLOAT32,
         weight_bytes=BFLOAT16 if own.weights_dtype == "bfloat16" else FLOAT32,
         trained_share=0.0,
-        logit_rows=config.policy.logprob_chunk_size or teacher.logprob_mb_tokens,
+        logit_rows=config.policy.logprob_chunk_size or LOGIT_ROWS,
         sharding=sharding,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from strop.extensions.megatron.megatron_config import MegatronConfig
-from strop.extensions.planning.learner_memory import BFLOAT16, FLOAT32, LearnerSetup
+from strop.extensions.planning.learner_memory import BFLOAT16, FLOAT32, GPU_LOGIT_ROWS, LOGIT_ROWS, LearnerSetup
 from strop.extensions.planning.plan_inputs import PlannedDevice
 from strop.extensions.planning.sharding import ParallelSizes, Sharding
 from strop.learner.learner_config import LearnerSection
@@ -17,7 +17,7 @@ ADAPTER_SHARE = 0.01  # share of the weights trained by adapters
 
 def read_learner(policy: ModelConfig, device: PlannedDevice, dims: LearnerDims | None) -> LearnerSetup:
     """Return the learner of a model, the policy or a critic."""
-    own, moves, tokens = policy.dtensor_cfg, policy.uses_torch, _read_tokens(policy)
+    own, moves, tokens = policy.dtensor_cfg, policy.uses_torch, _read_tokens(policy, device)
     learner = policy.learner
     checkpointed = (learner if isinstance(learner, MegatronConfig) else own).activation_checkpointing
     return LearnerSetup(
@@ -32,7 +32,7 @@ def read_learner(policy: ModelConfig, device: PlannedDevice, dims: LearnerDims |
         checkpointed_share=float(checkpointed),
         offloads_activations=moves and own.activation_offload,
         offloads_weights=moves and own.cpu_offload,
-        logit_rows=policy.logprob_chunk_size or tokens,
+        logit_rows=policy.logprob_chunk_size or (LOGIT_ROWS if device.on_cpu else GPU_LOGIT_ROWS),
         micro_batches=2,
         sharding=Sharding() if dims is None else read_sharding(learner, dims.world_size),
     )
@@ -51,10 +51,13 @@ def read_sharding(learner: LearnerSection, world: int) -> Sharding:
     raise ValueError(f"the memory of {learner.title} is not known: nothing is planned for this learner")
 
 
-def _read_tokens(policy: ModelConfig) -> int:
-    """Return the tokens of a micro-batch."""
-    budget = policy.batching.train_mb_tokens
-    return policy.train_micro_batch_size * policy.max_total_sequence_length if budget == "auto" else budget
+def _read_tokens(policy: ModelConfig, device: PlannedDevice) -> int:
+    """Return the tokens of a micro-batch; of a measured one, the least that it may have."""
+    budget = policy.train_tokens
+    measured = policy.batching.train_mb_tokens is None and policy.train_micro_batch_size is None and not device.on_cpu
+    if budget == "auto" or measured:
+        return (policy.train_micro_batch_size or 1) * policy.max_total_sequence_length
+    return budget
 
 
 def _read_megatron_sizes(sizes: MegatronConfig) -> ParallelSizes:

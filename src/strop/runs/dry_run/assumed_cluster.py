@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.schema.recorded_config import MOST_EXAMPLES
-from strop.data.packing_config import format_micro_batches
 from strop.distributed.placement import DevicePlan, plan_devices
 from strop.runs.algorithm.run_algorithm import count_steps_per_batch
 from strop.runs.cluster.device_plan import format_device_rows
@@ -39,12 +38,11 @@ def _format_shares(config: TrainingRunConfig, plan: DevicePlan) -> str:
         total = config.rollout_training.rollouts_per_step // count_steps_per_batch(config)
     elif isinstance(config, RecordedRunConfig):
         noun = "examples"
-    tokens = format_micro_batches(config.policy.batching.train_mb_tokens)
     if total is None:
-        return f"at most {MOST_EXAMPLES} {noun} an optimizer step over {_count(ranks, 'data rank')}, {tokens}"
+        return f"at most {MOST_EXAMPLES} {noun} an optimizer step over {_count(ranks, 'data rank')}"
     shares = f"{total // ranks} each" if total % ranks == 0 else f"{total / ranks:.1f} each on average, balanced by tokens"
     idle = f"; {ranks - total} ranks get none: raise the batch, or shard less" if total < ranks else ""
-    return f"{total} {noun} an optimizer step over {_count(ranks, 'data rank')}: {shares}{idle}, {tokens}"
+    return f"{total} {noun} an optimizer step over {_count(ranks, 'data rank')}: {shares}{idle}"
 
 
 def _format_transport(config: RolloutRunConfig, plan: DevicePlan) -> str:

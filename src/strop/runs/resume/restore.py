@@ -10,6 +10,7 @@ from strop.base_config import to_tree
 from strop.checkpointing.base import Checkpointer, Restorable, RunState
 from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
 from strop.config import TrainingRunConfig, dump_config
+from strop.config.checks.policy_checks import shares_device
 from strop.config.schema.run_config import RecordedRunConfig
 from strop.learner.client import LearnerClient
 from strop.monitoring.config_history import HISTORY_FILE, End, record_finish, record_start
@@ -23,13 +24,14 @@ from strop.runs.contents.run_contents import CONTENTS_FILE, Content, find_conten
 from strop.runs.lifecycle import make_checkpoints, make_saver
 from strop.runs.models import TokenizerBundle
 from strop.runs.resume.resume_plan import CONFIG_FILE, ResumePlan, plan_resume
-from strop.runs.resume.token_budgets import make_token_budgets, settle_token_budgets
+from strop.runs.resume.token_budgets import TOKEN_BUDGETS, MeasuringWeights, make_token_budgets, settle_token_budgets
 from strop.runs.run_folders import check_checkpoint_space
 from strop.safety.redaction import describe_command, redact_secrets
 from strop.stopping import EarlyStop
 from strop.storage.folder_probe import explain_folder
 from strop.storage.storage_error import StorageError, find_refusal
 from strop.trainer.run import TrainingRun
+from strop.weight_sync.base import WeightSync
 
 LIMITS_OF_ROLLOUTS = ("policy.generation.", "policy.max_total_sequence_length", "data.max_input_seq_length")
 RECORDS = (
@@ -62,15 +64,30 @@ async def restore_run(
     store: RolloutStore,
     tracker: Tracker,
 ) -> Restored:
-    """Load the newest checkpoint into learners and parts, in place, and set the learners' token budgets.
+    """Load the newest checkpoint into learners and parts, in place, and set the learners' token budgets; engines that share their device
+    have to sleep first (``measure_asleep``).
 
     Raises ResumeError, CheckpointError, StorageError, MemoryTooSmall."""
     parts = {**make_token_budgets(config), **parts}
     checkpoints = make_checkpoints(config, bundle.save)
     state = restore_checkpoint(config, checkpoints, {**learners, **parts}, tracker, store)
-    await settle_token_budgets(config, learners, parts, tracker)
+    if not shares_device(config):
+        await settle_token_budgets(config, learners, parts, tracker)
     check_checkpoint_space(config, learners, tracker)
     return Restored(state=state, parts=parts, checkpoints=make_saver(config, checkpoints))
+
+
+def measure_asleep(
+    config: TrainingRunConfig,
+    weights: WeightSync,
+    learners: Mapping[str, LearnerClient],
+    parts: Mapping[str, Restorable],
+    tracker: Tracker,
+) -> WeightSync:
+    """Return weights that settle the token budgets when the engines that share the learner's device first sleep, if any is measured."""
+    if not shares_device(config) or TOKEN_BUDGETS not in parts:
+        return weights
+    return MeasuringWeights(weights, lambda: settle_token_budgets(config, learners, parts, tracker))
 
 
 def restore_checkpoint(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from strop.config import RolloutRunConfig, TrainingRunConfig
@@ -13,12 +13,14 @@ from strop.learner.budget.memory_probe import (
     MemoryProbe,
     choose_budget,
     count_later,
-    fits_twice,
     format_bytes,
+    needs_more,
 )
 from strop.learner.client import LearnerClient
+from strop.metrics import Metrics
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.local_device import resolve_device_name
+from strop.weight_sync.base import WeightSync
 
 TOKEN_BUDGETS = "token_budgets"  # folder of a checkpoint
 _FILE = "token_budgets.json"
@@ -57,14 +59,14 @@ def list_measured(config: TrainingRunConfig) -> dict[str, str]:
     return {
         name: f"{name}.{model.batching_key}.train_mb_tokens"
         for name, model in list_trained_models(config)
-        if model.batching.train_mb_tokens == "auto"
+        if model.train_tokens == "auto"
     }
 
 
 async def settle_token_budgets(
     config: TrainingRunConfig, learners: Mapping[str, LearnerClient], parts: Mapping[str, object], tracker: Tracker
 ) -> None:
-    """Set each learner's budget: the checkpoint's, or one measured now. Call it after a checkpoint is loaded.
+    """Set each learner's budget: the checkpoint's, or one measured now, with the engines that share its device asleep.
 
     Raises MemoryTooSmall, DeviceMemoryFull.
     """
@@ -88,6 +90,23 @@ async def settle_token_budgets(
         await learners[name].set_train_tokens(tokens)
 
 
+class MeasuringWeights:
+    """A ``WeightSync`` of engines that share the learner's device: when they first sleep, it settles the token budgets."""
+
+    def __init__(self, weights: WeightSync, settle: Callable[[], Awaitable[None]]) -> None:
+        self.weights = weights
+        self._settle: Callable[[], Awaitable[None]] | None = settle
+
+    async def yield_device(self) -> None:
+        await self.weights.yield_device()
+        if self._settle is not None:
+            await self._settle()
+            self._settle = None
+
+    async def publish(self, version: int) -> Metrics:
+        return await self.weights.publish(version)
+
+
 async def find_budgets(
     learners: Mapping[str, LearnerClient], keys: Mapping[str, str], longest: int, reserved_bytes: int
 ) -> dict[str, FoundBudget]:
@@ -99,8 +118,8 @@ async def find_budgets(
     for name, learner in learners.items():
         later = count_later(name, small, reserved_bytes)
         probes = [small[name]]
-        if fits_twice(small[name], later):
-            probes.append(await learner.probe_memory(2, longest))
+        while needs_more(probes, later):
+            probes.append(await learner.probe_memory(2 ** len(probes), longest))
         found[name] = choose_budget(probes, longest=longest, later_bytes=later, key=keys[name])
     return found
 
