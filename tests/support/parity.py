@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from strop import metrics
 from strop.algorithms.base import CANDIDATES, Algorithm, TokenOutputs
-from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
-from strop.algorithms.preference.dpo import DPO
-from strop.algorithms.supervised.reward_model import RewardModel
-from strop.algorithms.supervised.sft import SFT
+from strop.algorithms.distillation import TEACHER_CANDIDATES, TopKDistillation
+from strop.algorithms.preference.referenced import DPO
+from strop.algorithms.supervised import SFT, RewardModel
 from strop.data.shares.batch_share import BatchShare
 from strop.data.shares.divide_batch import divide_batch
 from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs, assemble_result
