@@ -29,10 +29,8 @@ from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer
 from strop.models.loading import cast_weights
 from strop.models.network import Network, freeze_routers
-from strop.models.routing.router_loss_config import RouterLossConfig
-from strop.models.routing.router_replay_config import NO_ROUTE
-from strop.models.value_head import ValueHead
-from strop.models.value_network import ValueNetwork
+from strop.models.routing.router_config import NO_ROUTE, RouterLossConfig
+from strop.models.value_network import ValueHead, ValueNetwork
 from strop.sampling import Sampling
 from strop.types import Batch, Group
 from support.algorithms import grpo

@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from strop.data.messages import make_prompt
 from strop.data.sources.source import DataSource, Row
-from strop.data.sources.streaming.streamed import is_streamed
+from strop.data.sources.streamed import is_streamed
 from strop.environments.rewards import RewardFunction, RewardMark, reward_marks
 from strop.environments.rewards import reward as reward
 from strop.tools.base import ToolConfigError

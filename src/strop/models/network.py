@@ -33,12 +33,11 @@ from strop.models.logprobs.lm_head import LMHead, get_lm_head
 from strop.models.logprobs.token_logprobs import token_logprobs
 from strop.models.recorded_columns import RecordedColumn, Recorders
 from strop.models.routing.recorded_experts import ReplayedRoutes, RoutedLayers
-from strop.models.routing.router_loss_config import RouterLossConfig
+from strop.models.routing.router_config import RouterLossConfig
 from strop.models.routing.router_observer import ObservedRouters, RouterObserver
 from strop.models.routing.router_replay import install_router_replay, replayable_layers
-from strop.models.vision.batch_inputs import packed_inputs, padded_inputs
 from strop.models.vision.vision_processor import VisionProcessor
-from strop.models.vision.vision_tower import VisionTower
+from strop.models.vision.vision_tower import VisionTower, packed_inputs, padded_inputs
 from strop.sampling import KEPT_TOKENS, Sampling, at_least_float32
 from strop.types import Batch
 

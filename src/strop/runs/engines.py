@@ -16,8 +16,8 @@ from strop.environments.policy_client import PastSelvesRule
 from strop.generation.base import Engine
 from strop.generation.engine_launch import EngineLaunch, LaunchedAdapters
 from strop.generation.launched_engines import find_engine, make_local_engines
+from strop.generation.pool import SyncedGenerator, make_synced_pool
 from strop.generation.quantized_rollouts import make_emulation, make_weight_rounding
-from strop.generation.synced_generator import SyncedGenerator, make_synced_pool
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
 from strop.learner.base import require_token_outputs

@@ -20,8 +20,7 @@ from strop.algorithms.distillation import TEACHER_CANDIDATES, TEACHER_LOGPROBS, 
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.data.splitting import split_micro_batches
 from strop.models.network import Network
-from strop.models.value_head import ScalarHead, ValueHead
-from strop.models.value_network import ValueNetwork
+from strop.models.value_network import ScalarHead, ValueHead, ValueNetwork
 from strop.sampling import Sampling
 from strop.types import Batch, Group
 from support.drawn import check_draws

@@ -25,8 +25,7 @@ from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig,
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.learner.client import POLICY_ENTROPY
 from strop.learner.torch.learner import TorchLearner
-from strop.models.value_head import ValueHead
-from strop.models.value_network import ValueNetwork
+from strop.models.value_network import ValueHead, ValueNetwork
 from strop.runs.backend import LocalBackend
 from strop.runs.models import LoadedPolicy, load_policy, make_learners, make_trained_networks
 from strop.runs.scorers import make_columns

@@ -12,7 +12,7 @@ from strop.generation.generation_config import GenerationConfig, UnusedGeneratio
 from strop.learner.learner_config import TORCH, LearnerName
 from strop.learner.model_config import ModelConfig
 from strop.learner.policy_extension import policy_extensions
-from strop.models.routing.router_replay_config import RouterReplayConfig
+from strop.models.routing.router_config import RouterReplayConfig
 from strop.problems import Problem
 
 

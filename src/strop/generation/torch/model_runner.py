@@ -17,8 +17,7 @@ from strop.generation.torch.decode_kernels import DecodeKernels
 from strop.generation.torch.emulated_quantization import EmulatedQuantization, RoundedCache
 from strop.generation.torch.fast_layers import FastLayers, choose_kernels
 from strop.generation.torch.fast_linears import FastLinears
-from strop.generation.torch.image_reader import ImageReader
-from strop.generation.torch.image_tokens import PromptImages, find_blocks
+from strop.generation.torch.image_tokens import ImageReader, PromptImages, find_blocks
 from strop.generation.torch.kv_cache import CacheShape, DecodePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights

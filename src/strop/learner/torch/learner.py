@@ -54,10 +54,10 @@ from strop.learner.torch.weight_average import AveragedWeights
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.models.exact.exact_network import forget_exact_weights
-from strop.models.layers.decoder_layers import decoder_layers
+from strop.models.layers.known_code import decoder_layers
 from strop.models.malloc import trim_freed_memory
 from strop.models.network import Network
-from strop.models.routing.router_metrics import measure_disagreement, measure_missing_routes, take_router_counts
+from strop.models.routing.recorded_experts import measure_disagreement, measure_missing_routes, take_router_counts
 from strop.models.routing.router_observer import ObservedRouters
 from strop.sampling import Sampling
 from strop.types import Batch

@@ -208,8 +208,7 @@ class DraftConfig(PolicyExtension):
         Raises ModelNotFound, ValueError.
         """
         from strop.extensions.labs.draft.eagle_config import new_shape
-        from strop.extensions.labs.draft.eagle_files import find_head_folder, load_head
-        from strop.extensions.labs.draft.eagle_head import EagleHead
+        from strop.extensions.labs.draft.eagle_head import EagleHead, find_head_folder, load_head
 
         text = hf_config.get_text_config()
         if self.model_name is None:

@@ -187,8 +187,12 @@ class QuantConfig(PolicyExtension):
         if self.quant_cfg is None:
             return
         from strop.extensions.labs.fake_quant.apply_fake_quant import apply_fake_quant
-        from strop.extensions.labs.fake_quant.calibration import calibrate_inputs, needs_calibration, set_input_scales
-        from strop.extensions.labs.fake_quant.calibration_texts import read_calibration_tokens
+        from strop.extensions.labs.fake_quant.calibration import (
+            calibrate_inputs,
+            needs_calibration,
+            read_calibration_tokens,
+            set_input_scales,
+        )
 
         engine_rounds = self._policy.generation.weight_format is not None  # to the same format, as ``_check_one_format`` sees to
         summary = apply_fake_quant(network.model, read_quant_config(self.quant_cfg), sends_rounded=not engine_rounds)

@@ -1,16 +1,69 @@
-"""Shards that are local files. At most a few rows of each are in memory."""
+"""What a streamed source is read from: shards of files or of an iterable, in the order that each defines."""
 
 from __future__ import annotations
 
 import csv
 import glob
-from collections.abc import Iterator, Sequence
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from strop.data.sources.files import FILE_SUFFIXES, check_file, refuse_utf16
-from strop.data.sources.records import DataError
-from strop.data.sources.streaming.base import Shard, ShardReader, StreamedRecord
+from strop.data.sources.files import FILE_SUFFIXES, check_file, parse_object, refuse_utf16
+from strop.data.sources.records import DataError, Record
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedRecord:
+    """A record at its location in a shard. Lines are parsed on demand, so that a malformed one costs only its own row."""
+
+    id: str  # the same whenever the record is read
+    where: str  # for error messages
+    content: Record | bytes | DataError
+    change: Callable[[Record, str], Record] | None = None  # (record, where) -> the converted record
+
+    def read(self) -> Record:
+        """Return the record. Raises DataError for one that is malformed."""
+        if isinstance(self.content, DataError):
+            raise self.content
+        record = parse_object(self.content, self.where) if isinstance(self.content, bytes) else self.content
+        return record if self.change is None else self.change(record, self.where)
+
+
+class ShardReader(ABC):
+    """Reads the records of a shard in order. ``position``: start of the next record as JSON values, accepted by ``Shard.open``."""
+
+    position: Any = None
+
+    def __init__(self) -> None:
+        self._records = self._iterate()
+
+    def __iter__(self) -> Iterator[StreamedRecord]:
+        return self._records
+
+    @abstractmethod
+    def _iterate(self) -> Iterator[StreamedRecord]:
+        """Yield each record, with ``position`` after it."""
+        ...
+
+
+class Shard(ABC):
+    """A part of a stream that is read in order."""
+
+    name: str
+
+    @abstractmethod
+    def open(self, position: Any = None) -> ShardReader:
+        """Return a reader of the records from a position on, by default the beginning."""
+        ...
+
+
+# Shards that are local files. At most a few rows of each are in memory.
 
 STREAMED_SUFFIXES = tuple(suffix for suffix in FILE_SUFFIXES if suffix != ".json")
 ROWS_PER_READ = 256  # of tables
@@ -205,3 +258,81 @@ class _ArrowReader(_FileReader):
             file.seek(0)
             reader = pyarrow.ipc.open_file(file)
             yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+
+
+# Shards that are objects: streamed datasets of the library ``datasets``, and any other re-iterable objects.
+
+
+def is_iterable_dataset(rows: Any) -> bool:
+    """Whether this is a ``datasets.IterableDataset``, checked without importing the library."""
+    library = sys.modules.get("datasets")
+    return library is not None and isinstance(rows, library.IterableDataset)
+
+
+def list_shards(name: str, rows: Any) -> Sequence[Shard]:
+    """Return the shards of an iterable. Raises DataError if it can be iterated only once."""
+    if isinstance(rows, Iterator) or not isinstance(rows, Iterable):
+        raise DataError(
+            f"{name} is of the type {type(rows).__name__}, which cannot be read again for the next epoch or after a restart; pass an "
+            "object whose __iter__ starts over"
+        )
+    stream: Any = rows
+    if not is_iterable_dataset(rows):
+        return [IterableShard(name, lambda: copy(stream))]
+    count = stream.num_shards
+    return [
+        IterableShard(name if count == 1 else f"{name}, shard {number}", partial(stream.shard, count, number))
+        for number in range(count)
+    ]
+
+
+class IterableShard(Shard):
+    """An iterable of records. With ``state_dict`` and ``load_state_dict``, as in ``datasets``, it resumes by them; otherwise
+    earlier records are read again.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Any]) -> None:
+        """``make()`` returns the iterable with its own state."""
+        self.name, self._make = name, make
+
+    def open(self, position: Any = None) -> ShardReader:
+        return _IterableReader(self.name, self._make(), position)
+
+
+class _IterableReader(ShardReader):
+    """The position is (rows, state of the iterable)."""
+
+    def __init__(self, name: str, rows: Any, position: Any) -> None:
+        self._name, self._rows = name, rows
+        self._has_state = hasattr(rows, "state_dict") and hasattr(rows, "load_state_dict")
+        self._number: int
+        self._state: Any
+        self._number, self._state = position or (0, None)
+        self._started = False
+        super().__init__()
+
+    @property
+    def position(self) -> Any:  # type: ignore[override]
+        return (self._number, self._rows.state_dict() if self._has_state and self._started else self._state)
+
+    def _iterate(self) -> Iterator[StreamedRecord]:
+        iterator: Iterator[Any] | None = None
+        while True:
+            where = f"{self._name}, row {self._number + 1}"
+            try:
+                iterator = iterator or self._start()
+                record = next(iterator)
+                self._started = True
+            except StopIteration:
+                return
+            except Exception as error:  # user code and libraries may raise anything
+                raise DataError(f"{where} cannot be read ({type(error).__name__}: {error!s:.300})") from error
+            content = record if isinstance(record, Mapping) else DataError(f"{where} is {record!r:.80}, not a dict of columns")
+            self._number += 1
+            yield StreamedRecord(f"{self._name}:{self._number - 1}", where, content)
+
+    def _start(self) -> Iterator[Any]:
+        if self._state is None:
+            return islice(iter(self._rows), self._number, None)
+        self._rows.load_state_dict(self._state)
+        return iter(self._rows)

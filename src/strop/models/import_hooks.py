@@ -1,13 +1,8 @@
-"""Makes torchvision importable for Transformers and vLLM when its compiled library cannot be loaded.
-
-PyPI's torchvision is built for CUDA. With a CPU build of torch its library does not load, and its import fails at (detection)
-operators that the library would have registered; everything that imports torchvision fails too, including most of Transformers.
-Registering them here without an implementation lets the import succeed. Strop's own image code does not need torchvision; vLLM's
-processors do.
-"""
+"""What happens when Transformers is imported: torchvision without images, and no messages of torchao."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -80,3 +75,26 @@ def _name_operators() -> None:
     for name, signature in OPERATORS.items():
         library.define(f"{name}{signature}")
     _libraries.append(library)
+
+
+# Import messages of torchao (imported by Transformers) that are meaningless without its GPU libraries.
+
+# Loggers, and parts of their messages: CUDA libraries do not load on a CPU, and torch warns of enums registered by torchao.
+MESSAGES = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass and is now natively supported"}
+
+
+class MessageFilter(logging.Filter):
+    """Drops messages that contain a text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self._text not in str(record.msg)
+
+
+def hide_import_messages() -> None:
+    """Hide these messages: they do not concern a run without FP8, and a run with FP8 checks its requirements itself."""
+    for name, text in MESSAGES.items():
+        logging.getLogger(name).addFilter(MessageFilter(text))

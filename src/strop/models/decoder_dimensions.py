@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from strop.hardware.model_dimensions import DecoderDimensions, LayerDimensions
-from strop.models.layers.decoder_layers import decoder_layers
+from strop.models.layers.known_code import decoder_layers
 from strop.models.loading import quiet_transformers
 
 KINDS = ("full_attention", "sliding_attention")

@@ -1,9 +1,4 @@
-"""Tensor names in vLLM that differ both from Transformers' and from vLLM's own mapping.
-
-Transformers renames weights on loading and stacks experts, and Strop sends its names. vLLM reads checkpoint names, which differ
-for some models, and some of its loaders accept only single experts. In gpt-oss, the loaders of stacked experts and of attention
-sinks write into parameters that a reload has replaced, so experts are passed singly and sinks are copied afterwards.
-"""
+"""The names and the quantised form under which vLLM takes the learner's weights."""
 
 from __future__ import annotations
 
@@ -13,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from strop.models.quantization.number_format import QuantizedTensor, encode_e8m0, quantize
+from strop.models.quantization.quantization_plan import EXPERTS, QuantizationPlan, unpack
 
 _CANONICAL = (  # parts of vLLM's module paths -> those of Transformers
     (".block_sparse_moe.", ".mlp."),
@@ -26,7 +24,7 @@ def rename_for_engine(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iter
     if _is_gpt_oss(model):
         return _split_gpt_oss(tensors)
     if _loads_single_experts(model):
-        return _split_experts(tensors)
+        return (part for name, tensor in tensors for part in _split_experts(name, tensor))
     if any(path.endswith(".block_sparse_moe") for path, _ in model.named_modules()):
         return ((_block_sparse_name(name), tensor) for name, tensor in tensors)
     return ((tower_name(model, name), tensor) for name, tensor in tensors)
@@ -54,19 +52,6 @@ def _block_sparse_name(name: str) -> str:
     """Return the name in checkpoints of Mixtral and similar models."""
     name = name.replace(".mlp.", ".block_sparse_moe.")
     return name.replace(".experts.gate_up_proj", ".experts.w13").replace(".experts.down_proj", ".experts.w2")
-
-
-def _split_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        layer, found, matrix = name.rpartition(".experts.")
-        if not found or matrix not in ("gate_up_proj", "down_proj"):
-            yield name, tensor
-            continue
-        for index, expert in enumerate(tensor):
-            parts = expert.chunk(2) if matrix == "gate_up_proj" else (expert,)
-            names = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else ("down_proj",)
-            for part, single in zip(names, parts, strict=True):
-                yield f"{layer}.experts.{index}.{part}.weight", single
 
 
 def _split_gpt_oss(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -107,3 +92,56 @@ def canonical_name(model: Any, name: str) -> str:
     for part, replacement in _CANONICAL + (_CANONICAL_GPT_OSS if _is_gpt_oss(model) else ()):
         name = name.replace(part, replacement)
     return name
+
+
+# Quantise arriving weights of a publish, and name values and scales as in a checkpoint of that format.
+
+
+@torch.no_grad()
+def quantize_arriving(
+    tensors: Iterable[tuple[str, Tensor]], plan: QuantizationPlan, names: Iterable[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a publish, the selected ones as values and scales. ``names``: all tensors of the publish."""
+    selected = plan.select(names)
+    for name, tensor in tensors:
+        if name not in selected:
+            yield name, tensor
+            continue
+        for part_name, stored in _quantized_parts(name, tensor, plan):
+            yield part_name, stored.values
+            yield _name_scales(part_name, plan), _encode_scales(stored)
+
+
+def _quantized_parts(name: str, tensor: Tensor, plan: QuantizationPlan) -> Iterator[tuple[str, QuantizedTensor]]:
+    """Yield the matrices of a tensor, quantised here or by the sender."""
+    if tensor.dtype is not torch.uint8:
+        yield from ((part_name, quantize(part, plan.weights)) for part_name, part in _split_experts(name, tensor))
+        return
+    stored = unpack(tensor, plan.weights)
+    matrices = zip(_split_experts(name, stored.values), _split_experts(name, stored.scales), strict=True)
+    for (part_name, values), (_, scales) in matrices:
+        yield part_name, QuantizedTensor(plan.weights, values, scales, torch.ones(1, 1, device=values.device))
+
+
+def _split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the matrices of a tensor; all experts in one [E, R, C] are yielded separately, under their names in a checkpoint."""
+    if not name.endswith(EXPERTS):
+        yield name, tensor
+        return
+    prefix, _, kind = name.rpartition(".")
+    for number, expert in enumerate(tensor):
+        if kind == "down_proj":
+            yield f"{prefix}.{number}.down_proj.weight", expert
+        else:
+            gate, up = expert.chunk(2)
+            yield f"{prefix}.{number}.gate_proj.weight", gate
+            yield f"{prefix}.{number}.up_proj.weight", up
+
+
+def _name_scales(name: str, plan: QuantizationPlan) -> str:
+    """DeepSeek's checkpoints call block scales ``weight_scale_inv``; those of MXFP8 are ``weight_scale``."""
+    return f"{name}_scale" if plan.weights.columns == 32 else f"{name}_scale_inv"
+
+
+def _encode_scales(stored: QuantizedTensor) -> Tensor:
+    return encode_e8m0(stored.scales) if stored.format.columns == 32 else stored.scales
