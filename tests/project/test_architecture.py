@@ -392,7 +392,6 @@ SHORT = {
     "extensions.adapters.reasoning_gym_datasets": "what a process that scores imports, without the environment",
     "extensions.labs.draft.drafting_config": "keys of the engine, which are read before those of the policy",
     "environments.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
-    "generation.vllm.requests": "what vLLM counts, under Strop's names",
     "monitoring.notebook_figure": "it inherits from matplotlib, which is imported where something is drawn",
     "runs.cluster.rank_exporter": "sent to ranks, which import nothing of the driver",
     "rollouts.tokenizing_worker": "a process of its own",

@@ -263,7 +263,7 @@ class PlanRunner:
             hidden = output.last_hidden_state[0]
             hidden = hidden.index_select(0, last[0]) if last else hidden
             if self.network.exact is not None:
-                return self.network.exact_head.compute_logits(hidden)
+                return self.network.exact.compute_logits(hidden, self.network.head)
             layer = self.network.model.get_output_embeddings()
             logits: Tensor = self.network.head.transform_logits(layer(hidden))
             return logits
@@ -332,7 +332,7 @@ class PlanRunner:
             stale |= self.layers.find_stale_norms()
         exact = self.network.exact
         for name, tensor in base_weights(self.network.model):
-            found = stale.get(name) if exact is None else exact.weights.find_stale(tensor)
+            found = stale.get(name) if exact is None else exact.find_stale(tensor)
             yield name, tensor if found is None else found
 
     def reset_prefix_cache(self) -> None:
@@ -368,7 +368,7 @@ class CachedRunner(FixedSlots, PlanRunner):
     ) -> None:
         """Raises ValueError if the configured memory cannot hold one sequence of ``length`` tokens."""
         super().__init__(network, config, length=length, quantization=quantization)
-        stored = self.shape.round_span(length) if self.shape.exact else length
+        stored = length if self.shape.exact is None else self.shape.round_span(length)
         capacity = cache_capacity(network, self.shape, config, length, stored)
         self.slots = min(config.max_num_seqs, capacity // stored)
         self.cache = SlotCache(self.shape, self.slots, stored, network.recorded_columns)
@@ -571,7 +571,7 @@ def infer_cache_layout(network: Network) -> tuple[CacheShape, list[AttentionSpec
     if len(shapes) != 1 or [layer for layer, *_ in recorder.seen] != list(range(len(recorder.seen))):
         raise ValueError(f"layers with different attention shapes ({sorted(shapes)}) do not fit one cache")
     heads, size = shapes.pop()
-    exact = network.exact is not None  # float32 keys: attention reads them as stored, without a cast per step
-    dtype = torch.float32 if exact else network.precision
+    exact = network.exact  # float32 keys: attention reads them as stored, without a cast per step
+    dtype = network.precision if exact is None else torch.float32
     shape = CacheShape(layers=len(recorder.seen), heads=heads, head_size=size, dtype=dtype, device=network.device, exact=exact)
     return shape, recorder.specs

@@ -112,7 +112,7 @@ class QuantConfig(PolicyExtension):
                 "differently",
                 f"Set it to true, or {key}.quant_cfg=null.",
             )
-        if policy.exact_on_policy:
+        if self.fixes_order:
             yield Problem(
                 f"{key}.exact_on_policy",
                 f"found true, but with {key}.quant_cfg weights and inputs are rounded in passes that have no exact form",

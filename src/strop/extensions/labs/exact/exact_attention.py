@@ -16,9 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from strop.extensions.labs.exact.row_products import (
+    SHAPES,
+    ProductKind,
+    RowFunction,
+    apply_whole_vectors,
+    in_reference_blocks,
+    round_up_rows,
+)
 from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.exact.trusted_shapes import SHAPES, ProductKind, RowFunction, in_reference_blocks, round_up_rows
-from strop.models.exact.whole_vectors import apply_whole_vectors
 
 KEY_BLOCK = 128  # keys
 MOST_SCORES = 1 << 22  # numbers in memory at once
@@ -228,3 +234,65 @@ def _attend_backward(
     grad_values[:, :, span] += (weights.transpose(1, 2) @ grad).view(values[:, :, span].shape)
     grad_keys[:, :, span] += (grad_scores.transpose(1, 2) @ query).view(keys[:, :, span].shape)
     return (grad_scores @ key).mul_(spec.scale).view(rows.query.shape), delta.squeeze(-1)
+
+
+# Attention of the learner's packed rows in ``exact_attention``'s order: each segment reads the keys of its path, by position.
+
+
+@dataclass(frozen=True, eq=False)
+class _Siblings:
+    """Segments with the same parent, padded to the longest."""
+
+    queries: Tensor  # [C, L] int64: rows of the batch; row 0 for padding
+    keys: Tensor  # [C, S] int64: rows of the path, by position, S a multiple of the block of keys
+    positions: Tensor  # [1, L]
+    real: Tensor  # [C, L] bool
+
+
+class ExactTree:
+    """Attention in a forest of segments: a token attends causally to its own segment and fully to its ancestors."""
+
+    def __init__(self, segment_start: Tensor, segment_length: Tensor, segment_parent: Tensor, device: torch.device) -> None:
+        starts, lengths, parents = (column.tolist() for column in (segment_start, segment_length, segment_parent))
+        members: dict[int, list[int]] = {}
+        for segment, parent in enumerate(parents):
+            if lengths[segment]:
+                members.setdefault(parent, []).append(segment)
+        paths: dict[int, Tensor] = {-1: torch.zeros(0, dtype=torch.int64)}  # segment -> rows from the root to its end
+
+        def path(segment: int) -> Tensor:
+            if segment not in paths:
+                own = torch.arange(starts[segment], starts[segment] + lengths[segment])
+                paths[segment] = torch.cat([path(parents[segment]), own])
+            return paths[segment]
+
+        self.families = [
+            _make_siblings([path(segment) for segment in segments], len(path(parent)), device)
+            for parent, segments in members.items()
+        ]
+        rows = torch.cat([family.queries[family.real] for family in self.families])
+        self.order = torch.argsort(rows)  # from the rows of all families to those of the batch
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Compute attention: query [T, heads, D], key and value [T, kv_heads, D] -> [T, heads, D]."""
+        outputs = []
+        for family in self.families:
+            queries, keys, values = (
+                tensor.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
+                for tensor, index in ((query, family.queries), (key, family.keys), (value, family.keys))
+            )
+            output = exact_attention(queries, keys, values, family.positions, spec)
+            outputs.append(output.transpose(1, 2)[family.real])
+        return torch.cat(outputs).index_select(0, self.order)
+
+
+def _make_siblings(paths: list[Tensor], prefix: int, device: torch.device) -> _Siblings:
+    """``paths``: rows of each segment's path, of which the first ``prefix`` are shared."""
+    longest = max(len(path) for path in paths)
+    span = -(-longest // KEY_BLOCK) * KEY_BLOCK
+    rows = torch.zeros(len(paths), span, dtype=torch.int64)
+    for index, path in enumerate(paths):
+        rows[index, : len(path)] = path
+    positions = torch.arange(prefix, longest)
+    real = positions[None] < torch.tensor([len(path) for path in paths])[:, None]
+    return _Siblings(*(tensor.to(device) for tensor in (rows[:, prefix:longest], rows, positions[None], real)))

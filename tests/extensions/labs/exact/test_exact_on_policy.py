@@ -9,10 +9,11 @@ from itertools import product
 import pytest
 import torch
 
+from strop.extensions.labs.exact.exact_passes import make_network_exact
+from strop.extensions.labs.exact.row_products import NotExactError
 from strop.generation.torch.model_runner import CachedRunner
 from strop.learner.base import require_token_outputs
 from strop.learner.torch.scorer import NetworkScorer, copy_frozen
-from strop.models.exact.exactness_error import NotExactError
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
@@ -32,7 +33,7 @@ PROMPTS = [[5, 40, 200, 31, 7, 7, 90, 301, 12, 66, 45], [17, 300]]
 
 def make_network(family: str, precision: torch.dtype) -> Network:
     network = Network(build(family), precision=precision)
-    network.make_exact()
+    make_network_exact(network)
     return network
 
 
@@ -83,7 +84,7 @@ def test_a_conversation_that_goes_on_from_its_cache_has_the_learners_bits(precis
 @pytest.mark.parametrize("precision", sweep(PRECISIONS, "bfloat16"))
 def test_adapters_have_the_learners_bits(precision: str) -> None:
     network = Network(build_with_adapters("qwen2", dim=4), precision=PRECISIONS[precision])
-    network.make_exact()
+    make_network_exact(network)
     batch, _ = sample(make_runner(network), SAMPLINGS["plain"])
     scores = require_token_outputs(NetworkScorer(network, SAMPLINGS["plain"], score_tokens=1000).score(batch))
     assert torch.equal(scores.logprobs, batch.rollout_logprobs)
@@ -111,7 +112,7 @@ def test_the_gradient_is_that_of_an_ordinary_network(family: str) -> None:
     for exact in (True, False):
         network = Network(build(family))
         if exact:
-            network.make_exact()
+            make_network_exact(network)
             batch, _ = sample(make_runner(network), sampling)
         network.outputs(batch, sampling).logprobs.sum().backward()
         gradients.append({name: parameter.grad for name, parameter in network.model.named_parameters()})
@@ -146,6 +147,6 @@ def test_a_model_with_an_operation_without_a_fixed_order_is_refused_and_left_as_
     plain = type(mlp).forward
     mlp.forward = lambda hidden: plain(mlp, hidden) + torch.einsum("bth,bsh->bth", hidden, hidden)
     with pytest.raises(NotExactError, match=r"LlamaModel cannot be exact: .*einsum"):
-        network.make_exact()
+        make_network_exact(network)
     assert network.exact is None
     assert "forward" not in network.decoder.layers[0].self_attn.q_proj.__dict__  # type: ignore[index, union-attr]

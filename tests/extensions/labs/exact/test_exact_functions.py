@@ -11,14 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from strop.extensions.labs.exact.exact_attention import ExactTree
+from strop.extensions.labs.exact.exact_passes import ExactPasses, make_network_exact
+from strop.extensions.labs.exact.row_products import (
+    PackedWeights,
+    ProductKind,
+    TrustedShapes,
+    exact_linear,
+    in_reference_blocks,
+    padded_size,
+)
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.exact.exact_network import forget_exact_weights
-from strop.models.exact.exact_tree import ExactTree
-from strop.models.exact.packed_weights import PackedWeights
-from strop.models.exact.row_products import exact_linear
-from strop.models.exact.trusted_shapes import ProductKind, TrustedShapes, in_reference_blocks
-from strop.models.exact.whole_vectors import padded_size
+from strop.models.fixed_order import forget_copies
 from strop.models.network import Network
 from support.models import build
 
@@ -35,12 +40,12 @@ def test_a_changed_weight_is_read_at_once() -> None:
 
 def test_a_change_that_leaves_no_trace_is_read_once_weights_are_forgotten() -> None:
     network = Network(build("llama"))
-    network.make_exact()
-    assert network.exact is not None
+    make_network_exact(network)
+    assert isinstance(network.exact, ExactPasses)
     weight, rows = nn.Parameter(torch.ones(3, 4)), torch.ones(1, 4)
     assert exact_linear(rows, weight, None, network.exact.weights).tolist() == [[4.0] * 3]
     weight.data.numpy().fill(2.0)  # as another process does in shared memory
-    forget_exact_weights(network)
+    forget_copies(network)
     assert exact_linear(rows, weight, None, network.exact.weights).tolist() == [[8.0] * 3]
 
 
