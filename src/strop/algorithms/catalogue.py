@@ -20,6 +20,7 @@ from strop.algorithms.base import Algorithm
 from strop.algorithms.policy_gradient.parts import Part
 
 Kind = TypeVar("Kind")
+ALGORITHM: Any = Algorithm  # abstract, and so no type[Algorithm] to mypy
 
 
 @cache

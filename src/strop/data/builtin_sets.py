@@ -97,11 +97,7 @@ REPORTED: Mapping[str, BuiltinDataset] = {
         prompt=BOXED,
     ),
     "DAPOMathAIME2024": BuiltinDataset(  # each problem 32 times, in the wording of DAPO's training data
-        "BytedTsinghua-SIA/AIME-2024",
-        ONLY,
-        input_key="prompt.0.content",
-        output_key="reward_model.ground_truth",
-        grader=STATED,
+        "BytedTsinghua-SIA/AIME-2024", ONLY, input_key="prompt.0.content", output_key="reward_model.ground_truth", grader=STATED
     ),
 }
 MATH_ALIASES: Mapping[str, str] = {  # common alternative names
@@ -338,10 +334,7 @@ IMAGE_SETS: Mapping[str, BuiltinDataset] = {
         grader=_grade("exact_alnum", 0.2),
     ),
     "geometry3k": BuiltinDataset(
-        "hiyouga/geometry3k",
-        Splits("train", "validation", "test"),
-        row_reader="single_image",
-        grader=_grade("math_expr", 0.1),
+        "hiyouga/geometry3k", Splits("train", "validation", "test"), row_reader="single_image", grader=_grade("math_expr", 0.1)
     ),
     "refcoco": BuiltinDataset(
         "jxu124/refcoco",

@@ -158,8 +158,7 @@ class GenerationConfig(BaseConfig):
     vllm_cfg: VllmConfig = subsection(VllmConfig)
     quantization: RolloutQuantizationConfig = subsection(RolloutQuantizationConfig)
     vllm_kwargs: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Further arguments of vLLM's engine, passed through; unknown ones are errors.",
+        default_factory=dict, description="Further arguments of vLLM's engine, passed through; unknown ones are errors."
     )
     weight_sync: WeightSyncConfig = subsection(WeightSyncConfig)
     colocated: ColocatedConfig = subsection(ColocatedConfig)

@@ -159,10 +159,7 @@ class SquadLayout(_ColumnLayout):
             )
         answer = make_completion(get_text(record, "answers.text.0", "output_key", where), (), where)
         prompt = make_prompt(question, replace(template, system=None), self.question.location(where), record.get(IMAGES))
-        return check_conversation(
-            (system(context), *prompt, *answer),
-            self.answers.location(where),
-        )
+        return check_conversation((system(context), *prompt, *answer), self.answers.location(where))
 
 
 @dataclass(frozen=True, kw_only=True)

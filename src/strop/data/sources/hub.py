@@ -41,13 +41,7 @@ def choose_files(builtin: BuiltinDataset, subset: str | None) -> tuple[str, ...]
 
 
 def open_hub(
-    name: str,
-    subset: str | None,
-    split: str,
-    revision: str | None = None,
-    files: Sequence[str] = (),
-    *,
-    streaming: bool = False,
+    name: str, subset: str | None, split: str, revision: str | None = None, files: Sequence[str] = (), *, streaming: bool = False
 ) -> Records:
     """Open a split of a dataset on the hub, or a file at an address.
 

@@ -45,11 +45,7 @@ class FirstRecords(ListRecords):
 
 
 def peek_dataset(
-    name: str,
-    subset: str | None = None,
-    split: str | None = None,
-    purpose: Purpose = "train",
-    revision: str | None = None,
+    name: str, subset: str | None = None, split: str | None = None, purpose: Purpose = "train", revision: str | None = None
 ) -> Peek | None:
     """Return the beginning of a dataset; None for a hub dataset without a local or cached copy. Raises DataError."""
     if name not in BUILTIN_DATASETS and is_local(name):

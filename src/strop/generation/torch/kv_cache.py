@@ -196,11 +196,7 @@ class PrefillPlan:
     """Attention of several prompts packed into one row, each after its own cached prefix. Collects their keys and values."""
 
     def __init__(
-        self,
-        shape: CacheShape,
-        lengths: list[int],
-        prefixes: list[Prefix | None],
-        blocks: Sequence[Tensor | None] = (),
+        self, shape: CacheShape, lengths: list[int], prefixes: list[Prefix | None], blocks: Sequence[Tensor | None] = ()
     ) -> None:
         """``blocks``: per whole prompt [P], runs of tokens that also attend to later tokens of the run (-1: none); None: no runs."""
         self.shape = shape

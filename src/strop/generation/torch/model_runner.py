@@ -198,12 +198,7 @@ class PlanRunner:
     """Common parts of runners with a key-value cache: weights, and the pass of a model that follows an attention plan."""
 
     def __init__(
-        self,
-        network: Network,
-        config: TorchGenerationConfig,
-        *,
-        length: int,
-        quantization: EmulatedQuantization | None = None,
+        self, network: Network, config: TorchGenerationConfig, *, length: int, quantization: EmulatedQuantization | None = None
     ) -> None:
         self.network = network
         self.length = length
@@ -359,12 +354,7 @@ class CachedRunner(FixedSlots, PlanRunner):
     """Runs a network with a key-value cache of fixed slots, each as long as the longest sequence."""
 
     def __init__(
-        self,
-        network: Network,
-        config: TorchGenerationConfig,
-        *,
-        length: int,
-        quantization: EmulatedQuantization | None = None,
+        self, network: Network, config: TorchGenerationConfig, *, length: int, quantization: EmulatedQuantization | None = None
     ) -> None:
         """Raises ValueError if the configured memory cannot hold one sequence of ``length`` tokens."""
         super().__init__(network, config, length=length, quantization=quantization)

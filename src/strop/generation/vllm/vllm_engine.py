@@ -26,13 +26,7 @@ from typing import Any, ClassVar, TypeVar
 from strop.generation.base import Completion, check_request
 from strop.generation.engine_launch import EngineLaunch
 from strop.generation.vllm.engine_args import ENGINE_ENVIRONMENT, VllmLaunch, check_cpu_attention, kernel_plan, make_engine_args
-from strop.generation.vllm.launch import (
-    DRIVER_PID_VARIABLE,
-    LAUNCHING,
-    fork_engine_cores,
-    leave_when_launched,
-    start_fork_server,
-)
+from strop.generation.vllm.launch import DRIVER_PID_VARIABLE, LAUNCHING, fork_engine_cores, leave_when_launched, start_fork_server
 from strop.models.vision.vision_processor import VisionProcessor
 from strop.sampling import Sampling
 from strop.types import PromptImage

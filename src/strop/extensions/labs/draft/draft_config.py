@@ -80,9 +80,7 @@ class DraftConfig(PolicyExtension):
             )
         if isinstance(config, RmRunConfig):
             yield Problem(
-                f"{key}.enabled",
-                "found true, but a reward model does not predict tokens for a head to draft",
-                "Set it to false.",
+                f"{key}.enabled", "found true, but a reward model does not predict tokens for a head to draft", "Set it to false."
             )
 
     def _check_torch_engine(self, policy: PolicyConfig) -> Iterator[Problem]:

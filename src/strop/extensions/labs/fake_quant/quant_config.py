@@ -140,9 +140,7 @@ class QuantConfig(PolicyExtension):
         yield from super().errors_of_run(key, config)
         if self.quant_cfg is not None and isinstance(config, RmRunConfig):
             yield Problem(
-                f"{key}.quant_cfg",
-                f"found {self.quant_cfg}, but a reward model uses unrounded weights",
-                "Set it to null.",
+                f"{key}.quant_cfg", f"found {self.quant_cfg}, but a reward model uses unrounded weights", "Set it to null."
             )
         if isinstance(config, RolloutRunConfig):
             yield from self._check_merged_adapters(key, config)
