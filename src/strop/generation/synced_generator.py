@@ -10,10 +10,10 @@ from strop.generation.generation_config import GenerationConfig
 from strop.generation.pool import EnginePool
 from strop.metrics import Metric, Metrics
 from strop.weight_sync.base import LearnerMemory, WeightSync
-from strop.weight_sync.canary import Canary
 from strop.weight_sync.exporter import Exporter
+from strop.weight_sync.in_process import TimedMemory
 from strop.weight_sync.publisher import PublishOptions, WeightPublisher
-from strop.weight_sync.timed_memory import TimedMemory
+from strop.weight_sync.verification import Canary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 from strop.data.sources.files import open_file
 from strop.data.sources.hub import open_hub
 from strop.data.sources.records import DataError
-from strop.storage.text_file import read_text_file
+from strop.storage.files import read_text_file
 
 RANDOM = "random"
 # Names of ModelOpt's data sets: (name on the hub, subset, column).
