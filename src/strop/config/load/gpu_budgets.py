@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from strop.config.checks.policy_checks import find_budget_obstacle, shares_device
+from strop.config.policy_checks import find_budget_obstacle, shares_device
 from strop.config.schema.run_config import RolloutRunConfig, TrainingRunConfig, list_trained_models
 from strop.data.packing_config import GPU_TOKENS, LARGEST_TOKENS
 from strop.learner.model_config import ModelConfig
@@ -12,7 +13,8 @@ from strop.learner.model_config import ModelConfig
 
 def with_gpu_budgets(config: TrainingRunConfig) -> TrainingRunConfig:
     """Return the configuration of a run that trains on GPUs with the token budgets that it leaves to them."""
-    return replace(config, **{name: _fill(config, model) for name, model in list_trained_models(config)})
+    models: dict[str, Any] = {name: _fill(config, model) for name, model in list_trained_models(config)}
+    return replace(config, **models)
 
 
 def _fill(config: TrainingRunConfig, model: ModelConfig) -> ModelConfig:
@@ -21,7 +23,8 @@ def _fill(config: TrainingRunConfig, model: ModelConfig) -> ModelConfig:
         budgets = replace(budgets, train_mb_tokens="auto" if _explain_default(config, model) is None else default)
     if budgets.logprob_mb_tokens is None and model.logprob_batch_size is None:
         budgets = replace(budgets, logprob_mb_tokens=default)
-    return replace(model, **{model.batching_key: budgets})
+    section: dict[str, Any] = {model.batching_key: budgets}
+    return replace(model, **section)
 
 
 def _explain_default(config: TrainingRunConfig, model: ModelConfig) -> str | None:
