@@ -18,7 +18,7 @@ from strop.data.rollout_selector import SubBatch
 from strop.data.shares.batch_share import BatchShare
 from strop.data.shares.split_rule import ShareRequest
 from strop.data.splitting import select_rollouts
-from strop.distributed.rendezvous import serve_store
+from strop.distributed.base import serve_store
 from strop.learner.budget.memory_probe import MemoryProbe
 from strop.learner.parallel.micro_batch import MicroBatchOutputs
 from strop.learner.torch.tensor_offload import ModelOffload
