@@ -133,11 +133,11 @@ def check_environments(config: RolloutRunConfig | EvalRunConfig) -> Problems:
 
 
 def _explain_unknown_set(name: str | None) -> str:
-    from strop.data.builtin.all_sets import BUILTIN_DATASETS
+    from strop.data.builtin_sets import BUILTIN_DATASETS
     from strop.data.sources.dataset_class import is_dataset_class
     from strop.data.sources.records import DataError
+    from strop.data.sources.shards import is_pattern
     from strop.data.sources.source import check_hub_name, is_local
-    from strop.data.sources.streaming.file_shards import is_pattern
 
     if name is None or name in BUILTIN_DATASETS or is_local(name) or is_pattern(name) or is_dataset_class(name):
         return ""
@@ -354,7 +354,6 @@ ERROR_CHECKS: Mapping[str, tuple[Check, ...]] = {  # section -> its rules
         policy_checks.check_token_budget,
         policy_checks.check_lengths,
         policy_checks.check_engine_device,
-        policy_checks.check_one_process,
         policy_checks.check_order_of_events,
         policy_checks.check_measured_budget,
         cluster_checks.check_one_learner,

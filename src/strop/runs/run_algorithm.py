@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from strop.algorithm_factory import AlgorithmSetting, find_algorithm, make_algorithm
 from strop.algorithms.base import Algorithm, Plan
-from strop.algorithms.critic.gae import VALUES, Gae
-from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
-from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
+from strop.algorithms.critic import VALUES, Gae
+from strop.algorithms.distillation import TEACHER_CANDIDATES, TEACHER_LOGPROBS
 from strop.algorithms.policy_gradient.composition import Composition
 from strop.base_config import default_of, fields_of, iter_sections, option_set_by
 from strop.config import GrpoRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig

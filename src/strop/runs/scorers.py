@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from strop.algorithms.base import Algorithm
-from strop.algorithms.critic.gae import VALUES
-from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
-from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
+from strop.algorithms.critic import VALUES
+from strop.algorithms.distillation import TEACHER_CANDIDATES, TEACHER_LOGPROBS
 from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
 from strop.algorithms.kl import KL_WEIGHT, REFERENCE_LOGPROBS
 from strop.algorithms.policy_gradient.composition import Composition

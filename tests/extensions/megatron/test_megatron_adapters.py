@@ -16,7 +16,7 @@ from tests.support.ranks import run_on_ranks
 from strop.extensions.megatron.adapter_folder import make_peft_config
 from strop.extensions.megatron.weight_map import FileWeights
 from strop.models.adapters import adapter_weights, lora_layers, read_adapter_config
-from strop.models.fit.load_report import WeightsDoNotFit
+from strop.models.load_report import WeightsDoNotFit
 from strop.weight_sync.exporter import fingerprint_adapters
 from support.megatron_adapters import PEFT, adapters_on_rank
 from support.megatron_parity import MegatronCase, case, compared_alone, train_cases_on_rank

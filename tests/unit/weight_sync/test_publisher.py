@@ -19,8 +19,7 @@ from loop.fakes import FakeGenerator
 from strop.generation.quantized_rollouts import PlannedPrecision
 from strop.models.chat_template import ChatTemplate
 from strop.models.quantization.number_format import FP8_BLOCK, MXFP8, NVFP4, round_trip
-from strop.models.quantization.packed_matrices import unpack
-from strop.models.quantization.quantization_plan import make_plan
+from strop.models.quantization.quantization_plan import make_plan, unpack
 from strop.sampling import Sampling
 from strop.types import Batch
 from strop.weight_sync.base import (

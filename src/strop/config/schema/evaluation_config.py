@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 from pydantic import Field
 
 from strop.base_config import BaseConfig, Device, PathText, Precision, changed_keys, follows
-from strop.data.builtin.builtin_dataset import Grader
+from strop.data.builtin_dataset import Grader
 from strop.data.data_config import DataEntryConfig
 from strop.distributed.cluster_config import ClusterConfig
 from strop.environments.environment_config import EnvironmentConfig
@@ -121,7 +121,7 @@ def assign_graders(
     grader's type. Otherwise a built-in set is graded as usually reported, with its grader's options overridden by those of an
     alias of the same type.
     """
-    from strop.data.builtin.all_sets import BUILTIN_DATASETS  # several hundred sets, of which a run rarely names one
+    from strop.data.builtin_sets import BUILTIN_DATASETS  # several hundred sets, of which a run rarely names one
 
     graded: list[Entry] = []
     known = dict(env)

@@ -21,7 +21,7 @@ from strop.extensions.megatron.families.find_family import find_family
 from strop.extensions.megatron.models.gpt_stage import GptStage, Head
 from strop.models.classifiers import draw_score_weight
 from strop.models.export import describe_model
-from strop.models.fit.load_report import LoadReport, find_not_finite
+from strop.models.load_report import LoadReport, find_not_finite
 from strop.weight_sync.weight_source import Weight
 
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")

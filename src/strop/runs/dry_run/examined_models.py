@@ -24,8 +24,8 @@ from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.policy_extension import policy_extensions
 from strop.learner.torch.optimizer_config import KNOWN_OPTIMIZERS, KNOWN_SCHEDULERS, OptimizerConfig, ScheduleStageConfig
 from strop.learner.torch.schedules import make_schedule
-from strop.models.fit.model_sizes import read_model_sizes, read_tokenizer_files
 from strop.models.local_files import ModelShape, find_local_file, list_divisors, read_local_config
+from strop.models.model_sizes import read_model_sizes, read_tokenizer_files
 from strop.models.tokenizer_config import TokenizerConfig, read_chat_template
 from strop.problems import Problem
 from strop.runs.learner_backend import load_backend

@@ -15,8 +15,9 @@ from strop.config.cluster_checks import count_devices
 from strop.distributed.base import ActorOptions, Cluster, RemoteActor
 from strop.hardware.devices import find_device
 from strop.hardware.model_dimensions import DecoderDimensions
+from strop.learner.policy_extension import fixes_order
 from strop.learner.throughput import Throughput
-from strop.models.fit.decoder_dimensions import UnknownDimensions, dimensions_of
+from strop.models.decoder_dimensions import UnknownDimensions, dimensions_of
 from strop.models.loading import read_model_config
 from strop.monitoring.machine.machine_monitor import MachineMonitor
 from strop.monitoring.machine.system_monitor import SystemMonitor
@@ -164,7 +165,7 @@ def make_store(config: TrainingRunConfig) -> RolloutStore:
 
 def make_mismatch_guard(config: RolloutRunConfig) -> MismatchGuard:
     policy = config.policy
-    return MismatchGuard(policy.generation.mismatch, exact=policy.exact_on_policy and not policy.generation.uses_engines)
+    return MismatchGuard(policy.generation.mismatch, exact=fixes_order(policy) and not policy.generation.uses_engines)
 
 
 def make_recorder(config: TrainingRunConfig, algorithm: Algorithm, store: RolloutStore) -> RolloutRecorder:

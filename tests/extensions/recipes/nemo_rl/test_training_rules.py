@@ -9,15 +9,13 @@ import pytest
 
 from strop.algorithm_factory import format_algorithm, make_algorithm
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
-from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
-from strop.algorithms.policy_gradient.advantages.reinforce import Reinforce
-from strop.algorithms.policy_gradient.advantages.reinforce_pp import BatchWhitened
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.corrections.masked import Icepop
-from strop.algorithms.policy_gradient.objectives.gspo import SequenceClip
-from strop.algorithms.policy_gradient.overlong import SoftOverlong
+from strop.algorithms.policy_gradient.baselines import BatchWhitened, Reinforce
+from strop.algorithms.policy_gradient.corrections import Icepop
+from strop.algorithms.policy_gradient.group_credit import DecoupledRewards
+from strop.algorithms.policy_gradient.grpo import GroupRelative, SoftOverlong
 from strop.algorithms.policy_gradient.parts import Advantage
+from strop.algorithms.policy_gradient.sequence_objectives import SequenceClip
 from strop.config import ConfigError, LoadedConfig, dump_config, load_config
 from strop.config.schema.run_config import TRAINING_RUNS, GrpoRunConfig
 from strop.extensions.recipes.rules import Effect

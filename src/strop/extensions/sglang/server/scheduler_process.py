@@ -30,7 +30,7 @@ from strop.extensions.sglang.server.engine_calls import CALL_PREFIX, RESULT, WEI
 from strop.extensions.sglang.server.model_weights import ModelWeights
 from strop.extensions.sglang.server.seeded_sampler import use_seeded_sampling
 from strop.generation.vllm.launch import exit_with_driver
-from strop.models.vision.rope_positions import ImageGrid, row_positions
+from strop.models.vision.vision_tower import ImageGrid, row_positions
 from strop.types import PromptImage
 
 GRID = "image_grid_thw"  # of the pixels of Qwen's towers: frames, rows and columns of patches
