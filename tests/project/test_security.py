@@ -61,7 +61,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "weight_sync/transports/broadcast.py": "asks for this machine's address, sends nothing",
     },
     "socket.create_server": {
-        "extensions/sglang/relayed_weights.py": "loopback",
         "extensions/view/view_server.py": "strop view: loopback unless --host is given, a token unless --no-token",
         "weight_sync/transports/secret_store.py": "one address, a secret per sender",
         "distributed/base.py": "one address",
@@ -86,7 +85,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "tempfile.mktemp": {},
     "dist.TCPStore": {
         "distributed/workers/learner_worker.py": "a client",
-        "extensions/sglang/relayed_weights.py": "on a socket of the loopback interface",
     },
     "distributed.TCPStore": {"distributed/preflight.py": "a client", "distributed/base.py": "on a socket of one address"},
     "web.TCPSite": {"safety/http_server.py": "in listening"},
