@@ -20,20 +20,20 @@ from strop.algorithms.base import Algorithm
 from strop.algorithms.policy_gradient.parts import Part
 
 Kind = TypeVar("Kind")
-ALGORITHM: Any = Algorithm  # abstract, and so no type[Algorithm] to mypy
 
 
 @cache
 def all_algorithms() -> dict[str, type[Algorithm]]:
     """Return every algorithm of the package by its name."""
-    return _by_name(_classes_of(_modules(), Algorithm))
+    return _by_name(_classes_of(_modules(), Algorithm))  # type: ignore[type-abstract]
 
 
 @cache
 def find_in_package(name: str) -> type[Algorithm] | None:
     """Return the algorithm with this name; None if there is none. A file of this name is read first, often without the others."""
     own_file = [module for module in _modules() if module.rpartition(".")[2] == name]
-    return _by_name(_classes_of(own_file, Algorithm)).get(name) or all_algorithms().get(name)
+    own = _by_name(_classes_of(own_file, Algorithm))  # type: ignore[type-abstract]
+    return own.get(name) or all_algorithms().get(name)
 
 
 @cache
