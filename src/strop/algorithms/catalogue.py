@@ -13,27 +13,27 @@ import pkgutil
 import re
 from collections.abc import Iterable
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import strop.algorithms
 from strop.algorithms.base import Algorithm
 from strop.algorithms.policy_gradient.parts import Part
 
 Kind = TypeVar("Kind")
+ALGORITHM: Any = Algorithm  # abstract, and so no type[Algorithm] to mypy
 
 
 @cache
 def all_algorithms() -> dict[str, type[Algorithm]]:
     """Return every algorithm of the package by its name."""
-    return _by_name(_classes_of(_modules(), Algorithm))  # type: ignore[type-abstract]
+    return _by_name(_classes_of(_modules(), ALGORITHM))
 
 
 @cache
 def find_in_package(name: str) -> type[Algorithm] | None:
     """Return the algorithm with this name; None if there is none. A file of this name is read first, often without the others."""
     own_file = [module for module in _modules() if module.rpartition(".")[2] == name]
-    own = _by_name(_classes_of(own_file, Algorithm))  # type: ignore[type-abstract]
-    return own.get(name) or all_algorithms().get(name)
+    return _by_name(_classes_of(own_file, ALGORITHM)).get(name) or all_algorithms().get(name)
 
 
 @cache
