@@ -13,7 +13,7 @@ from strop.distributed.placement import DeviceCounts
 from strop.hardware.devices import find_device
 from strop.hardware.model_dimensions import DecoderDimensions
 from strop.learner.throughput import Throughput
-from strop.models.fit.decoder_dimensions import UnknownDimensions, dimensions_of
+from strop.models.decoder_dimensions import UnknownDimensions, dimensions_of
 from strop.models.loading import read_model_config
 from strop.runs.monitors.measured_peak import measure_peak
 
