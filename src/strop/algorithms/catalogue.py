@@ -13,7 +13,7 @@ import pkgutil
 import re
 from collections.abc import Iterable
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import strop.algorithms
 from strop.algorithms.base import Algorithm
@@ -26,14 +26,14 @@ ALGORITHM: Any = Algorithm  # abstract, and so no type[Algorithm] to mypy
 @cache
 def all_algorithms() -> dict[str, type[Algorithm]]:
     """Return every algorithm of the package by its name."""
-    return _by_name(_classes_of(_modules(), Algorithm))
+    return _by_name(_classes_of(_modules(), ALGORITHM))
 
 
 @cache
 def find_in_package(name: str) -> type[Algorithm] | None:
     """Return the algorithm with this name; None if there is none. A file of this name is read first, often without the others."""
     own_file = [module for module in _modules() if module.rpartition(".")[2] == name]
-    return _by_name(_classes_of(own_file, Algorithm)).get(name) or all_algorithms().get(name)
+    return _by_name(_classes_of(own_file, ALGORITHM)).get(name) or all_algorithms().get(name)
 
 
 @cache
