@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strop.distributed.actor_group import RestartableActor
 from strop.distributed.base import ActorOptions, Cluster
 from strop.distributed.placement import (
     DeviceCounts,
@@ -27,13 +28,12 @@ from strop.distributed.placement import (
     make_thread_env,
     plan_devices,
 )
-from strop.distributed.restartable_actor import RestartableActor
 from strop.distributed.workers.remote_engine import RemoteEngine
 from strop.generation.base import Generator
 from strop.generation.engine_launch import EngineLaunch, NodeRanks
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.launched_engines import find_engine, make_launched_engine, make_local_engines
-from strop.generation.serving import ServingEngine, start_serving_pool
+from strop.generation.pool import ServingEngine, start_serving_pool
 from strop.generation.torch.torch_engine import make_torch_engine
 from strop.gpus import has_gpu, visible_gpus
 from strop.models.adapters import adapter_folder
@@ -41,8 +41,8 @@ from strop.models.attention.rotary_scaling import fixed_rotary_config
 from strop.models.loading import find_model_folder, locate_model, override_config, read_model_config
 from strop.packages import install_command
 from strop.runs.cluster.engine_builders import build_serving_torch_engine
-from strop.runs.contents.model_check import note_turn_end
 from strop.runs.jobs.evaluation_job import EvaluationJob
+from strop.runs.model_check import note_turn_end
 from strop.runs.models import TokenizerBundle, load_bundle, load_policy, resolve_device, select_device
 
 if TYPE_CHECKING:
