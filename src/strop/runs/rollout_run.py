@@ -359,6 +359,7 @@ def make_train_options(
         drain_before=choose_drain(config),
         max_groups_per_step=training.num_prompts_per_step * training.dynamic_sampling_max_gen_batches if filters else UNFILTERED,
         max_errors_in_a_row=training.max_errors_in_a_row,
+        min_rollouts=training.failures.min_rollouts,
         val_period=training.val_period,
         val_start_at=training.val_start_at,
         val_at_start=training.val_at_start,
