@@ -17,10 +17,9 @@ import torch
 
 from strop.algorithms.catalogue import all_algorithms, all_parts
 from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
-from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
-from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
-from strop.algorithms.policy_gradient.advantages.pass_at_k import BestOfK
-from strop.algorithms.policy_gradient.advantages.reinforce import REINFORCE
+from strop.algorithms.policy_gradient.baselines import REINFORCE
+from strop.algorithms.policy_gradient.group_credit import BestOfK, DecoupledRewards
+from strop.algorithms.policy_gradient.grpo import GroupRelative
 from strop.algorithms.policy_gradient.parts import Advantage
 from strop.data.packing import pack
 from strop.endings import Ending
