@@ -27,7 +27,7 @@ from strop.learner.budget.out_of_memory import DeviceMemoryFull
 from strop.learner.budget.peak_memory import measure_peak
 from strop.learner.torch.learner import TorchLearner
 from strop.models.network import Network
-from strop.runs.token_budgets import MeasuringWeights, find_budgets
+from strop.runs.restore import MeasuringWeights, find_budgets
 from strop.sampling import Sampling
 from support.algorithms import grpo
 from support.learners import make_model_config
