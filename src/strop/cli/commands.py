@@ -1,4 +1,4 @@
-"""The command line: one file for each command.
+"""The command line.
 
 Options and ``a.b=c`` overrides may be given in any order. Heavy packages are imported only when needed, so that ``--help`` and errors in
 a configuration are fast. Exit codes: 0 success, 1 failure, 2 error in the arguments or the configuration, 130 interrupted, 141

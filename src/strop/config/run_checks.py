@@ -275,15 +275,6 @@ def warn_unused_validation_size(config: RecordedRunConfig) -> Problems:
         )
 
 
-def check_measured_peak(config: TrainingRunConfig) -> Problems:
-    if config.logger.peak_tflops == "measure" and config.policy.device.startswith("cuda"):
-        yield Problem(
-            "logger.peak_tflops",
-            f"found measure, which measures processors, and policy.device={config.policy.device}",
-            "Leave logger.peak_tflops=null for a GPU of the table of devices (docs/planning.md), or set the peak of one GPU in TFLOP/s.",
-        )
-
-
 def check_teachers(config: DistillationRunConfig) -> Problems:
     for key, teacher in config.all_teachers.items():
         if unknown := sorted(set(teacher.environments or ()) - set(config.env)):
@@ -372,7 +363,6 @@ ERROR_CHECKS: Mapping[str, tuple[Check, ...]] = {  # section -> its rules
     "dpo": (check_precomputed_reference,),
     "env": (check_environments, check_past_opponents),
     "eval": (check_eval_sampling,),
-    "logger": (check_measured_peak,),
     "cluster": (*cluster_checks.MACHINE_CHECKS, cluster_checks.check_resources),
 }
 WARNING_CHECKS: Mapping[str, tuple[Check, ...]] = {

@@ -45,7 +45,7 @@ from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
 from strop.trainer.run import DATA, PAST_SELVES, DrainBefore, GroupSupply, TrainOptions
 from strop.types import Group
-from strop.weight_sync.snapshots import SnapshottedWeights
+from strop.weight_sync.in_process import SnapshottedWeights
 
 UNFILTERED = 1 << 60  # group limit per step for an algorithm that drops none
 
