@@ -143,8 +143,7 @@ def split_by_rollout(column: Tensor, batch: Batch, groups: Sequence[Group]) -> d
         raise ValueError(
             f"the batch has {batch.num_sequences} rollouts and the groups {len(keys)}: pass the groups that it was packed from"
         )
-    sequence, column = batch.sequence.cpu(), column.detach().cpu()
-    return {key: column[sequence == index] for index, key in enumerate(keys)}
+    return dict(zip(keys, batch.split(column.detach().cpu()), strict=True))
 
 
 def _make_record(

@@ -51,7 +51,9 @@ def relative_steps(rewards: Tensor, rollout: Tensor, *, leave_one_out: bool, nor
         return torch.zeros_like(rewards)
     centred = rewards - rewards.mean()
     if leave_one_out:
-        means = torch.stack([rewards[rollout == one].mean() for one in rollout.unique()])
-        own = means[torch.searchsorted(rollout.unique(), rollout)]
+        _, own_index, counts = rollout.unique(return_inverse=True, return_counts=True)
+        by_rollout = rewards[own_index.argsort(stable=True)].split(counts.tolist())
+        means = torch.stack([steps.mean() for steps in by_rollout])
+        own = means[own_index]
         centred = rewards - (means.sum() - own) / (len(means) - 1) if len(means) > 1 else torch.zeros_like(rewards)
     return centred / (rewards.std(correction=0) + EPS) if normalize else centred

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from strop.algorithms.functional import indices_by_label
 from strop.algorithms.group_advantages import Deviation, group_advantages
 from strop.algorithms.policy_gradient.advantages.grpo import Clip
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
-from strop.algorithms.policy_gradient.process.turns import discount_later_turns, find_turns, indices_by_label
+from strop.algorithms.policy_gradient.process.turns import discount_later_turns, find_turns
 from strop.lazy_torch import Tensor, torch
 from strop.types import Batch
 

@@ -68,11 +68,3 @@ def discount_later_turns(values: Tensor, rollout: Tensor, decay: float) -> Tenso
         if owner[turn] == owner[turn + 1]:
             sums[turn] += decay * sums[turn + 1]
     return torch.tensor(sums, dtype=torch.float64)
-
-
-def indices_by_label(label: Tensor) -> list[Tensor]:
-    """Return, for each label, the indices of the turns that have it; turns labelled -1 are left out."""
-    order = label.argsort(stable=True)
-    order = order[label[order] >= 0]
-    _, counts = label[order].unique_consecutive(return_counts=True)
-    return list(order.split(counts.tolist()))
