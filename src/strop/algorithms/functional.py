@@ -146,11 +146,3 @@ def concatenate_per_rollout(method: Callable[[Group], Tensor], groups: Sequence[
             found = f"{method.__qualname__} returned a tensor of shape {tuple(value.shape)} for {len(group.rollouts)} rollouts"
             raise ValueError(f"{found}; return one value for each rollout of the group")
     return torch.cat(values)
-
-
-def indices_by_label(label: Tensor) -> list[Tensor]:
-    """Return, for each label in order, the indices that have it, ascending; the label -1 is left out."""
-    order = label.argsort(stable=True)
-    order = order[label[order] >= 0]
-    _, counts = label[order].unique_consecutive(return_counts=True)
-    return list(order.split(counts.tolist()))

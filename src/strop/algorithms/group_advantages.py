@@ -53,3 +53,11 @@ def _deviation_of_others(rewards: Tensor, eps: float) -> Tensor:
     squares = (others - others.mean(1, keepdim=True)).square().sum(1)
     vary = others.amax(1) - others.amin(1) > rounding_of(others) * others.abs().amax(1)
     return torch.where(vary, (squares / max(count - 2, 1)).sqrt() + eps, 1.0)
+
+
+def indices_by_label(label: Tensor) -> list[Tensor]:
+    """Return, for each label in order, the indices that have it, ascending; the label -1 is left out."""
+    order = label.argsort(stable=True)
+    order = order[label[order] >= 0]
+    _, counts = label[order].unique_consecutive(return_counts=True)
+    return list(order.split(counts.tolist()))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from strop.algorithms.functional import indices_by_label, logprobs_before_update
+from strop.algorithms.functional import logprobs_before_update
+from strop.algorithms.group_advantages import indices_by_label
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Shaping
 from strop.lazy_torch import Tensor, torch

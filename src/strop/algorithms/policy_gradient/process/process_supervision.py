@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from strop.algorithms.base import Plan
-from strop.algorithms.functional import indices_by_label
-from strop.algorithms.group_advantages import group_advantages
+from strop.algorithms.group_advantages import group_advantages, indices_by_label
 from strop.algorithms.policy_gradient.advantages.grpo import Clip
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
