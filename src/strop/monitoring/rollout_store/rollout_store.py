@@ -78,9 +78,8 @@ class RolloutStore:
         records = self._replace_surrogates(step, records)
         path = self.folder / f"step_{step:06d}.{self.format}"
         self._files.write(path, (_encode_parquet if self.format == "parquet" else _encode_jsonl)(records, tokens))
-        for other in self._files_by_step().get(step, ()):
-            if other != path:  # the format changed between two attempts of the run
-                other.unlink()
+        other = path.with_suffix(".jsonl" if self.format == "parquet" else ".parquet")
+        other.unlink(missing_ok=True)  # the format changed between two attempts of the run
         self._write_ratios(step, records)
         return path
 
