@@ -1,4 +1,6 @@
-"""torch's fused attention of sequences of different lengths, which the CPU does not have, with the checks of CUDA's kernel."""
+"""torch's fused attention of sequences of different lengths, which the CPU does not have, with the checks of CUDA's kernel; and the
+merge of its parts, one launch of a Triton kernel.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.models.attention.merged_attention import merge_rows_by_operators
+from strop.packages import is_here
+
 _libraries: list[Any] = []  # alive as long as the process
 
 
@@ -17,6 +22,10 @@ def register_flash_attention(native: Any) -> None:
     for name, function in (("forward", _forward), ("backward", _backward)):
         library.impl(f"_flash_attention_{name}", _as_kernel(native, function), "PrivateUse1")
     _libraries.append(library)
+    if is_here("triton"):
+        from strop.models.attention import merge_kernel
+
+        merge_kernel.merge_rows_on_gpu = _as_kernel(native, merge_rows_by_operators)
 
 
 def _as_kernel(native: Any, function: Callable[..., Any]) -> Callable[..., Any]:
