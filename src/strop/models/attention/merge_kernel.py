@@ -53,10 +53,7 @@ def _merge(  # type: ignore[no-untyped-def]
 ):
     """One program per row of the part and block of heads."""
     row = tl.program_id(0).to(tl.int64)
-    if INDEXED:
-        place = tl.load(places + row)
-    else:
-        place = first + row
+    place = tl.load(places + row) if INDEXED else first + row
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, SIZE)
     known = head < heads

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.models.layers.known_code import find_form
+from strop.models.layers.segments import segment
 
 # Llama's formula, weight * (x / rms(x)), and Gemma's, (1 + weight) * (x / rms(x)).
 LLAMA, GEMMA = "llama.LlamaRMSNorm", "gemma.GemmaRMSNorm"
@@ -38,37 +39,67 @@ def rms_norm_spec(module: nn.Module) -> RmsNormSpec | None:
 
 def rms_norm(x: Tensor, weight: Tensor, spec: RmsNormSpec, dtype: torch.dtype) -> Tensor:
     """[..., H] and [H] -> [..., H] in ``dtype``. Computed in float32, or in float64 for an input of that dtype."""
-    apply: Any = _RmsNorm.apply
+    apply: Any = RmsNorm.apply
     result: Tensor = apply(x, weight, spec, dtype)
     return result
 
 
-class _RmsNorm(torch.autograd.Function):
+class RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, spec: RmsNormSpec, dtype: torch.dtype) -> Tensor:
-        wide = _widen(x)
-        scale = wide.square().mean(-1, keepdim=True).add_(spec.eps).rsqrt_()  # [..., 1]
+        normed, scale = normalize((spec, dtype), x, weight)
         ctx.save_for_backward(x, scale, weight)
         ctx.spec = spec
-        normed = wide * scale
-        if spec.rounds_first and normed.dtype != x.dtype:
-            normed = normed.to(x.dtype).to(normed.dtype)
-        return normed.mul_(_factor(weight, spec, normed.dtype)).to(dtype)
+        return normed  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, scale, weight = ctx.saved_tensors
-        wide = _widen(x)
-        normed = wide * scale
-        grad = grad.to(normed.dtype)
-        weighted = grad * normed  # d weight is its sum over rows; its product with the weight is what x / rms(x) projects out
-        factor = _factor(weight, ctx.spec, normed.dtype)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            mean = (weighted @ factor).unsqueeze(-1).mul_(1 / x.shape[-1])
-            grad_x = (grad * factor).addcmul_(normed, mean, value=-1.0).mul_(scale).to(x.dtype)
-        grad_weight = weighted.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None, None
+        return *norm_gradients((ctx.spec, *ctx.needs_input_grad[:2]), grad, *ctx.saved_tensors), None, None
+
+
+@segment
+def normalize(constants: tuple[RmsNormSpec, torch.dtype], x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the norm [..., H] of rows, and what they were multiplied with, [..., 1]."""
+    spec, dtype = constants
+    wide = _widen(x)
+    scale = wide.square().mean(-1, keepdim=True).add_(spec.eps).rsqrt_()
+    normed = wide * scale
+    if spec.rounds_first and normed.dtype != x.dtype:
+        normed = normed.to(x.dtype).to(normed.dtype)
+    return normed.mul_(_factor(weight, spec, normed.dtype)).to(dtype), scale
+
+
+@segment
+def add_and_normalize(
+    constants: tuple[RmsNormSpec, torch.dtype], x: Tensor, added: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sum of two, and ``normalize`` of it."""
+    total = x + added
+    return total, *normalize.__wrapped__(constants, total, weight)  # type: ignore[attr-defined]
+
+
+@segment
+def norm_gradients(
+    constants: tuple[RmsNormSpec, bool, bool], grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, *added: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of rows and weight where they are needed; ``added``: another gradient of the rows."""
+    spec, needs_rows, needs_weight = constants
+    normed = _widen(x) * scale
+    grad = grad.to(normed.dtype)
+    weighted = grad * normed  # d weight is its sum over rows; its product with the weight is what x / rms(x) projects out
+    factor = _factor(weight, spec, normed.dtype)
+    grad_x = None
+    if needs_rows:
+        # a product would be a kernel of its own in compiled code
+        mean = (
+            ((weighted * factor).sum(-1) if torch.compiler.is_compiling() else weighted @ factor)
+            .unsqueeze(-1)
+            .mul_(1 / x.shape[-1])
+        )
+        grad_x = (grad * factor).addcmul_(normed, mean, value=-1.0).mul_(scale).to(x.dtype)
+        for other in added:
+            grad_x = grad_x.add_(other)
+    return grad_x, weighted.flatten(0, -2).sum(0).to(weight.dtype) if needs_weight else None
 
 
 def _widen(x: Tensor) -> Tensor:
