@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.models.layers.fused_functions import GatedActivation, JoinedLinear, turn
-from strop.models.layers.rms_norm import RmsNorm, RmsNormSpec, add_and_normalize, norm_gradients
+from strop.models.layers.fused_functions import JoinedLinear, activate_and_multiply, gated_gradients, turn
+from strop.models.layers.rms_norm import RmsNormSpec, add_and_normalize, norm_gradients, normalize
+from strop.models.layers.segments import run_segment
 from strop.models.layers.weight_copies import LinearWeights
 
 
@@ -50,6 +51,7 @@ class _Tape:
         self.needs_input_grad = needs
         self.saved_tensors: tuple[Tensor, ...] = ()
         self.saved = 0
+        self.constants: Any = None
 
     def save_for_backward(self, *tensors: Tensor) -> None:
         self.saved_tensors, self.saved = tensors, len(tensors)
@@ -73,6 +75,21 @@ def _restore(ctx: Any) -> Sequence[Any]:
     return restored
 
 
+def _normalize(tape: _Tape, x: Tensor, weight: Tensor, spec: RmsNormSpec, dtype: torch.dtype) -> Tensor:
+    normed: Tensor
+    normed, scale = run_segment(normalize, (spec, dtype), x, weight)
+    tape.save_for_backward(x, scale, weight)
+    tape.constants = spec
+    return normed
+
+
+def _norm_gradients(tape: Any, grad: Tensor, *added: Tensor) -> tuple[Any, Tensor | None]:
+    """Return the gradient of the rows, plus what is ``added``, and that of the weight."""
+    constants = (tape.constants, *tape.needs_input_grad)
+    of_rows, of_weight = run_segment(norm_gradients, constants, grad, *tape.saved_tensors, *added)
+    return of_rows, of_weight
+
+
 class _Before(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -81,17 +98,17 @@ class _Before(torch.autograd.Function):
         needs = ctx.needs_input_grad
         products = parameters[head_norms:]
         tapes = [_Tape(needs[0], needs[4]), _Tape(True, False, False, *needs[6 + head_norms :])]
-        rows = RmsNorm.forward(tapes[0], x.view(-1, x.shape[-1]), norm, part.norm, part.dtype)
+        rows = _normalize(tapes[0], x.view(-1, x.shape[-1]), norm, part.norm, part.dtype)
         heads = [
             row.view(len(row), -1, part.head_dim) for row in JoinedLinear.forward(tapes[1], rows, part.weights, 3, *products)
         ]
         for place, spec in enumerate(part.head_norms):
             tapes.append(_Tape(True, needs[6 + place]))
-            heads[place] = RmsNorm.forward(tapes[-1], heads[place], parameters[place], spec, part.head_norm_dtype)
+            heads[place] = _normalize(tapes[-1], heads[place], parameters[place], spec, part.head_norm_dtype)
         angles = _Tape()
         angles.save_for_backward(cos, sin)
         ctx.turned = tuple(head.dtype for head in heads[:2])
-        heads[:2] = turn((1.0, (part.rotated_dtype,) * 2), cos, sin, *heads[:2])
+        heads[:2] = run_segment(turn, (1.0, (part.rotated_dtype,) * 2), cos, sin, *heads[:2])
         _save(ctx, *tapes, angles)
         ctx.shape, ctx.parameters = x.shape, len(parameters)
         return tuple(heads)
@@ -99,13 +116,13 @@ class _Before(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         norm, product, *head_norms, angles = _restore(ctx)
-        arriving = [*turn((-1.0, ctx.turned), *angles.saved_tensors, *grads[:2]), grads[2]]
+        arriving = [*run_segment(turn, (-1.0, ctx.turned), *angles.saved_tensors, *grads[:2]), grads[2]]
         of_norms: list[Tensor | None] = []
         for place, tape in enumerate(head_norms):
-            arriving[place], own, *_ = RmsNorm.backward(tape, arriving[place])
+            arriving[place], own = _norm_gradients(tape, arriving[place])
             of_norms.append(own)
         rows, _, _, *of_weights = JoinedLinear.backward(product, *(grad.flatten(1) for grad in arriving))
-        of_x, of_norm, *_ = RmsNorm.backward(norm, rows)
+        of_x, of_norm = _norm_gradients(norm, rows)
         of_x = None if of_x is None else of_x.view(ctx.shape)
         return of_x, None, None, None, of_norm, None, *of_norms, *of_weights
 
@@ -121,13 +138,15 @@ class _After(torch.autograd.Function):
         weights = [tuple(islice(products, count)) for count in part.parameters]
         normed, activated = _Tape(True, needs[3]), _Tape()
         (projected,) = JoinedLinear.forward(tapes[0], attended.flatten(1).to(part.dtype), part.weights[0], 1, *weights[0])
-        hidden, rows, scale = add_and_normalize((part.norm, part.dtype), x.view(-1, x.shape[-1]), projected, norm)
+        hidden, rows, scale = run_segment(add_and_normalize, (part.norm, part.dtype), x.view(-1, x.shape[-1]), projected, norm)
         normed.save_for_backward(hidden, scale, norm)
+        normed.constants = part.norm
         gate, up = JoinedLinear.forward(tapes[1], rows, part.weights[1], 2, *weights[1])
-        inner = GatedActivation.forward(activated, gate, up, part.activation)
+        inner, active = run_segment(activate_and_multiply, part.activation, gate, up)
+        activated.save_for_backward(gate, up, active)
         (down,) = JoinedLinear.forward(tapes[2], inner, part.weights[2], 1, *weights[2])
         _save(ctx, *tapes, normed, activated)
-        ctx.dtype, ctx.spec = part.dtype, part.norm
+        ctx.dtype, ctx.activation = part.dtype, part.activation
         ctx.attended = (attended.shape, attended.dtype)
         return (hidden + down).view(x.shape)
 
@@ -136,10 +155,9 @@ class _After(torch.autograd.Function):
         projection, gates, downs, normed, activated = _restore(ctx)
         arriving = grad.reshape(-1, grad.shape[-1])
         inner, _, _, *of_down = JoinedLinear.backward(downs, arriving.to(ctx.dtype))
-        gate, up, _ = GatedActivation.backward(activated, inner)
+        gate, up = run_segment(gated_gradients, ctx.activation, inner, *activated.saved_tensors)
         rows, _, _, *of_gates = JoinedLinear.backward(gates, gate, up)
-        constants = (ctx.spec, *normed.needs_input_grad)
-        of_hidden, of_norm = norm_gradients(constants, rows, *normed.saved_tensors, arriving)
+        of_hidden, of_norm = _norm_gradients(normed, rows, arriving)
         of_rows, _, _, *of_projection = JoinedLinear.backward(projection, of_hidden.to(ctx.dtype))
         shape, dtype = ctx.attended
         weights = (*of_projection, *of_gates, *of_down)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from strop.models.layers.segments import segment
 from strop.models.layers.weight_copies import LinearWeights
 
 SILU, GELU_TANH, GELU = "silu", "tanh", "none"  # the last two as the argument ``approximate`` of torch's GELU
@@ -66,20 +65,18 @@ class GatedActivation(torch.autograd.Function):
         product, activated = activate_and_multiply(kind, gate, up)
         ctx.save_for_backward(gate, up, activated)
         ctx.kind = kind
-        return product  # type: ignore[no-any-return]
+        return product
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return *gated_gradients(ctx.kind, grad, *ctx.saved_tensors), None
 
 
-@segment
 def activate_and_multiply(kind: str, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     activated = _activate(gate, kind)
     return activated * up, activated
 
 
-@segment
 def gated_gradients(kind: str, grad: Tensor, gate: Tensor, up: Tensor, activated: Tensor) -> tuple[Tensor, Tensor]:
     outer = grad * up
     if kind == SILU:
@@ -107,7 +104,7 @@ class Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.dtype = x.dtype
-        return turn((1.0, (dtype,)), cos, sin, x)[0]  # type: ignore[no-any-return]
+        return turn((1.0, (dtype,)), cos, sin, x)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -115,7 +112,6 @@ class Rotate(torch.autograd.Function):
         return *turn((-1.0, (ctx.dtype,)), cos, sin, grad), None, None, None  # the other way round
 
 
-@segment
 def turn(constants: tuple[float, tuple[torch.dtype, ...]], cos: Tensor, sin: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
     """Rotate each part [..., D] by the angles, or with the sign -1 back. ``constants``: sign, and the dtype of each result."""
     sign, dtypes = constants

@@ -158,6 +158,12 @@ def use_fused_layers(network: object, *, keep_copies: bool) -> AbstractContextMa
     return nullcontext() if layers is None or exact else layers.use(keep_copies=keep_copies)
 
 
+def find_fused_layers(layers: Sequence[nn.Module]) -> FusedLayers | None:
+    """Return what fuses decoder layers as a whole; None if one of them is not fused so."""
+    states = [layer.__dict__.get(_STATE) for layer in layers]
+    return states[0].layers if states and all(isinstance(state, FusedBlock) for state in states) else None  # type: ignore[union-attr]
+
+
 def find_unknown_part(layer: nn.Module) -> str | None:
     """Return the class of a decoder layer, or of the first module in it, whose code is not known; None if all of it is."""
     if find_form(type(layer), _LAYERS) is None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from strop.models.layers.known_code import find_form
-from strop.models.layers.segments import segment
 
 # Llama's formula, weight * (x / rms(x)), and Gemma's, (1 + weight) * (x / rms(x)).
 LLAMA, GEMMA = "llama.LlamaRMSNorm", "gemma.GemmaRMSNorm"
@@ -50,14 +49,13 @@ class RmsNorm(torch.autograd.Function):
         normed, scale = normalize((spec, dtype), x, weight)
         ctx.save_for_backward(x, scale, weight)
         ctx.spec = spec
-        return normed  # type: ignore[no-any-return]
+        return normed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return *norm_gradients((ctx.spec, *ctx.needs_input_grad[:2]), grad, *ctx.saved_tensors), None, None
 
 
-@segment
 def normalize(constants: tuple[RmsNormSpec, torch.dtype], x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the norm [..., H] of rows, and what they were multiplied with, [..., 1]."""
     spec, dtype = constants
@@ -69,16 +67,14 @@ def normalize(constants: tuple[RmsNormSpec, torch.dtype], x: Tensor, weight: Ten
     return normed.mul_(_factor(weight, spec, normed.dtype)).to(dtype), scale
 
 
-@segment
 def add_and_normalize(
     constants: tuple[RmsNormSpec, torch.dtype], x: Tensor, added: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of two, and ``normalize`` of it."""
     total = x + added
-    return total, *normalize.__wrapped__(constants, total, weight)  # type: ignore[attr-defined]
+    return total, *normalize(constants, total, weight)
 
 
-@segment
 def norm_gradients(
     constants: tuple[RmsNormSpec, bool, bool], grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, *added: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
