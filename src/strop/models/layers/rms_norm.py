@@ -98,6 +98,16 @@ def norm_gradients(
     return grad_x, weighted.flatten(0, -2).sum(0).to(weight.dtype) if needs_weight else None
 
 
+def norm_gradients_and_sum(
+    constants: tuple[RmsNormSpec, bool, bool, torch.dtype], grad: Tensor, *tensors: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return ``norm_gradients`` of rows that need one, and that of the rows once more in a dtype."""
+    *others, dtype = constants
+    grad_x, grad_weight = norm_gradients(tuple(others), grad, *tensors)  # type: ignore[arg-type]
+    assert grad_x is not None
+    return grad_x, grad_weight, grad_x.to(dtype)
+
+
 def _widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
