@@ -21,7 +21,7 @@ from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.data.packing import pack
 from strop.learner.base import require_token_outputs
 from strop.learner.client import ScorerClient
-from strop.storage.atomic_file import atomic_write
+from strop.storage.files import atomic_write
 from strop.types import Batch, Group, Rollout
 
 GROUPS_PER_PACK = 64  # groups packed together: enough to fill the micro-batches
@@ -84,9 +84,8 @@ async def load_or_compute_reference(
     for chunk in _chunks((group for group in groups if not group.errors), GROUPS_PER_PACK):
         batch = pack(chunk, algorithm.group_credit(chunk), share_prefixes=share_prefixes)
         logprobs = require_token_outputs(await scorer.score(batch)).logprobs
-        lengths = torch.bincount(batch.sequence, minlength=batch.num_sequences).tolist()
         rollouts = ((group, rollout) for group in chunk for rollout in group.rollouts)
-        for (group, rollout), values in zip(rollouts, logprobs.split(lengths), strict=True):
+        for (group, rollout), values in zip(rollouts, batch.split(logprobs), strict=True):
             if (key := (_hash(_rollout_name(group, rollout)), rollout_fingerprint(rollout))) not in spans:
                 spans[key] = (end, end + len(values))
                 columns.append(values)

@@ -14,8 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.models.layers.fused_functions import JoinedLinear, activate_and_multiply, gated_gradients, turn
-from strop.models.layers.rms_norm import RmsNormSpec, add_and_normalize, norm_gradients, norm_gradients_and_sum, normalize
+from strop.models.layers.fused_functions import (
+    JoinedLinear,
+    activate_and_multiply,
+    add_and_normalize,
+    gated_gradients,
+    norm_gradients,
+    norm_gradients_and_sum,
+    normalize,
+    turn,
+)
+from strop.models.layers.known_code import RmsNormSpec
 from strop.models.layers.segments import run_segment
 from strop.models.layers.weight_copies import LinearWeights
 
