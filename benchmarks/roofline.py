@@ -16,7 +16,7 @@ from typing import Any
 from strop.hardware.devices import device_named
 from strop.hardware.flops import PassCounts, training_flops
 from strop.hardware.model_dimensions import DecoderDimensions
-from strop.models.fit.decoder_dimensions import dimensions_of
+from strop.models.decoder_dimensions import dimensions_of
 
 PRODUCTS = 700e12  # FLOP/s of large products in bfloat16
 ATTENTION = {"FlashAttention 2": 223e12, "cuDNN": 451e12}  # FLOP/s both ways
