@@ -17,10 +17,9 @@ import torch
 
 from strop.algorithms.catalogue import all_algorithms, all_parts
 from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
-from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
-from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
-from strop.algorithms.policy_gradient.advantages.pass_at_k import BestOfK
-from strop.algorithms.policy_gradient.advantages.reinforce import REINFORCE
+from strop.algorithms.policy_gradient.baselines import REINFORCE
+from strop.algorithms.policy_gradient.group_credit import BestOfK, DecoupledRewards
+from strop.algorithms.policy_gradient.grpo import GroupRelative
 from strop.algorithms.policy_gradient.parts import Advantage
 from strop.data.packing import pack
 from strop.endings import Ending
@@ -79,7 +78,7 @@ def credit(advantage: Advantage, groups: list[Group]) -> tuple[torch.Tensor, tor
     algorithm = REINFORCE(advantage=advantage)
     batch = pack(groups, algorithm.group_credit(groups), share_prefixes=True)
     if POLICY_SQUARES in advantage.requires:
-        squares = torch.full_like(batch.rollout_logprobs, P**2 + (1 - P) ** 2)
+        squares = torch.full_like(batch.rollout_logprobs, math.log(P**2 + (1 - P) ** 2))
         batch = replace(batch, columns={**batch.columns, POLICY_LOGPROBS: batch.rollout_logprobs, POLICY_SQUARES: squares})
     batch = algorithm.token_credit(batch)
     return batch.advantages.double(), batch.target - 4

@@ -15,7 +15,7 @@ import torch
 
 from loop.fakes import FakeGenerator, Letters, make_run, stored_rollouts
 from loop.tiny import tiny_tokenizer
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO
+from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.base_config import validate_section
 from strop.data.sources.source import DataSource
 from strop.endings import Ending, RolloutFailed, Who, failing_as, find_ending
