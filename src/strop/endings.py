@@ -46,6 +46,7 @@ class Ending(StrEnum):
     TOOL_SERVER = "tool_server", Who.INFRASTRUCTURE, "a server of tools did not start, or was lost"
     GRADER = "grader", Who.INFRASTRUCTURE, "the process that scores answers failed, for any answer"
     PROVIDER_LIMIT = "provider_limit", Who.INFRASTRUCTURE, "a provider refused requests because of its rate limit or quota"
+    ABORTED = "aborted", Who.INFRASTRUCTURE, "it was cancelled, because its group could no longer be trained on"
     SERVICE = "service", Who.INFRASTRUCTURE, "another service or resource, or the network to it, failed"
 
     @property

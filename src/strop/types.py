@@ -466,6 +466,12 @@ class Batch:
     def sequence_lengths(self) -> Tensor:  # [S] float32: number of predicted tokens that count, per rollout
         return self.mask.new_zeros(self.num_sequences).index_add_(0, self.sequence, self.mask)
 
+    def split(self, column: Tensor) -> tuple[Tensor, ...]:
+        """Split a column [N, ...] by rollout: S parts, each with the rollout's tokens in their order."""
+        lengths = torch.bincount(self.sequence, minlength=self.num_sequences).tolist()
+        ascending = bool((self.sequence.diff() >= 0).all())
+        return (column if ascending else column[self.sequence.argsort(stable=True)]).split(lengths)
+
     def column(self, name: str) -> Tensor:  # [N]
         """Return the column ``name``. Raises KeyError, listing the existing columns, if there is none."""
         if name not in self.columns:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from strop.models.chat_template import ChatTemplate
 from strop.models.vision.vision_processor import EncodedPrompt
 from strop.monitoring.watchdog.waits import waiting
 from strop.rollouts.agent_episode import run_agent
+from strop.rollouts.in_flight import EpisodeGate, gather_until_lost, sample_until_counted
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
 from strop.rollouts.tool_turns import ToolTurns, make_reply_message
@@ -71,6 +73,8 @@ async def run_group(
     seed: int,
     greedy_baseline: bool = False,
     past: PastSelves | None = None,
+    gates: Sequence[EpisodeGate] = (),
+    is_lost: Callable[[Sequence[Rollout]], bool] | None = None,
 ) -> Group:
     """Run all rollouts of one task concurrently. An error of the environment or the engine is recorded on its rollout (law 7).
 
@@ -78,34 +82,36 @@ async def run_group(
     (run seed, task, sample, attempt); the group keeps its slot and its version.
 
     With ``greedy_baseline``, one more rollout is sampled greedily, as a baseline for the others. The rewards of the group see it too.
-    ``past``: earlier selves of the policy; all rollouts of the group play against the same one.
+    ``past``: earlier selves of the policy; all rollouts of the group play against the same one. ``gates`` decide when its episodes start.
+    Once ``is_lost`` is true of the rollouts that have ended, the others are cancelled.
     """
     version = generator.version
     compares = environment.traits.has_group_rewards
 
-    async def run_sample(sample: int) -> Rollout:
-        for attempt in range(rules.retries + 1):
-            rollout: Rollout = await run_in_one_process(
-                run_episode,
-                environment,
-                task,
-                sample,
-                mix_seed(seed, index, sample, attempt) if attempt else mix_seed(seed, index, sample),
-                generator=generator,
-                template=template,
-                sampling=replace(sampling, temperature=0.0) if sample == samples else sampling,
-                rules=replace(rules, scaling=None) if compares else rules,
-                version=version,
-            )
-            if rollout.ending is None or rollout.ending.who != Who.INFRASTRUCTURE:
-                break
-        return rollout
+    async def run_sample(sample: int, attempt: int) -> Rollout:
+        return await run_in_one_process(
+            run_episode,
+            environment,
+            task,
+            sample,
+            mix_seed(seed, index, sample, attempt) if attempt else mix_seed(seed, index, sample),
+            generator=generator,
+            template=template,
+            sampling=replace(sampling, temperature=0.0) if sample == samples else sampling,
+            rules=replace(rules, scaling=None) if compares else rules,
+            version=version,
+        )
 
     earlier = None if past is None else past.draw(mix_seed(seed, index))
     opponent = SampledPolicy(generator, template, sampling, rules.max_length, earlier)
     waits = waiting("generation", on=f"group {index}", detail=f"task {task.id} of {name}")
     with waits, serve_policy(opponent):
-        rollouts = await asyncio.gather(*(run_sample(sample) for sample in range(samples + greedy_baseline)))
+        sampled = (
+            sample_until_counted(name, partial(run_sample, sample), retries=rules.retries, gates=gates)
+            for sample in range(samples + greedy_baseline)
+        )
+        gathered = await gather_until_lost([asyncio.ensure_future(each) for each in sampled], is_lost)
+        rollouts = [rollout or _abort(task, sample, version) for sample, rollout in enumerate(gathered)]
         if compares:
             rollouts = await run_in_one_process(_score_group, environment, task, rollouts, rules)
     if rules.penalties is not None:
@@ -113,6 +119,15 @@ async def run_group(
         rollouts = [_penalize(rollout, rules.penalties, template, least) for rollout in rollouts]
     baseline = rollouts[samples] if greedy_baseline else None
     return Group(index=index, environment=name, version=version, rollouts=tuple(rollouts[:samples]), baseline=baseline)
+
+
+def _abort(task: Task, sample: int, version: int) -> Rollout:
+    """Return a rollout that was cancelled."""
+    why = "cancelled, because its group could no longer be trained on"
+    prompt = torch.zeros(0, dtype=torch.int64)
+    return Rollout(
+        task=task, sample=sample, seed=0, messages=(), prompt=prompt, version=version, ending=Ending.ABORTED, error=why
+    )
 
 
 async def _score_group(

@@ -9,6 +9,8 @@ from strop.types import Group
 
 def drop_reason(run: TrainingRun, group: Group) -> DropReason | None:
     """Return why a group is dropped; None if it is trained on."""
+    if run.options.drop_stale and run.step - group.version > run.options.max_staleness:
+        return "stale"
     if group.errors:
         return "error"
     if group.is_unscored:
@@ -16,13 +18,13 @@ def drop_reason(run: TrainingRun, group: Group) -> DropReason | None:
     failed = any(rollout.error is not None for rollout in group.left_out)
     if failed and len(group.rollouts) < min(run.options.min_rollouts, len(group.every_rollout)):
         return "too_few"
-    if run.options.drop_stale and run.step - group.version > run.options.max_staleness:
-        return "stale"
     return None if run.algorithm.keep(group) else "filtered"
 
 
 def count_failures(run: TrainingRun, group: Group, reason: DropReason | None) -> None:
     """Count the groups in a row that were dropped for errors, or in which every rollout failed."""
+    if reason == "stale":
+        return
     failed = all(rollout.error is not None for rollout in group.rollouts) or reason in ("unscored", "too_few", "error")
     run.collected.errors_in_a_row = run.collected.errors_in_a_row + 1 if failed else 0
     if failed:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unit.runs.test_device_plan import TWO_NODES, lines
 
 from strop import cli
 from strop.config import ConfigError, load_config
@@ -25,6 +24,7 @@ from unit.config.test_config_checks import AUTO, accepted, refusal
 from unit.config.test_example_configs import CONFIGS, section_of
 from unit.config.test_example_configs import in_the_repository as in_the_repository
 from unit.config.test_example_configs import test_a_documented_command_is_understood as understand
+from unit.runs.test_local_device import TWO_NODES, lines
 
 M = "policy.megatron_cfg"
 
