@@ -1,4 +1,4 @@
-"""Norms of the families. Megatron Core's own need Transformer Engine or Apex with sequence parallelism."""
+"""What each layer of a model is built of: Megatron Core's modules, with Strop's attention, norms and rotary embedding."""
 
 from __future__ import annotations
 
