@@ -176,6 +176,8 @@ def _name_headline(job: EvaluationJob, metrics: Mapping[str, float]) -> str:
         return "accuracy"  # the same metric for each set, for any n
     k = min(samples) if job.scoring.metric == "avg@n" else job.scoring.k_value
     name = f"{job.scoring.metric[:-1]}{k}"
+    if name not in metrics and "accuracy" not in metrics:
+        return "errors"  # every sample is missing
     if name not in metrics:
         raise ValueError(
             f"eval.metric: {job.scoring.metric} votes on final answers, and the environment defines no answer_key; set another metric"

@@ -14,7 +14,7 @@ from strop.runs.backend import make_backend
 from strop.runs.lifecycle import begin_run, finish_at_end, make_early_stop
 from strop.runs.monitors.run_listeners import RunSetup, attach_listeners, make_listeners, make_store
 from strop.runs.recorded_run import RecordedSource, read_recorded
-from strop.runs.restore import restore_run, resume_run
+from strop.runs.restore import measure_asleep, restore_run, resume_run
 from strop.runs.rollout_run import SampledSource, read_tasks
 from strop.runs.scorers import make_columns
 from strop.trainer.run import TrainingRun
@@ -50,7 +50,7 @@ async def open_run(
                 learners=learners,
                 parts=restored.parts,
                 columns=columns,
-                weights=supply.weights,
+                weights=measure_asleep(config, supply.weights, learners, restored.parts, tracker),
                 tracker=tracker,
                 evaluator=supply.evaluator,
                 early_stop=make_early_stop(config),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,9 +11,11 @@ from strop.base_config import to_tree
 from strop.checkpointing.base import Checkpointer, Restorable, RunState
 from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
 from strop.config import RolloutRunConfig, TrainingRunConfig, dump_config
+from strop.config.policy_checks import shares_device
 from strop.config.schema.run_config import RecordedRunConfig, list_trained_models
-from strop.learner.budget.memory_probe import FoundBudget, MemoryProbe, choose_budget, count_later, fits_twice, format_bytes
+from strop.learner.budget.memory_probe import FoundBudget, MemoryProbe, choose_budget, count_later, format_bytes, needs_more
 from strop.learner.client import LearnerClient
+from strop.metrics import Metrics
 from strop.monitoring.config_history import HISTORY_FILE, End, record_finish, record_start
 from strop.monitoring.profiling.step_profiler import PROFILES_FOLDER
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
@@ -31,6 +33,7 @@ from strop.stopping import EarlyStop
 from strop.storage.files import StorageError, find_refusal
 from strop.storage.folder_lock import explain_folder
 from strop.trainer.run import TrainingRun
+from strop.weight_sync.base import WeightSync
 
 TOKEN_BUDGETS = "token_budgets"  # folder of a checkpoint
 _FILE = "token_budgets.json"
@@ -69,14 +72,14 @@ def list_measured(config: TrainingRunConfig) -> dict[str, str]:
     return {
         name: f"{name}.{model.batching_key}.train_mb_tokens"
         for name, model in list_trained_models(config)
-        if model.batching.train_mb_tokens == "auto"
+        if model.train_tokens == "auto"
     }
 
 
 async def settle_token_budgets(
     config: TrainingRunConfig, learners: Mapping[str, LearnerClient], parts: Mapping[str, object], tracker: Tracker
 ) -> None:
-    """Set each learner's budget: the checkpoint's, or one measured now. Call it after a checkpoint is loaded.
+    """Set each learner's budget: the checkpoint's, or one measured now, with the engines that share its device asleep.
 
     Raises MemoryTooSmall, DeviceMemoryFull.
     """
@@ -100,6 +103,23 @@ async def settle_token_budgets(
         await learners[name].set_train_tokens(tokens)
 
 
+class MeasuringWeights:
+    """A ``WeightSync`` of engines that share the learner's device: when they first sleep, it settles the token budgets."""
+
+    def __init__(self, weights: WeightSync, settle: Callable[[], Awaitable[None]]) -> None:
+        self.weights = weights
+        self._settle: Callable[[], Awaitable[None]] | None = settle
+
+    async def yield_device(self) -> None:
+        await self.weights.yield_device()
+        if self._settle is not None:
+            await self._settle()
+            self._settle = None
+
+    async def publish(self, version: int) -> Metrics:
+        return await self.weights.publish(version)
+
+
 async def find_budgets(
     learners: Mapping[str, LearnerClient], keys: Mapping[str, str], longest: int, reserved_bytes: int
 ) -> dict[str, FoundBudget]:
@@ -111,8 +131,8 @@ async def find_budgets(
     for name, learner in learners.items():
         later = count_later(name, small, reserved_bytes)
         probes = [small[name]]
-        if fits_twice(small[name], later):
-            probes.append(await learner.probe_memory(2, longest))
+        while needs_more(probes, later):
+            probes.append(await learner.probe_memory(2 ** len(probes), longest))
         found[name] = choose_budget(probes, longest=longest, later_bytes=later, key=keys[name])
     return found
 
@@ -171,15 +191,30 @@ async def restore_run(
     store: RolloutStore,
     tracker: Tracker,
 ) -> Restored:
-    """Load the newest checkpoint into learners and parts, in place, and set the learners' token budgets.
+    """Load the newest checkpoint into learners and parts, in place, and set the learners' token budgets; engines that share their device
+    have to sleep first (``measure_asleep``).
 
     Raises ResumeError, CheckpointError, StorageError, MemoryTooSmall."""
     parts = {**make_token_budgets(config), **parts}
     checkpoints = make_checkpoints(config, bundle.save)
     state = restore_checkpoint(config, checkpoints, {**learners, **parts}, tracker, store)
-    await settle_token_budgets(config, learners, parts, tracker)
+    if not shares_device(config):
+        await settle_token_budgets(config, learners, parts, tracker)
     check_checkpoint_space(config, learners, tracker)
     return Restored(state=state, parts=parts, checkpoints=make_saver(config, checkpoints))
+
+
+def measure_asleep(
+    config: TrainingRunConfig,
+    weights: WeightSync,
+    learners: Mapping[str, LearnerClient],
+    parts: Mapping[str, Restorable],
+    tracker: Tracker,
+) -> WeightSync:
+    """Return weights that settle the token budgets when the engines that share the learner's device first sleep, if any is measured."""
+    if not shares_device(config) or TOKEN_BUDGETS not in parts:
+        return weights
+    return MeasuringWeights(weights, lambda: settle_token_budgets(config, learners, parts, tracker))
 
 
 def restore_checkpoint(
