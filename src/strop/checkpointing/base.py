@@ -1,4 +1,9 @@
-"""The state of a run in a checkpoint, and the interface that the training loop saves through."""
+"""The state of a run in a checkpoint, the interface that the training loop saves through, and the file ``state.pt``.
+
+The file is a pickle whose classes and functions must be on a list: reading it creates numbers, tensors, Strop's own dataclasses,
+and tasks of the run's environments, and imports nothing. Custom tasks may be dataclasses, enums and named tuples from modules
+already imported because they define the run's environments.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``step_N`` folders in a checkpoint folder."""
+"""Find a saved model by the name a user gives: a run, a checkpoint, a folder of weights, or a model on the hub."""
 
 from __future__ import annotations
 

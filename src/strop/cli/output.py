@@ -1,4 +1,4 @@
-"""The log folder of the run named on a command line."""
+"""Common parts of the commands: exit codes, the parser for commands with a configuration, messages, and ``--dry-run``."""
 
 from __future__ import annotations
 

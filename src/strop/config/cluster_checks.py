@@ -1,4 +1,4 @@
-"""The numbers of training and generation devices, and whether the run needs Ray."""
+"""Checks about devices and processes that need more than one section: sizes that fit, Ray's presence, unused devices; their numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Checks about data and its environments that need more than one section."""
+"""All checks of a configuration: one list, shared by loading, a dry run, a run and a plan.
+
+A rule that reads one section is a method of it (``BaseConfig.errors`` and ``warnings``), and so is one about the section of an extension
+and the rest of the run (``errors_of_run`` and ``warnings_of_run``). The others are functions, by the section that they are about; the
+annotation of ``config`` says to which kinds of run each applies.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.base import Generator, InvalidRequest, PastGenerator, PastSelf, PastSelves
 from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate
-from strop.models.vision.vision_processor import EncodedPrompt
+from strop.models.vision.image_files import EncodedPrompt
 from strop.monitoring.watchdog.waits import waiting
 from strop.rollouts.agent_episode import run_agent
 from strop.rollouts.in_flight import EpisodeGate, gather_until_lost, sample_until_counted

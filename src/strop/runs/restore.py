@@ -1,4 +1,4 @@
-"""Token budgets derived from memory (``train_mb_tokens: auto``): measured when a run begins, and saved in its checkpoints."""
+"""Restore a run from its newest checkpoint, or begin a new one with token budgets measured from memory (``train_mb_tokens: auto``)."""
 
 from __future__ import annotations
 

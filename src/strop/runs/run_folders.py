@@ -1,4 +1,4 @@
-"""Checks that the folders named by a configuration are writable. Nothing is left in them: a dry run creates no run folder."""
+"""The folders of a run or an evaluation: what is found in them at the start, locked and tested before models load, checked for space."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The precision of published weights: the learner's, rounded to the number format used for sampling."""
+"""A learner's weights as sent: tied tensors once, in the engine's data type, fingerprinted during sending."""
 
 from __future__ import annotations
 

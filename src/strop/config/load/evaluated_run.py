@@ -1,4 +1,4 @@
-"""Translates keys between evaluations and training runs: each is accepted where the other is expected."""
+"""Reads a run's configuration again to evaluate one of its checkpoints in one process, and translates keys between the two kinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Keys of earlier versions. A removed key is refused for one version with a replacement; then its row is deleted too."""
+"""Load a configuration from YAML files and overrides, or raise one error that lists every problem.
+
+files + overrides -> words of other libraries translated -> defaults of the schema -> interpolation -> schema -> checks across keys
+"""
 
 from __future__ import annotations
 

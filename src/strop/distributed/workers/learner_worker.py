@@ -1,4 +1,9 @@
-"""Columns of a batch that several processes fill, each for a contiguous range of its groups."""
+"""One rank of a run on a cluster, in its own process: its shards of the policy, the critic, the reference and the teachers.
+
+The driver (``strop.distributed.workers.remote_learner``) calls the same method on every rank. It passes the ranks picklable
+functions that build their models; this module does not depend on the configuration. Each rank processes its part of a batch and
+returns the result for it.
+"""
 
 from __future__ import annotations
 

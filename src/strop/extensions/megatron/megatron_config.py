@@ -1,4 +1,4 @@
-"""Sections ``optimizer``, ``scheduler`` and ``distributed_data_parallel_config`` of ``megatron_cfg``."""
+"""Section ``megatron_cfg``: the Megatron Core learner, with NeMo-RL's keys and defaults."""
 
 from __future__ import annotations
 

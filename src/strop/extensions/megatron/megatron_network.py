@@ -1,4 +1,4 @@
-"""A model of Megatron Core behind one call: micro-batches through the stages, and outputs from the last one."""
+"""A model of Megatron Core behind one call: micro-batches through the stages, outputs from the last one; and scores with it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from strop.data.shares.divide_batch import take_share
 from strop.data.shares.split_rule import ShareRequest, SplitRule
 from strop.extensions.labs.draft.eagle_head import EagleHead
 from strop.extensions.megatron.layout import MegatronLayout
-from strop.extensions.megatron.models.gpt_stage import GptStage, StageRow
-from strop.extensions.megatron.models.stage_routing import LayerReplay, install_stage_replay
+from strop.extensions.megatron.models.gpt_stage import GptStage, LayerReplay, StageRow, install_stage_replay
 from strop.extensions.megatron.schedule import Finish, RowSharding, run_schedule
 from strop.extensions.megatron.stage_adapters import StageAdapters
 from strop.extensions.megatron.vocab_parallel import VocabParallelHead, vocab_parallel_logprobs

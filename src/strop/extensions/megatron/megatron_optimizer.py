@@ -1,4 +1,4 @@
-"""Gradients of a rank's stages in Megatron Core's buffers, and their sum over the data-parallel ranks."""
+"""Megatron Core's optimizer and learning-rate schedule, from ``megatron_cfg``, and its buffers of gradients with their sum over ranks."""
 
 from __future__ import annotations
 

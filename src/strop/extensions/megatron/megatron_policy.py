@@ -1,4 +1,4 @@
-"""A Hugging Face model on disk, which ranks read their shards from: nothing of it is in memory."""
+"""What a rank knows of a policy that Megatron Core trains, before its stages are built: no weights, and nothing of Megatron Core."""
 
 from __future__ import annotations
 

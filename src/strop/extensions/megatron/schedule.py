@@ -1,4 +1,4 @@
-"""Micro-batches through Megatron Core's pipeline schedules: without stages, 1F1B, interleaved."""
+"""Micro-batches through Megatron Core's pipeline schedules, their tokens shared by the ranks of a layout, and the losses of routers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapters of the stages of a rank: made, read, merged, switched off, and gathered under the names of PEFT's files."""
+"""The adapters of the stages of a rank: made, read, merged, switched off, gathered under PEFT's names, and stored in any layout."""
 
 from __future__ import annotations
 

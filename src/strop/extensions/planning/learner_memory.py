@@ -1,4 +1,8 @@
-"""Over how many ranks the parts of a learner are divided."""
+"""The memory of a learner on one of its ranks: weights, gradients, optimizer, activations, and what the output layer needs.
+
+The sizes are those of the tensors that ``models.layers``, ``models.attention`` and ``models.logprobs`` keep for the backward pass. They are
+compared with what torch's allocator holds by ``benchmarks/plan_memory.py`` (docs/planning.md).
+"""
 
 from __future__ import annotations
 

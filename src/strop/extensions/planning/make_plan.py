@@ -1,7 +1,4 @@
-"""What a run keeps in the CPU memory of a node: models that left their GPUs, copies for checkpoints, weights on their way in.
-
-Counted are tensors. Libraries of each process, rollouts and data are not.
-"""
+"""The plan of a run, made and as text: memory of each phase on devices and nodes, what to change and what would break first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of an inference engine on one of its devices: weights and the cache of keys and values."""
+"""What a plan is made from: the memory of an engine, models alongside the policy, sizes, nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read a learner from a model's section: the inputs of its memory estimate, and its division over ranks."""
+"""Read what a plan is made from out of a run's configuration."""
 
 from __future__ import annotations
 

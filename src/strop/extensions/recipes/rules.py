@@ -1,4 +1,7 @@
-"""How a key of a recipe and what it becomes here differ."""
+"""A recipe while it is translated, its differences, and rules: most say what becomes of a key in one line, the others are functions.
+
+A rule is only about keys that Strop does not have, except the functions.
+"""
 
 from __future__ import annotations
 

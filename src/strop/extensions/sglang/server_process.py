@@ -1,4 +1,4 @@
-"""What one SGLang engine is launched with, and the arguments of its server."""
+"""What one SGLang server is launched with, its processes, which end together, and requests to it over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion of requests and completions between Strop and SGLang."""
+"""Conversion of requests and completions between Strop and SGLang; images travel in files that the server's processes read."""
 
 from __future__ import annotations
 

@@ -8,11 +8,12 @@ import hashlib
 import io
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from strop.types import Image
+from strop.types import Image, PromptImage
 
 MAX_BYTES = 64 * 2**20  # of one encoded file
 MAX_PIXELS = 64 * 10**6  # of one image: even a small file may declare any size
@@ -136,3 +137,11 @@ def _check_file(content: bytes, source: object) -> None:
 
 def _too_large(size: int, named: object) -> str:
     return f"the image {named} has {size:,} bytes, more than {MAX_BYTES:,}; make it smaller"
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedPrompt:
+    """Tokens, and the images among them; positions count from the first token."""
+
+    tokens: list[int]
+    images: tuple[PromptImage, ...] = ()

@@ -1,4 +1,4 @@
-"""The names that Megatron Core's checkpoints have for the parameters of a model."""
+"""This rank's parts of the tensors of a model, as blocks of whole tensors with the names that they have in every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a family of models has to say, the families, and the one of a configuration."""
+"""The families, the one of a configuration, and what options of ``megatron_cfg`` need that a model or an installation may lack."""
 
 from __future__ import annotations
 

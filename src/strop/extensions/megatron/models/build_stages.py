@@ -1,4 +1,4 @@
-"""Megatron Core's TransformerConfig from a family's fields and the section ``megatron_cfg``."""
+"""Build the stages of a model that this rank holds, from Megatron Core's TransformerConfig with the options of ``megatron_cfg``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms of the families. Megatron Core's own need Transformer Engine or Apex with sequence parallelism."""
+"""What each layer of a model is built of: Megatron Core's modules, with Strop's attention, norms and rotary embedding."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StageNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
 
 
-class RmsNorm(StageNorm):
+class StageRmsNorm(StageNorm):
     """Root mean square norm, as Llama has it: [.., H] -> [.., H]."""
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def normalize_rms(hidden: Tensor, eps: float) -> Tensor:
 
 
 NORMS: dict[NormKind, type[StageNorm]] = {
-    "rms": RmsNorm,
+    "rms": StageRmsNorm,
     "rms_plus_one": RmsNormPlusOne,
     "layer_norm_plus_one": LayerNormPlusOne,
 }

@@ -1,4 +1,4 @@
-"""Section ``env``."""
+"""Section ``env``, and what whole recipes need and this version lacks: each is one refusal, whatever number of keys requests it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Recipes of models that see and hear: the torch learner trains on images; sound and video are refused, and so are images where a recipe
-insists on Megatron Core."""
+"""Sections ``policy.generation`` (``generation`` of an evaluation): engines, images, sound and video, and how weights reach engines."""
 
 from __future__ import annotations
 

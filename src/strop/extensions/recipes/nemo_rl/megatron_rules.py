@@ -1,4 +1,4 @@
-"""Section ``megatron_cfg`` where Megatron Core trains: its keys are Strop's; what only NeMo-RL's workers have is left out."""
+"""Section ``megatron_cfg``: who trains; with ``policy.backend=torch`` the torch learner does with what it says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models (``policy``, ``value``, ``teacher``): batching, tokenizer, the torch learner, optimizers of other packages."""
+"""Models (``policy``, ``value``, ``teacher``), quantisation-aware training, kinds of run, checkpoints, trackers and the cluster."""
 
 from __future__ import annotations
 

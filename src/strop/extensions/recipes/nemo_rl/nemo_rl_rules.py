@@ -1,4 +1,4 @@
-"""What each key of NeMo-RL's recipes that Strop does not have becomes here."""
+"""Files of NeMo-RL, and what each of its keys that Strop does not have becomes here."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The training sections (``grpo``, ``ppo``, ``distillation``, ``sft``, ``dpo``, ``rm``): lengths, validation, filters, penalties; and
-``loss_fn``."""
+"""The training sections (``grpo``, ``ppo``, ``distillation``, ``sft``, ``dpo``, ``rm``), ``grpo.adv_estimator`` and ``async_rl``."""
 
 from __future__ import annotations
 

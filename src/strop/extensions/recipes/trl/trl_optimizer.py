@@ -1,4 +1,4 @@
-"""The optimizer, its schedule and the precision of TRL's trainers."""
+"""The optimizer of TRL's trainers, its schedule and precision; how many examples a step has, how long, and when it validates and saves."""
 
 from __future__ import annotations
 

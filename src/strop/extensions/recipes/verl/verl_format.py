@@ -1,6 +1,7 @@
-"""The overrides of hydra in a shell script: what follows the Python command that starts verl.
+"""Files of verl: the YAML that hydra composes, a list of overrides, or a shell script with the command that has them.
 
-Only what a script says by itself is read: assignments, ``$VAR``, ``${VAR:-default}``, arrays and whole-number arithmetic. Nothing is run.
+Of a script only what it says by itself is read: assignments, ``$VAR``, ``${VAR:-default}``, arrays and whole-number arithmetic. Nothing
+is run.
 """
 
 from __future__ import annotations

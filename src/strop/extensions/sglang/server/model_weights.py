@@ -1,7 +1,7 @@
-"""Read back the weights that an SGLang model computes with, under canonical names.
+"""The part of weight sync that runs in the processes that hold an engine's model: loading weights and fingerprinting them.
 
 SGLang fuses matrices (q, k and v into one, gate and up into one, the experts of a layer into two) and shards them over tensor-parallel
-ranks. Tensors in a layout that is not known here are left out, and then covered by their arrival and the canary.
+ranks. Tensors in a layout that is not known here are not read back, and then covered by their arrival and the canary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,13 @@
-"""Images in SGLang's requests.
+"""The processes of an engine that hold the model: SGLang's scheduler, with what Strop adds to it.
 
-SGLang is given the pixels that the learner reads, and the tokens that stand for them: nothing is resized or written twice, so the two see
-the same.
+SGLang starts ``run_scheduler`` once for each tensor-parallel rank. It changes four things before the scheduler begins:
+
+- sampling, so that the distribution is Strop's and follows the seed of a request (``seeded_sampler``);
+- stop tokens: those of the request end it and no others, since the run chooses them;
+- adapters, which start empty: a publish writes them in place (``adapter_slot``);
+- the weights checker takes Strop's calls too: they run between two steps, on every rank, and return bytes.
+
+Images come as the pixels that the learner reads, with the tokens that stand for them: nothing is resized or written twice.
 """
 
 from __future__ import annotations
