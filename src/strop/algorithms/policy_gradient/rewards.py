@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from strop.algorithms.functional import logprobs_before_update
+from strop import metrics
+from strop.algorithms.functional import bounded_exp, logprobs_before_update, sequence_mean
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Shaping
 from strop.algorithms.policy_gradient.turns import indices_by_label

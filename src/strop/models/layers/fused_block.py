@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from strop.models.layers.fused_functions import JoinedLinear, activate_and_multiply, gated_gradients, turn
-from strop.models.layers.known_code import RmsNormSpec
-from strop.models.layers.rms_norm import add_and_normalize, norm_gradients, normalize
+from strop.models.layers.known_code import RmsNormSpec, add_and_normalize, norm_gradients, normalize
 from strop.models.layers.segments import run_segment
 from strop.models.layers.weight_copies import LinearWeights
 
