@@ -14,8 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.models.layers.fused_functions import JoinedLinear, activate_and_multiply, gated_gradients, turn
-from strop.models.layers.known_code import RmsNormSpec, add_and_normalize, norm_gradients, normalize
+from strop.models.layers.fused_functions import (
+    JoinedLinear,
+    activate_and_multiply,
+    add_and_normalize,
+    gated_gradients,
+    norm_gradients,
+    norm_gradients_and_sum,
+    normalize,
+    turn,
+)
+from strop.models.layers.known_code import RmsNormSpec
 from strop.models.layers.segments import run_segment
 from strop.models.layers.weight_copies import LinearWeights
 
@@ -83,10 +92,10 @@ def _normalize(tape: _Tape, x: Tensor, weight: Tensor, spec: RmsNormSpec, dtype:
     return normed
 
 
-def _norm_gradients(tape: Any, grad: Tensor, *added: Tensor) -> tuple[Any, Tensor | None]:
-    """Return the gradient of the rows, plus what is ``added``, and that of the weight."""
+def _norm_gradients(tape: Any, grad: Tensor) -> tuple[Any, Tensor | None]:
+    """Return the gradients of the rows and of the weight."""
     constants = (tape.constants, *tape.needs_input_grad)
-    of_rows, of_weight = run_segment(norm_gradients, constants, grad, *tape.saved_tensors, *added)
+    of_rows, of_weight = run_segment(norm_gradients, constants, grad, *tape.saved_tensors)
     return of_rows, of_weight
 
 
@@ -157,8 +166,9 @@ class _After(torch.autograd.Function):
         inner, _, _, *of_down = JoinedLinear.backward(downs, arriving.to(ctx.dtype))
         gate, up = run_segment(gated_gradients, ctx.activation, inner, *activated.saved_tensors)
         rows, _, _, *of_gates = JoinedLinear.backward(gates, gate, up)
-        of_hidden, of_norm = _norm_gradients(normed, rows, arriving)
-        of_rows, _, _, *of_projection = JoinedLinear.backward(projection, of_hidden.to(ctx.dtype))
+        constants = (normed.constants, *normed.needs_input_grad, ctx.dtype)
+        of_hidden, of_norm, arriving = run_segment(norm_gradients_and_sum, constants, rows, *normed.saved_tensors, arriving)
+        of_rows, _, _, *of_projection = JoinedLinear.backward(projection, arriving)
         shape, dtype = ctx.attended
         weights = (*of_projection, *of_gates, *of_down)
         return of_hidden.view(grad.shape), of_rows.view(shape).to(dtype), None, of_norm, *weights
