@@ -11,7 +11,7 @@ import torch
 from strop.algorithms.functional import aggregate, group_advantages, varies, whiten
 from strop.algorithms.policy_gradient.baselines import BatchWhitened, GreedyBaseline, ReinforcePP, ReinforcePPBaseline, ReMax
 from strop.algorithms.policy_gradient.group_credit import GDPO, BestOfK, DecoupledRewards, SuccessRate
-from strop.algorithms.policy_gradient.grpo import DAPO, SoftOverlong
+from strop.algorithms.policy_gradient.grpo_variants import DAPO, SoftOverlong
 from strop.types import Group
 from support.rollouts import make_group, make_rollout, pack_for, pack_grpo, sampled_turn, simple_groups
 from support.tokens import loss_gradients, make_group_rewards, make_step

@@ -19,7 +19,8 @@ from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.baselines import LeaveOneOut, Reinforce, ReinforcePP
 from strop.algorithms.policy_gradient.corrections import Icepop, Importance, SequenceMaskTis, Tis
 from strop.algorithms.policy_gradient.entropy import TopEntropy
-from strop.algorithms.policy_gradient.grpo import DAPO, GRPO, Clip, GroupRelative, SoftOverlong
+from strop.algorithms.policy_gradient.grpo import GRPO, Clip, GroupRelative
+from strop.algorithms.policy_gradient.grpo_variants import DAPO, SoftOverlong
 from strop.algorithms.policy_gradient.sequence_objectives import GSPO, SequenceClip
 from strop.algorithms.policy_gradient.token_objectives import ClippedWeight
 from strop.algorithms.preference.referenced import DPO

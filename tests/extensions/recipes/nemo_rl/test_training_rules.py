@@ -13,7 +13,8 @@ from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.baselines import BatchWhitened, Reinforce
 from strop.algorithms.policy_gradient.corrections import Icepop
 from strop.algorithms.policy_gradient.group_credit import DecoupledRewards
-from strop.algorithms.policy_gradient.grpo import GroupRelative, SoftOverlong
+from strop.algorithms.policy_gradient.grpo import GroupRelative
+from strop.algorithms.policy_gradient.grpo_variants import SoftOverlong
 from strop.algorithms.policy_gradient.parts import Advantage
 from strop.algorithms.policy_gradient.sequence_objectives import SequenceClip
 from strop.config import ConfigError, LoadedConfig, dump_config, load_config
