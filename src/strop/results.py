@@ -153,8 +153,7 @@ class Run:
     @property
     def checkpoints(self) -> list[Path]:
         """The folders of the checkpoints on disk, the newest last."""
-        from strop.checkpointing.saved_model import find_checkpoints
-        from strop.checkpointing.step_folders import list_steps
+        from strop.checkpointing.saved_model import find_checkpoints, list_steps
 
         folder = find_checkpoints(self.folder, self.config)
         return [folder / f"step_{step}" for step in list_steps(folder)]
@@ -252,10 +251,11 @@ def _read_interval(folder: Path, step: int) -> tuple[float, float, int] | None:
     from strop.monitoring.rollout_store.validation_samples import VALIDATION_FOLDER
     from strop.statistics.intervals import confidence_interval
     from strop.statistics.task_metrics import find_task_metric
+    from strop.statistics.task_results import present_tasks
 
     try:
         content = json.loads((folder / VALIDATION_FOLDER / f"step_{step:06d}.json").read_text(encoding="utf-8"))
-        tasks = [task for task in content["tasks"] if task["samples"]]
+        tasks = present_tasks(content["tasks"])
         metric = find_task_metric("accuracy").fit(tasks)
         values = [float(metric.value(task)) for task in tasks]
     except (OSError, ValueError, KeyError, TypeError):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from strop import plugins
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO, GroupRelative
+from strop.algorithms.policy_gradient.grpo import GRPO, GroupRelative
 from strop.config import EvalRunConfig, GrpoRunConfig, load_config
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
@@ -17,7 +17,7 @@ from strop.environments.base import EnvironmentConfigError
 from strop.environments.registry import environment_class, make_environment
 from strop.environments.verifier_registry import list_verifiers, make_verifier
 from strop.extensions.judges.judge_prompt import _read_template
-from strop.runs.algorithm.run_algorithm import make_run_algorithm
+from strop.runs.run_algorithm import make_run_algorithm
 
 CHATS = """
 class Chats:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-from strop.algorithms.supervised.sft import SFT
+from strop.algorithms.supervised import SFT
+from strop.data.packing_config import GPU_TOKENS
 from strop.generation.base import Completion
 from strop.gpus import KIND
 from strop.learner.torch.scorer import NetworkScorer
 from strop.models.attention import flash_kernel
 from strop.models.network import Network
 from strop.sampling import Sampling
+from strop.types import Batch
 from strop.weight_sync.fingerprints import fingerprint
 from support import simulated_device
 from support.algorithms import grpo
@@ -80,6 +84,51 @@ def test_micro_batches_are_sent_in_one_copy_and_read_when_the_last_is_done(algor
             with simulated_device.counting() as counts:
                 learner.step()
             assert crossings(counts) == (1, 0, 0, 0)
+
+
+def test_the_default_micro_batch_of_a_gpu_launches_a_step_once_where_a_cpus_launches_it_many_times() -> None:
+    """Launches of a step of 64 rollouts, 4,000 tokens: in micro-batches of four longest rollouts, as before, and by default."""
+    algorithm, longest = grpo(), 72
+    batch = pack_for(simple_groups(*[(24, (40, 33, 48, 25))] * 16), algorithm)
+    counted = {}
+    for budget in (4 * longest, GPU_TOKENS):
+        network = Network(build("llama").to(KIND), precision=torch.bfloat16, packed=True)
+        learner = make_torch_learner(network, Sampling(), train_tokens=budget)
+        learner.forward_backward(batch, algorithm.loss)
+        parts = len(learner.parallelism.split_batch(batch, budget)[0])
+        with simulated_device.counting() as counts:
+            learner.forward_backward(batch, algorithm.loss)
+        counted[budget] = parts, counts["launches"]
+    (parts, before), (one, after) = counted.values()
+    assert (parts, one) == (16, 1)
+    assert after < before / 8
+
+
+def launches_of_a_layer(network_of: Callable[[int], Network], batch: Batch) -> float:
+    """Of both passes of a micro-batch whose weights have been cast."""
+    found = []
+    for layers in (1, 3):
+        learner = make_torch_learner(network_of(layers), Sampling(), train_tokens=10**9)
+        learner.forward_backward(batch, grpo().loss)
+        with simulated_device.counting() as counts:
+            learner.forward_backward(batch, grpo().loss)
+        found.append(counts["launches"])
+    return (found[1] - found[0]) / 2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("shapes", "most"), [(((11, (9, 1, 14)),), (114, 56)), (SHAPES, (122, 64))])
+def test_a_layer_is_few_launches(shapes: Any, most: tuple[int, int], compiled: bool) -> None:
+    """Both passes, with gradients added to those of earlier micro-batches, of one group and of several, whose rows are gathered. With the
+    segments of a layer uncompiled, and compiled as on a GPU.
+    """
+    batch = pack_for(simple_groups(*shapes), grpo())
+
+    def network(layers: int) -> Network:
+        return Network(build("llama", layers=layers).to(KIND), precision=torch.bfloat16, packed=True)
+
+    with simulated_device.compiled_segments() if compiled else nullcontext():
+        assert launches_of_a_layer(network, batch) <= most[compiled]
 
 
 def test_a_fingerprint_takes_64_mib_beside_its_tensor_and_one_read() -> None:

@@ -18,7 +18,7 @@ from loop.runs import Environ, metrics_of, overrides, start
 from loop.test_cluster_runs import RAY, curves_agree
 from loop.tiny import build_tiny
 from loop.victims import MARK, find_processes
-from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
+from strop.algorithms.distillation import TEACHER_LOGPROBS, Distillation
 from strop.config import load_config
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.base import ActorOptions
@@ -26,7 +26,7 @@ from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.workers.teacher_worker import spawn_teachers
 from strop.models.classifiers import load_classifier
 from strop.models.loading import load_tokenizer
-from strop.runs.teachers import StudentInfo, load_teacher
+from strop.runs.scorers import StudentInfo, load_teacher
 from strop.sampling import Sampling
 from support.rollouts import pack_for, simple_groups
 

@@ -20,12 +20,11 @@ import torch
 
 from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
-from strop.cli import plot_command, rollouts_command
 from strop.cli.eval_command import is_model_name, make_eval_parser
-from strop.cli.export_command import make_export_parser
-from strop.cli.serve_command import make_serve_parser
+from strop.cli.export_command import make_export_parser, make_serve_parser
+from strop.cli.rollouts_command import make_plot_parser, make_rollouts_parser
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
-from strop.config.load.evaluation_keys import translate_overrides
+from strop.config.load.evaluated_run import translate_overrides
 from strop.config.load.load import load_any_kind
 from strop.data.curriculum.base import Curriculum
 from strop.data.splitting import split_micro_batches
@@ -39,7 +38,7 @@ from strop.extensions.planning import plan_command
 from strop.extensions.recipes import translate_command
 from strop.extensions.replay import ledger_command, replay_command
 from strop.extensions.view import report_command, view_command
-from strop.runs.algorithm.run_algorithm import make_rollout_algorithm
+from strop.runs.run_algorithm import make_rollout_algorithm
 from strop.statistics.evaluation_comparison import check_options
 from strop.types import Group, Rollout, Task, Turn
 from strop.user_code import import_attribute
@@ -213,16 +212,16 @@ def test_commands_name_configurations_that_load(
 ) -> None:
     monkeypatch.chdir(workplace)
     parsers = {
-        "ledger": ledger_command,
-        "plot": plot_command,
-        "replay": replay_command,
-        "report": report_command,
-        "rollouts": rollouts_command,
-        "translate": translate_command,
-        "view": view_command,
+        "ledger": ledger_command.make_parser,
+        "plot": make_plot_parser,
+        "replay": replay_command.make_parser,
+        "report": report_command.make_parser,
+        "rollouts": make_rollouts_parser,
+        "translate": translate_command.make_parser,
+        "view": view_command.make_parser,
     }
     if words[1] in parsers:
-        parsers[words[1]].make_parser().parse_intermixed_args([word for word in words[2:] if word != ">"])
+        parsers[words[1]]().parse_intermixed_args([word for word in words[2:] if word != ">"])
         return
     if "..." in words or words[1] in ("doctor", "config", "init", "--help"):
         return

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from strop import metrics
 from strop.algorithms.base import CANDIDATES, Algorithm, TokenOutputs
-from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
-from strop.algorithms.preference.dpo import DPO
-from strop.algorithms.supervised.reward_model import RewardModel
-from strop.algorithms.supervised.sft import SFT
+from strop.algorithms.distillation import TEACHER_CANDIDATES, TopKDistillation
+from strop.algorithms.preference.referenced import DPO
+from strop.algorithms.supervised import SFT, RewardModel
 from strop.data.shares.batch_share import BatchShare
 from strop.data.shares.divide_batch import divide_batch
 from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs, assemble_result
@@ -30,10 +29,8 @@ from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer
 from strop.models.loading import cast_weights
 from strop.models.network import Network, freeze_routers
-from strop.models.routing.router_loss_config import RouterLossConfig
-from strop.models.routing.router_replay_config import NO_ROUTE
-from strop.models.value_head import ValueHead
-from strop.models.value_network import ValueNetwork
+from strop.models.routing.router_config import NO_ROUTE, RouterLossConfig
+from strop.models.value_network import ValueHead, ValueNetwork
 from strop.sampling import Sampling
 from strop.types import Batch, Group
 from support.algorithms import grpo
@@ -71,6 +68,8 @@ class Case:
     shapes: Sequence[tuple[int, Sequence[int]]] = MANY
     dtype: torch.dtype = torch.float64
     weights_dtype: torch.dtype | None = None
+    gather_dtype: torch.dtype | None = None  # of the ranks
+    reshard: bool = True  # ranks free weights and reduce gradients in every micro-batch
     precision: torch.dtype | None = None  # None: the dtype of the weights
     branches: bool = False  # a group with rollouts of an agent that has branches
     packed: bool = True
@@ -146,7 +145,14 @@ def build_trained_network(case: Case, meshes: DeviceMeshes | None) -> tuple[Netw
     placement = None
     if meshes is not None:
         parallelize = parallelize_stages if case.sizes.pipeline > 1 else parallelize_network
-        placement = parallelize(network, meshes, weights_dtype=case.weights_dtype, tensor_plan=case.tensor_plan)
+        placement = parallelize(
+            network,
+            meshes,
+            weights_dtype=case.weights_dtype,
+            gather_dtype=case.gather_dtype,
+            tensor_plan=case.tensor_plan,
+            reshard_after_forward=case.reshard,
+        )
     elif case.weights_dtype is not None and not case.lora:
         cast_weights(network.model, case.weights_dtype)
     if not case.head:

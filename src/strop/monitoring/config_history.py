@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from strop.storage.atomic_file import atomic_write
+from strop.storage.files import atomic_write
 
 HISTORY_FILE = "config_history.jsonl"
 

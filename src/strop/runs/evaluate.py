@@ -1,25 +1,30 @@
-"""``strop eval``: sample a model on a set of tasks and report its scores."""
+"""Checks whether a run was trained on its evaluation questions: exact matches in local data."""
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import EvalRunConfig, RecordedRunConfig
 from strop.config.load.evaluated_run import EvaluatedRun
+from strop.data.builtin_sets import BUILTIN_DATASETS
+from strop.data.data_config import DataEntryConfig
+from strop.data.overlap import OverlapReport, find_overlaps
+from strop.data.sources.local_copies import find_copy
+from strop.data.sources.records import DataError
+from strop.data.sources.source import DataSource, is_local
 from strop.environments.mixture import Mixture
 from strop.environments.resources import configure_resources, open_resources
 from strop.monitoring.console.console import ConsoleKind, open_console
 from strop.rollouts.tool_turns import describe_tool_calls
 from strop.runs.exit_codes import run_command
 from strop.runs.jobs.evaluation_engines import OpenEngines, open_engines
-from strop.runs.jobs.evaluation_folder import OpenFolder, open_folder
-from strop.runs.jobs.evaluation_identity import identify_entries
+from strop.runs.jobs.evaluation_folder import TaskLog, identify_entries, open_folder
 from strop.runs.jobs.evaluation_job import (
     EvaluationJob,
     EvaluationSet,
@@ -28,12 +33,72 @@ from strop.runs.jobs.evaluation_job import (
     make_run_evaluation_job,
 )
 from strop.runs.jobs.evaluation_report import EvaluationReport, SetResult, make_report, strip_prefix
-from strop.runs.jobs.task_log import TaskLog
-from strop.runs.jobs.trained_questions import warn_of_trained_questions
 from strop.runs.models import resolve_device
 from strop.runs.summary import format_auto_engine, summarize
 from strop.runs.tasks import make_mixture
+from strop.safety.printable import shorten
 from strop.trainer.evaluation import Evaluator, write_results
+
+MOST_ROWS = 100_000  # of training data: seconds
+
+
+def warn_of_trained_questions(trained: Sequence[DataEntryConfig], evaluated: Sequence[Mixture], *, seed: int) -> Iterator[str]:
+    """Yield a warning if evaluation questions occur verbatim in the run's training data, as far as that is local.
+
+    The held-out part of a split entry and generated tasks are not training data.
+    """
+    entries = [entry for entry in trained if _is_here(entry)]
+    if not entries:
+        return
+    questions = list(_list_questions(evaluated))
+    texts = itertools.islice(_list_rows(entries, seed), MOST_ROWS)
+    found = find_overlaps(questions, texts, threshold=2.0)  # only identical texts
+    if found.exact:
+        yield _describe(found)
+
+
+def _describe(found: OverlapReport) -> str:
+    first = found.found[0].closest[0]
+    counted = f"{found.exact:,} of the {found.questions:,} questions are" if found.questions > 1 else "the question is"
+    searched = f" (the first {MOST_ROWS:,} rows were searched)" if found.texts == MOST_ROWS else ""
+    return (
+        f"warning: {counted} in the training data of this run, word for word{searched}: {shorten(first.question, 80)} is {first.text}. The "
+        "score says what was memorised; strop data check CONFIG lists the others"
+    )
+
+
+def _is_here(entry: DataEntryConfig) -> bool:
+    """Whether the rows can be read without contacting a hub."""
+    if entry.rows is not None:
+        return True
+    name = entry.dataset_name
+    if name is None or is_local(name):
+        return name is not None
+    builtin = BUILTIN_DATASETS.get(name)
+    try:
+        return find_copy(name if builtin is None else builtin.hub) is not None
+    except DataError:
+        return False
+
+
+def _list_questions(evaluated: Sequence[Mixture]) -> Iterator[tuple[str, str]]:
+    """Yield the name and question of each task. A task that cannot be created is left to the evaluation, which reports it."""
+    for source in evaluated:
+        for index in range(len(source)):
+            try:
+                _, _, task = source.at(index)
+            except Exception:
+                continue
+            yield task.id, task.question
+
+
+def _list_rows(entries: Sequence[DataEntryConfig], seed: int) -> Iterator[tuple[str, str]]:
+    for entry in entries:
+        try:
+            for row in DataSource.from_entry(entry, seed=seed, part="train").load_rows(needs_answers=False):
+                yield row.id, row.question
+        except (DataError, OSError):
+            continue  # data moved since then: nothing is known about it
 
 
 @dataclass(frozen=True)
@@ -92,7 +157,7 @@ async def evaluate_any(
     if isinstance(evaluation, EvalRunConfig):
         return await evaluate_job(make_evaluation_job(evaluation), note, console=console)
     if isinstance(evaluation.run.config, RecordedRunConfig):
-        from strop.runs.jobs.loss_evaluation import evaluate_loss
+        from strop.runs.recorded_run import evaluate_loss
 
         return await evaluate_loss(evaluation.run.config, evaluation.model, note)
     return await evaluate_job(make_run_evaluation_job(evaluation.run, evaluation.model), note, console=console)
@@ -110,25 +175,22 @@ async def evaluate_job(
         note(warning)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(open_resources(environments, note))
-        opened = stack.enter_context(open_folder(job, note))
-        folder = stack.enter_context(loadable_folder(job.model, note, shared=_shared_folder(job, opened)))
+        log = stack.enter_context(open_folder(job, note))
+        stored = None if log is None else log.folder
+        shared = stored if job.cluster.num_nodes > 1 else None  # for temporary weights that several nodes read
+        folder = stack.enter_context(loadable_folder(job.model, note, shared=shared))
         placed = job if folder == job.model.weights else job.with_model(folder)
-        engines = await stack.enter_async_context(
-            open_engines(placed, note, output_folder=None if opened is None else opened.path)
-        )
+        engines = await stack.enter_async_context(open_engines(placed, note, output_folder=stored))
         if said := describe_tool_calls(environments, engines.template, job.rules.tool_call_format):
             note(said)
-        evaluators = [
-            make_evaluator(job, each, source, engines, None if opened is None else opened.log)
-            for each, source in zip(job.sets, sources, strict=True)
-        ]
+        evaluators = [make_evaluator(job, each, source, engines, log) for each, source in zip(job.sets, sources, strict=True)]
         tracker = open_console(console)
         measured = [await evaluator.evaluate(job.model.step or 0, tracker) for evaluator in evaluators]
         results = [
             SetResult(each.name, strip_prefix(metrics), evaluator.last_tasks)
             for each, metrics, evaluator in zip(job.sets, measured, evaluators, strict=True)
         ]
-        report = make_report(results, model=job.model, folder=None if opened is None else opened.path)
+        report = make_report(results, model=job.model, folder=stored)
         if report.stored is not None:
             found = {name: value for name, value in report.metrics.items() if not name.endswith("seconds")}
             write_results(report.stored, job.model.step or 0, found, report.tasks, identity=identity)
@@ -168,11 +230,6 @@ def _choose_turns(job: EvaluationJob, source: Mixture) -> int:
     return job.rules.max_length if answers else 1
 
 
-def _shared_folder(job: EvaluationJob, opened: OpenFolder | None) -> Path | None:
-    """Return the folder for temporary weights that several nodes read."""
-    return opened.path if opened is not None and job.cluster.num_nodes > 1 else None
-
-
 def _name_headline(job: EvaluationJob, metrics: Mapping[str, float]) -> str:
     """Return the metric chosen by ``eval.metric``. Raises ValueError if it needs answers to vote on and the environment has none."""
     samples = {each.samples for each in job.sets}
@@ -180,6 +237,8 @@ def _name_headline(job: EvaluationJob, metrics: Mapping[str, float]) -> str:
         return "accuracy"  # the same metric for each set, for any n
     k = min(samples) if job.scoring.metric == "avg@n" else job.scoring.k_value
     name = f"{job.scoring.metric[:-1]}{k}"
+    if name not in metrics and "accuracy" not in metrics:
+        return "errors"  # every sample is missing
     if name not in metrics:
         raise ValueError(
             f"eval.metric: {job.scoring.metric} votes on final answers, and the environment defines no answer_key; set another metric"

@@ -45,12 +45,11 @@ from strop.models.lora import add_adapters, count_parameters
 from strop.models.malloc import reuse_freed_memory
 from strop.models.network import Network, disable_dropout, freeze_routers
 from strop.models.quantization.float8_training import convert_to_float8
-from strop.models.value_head import ValueHead
-from strop.models.value_network import ValueNetwork
+from strop.models.value_network import ValueHead, ValueNetwork
 from strop.models.vision.vision_processor import find_vision_processor
 from strop.models.vision.vision_tower import freeze_tower
-from strop.runs.algorithm.run_algorithm import count_steps_per_batch
 from strop.runs.local_device import resolve_device_name
+from strop.runs.run_algorithm import count_steps_per_batch
 from strop.sampling import Sampling
 
 log = logging.getLogger(__name__)
@@ -229,7 +228,7 @@ def load_policy(config: ModelConfig, seed: int = 0, loader: ModelLoader = LOCAL_
     for name in disable_dropout(model):
         log.warning("dropout of %s is disabled: with it, generator and learner would compute different log-probabilities", name)
     tokenizer = load_tokenizer(config.tokenizer.name, chat_template=config.tokenizer.chat_template, key=tokenizer_key(config))
-    network = _make_network(Network, model, config, loader, chunk=config.logprob_chunk_size or 1 << 40)
+    network = _make_network(Network, model, config, loader, chunk=config.logprob_chunk_size)
     template = make_template(config, tokenizer, model.config)
     if template.vision is not None:
         network.enable_vision(template.vision)
@@ -260,8 +259,6 @@ def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_
     policy = load(config.policy, config.training.seed, loader)
     if isinstance(config, RolloutRunConfig) and config.policy.router_replay.enabled:
         policy.network.enable_router_replay()
-    if isinstance(config, RolloutRunConfig) and config.policy.exact_on_policy:
-        policy.network.make_exact()
     for extension in policy_extensions(config.policy):
         extension.change_policy(policy.network, policy.tokenizer, loader.measure, config.training.seed)
     convert_to_float8(policy.network.model, config.policy.fp8, resolve_device(config.policy.device), "policy.fp8")
@@ -395,7 +392,7 @@ def check_same_vocabulary(tokenizer: Any, name: str) -> None:
 
 def make_reference(policy: LoadedPolicy, config: PolicyConfig, sampling: Sampling) -> NetworkScorer:
     """Make the reference: the policy with its adapters disabled, or a frozen copy of it. Call it before a checkpoint is loaded."""
-    tokens = config.batching.logprob_mb_tokens
+    tokens = config.score_tokens
     if config.dtensor_cfg.lora_cfg.enabled:
         return NetworkScorer(policy.network, sampling, tokens, context=without_adapters(policy.network))
     network = copy_frozen(policy.network)

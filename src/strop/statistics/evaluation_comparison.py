@@ -22,6 +22,7 @@ from strop.statistics.setting_differences import Identity, SettingDifference, li
 from strop.statistics.sign_flip_test import adjust_p_values, sign_flip_p_value
 from strop.statistics.task_matching import MatchedTask, StoredTask, match_tasks, read_question
 from strop.statistics.task_metrics import SHARE, TaskMetric, find_task_metric, list_task_metrics
+from strop.statistics.task_results import present_tasks
 
 
 def describe_verdict(found: PairedComparison, metric: TaskMetric, margin: float | None = None) -> str:
@@ -180,7 +181,7 @@ def compare_evaluations(
 
     Raises NotComparable if the tasks are not the same, or do not have the metric.
     """
-    matched = match_tasks(a, b)
+    matched = match_tasks(present_tasks(a), present_tasks(b))
     both = [side for task in matched.tasks for side in (task.a, task.b)]
     chosen = check_options(metric, level, margin).fit(both)
     by_set: dict[str, list[MatchedTask]] = {}

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.base import ValueOutputs
-from strop.algorithms.critic.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae, place_at_last_token
-from strop.algorithms.critic.ppo import PPO
+from strop.algorithms.critic import PPO, RETURNS, TOKEN_REWARDS, VALUES, Gae, place_at_last_token
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.algorithms.policy_gradient.parts import GroupRewards
 from strop.types import Batch, Ending, Group, observation_turn
@@ -62,17 +61,6 @@ def test_the_critics_loss_is_half_the_larger_of_the_plain_and_the_clipped_square
     loss.backward()
     assert values.grad is not None
     assert values.grad.tolist() == pytest.approx([-0.9, -1.5, 0.0]), "a value that has moved far enough is let go"
-
-
-def test_before_the_policys_first_step_only_the_critic_trains() -> None:
-    algorithm = PPO(policy_training_start_step=2)
-    assert [sorted(algorithm.losses(step)) for step in range(4)] == [
-        ["value"],
-        ["value"],
-        ["policy", "value"],
-        ["policy", "value"],
-    ]
-    assert sorted(PPO().losses(0)) == ["policy", "value"]
 
 
 def test_no_rollout_is_idle_for_the_critic() -> None:

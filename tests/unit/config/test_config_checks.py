@@ -398,7 +398,10 @@ AUTO = "policy.sequence_packing.train_mb_tokens=auto"
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["cluster.backend=ray", "cluster.gpus_per_node=2"], "an engine in another process shares the learner's device"),
+        (
+            ["cluster.backend=ray", "cluster.gpus_per_node=2", "grpo.async_grpo.enabled=true"],
+            "an engine in another process shares the learner's device",
+        ),
         (
             ["cluster.backend=ray", "cluster.gpus_per_node=2", "policy.dtensor_cfg.pipeline_parallel_size=2"],
             "with pipeline stages several micro-batches are in memory at once",
@@ -415,10 +418,13 @@ def test_a_budget_is_measured_where_the_engine_runs_the_learner_s_module() -> No
     assert "micro-batches" not in str(accepted(AUTO, "policy.sequence_packing.prefix_sharing=false"))
 
 
+def test_a_budget_is_measured_where_an_engine_sleeps_while_the_learner_trains() -> None:
+    assert accepted(AUTO, "cluster.backend=ray", "cluster.gpus_per_node=2") == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "reason", "remedy"),
     [
-        (["policy.exact_on_policy=true"], "operations of a fixed order", "policy.exact_on_policy=false"),
         (["policy.router_replay.enabled=true"], "recorded experts", "policy.router_replay.enabled=false"),
         (["policy.sequence_packing.enabled=false"], "padded rows", "policy.sequence_packing.enabled=true"),
         (["policy.dtensor_cfg.lora_cfg.enabled=true"], "adapters switched off", "policy.dtensor_cfg.lora_cfg.enabled=false"),
@@ -463,4 +469,4 @@ def test_a_deterministic_run_is_warned_of_turns_that_come_when_environments_answ
 
     turns = "grpo.max_rollout_turns=3"
     assert warned(turns)
-    assert not warned() and not warned(turns, VLLM) and not warned(turns, "policy.exact_on_policy=true")
+    assert not warned() and not warned(turns, VLLM)

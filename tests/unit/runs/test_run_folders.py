@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from loop.runs import overrides, tiny_config
 from loop.tiny import build_tiny
-from strop.config import TRAINING_RUNS, TrainingRunConfig, load_config
+from strop.config import TRAINING_RUNS, GrpoRunConfig, TrainingRunConfig, load_config
 from strop.learner.client import InlineCaller, LearnerClient
 from strop.models.loading import load_model
 from strop.models.network import Network
 from strop.monitoring.trackers.base import NullTracker
+from strop.runs.exit_codes import run_command
 from strop.runs.run_folders import _checkpoint_bytes, _estimate_checkpoint, check_checkpoint_space, lock_run_folders
+from strop.runs.train import make_closing
 from strop.sampling import Sampling
+from strop.storage.files import StorageError
 from strop.storage.folder_lock import FolderLocked
-from strop.storage.storage_error import StorageError
+from strop.trainer.listeners import Listeners
 from support.learners import make_torch_learner
 
 
@@ -55,7 +60,7 @@ def test_the_weights_of_a_checkpoint_are_known_before_the_model_loads(config: Tr
 def test_a_disk_that_is_too_small_is_refused_before_the_model_loads(
     config: TrainingRunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("strop.storage.folder_probe.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("strop.storage.folder_lock.free_bytes", lambda _: 1000)
     said = r"^checkpointing\.checkpoint_dir: results has 1\.0 kB free, and one checkpoint needs "
     with pytest.raises(StorageError, match=said), lock_run_folders(config):
         pass
@@ -78,10 +83,31 @@ def test_with_the_models_the_size_of_a_checkpoint_is_known(
     notes = Notes()
     check_checkpoint_space(config, {"policy": client}, notes)
     assert notes.texts == []
-    for module in ("strop.runs.run_folders", "strop.storage.folder_probe"):
+    for module in ("strop.runs.run_folders", "strop.storage.folder_lock"):
         monkeypatch.setattr(f"{module}.free_bytes", lambda _: 2 * saved)
     check_checkpoint_space(config, {"policy": client}, notes)
     assert "3 more checkpoints (checkpointing.keep_top_k=1, the newest, and the one being written) need" in notes.texts[0]
-    monkeypatch.setattr("strop.storage.folder_probe.free_bytes", lambda _: saved // 2)
+    monkeypatch.setattr("strop.storage.folder_lock.free_bytes", lambda _: saved // 2)
     with pytest.raises(StorageError, match="one checkpoint needs"):
         check_checkpoint_space(config, {"policy": client}, notes)
+
+
+@pytest.mark.parametrize(("mode", "said"), [("offline", True), ("online", False)])
+def test_a_run_whose_tracker_sends_nothing_says_how_to_send_it_later(
+    mode: str, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", mode)
+    monkeypatch.chdir(tmp_path)
+    keys = ["policy.model_name=m", "env.arithmetic={}", "logger.wandb_enabled=true", "logger.log_dir=logs/x"]
+    config = load_config(None, keys, root=GrpoRunConfig, check=False).config
+    run: Any = SimpleNamespace(last_metrics={}, listeners=Listeners())
+    assert ("wandb sync logs/x/wandb/offline-run-*" in str(make_closing(config, run, [], 1.0))) == said
+
+
+@pytest.mark.parametrize(("error", "said"), [(TimeoutError(), "TimeoutError"), (OSError("no room"), "no room")])
+def test_an_error_without_words_is_named_by_its_kind(capsys: pytest.CaptureFixture[str], error: Exception, said: str) -> None:
+    async def fail() -> None:
+        raise error
+
+    assert run_command(fail()) == 1
+    assert capsys.readouterr().err == f"error: {said}\n"

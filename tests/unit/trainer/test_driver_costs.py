@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import strop
 from strop.algorithms.base import TokenOutputs
-from strop.algorithms.policy_gradient.process.process_supervision import StepRelative
+from strop.algorithms.policy_gradient.turn_credit import StepRelative
 from strop.data.packing import pack
 from strop.data.splitting import split_micro_batches, split_mini_batches
 from strop.monitoring.rollout_store.rollout_record import make_records, split_by_rollout

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from strop import gpus, packages
 from strop.base_config import BaseConfig
-from strop.config.checks.policy_checks import check_engine_device
-from strop.config.checks.run_checks import find_errors
+from strop.config.policy_checks import check_engine_device
+from strop.config.run_checks import find_errors
 from strop.config.schema.run_config import (
     EvalRunConfig,
     RecordedRunConfig,
@@ -18,7 +18,7 @@ from strop.config.schema.run_config import (
     TrainingRunConfig,
     generation_section,
 )
-from strop.generation.auto_engine import AutoEngine
+from strop.generation.engine_config import AutoEngine
 from strop.problems import Problem
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)

@@ -13,8 +13,7 @@ from typing import Any
 
 from strop.checkpointing.saved_model import RUN_CONFIG, SavedModel, SavedModelNotFound, find_saved_model
 from strop.config import EvalRunConfig, RolloutRunConfig, load_config
-from strop.config.load.evaluated_run import EvaluatedRun, load_evaluated_run
-from strop.config.load.evaluation_keys import translate_overrides
+from strop.config.load.evaluated_run import EvaluatedRun, load_evaluated_run, translate_overrides
 from strop.monitoring.console.console import ConsoleKind
 from strop.runs.evaluate import CheckpointEvaluation, evaluate_any
 from strop.statistics.evaluation_comparison import Comparison, check_options, compare_evaluations

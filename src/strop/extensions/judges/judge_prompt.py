@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from strop.environments.base import EnvironmentConfigError
-from strop.storage.text_file import read_text_file
+from strop.storage.files import read_text_file
 from strop.thoughts import read_answer
 from strop.types import Message, Messages
 from strop.user_code import suggest_names

@@ -18,27 +18,25 @@ from strop.data.packing_config import require_number
 from strop.data.shares.batch_share import BatchShare, count_tokens
 from strop.data.shares.split_rule import ShareRequest
 from strop.extensions.labs.draft.draft_trainer import DraftTrainer
-from strop.extensions.megatron.checkpoint.learner_checkpoint import load_learner, snapshot_learner
-from strop.extensions.megatron.checkpoint.megatron_snapshot import MegatronSnapshot
+from strop.extensions.megatron.checkpoint.megatron_snapshot import MegatronSnapshot, load_learner, snapshot_learner
 from strop.extensions.megatron.megatron_config import MegatronConfig
 from strop.extensions.megatron.megatron_draft import MegatronDraftedPolicy, add_over_ranks, make_megatron_draft_options
-from strop.extensions.megatron.megatron_network import MegatronNetwork
-from strop.extensions.megatron.megatron_scorer import MegatronScorer
-from strop.extensions.megatron.optimizer.gradient_buffers import GradientBuffers, wrap_stages
-from strop.extensions.megatron.optimizer.megatron_optimizer import (
+from strop.extensions.megatron.megatron_network import MegatronNetwork, MegatronScorer
+from strop.extensions.megatron.megatron_optimizer import (
+    GradientBuffers,
     make_megatron_optimizer,
     make_megatron_scheduler,
     step_optimizer,
+    wrap_stages,
 )
-from strop.extensions.megatron.passes.router_losses import RouterLosses
-from strop.extensions.megatron.passes.schedule import prepare_schedule
+from strop.extensions.megatron.schedule import RouterLosses, prepare_schedule
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.micro_batch import MicroBatch, MicroBatchOutputs, detach_to_cpu, dummy_loss, to_device
 from strop.learner.torch.companion import StagedWithCompanion
 from strop.learner.torch.schedule_unit import ScheduleUnit
 from strop.learner.torch.tensor_offload import TensorOffload
 from strop.metrics import Metrics
-from strop.models.routing.router_metrics import measure_disagreement, measure_missing_routes
+from strop.models.routing.recorded_experts import measure_disagreement, measure_missing_routes
 from strop.sampling import Sampling
 from strop.types import Batch
 
@@ -121,26 +119,26 @@ class MegatronLearner:
 
     def share_requests(self) -> dict[str, ShareRequest]:
         """Return, for each pass over a batch, the share that this rank reads."""
-        batching, whole = self.config.batching, self.whole_groups
+        whole = self.whole_groups
         request = partial(self.network.share_request, read_columns=True)
         return {
-            "score": request(batching.logprob_mb_tokens),
-            "forward_backward": request(require_number(batching.train_mb_tokens), whole_groups=whole),
-            "evaluate_loss": request(batching.logprob_mb_tokens, whole_groups=whole),
+            "score": request(self.config.score_tokens),
+            "forward_backward": request(require_number(self.config.train_tokens), whole_groups=whole),
+            "evaluate_loss": request(self.config.score_tokens, whole_groups=whole),
         }
 
     def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs:
         """Score this rank's micro-batches."""
         with self.weight_offload.on_device():  # a canary may run while the learner is offloaded
-            tokens = self.config.batching.logprob_mb_tokens
+            tokens = self.config.score_tokens
             return MegatronScorer(self.network, self.sampling, tokens, replays=True).score_local(batch)
 
     def forward_backward_local(self, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs:
         """Accumulate the gradient of the batch's loss; return the results of this rank's micro-batches."""
-        return self._run_micro_batches(batch, loss, require_number(self.config.batching.train_mb_tokens), backward=True)
+        return self._run_micro_batches(batch, loss, require_number(self.config.train_tokens), backward=True)
 
     def evaluate_loss_local(self, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs:
-        return self._run_micro_batches(batch, loss, self.config.batching.logprob_mb_tokens, backward=False)
+        return self._run_micro_batches(batch, loss, self.config.score_tokens, backward=False)
 
     def _run_micro_batches(
         self, batch: Batch | BatchShare, loss: LossFn, token_budget: int, *, backward: bool

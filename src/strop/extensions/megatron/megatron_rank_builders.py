@@ -21,32 +21,28 @@ from strop.config.schema.run_config import (
 )
 from strop.distributed.workers.learner_worker import RankColumns, RankModels, RankScorer
 from strop.extensions.labs.draft.draft_config import DraftConfig
-from strop.extensions.megatron.adapters.adapter_checkpoint import gather_adapters
-from strop.extensions.megatron.adapters.adapter_folder import AdapterFolder
-from strop.extensions.megatron.adapters.stage_adapters import StageAdapters
+from strop.extensions.megatron.adapter_folder import AdapterFolder
 from strop.extensions.megatron.layout import MegatronLayout
 from strop.extensions.megatron.megatron_config import MegatronConfig
 from strop.extensions.megatron.megatron_dims import MegatronDims, model_errors
 from strop.extensions.megatron.megatron_draft import MegatronDraftedPolicy
 from strop.extensions.megatron.megatron_learner import MegatronLearner
-from strop.extensions.megatron.megatron_network import MegatronNetwork
-from strop.extensions.megatron.megatron_policy import MegatronPolicy
-from strop.extensions.megatron.megatron_scorer import MegatronScorer
-from strop.extensions.megatron.model_files import ModelFiles, find_model_files
+from strop.extensions.megatron.megatron_network import MegatronNetwork, MegatronScorer
+from strop.extensions.megatron.megatron_policy import MegatronPolicy, ModelFiles, find_model_files
 from strop.extensions.megatron.models.build_stages import build_stages
-from strop.extensions.megatron.passes.schedule import prepare_schedule
-from strop.extensions.megatron.weights.shard_import import ScoreInit, load_weights
-from strop.extensions.megatron.weights.stage_export import iter_weights
-from strop.extensions.megatron.weights.weight_reader import FileWeights
+from strop.extensions.megatron.schedule import prepare_schedule
+from strop.extensions.megatron.stage_adapters import StageAdapters, gather_adapters
+from strop.extensions.megatron.weight_map import FileWeights, ScoreInit, iter_weights, load_weights
 from strop.learner.model_config import ModelConfig
 from strop.learner.torch.teacher import shared_vocabulary_size
 from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
 from strop.models.loading import ModelNotFound, load_tokenizer
 from strop.models.local_files import ModelShape
+from strop.models.logprobs.logit_tiles import ROWS
 from strop.problems import raise_problems
 from strop.runs.cluster.torch_rank_builders import keeps_reference, load_rank_teachers
 from strop.runs.models import PRECISIONS, check_same_vocabulary, make_each_learner
-from strop.runs.teachers import StudentInfo, find_scorer, find_teacher_columns, make_source, unfiltered_sampling
+from strop.runs.scorers import StudentInfo, find_scorer, find_teacher_columns, make_source, unfiltered_sampling
 from strop.sampling import Sampling
 from strop.weight_sync.base import AdapterFiles
 from strop.weight_sync.exporter import fingerprint_adapters
@@ -155,7 +151,7 @@ class NetworkLoader:
             adapters = None
             if config.peft.enabled and adapter_seed is not None:
                 adapters = StageAdapters(stages, files.config, config.peft, base=files.name, seed=adapter_seed, key=f"{key}.peft")
-        return MegatronNetwork(stages, files.config, layout, chunk=chunk or 1 << 40, adapters=adapters)
+        return MegatronNetwork(stages, files.config, layout, chunk=chunk or ROWS, adapters=adapters)
 
 
 @dataclass(frozen=True)
@@ -189,7 +185,7 @@ def build_megatron_rank_models(
         network.publishes_draft = config.policy.sends_draft
         policy.draft.head = network.draft
     networks = {"policy": network}
-    tokens = config.policy.batching.logprob_mb_tokens
+    tokens = config.policy.score_tokens
     scorers: dict[str, RankScorer] = {"untrained": MegatronScorer(network, sampling, tokens)}
     frozen: list[TensorOffload] = []
     if keeps_reference(config, algorithm) and network.adapters is not None:
@@ -292,7 +288,12 @@ def _load_teachers(
         shared = shared_vocabulary_size(policy.vocab_size, files.vocab_size, tokenizers)
         layout = loader.make_layout(section, files, f"{key}.megatron_cfg")
         network = loader.load(files, section, layout, dtype=PRECISIONS[teacher.precision], chunk=1024)
-        found = _freeze(network, unfiltered_sampling(sampling, wanted), teacher.logprob_mb_tokens, offload=teacher.offload)
+        found = _freeze(
+            network,
+            unfiltered_sampling(sampling, wanted),
+            teacher.logprob_mb_tokens or config.policy.score_tokens,
+            offload=teacher.offload,
+        )
         frozen.append(found.offload)
         columns |= {(key, column): make_source(column, found.scorer, config, shared) for column in wanted}
     others = {key: teacher for key, teacher in config.all_teachers.items() if teacher.uses_torch}

@@ -10,7 +10,7 @@ from strop.config.load.recipe_library import RecipeLibrary, Translation
 from strop.config.source.yaml_source import ConfigSource
 
 if TYPE_CHECKING:
-    from strop.extensions.recipes.recipe_format import RecipeFormat
+    from strop.extensions.recipes.library_recipe import RecipeFormat
 
 
 class NemoRl(RecipeLibrary):
@@ -22,7 +22,7 @@ class NemoRl(RecipeLibrary):
         return translate_nemo_rl(source, root)
 
     def list_formats(self) -> Sequence[RecipeFormat]:
-        from strop.extensions.recipes.nemo_rl.nemo_rl_format import FORMAT
+        from strop.extensions.recipes.nemo_rl.nemo_rl_rules import FORMAT
 
         return (FORMAT,)
 

@@ -13,10 +13,9 @@ from typing import Any
 
 from strop.base_config import BaseConfig, KeyPath, fields_of, section_model
 from strop.config.load.recipe_library import Translation
-from strop.config.source.defaults import resolve_source
+from strop.config.source.interpolation import resolve_source
 from strop.config.source.keys import entry_model, find_field
 from strop.config.source.yaml_source import ConfigSource, get_at
-from strop.extensions.recipes.difference import Effect
 from strop.problems import Problem
 
 MOST_NAMED = 8  # unused keys in a warning
@@ -27,7 +26,7 @@ def translate_nemo_rl(source: ConfigSource, root: type[BaseConfig]) -> Translati
     if not is_recipe(source, root):
         return None
     from strop.extensions.recipes.nemo_rl.nemo_rl_rules import NEMO_RL_RULES
-    from strop.extensions.recipes.recipe import Recipe, matches_any
+    from strop.extensions.recipes.rules import Effect, Recipe, matches_any
 
     recipe = Recipe(source, root)
     for rule in NEMO_RL_RULES:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.cli.commands import Command
-from strop.cli.log_folder import find_log_folder
-from strop.cli.output import USAGE_ERROR
+from strop.cli.output import USAGE_ERROR, find_log_folder
 
 if TYPE_CHECKING:
     from strop.extensions.replay.token_ledger import TokenLedger

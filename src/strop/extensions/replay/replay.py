@@ -34,20 +34,21 @@ from strop.monitoring.run_starts import RunStart, describe_hardware, find_versio
 from strop.monitoring.trackers.base import NullTracker, Tracker
 from strop.rollouts.stream import RolloutStream
 from strop.runs.backend import make_backend
-from strop.runs.dry_run.examined_optimizers import find_optimizer_problems
+from strop.runs.dry_run.examined_models import find_optimizer_problems
 from strop.runs.lifecycle import make_checkpoints, seed_everything
 from strop.runs.recorded_run import RecordedSource, make_recorded_stream, read_examples
-from strop.runs.resume.token_budgets import make_token_budgets, settle_token_budgets
+from strop.runs.restore import make_token_budgets, settle_token_budgets
 from strop.runs.rollout_run import SampledSource
 from strop.runs.scorers import make_columns
 from strop.runs.tasks import make_training_tasks
 from strop.safety.remote_code import trust_remote_code
-from strop.storage.atomic_file import atomic_write
-from strop.storage.json_values import clean_json
+from strop.storage.files import atomic_write, clean_json
 from strop.trainer.run import TrainingRun
 from strop.trainer.train import collect
 from strop.types import Group
 from strop.weight_sync.in_process import InProcessWeights
+
+log = logging.getLogger(__name__)
 
 PACKAGES = ("strop", "torch", "transformers", "numpy", "megatron-core", "triton", "torchao", "peft")
 HARDWARE = ("processor", "threads", "GPUs")
@@ -177,8 +178,6 @@ def find_reads(config: RolloutRunConfig, algorithm: Algorithm) -> LearnerReads:
         baseline=algorithm.greedy_baseline,
     )
 
-
-log = logging.getLogger(__name__)
 
 Note = Callable[[str], object]
 REPLAYS_FOLDER = "replays"  # in the log folder of the run

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from strop.cli.commands import Command
-from strop.cli.log_folder import find_log_folder
-from strop.cli.output import OVERRIDES_HELP, USAGE_ERROR, RunParser, plain_warnings, print_interrupted
+from strop.cli.output import OVERRIDES_HELP, USAGE_ERROR, RunParser, find_log_folder, plain_warnings, print_interrupted
 
 
 def replay(arguments: Sequence[str], command_line: str) -> int:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from strop.cli.commands import Command
-from strop.cli.log_folder import find_log_folder
-from strop.cli.output import USAGE_ERROR, RunParser
+from strop.cli.output import USAGE_ERROR, RunParser, find_log_folder
 
 
 def report(arguments: Sequence[str], command_line: str) -> int:

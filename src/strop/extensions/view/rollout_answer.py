@@ -15,7 +15,7 @@ from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.monitoring.rollout_view.marked_turns import join_turns
 from strop.monitoring.rollout_view.shown_rollout import describe_origin
 from strop.safety.printable import make_printable, shorten
-from strop.storage.json_values import clean_json
+from strop.storage.files import clean_json
 from strop.thoughts import Thought, find_opening, find_thoughts
 
 

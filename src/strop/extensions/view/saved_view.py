@@ -27,8 +27,7 @@ from strop.extensions.view.view_error import ViewError
 from strop.extensions.view.viewed_run import ViewedRun
 from strop.monitoring.watchdog.doctor import find_run
 from strop.safety.printable import make_printable
-from strop.storage.atomic_file import atomic_write
-from strop.storage.json_values import clean_json
+from strop.storage.files import atomic_write, clean_json
 
 PAGE = Path(__file__).parent / "page"
 POINTS = 400  # of a curve; more are put into buckets, with the range of each
@@ -122,6 +121,7 @@ def _collect_rollouts(run: ViewedRun, steps: list[int], texts: TokenTexts, about
     for task, answered in tasks.items():
         yield f"{about}/tasks/{task}", answered
     listed = [_describe_task(task, answered) for task, answered in sorted(tasks.items())]
+    yield f"{about}/failures", browser.list_failures()
     yield f"{about}/tasks", {"total": len(listed), "rows": listed}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.extensions.view.view_error import ViewError
-from strop.storage.atomic_file import atomic_write
+from strop.storage.files import atomic_write
 
 STARS_FILE = "stars.jsonl"
 LONGEST_NOTE = 10_000  # characters

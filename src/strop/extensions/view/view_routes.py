@@ -26,7 +26,9 @@ from strop.extensions.view.viewed_run import ViewedRun, flatten
 from strop.safety.http_server import Handler, make_app, parse_json, read_body
 from strop.safety.printable import make_printable
 from strop.safety.site_guard import BadRequest
-from strop.storage.json_values import clean_json
+from strop.storage.files import clean_json
+
+log = logging.getLogger(__name__)
 
 LARGEST = 2**53
 
@@ -135,8 +137,6 @@ def read_order(request: web.Request) -> str:
     return order
 
 
-log = logging.getLogger(__name__)
-
 POINTS = 2000
 WARM_RUNS = 3
 
@@ -163,6 +163,7 @@ class ViewRoutes:
             f"/api/runs/{{run}}/rollouts/{place}": self.rollout,
             f"/api/runs/{{run}}/groups/{step}/{group}": self.group,
             "/api/runs/{run}/tasks": self.tasks,
+            "/api/runs/{run}/failures": self.failures,
             r"/api/runs/{run}/tasks/{task:[\s\S]*}": self.task,
             "/api/runs/{run}/validation": self.validations,
             f"/api/runs/{{run}}/validation/{step}": self.validation,
@@ -258,6 +259,11 @@ class ViewRoutes:
         return self.browsers(self.run(request))[0].list_tasks(
             text, read_count(request, "from", 0), read_count(request, "limit", 50)
         )
+
+    def failures(self, request: web.Request) -> Any:
+        rollouts = self.browsers(self.run(request))[0]
+        rollouts.prepare(RolloutFilter())
+        return rollouts.list_failures()
 
     def task(self, request: web.Request) -> Any:
         return self.browsers(self.run(request))[0].follow_task(request.match_info["task"], read_count(request, "limit", 60))

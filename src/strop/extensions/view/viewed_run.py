@@ -28,7 +28,7 @@ from strop.monitoring.watchdog.status import Status, read_status
 from strop.safety.printable import make_printable
 from strop.safety.redaction import redact_arguments, redact_secrets, redact_yaml
 from strop.sampling import is_finite
-from strop.storage.json_values import clean_json
+from strop.storage.files import clean_json
 
 STEP_TIME = "timing/train/total_step_time"
 LAST_BYTES = 65_536  # of the file, in which the last step is looked for

@@ -53,11 +53,11 @@ from strop.learner.torch.tensor_offload import TensorOffload
 from strop.learner.torch.weight_average import AveragedWeights
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
-from strop.models.exact.exact_network import forget_exact_weights
-from strop.models.layers.decoder_layers import decoder_layers
+from strop.models.fixed_order import forget_copies
+from strop.models.layers.known_code import decoder_layers
 from strop.models.malloc import trim_freed_memory
 from strop.models.network import Network
-from strop.models.routing.router_metrics import measure_disagreement, measure_missing_routes, take_router_counts
+from strop.models.routing.recorded_experts import measure_disagreement, measure_missing_routes, take_router_counts
 from strop.models.routing.router_observer import ObservedRouters
 from strop.sampling import Sampling
 from strop.types import Batch
@@ -106,7 +106,7 @@ class TorchLearner:
         self.sampling = sampling
         self.config = config
         self.whole_groups = whole_groups
-        budget = config.batching.train_mb_tokens
+        budget = config.train_tokens
         self._budget_key = f"{section}.{config.batching_key}"
         self._train_tokens: int | None = None if budget == "auto" else budget  # None: until ``set_train_tokens``
         self.model: nn.Module = network.model
@@ -206,12 +206,12 @@ class TorchLearner:
 
     def share_requests(self) -> dict[str, ShareRequest]:
         """Return, for each pass over a batch, the share that this rank reads."""
-        batching, whole = self.config.batching, self.whole_groups
+        score_tokens, whole = self.config.score_tokens, self.whole_groups
         request = partial(self.parallelism.share_request, read_columns=True)
         trained = {} if self._train_tokens is None else {"forward_backward": request(self._train_tokens, whole_groups=whole)}
         return {
-            "score": request(batching.logprob_mb_tokens),
-            "evaluate_loss": request(batching.logprob_mb_tokens, whole_groups=whole),
+            "score": request(score_tokens),
+            "evaluate_loss": request(score_tokens, whole_groups=whole),
             **trained,
         }
 
@@ -260,7 +260,7 @@ class TorchLearner:
     def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs:
         """Score this rank's micro-batches: the full batch on a single device."""
         with self.weight_offload.on_device():  # a canary may run while the learner is offloaded
-            return score_local(self.parallelism, batch, self.sampling, self.config.batching.logprob_mb_tokens)
+            return score_local(self.parallelism, batch, self.sampling, self.config.score_tokens)
 
     def forward_backward_local(self, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs:
         """Accumulate the gradient of the batch's loss; return the results of this rank's micro-batches."""
@@ -275,7 +275,7 @@ class TorchLearner:
         return result
 
     def evaluate_loss_local(self, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs:
-        return self._run_micro_batches(batch, loss, self.config.batching.logprob_mb_tokens, backward=False)
+        return self._run_micro_batches(batch, loss, self.config.score_tokens, backward=False)
 
     def _run_micro_batches(
         self, batch: Batch | BatchShare, loss: LossFn, token_budget: int, *, backward: bool
@@ -332,7 +332,7 @@ class TorchLearner:
             self.masters.write_back()
             if self.average is not None:
                 self.average.update()
-        forget_exact_weights(self.network)
+        forget_copies(self.network)
         self._steps += 1
         if self.scheduler is not None and self._steps % self.state.schedule_unit.optimizer_steps == 0:
             self.scheduler.step()
@@ -375,5 +375,5 @@ class TorchLearner:
         self.parallelism.load(folder, self.state)
         if self.companion is not None:
             self.companion.load(folder)
-        forget_exact_weights(self.network)
+        forget_copies(self.network)
         self._steps = 0

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from strop.monitoring.profiling.process_profile import begin_profile, end_profile
 from strop.monitoring.profiling.span_recorder import Span
-from strop.storage.atomic_file import atomic_write
+from strop.storage.files import atomic_write
 
 EXCHANGES = 8
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from strop.columns import TokenColumn
     from strop.types import Batch, Group, Message, PromptImage, Rollout
 
-DropReason = Literal["filtered", "error", "stale", "unscored"]
+DropReason = Literal["filtered", "error", "stale", "unscored", "too_few", "failed"]
+LEFT_OUT = ("unscored", "failed")  # reasons of single rollouts of a group that is trained on
 RolloutKey = tuple[int, int]  # (group index, sample): identifies a rollout in a run
 
 
@@ -97,7 +98,7 @@ def make_records(
     decode: Callable[[list[int]], str] | None = None,
     stores: Callable[[TokenColumn], bool] = lambda column: column.stored is True,
 ) -> list[RolloutRecord]:
-    """Build the records of a step's groups, including dropped ones. Unscored rollouts of a group come last, so that trained
+    """Build the records of a step's groups, including dropped ones. Rollouts left out of a group come last, so that trained
     rollouts come first, in packing order.
 
     ``advantages`` and ``learner_logprobs`` are keyed by (group.index, rollout.sample) and omit dropped rollouts. The
@@ -108,7 +109,7 @@ def make_records(
     advantages, learner_logprobs, dropped = advantages or {}, learner_logprobs or {}, dropped or {}
     placed = [(group, rollout) for group in groups for rollout in group.rollouts]
     columns = _list_recorded([rollout for _, rollout in placed], stores)
-    placed += [(group, rollout) for group in groups for rollout in group.unscored]
+    placed += [(group, rollout) for group in groups for rollout in group.left_out]
     prompts = {group.index: _Prompts(decode) for group in groups}
     return [
         _make_record(
@@ -117,7 +118,7 @@ def make_records(
             rollout,
             advantage=advantages.get((group.index, rollout.sample)),
             learner=learner_logprobs.get((group.index, rollout.sample)),
-            dropped=dropped.get(group.index, "unscored" if rollout.unscored else None),
+            dropped=dropped.get(group.index, "unscored" if rollout.unscored else None if rollout.counts else "failed"),
             prompts=prompts[group.index],
             columns=columns,
         )

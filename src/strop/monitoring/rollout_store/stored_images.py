@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strop.data.sources.images.image_columns import FORMATS
+from strop.data.sources.image_columns import FORMATS
 
 if TYPE_CHECKING:
-    from strop.storage.record_files import RecordFiles
+    from strop.storage.files import RecordFiles
     from strop.types import PromptImage
 
 IMAGES_FOLDER = "images"

@@ -14,7 +14,7 @@ from typing import Any
 from strop.monitoring.trackers.base import NullTracker, Tracker
 from strop.monitoring.trackers.media import SavedCheckpoint, StepMedia
 from strop.monitoring.trackers.tracker_error import describe_error
-from strop.storage.storage_error import is_out_of_space
+from strop.storage.files import is_out_of_space
 
 logger = logging.getLogger(__name__)
 

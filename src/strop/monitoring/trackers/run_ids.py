@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
-from strop.storage.atomic_file import atomic_write
+from strop.storage.files import atomic_write
 
 
 def read_run_id(log_dir: Path, file: str) -> str | None:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.base import Algorithm
-from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
-from strop.algorithms.distillation.topk_distillation import TopKDistillation
+from strop.algorithms.distillation import TEACHER_LOGPROBS, Distillation, TopKDistillation
 from strop.config import load_config
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.base import ActorDied, ActorOptions, spread_over_nodes
@@ -24,7 +23,7 @@ from strop.distributed.workers.teacher_worker import TeacherWorker, spawn_teache
 from strop.learner.client import AsyncColumnSource
 from strop.problems import ConfigError
 from strop.runs.models import LoadedPolicy, load_policy, make_learners, make_trained_networks
-from strop.runs.teachers import (
+from strop.runs.scorers import (
     combine_teachers,
     find_teacher_columns,
     get_student_info,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
+from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.data_config import DataEntryConfig
 from strop.data.sources.peek import is_on_this_machine
 from strop.data.sources.records import DataError

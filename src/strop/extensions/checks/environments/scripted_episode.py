@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from strop.endings import Ending
 from strop.environments.base import Environment
 from strop.environments.handle import LocalEnvironment
 from strop.environments.policy_client import serve_policy
 from strop.environments.rewards import RewardResult
 from strop.safety.exits import contain_exits
-from strop.types import Ending, Messages, Rollout, Task, Turn, assistant, observation_turn
+from strop.types import Messages, Rollout, Task, Turn, assistant, observation_turn
 from strop.user_code import describe_error
 
 CHARACTERS_PER_TOKEN = 4
