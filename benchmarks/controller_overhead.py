@@ -5,6 +5,10 @@
 Runs the quickstart recipe (8 prompts x 8 samples) in one process and over Ray. In one process the overhead is the step time minus
 generation, log-probabilities, training and weight sync. Over Ray it also includes remote calls: the driver's training phases minus the
 busy time of the busiest rank. Compare the generation times to see what remote calls cost there.
+
+    python benchmarks/controller_overhead.py --made-up 512x4096 2048x1024 8192x256
+
+Measures the driver alone on made-up steps of ROLLOUTSxTOKENS, without a model: CPU time on the event loop, and in threads beside it.
 """
 
 from __future__ import annotations
@@ -13,13 +17,29 @@ import argparse
 import asyncio
 import json
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from common import MODEL, spread, table
+from strop.algorithms.policy_gradient.advantages.grpo import GRPO
+
+from strop.algorithms.base import TokenOutputs
+from strop.data.packing import pack
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.trackers.base import NullTracker
+from strop.runs.monitors.instruments import RolloutRecorder
+from strop.trainer.column_sources import ColumnSources
+from strop.trainer.mismatch import MismatchGuard
+from strop.trainer.step_metrics import batch_metrics, group_metrics
+from strop.trainer.step_timer import StepTimer
+from strop.trainer.step_view import StepView, UpdateResult
+from strop.types import Ending, Group, Rollout, Task, Turn, assistant, user
 
 CONFIG = Path(__file__).parents[1] / "examples" / "configs" / "quickstart.yaml"
 WORK = ("generation", "logprobs", "policy_training", "weight_sync", "validation", "checkpointing")
@@ -118,6 +138,80 @@ def report(found: Mapping[int, list[Step]]) -> None:
         print(f"{'one process' if not ranks else f'Ray, {ranks}'}: {parts}")
 
 
+def make_up_groups(rollouts: int, tokens: int, group_size: int = 16) -> list[Group]:
+    def rollout(sample: int, prompt: torch.Tensor) -> Rollout:
+        turn = Turn(
+            author="policy",
+            tokens=torch.randint(0, 50_000, (tokens,)),
+            text="x" * tokens,
+            logprobs=-torch.rand(tokens),
+            versions=torch.zeros(tokens, dtype=torch.int32),
+            num_messages=1,
+        )
+        messages = (user("question"), assistant(turn.text))
+        made = Rollout(task=Task(id="made up"), sample=sample, seed=sample, messages=messages, prompt=prompt, turns=(turn,))
+        return replace(made, reward=float(sample % 2), rewards={"made_up": float(sample % 2)}, ending=Ending.STOP)
+
+    prompts = [torch.randint(0, 50_000, (64,)) for _ in range(rollouts // group_size)]
+    made = [tuple(rollout(sample, prompt) for sample in range(group_size)) for prompt in prompts]
+    return [Group(index=index, environment="made_up", version=0, rollouts=each) for index, each in enumerate(made)]
+
+
+class CpuTimes:
+    """CPU seconds of parts: on the thread of the event loop, and on others."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, tuple[float, float]] = {}
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        thread, process = time.thread_time(), time.process_time()
+        yield
+        on_loop = time.thread_time() - thread
+        self.parts[part] = (on_loop, time.process_time() - process - on_loop)
+
+
+async def drive(groups: list[Group], folder: Path) -> CpuTimes:
+    """Do what the loop does with a step of these groups, besides calling learners and engines."""
+    algorithm, times = GRPO(), CpuTimes()
+    with times("packing"):
+        batch = pack(groups, algorithm.group_credit(groups))
+    with times("credit"):
+        batch = await ColumnSources(frozenset(), {}).fill(batch, groups)
+        batch = algorithm.token_credit(batch)
+    logprobs = batch.rollout_logprobs + 0.01 * torch.randn(len(batch.target))
+    outputs = TokenOutputs(logprobs=logprobs, entropy=torch.ones_like(logprobs))
+    with times("metrics"):
+        measured = {**group_metrics(groups, [], [0]), **batch_metrics(batch, outputs), **algorithm.report(batch)}
+    result, tracker = UpdateResult(old_outputs=outputs, metrics=measured), NullTracker()
+    step = StepView(
+        step=1, groups=groups, dropped=(), batch=batch, result=result, metrics=measured, timer=StepTimer(), tracker=tracker
+    )
+    recorder = RolloutRecorder(store=RolloutStore(folder), algorithm=algorithm, decode=lambda tokens: "x" * len(tokens))
+    for listener in (MismatchGuard(), recorder):
+        with times(listener.name):
+            await listener.on_step(step)
+            await listener.on_log(step)
+    return times
+
+
+def measure_made_up(sizes: list[str]) -> None:
+    torch.set_num_threads(1)
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        asyncio.run(drive(make_up_groups(16, 16), Path(name)))  # imports
+    for size in sizes:
+        rollouts, tokens = map(int, size.split("x"))
+        groups = make_up_groups(rollouts, tokens)
+        with tempfile.TemporaryDirectory() as name:
+            parts = asyncio.run(drive(groups, Path(name))).parts
+        each = [f"{1e6 * on / rollouts / tokens:.3f} + {1e6 * off / rollouts / tokens:.3f}" for on, off in parts.values()]
+        sums = [1e6 * sum(column) / rollouts / tokens for column in zip(*parts.values(), strict=True)]
+        rows.append([size, *each, f"{sums[0]:.3f} + {sums[1]:.3f}"])
+    print("CPU microseconds a token: on the event loop + beside it")
+    print(table(["step", *parts, "all"], rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=MODEL)
@@ -125,7 +219,10 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--made-up", nargs="+", metavar="ROLLOUTSxTOKENS")
     options = parser.parse_args()
+    if options.made_up:
+        return measure_made_up(options.made_up)
     found: dict[int, list[Step]] = {}
     with tempfile.TemporaryDirectory() as name:
         for ranks in (0, *options.ranks):

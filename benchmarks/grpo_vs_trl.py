@@ -597,7 +597,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=MODEL, help="a hub name or a folder (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each side (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=1, help="steps before them, not counted (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them, not counted (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=4, help="prompts a step (default: %(default)s)")
     parser.add_argument("--completions", type=int, default=8, help="completions of each prompt (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=64, help="longest completion, tokens (default: %(default)s)")
@@ -623,14 +623,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="seconds to wait before each step for an idle machine",
     )
     parser.add_argument(
-        "--trl-reuse-memory", action="store_true", help="use Strop's malloc settings for TRL's process too (strop.models.malloc)"
+        "--trl-reuse-memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="use Strop's malloc settings for TRL's process too (strop.models.malloc); default: %(default)s",
     )
     parser.add_argument(
         "--same-work",
         action="store_true",
         help="no token ends a completion and rewards alternate: both sides sample --max-tokens each, and every group is trained on",
     )
-    parser.add_argument("--trl-malloc", action="store_true", help="a third side: TRL with Strop's malloc settings")
+    parser.add_argument(
+        "--trl-malloc", action="store_true", help="TRL without Strop's malloc settings, and a third side with them"
+    )
     parser.add_argument("--profile", action="store_true", help="one more step of Strop under torch.profiler")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all measurements to this file")
     options = parser.parse_args(arguments)
@@ -641,8 +646,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--completions must be at least 2: a group of one has no baseline")
     if options.trl_rows is not None and (options.trl_rows < 1 or rows % options.trl_rows):
         parser.error(f"--trl-rows must divide the {rows} completions of a step")
-    if options.trl_malloc and options.trl_reuse_memory:
-        parser.error("--trl-reuse-memory sets both sides of TRL alike; give --trl-malloc alone for a third side with it")
     if options.same_work:
         options.held_out = 0  # rewards that mean nothing teach nothing
     if options.trl_bf16_weights and options.dtype != "bfloat16":
@@ -665,7 +668,7 @@ def settings_of(options: argparse.Namespace, dtype: str, model: str, folder: str
         seed=options.seed,
         trl_rows=options.trl_rows or options.prompts * options.completions,
         trl_bf16_weights=options.trl_bf16_weights,
-        trl_reuse_memory=options.trl_reuse_memory,
+        trl_reuse_memory=options.trl_reuse_memory and not options.trl_malloc,
         profile=options.profile,
         same_work=options.same_work,
         trl_malloc=options.trl_malloc,

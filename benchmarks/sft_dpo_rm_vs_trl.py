@@ -832,7 +832,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", help=f"comma-separated comparisons (default: {','.join(USUAL)}). {modes}")
     parser.add_argument("--extras", action="store_true", help="run all comparisons")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each side (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=1, help="steps before them, not counted (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them, not counted (default: %(default)s)")
     parser.add_argument(
         "--sequences", type=int, default=64, help="conversations a step; half as many pairs (default: %(default)s)"
     )
@@ -851,7 +851,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="Strop micro-batch sizes to try, in tokens (default: %(default)s)",
     )
     parser.add_argument(
-        "--trl-reuse-memory", action="store_true", help="use Strop's malloc settings for TRL's process too (strop.models.malloc)"
+        "--trl-reuse-memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="use Strop's malloc settings for TRL's process too (strop.models.malloc); default: %(default)s",
     )
     parser.add_argument("--trl-sort-rows", action="store_true", help="sort each step's rows by length for TRL: less padding")
     parser.add_argument("--trl-compile", action="store_true", help="use torch.compile in TRL")

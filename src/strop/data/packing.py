@@ -98,11 +98,14 @@ def _predict_tokens(rollout: Rollout, paths: Sequence[TokenPath]) -> _Prediction
     sources: list[Tensor] = []
     starts = [(len(rollout.prompt), rollout.turns), *((branch.start, branch.turns) for branch in rollout.branches)]
     for path, (start, turns) in zip(paths, starts, strict=True):
-        sampled = concatenate([torch.full((len(turn.tokens),), turn.sampled) for turn in turns], torch.bool)
-        sources.append(path.find(start - 1 + sampled.nonzero().squeeze(1)))
+        spans, end = [], start - 1
+        for turn in turns:
+            spans += [torch.arange(end, end + len(turn.tokens))] if turn.sampled else []
+            end += len(turn.tokens)
+        sources.append(path.find(concatenate(spans, torch.int64)))
     turns = rollout.policy_turns
     return _Predictions(
-        torch.cat(sources),
+        concatenate(sources, torch.int64),
         concatenate([turn.tokens for turn in turns], torch.int64),
         concatenate([turn.logprobs for turn in turns], torch.float32),
         concatenate([turn.versions for turn in turns], torch.int32),

@@ -102,8 +102,9 @@ def make_paths(rollout: Rollout, root: TokenPath | None, *, share: bool, at_end:
     main = (
         TokenPath(torch.cat([prompt, tokens]), len(prompt) + read) if root is None else TokenPath(tokens, read, root, len(prompt))
     )
-    paths, rows = [main], [rollout.tokens()]
-    for branch in () if at_end else rollout.branches:
+    branches = () if at_end else rollout.branches
+    paths, rows = [main], [rollout.tokens()] if branches else []
+    for branch in branches:
         tokens, end = own_tokens(branch.turns)
         context = rows[branch.parent][: branch.start]
         rows.append(torch.cat([context, tokens]))
@@ -122,4 +123,6 @@ def own_tokens(turns: Sequence[Turn]) -> tuple[Tensor, int]:
 
 
 def concatenate(columns: Sequence[Tensor], dtype: torch.dtype) -> Tensor:  # [L]
+    if len(columns) == 1:
+        return columns[0]
     return torch.cat(list(columns)) if columns else torch.zeros(0, dtype=dtype)

@@ -9,7 +9,6 @@ of the newest weights in the batch: those of age 0, if there are any.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from torch import Tensor
 from strop.algorithms.base import TokenOutputs
 from strop.base_config import validate_section
 from strop.generation.generation_config import MismatchConfig
+from strop.openmp import call_in_thread
 from strop.stopping import EndRun
 from strop.trainer.listeners import RunListener
 from strop.trainer.step_view import StepView
@@ -147,7 +147,7 @@ class MismatchGuard(RunListener):
         outputs = step.result.old_outputs
         if not isinstance(outputs, TokenOutputs):
             return {}
-        self.report = await asyncio.to_thread(measure_mismatch, step.batch, outputs.logprobs, step.step - 1)
+        self.report = await call_in_thread(measure_mismatch, step.batch, outputs.logprobs, step.step - 1)
         return self.report.metrics()
 
     async def on_log(self, step: StepView) -> dict[str, float]:

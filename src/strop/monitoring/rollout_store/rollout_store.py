@@ -18,7 +18,7 @@ import logging
 import math
 import re
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -207,7 +207,7 @@ def _encode_parquet(records: Sequence[RolloutRecord], tokens: TokenColumns | Non
     ragged = {name for name in names for record in records if isinstance(record.columns.get(name), StoredSets)}
     rows = [
         {
-            **to_row(replace(record, columns={name: each for name, each in record.columns.items() if name not in ragged})),
+            **to_row(_without_tokens(record, ragged)),
             **dict.fromkeys(OF_TOKENS),
             "rewards": list(record.rewards.items()),
             **{name: list(getattr(record, name).items()) for name in ("metrics", *BY_TERM)},
@@ -230,6 +230,15 @@ def _encode_parquet(records: Sequence[RolloutRecord], tokens: TokenColumns | Non
         table = table.append_column(name, make_set_column([each if isinstance(each, StoredSets) else None for each in stored]))
     pq.write_table(table, content, compression="zstd")
     return content.getvalue()
+
+
+def _without_tokens(record: RolloutRecord, ragged: Container[str]) -> RolloutRecord:
+    """Return the record without what is written from arrays."""
+    columns = {name: each for name, each in record.columns.items() if name not in ragged}
+    return replace(
+        record,
+        columns=columns, prompt_tokens=(), tokens=(), sampled=(), sampler_logprobs=(), learner_logprobs=(), versions=(),
+    )  # fmt: skip
 
 
 def _read_parquet(path: Path, filters: Sequence[tuple[str, str, object]] | None, *, ledger: bool = True) -> list[RolloutRecord]:

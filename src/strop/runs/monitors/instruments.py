@@ -17,6 +17,7 @@ from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.media import StepMedia
 from strop.monitoring.trackers.rollout_media import make_step_media
+from strop.openmp import call_in_thread
 from strop.runs.monitors.token_trace import trace_tokens
 from strop.trainer.listeners import RunListener
 from strop.trainer.run import TrainOptions
@@ -42,7 +43,7 @@ class RolloutRecorder(RunListener):
     _storing: asyncio.Future[StepMedia | None] | None = field(default=None, init=False)
 
     async def on_step(self, step: StepView) -> dict[str, float]:
-        self._storing = asyncio.ensure_future(asyncio.to_thread(self._store, step))
+        self._storing = asyncio.ensure_future(call_in_thread(self._store, step))
         return {}
 
     async def on_log(self, step: StepView) -> dict[str, float]:
