@@ -71,15 +71,15 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "datasets": ("data/", "api.py"),  # api.py names its type
     "pandas": ("monitoring/", "results.py", "data/"),
     "rich": ("monitoring/", "extensions/checks/"),
-    "wandb": ("monitoring/",),
-    "tensorboard": ("monitoring/",),
-    "torch.utils.tensorboard": ("monitoring/",),
-    "mlflow": ("monitoring/",),
-    "swanlab": ("monitoring/",),
-    "trackio": ("monitoring/",),
+    "wandb": ("extensions/trackers/",),
+    "tensorboard": ("extensions/trackers/",),
+    "torch.utils.tensorboard": ("extensions/trackers/",),
+    "mlflow": ("extensions/trackers/",),
+    "swanlab": ("extensions/trackers/",),
+    "trackio": ("extensions/trackers/",),
     "pynvml": ("monitoring/",),
-    "matplotlib": ("monitoring/", "results.py"),  # results.py names its type
-    "pyarrow": ("monitoring/", "data/", "extensions/view/rollout_index/", "extensions/replay/"),
+    "matplotlib": ("monitoring/", "extensions/trackers/", "results.py"),  # results.py names its type
+    "pyarrow": ("monitoring/", "data/", "extensions/view/", "extensions/replay/"),
     "math_verify": ("environments/",),
     "reasoning_gym": ("extensions/adapters/",),
     "gymnasium": ("extensions/adapters/",),
@@ -90,7 +90,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "pydantic": (
         "*_config.py",
         "config/",
-        "environments/verifiers/options.py",
+        "environments/verifiers/base.py",
         "algorithm_factory.py",
         "tools/function_tool.py",
         "tools/tool_options.py",
@@ -381,8 +381,7 @@ PARTS = (
     "data.builtin",
     "extensions.games",
     "extensions.megatron.families",
-    "monitoring.trackers",
-    "tools.formats",
+    "extensions.trackers",
 )
 # Modules under 60 lines whose only importer is in their own folder, each with the reason why it is a file of its own.
 SHORT = {
@@ -391,13 +390,13 @@ SHORT = {
     "cli.doctor_command": "a command of its own",
     "config.load.named_files": "where the files are looked for that a recipe names",
     "extensions.adapters.reasoning_gym_datasets": "what a process that scores imports, without the environment",
+    "extensions.profiling.profile_config": "read with every configuration, without the recorder",
     "extensions.labs.draft.drafting_config": "keys of the engine, which are read before those of the policy",
     "environments.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
     "generation.vllm.engine_stats": "what vLLM counts, under Strop's names",
     "monitoring.notebook_figure": "it inherits from matplotlib, which is imported where something is drawn",
     "runs.cluster.rank_exporter": "sent to ranks, which import nothing of the driver",
     "rollouts.tokenizing_worker": "a process of its own",
-    "extensions.view.view_server": "heavy, and imported when the command runs",
     "trainer.publish": "a stage of the loop",
 }
 
@@ -442,7 +441,7 @@ def test_an_algorithm_is_a_short_file() -> None:
 
 def test_nothing_but_the_command_line_and_the_console_prints() -> None:
     """Under ``if __name__ == "__main__"`` a file is a command too."""
-    allowed = ("cli/", "runs/", "extensions/", "monitoring/console/console.py")
+    allowed = ("cli/", "runs/", "extensions/", "monitoring/console.py")
     wrong = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path, tree in sources().items()

@@ -17,7 +17,7 @@ from typing import Any
 
 from strop import __version__, plugins
 from strop.cli.train_command import TRAINING
-from strop.monitoring.console.message_style import discard_output
+from strop.monitoring.message_style import discard_output
 from strop.user_code import UserCodeError, import_attribute, suggest_names
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE

@@ -76,7 +76,7 @@ def _draw(options: argparse.Namespace) -> Path:
 def _read_settings(folder: Path) -> Mapping[str, Any]:
     """Return the settings of a run by dotted keys; none if it has no configuration that can be read."""
     from strop.config.source import yaml_text
-    from strop.monitoring.run_lines import flatten_settings
+    from strop.monitoring.plot import flatten_settings
 
     try:
         values = yaml_text.parse_value((folder / "config.yaml").read_text(encoding="utf-8"))

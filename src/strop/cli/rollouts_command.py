@@ -14,7 +14,7 @@ from strop.cli.log_folder import find_log_folder
 from strop.cli.output import USAGE_ERROR, removed_option
 
 if TYPE_CHECKING:
-    from strop.monitoring.rollout_view.rollout_selection import SelectedRollouts
+    from strop.monitoring.rollout_view import SelectedRollouts
 
 TEXT_LIMIT = 1500  # characters of a message, unless --full
 TERMINAL_ROLLOUTS, STEPS_OF_A_TASK = 4, 20  # unless --limit
@@ -64,7 +64,7 @@ def _count(text: str) -> int:
 def _show(options: argparse.Namespace) -> int:
     from strop.monitoring.rollout_store.rollout_store import RolloutStore
     from strop.monitoring.rollout_store.validation_samples import ValidationSamples
-    from strop.monitoring.rollout_view.rollout_selection import NoRollouts, RolloutSelection, select_rollouts
+    from strop.monitoring.rollout_view import NoRollouts, RolloutSelection, select_rollouts
     from strop.safety.printable import make_printable
 
     try:
@@ -110,8 +110,7 @@ def _format_json(selected: SelectedRollouts) -> Iterator[str]:
 
 
 def _format_text(selected: SelectedRollouts, options: argparse.Namespace) -> Iterator[str]:
-    from strop.monitoring.rollout_view.rollout_text import format_rollout
-    from strop.monitoring.rollout_view.shown_rollout import show_rollout
+    from strop.monitoring.rollout_view import format_rollout, show_rollout
     from strop.safety.printable import make_printable
 
     terminal = sys.stdout.isatty()

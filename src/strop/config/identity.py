@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from strop.base_config import BaseConfig, fields_of, section_model, to_tree
 from strop.config.source.keys import entry_model, is_entry_list
-from strop.safety.redaction import redact_secrets
+from strop.safety.printable import redact_secrets
 
 Role = Literal["identity", "applied", "unrelated"]
 ROLES: tuple[Role, ...] = ("identity", "unrelated")  # those that sections declare

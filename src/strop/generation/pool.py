@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from strop.generation.base import Completion, Engine
-from strop.monitoring.watchdog.waits import waiting
+from strop.monitoring.waits import waiting
 from strop.sampling import Sampling
 from strop.types import PromptImage
 from strop.weight_sync.base import EngineDied, EngineLost, UpdatableEngine

@@ -24,7 +24,7 @@ import weakref
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from strop.safety.redaction import describe_command
+from strop.safety.printable import describe_command
 from strop.storage.storage_error import StorageError
 
 log = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import tempfile
 from pathlib import Path
 
 from strop.storage.storage_error import StorageError, find_refusal, format_bytes, free_bytes
@@ -35,6 +36,17 @@ def probe_folder(key: str, folder: Path) -> None:
             probe.unlink(missing_ok=True)
     except OSError as error:
         raise StorageError(f"{key}: {explain_folder(folder, error)}") from error
+
+
+def find_folder_problem(folder: Path) -> str | None:
+    """Return why a folder can neither be written nor created; None if it can. Nothing is left in it."""
+    # A file or a dangling link counts as existing, because nothing can be created there.
+    existing = next(path for path in (folder, *folder.parents) if path.is_symlink() or path.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".strop_probe_", dir=existing):
+            return None
+    except OSError as error:
+        return explain_folder(folder, error)
 
 
 def explain_folder(folder: Path, error: OSError) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from strop.safety.exits import contain_exits
 from strop.safety.printable import shorten
 from strop.tools.base import InfrastructureError, ParsedReply, Tool, ToolError, ToolSchema, ToolSet
-from strop.tools.formats.reading import json_types
+from strop.tools.call_reading import json_types
 from strop.types import Message, ToolCall
 from strop.user_code import describe_error, suggest_names
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from strop.extensions.view.view_server import ViewOptions, ViewServer
+from strop.extensions.view.view_routes import ViewOptions, ViewServer
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.turn_record import TurnRecord

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from strop.extensions.planning.sharding import Sharding
-from strop.hardware.model_dimensions import DecoderDimensions
+from strop.hardware import DecoderDimensions
 from strop.models.fit.decoder_dimensions import UnknownDimensions, dimensions_of, read_config
 
 

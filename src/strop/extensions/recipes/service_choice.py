@@ -7,7 +7,7 @@ from typing import Any
 
 from strop.extensions.recipes.difference import Effect
 from strop.extensions.recipes.library_recipe import LibraryRecipe
-from strop.monitoring.logger_config import SERVICES
+from strop.extensions.trackers.trackers_config import SERVICES
 
 # Of each service, what its runs and what a group of runs are called. TensorBoard has neither: it shows folders.
 RUN_NAMES: Mapping[str, str] = {

@@ -12,7 +12,7 @@ from strop.environments.handle import EnvironmentHandle
 from strop.models.local_files import find_local_file
 from strop.models.tokenizer_config import TokenizerConfig
 from strop.problems import Problem
-from strop.tools.formats.choose_format import FORMATS
+from strop.tools.call_formats import FORMATS
 from strop.user_code import describe_error, suggest_names
 
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # Transformers' own tag around the model's text

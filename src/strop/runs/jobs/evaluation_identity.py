@@ -19,7 +19,7 @@ from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.models.loading import find_commit
 from strop.runs.tasks import name_data, resolve_alias
-from strop.safety.redaction import redact_secrets
+from strop.safety.printable import redact_secrets
 
 if TYPE_CHECKING:  # every run is identified, but few are evaluated
     from strop.runs.jobs.evaluation_job import EvaluationJob, EvaluationSet

@@ -9,7 +9,7 @@ from pathlib import Path
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import RecordedRunConfig
 from strop.learner.parallel.single_device import load_weights
-from strop.monitoring.console.console import open_console
+from strop.monitoring.console import open_console
 from strop.runs.algorithm.run_algorithm import make_recorded_algorithm
 from strop.runs.backend import LocalBackend
 from strop.runs.jobs.evaluation_report import EvaluationReport

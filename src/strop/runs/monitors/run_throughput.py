@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from strop.config import TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.distributed.placement import DeviceCounts
-from strop.hardware.devices import find_device
-from strop.hardware.model_dimensions import DecoderDimensions
+from strop.hardware import DecoderDimensions, find_device
 from strop.learner.throughput import Throughput
 from strop.models.fit.decoder_dimensions import UnknownDimensions, dimensions_of
 from strop.models.loading import read_model_config

@@ -12,10 +12,19 @@ from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
 from strop.config import TrainingRunConfig, dump_config
 from strop.config.schema.run_config import RecordedRunConfig
 from strop.learner.client import LearnerClient
-from strop.monitoring.config_history import HISTORY_FILE, End, record_finish, record_start
-from strop.monitoring.profiling.step_profiler import PROFILES_FOLDER
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.run_starts import STARTS_FILE, RunStart, describe_hardware, find_versions, format_now, record_run_start
+from strop.monitoring.run_starts import (
+    HISTORY_FILE,
+    STARTS_FILE,
+    End,
+    RunStart,
+    describe_hardware,
+    find_versions,
+    format_now,
+    record_finish,
+    record_run_start,
+    record_start,
+)
 from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE
 from strop.rollouts.stream import StreamState
@@ -25,7 +34,7 @@ from strop.runs.models import TokenizerBundle
 from strop.runs.resume.resume_plan import CONFIG_FILE, ResumePlan, plan_resume
 from strop.runs.resume.token_budgets import make_token_budgets, settle_token_budgets
 from strop.runs.run_folders import check_checkpoint_space
-from strop.safety.redaction import describe_command, redact_secrets
+from strop.safety.printable import describe_command, redact_secrets
 from strop.stopping import EarlyStop
 from strop.storage.folder_probe import explain_folder
 from strop.storage.storage_error import StorageError, find_refusal
@@ -40,7 +49,7 @@ RECORDS = (
     CONTENTS_FILE,
     HISTORY_FILE,
     STARTS_FILE,
-    PROFILES_FOLDER,
+    "profiles",  # of steps
     "curves.png",
 )
 

@@ -14,7 +14,7 @@ from strop.checkpointing.step_folders import list_steps
 from strop.config import TRAINING_RUNS, ConfigError, TrainingRunConfig, load_config
 from strop.config.identity import Change, find_changes
 from strop.config.source import yaml_text
-from strop.monitoring.config_history import FinishedRun, read_finish
+from strop.monitoring.run_starts import FinishedRun, read_finish
 from strop.runs.contents.run_contents import CONTENTS_FILE, ContentChange, compare_contents, find_contents, read_contents
 
 CONFIG_FILE = "config.yaml"

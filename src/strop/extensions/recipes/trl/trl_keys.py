@@ -12,7 +12,7 @@ from strop.extensions.recipes.trl import trl_losses as losses
 from strop.extensions.recipes.trl import trl_model as model
 from strop.extensions.recipes.trl.trl_batches import translate_batches, translate_lengths, translate_saving, translate_validation
 from strop.extensions.recipes.trl.trl_optimizer import KWARGS, translate_optimizer, translate_precision, translate_schedule
-from strop.monitoring.logger_config import SERVICES
+from strop.extensions.trackers.trackers_config import SERVICES
 
 OPTIONS_OF_SERVICES: Mapping[str, Mapping[str, str]] = {
     "trackio": {"project": "logger.trackio.project", "trackio_space_id": "logger.trackio.space_id"},
