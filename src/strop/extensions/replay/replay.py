@@ -334,6 +334,7 @@ METRICS = (  # of a step, as far as it has them
 def format_replay(result: ReplayResult) -> Iterator[str]:
     """Yield the lines of a table of what a replay found."""
     yield f"step {result.step} of {result.run}, from {result.weights}"
+    yield from _format_reproduction(result)
     yield ""
     headings = ["as it was", *(["with the overrides"] if result.changed else [])]
     outcomes = [result.as_it_was, *([result.changed] if result.changed else [])]
