@@ -26,7 +26,7 @@ from common import Spread, spread, table
 
 from strop import metrics
 from strop.algorithms.base import LossFn, TokenOutputs
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO
+from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.learner.base import BackwardResult
 from strop.learner.client import InlineCaller, LearnerClient, ThreadCaller
 from strop.learner.learner_thread import LearnerThread

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.extensions.labs.exact.exact_passes import make_network_exact
 from strop.generation.base import Completion
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
@@ -50,7 +51,7 @@ def make_network(exact: bool, layers: int, precision: torch.dtype) -> Network:
     )
     network = Network(AutoModelForCausalLM.from_config(config), precision=precision, packed=True)
     if exact:
-        network.make_exact()
+        make_network_exact(network)
     return network
 
 

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from strop.models.routing.router_replay_config import ROUTES
+from strop.models.routing.router_config import ROUTES
 from strop.monitoring.rollout_store.rollout_record import make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.sampling import KEPT, pad_kept_tokens

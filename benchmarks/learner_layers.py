@@ -86,7 +86,7 @@ def measure(folder: str, dtype: str, options: argparse.Namespace) -> Measurement
     import torch
 
     from strop.learner.torch.activation_memory import checkpoint_layers
-    from strop.models.layers.decoder_layers import decoder_layers
+    from strop.models.layers.known_code import decoder_layers
     from strop.models.loading import load_model
     from strop.models.malloc import reuse_freed_memory
     from strop.models.network import Network

@@ -18,7 +18,7 @@ import torch
 
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO
+from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.monitoring.rollout_store.rollout_record import make_records, split_by_rollout
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.runs.monitors.token_trace import TokenTrace

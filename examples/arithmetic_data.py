@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from strop.data.sources.split import is_held_out
+from strop.data.sources.records import is_held_out
 
 Row = Mapping[str, Any]
 

@@ -11,7 +11,7 @@ from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from strop.algorithms.base import Algorithm
-from strop.algorithms.catalogue import algorithm_of_file, all_algorithms, all_parts, part_name
+from strop.algorithms.catalogue import all_algorithms, all_parts, find_in_package, name_of
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.parts import Advantage, Correction, Objective, Part, Selection, Shaping
 from strop.user_code import import_attribute, suggest_names
@@ -103,7 +103,7 @@ def make_algorithm(name: str, kwargs: Mapping[str, Any], settings: Iterable[Algo
 
 def find_algorithm(name: str) -> type[Algorithm]:
     """Return the algorithm class for a file name in ``strop.algorithms`` or for ``module:Class``. Raises ValueError."""
-    kind = import_attribute(name) if ":" in name else algorithm_of_file(name)
+    kind = import_attribute(name) if ":" in name else find_in_package(name)
     if kind is None:
         raise ValueError(
             f"algorithm.name: {name!r} is neither one of Strop's algorithms nor module:Class{suggest_names(name, all_algorithms())}"
@@ -163,7 +163,7 @@ def _format_part(part: Part | Kl) -> str:
     options = ", ".join(
         f"{item.name}={getattr(part, item.name)}" for item in fields(part) if getattr(part, item.name) is not None
     )
-    kind = part_name(type(part)) if isinstance(part, Part) else part.estimator
+    kind = name_of(type(part)) if isinstance(part, Part) else part.estimator
     return f"{kind}({options})" if options else kind
 
 
@@ -283,7 +283,7 @@ def _apply_setting(draft: Draft, setting: AlgorithmSetting) -> None:
     current = draft.current(head) or _default_kl(head)
     part = None if current is None else _draft_of(current, setting.key)
     if part is None or rest not in part.fields:
-        kind = "none" if part is None else part_name(part.kind) if issubclass(part.kind, Part) else part.name
+        kind = "none" if part is None else name_of(part.kind) if issubclass(part.kind, Part) else part.name
         raise ValueError(
             f"{setting.key}: found {setting.value!r}, but the {head} of {name} is {kind}, which has no option {rest}. Remove the key, or "
             f"choose another {head} (algorithm.kwargs.{head})"

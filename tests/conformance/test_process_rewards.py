@@ -12,8 +12,8 @@ from conformance import formulas_steps as formulas
 from conformance.cases import Step, step
 from conformance.compose import algorithm, part
 from conformance.harness import SINGLE, groups_of
-from strop.algorithms.critic.gae import TOKEN_REWARDS, VALUES
-from strop.algorithms.policy_gradient.process.steps import make_step_columns, sum_to_go
+from strop.algorithms.critic import TOKEN_REWARDS, VALUES
+from strop.algorithms.policy_gradient.turns import make_step_columns, sum_to_go
 from strop.types import Batch, Group, StepReward
 from support.rollouts import pack_for
 

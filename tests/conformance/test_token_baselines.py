@@ -21,8 +21,8 @@ from conformance.harness import SINGLE, Leaves, assert_same, packed, through_for
 from strop.algorithms.base import Plan
 from strop.algorithms.functional import POLICY_SQUARES
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.corrections.step_weights import correct_step
-from strop.algorithms.policy_gradient.process.steps import STEP_ENDS, STEP_REWARDS
+from strop.algorithms.policy_gradient.step_weights import correct_step
+from strop.algorithms.policy_gradient.turns import STEP_ENDS, STEP_REWARDS
 from support.each import each
 
 STEP = each("step", STEPS.values(), ids=STEPS)

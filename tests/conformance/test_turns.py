@@ -17,9 +17,8 @@ from conformance.compose import algorithm, part
 from conformance.formulas_turns import PlayedTurn
 from conformance.harness import SINGLE
 from strop.algorithms.base import Plan
-from strop.algorithms.critic.gae import VALUES
-from strop.algorithms.policy_gradient.process.steps import make_step_columns
-from strop.algorithms.policy_gradient.process.turns import TURNS, make_turn_columns
+from strop.algorithms.critic import VALUES
+from strop.algorithms.policy_gradient.turns import TURNS, make_step_columns, make_turn_columns
 from strop.data.packing import pack
 from strop.types import Batch, Group, StepReward, observation_turn
 from support.each import each

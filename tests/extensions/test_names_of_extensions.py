@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from strop import plugins
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO, GroupRelative
+from strop.algorithms.policy_gradient.grpo import GRPO, GroupRelative
 from strop.config import EvalRunConfig, GrpoRunConfig, load_config
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO
+from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.gpus import KIND
 from strop.learner.torch.scorer import NetworkScorer, offload
 from strop.models.attention.attention_plan import AttentionSpec

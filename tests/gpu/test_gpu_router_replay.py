@@ -12,7 +12,7 @@ from torch import Tensor
 from strop.gpus import KIND
 from strop.models.network import Network
 from strop.models.routing.recorded_experts import RecordedRoutes
-from strop.models.routing.router_replay_config import ROUTES
+from strop.models.routing.router_config import ROUTES
 from strop.sampling import Sampling
 from support.models import VOCABULARY, build
 from support.tokenizer import END

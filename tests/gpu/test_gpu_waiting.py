@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from strop.algorithms.supervised.sft import SFT
+from strop.algorithms.supervised import SFT
 from strop.generation.base import Completion
 from strop.gpus import KIND
 from strop.learner.torch.scorer import NetworkScorer

@@ -49,7 +49,7 @@ class Mine(Environment[Task]):
 """
 ALGORITHM = """
 from dataclasses import dataclass
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO
+from strop.algorithms.policy_gradient.grpo import GRPO
 
 @dataclass(frozen=True, kw_only=True)
 class Mean(GRPO):

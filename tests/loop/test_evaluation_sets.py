@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from strop import cli
-from strop.data.builtin.choice_sets import CHOICE_SETS, REPORTED_CHOICES
-from strop.data.builtin.math_evaluation_sets import MATH_EVALUATION_SETS, REPORTED
+from strop.data.builtin_sets import CHOICE_SETS, MATH_EVALUATION_SETS, REPORTED, REPORTED_CHOICES
 from strop.generation.base import Completion
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.sampling import Sampling

@@ -18,7 +18,7 @@ from loop.runs import Environ, metrics_of, overrides, start
 from loop.test_cluster_runs import RAY, curves_agree
 from loop.tiny import build_tiny
 from loop.victims import MARK, find_processes
-from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
+from strop.algorithms.distillation import TEACHER_LOGPROBS, Distillation
 from strop.config import load_config
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.base import ActorOptions

@@ -47,9 +47,9 @@ ALLOWED: dict[str, dict[str, str]] = {
     "torch.load": {
         "checkpointing/state_file.py": "state.pt, with a list of classes",
         "learner/parallel/single_device.py": "weights_only",
-        "models/fit/damaged_weights.py": "weights_only",
+        "models/load_report.py": "weights_only",
         "extensions/labs/draft/draft_trainer.py": "weights_only",
-        "extensions/labs/draft/eagle_files.py": "weights_only",
+        "extensions/labs/draft/eagle_head.py": "weights_only",
         "extensions/sglang/server/prepared_images.py": "weights_only, of files that the run has written",
         "extensions/megatron/checkpoint/torch_dist.py": "weights only",
         "learner/parallel/sharded_checkpoint.py": "weights_only",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip, GroupRelative
-from strop.algorithms.policy_gradient.objectives.gspo import SequenceClip
+from strop.algorithms.policy_gradient.grpo import GRPO, Clip, GroupRelative
+from strop.algorithms.policy_gradient.sequence_objectives import SequenceClip
 
 _ADVANTAGE = ("baseline", "leave_one_out", "normalize")
 _OBJECTIVE = {"clip_low": "low", "clip_high": "high", "dual_clip": "dual"}

@@ -12,9 +12,8 @@ import torch
 
 from strop.generation.base import Completion
 from strop.models.network import Network
-from strop.models.vision.encoded_prompt import EncodedPrompt
 from strop.models.vision.vision_families import find_family
-from strop.models.vision.vision_processor import VisionProcessor
+from strop.models.vision.vision_processor import EncodedPrompt, VisionProcessor
 from strop.sampling import Sampling
 from strop.types import Batch, Rollout
 from support.rollouts import make_group, make_rollout, make_turn, pack_grpo

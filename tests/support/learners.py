@@ -14,7 +14,7 @@ from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.optimizer import NamedParameters, make_optimizer
 from strop.learner.torch.optimizer_config import EmaConfig, OptimizerConfig, OptimizerGroupConfig, SchedulerConfig
-from strop.models.routing.router_loss_config import RouterLossConfig
+from strop.models.routing.router_config import RouterLossConfig
 from strop.models.tokenizer_config import TokenizerConfig
 from strop.sampling import Sampling
 

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from strop import metrics
 from strop.algorithms.base import CANDIDATES, Algorithm, TokenOutputs
-from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
-from strop.algorithms.preference.dpo import DPO
-from strop.algorithms.supervised.reward_model import RewardModel
-from strop.algorithms.supervised.sft import SFT
+from strop.algorithms.distillation import TEACHER_CANDIDATES, TopKDistillation
+from strop.algorithms.preference.referenced import DPO
+from strop.algorithms.supervised import SFT, RewardModel
 from strop.data.shares.batch_share import BatchShare
 from strop.data.shares.divide_batch import divide_batch
 from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs, assemble_result
@@ -30,10 +29,8 @@ from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer
 from strop.models.loading import cast_weights
 from strop.models.network import Network, freeze_routers
-from strop.models.routing.router_loss_config import RouterLossConfig
-from strop.models.routing.router_replay_config import NO_ROUTE
-from strop.models.value_head import ValueHead
-from strop.models.value_network import ValueNetwork
+from strop.models.routing.router_config import NO_ROUTE, RouterLossConfig
+from strop.models.value_network import ValueHead, ValueNetwork
 from strop.sampling import Sampling
 from strop.types import Batch, Group
 from support.algorithms import grpo

@@ -38,7 +38,7 @@ def make_runner(
     from strop.generation.torch.model_runner import infer_cache_shape
 
     shape = infer_cache_shape(network)
-    stored = shape.round_span(length) if shape.exact else length
+    stored = length if shape.exact is None else shape.round_span(length)
     memory = (slots * stored + prefix_tokens) * shape.bytes_per_token
     return CachedRunner(
         network, cache_config(memory, slots=slots, prepack_weights=prepack, cuda_graphs=cuda_graphs), length=length
@@ -80,7 +80,7 @@ def make_engine(
     drafter: Drafter | None = None,
 ) -> TorchEngine:
     """Build an engine that is ready to generate with weights of version 0."""
-    exact = isinstance(runner, CachedRunner) and runner.network.exact is not None
+    exact = runner.network.exact if isinstance(runner, CachedRunner) else None
     engine = TorchEngine(
         runner,
         tokenizer or _EmptyTokenizer(),

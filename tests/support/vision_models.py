@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.models.vision.torchvision_hook import install_hook
+from strop.models.import_hooks import install_hook
 from support.models import ExactNorm, to_float64
 
 install_hook()  # before transformers is imported: torchvision may be there and not fit torch

@@ -84,10 +84,12 @@ def test_running_sums_are_those_of_torch_and_a_single_row_is_never_summed_alone(
     assert OnAGpu.rows == [2, 3, 2, 4]
 
 
-def test_engines_of_a_deterministic_run_are_batch_invariant_over_ray_too() -> None:
+def test_engines_of_a_deterministic_run_are_batch_invariant_over_ray_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
     from strop.runs.cluster.ray_backend import RayBackend
+
+    monkeypatch.setattr("strop.runs.engines.fixes_order", lambda policy: False)
 
     def environment(*, deterministic: bool, on_cpu: bool) -> dict[str, str]:
         backend = object.__new__(RayBackend)
@@ -97,7 +99,6 @@ def test_engines_of_a_deterministic_run_are_batch_invariant_over_ray_too() -> No
             adapter_rank=None,
             router_replay=SimpleNamespace(enabled=False),
             deterministic=deterministic,
-            exact_on_policy=False,
             sends_draft=False,
         )
         backend.config = SimpleNamespace(policy=policy)  # type: ignore[assignment]

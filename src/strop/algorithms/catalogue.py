@@ -1,7 +1,8 @@
-"""Algorithms and their parts by name. There is no registry: each algorithm is a file of this package and is named after it.
+"""Algorithms and their parts by name. There is no registry: each class of this package is named after itself.
 
-gspo.py  ->  algorithm.name: gspo      the one Algorithm that the file defines
-         ->  {name: sequence_clip}     every part that the file defines
+class LitePPO(PolicyGradient)   ->  algorithm.name: lite_ppo
+class SequenceClip(Objective)   ->  {name: sequence_clip}
+name: ClassVar[str] = "maxrl"   ->  that name instead
 """
 
 from __future__ import annotations
@@ -10,70 +11,64 @@ import importlib
 import inspect
 import pkgutil
 import re
+from collections.abc import Iterable
 from functools import cache
-from types import ModuleType
+from typing import Any, TypeVar
 
 import strop.algorithms
 from strop.algorithms.base import Algorithm
 from strop.algorithms.policy_gradient.parts import Part
 
+Kind = TypeVar("Kind")
+ALGORITHM: Any = Algorithm  # abstract, and so no type[Algorithm] to mypy
+
 
 @cache
 def all_algorithms() -> dict[str, type[Algorithm]]:
-    """Return every algorithm of the package by the name of its file."""
-    return {name: algorithm for name in _files() if (algorithm := algorithm_of_file(name)) is not None}
+    """Return every algorithm of the package by its name."""
+    return _by_name(_classes_of(_modules(), ALGORITHM))
 
 
 @cache
-def algorithm_of_file(name: str) -> type[Algorithm] | None:
-    """Return the algorithm in the file with this name, without importing others; None if there is no such file, or no algorithm
-    in it.
-    """
-    classes = [
-        cls
-        for file in _files().get(name, ())
-        for cls in _classes_defined_in(importlib.import_module(file), Algorithm)
-        if not inspect.isabstract(cls) and not _is_incomplete(cls)
-    ]
-    if len(classes) > 1:
-        raise TypeError(f"strop.algorithms.{name} defines {[cls.__name__ for cls in classes]}: define one algorithm per file")
-    return classes[0] if classes else None
+def find_in_package(name: str) -> type[Algorithm] | None:
+    """Return the algorithm with this name; None if there is none. A file of this name is read first, often without the others."""
+    own_file = [module for module in _modules() if module.rpartition(".")[2] == name]
+    return _by_name(_classes_of(own_file, ALGORITHM)).get(name) or all_algorithms().get(name)
 
 
 @cache
 def all_parts() -> dict[str, type[Part]]:
     """Return every part of the package by its name."""
-    parts: dict[str, type[Part]] = {}
-    for module in (importlib.import_module(name) for names in _files().values() for name in names):
-        for cls in _classes_defined_in(module, Part):
-            if not inspect.isabstract(cls) and cls is not Part:
-                if (name := part_name(cls)) in parts:
-                    raise TypeError(f"{cls.__module__} and {parts[name].__module__} both define a part {name!r}")
-                parts[name] = cls
-    return parts
+    return _by_name(kind for kind in _classes_of(_modules(), Part) if kind is not Part)
 
 
-def part_name(kind: type[Part]) -> str:
-    """Return the name of a part in a configuration: ``name``, or the class name in snake case."""
+def name_of(kind: type) -> str:
+    """Return the name of an algorithm or part in a configuration: ``name``, or the class name in snake case."""
     return vars(kind).get("name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
 
 
-def _is_incomplete(kind: type[Algorithm]) -> bool:
-    """Whether the class is only a base class: a real algorithm has a default for every field."""
-    return any(field.default is inspect.Parameter.empty for field in inspect.signature(kind).parameters.values())
+def _by_name(kinds: Iterable[type[Kind]]) -> dict[str, type[Kind]]:
+    """Return classes by name, in alphabetical order. Raises TypeError if two have one name."""
+    found: dict[str, type[Kind]] = {}
+    for kind in kinds:
+        if (other := found.setdefault(name_of(kind), kind)) is not kind:
+            raise TypeError(f"{kind.__module__} and {other.__module__} both define {name_of(kind)!r}")
+    return dict(sorted(found.items()))
 
 
-@cache
-def _files() -> dict[str, list[str]]:
-    """Return the modules of the package by the names of their files, in alphabetical order."""
-    files: dict[str, list[str]] = {}
-    names = (info.name for info in pkgutil.walk_packages(strop.algorithms.__path__, "strop.algorithms.") if not info.ispkg)
-    for name in sorted(names, key=lambda name: name.rpartition(".")[2]):
-        if name != __name__:
-            files.setdefault(name.rpartition(".")[2], []).append(name)
-    return files
+def _modules() -> list[str]:
+    found = (info.name for info in pkgutil.walk_packages(strop.algorithms.__path__, "strop.algorithms.") if not info.ispkg)
+    return sorted(name for name in found if name != __name__)
 
 
-def _classes_defined_in(module: ModuleType, base: type) -> list[type]:
-    members = (member for member in vars(module).values() if isinstance(member, type))
-    return [cls for cls in members if issubclass(cls, base) and cls.__module__ == module.__name__]
+def _classes_of(modules: Iterable[str], base: type[Kind]) -> Iterable[type[Kind]]:
+    """Yield the classes that the modules define, without base classes: those are abstract, or have a field without a default."""
+    for module in map(importlib.import_module, modules):
+        for kind in vars(module).values():
+            if isinstance(kind, type) and issubclass(kind, base) and kind.__module__ == module.__name__ and not _is_base(kind):
+                yield kind
+
+
+def _is_base(kind: type) -> bool:
+    parameters = inspect.signature(kind).parameters.values()
+    return inspect.isabstract(kind) or any(field.default is inspect.Parameter.empty for field in parameters)

@@ -30,7 +30,7 @@ from strop.models.export import (
     new_folder,
     save_model,
 )
-from strop.models.fit.damaged_weights import DamagedWeights, naming_damaged_weights
+from strop.models.load_report import DamagedWeights, naming_damaged_weights
 from strop.models.loading import ModelNotFound, load_tokenizer
 from strop.models.rank_shards import find_shards
 

@@ -276,8 +276,7 @@ class DataConfig(BaseConfig):
         description="In recorded data, begin a conversation with the tokenizer's bos_token where the chat template does not.",
     )
     add_generation_prompt: bool = Field(
-        True,
-        description="In recorded data, treat the chat template's opening of an answer as context; false trains on it too.",
+        True, description="In recorded data, treat the chat template's opening of an answer as context; false trains on it too."
     )
     train: Entries = Field((), description="One entry, or a list of entries that are mixed by weight.")
     validation: Entries | None = Field(

@@ -15,8 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from strop.data.prompt_template import PromptTemplate
-from strop.data.sources.images.image_columns import IMAGE_PARTS, IMAGES, REFERENCE_KEYS, read_reference
-from strop.data.sources.images.record_images import RecordImages, render_question
+from strop.data.sources.image_columns import IMAGE_PARTS, IMAGES, REFERENCE_KEYS, RecordImages, read_reference, render_question
 from strop.data.sources.records import DataError, Record, check_text, get_text, get_value
 from strop.types import Image, Message, Messages, ToolCall, assistant, system
 

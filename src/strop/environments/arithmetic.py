@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from strop.data.sources.records import DataError
+from strop.data.sources.records import DataError, is_held_out
 from strop.data.sources.source import DataSource
-from strop.data.sources.split import is_held_out
 from strop.environments.answers import extract_last_number
 from strop.environments.base import (
     DEFAULT_NUM_TASKS,

@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from strop.data.messages import make_prompt
 from strop.data.sources.source import DataSource, Row
-from strop.data.sources.streaming.streamed import is_streamed
+from strop.data.sources.streamed import is_streamed
 from strop.environments.rewards import RewardFunction, RewardMark, reward_marks
 from strop.environments.rewards import reward as reward
 from strop.tools.base import ToolConfigError
@@ -111,7 +111,7 @@ class Environment(ToolOptions, ABC, Generic[TaskT]):
 
     def turn_states(self, task: TaskT, rollout: Rollout) -> Sequence[str | None]:
         """Return the state that each of ``rollout.policy_turns`` was taken in, for algorithms that compare turns taken in the same state
-        (``strop.algorithms.policy_gradient.process.gigpo``); None for a turn without one. Called with the rewards. Default: none."""
+        (``strop.algorithms.policy_gradient.turn_credit``); None for a turn without one. Called with the rewards. Default: none."""
         return ()
 
     @cached_property

@@ -14,12 +14,12 @@ from functools import cached_property
 from threading import Lock
 from typing import Any, Protocol, cast
 
+from strop.data.curriculum.curricula import make_curriculum
 from strop.data.curriculum.curriculum_config import CurriculumConfig
-from strop.data.curriculum.curriculum_factory import make_curriculum
 from strop.data.curriculum.task_chooser import TaskChooser
 from strop.data.data_state import Resumable
 from strop.data.interleaving import Interleaving
-from strop.data.sources.streaming.streamed import count_items, has_item, is_streamed
+from strop.data.sources.streamed import count_items, has_item, is_streamed
 from strop.environments.base import EnvironmentConfigError, PromptedTask
 from strop.environments.handle import EnvironmentHandle
 from strop.safety.exits import contain_exits

@@ -55,7 +55,7 @@ def reward(
     With ``per_turn`` it is a process reward, ``(self, task, rollout) -> Sequence``, with one item for each of ``rollout.policy_turns``:
     a number, None for no reward, or for steps inside the turn a mapping from the index of a step's last token in the turn to a number. The
     sum over all steps is the rollout's reward of that name; algorithms that give credit to tokens see each step
-    (``strop.algorithms.policy_gradient.process.steps``).
+    (``strop.algorithms.policy_gradient.turns``).
     """
     if callable(weight):
         raise TypeError("write @reward() or @reward(weight=...), with parentheses")

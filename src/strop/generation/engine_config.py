@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from strop.base_config import BaseConfig, EnvironmentVariables, Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoEngine:
+    """The engine that ``auto`` chooses if there is a GPU, and the reason."""
+
+    name: Literal["torch", "vllm"] = "torch"
+    reason: str
+    detail: str = ""  # more of the reason, for a warning
+    lacking: bool = False  # whether vLLM would be chosen if it supported the configuration
 
 
 class EngineConfig(BaseConfig):

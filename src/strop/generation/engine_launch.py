@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from strop.generation.generation_config import GenerationConfig
-from strop.generation.serving import ServingEngine
+from strop.generation.pool import ServingEngine
 from strop.models.vision.vision_processor import VisionProcessor
 
 

@@ -9,11 +9,9 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from strop import packages, plugins
 from strop.base_config import BaseConfig, changed_keys, follows, subsection
-from strop.generation.auto_engine import AutoEngine
-from strop.generation.engine_config import EngineConfig
+from strop.generation.engine_config import AutoEngine, EngineConfig
 from strop.generation.torch.torch_config import TorchGenerationConfig
-from strop.generation.vllm.versions import describe_checked, unchecked_version
-from strop.generation.vllm.vllm_config import MIN_TEMPERATURE, VllmConfig
+from strop.generation.vllm.vllm_config import MIN_TEMPERATURE, VllmConfig, describe_checked, unchecked_version
 from strop.problems import Problem
 from strop.sampling import Sampling
 from strop.user_code import UserCodeError
@@ -160,8 +158,7 @@ class GenerationConfig(BaseConfig):
     vllm_cfg: VllmConfig = subsection(VllmConfig)
     quantization: RolloutQuantizationConfig = subsection(RolloutQuantizationConfig)
     vllm_kwargs: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Further arguments of vLLM's engine, passed through; unknown ones are errors.",
+        default_factory=dict, description="Further arguments of vLLM's engine, passed through; unknown ones are errors."
     )
     weight_sync: WeightSyncConfig = subsection(WeightSyncConfig)
     colocated: ColocatedConfig = subsection(ColocatedConfig)

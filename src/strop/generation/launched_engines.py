@@ -75,9 +75,7 @@ def _launch_each(
         environments = [{VISIBLE: ",".join(gpus)} for gpus in choose_engine_gpus(launch.config, learner.index or 0)]
     return [
         replace(
-            launch,
-            environment=environment,
-            output_file=None if output_folder is None else output_folder / f"engine_{number}.log",
+            launch, environment=environment, output_file=None if output_folder is None else output_folder / f"engine_{number}.log"
         )
         for number, environment in enumerate(environments)
     ]

@@ -13,13 +13,20 @@ import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
-from strop.generation.base import Completion, Engine
+from strop.generation.base import Completion, Engine, Generator
+from strop.generation.generation_config import GenerationConfig
+from strop.metrics import Metric, Metrics
 from strop.monitoring.waits import waiting
 from strop.sampling import Sampling
 from strop.types import PromptImage
-from strop.weight_sync.base import EngineDied, EngineLost, UpdatableEngine
+from strop.weight_sync.base import EngineDied, EngineLost, LearnerMemory, UpdatableEngine, WeightSync
+from strop.weight_sync.canary import Canary
+from strop.weight_sync.exporter import Exporter
+from strop.weight_sync.publisher import PublishOptions, WeightPublisher
+from strop.weight_sync.timed_memory import TimedMemory
 
 log = logging.getLogger(__name__)
 
@@ -204,3 +211,94 @@ class EnginePool:
         for close in self.on_close:
             if inspect.isawaitable(pending := close()):
                 await pending
+
+
+# Engines that read their weights from disk, for a model that is not trained.
+
+
+class ServingEngine(Engine, Protocol):
+    """An engine that can be started with its own weights."""
+
+    async def use_own_weights(self, version: int) -> None:
+        """Serve with the weights that the engine was started with, as ``version``, without a publish."""
+        ...
+
+
+async def start_serving_pool(
+    engines: Sequence[ServingEngine], *, max_restarts: int, on_close: Callable[[], object] | None = None
+) -> EnginePool:
+    """Start engines with their own weights, as one generator. ``on_close`` is called when it is closed."""
+    pool = EnginePool(engines, max_restarts=max_restarts, on_close=[] if on_close is None else [on_close])
+
+    async def restart(engine: UpdatableEngine) -> None:
+        await engine.start()
+        await cast(ServingEngine, engine).use_own_weights(0)
+
+    pool.restart_engine = restart
+    try:
+        await asyncio.gather(*(restart(engine) for engine in engines))
+    except BaseException:
+        await pool.close()
+        raise
+    pool.set_version(0)
+    return pool
+
+
+# A generator together with the weight sync that keeps it up to date with the learner.
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncedGenerator:
+    """A generator, and the weight sync that keeps its weights up to date with the learner's."""
+
+    generator: Generator
+    weights: WeightSync
+
+
+class MeteredWeightSync:
+    """A ``WeightSync`` that adds the engines' metrics since the last publish."""
+
+    def __init__(self, weights: WeightPublisher, pool: EnginePool) -> None:
+        self.weights, self.pool = weights, pool
+
+    async def yield_device(self) -> None:
+        await self.weights.yield_device()
+
+    async def publish(self, version: int) -> Metrics:
+        metrics = await self.weights.publish(version)
+        return {**metrics, **{name: Metric(value) for name, value in self.pool.collect_metrics().items()}}
+
+
+def make_synced_pool(
+    engines: Sequence[Engine],
+    exporter: Exporter,
+    config: GenerationConfig,
+    options: PublishOptions,
+    canary: Canary,
+    *,
+    note: Callable[[str], None],
+    allow_shrink: bool = False,
+    learner_memory: LearnerMemory | None = None,
+) -> SyncedGenerator:
+    """Combine engines with their own weights into one generator, with a publisher of the learner's weights.
+
+    ``allow_shrink``: continue without engines that cannot be restarted. ``learner_memory``: the memory of a learner that is
+    offloaded while the engines sample.
+    """
+    pool = EnginePool(
+        engines, max_restarts=config.engine_options.max_restarts, allow_shrink=allow_shrink, engine_key=config.engine_key
+    )
+    weights = WeightPublisher(
+        exporter,
+        engines,
+        config.weight_sync,
+        options,
+        canary=canary,
+        on_published=pool.set_version,
+        drop_engine=pool.drop,
+        note=note,
+        learner_memory=None if learner_memory is None else TimedMemory(learner_memory),
+    )
+    pool.restart_engine = weights.restart_engine
+    pool.on_close.append(weights.close)
+    return SyncedGenerator(generator=pool, weights=MeteredWeightSync(weights, pool))

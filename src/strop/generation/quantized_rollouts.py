@@ -11,8 +11,7 @@ from torch import Tensor
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.torch.emulated_quantization import EmulatedQuantization
 from strop.models.quantization.number_format import NUMBER_FORMATS, quantize
-from strop.models.quantization.packed_matrices import pack, packed_size
-from strop.models.quantization.quantization_plan import FUSED_EXPERTS, QuantizationPlan, make_plan
+from strop.models.quantization.quantization_plan import FUSED_EXPERTS, QuantizationPlan, make_plan, pack, packed_size
 from strop.weight_sync.sent_precision import SentPrecision
 
 

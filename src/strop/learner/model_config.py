@@ -12,10 +12,9 @@ from strop.data.packing_config import DynamicBatchingConfig, SequencePackingConf
 from strop.learner.learner_config import TORCH, WithLearner
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.torch.optimizer_config import EmaConfig, OptimizerConfig, SchedulerConfig
-from strop.models.image_processor_config import ImageProcessorConfig
 from strop.models.quantization.float8_config import Float8Config
-from strop.models.routing.router_loss_config import RouterLossConfig
-from strop.models.tokenizer_config import TokenizerConfig
+from strop.models.routing.router_config import RouterLossConfig
+from strop.models.tokenizer_config import ImageProcessorConfig, TokenizerConfig
 from strop.problems import Problem
 
 

@@ -31,6 +31,11 @@ class PolicyExtension(BaseConfig):
         """Whether a draft head is trained alongside the policy, which engines may draft with."""
         return False
 
+    @property
+    def fixes_order(self) -> bool:
+        """Whether learner and engine add in one order, so that a token has the same bits in any batch (``Network.exact``)."""
+        return False
+
     def change_policy(self, network: Network, tokenizer: Any, measure: Measure, seed: int) -> None:
         """Change the policy after it is loaded, with its adapters, before it is sharded. Raises ModelNotFound, ValueError."""
 
@@ -52,3 +57,8 @@ class PolicyExtension(BaseConfig):
 def policy_extensions(policy: BaseConfig) -> Iterator[PolicyExtension]:
     """Yield the keys of extensions in the section ``policy``."""
     return (section for _, section in iter_sections(policy) if isinstance(section, PolicyExtension))
+
+
+def fixes_order(policy: BaseConfig) -> bool:
+    """Whether an extension of ``policy`` makes learner and engine add in one order."""
+    return any(each.fixes_order for each in policy_extensions(policy))

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.models.fit.damaged_weights import naming_damaged_weights
-from strop.models.fit.load_report import LoadReport, find_not_finite
 from strop.models.layers.rounded_layers import RoundWeight, round_base_weight, weight_roundings
+from strop.models.load_report import LoadReport, find_not_finite, naming_damaged_weights
 from strop.sampling import at_least_float32
 
 ADAPTER = "default"  # PEFT's name of the only adapter

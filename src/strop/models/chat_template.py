@@ -17,7 +17,7 @@ from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from strop.models.vision.encoded_prompt import EncodedPrompt
+from strop.models.vision.vision_processor import EncodedPrompt
 from strop.thoughts import find_opening
 from strop.types import Image, Message, Messages, PromptImage, ToolCall, assistant, user
 

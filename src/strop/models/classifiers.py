@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from strop.models.adapters import adapter_folder, base_model_name, is_classifier_adapter, merge_adapters
-from strop.models.fit.load_report import LoadReport
+from strop.models.load_report import LoadReport
 from strop.models.loading import (
     apply_overrides,
     from_pretrained,

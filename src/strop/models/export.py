@@ -16,7 +16,7 @@ from torch import Tensor
 
 from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, is_classifier_adapter
 from strop.models.classifiers import load_classifier
-from strop.models.fit.load_report import LoadReport, find_not_finite
+from strop.models.load_report import LoadReport, find_not_finite
 from strop.models.loading import (
     cast_weights,
     find_auto_class,

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from strop.models.adapters import BASE_CONFIG_FILE, adapter_folder, base_model_name, is_classifier_adapter, merge_adapters
-from strop.models.fit.damaged_weights import naming_damaged_weights
-from strop.models.fit.load_report import LoadReport, find_conversion_errors
+from strop.models.load_report import LoadReport, find_conversion_errors, naming_damaged_weights
 from strop.models.local_files import CONFIG, find_local_file
 from strop.models.quantization.quantized_checkpoint import (
     check_quantized,

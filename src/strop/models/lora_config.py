@@ -48,8 +48,7 @@ class LoraConfig(BaseConfig):
         "post", description="Drop an adapter's inputs (pre, as PEFT does) or outputs (post)."
     )
     lora_A_init: Literal["xavier", "uniform"] = Field(
-        "xavier",
-        description="Initialisation of A: xavier (normal) or uniform (Kaiming, as PEFT does). B starts at zero.",
+        "xavier", description="Initialisation of A: xavier (normal) or uniform (Kaiming, as PEFT does). B starts at zero."
     )
     use_triton: bool = Field(True, description="Accepted for NeMo-RL recipes, without effect: there are no kernels to choose.")
 

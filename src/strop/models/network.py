@@ -22,10 +22,7 @@ from strop.models.attention.attention_plan import AttentionPlan
 from strop.models.attention.kernel_choice import AttentionKernel
 from strop.models.attention.tree_plan import TreePlan
 from strop.models.draft_head import DraftHead
-from strop.models.exact.exact_logprobs import ExactHead, exact_token_logprobs
-from strop.models.exact.exact_network import ExactPasses
-from strop.models.exact.exact_tree import ExactTree
-from strop.models.exact.exactness_error import NotExactError
+from strop.models.fixed_order import FixedOrder
 from strop.models.layers.compiled_layers import CompiledLayers
 from strop.models.layers.fused_layers import FusedLayers, enable_fused_layers
 from strop.models.loading import is_vision_config
@@ -33,12 +30,11 @@ from strop.models.logprobs.lm_head import LMHead, get_lm_head
 from strop.models.logprobs.token_logprobs import token_logprobs
 from strop.models.recorded_columns import RecordedColumn, Recorders
 from strop.models.routing.recorded_experts import ReplayedRoutes, RoutedLayers
-from strop.models.routing.router_loss_config import RouterLossConfig
+from strop.models.routing.router_config import RouterLossConfig
 from strop.models.routing.router_observer import ObservedRouters, RouterObserver
 from strop.models.routing.router_replay import install_router_replay, replayable_layers
-from strop.models.vision.batch_inputs import packed_inputs, padded_inputs
 from strop.models.vision.vision_processor import VisionProcessor
-from strop.models.vision.vision_tower import VisionTower
+from strop.models.vision.vision_tower import VisionTower, packed_inputs, padded_inputs
 from strop.sampling import KEPT_TOKENS, Sampling, at_least_float32
 from strop.types import Batch
 
@@ -119,7 +115,7 @@ class Network:
         self.routed: RoutedLayers | None = None  # with router replay
         self.observed_routers: ObservedRouters | None = None  # with router losses
         self.router_counts: Tensor | None = None  # since the last read: (token, layer) pairs that differ, compared
-        self.exact: ExactPasses | None = None  # with policy.exact_on_policy
+        self.exact: FixedOrder | None = None  # of an extension
         self.draft: DraftHead | None = None  # of an extension
         self.vision: VisionTower | None = None  # with a processor of images
         self.no_vision = ""  # why a model with a vision tower reads no images
@@ -199,28 +195,6 @@ class Network:
                 + ": name a vision-language model (policy.model_name), or leave the images out of the data"
             )
 
-    def make_exact(self) -> None:
-        """From now on, compute the same bits for a token regardless of its neighbours. Raises NotExactError for an unsupported
-        model.
-        """
-        if is_vision_config(self.model.config):
-            raise NotExactError(
-                f"policy.exact_on_policy: {type(self.model).__name__} has a vision tower, which exact mode does not support; set it to "
-                "false"
-            )
-        if not self.packed:
-            raise NotExactError(
-                f"policy.exact_on_policy: {type(self.model).__name__} cannot read packed rows "
-                f"({self.fallback or 'sequence packing is off'}), and padded rows have no fixed order of additions; set it to false"
-            )
-        self.exact = ExactPasses(self.model)
-
-    @property
-    def exact_head(self) -> ExactHead:
-        assert self.exact is not None
-        head = self.head
-        return ExactHead(head.weight, head.bias, head.transform_logits, self.exact.weights)
-
     @property
     def recorded_columns(self) -> Sequence[RecordedColumn]:
         """What the passes of an engine record of the tokens that they read."""
@@ -275,8 +249,8 @@ class Network:
             hidden = self.hidden(batch)
             squares = SQUARED_PROBS in batch.columns
             if self.exact is not None:
-                return exact_token_logprobs(
-                    hidden, target, self.exact_head, sampling, self.chunk, candidates, squared_probs=squares
+                return self.exact.token_logprobs(
+                    hidden, target, self.head, sampling, self.chunk, candidates, squared_probs=squares
                 )
             outputs = token_logprobs(hidden, target, self.head, sampling, self.chunk, candidates, kept, squared_probs=squares)
         return self.token_sharding.gather_outputs(outputs, len(batch.target))
@@ -309,11 +283,9 @@ class Network:
 
     def _plan_tree(self, batch: Batch) -> AttentionPlan:
         segments = (batch.segment_start, batch.segment_length, batch.segment_parent)
-        return (
-            ExactTree(*segments, self.device)
-            if self.exact is not None
-            else TreePlan(*segments, self.device, self.attention_kernel)
-        )
+        if self.exact is not None:
+            return self.exact.plan_tree(*segments, self.device)
+        return TreePlan(*segments, self.device, self.attention_kernel)
 
     def _hidden_padded(self, batch: Batch) -> Tensor:
         rows = _read_rows(batch, batch.tokens)

@@ -18,7 +18,7 @@ from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.base import Generator, PastGenerator, PastSelf, PastSelves
 from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate
-from strop.models.vision.encoded_prompt import EncodedPrompt
+from strop.models.vision.vision_processor import EncodedPrompt
 from strop.monitoring.waits import waiting
 from strop.rollouts.agent_episode import run_agent
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig

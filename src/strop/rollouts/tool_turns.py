@@ -10,7 +10,7 @@ from typing import Any
 
 from strop.environments.handle import EnvironmentHandle
 from strop.models.chat_template import ChatTemplate
-from strop.models.vision.encoded_prompt import EncodedPrompt
+from strop.models.vision.vision_processor import EncodedPrompt
 from strop.sampling import Sampling
 from strop.tools.base import ParsedReply, ToolCallFormat, ToolConfigError
 from strop.tools.call_formats import choose_format

@@ -12,7 +12,7 @@ from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.base import Cluster
 from strop.environments.policy_client import PastSelvesRule
-from strop.generation.synced_generator import SyncedGenerator
+from strop.generation.pool import SyncedGenerator
 from strop.generation.torch.torch_past_selves import TorchPastSelves
 from strop.learner.client import (
     AsyncColumnSource,

@@ -16,12 +16,13 @@ from strop.environments.policy_client import PastSelvesRule
 from strop.generation.base import Engine
 from strop.generation.engine_launch import EngineLaunch, LaunchedAdapters
 from strop.generation.launched_engines import find_engine, make_local_engines
+from strop.generation.pool import SyncedGenerator, make_synced_pool
 from strop.generation.quantized_rollouts import make_emulation, make_weight_rounding
-from strop.generation.synced_generator import SyncedGenerator, make_synced_pool
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
 from strop.learner.base import require_token_outputs
 from strop.learner.client import LearnerClient
+from strop.learner.policy_extension import fixes_order
 from strop.models.adapters import lora_layers, merged_roundings
 from strop.models.draft_head import FOLDER, DraftHead
 from strop.models.network import Network
@@ -115,7 +116,7 @@ def make_launch(config: PolicyConfig, *, model: Path, on_cpu: bool, **settings: 
         model=str(model),
         on_cpu=on_cpu,
         return_routes=config.router_replay.enabled,
-        batch_invariant=config.exact_on_policy or (config.deterministic and not on_cpu),
+        batch_invariant=fixes_order(config) or (config.deterministic and not on_cpu),
         **settings,
     )
 

@@ -45,8 +45,7 @@ from strop.models.lora import add_adapters, count_parameters
 from strop.models.malloc import reuse_freed_memory
 from strop.models.network import Network, disable_dropout, freeze_routers
 from strop.models.quantization.float8_training import convert_to_float8
-from strop.models.value_head import ValueHead
-from strop.models.value_network import ValueNetwork
+from strop.models.value_network import ValueHead, ValueNetwork
 from strop.models.vision.vision_processor import find_vision_processor
 from strop.models.vision.vision_tower import freeze_tower
 from strop.runs.algorithm.run_algorithm import count_steps_per_batch
@@ -260,8 +259,6 @@ def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_
     policy = load(config.policy, config.training.seed, loader)
     if isinstance(config, RolloutRunConfig) and config.policy.router_replay.enabled:
         policy.network.enable_router_replay()
-    if isinstance(config, RolloutRunConfig) and config.policy.exact_on_policy:
-        policy.network.make_exact()
     for extension in policy_extensions(config.policy):
         extension.change_policy(policy.network, policy.tokenizer, loader.measure, config.training.seed)
     convert_to_float8(policy.network.model, config.policy.fp8, resolve_device(config.policy.device), "policy.fp8")

@@ -19,7 +19,7 @@ from strop.data.interleaving import Interleaving
 from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, Part
-from strop.data.sources.streaming.streamed import count_items, has_item, is_streamed
+from strop.data.sources.streamed import count_items, has_item, is_streamed
 from strop.learner.client import LearnerClient
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import make_failed_group

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from strop.algorithms.base import Algorithm
-from strop.algorithms.critic.gae import VALUES
+from strop.algorithms.critic import VALUES
 from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
 from strop.algorithms.kl import KL_WEIGHT, REFERENCE_LOGPROBS
 from strop.algorithms.policy_gradient.composition import Composition

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from strop.config import RolloutRunConfig
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
-from strop.data.builtin.builtin_dataset import Purpose
+from strop.data.builtin_dataset import Purpose
+from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.data_config import DataEntryConfig
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, Part

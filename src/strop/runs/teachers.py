@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.algorithms.base import Algorithm
-from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
-from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
+from strop.algorithms.distillation import TEACHER_CANDIDATES, TEACHER_LOGPROBS
 from strop.base_config import validate_section
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.kl import KL_WEIGHT, KL_WEIGHT_NEXT
-from strop.algorithms.policy_gradient.process.steps import make_step_columns
-from strop.algorithms.policy_gradient.process.turn_advantages import make_turn_advantages
-from strop.algorithms.policy_gradient.process.turns import make_turn_columns
+from strop.algorithms.policy_gradient.turns import make_step_columns, make_turn_advantages, make_turn_columns
 from strop.learner.client import AsyncColumnSource
 from strop.types import Batch, Group
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from strop.algorithms.critic.bi_level_gae import BiLevelGae, BiLevelPPO
-from strop.algorithms.policy_gradient.process.gigpo import GiGPO, StepGrouped
-from strop.algorithms.policy_gradient.process.turn_returns import DiscountedTurns, TurnReturns
+from strop.algorithms.critic import BiLevelGae, BiLevelPPO
+from strop.algorithms.policy_gradient.turn_credit import DiscountedTurns, GiGPO, StepGrouped, TurnReturns
 from strop.config import TRAINING_RUNS, load_config
 from strop.runs.algorithm.run_algorithm import make_run_algorithm
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
-from strop.data.builtin.image_sets import IMAGE_SETS
+from strop.data.builtin_sets import BUILTIN_DATASETS, IMAGE_SETS
 from strop.data.recorded.examples import conversations
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from strop.extensions.megatron.adapters.adapter_folder import make_peft_config
 from strop.extensions.megatron.weights.weight_reader import FileWeights
 from strop.models.adapters import adapter_weights, lora_layers, read_adapter_config
-from strop.models.fit.load_report import WeightsDoNotFit
+from strop.models.load_report import WeightsDoNotFit
 from unit.models.test_lora_beside_experts import train
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from loop.tiny import build_tiny
 from strop.algorithms.base import CANDIDATES, Outputs
-from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
-from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
+from strop.algorithms.distillation import TEACHER_CANDIDATES, TEACHER_LOGPROBS
 from strop.config import TrainingRunConfig, load_config
 from strop.config.checks.device_counts import count_devices
 from strop.config.schema.run_config import TRAINING_RUNS, DistillationRunConfig, PpoRunConfig

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.algorithms.policy_gradient.process.steps import make_step_columns
-from strop.algorithms.policy_gradient.process.turn_advantages import make_turn_advantages
+from strop.algorithms.policy_gradient.turns import make_step_columns, make_turn_advantages
 from strop.data.packing import pack
 from strop.extensions.replay.replay_plan import ReplayError
 from strop.extensions.replay.stored_groups import rebuild_groups

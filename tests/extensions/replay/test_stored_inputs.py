@@ -13,7 +13,7 @@ import torch
 from strop.data.packing import pack
 from strop.extensions.replay.replay_plan import ReplayError
 from strop.extensions.replay.stored_groups import LearnerReads, rebuild_groups
-from strop.models.routing.router_replay_config import ROUTES
+from strop.models.routing.router_config import ROUTES
 from strop.monitoring.rollout_store.rollout_record import list_images, make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore, StoreFormat
 from strop.sampling import KEPT, pad_kept_tokens

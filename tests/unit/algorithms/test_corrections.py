@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.catalogue import all_parts
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.corrections.kpop import Kpop
-from strop.algorithms.policy_gradient.corrections.opsm import Opsm
-from strop.algorithms.policy_gradient.corrections.rejection import GeometricRejection, K3Rejection
+from strop.algorithms.policy_gradient.corrections import GeometricRejection, K3Rejection, Kpop, Opsm
 from strop.algorithms.policy_gradient.parts import Correction, Mismatch
 from strop.data.splitting import split_micro_batches
 from support.algorithms import grpo

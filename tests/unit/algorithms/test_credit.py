@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO
-from strop.algorithms.supervised.reward_model import RewardModel
+from strop.algorithms.policy_gradient.grpo import GRPO
+from strop.algorithms.supervised import RewardModel
 from strop.types import Group, RolloutCredit
 from support.rollouts import pack_for, simple_groups
 

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES, Plan, TokenOutputs
-from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation, ReverseKl
-from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
+from strop.algorithms.distillation import TEACHER_CANDIDATES, TEACHER_LOGPROBS, Distillation, ReverseKl, TopKDistillation
 from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
-from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
+from strop.algorithms.policy_gradient.grpo import GroupRelative
 from strop.types import Batch
 from support.rollouts import pack_for, simple_groups
 

@@ -8,16 +8,10 @@ from itertools import combinations
 import pytest
 import torch
 
-from strop.algorithms.functional import aggregate, varies, whiten
-from strop.algorithms.group_advantages import group_advantages
-from strop.algorithms.policy_gradient.advantages.dapo import DAPO
-from strop.algorithms.policy_gradient.advantages.gdpo import GDPO, DecoupledRewards
-from strop.algorithms.policy_gradient.advantages.maxrl import SuccessRate
-from strop.algorithms.policy_gradient.advantages.pass_at_k import BestOfK
-from strop.algorithms.policy_gradient.advantages.reinforce_pp import BatchWhitened, ReinforcePP
-from strop.algorithms.policy_gradient.advantages.reinforce_pp_baseline import ReinforcePPBaseline
-from strop.algorithms.policy_gradient.advantages.remax import GreedyBaseline, ReMax
-from strop.algorithms.policy_gradient.overlong import SoftOverlong
+from strop.algorithms.functional import aggregate, group_advantages, varies, whiten
+from strop.algorithms.policy_gradient.baselines import BatchWhitened, GreedyBaseline, ReinforcePP, ReinforcePPBaseline, ReMax
+from strop.algorithms.policy_gradient.group_credit import GDPO, BestOfK, DecoupledRewards, SuccessRate
+from strop.algorithms.policy_gradient.grpo import DAPO, SoftOverlong
 from strop.types import Group
 from support.rollouts import make_group, make_rollout, pack_for, pack_grpo, sampled_turn, simple_groups
 from support.tokens import loss_gradients, make_group_rewards, make_step

@@ -11,7 +11,7 @@ import torch
 
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO
+from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.types import Batch, Ending, Group
 from support.algorithms import grpo
 from support.rollouts import make_group, make_rollout, pack_for, pack_grpo, sampled_turn, simple_groups

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from strop.algorithms.base import Plan
-from strop.algorithms.critic.ppo import PPO
+from strop.algorithms.critic import PPO
 from strop.algorithms.kl import Kl, KlEstimator
-from strop.algorithms.policy_gradient.advantages.reinforce_pp import BatchWhitened, ReinforcePP
+from strop.algorithms.policy_gradient.baselines import BatchWhitened, ReinforcePP
 from strop.algorithms.policy_gradient.rewards import subtract_kl
 from support.rollouts import pack_grpo, simple_groups, with_columns
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from strop.algorithms.base import TokenOutputs
-from strop.algorithms.preference.unpaired.kto import KTO, REFERENCE_POINT
+from strop.algorithms.preference.unpaired import KTO, REFERENCE_POINT
 from strop.types import Batch
 from support.recorded import recorded_group
 from support.rollouts import pack_for

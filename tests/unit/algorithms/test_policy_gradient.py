@@ -11,10 +11,9 @@ from torch import Tensor
 
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.catalogue import all_algorithms
-from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.objectives.clip_cov import CovarianceClip
-from strop.algorithms.policy_gradient.objectives.kl_cov import CovarianceKl
+from strop.algorithms.policy_gradient.entropy import CovarianceClip, CovarianceKl
+from strop.algorithms.policy_gradient.group_credit import DecoupledRewards
 from strop.types import Batch, Ending, Group
 from support.each import each
 from support.rollouts import make_group, make_rollout, pack_for, sampled_turn

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.base import ValueOutputs
-from strop.algorithms.critic.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae, place_at_last_token
-from strop.algorithms.critic.ppo import PPO
+from strop.algorithms.critic import PPO, RETURNS, TOKEN_REWARDS, VALUES, Gae, place_at_last_token
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.algorithms.policy_gradient.parts import GroupRewards
 from strop.types import Batch, Ending, Group, observation_turn

@@ -10,12 +10,10 @@ import torch
 from strop.algorithms.base import Plan, TokenOutputs
 from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.preference.base import PairwisePreference
-from strop.algorithms.preference.dpo import DPO
-from strop.algorithms.preference.ipo import IPO
-from strop.algorithms.preference.online.online_dpo import OnlineDPO
-from strop.algorithms.preference.reference_free.orpo import ORPO, log_odds
-from strop.algorithms.preference.reference_free.simpo import SimPO
-from strop.algorithms.supervised.sft import SFT
+from strop.algorithms.preference.online_dpo import OnlineDPO
+from strop.algorithms.preference.reference_free import ORPO, SimPO, log_odds
+from strop.algorithms.preference.referenced import DPO, IPO
+from strop.algorithms.supervised import SFT
 from strop.data.splitting import select_rollouts
 from strop.runs.algorithm.sections import find_section
 from strop.types import Batch, Group

@@ -8,8 +8,8 @@ import pytest
 
 from strop.algorithms.base import Plan
 from strop.algorithms.catalogue import all_algorithms, all_parts
-from strop.algorithms.critic.gae import Gae
-from strop.algorithms.distillation.distillation import ReverseKl
+from strop.algorithms.critic import Gae
+from strop.algorithms.distillation import ReverseKl
 from strop.algorithms.kl import Kl
 from support.each import each
 

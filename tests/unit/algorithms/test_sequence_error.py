@@ -9,8 +9,8 @@ import torch
 
 from strop.algorithms.base import Plan, TokenOutputs
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO
-from strop.algorithms.policy_gradient.sequence_error import mask_sequence_errors
+from strop.algorithms.policy_gradient.grpo import GRPO
+from strop.algorithms.policy_gradient.rewards import mask_sequence_errors
 from support.mismatch import log_ratios, make_mismatch
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from strop.algorithms.base import TokenOutputs, ValueOutputs
-from strop.algorithms.supervised.reward_model import RewardModel
-from strop.algorithms.supervised.sft import SFT
+from strop.algorithms.supervised import SFT, RewardModel
 from strop.data.splitting import select_rollouts
 from strop.types import Batch, observation_turn
 from support.recorded import recorded_group, recorded_turn

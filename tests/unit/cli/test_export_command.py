@@ -99,7 +99,7 @@ def test_the_heads_of_reward_models_and_critics_are_exported(tmp_path: Path, tin
     from transformers import AutoModelForSequenceClassification
 
     from strop.models.classifiers import load_classifier
-    from strop.models.value_head import ScalarHead
+    from strop.models.value_network import ScalarHead
 
     save_run(tmp_path, tiny_model_folder, steps=(4,))
     checkpoint = tmp_path / "results/mine/step_4"

@@ -412,7 +412,6 @@ def test_a_budget_is_measured_where_the_engine_runs_the_learner_s_module() -> No
 @pytest.mark.parametrize(
     ("overrides", "reason", "remedy"),
     [
-        (["policy.exact_on_policy=true"], "operations of a fixed order", "policy.exact_on_policy=false"),
         (["policy.router_replay.enabled=true"], "recorded experts", "policy.router_replay.enabled=false"),
         (["policy.sequence_packing.enabled=false"], "padded rows", "policy.sequence_packing.enabled=true"),
         (["policy.dtensor_cfg.lora_cfg.enabled=true"], "adapters switched off", "policy.dtensor_cfg.lora_cfg.enabled=false"),
@@ -457,4 +456,4 @@ def test_a_deterministic_run_is_warned_of_turns_that_come_when_environments_answ
 
     turns = "grpo.max_rollout_turns=3"
     assert warned(turns)
-    assert not warned() and not warned(turns, VLLM) and not warned(turns, "policy.exact_on_policy=true")
+    assert not warned() and not warned(turns, VLLM)

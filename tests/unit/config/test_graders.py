@@ -10,8 +10,8 @@ import pytest
 from strop.base_config import validate_section
 from strop.config.load.evaluated_run import load_evaluated_run
 from strop.config.schema.graders import assign_graders
-from strop.data.builtin import all_sets
-from strop.data.builtin.builtin_dataset import BuiltinDataset, Grader
+from strop.data import builtin_sets
+from strop.data.builtin_dataset import BuiltinDataset, Grader
 from strop.data.data_config import DataEntryConfig
 from strop.environments.environment_config import EnvironmentConfig
 from strop.runs.tasks import make_mixture
@@ -28,7 +28,7 @@ def sets(monkeypatch: pytest.MonkeyPatch) -> None:
         "plain": BuiltinDataset("owner/plain"),
     }
     for name, entry in known.items():
-        monkeypatch.setitem(all_sets.BUILTIN_DATASETS, name, entry)  # type: ignore[arg-type]
+        monkeypatch.setitem(builtin_sets.BUILTIN_DATASETS, name, entry)  # type: ignore[arg-type]
 
 
 def grade(name: str | None, env: dict[str, dict[str, Any]], env_name: str | None = None) -> tuple[str | None, Any]:

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
-from strop.data.builtin.builtin_dataset import BuiltinDataset
-from strop.data.builtin.image_sets import IMAGE_SETS
-from strop.data.builtin.math_training_sets import MATH_TRAINING_SETS
-from strop.data.builtin.recorded_sets import PREFERENCE_SETS, RECORDED_SETS
+from strop.data.builtin_dataset import BuiltinDataset
+from strop.data.builtin_sets import BUILTIN_DATASETS, IMAGE_SETS, MATH_TRAINING_SETS, PREFERENCE_SETS, RECORDED_SETS
 from strop.data.recorded.examples import conversations, preferences, unpaired_preferences
 from strop.data.sources.files import is_url
 from strop.data.sources.in_memory import ListRecords

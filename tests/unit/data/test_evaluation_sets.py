@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
-from strop.data.builtin.choice_sets import CHOICE_ALIASES, MMLU_LANGUAGES, REPORTED_CHOICES
-from strop.data.builtin.math_evaluation_sets import MATH_ALIASES, REPORTED
-from strop.data.builtin.wordings import BOXED, BOXED_LIST, word_choice
+from strop.data.builtin_sets import (
+    BOXED,
+    BOXED_LIST,
+    BUILTIN_DATASETS,
+    CHOICE_ALIASES,
+    MATH_ALIASES,
+    MMLU_LANGUAGES,
+    REPORTED,
+    REPORTED_CHOICES,
+    word_choice,
+)
 
 PAGE = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text(encoding="utf-8")
 WORDINGS = {

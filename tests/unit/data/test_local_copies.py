@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
+from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.recorded.examples import conversations
 from strop.data.sources import hub
 from strop.data.sources.local_copies import find_copy

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.algorithms.preference.dpo import DPO
-from strop.algorithms.supervised.reward_model import RewardModel
+from strop.algorithms.preference.referenced import DPO
+from strop.algorithms.supervised import RewardModel
 from strop.data.splitting import select_rollouts, split_micro_batches
 from strop.types import Batch, Group, Rollout, observation_turn
 from support.recorded import pair_shapes, recorded_group, recorded_turn, with_prompt

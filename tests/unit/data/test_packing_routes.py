@@ -13,7 +13,7 @@ from strop.data.packing import pack
 from strop.data.splitting import select_rollouts, split_micro_batches
 from strop.gateway.agent_session import add_turns
 from strop.gateway.exchange import Exchange
-from strop.models.routing.router_replay_config import NO_ROUTE, ROUTES
+from strop.models.routing.router_config import NO_ROUTE, ROUTES
 from strop.types import Batch, Group, Rollout, Turn, observation_turn
 from support.packed import history
 from support.rollouts import make_agent_groups, make_group, make_rollout, sampled_turn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strop.config import EvalRunConfig, load_config
-from strop.data.builtin.builtin_dataset import BuiltinDataset
+from strop.data.builtin_dataset import BuiltinDataset
 from strop.data.data_config import DataEntryConfig
 from strop.data.prompt_template import PromptTemplate, parse_prompt_template
 from strop.data.sources import source

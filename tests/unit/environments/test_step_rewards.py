@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from strop.algorithms.base import Plan
-from strop.algorithms.policy_gradient.process.process_supervision import StepRelative
+from strop.algorithms.policy_gradient.turn_credit import StepRelative
 from strop.data.sources.source import DataSource
 from strop.environments.arithmetic import Arithmetic
 from strop.environments.base import Environment, EnvironmentConfigError, reward

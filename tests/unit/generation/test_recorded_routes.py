@@ -11,7 +11,7 @@ from torch import Tensor
 from strop.generation.torch.model_runner import RecomputeRunner
 from strop.models.network import Network
 from strop.models.routing.recorded_experts import RecordedRoutes
-from strop.models.routing.router_replay_config import NO_ROUTE, ROUTES
+from strop.models.routing.router_config import NO_ROUTE, ROUTES
 from strop.sampling import Sampling
 from support.each import each
 from support.models import build

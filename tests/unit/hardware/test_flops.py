@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from strop.hardware import PassCounts, training_flops, windows_of
-from strop.models.fit.decoder_dimensions import UnknownDimensions, dimensions_of
+from strop.models.decoder_dimensions import UnknownDimensions, dimensions_of
 
 SIZES = {
     "hidden_size": 64,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strop.learner.torch.activation_memory import ActivationOffload, checkpoint_layers, spread
-from strop.models.layers.decoder_layers import decoder_layers
+from strop.models.layers.known_code import decoder_layers
 from strop.models.network import Network, probe_batch
 from strop.sampling import Sampling
 from support.learners import make_torch_learner

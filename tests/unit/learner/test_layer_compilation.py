@@ -18,9 +18,9 @@ from strop.learner.torch import layer_compilation
 from strop.learner.torch.layer_compilation import choose_layer_compilation, find_obstacle
 from strop.learner.torch.scorer import copy_frozen
 from strop.models.layers.compiled_layers import CompiledLayers, find_compiled_layers, keep_cache, use_learner_layers
-from strop.models.layers.decoder_layers import decoder_layers
+from strop.models.layers.known_code import decoder_layers
 from strop.models.network import Network, probe_batch
-from strop.models.value_head import ValueHead
+from strop.models.value_network import ValueHead
 from strop.sampling import Sampling
 from support.learners import make_torch_learner
 from support.models import VOCABULARY, build, copy_gradients, largest_difference

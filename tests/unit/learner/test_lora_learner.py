@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strop.algorithms.kl import REFERENCE_LOGPROBS
-from strop.algorithms.supervised.sft import SFT
+from strop.algorithms.supervised import SFT
 from strop.checkpointing.base import RunState
 from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
 from strop.learner.torch.learner import TorchLearner

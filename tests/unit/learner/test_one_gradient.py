@@ -19,16 +19,12 @@ from torch import Tensor
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.corrections.divergence_rejection import DivergenceRejection
-from strop.algorithms.policy_gradient.corrections.importance import Importance
-from strop.algorithms.policy_gradient.corrections.rejection import GeometricRejection
-from strop.algorithms.policy_gradient.corrections.truncated import Tis
-from strop.algorithms.policy_gradient.objectives.clip_cov import CovarianceClip
-from strop.algorithms.policy_gradient.optimal_token_baseline import OptimalTokenBaseline
-from strop.algorithms.policy_gradient.top_entropy import TopEntropy
+from strop.algorithms.policy_gradient.baselines import OptimalTokenBaseline
+from strop.algorithms.policy_gradient.corrections import DivergenceRejection, GeometricRejection, Importance, Tis
+from strop.algorithms.policy_gradient.entropy import CovarianceClip, TopEntropy
+from strop.algorithms.policy_gradient.group_credit import DecoupledRewards
+from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.data.splitting import split_mini_batches
 from strop.models.network import Network
 from strop.sampling import Sampling

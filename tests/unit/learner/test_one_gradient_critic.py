@@ -15,16 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES, Algorithm, LossFn
-from strop.algorithms.critic.gae import VALUES, Gae
-from strop.algorithms.critic.ppo import PPO
-from strop.algorithms.critic.vapo import VAPO
-from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation, ReverseKl
-from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
+from strop.algorithms.critic import PPO, VALUES, VAPO, Gae
+from strop.algorithms.distillation import TEACHER_CANDIDATES, TEACHER_LOGPROBS, Distillation, ReverseKl, TopKDistillation
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.data.splitting import split_micro_batches
 from strop.models.network import Network
-from strop.models.value_head import ScalarHead, ValueHead
-from strop.models.value_network import ValueNetwork
+from strop.models.value_network import ScalarHead, ValueHead, ValueNetwork
 from strop.sampling import Sampling
 from strop.types import Batch, Group
 from support.drawn import check_draws

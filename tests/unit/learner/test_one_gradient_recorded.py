@@ -17,10 +17,10 @@ from torch import Tensor
 
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.algorithms.catalogue import all_algorithms
-from strop.algorithms.preference.dpo import DPO
-from strop.algorithms.preference.online.online_dpo import OnlineDPO
-from strop.algorithms.preference.unpaired.kto import KTO
-from strop.algorithms.supervised.sft import SFT
+from strop.algorithms.preference.online_dpo import OnlineDPO
+from strop.algorithms.preference.referenced import DPO
+from strop.algorithms.preference.unpaired import KTO
+from strop.algorithms.supervised import SFT
 from strop.models.network import Network
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling

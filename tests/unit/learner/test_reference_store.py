@@ -15,8 +15,8 @@ from torch import Tensor
 
 from strop.algorithms.base import Outputs
 from strop.algorithms.kl import REFERENCE_LOGPROBS
-from strop.algorithms.preference.dpo import DPO
-from strop.algorithms.preference.unpaired.kto import KTO
+from strop.algorithms.preference.referenced import DPO
+from strop.algorithms.preference.unpaired import KTO
 from strop.learner.client import LogprobColumn
 from strop.learner.torch.reference_store import (
     GROUPS_PER_PACK,

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES
-from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
-from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
+from strop.algorithms.distillation import TEACHER_CANDIDATES, TEACHER_LOGPROBS, Distillation, TopKDistillation
 from strop.learner.base import ColumnSource
 from strop.learner.client import AsyncColumnSource
 from strop.learner.torch.scorer import NetworkScorer, offload

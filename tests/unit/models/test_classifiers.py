@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.algorithms.supervised.reward_model import RewardModel
+from strop.algorithms.supervised import RewardModel
 from strop.models.classifiers import load_classifier, set_pad_token
 from strop.models.loading import ModelNotFound, find_stop_token_ids, load_tokenizer
 from strop.models.value_network import ValueNetwork, get_score_layer

@@ -18,7 +18,7 @@ from strop.checkpointing.saved_model import SavedModel
 from strop.models.adapters import WEIGHTS_FILE, merge_adapters
 from strop.models.classifiers import load_classifier
 from strop.models.export import ConversionError
-from strop.models.fit.damaged_weights import DamagedWeights
+from strop.models.load_report import DamagedWeights
 from strop.models.loading import load_model
 from support.models import build
 from support.sweep import one_in

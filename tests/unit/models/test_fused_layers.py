@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.models.layers.fused_layers import _ATTENTION, FusedLayers, enable_fused_layers
-from strop.models.layers.known_code import find_form
-from strop.models.layers.rms_norm import rms_norm_spec
+from strop.models.layers.known_code import find_form, rms_norm_spec
 from strop.models.network import Network, probe_batch
 from strop.sampling import Sampling
 from strop.types import Batch

@@ -17,7 +17,7 @@ from strop.checkpointing.saved_model import find_saved_model
 from strop.models.adapters import WEIGHTS_FILE, merge_adapters
 from strop.models.classifiers import load_classifier
 from strop.models.export import load_saved_model
-from strop.models.fit.load_report import WeightsDoNotFit, find_not_finite
+from strop.models.load_report import WeightsDoNotFit, find_not_finite
 from strop.models.loading import load_model
 from support.models import build
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from strop.algorithms.critic.gae import RETURNS, VALUES
-from strop.algorithms.critic.ppo import PPO
+from strop.algorithms.critic import PPO, RETURNS, VALUES
 from strop.learner.torch.learner import TorchLearner
 from strop.models.network import Network
-from strop.models.value_head import ScalarHead, ValueHead
+from strop.models.value_network import ScalarHead, ValueHead
 from strop.sampling import Sampling
 from strop.types import Batch
 from support.learners import make_torch_learner

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.algorithms.supervised.reward_model import RewardModel
-from strop.algorithms.supervised.sft import SFT
+from strop.algorithms.supervised import SFT, RewardModel
 from strop.models.value_network import ValueNetwork, apply_score_layer, get_score_layer
 from strop.sampling import Sampling
 from strop.types import Batch, Group

@@ -14,8 +14,7 @@ from torch import Tensor
 from strop.data.packing import pack
 from strop.data.splitting import split_micro_batches
 from strop.models.network import Network
-from strop.models.vision.rope_positions import row_positions
-from strop.models.vision.vision_tower import freeze_tower
+from strop.models.vision.vision_tower import freeze_tower, row_positions
 from strop.sampling import Sampling
 from strop.types import Batch, Branch, Group, Turn, observation_turn
 from support.learners import make_torch_learner

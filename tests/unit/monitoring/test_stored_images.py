@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.data.images.drawn_questions import Drawing
+from strop.data.images.drawn_rows import Drawing
 from strop.monitoring.rollout_store.rollout_record import list_images, make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.stored_images import image_name

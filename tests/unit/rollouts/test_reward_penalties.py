@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from strop.algorithm_factory import make_algorithm
-from strop.algorithms.policy_gradient.process.turn_advantages import make_turn_advantages
+from strop.algorithms.policy_gradient.turns import make_turn_advantages
 from strop.base_config import validate_section
 from strop.data.packing import pack
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig

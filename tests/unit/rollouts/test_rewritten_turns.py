@@ -20,9 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.algorithms.base import Algorithm
-from strop.algorithms.preference.dpo import DPO
-from strop.algorithms.supervised.reward_model import RewardModel
-from strop.algorithms.supervised.sft import SFT
+from strop.algorithms.preference.referenced import DPO
+from strop.algorithms.supervised import SFT, RewardModel
 from strop.data.packing import pack
 from strop.data.recorded.examples import Conversation, Preference
 from strop.models.chat_template import ChatTemplate, _warn_of_mode

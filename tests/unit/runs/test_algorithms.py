@@ -13,28 +13,17 @@ import pytest
 from strop.algorithm_factory import AlgorithmSetting, find_algorithm, format_algorithm, make_algorithm
 from strop.algorithms.base import Algorithm, Plan
 from strop.algorithms.catalogue import all_algorithms
-from strop.algorithms.critic.gae import Gae
-from strop.algorithms.critic.ppo import PPO
-from strop.algorithms.critic.vapo import VAPO
-from strop.algorithms.distillation.distillation import Distillation, ReverseKl
-from strop.algorithms.distillation.topk_distillation import TopKDistillation
+from strop.algorithms.critic import PPO, VAPO, Gae
+from strop.algorithms.distillation import Distillation, ReverseKl, TopKDistillation
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.advantages.dapo import DAPO
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip, GroupRelative
-from strop.algorithms.policy_gradient.advantages.reinforce import Reinforce
-from strop.algorithms.policy_gradient.advantages.reinforce_pp import ReinforcePP
-from strop.algorithms.policy_gradient.advantages.rloo import LeaveOneOut
-from strop.algorithms.policy_gradient.corrections.importance import Importance
-from strop.algorithms.policy_gradient.corrections.masked import Icepop
-from strop.algorithms.policy_gradient.corrections.sequence_mask import SequenceMaskTis
-from strop.algorithms.policy_gradient.corrections.truncated import Tis
-from strop.algorithms.policy_gradient.objectives.cispo import ClippedWeight
-from strop.algorithms.policy_gradient.objectives.gspo import GSPO, SequenceClip
-from strop.algorithms.policy_gradient.overlong import SoftOverlong
-from strop.algorithms.policy_gradient.top_entropy import TopEntropy
-from strop.algorithms.preference.dpo import DPO
-from strop.algorithms.supervised.reward_model import RewardModel
-from strop.algorithms.supervised.sft import SFT
+from strop.algorithms.policy_gradient.baselines import LeaveOneOut, Reinforce, ReinforcePP
+from strop.algorithms.policy_gradient.corrections import Icepop, Importance, SequenceMaskTis, Tis
+from strop.algorithms.policy_gradient.entropy import TopEntropy
+from strop.algorithms.policy_gradient.grpo import DAPO, GRPO, Clip, GroupRelative, SoftOverlong
+from strop.algorithms.policy_gradient.sequence_objectives import GSPO, SequenceClip
+from strop.algorithms.policy_gradient.token_objectives import ClippedWeight
+from strop.algorithms.preference.referenced import DPO
+from strop.algorithms.supervised import SFT, RewardModel
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.runs.algorithm.run_algorithm import collect_settings, make_recorded_algorithm, make_rollout_algorithm
@@ -130,8 +119,8 @@ def test_a_mapping_of_numbers_is_no_part() -> None:
     [
         ("gprpo", {}, "algorithm.name: 'gprpo' is neither one of Strop's algorithms nor module:Class; did you mean 'grpo'?"),
         ("GRPO", {}, "there are: alphapo"),
-        ("strop.algorithms.policy_gradient.advantages.grpo:GRPPO", {}, "has no 'GRPPO'; did you mean 'GRPO'?"),
-        ("strop.algorithms.policy_gradient.advantages.grpo:GroupRelative", {}, "is not a subclass of strop"),
+        ("strop.algorithms.policy_gradient.grpo:GRPPO", {}, "has no 'GRPPO'; did you mean 'GRPO'?"),
+        ("strop.algorithms.policy_gradient.grpo:GroupRelative", {}, "is not a subclass of strop"),
         ("strop.algorithms.policy_gradient.base:PolicyGradient", {}, "needs advantage, objective"),
         ("strop.algorithms.preference.base:PairwisePreference", {},
          "does not define pair_loss, which every algorithm must define"),
@@ -165,7 +154,7 @@ def test_what_cannot_be_made_is_refused_by_its_key(name: str, kwargs: Mapping[st
 
 OUTSIDE = """
 from dataclasses import dataclass
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO
+from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.algorithms.policy_gradient.parts import Advantage
 
 @dataclass(frozen=True, kw_only=True)
@@ -441,7 +430,7 @@ def test_flat_keys_that_an_algorithm_has_no_use_for_are_refused(section: str, ov
 
 
 def test_an_algorithm_from_outside_is_warned_about_flat_keys_it_has_no_fields_for() -> None:
-    name = "strop.algorithms.supervised.sft:SFT"
+    name = "strop.algorithms.supervised:SFT"
     settings = [
         AlgorithmSetting("loss_fn.beta", "beta", 0.1),
         AlgorithmSetting("loss_fn.aggregation", "aggregation", "sequence_mean"),
@@ -458,9 +447,9 @@ def test_an_algorithm_from_outside_is_not_warned_about_a_key_that_is_off() -> No
     off = AlgorithmSetting("loss_fn.reference_policy_kl_penalty", "kl.weight", 0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make_algorithm("strop.algorithms.supervised.sft:SFT", {}, [off])
+        make_algorithm("strop.algorithms.supervised:SFT", {}, [off])
     with pytest.warns(UserWarning, match="loss_fn.reference_policy_kl_penalty; this key has no effect"):
-        make_algorithm("strop.algorithms.supervised.sft:SFT", {}, [replace(off, value=0.1)])
+        make_algorithm("strop.algorithms.supervised:SFT", {}, [replace(off, value=0.1)])
 
 
 # --- what does not fit a run ---------------------------------------------------------------------------------------------------------

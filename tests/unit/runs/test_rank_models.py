@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from loop.tiny import build_tiny
 from strop.algorithms.base import CANDIDATES
-from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
-from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
+from strop.algorithms.distillation import TEACHER_CANDIDATES, TEACHER_LOGPROBS
 from strop.config import TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS, DistillationRunConfig
 from strop.distributed.workers.column_shards import ColumnShard, merge_columns

@@ -15,7 +15,7 @@ from strop.config.schema.run_config import TRAINING_RUNS
 from strop.distributed.placement import plan_devices
 from strop.distributed.workers.learner_worker import PolicyInfo
 from strop.distributed.workers.remote_engine import RemoteEngine
-from strop.generation.synced_generator import SyncedGenerator
+from strop.generation.pool import SyncedGenerator
 from strop.runs.cluster.ray_backend import RayBackend
 from strop.runs.engines import GeneratorSpec
 from strop.sampling import Sampling

@@ -13,9 +13,9 @@ import pytest
 
 from loop.fakes import Recorder
 from strop.algorithms.base import Algorithm
-from strop.algorithms.preference.dpo import DPO
-from strop.algorithms.preference.unpaired.kto import KTO
-from strop.algorithms.supervised.sft import SFT
+from strop.algorithms.preference.referenced import DPO
+from strop.algorithms.preference.unpaired import KTO
+from strop.algorithms.supervised import SFT
 from strop.config import RecordedRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.data.sources.records import DataError

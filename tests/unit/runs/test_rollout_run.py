@@ -13,7 +13,7 @@ import pytest
 
 from loop.fakes import FakeLearner, Recorder
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip, GroupRelative
+from strop.algorithms.policy_gradient.grpo import GRPO, Clip, GroupRelative
 from strop.checkpointing.base import RunState
 from strop.config import GrpoRunConfig, load_config
 from strop.environments.base import EnvironmentConfigError

@@ -13,21 +13,19 @@ import torch
 
 from loop.fakes import Recorder
 from strop.algorithms.base import SQUARED_PROBS, Algorithm
-from strop.algorithms.critic.gae import VALUES
-from strop.algorithms.critic.ppo import PPO
-from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
+from strop.algorithms.critic import PPO, VALUES
+from strop.algorithms.distillation import TEACHER_LOGPROBS, Distillation
 from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO
-from strop.algorithms.policy_gradient.optimal_token_baseline import OptimalTokenBaseline
-from strop.algorithms.preference.dpo import DPO
-from strop.algorithms.preference.reference_free.simpo import SimPO
+from strop.algorithms.policy_gradient.baselines import OptimalTokenBaseline
+from strop.algorithms.policy_gradient.grpo import GRPO
+from strop.algorithms.preference.reference_free import SimPO
+from strop.algorithms.preference.referenced import DPO
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.learner.client import POLICY_ENTROPY
 from strop.learner.torch.learner import TorchLearner
-from strop.models.value_head import ValueHead
-from strop.models.value_network import ValueNetwork
+from strop.models.value_network import ValueHead, ValueNetwork
 from strop.runs.backend import LocalBackend
 from strop.runs.models import LoadedPolicy, load_policy, make_learners, make_trained_networks
 from strop.runs.scorers import make_columns

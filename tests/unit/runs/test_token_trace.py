@@ -13,21 +13,17 @@ from torch import Tensor
 from strop import metrics
 from strop.algorithms.base import CANDIDATES, SQUARED_PROBS, Algorithm, Outputs, TokenOutputs, ValueOutputs
 from strop.algorithms.catalogue import all_algorithms
-from strop.algorithms.critic.ppo import PPO
-from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
+from strop.algorithms.critic import PPO
+from strop.algorithms.distillation import TEACHER_CANDIDATES
 from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip
-from strop.algorithms.policy_gradient.corrections.importance import Importance
-from strop.algorithms.policy_gradient.corrections.rejection import GeometricRejection
-from strop.algorithms.policy_gradient.corrections.truncated import Tis
-from strop.algorithms.policy_gradient.objectives.clip_cov import CovarianceClip
-from strop.algorithms.policy_gradient.top_entropy import TopEntropy
-from strop.algorithms.preference.dpo import DPO
-from strop.algorithms.preference.online.online_dpo import OnlineDPO
-from strop.algorithms.supervised.reward_model import RewardModel
-from strop.algorithms.supervised.sft import SFT
+from strop.algorithms.policy_gradient.corrections import GeometricRejection, Importance, Tis
+from strop.algorithms.policy_gradient.entropy import CovarianceClip, TopEntropy
+from strop.algorithms.policy_gradient.group_credit import DecoupledRewards
+from strop.algorithms.policy_gradient.grpo import GRPO, Clip
+from strop.algorithms.preference.online_dpo import OnlineDPO
+from strop.algorithms.preference.referenced import DPO
+from strop.algorithms.supervised import SFT, RewardModel
 from strop.data.splitting import split_mini_batches
 from strop.metrics import Metrics
 from strop.monitoring.rollout_store.token_columns import TokenColumns

@@ -13,8 +13,8 @@ from loop.tiny import tiny_tokenizer
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO
-from strop.algorithms.policy_gradient.advantages.reinforce import REINFORCE
+from strop.algorithms.policy_gradient.baselines import REINFORCE
+from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.environments.base import reward
 from strop.learner.client import LogprobColumn, PolicyColumns
 from strop.stopping import EarlyStop

@@ -14,12 +14,12 @@ from strop import metrics
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.functional import aggregate
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.corrections.truncated import Tis
-from strop.algorithms.policy_gradient.objectives.clip_cov import CovarianceClip
+from strop.algorithms.policy_gradient.corrections import Tis
+from strop.algorithms.policy_gradient.entropy import CovarianceClip
+from strop.algorithms.policy_gradient.grpo import GRPO, Clip
 from strop.algorithms.policy_gradient.parts import Correction, Objective
-from strop.algorithms.preference.dpo import DPO
+from strop.algorithms.preference.referenced import DPO
 from strop.trainer.loss_check import check_loss
 from strop.types import Batch
 from support.recorded import random_groups

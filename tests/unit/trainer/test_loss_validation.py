@@ -13,10 +13,9 @@ from torch import Tensor
 
 from strop.algorithms.base import Algorithm, Outputs
 from strop.algorithms.kl import REFERENCE_LOGPROBS
-from strop.algorithms.preference.dpo import DPO
-from strop.algorithms.preference.unpaired.kto import KTO
-from strop.algorithms.supervised.reward_model import RewardModel
-from strop.algorithms.supervised.sft import SFT
+from strop.algorithms.preference.referenced import DPO
+from strop.algorithms.preference.unpaired import KTO
+from strop.algorithms.supervised import SFT, RewardModel
 from strop.learner.client import LogprobColumn
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer

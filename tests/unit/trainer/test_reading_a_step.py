@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[3] / "src/strop"
 FILES = {  # what a step calls in it
     "trainer/train.py": {"train", "collect"},
     "algorithms/policy_gradient/base.py": {"keep", "advantages", "token_credit", "prepare_step", "zero_gradient", "loss"},
-    "algorithms/policy_gradient/advantages/grpo.py": {"GroupRelative", "Clip", "GRPO"},
+    "algorithms/policy_gradient/grpo.py": {"GroupRelative", "Clip", "GRPO"},
     "data/packing.py": {"pack"},
     "trainer/update.py": {"update"},
 }

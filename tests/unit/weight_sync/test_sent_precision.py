@@ -9,8 +9,7 @@ import torch
 
 from strop.generation.quantized_rollouts import PlannedPrecision
 from strop.models.quantization.number_format import FP8_BLOCK, MXFP8, NVFP4, round_trip
-from strop.models.quantization.packed_matrices import unpack
-from strop.models.quantization.quantization_plan import make_plan
+from strop.models.quantization.quantization_plan import make_plan, unpack
 from strop.weight_sync.base import Manifest
 from strop.weight_sync.exporter import BlockingExporter
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros

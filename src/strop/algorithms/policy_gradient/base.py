@@ -9,13 +9,16 @@ from strop import metrics
 from strop.algorithms.base import Plan, TokenOutputs
 from strop.algorithms.functional import aggregate, sequence_sum, varies
 from strop.algorithms.loss_terms import LossTerm, LossTerms, add_terms
-from strop.algorithms.policy_gradient.composition import Composition, split_terms
-from strop.algorithms.policy_gradient.composition_checks import check_composition
-from strop.algorithms.policy_gradient.corrections import step_weights
-from strop.algorithms.policy_gradient.part_checks import check_per_token
-from strop.algorithms.policy_gradient.parts import GroupRewards
-from strop.algorithms.policy_gradient.rewards import compared_rewards, rewards_by_name, shape_rewards, subtract_kl
-from strop.algorithms.policy_gradient.sequence_error import mask_sequence_errors
+from strop.algorithms.policy_gradient import step_weights
+from strop.algorithms.policy_gradient.composition import Composition, check_composition, split_terms
+from strop.algorithms.policy_gradient.parts import GroupRewards, check_per_token
+from strop.algorithms.policy_gradient.rewards import (
+    compared_rewards,
+    mask_sequence_errors,
+    rewards_by_name,
+    shape_rewards,
+    subtract_kl,
+)
 from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch, Group

@@ -1,11 +1,11 @@
-"""Base classes of losses over preference pairs: log-probabilities of completions, an SFT term and metrics.
+"""Losses over preference pairs: the base class, and the functions that such losses share.
 
 A pair is a group of two rollouts, the chosen and the rejected completion. A pair loss compares one number h of each:
 
     h(y) = sum over the loss tokens of y of log pi(token) - log pi_ref(token)
     loss = preference_weight x mean over pairs of pair_loss(h(chosen), h(rejected)) + sft_weight x -log pi(chosen)
 
-With ``average_log_probs``, h is the mean over those tokens; without a reference (see ``referenced``), it is computed from log pi only.
+With ``average_log_probs``, h is the mean over those tokens; without a reference, it is computed from log pi only.
 """
 
 from __future__ import annotations
@@ -18,10 +18,41 @@ from strop import metrics
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.algorithms.functional import RELATIVE_ROUNDING, sequence_mean, sequence_sum
 from strop.algorithms.loss_terms import LossTerm, LossTerms, add_terms, sum_tokens
-from strop.algorithms.preference.pairs import mean_over_pairs, pair_advantages, view_as_pairs
 from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch, Group
+
+
+def view_as_pairs(values: Tensor, batch: Batch) -> Tensor:
+    """View a column of rollouts [S] as pairs [P, 2]. Raises ValueError if a group does not have two rollouts."""
+    group = batch.group
+    if len(group) % 2 or not torch.equal(group[0::2], group[1::2]) or bool((group[1:-1:2] == group[2::2]).any()):
+        raise ValueError(
+            "a loss over pairs got a group that does not have two rollouts; a learner must not split a group (whole_groups), and a "
+            "preference has one chosen and one rejected completion"
+        )
+    return values.view(-1, 2)
+
+
+def mean_over_pairs(values: Tensor, batch: Batch) -> Tensor:
+    """Return the contribution of these pairs [P] to the mean over all pairs of the optimizer step."""
+    return values.sum() / max(batch.totals.groups, 1)
+
+
+def mean_over_rollouts(values: Tensor, batch: Batch) -> Tensor:
+    """Return the contribution of these rollouts [S] to the mean over all rollouts of the optimizer step."""
+    return values.sum() / max(batch.totals.sequences, 1)
+
+
+def pair_advantages(group: Group) -> Tensor:
+    """Return placeholder advantages, [2], which the loss does not use. Raises ValueError if the group does not have two rollouts."""
+    if len(group.rollouts) != 2:
+        raise ValueError(
+            f"{group.task.id}: found a group of {len(group.rollouts)} rollouts, but this algorithm needs two: a preference pair, or a "
+            "desirable or undesirable completion and an unrelated one"
+        )
+    return torch.ones(2, dtype=torch.float64)
+
 
 SFT_WEIGHT = "sft_weight"  # a batch column, [N] float64: the weight of a token's log-probability in the SFT term
 

@@ -119,11 +119,11 @@ def check_environments(config: RolloutRunConfig | EvalRunConfig) -> Problems:
 
 
 def _explain_unknown_set(name: str | None) -> str:
-    from strop.data.builtin.all_sets import BUILTIN_DATASETS
+    from strop.data.builtin_sets import BUILTIN_DATASETS
     from strop.data.sources.dataset_class import is_dataset_class
     from strop.data.sources.records import DataError
+    from strop.data.sources.shards import is_pattern
     from strop.data.sources.source import check_hub_name, is_local
-    from strop.data.sources.streaming.file_shards import is_pattern
 
     if name is None or name in BUILTIN_DATASETS or is_local(name) or is_pattern(name) or is_dataset_class(name):
         return ""

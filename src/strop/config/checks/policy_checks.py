@@ -14,6 +14,7 @@ from strop.config.schema.run_config import (
     list_trained_models,
 )
 from strop.learner.model_config import ModelConfig
+from strop.learner.policy_extension import fixes_order
 from strop.problems import Problem
 
 Problems = Iterator[Problem]
@@ -101,19 +102,6 @@ def check_chosen_device(config: TrainingRunConfig, device: str) -> Problems:
         yield from check_engine_device(config, device)
 
 
-def check_one_process(config: TrainingRunConfig) -> Problems:
-    """Shapes are compared in the process that computes with them, but those of sharded weights never are."""
-    if not isinstance(config, RolloutRunConfig) or not config.policy.exact_on_policy:
-        return
-    if count_devices(config).uses_ray:
-        yield Problem(
-            "policy.exact_on_policy",
-            "found true, but the learner of this run is in separate processes (Ray), and only a learner and engine in one process are "
-            "known to agree to the last bit",
-            "Set cluster.backend=local on one device, or policy.exact_on_policy=false.",
-        )
-
-
 def check_order_of_events(config: TrainingRunConfig) -> Problems:
     """``policy.deterministic`` concerns kernels; the order of events still depends on the speed of rollouts."""
     if not isinstance(config, RolloutRunConfig) or not config.policy.deterministic:
@@ -133,14 +121,14 @@ def warn_order_of_turns(config: TrainingRunConfig) -> Problems:
     if not isinstance(config, RolloutRunConfig) or not config.policy.deterministic:
         return
     policy, training = config.policy, config.rollout_training
-    if policy.generation.uses_engines or policy.device == "cpu" or policy.exact_on_policy:
+    if policy.generation.uses_engines or policy.device == "cpu" or fixes_order(policy):
         return
     if training.max_rollout_turns > 1:
         yield Problem(
             "policy.deterministic",
             "on a GPU the last bits of a token depend on its batch in the torch engine, and so on when environments answer between "
             "turns: two runs are equal only if their environments answer in the same order",
-            "policy.exact_on_policy=true computes a token bit-identically in any batch.",
+            "An order of additions that does not depend on the batch is in the docs on performance (Bit for bit).",
         )
 
 

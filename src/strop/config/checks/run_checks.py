@@ -108,7 +108,6 @@ ERROR_CHECKS: Mapping[str, tuple[Check, ...]] = {  # section -> its rules
         policy_checks.check_token_budget,
         policy_checks.check_lengths,
         policy_checks.check_engine_device,
-        policy_checks.check_one_process,
         policy_checks.check_order_of_events,
         policy_checks.check_measured_budget,
         cluster_checks.check_one_learner,

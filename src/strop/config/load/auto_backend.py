@@ -18,7 +18,7 @@ from strop.config.schema.run_config import (
     TrainingRunConfig,
     generation_section,
 )
-from strop.generation.auto_engine import AutoEngine
+from strop.generation.engine_config import AutoEngine
 from strop.problems import Problem
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)

@@ -15,7 +15,7 @@ from strop.config.schema.graders import assign_graders
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.source import yaml_text
 from strop.config.source.yaml_source import OVERRIDE, get_at, merge_sections, read_config_file
-from strop.data.builtin.builtin_dataset import Purpose
+from strop.data.builtin_dataset import Purpose
 from strop.data.data_config import split_names
 from strop.data.prompt_template import AUTO_PROMPT
 from strop.problems import ConfigError, Problem

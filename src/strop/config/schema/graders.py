@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from strop.data.builtin.builtin_dataset import Grader
+from strop.data.builtin_dataset import Grader
 from strop.data.data_config import DataEntryConfig
 from strop.environments.environment_config import EnvironmentConfig
 
@@ -25,7 +25,7 @@ def assign_graders(
     grader's type. Otherwise a built-in set is graded as usually reported, with its grader's options overridden by those of an
     alias of the same type.
     """
-    from strop.data.builtin.all_sets import BUILTIN_DATASETS  # several hundred sets, of which a run rarely names one
+    from strop.data.builtin_sets import BUILTIN_DATASETS  # several hundred sets, of which a run rarely names one
 
     graded: list[Entry] = []
     known = dict(env)

@@ -186,7 +186,7 @@ class AlgorithmConfig(BaseConfig):
     name: str = Field(
         "grpo",
         min_length=1,
-        description="Name of an algorithm's file in strop/algorithms, or module:Class.",
+        description="Name of one of Strop's algorithms, or module:Class.",
     )
     kwargs: dict[str, Any] = Field(
         default_factory=dict,

@@ -12,7 +12,7 @@ from strop.generation.generation_config import GenerationConfig, UnusedGeneratio
 from strop.learner.learner_config import TORCH, LearnerName
 from strop.learner.model_config import ModelConfig
 from strop.learner.policy_extension import policy_extensions
-from strop.models.routing.router_replay_config import RouterReplayConfig
+from strop.models.routing.router_config import RouterReplayConfig
 from strop.problems import Problem
 
 
@@ -50,13 +50,6 @@ class PolicyConfig(ModelConfig):
         "on the same device; auto does so on GPUs. With the torch engine in the learner's process, only true does, and the policy's "
         "weights stay.",
     )
-    exact_on_policy: bool = Field(
-        False,
-        description="Compute a token's log-probability with the same bits in the engine and in the learner, in both precisions: "
-        "products, attention, norms and activations in a fixed order of additions, independent of the token's neighbours. The ratio of "
-        "an on-policy step is then exactly 1, which every step checks. Costs time (performance). For the torch engine in the learner's "
-        "process.",
-    )
     deterministic: bool = Field(
         False,
         description="Make two equal runs equal to the last bit on GPUs: torch's deterministic algorithms with flash attention's backward "
@@ -80,12 +73,9 @@ class PolicyConfig(ModelConfig):
         yield from self._check_engine_length(f"{key}.generation")
         yield from self._check_router_replay(key)
         yield from self._check_compile(key)
-        if self.exact_on_policy:
-            yield from self._check_exact(key)
         if self.deterministic:
             yield from self._check_deterministic(key)
             yield from self._check_deterministic_engine(key)
-        yield from self._check_exact_float8(key)
 
     def _check_backend(self, key: str) -> Iterator[Problem]:
         for name, section in self.learner_sections.items():
@@ -142,58 +132,11 @@ class PolicyConfig(ModelConfig):
 
     def _check_compile(self, key: str) -> Iterator[Problem]:
         """Yield settings that are incompatible with compiled layers; model and machine are checked on loading."""
-        if self.compile is not True or not self.uses_torch:
-            return
-        for name, switched_on, reason in (
-            (
-                "exact_on_policy",
-                self.exact_on_policy,
-                "computes with operations of a fixed order, and a compiler chooses its own",
-            ),
-            (
-                "router_replay.enabled",
-                self.router_replay.enabled,
-                "passes recorded experts to the layers, which compiled layers do not accept",
-            ),
-        ):
-            if switched_on:
-                yield Problem(
-                    f"{key}.compile",
-                    f"found true, but {key}.{name} {reason}",
-                    f"Set it to auto or false, or {key}.{name}=false.",
-                )
-
-    def _check_exact(self, key: str) -> Iterator[Problem]:
-        """Yield settings that are incompatible with bit-identical results in learner and engine."""
-        if self.generation.uses_vllm and self.device == "cpu":
+        if self.compile is True and self.uses_torch and self.router_replay.enabled:
             yield Problem(
-                f"{key}.exact_on_policy",
-                "found true, but vLLM's batch-invariant mode exists only on GPUs",
-                f"Set {key}.generation.backend=torch, or {key}.exact_on_policy=false.",
-            )
-        if self.generation.uses_extension:
-            yield Problem(
-                f"{key}.exact_on_policy",
-                f"found true, but {self.generation.engine_name}'s agreement with the learner to the last bit has not been tried",
-                f"Set {key}.generation.backend=torch, or {key}.exact_on_policy=false.",
-            )
-        if not self.sequence_packing.enabled:
-            yield Problem(
-                f"{key}.sequence_packing.enabled",
-                "found false, but policy.exact_on_policy reads packed rows: padded ones have no fixed order of additions",
-                f"Set it to true, or {key}.exact_on_policy=false.",
-            )
-        if self.generation.keep_sampling_mask:
-            yield Problem(
-                f"{key}.generation.keep_sampling_mask",
-                "found true, but with policy.exact_on_policy the filters keep the same tokens on both sides without a record of them",
-                f"Set it to false, or {key}.exact_on_policy=false.",
-            )
-        if self.dtensor_cfg.largest_size > 1:
-            yield Problem(
-                f"{key}.exact_on_policy",
-                "found true, but tensor-, context-, pipeline- or expert-parallel ranks add in a different order",
-                f"Set it to false, or these sizes of {key}.dtensor_cfg to 1.",
+                f"{key}.compile",
+                f"found true, but {key}.router_replay.enabled passes recorded experts to the layers, which compiled layers do not accept",
+                f"Set it to auto or false, or {key}.router_replay.enabled=false.",
             )
 
     def _check_deterministic(self, key: str) -> Iterator[Problem]:
@@ -213,26 +156,12 @@ class PolicyConfig(ModelConfig):
                 f"Set {key}.generation.backend=torch, or {key}.deterministic=false.",
             )
 
-    def _check_exact_float8(self, key: str) -> Iterator[Problem]:
-        if self.fp8.enabled and self.exact_on_policy:
-            yield Problem(
-                f"{key}.exact_on_policy",
-                f"found true, but with {key}.fp8.enabled layers multiply in FP8, which has no exact form",
-                f"Set it to false, or {key}.fp8.enabled=false.",
-            )
-
     def warnings(self, key: str) -> Iterator[Problem]:
         yield from super().warnings(key)
         yield from self._warn_unused_batch_size(key)
         if self.fp8.enabled and self.generation.uses_engines:
             found = "the learner multiplies in FP8, and the engine in its own precision"
             yield Problem(f"{key}.fp8.enabled", found, fix_other_rounding(key))
-        if self.exact_on_policy and self.generation.uses_vllm:
-            yield Problem(
-                f"{key}.exact_on_policy",
-                "vLLM samples in its batch-invariant mode (VLLM_BATCH_INVARIANT=1), whose agreement with the learner to the last bit is "
-                "unchecked: train/token_mult_prob_error measures the remaining difference",
-            )
         if self.offload is True and not self.generation.colocated.enabled:
             yield Problem(f"{key}.offload", "it has no effect: the engine has its own devices")
         if self.router_replay.enabled and self.generation.uses_vllm and not self.generation.vllm_cfg.enable_prefix_caching:
@@ -276,7 +205,6 @@ class RecordedPolicyConfig(PolicyConfig):
         yield from self._check_backend(key)
         if self.deterministic:
             yield from self._check_deterministic(key)
-        yield from self._check_exact_float8(key)
 
     def warnings(self, key: str) -> Iterator[Problem]:
         yield from super(PolicyConfig, self).warnings(key)
@@ -285,5 +213,3 @@ class RecordedPolicyConfig(PolicyConfig):
             yield Problem(f"{key}.offload", "it has no effect: a run on recorded data has no engine to make room for")
         if self.router_replay.enabled:
             yield Problem(f"{key}.router_replay.enabled", "it has no effect: recorded data has no experts that an engine chose")
-        if self.exact_on_policy:
-            yield Problem(f"{key}.exact_on_policy", "it has no effect: recorded data has no engine")

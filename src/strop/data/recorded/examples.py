@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
-from strop.data.builtin.builtin_dataset import BuiltinDataset
+from strop.data.builtin_dataset import BuiltinDataset
 from strop.data.messages import first_reply_index, join_text, last_message_text, parse_tools
 from strop.data.recorded.layouts import (
     CompletionPair,
@@ -24,12 +24,12 @@ from strop.data.recorded.layouts import (
     find_unread_keys,
 )
 from strop.data.recorded.raw_text import PackedTexts
-from strop.data.sources.images.image_columns import IMAGES
+from strop.data.sources.image_columns import IMAGES
 from strop.data.sources.records import DataError, Record, Records
 from strop.data.sources.row_readers import keeps_row, select_rows
+from strop.data.sources.shards import StreamedRecord
 from strop.data.sources.source import DataSource, validate_rows, warn_once
-from strop.data.sources.streaming.base import StreamedRecord
-from strop.data.sources.streaming.streamed import StreamedRecords, is_streamed
+from strop.data.sources.streamed import StreamedRecords, is_streamed
 from strop.types import Message, Messages, Task
 
 logger = logging.getLogger(__name__)

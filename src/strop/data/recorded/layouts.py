@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
-from strop.data.builtin.builtin_dataset import BuiltinDataset
+from strop.data.builtin_dataset import BuiltinDataset
+from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.messages import (
     first_reply_index,
     get_text_or_messages,
@@ -23,7 +23,7 @@ from strop.data.messages import (
 )
 from strop.data.prompt_template import PromptTemplate
 from strop.data.recorded.raw_text import TextLayout
-from strop.data.sources.images.image_columns import IMAGES
+from strop.data.sources.image_columns import IMAGES
 from strop.data.sources.records import DataError, Record, Records, get_text, get_value, has_key
 from strop.data.sources.source import DataSource
 from strop.types import Message, system
@@ -159,10 +159,7 @@ class SquadLayout(_ColumnLayout):
             )
         answer = make_completion(get_text(record, "answers.text.0", "output_key", where), (), where)
         prompt = make_prompt(question, replace(template, system=None), self.question.location(where), record.get(IMAGES))
-        return check_conversation(
-            (system(context), *prompt, *answer),
-            self.answers.location(where),
-        )
+        return check_conversation((system(context), *prompt, *answer), self.answers.location(where))
 
 
 @dataclass(frozen=True, kw_only=True)

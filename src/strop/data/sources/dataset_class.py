@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from strop.data.builtin.builtin_dataset import Purpose
+from strop.data.builtin_dataset import Purpose
 from strop.data.sources.in_memory import DatasetRecords, ListRecords, is_dataset
 from strop.data.sources.records import DataError, Record, Records
 from strop.safety.exits import contain_exits

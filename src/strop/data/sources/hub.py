@@ -16,14 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from strop.data.builtin.builtin_dataset import BuiltinDataset
+from strop.data.builtin_dataset import BuiltinDataset
 from strop.data.sources.files import is_url, parse_object
 from strop.data.sources.in_memory import DatasetRecords, ListRecords, holds_media
 from strop.data.sources.local_copies import COPIES_VARIABLE, HUB_ADDRESS, find_copy
 from strop.data.sources.records import DataError, Records
-from strop.data.sources.streaming.iterable_shards import list_shards
-from strop.data.sources.streaming.record_stream import RecordStream
-from strop.data.sources.streaming.streamed import StreamedRecords
+from strop.data.sources.shards import list_shards
+from strop.data.sources.streamed import RecordStream, StreamedRecords
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +41,7 @@ def choose_files(builtin: BuiltinDataset, subset: str | None) -> tuple[str, ...]
 
 
 def open_hub(
-    name: str,
-    subset: str | None,
-    split: str,
-    revision: str | None = None,
-    files: Sequence[str] = (),
-    *,
-    streaming: bool = False,
+    name: str, subset: str | None, split: str, revision: str | None = None, files: Sequence[str] = (), *, streaming: bool = False
 ) -> Records:
     """Open a split of a dataset on the hub, or a file at an address.
 
@@ -193,3 +186,35 @@ def _force_offline() -> Iterator[None]:
     finally:
         for module, value in zip(modules, previous, strict=True):
             module.HF_HUB_OFFLINE = value
+
+
+# Upload a folder to the Hugging Face hub.
+
+
+class HubUploadError(ValueError):
+    """A folder cannot be uploaded; the message says why and what to do."""
+
+
+def require_token() -> None:
+    """Raise HubUploadError if there is no token that allows uploads."""
+    from huggingface_hub import get_token
+
+    if not get_token():
+        raise HubUploadError("--push needs a token of the hub, and there is none: run `hf auth login`, or set HF_TOKEN")
+
+
+def upload_folder(folder: Path, name: str, *, private: bool = False) -> str:
+    """Create the repository ``name`` if it is missing, upload the folder, and return its address. Raises HubUploadError."""
+    from huggingface_hub import HfApi
+
+    require_token()
+    api = HfApi()
+    try:
+        address = api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(folder_path=folder, repo_id=name, commit_message=f"Upload {folder.name}")
+    except Exception as error:  # all network, naming and permission errors end in the same message
+        reason = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0][:300]}"
+        raise HubUploadError(
+            f"{folder} was written and not uploaded to {name}: the hub returned {reason}. Upload it later: hf upload {name} {folder}"
+        ) from error
+    return str(address)

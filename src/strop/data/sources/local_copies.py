@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
+from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.sources.files import is_url
 from strop.data.sources.records import DataError
 

@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
-from strop.data.builtin.builtin_dataset import BuiltinDataset, Condition, Purpose
+from strop.data.builtin_dataset import BuiltinDataset, Condition, Purpose
+from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.sources.files import check_file, iter_csv, open_file, parse_object, refuse_utf16, shorten_path
 from strop.data.sources.hub import choose_files
 from strop.data.sources.in_memory import ListRecords, holds_media
@@ -45,11 +45,7 @@ class FirstRecords(ListRecords):
 
 
 def peek_dataset(
-    name: str,
-    subset: str | None = None,
-    split: str | None = None,
-    purpose: Purpose = "train",
-    revision: str | None = None,
+    name: str, subset: str | None = None, split: str | None = None, purpose: Purpose = "train", revision: str | None = None
 ) -> Peek | None:
     """Return the beginning of a dataset; None for a hub dataset without a local or cached copy. Raises DataError."""
     if name not in BUILTIN_DATASETS and is_local(name):

@@ -13,8 +13,8 @@ from random import Random
 from string import ascii_uppercase
 from typing import Any, Literal, TypeVar, overload
 
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
-from strop.data.builtin.builtin_dataset import BuiltinDataset, Choices, Purpose
+from strop.data.builtin_dataset import BuiltinDataset, Choices, Purpose
+from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.data_config import DataEntryConfig, list_unread_keys
 from strop.data.messages import get_prompt_text, get_text_or_messages, last_message_text
 from strop.data.prompt_template import AUTO_PROMPT, PromptTemplate, parse_prompt_template, read_prompt_file
@@ -27,17 +27,22 @@ from strop.data.sources.dataset_class import (
     open_made_rows,
 )
 from strop.data.sources.files import FILE_SUFFIXES, is_url, open_file
-from strop.data.sources.images.image_columns import IMAGES, ImageColumns, read_images
+from strop.data.sources.image_columns import IMAGES, ImageColumns, read_images
 from strop.data.sources.in_memory import open_rows
-from strop.data.sources.records import DataError, Record, Records, get_text, get_value, has_key
+from strop.data.sources.records import (
+    DataError,
+    Record,
+    Records,
+    get_text,
+    get_value,
+    has_key,
+    is_held_out,
+    split_by_question,
+    stable_hash,
+)
 from strop.data.sources.row_readers import keeps_row, read_rows, select_rows
-from strop.data.sources.split import is_held_out, split_by_question, stable_hash
-from strop.data.sources.streaming.base import StreamedRecord
-from strop.data.sources.streaming.blocks import StreamBlocks
-from strop.data.sources.streaming.file_shards import find_shards, is_pattern
-from strop.data.sources.streaming.iterable_shards import list_shards
-from strop.data.sources.streaming.record_stream import RecordStream
-from strop.data.sources.streaming.streamed import Streamed, StreamedRecords
+from strop.data.sources.shards import StreamedRecord, find_shards, is_pattern, list_shards
+from strop.data.sources.streamed import RecordStream, StreamBlocks, Streamed, StreamedRecords
 from strop.types import Message
 from strop.user_code import suggest_names
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from strop.data.sources.records import DataError
+from strop.data.sources.records import DataError, is_held_out
 from strop.data.sources.source import DataSource
-from strop.data.sources.split import is_held_out
 from strop.environments.answers import extract_last_number, extract_last_tagged
 from strop.environments.base import (
     DEFAULT_NUM_TASKS,

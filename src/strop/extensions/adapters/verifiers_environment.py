@@ -18,8 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from strop.data.sources.records import is_held_out
 from strop.data.sources.source import DataSource
-from strop.data.sources.split import is_held_out
 from strop.environments.agents.agent_environment import AgentEnvironment, current_result
 from strop.environments.agents.agent_result import AgentResult
 from strop.environments.agents.endpoint import Endpoint

@@ -11,16 +11,15 @@ from typing import Any
 
 from strop.algorithm_factory import find_algorithm
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
-from strop.data.builtin.builtin_dataset import BuiltinDataset, Purpose
+from strop.data.builtin_dataset import BuiltinDataset, Purpose
+from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.data_config import DataEntryConfig
 from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.files import JsonLinesRecords
 from strop.data.sources.peek import FirstRecords
-from strop.data.sources.records import DataError, Records
+from strop.data.sources.records import DataError, Records, SplitError
 from strop.data.sources.source import DataSource, Part, is_local
-from strop.data.sources.split import SplitError
-from strop.data.sources.streaming.streamed import StreamedRecords
+from strop.data.sources.streamed import StreamedRecords
 from strop.environments.base import DatasetEnvironment, Environment, EnvironmentConfigError
 from strop.environments.environment_config import EnvironmentConfig
 from strop.environments.function_environment import FunctionEnvironment

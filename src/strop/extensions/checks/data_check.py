@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from strop.config import EvalRunConfig, RecordedRunConfig
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
+from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.data_config import DataEntryConfig
 from strop.data.overlap import Overlap, QuestionIndex
 from strop.data.sources.peek import is_on_this_machine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from strop.data.builtin.builtin_dataset import BuiltinDataset, Grader, Splits
+from strop.data.builtin_dataset import BuiltinDataset, Grader, Splits
 
 _TEST = Splits(None, evaluation="test")
 _MBPP = Grader("code", {"wording": "benchmark", "shown_tests": 3, "challenge_tests": False})

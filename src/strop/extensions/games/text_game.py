@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Generic, TypeVar
 
-from strop.data.sources.records import DataError
+from strop.data.sources.records import DataError, is_held_out
 from strop.data.sources.source import DataSource
-from strop.data.sources.split import is_held_out
 from strop.environments.base import DEFAULT_NUM_TASKS, Environment, EnvironmentConfigError, GeneratedTasks, reward
 from strop.sampling import mix_seed
 from strop.types import Messages, Rollout, Task, user

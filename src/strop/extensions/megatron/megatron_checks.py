@@ -9,6 +9,7 @@ from strop.base_config import changed_keys
 from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.run_config import PpoRunConfig, RolloutRunConfig, TrainingRunConfig, list_trained_models
 from strop.learner.model_config import ModelConfig
+from strop.learner.policy_extension import fixes_order
 from strop.problems import Problem
 
 Problems = Iterator[Problem]
@@ -74,7 +75,7 @@ def _check_model(key: str, model: ModelConfig) -> Problems:
 
 
 def _check_policy(key: str, policy: PolicyConfig, *, samples: bool) -> Problems:
-    if samples and policy.exact_on_policy:
+    if samples and fixes_order(policy):
         yield Problem(
             f"{key}.exact_on_policy",
             "found true, but Megatron Core's layers add in an order that depends on the batch",

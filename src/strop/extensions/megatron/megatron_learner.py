@@ -38,7 +38,7 @@ from strop.learner.torch.companion import StagedWithCompanion
 from strop.learner.torch.schedule_unit import ScheduleUnit
 from strop.learner.torch.tensor_offload import TensorOffload
 from strop.metrics import Metrics
-from strop.models.routing.router_metrics import measure_disagreement, measure_missing_routes
+from strop.models.routing.recorded_experts import measure_disagreement, measure_missing_routes
 from strop.sampling import Sampling
 from strop.types import Batch
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from strop.extensions.planning.sharding import Sharding
 from strop.hardware import DecoderDimensions
-from strop.models.fit.decoder_dimensions import UnknownDimensions, dimensions_of, read_config
+from strop.models.decoder_dimensions import UnknownDimensions, dimensions_of, read_config
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
+from strop.algorithms.policy_gradient.group_credit import DecoupledRewards
 from strop.config import RolloutRunConfig
 from strop.environments.rewards import RewardMark
 from strop.monitoring.trackers.base import Tracker

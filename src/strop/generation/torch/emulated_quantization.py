@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
-from strop.models.quantization.elements import E4M3
+from strop.models.quantization.number_format import E4M3
 from strop.models.quantization.quantization_plan import QuantizationPlan
 
 

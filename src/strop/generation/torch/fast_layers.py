@@ -30,8 +30,7 @@ from strop.generation.torch.kv_cache import CacheShape
 from strop.models.adapters import lora_layers
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.layers.fused_layers import find_unknown_part
-from strop.models.layers.known_code import find_form
-from strop.models.layers.rms_norm import rms_norm_spec
+from strop.models.layers.known_code import find_form, rms_norm_spec
 from strop.models.layers.rounded_layers import find_rounded
 from strop.models.network import Network
 from strop.models.quantization.float8_training import is_float8

@@ -17,7 +17,7 @@ from strop.models.attention.flash_kernel import VarlenFlashKernel, flash_obstacl
 from strop.models.attention.merged_attention import attend_in_pieces
 from strop.models.attention.plain_attention import causal_mask, masked_attention
 from strop.models.attention.tree_pieces import AttentionPiece, Levels
-from strop.models.exact.exact_attention import KEY_BLOCK, attend_cached
+from strop.models.fixed_order import FixedOrder
 from strop.models.recorded_columns import RecordedColumn, Recorders, allocate_columns
 from strop.types import PromptImage
 
@@ -34,11 +34,11 @@ class CacheShape:
     dtype: torch.dtype
     device: torch.device
     state_size: int = 0  # numbers of the policy's state that are held for a drafter, float32
-    exact: bool = False  # attention in the learner's order of additions (``strop.models.exact``)
+    exact: FixedOrder | None = None  # attention in the learner's order of additions
 
     def round_span(self, span: int) -> int:
-        """Round a number of attended positions up, for few distinct shapes and, in exact attention, whole blocks of keys."""
-        step = KEY_BLOCK if self.exact else SPAN_STEP
+        """Round a number of attended positions up, for few distinct shapes and, in a fixed order of additions, whole blocks of keys."""
+        step = SPAN_STEP if self.exact is None else self.exact.key_block
         return -(-span // step) * step
 
     @property
@@ -196,11 +196,7 @@ class PrefillPlan:
     """Attention of several prompts packed into one row, each after its own cached prefix. Collects their keys and values."""
 
     def __init__(
-        self,
-        shape: CacheShape,
-        lengths: list[int],
-        prefixes: list[Prefix | None],
-        blocks: Sequence[Tensor | None] = (),
+        self, shape: CacheShape, lengths: list[int], prefixes: list[Prefix | None], blocks: Sequence[Tensor | None] = ()
     ) -> None:
         """``blocks``: per whole prompt [P], runs of tokens that also attend to later tokens of the run (-1: none); None: no runs."""
         self.shape = shape
@@ -211,7 +207,7 @@ class PrefillPlan:
         self.prefixes = prefixes
         self.keys: list[Tensor] = []  # per layer [T, heads, D]
         self.values: list[Tensor] = []
-        exact = shape.exact or any(each is not None for each in self.blocks)
+        exact = shape.exact is not None or any(each is not None for each in self.blocks)
         self.flash = None if exact else PromptFlash(lengths, [0 if each is None else each.length for each in prefixes])
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
@@ -219,7 +215,7 @@ class PrefillPlan:
         self.keys.append(key)
         self.values.append(value)
         outputs = []
-        query = query if self.shape.exact else query.to(self.shape.dtype)
+        query = query.to(self.shape.dtype) if self.shape.exact is None else query
         if self.flash is not None and self.flash.computes(query, key, value, spec):
             cached = [prefix for prefix in self.prefixes if prefix is not None]
             keys = [key, *(prefix.keys[spec.layer].transpose(0, 1) for prefix in cached)]
@@ -237,9 +233,9 @@ class PrefillPlan:
         if prefix is not None:
             keys = torch.cat([prefix.keys[spec.layer][None], keys], dim=2)
             values = torch.cat([prefix.values[spec.layer][None], values], dim=2)
-        if self.shape.exact:
+        if self.shape.exact is not None:
             positions = torch.arange(keys.shape[2] - len(query), keys.shape[2], device=query.device)
-            return attend_cached(queries, keys, values, positions[None], spec)[0].transpose(0, 1)
+            return self.shape.exact.attend_cached(queries, keys, values, positions[None], spec)[0].transpose(0, 1)
         return attend_prompt(queries, keys, values, blocks, spec)[0].transpose(0, 1)
 
     def build_prefix(self, index: int, tokens: tuple[int, ...], logits: Tensor, recorded: Columns) -> Prefix:
@@ -285,9 +281,9 @@ class DecodePlan:
         keys[self.rows, :, self.positions] = key.to(dtype)
         values[self.rows, :, self.positions] = value.to(dtype)
         count = len(self.rows)
-        if self.cache.shape.exact:
+        if (exact := self.cache.shape.exact) is not None:
             cached_keys, cached_values = (tensor[:count, :, : self.span] for tensor in (keys, values))
-            return attend_cached(query[:, :, None], cached_keys, cached_values, self.positions[:, None], spec)[:, :, 0]
+            return exact.attend_cached(query[:, :, None], cached_keys, cached_values, self.positions[:, None], spec)[:, :, 0]
         spec = spec.drop_unused_window(self.span)
         output = masked_attention(
             query.to(dtype)[:, :, None],

@@ -17,8 +17,7 @@ from strop.generation.torch.decode_kernels import DecodeKernels
 from strop.generation.torch.emulated_quantization import EmulatedQuantization, RoundedCache
 from strop.generation.torch.fast_layers import FastLayers, choose_kernels
 from strop.generation.torch.fast_linears import FastLinears
-from strop.generation.torch.image_reader import ImageReader
-from strop.generation.torch.image_tokens import PromptImages, find_blocks
+from strop.generation.torch.image_tokens import ImageReader, PromptImages, find_blocks
 from strop.generation.torch.kv_cache import CacheShape, DecodePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights
@@ -199,12 +198,7 @@ class PlanRunner:
     """Common parts of runners with a key-value cache: weights, and the pass of a model that follows an attention plan."""
 
     def __init__(
-        self,
-        network: Network,
-        config: TorchGenerationConfig,
-        *,
-        length: int,
-        quantization: EmulatedQuantization | None = None,
+        self, network: Network, config: TorchGenerationConfig, *, length: int, quantization: EmulatedQuantization | None = None
     ) -> None:
         self.network = network
         self.length = length
@@ -264,7 +258,7 @@ class PlanRunner:
             hidden = output.last_hidden_state[0]
             hidden = hidden.index_select(0, last[0]) if last else hidden
             if self.network.exact is not None:
-                return self.network.exact_head.compute_logits(hidden)
+                return self.network.exact.compute_logits(hidden, self.network.head)
             layer = self.network.model.get_output_embeddings()
             logits: Tensor = self.network.head.transform_logits(layer(hidden))
             return logits
@@ -333,7 +327,7 @@ class PlanRunner:
             stale |= self.layers.find_stale_norms()
         exact = self.network.exact
         for name, tensor in base_weights(self.network.model):
-            found = stale.get(name) if exact is None else exact.weights.find_stale(tensor)
+            found = stale.get(name) if exact is None else exact.find_stale(tensor)
             yield name, tensor if found is None else found
 
     def reset_prefix_cache(self) -> None:
@@ -360,16 +354,11 @@ class CachedRunner(FixedSlots, PlanRunner):
     """Runs a network with a key-value cache of fixed slots, each as long as the longest sequence."""
 
     def __init__(
-        self,
-        network: Network,
-        config: TorchGenerationConfig,
-        *,
-        length: int,
-        quantization: EmulatedQuantization | None = None,
+        self, network: Network, config: TorchGenerationConfig, *, length: int, quantization: EmulatedQuantization | None = None
     ) -> None:
         """Raises ValueError if the configured memory cannot hold one sequence of ``length`` tokens."""
         super().__init__(network, config, length=length, quantization=quantization)
-        stored = self.shape.round_span(length) if self.shape.exact else length
+        stored = length if self.shape.exact is None else self.shape.round_span(length)
         capacity = cache_capacity(network, self.shape, config, length, stored)
         self.slots = min(config.max_num_seqs, capacity // stored)
         self.cache = SlotCache(self.shape, self.slots, stored, network.recorded_columns)
@@ -572,7 +561,7 @@ def infer_cache_layout(network: Network) -> tuple[CacheShape, list[AttentionSpec
     if len(shapes) != 1 or [layer for layer, *_ in recorder.seen] != list(range(len(recorder.seen))):
         raise ValueError(f"layers with different attention shapes ({sorted(shapes)}) do not fit one cache")
     heads, size = shapes.pop()
-    exact = network.exact is not None  # float32 keys: attention reads them as stored, without a cast per step
-    dtype = torch.float32 if exact else network.precision
+    exact = network.exact  # float32 keys: attention reads them as stored, without a cast per step
+    dtype = network.precision if exact is None else torch.float32
     shape = CacheShape(layers=len(recorder.seen), heads=heads, head_size=size, dtype=dtype, device=network.device, exact=exact)
     return shape, recorder.specs

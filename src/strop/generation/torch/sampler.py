@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from strop.determinism import running_sums
 from strop.device_copies import upload
 from strop.generation.torch.decode_kernels import DTYPES, DecodeKernels
-from strop.models.exact.exact_logprobs import sampled_logprobs
+from strop.models.fixed_order import FixedOrder
 from strop.sampling import Sampling, filtered_logits
 
 BLOCK = 256
@@ -41,11 +41,11 @@ def sample_tokens(
     uniforms: Sequence[float],
     kernels: DecodeKernels | None = None,
     *,
-    exact: bool = False,
+    exact: FixedOrder | None = None,
 ) -> SampledTokens:
     """Sample one token for each row of logits [B, V], each with its own options; with the compiled kernels where they can.
 
-    ``exact``: report log-probabilities and entropies bit-identical to an exact learner's (``strop.models.exact``).
+    ``exact``: reports log-probabilities and entropies in the order of additions of the learner.
     """
     numbers = upload(uniforms, torch.float32, logits.device)
     if all(sampling == samplings[0] for sampling in samplings):
@@ -64,10 +64,13 @@ def sample_tokens(
     return sampled
 
 
-def _sample(logits: Tensor, sampling: Sampling, uniforms: Tensor, kernels: DecodeKernels | None, exact: bool) -> SampledTokens:
+def _sample(
+    logits: Tensor, sampling: Sampling, uniforms: Tensor, kernels: DecodeKernels | None, exact: FixedOrder | None
+) -> SampledTokens:
     if (
         kernels is not None
-        and not (exact or sampling.greedy or sampling.filtered)
+        and exact is None
+        and not (sampling.greedy or sampling.filtered)
         and logits.dtype in DTYPES
         and logits.device.type == "cpu"
     ):
@@ -82,8 +85,8 @@ def _sample(logits: Tensor, sampling: Sampling, uniforms: Tensor, kernels: Decod
     below_peak = scaled - scaled.max(-1, keepdim=True).values
     weights = torch.exp(below_peak)
     tokens, mass = _inverse_cdf(weights, uniforms)
-    if exact:
-        return SampledTokens(tokens, *sampled_logprobs(scaled, tokens))
+    if exact is not None:
+        return SampledTokens(tokens, *exact.sampled_logprobs(scaled, tokens))
     logprobs = below_peak.gather(1, tokens[:, None]).squeeze(1) - mass.log()
     entropies = torch.zeros_like(logprobs)
     if sampling.entropy:

@@ -40,6 +40,7 @@ from strop.generation.torch.paged.prompt_lookup import PromptLookup, PromptSampl
 from strop.generation.torch.sampler import SampledTokens, sample_tokens
 from strop.generation.torch.speculation import Drafter
 from strop.generation.torch.torch_config import TorchGenerationConfig
+from strop.models.fixed_order import FixedOrder
 from strop.models.network import Network
 from strop.monitoring.process_profile import RECORDER
 from strop.sampling import KEPT, Sampling, pad_kept_tokens, uniform
@@ -124,7 +125,7 @@ class TorchEngine:
         prefill_tokens: int = 4096,
         drafts: int = 0,
         drafter: Drafter | None = None,
-        exact: bool = False,
+        exact: FixedOrder | None = None,
     ) -> None:
         """Create an engine that waits for its first weights.
 
@@ -135,7 +136,7 @@ class TorchEngine:
             prefill_tokens: Limits the prompt tokens computed between two decoding steps.
             drafts: Tokens looked up ahead for each request; 0 decodes one token at a time. The runner must verify drafts.
             drafter: Proposes tokens instead of looking them up.
-            exact: The network is exact, and log-probabilities are computed like an exact learner's.
+            exact: Computes log-probabilities in the order of additions of the learner.
         """
         self.exact = exact
         self.runner = runner
@@ -580,7 +581,7 @@ def make_torch_engine(
         prefill_tokens=config.prefill_tokens,
         drafts=drafts,
         drafter=config.make_drafter(network, runner),
-        exact=network.exact is not None,
+        exact=network.exact,
     )
 
 

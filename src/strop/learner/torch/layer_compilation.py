@@ -17,8 +17,8 @@ from strop.device_copies import is_gpu
 from strop.models.adapters import lora_layers
 from strop.models.attention.tree_plan import TreePlan
 from strop.models.layers.compiled_layers import CompiledLayers
-from strop.models.layers.decoder_layers import decoder_layers
 from strop.models.layers.fused_layers import find_unknown_part
+from strop.models.layers.known_code import decoder_layers
 from strop.models.layers.rounded_layers import find_rounded
 from strop.models.network import Network
 from strop.packages import has_cpp_compiler

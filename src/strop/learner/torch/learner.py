@@ -53,11 +53,11 @@ from strop.learner.torch.tensor_offload import TensorOffload
 from strop.learner.torch.weight_average import AveragedWeights
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
-from strop.models.exact.exact_network import forget_exact_weights
-from strop.models.layers.decoder_layers import decoder_layers
+from strop.models.fixed_order import forget_copies
+from strop.models.layers.known_code import decoder_layers
 from strop.models.malloc import trim_freed_memory
 from strop.models.network import Network
-from strop.models.routing.router_metrics import measure_disagreement, measure_missing_routes, take_router_counts
+from strop.models.routing.recorded_experts import measure_disagreement, measure_missing_routes, take_router_counts
 from strop.models.routing.router_observer import ObservedRouters
 from strop.sampling import Sampling
 from strop.types import Batch
@@ -332,7 +332,7 @@ class TorchLearner:
             self.masters.write_back()
             if self.average is not None:
                 self.average.update()
-        forget_exact_weights(self.network)
+        forget_copies(self.network)
         self._steps += 1
         if self.scheduler is not None and self._steps % self.state.schedule_unit.optimizer_steps == 0:
             self.scheduler.step()
@@ -375,5 +375,5 @@ class TorchLearner:
         self.parallelism.load(folder, self.state)
         if self.companion is not None:
             self.companion.load(folder)
-        forget_exact_weights(self.network)
+        forget_copies(self.network)
         self._steps = 0

@@ -19,7 +19,6 @@ from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.single_device import SingleDevice
 from strop.learner.torch.top_tokens import TopTokens, compute_top_tokens
 from strop.models.adapters import lora_layers
-from strop.models.exact.exact_modules import restore_modules
 from strop.models.layers.compiled_layers import find_compiled_layers
 from strop.models.network import Network
 from strop.sampling import Sampling
@@ -105,7 +104,8 @@ def read_local(
 def copy_frozen(network: Network) -> Network:
     """Return a frozen copy of a network with its current weights, in evaluation mode."""
     model = copy.deepcopy(network.model).eval().requires_grad_(False)
-    restore_modules(model)  # a copy only scores
+    if network.exact is not None:
+        network.exact.restore_modules(model)  # a copy only scores
     twin = Network(
         model,
         precision=network.precision,

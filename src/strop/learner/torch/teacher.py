@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES
-from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
-from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
+from strop.algorithms.distillation import TEACHER_CANDIDATES, TEACHER_LOGPROBS
 from strop.data.packing import pack
 from strop.data.shares.batch_share import BatchShare
 from strop.data.shares.split_rule import ShareRequest

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from strop.models.layers.known_code import find_form
-from strop.models.layers.rms_norm import RmsNormSpec, rms_norm, rms_norm_spec
+from strop.models.layers.known_code import RmsNormSpec, find_form, rms_norm, rms_norm_spec
 from strop.models.layers.weight_copies import LinearWeights, WeightCopies
 
 

@@ -1,16 +1,26 @@
-"""What a module computes, told by its code instead of the name of its family.
-
-Transformers repeats the code of a layer in every family that has it. A module whose forward pass is, instruction for instruction, that of a
-form that Strop knows computes the same, whatever its family is called; a new family of known layers needs no entry anywhere.
-"""
+"""Forms of a decoder's layers that are known by their code: where they are, and RMS norms."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import CodeType
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
+    """Return the layers of a decoder: its module list with the most parameters, or an empty list."""
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        return []
+    largest = max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
+    return list(largest)
+
 
 _LOOKED_UP = frozenset({"eager_attention_forward"})  # what reproduces a form calls the module's own
 
@@ -59,3 +69,74 @@ def _instructions(code: CodeType, docstring: str | None = None) -> tuple[object,
     constants = code.co_consts[1:] if code.co_consts[:1] in ((None,), (docstring,)) else code.co_consts
     found = tuple(_instructions(each) if isinstance(each, CodeType) else (type(each), each) for each in constants)
     return code.co_code, code.co_names, code.co_varnames, code.co_freevars, found
+
+
+# RMSNorm (arXiv 1910.07467) as one autograd function: it saves its input and one number per row, and can write bfloat16
+# directly.
+
+# Llama's formula, weight * (x / rms(x)), and Gemma's, (1 + weight) * (x / rms(x)).
+LLAMA, GEMMA = "llama.LlamaRMSNorm", "gemma.GemmaRMSNorm"
+
+
+@dataclass(frozen=True)
+class RmsNormSpec:
+    """The formula of an RMSNorm, apart from its weight."""
+
+    eps: float
+    offset: float  # added to the weight: 1 in Gemma
+    rounds_first: bool  # Llama rounds x / rms(x) to the dtype of x before it multiplies with the weight; Gemma rounds the product
+
+
+def rms_norm_spec(module: nn.Module) -> RmsNormSpec | None:
+    """Return what an RMSNorm of Transformers computes; None for a module whose code is not that of one."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if eps is None or isinstance(module, nn.LayerNorm) or not isinstance(getattr(module, "weight", None), nn.Parameter):
+        return None
+    form = find_form(type(module), (LLAMA, GEMMA))
+    if form == LLAMA:
+        return RmsNormSpec(float(eps), 0.0, True)
+    return RmsNormSpec(float(eps), 1.0, False) if form == GEMMA else None
+
+
+def rms_norm(x: Tensor, weight: Tensor, spec: RmsNormSpec, dtype: torch.dtype) -> Tensor:
+    """[..., H] and [H] -> [..., H] in ``dtype``. Computed in float32, or in float64 for an input of that dtype."""
+    apply: Any = _RmsNorm.apply
+    result: Tensor = apply(x, weight, spec, dtype)
+    return result
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, spec: RmsNormSpec, dtype: torch.dtype) -> Tensor:
+        wide = _widen(x)
+        scale = wide.square().mean(-1, keepdim=True).add_(spec.eps).rsqrt_()  # [..., 1]
+        ctx.save_for_backward(x, scale, weight)
+        ctx.spec = spec
+        normed = wide * scale
+        if spec.rounds_first and normed.dtype != x.dtype:
+            normed = normed.to(x.dtype).to(normed.dtype)
+        return normed.mul_(_factor(weight, spec, normed.dtype)).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, scale, weight = ctx.saved_tensors
+        wide = _widen(x)
+        normed = wide * scale
+        grad = grad.to(normed.dtype)
+        weighted = grad * normed  # d weight is its sum over rows; its product with the weight is what x / rms(x) projects out
+        factor = _factor(weight, ctx.spec, normed.dtype)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            mean = (weighted @ factor).unsqueeze(-1).mul_(1 / x.shape[-1])
+            grad_x = (grad * factor).addcmul_(normed, mean, value=-1.0).mul_(scale).to(x.dtype)
+        grad_weight = weighted.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _factor(weight: Tensor, spec: RmsNormSpec, dtype: torch.dtype) -> Tensor:
+    factor = weight.to(dtype)
+    return factor + spec.offset if spec.offset else factor

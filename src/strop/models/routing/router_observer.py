@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from strop import metrics
 from strop.metrics import Metrics
-from strop.models.routing.router_loss_config import RouterLossConfig
+from strop.models.routing.router_config import RouterLossConfig
 from strop.models.routing.router_replay import TOPK, find_routers
 from strop.sampling import at_least_float32
 

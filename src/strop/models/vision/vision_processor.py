@@ -6,15 +6,24 @@ import logging
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from strop.models.loading import from_pretrained, is_vision_config, locate_model, quiet_transformers
-from strop.models.vision.encoded_prompt import EncodedPrompt
 from strop.models.vision.image_files import decode_image, hash_image, read_image
 from strop.models.vision.vision_families import Pixels, UnknownFamily, VisionFamily, find_family, find_image_token
 from strop.types import Image, PromptImage
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedPrompt:
+    """Tokens, and the images among them; positions count from the first token."""
+
+    tokens: list[int]
+    images: tuple[PromptImage, ...] = ()
+
 
 log = logging.getLogger(__name__)
 

@@ -2,16 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from strop.models.vision.rope_positions import ImageGrid
+from strop.models.attention.attention_plan import AttentionPlan
+from strop.models.attention.image_blocks import ImageBlockPlan
 from strop.models.vision.vision_processor import VisionProcessor
-from strop.types import PromptImage
+from strop.types import Batch, PromptImage
+
+
+@dataclass(frozen=True)
+class ImageGrid:
+    """The tokens of an image: ``frames`` x ``rows`` x ``columns``."""
+
+    frames: int
+    rows: int
+    columns: int
+
+    @property
+    def advance(self) -> int:
+        """Number of positions between the image's first token and the token after it."""
+        return max(self.rows, self.columns)
+
+    def positions(self, start: int) -> Tensor:  # [3, frames * rows * columns]
+        axes = (torch.arange(size) + start for size in (self.frames, self.rows, self.columns))
+        return torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1)
+
+
+@dataclass(frozen=True, eq=False)
+class RopePositions:
+    """Positions of tokens, and the position of the token after each segment."""
+
+    positions: Tensor  # [3, T] int64
+    following: tuple[int, ...]  # of each segment
+
+
+def row_positions(length: int, images: Sequence[PromptImage], grids: Sequence[ImageGrid]) -> RopePositions:
+    """Return the positions of one row of ``length`` tokens, such as a prompt. A completion continues at ``following[0]``."""
+    return tree_positions((0,), (length,), (-1,), images, grids)
+
+
+def tree_positions(
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    parents: Sequence[int],
+    images: Sequence[PromptImage],
+    grids: Sequence[ImageGrid],
+) -> RopePositions:
+    """Return the positions of the tokens of a forest of segments, each of which continues its parent.
+
+    Segments are in the order of the row, parents before their children, and each image lies in one segment. Text has one position in all
+    three dimensions; the token after an image has the largest position of the image plus 1.
+    """
+    positions = torch.zeros(3, sum(lengths), dtype=torch.int64)
+    waiting = list(zip(images, grids, strict=True))
+    following: list[int] = []
+    for start, length, parent in zip(starts, lengths, parents, strict=True):
+        position, place, end = 0 if parent < 0 else following[parent], start, start + length
+        while waiting and waiting[0][0].start < end:
+            image, grid = waiting.pop(0)
+            text = image.start - place
+            positions[:, place : image.start] = torch.arange(position, position + text)
+            positions[:, image.start : image.end] = grid.positions(position + text)
+            position, place = position + text + grid.advance, image.end
+        positions[:, place:end] = torch.arange(position, position + end - place)
+        following.append(position + end - place)
+    return RopePositions(positions, tuple(following))
+
 
 TOWERS = ("visual", "vision_tower", "vision_model")  # attribute names in a model's base, by family
 
@@ -137,3 +199,57 @@ def _flatten(rows: Any) -> Tensor:
     """[[R, H], ...] or [images, R, H] -> [rows of all images, H]"""
     joined: Tensor = torch.cat(list(rows)) if isinstance(rows, list | tuple) else rows
     return joined.reshape(-1, joined.shape[-1])
+
+
+# Decoder inputs for a batch with images, as one packed row or as padded rows.
+
+
+def packed_inputs(tower: VisionTower, batch: Batch, plan: AttentionPlan, device: torch.device) -> dict[str, Any]:
+    """Return the keyword arguments of the decoder for a packed row."""
+    inputs = tower.embed(batch.tokens, batch.images)
+    inputs = replace(inputs, embeddings=tower.touch(inputs.embeddings))
+    positions = batch.positions[None]
+    starts, lengths, parents = (column.tolist() for column in (batch.segment_start, batch.segment_length, batch.segment_parent))
+    if batch.images and tower.family.grid_key is not None:
+        positions = tree_positions(starts, lengths, parents, batch.images, tower.grids(batch.images)).positions[:, None]
+    if batch.images and tower.family.bidirectional:
+        plan = ImageBlockPlan(plan, starts, lengths, parents, batch.images, device)
+    return {**inputs.arguments(1, len(batch.tokens)), "position_ids": positions.to(device), "plan": plan}
+
+
+def padded_inputs(
+    tower: VisionTower, batch: Batch, rows: Sequence[Tensor], device: torch.device
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the module that reads padded rows (one per path of the batch) with the model's own attention, and its keyword
+    arguments.
+    """
+    count, longest = len(rows), max(len(row) for row in rows)
+    tokens, mask = torch.zeros(2, count, longest, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)], mask[index, : len(row)] = row, 1
+    images = [image.moved(index * longest) for index, own in enumerate(_images_of_paths(batch)) for image in own]
+    inputs = tower.embed(tokens.flatten(), images)
+    inputs = replace(inputs, embeddings=tower.touch(inputs.embeddings))
+    arguments = {**inputs.arguments(count, longest), "attention_mask": mask.to(device)}
+    if images and tower.family.grid_key is not None:
+        starts = range(0, count * longest, longest)
+        found = tree_positions(starts, [longest] * count, [-1] * count, images, tower.grids(images))
+        arguments["position_ids"] = found.positions.view(3, count, longest).to(device)
+    if tower.family.bidirectional:  # the masks of images are created one level above the decoder
+        arguments["token_type_ids"] = inputs.is_image.view(count, longest).to(torch.int64)
+    return tower.model.model if tower.family.bidirectional else tower.model.get_decoder(), arguments
+
+
+def _images_of_paths(batch: Batch) -> list[list[PromptImage]]:
+    """Return the images of each path of the rollouts, with positions counted on it."""
+    starts, lengths = batch.segment_start.tolist(), batch.segment_length.tolist()
+    of_segment: dict[int, list[PromptImage]] = {}
+    for image, segment in zip(batch.images, batch.image_segments, strict=True):
+        of_segment.setdefault(segment, []).append(image.moved(-starts[segment]))
+    found = []
+    for path in (path for paths in batch.rollout_paths() for path in paths):
+        offsets = [0, *accumulate(lengths[segment] for segment in path)]
+        found.append(
+            [image.moved(offset) for segment, offset in zip(path, offsets, strict=False) for image in of_segment.get(segment, ())]
+        )
+    return found

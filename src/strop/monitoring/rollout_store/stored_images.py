@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strop.data.sources.images.image_columns import FORMATS
+from strop.data.sources.image_columns import FORMATS
 
 if TYPE_CHECKING:
     from strop.storage.record_files import RecordFiles

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from strop.algorithm_factory import AlgorithmSetting, make_algorithm
 from strop.algorithms.base import Algorithm, Plan
-from strop.algorithms.critic.gae import Gae
+from strop.algorithms.critic import Gae
 from strop.algorithms.policy_gradient.composition import Composition
 from strop.base_config import default_of, fields_of, iter_sections, option_set_by
 from strop.config import GrpoRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig

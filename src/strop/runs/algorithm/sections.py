@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from strop.algorithm_factory import find_algorithm
 from strop.algorithms.base import Algorithm, Plan
-from strop.algorithms.critic.gae import VALUES
-from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
-from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
+from strop.algorithms.critic import VALUES
+from strop.algorithms.distillation import TEACHER_CANDIDATES, TEACHER_LOGPROBS
 
 SECTION_DESCRIPTIONS: Mapping[str, str] = {  # section -> what the algorithms of this kind of run learn from
     "grpo": "learns from the rewards of rollouts",

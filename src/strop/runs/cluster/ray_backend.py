@@ -26,7 +26,7 @@ from strop.distributed.workers.teacher_worker import spawn_teachers
 from strop.environments.remote import RemoteEnvironment
 from strop.generation.engine_launch import EngineLaunch, LaunchedAdapters, NodeRanks
 from strop.generation.launched_engines import make_launched_engine
-from strop.generation.synced_generator import SyncedGenerator
+from strop.generation.pool import SyncedGenerator
 from strop.learner.client import AsyncColumnSource, ColumnClient, LearnerClient, ScorerClient
 from strop.models.loading import load_tokenizer, read_model_config
 from strop.monitoring.trackers.base import Tracker

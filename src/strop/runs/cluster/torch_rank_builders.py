@@ -24,7 +24,7 @@ from strop.learner.parallel.tensor_plan import load_tensor_plan
 from strop.learner.torch.scorer import NetworkScorer, copy_frozen, without_adapters
 from strop.models.adapters import lora_layers
 from strop.models.network import Network
-from strop.models.value_head import ValueHead
+from strop.models.value_network import ValueHead
 from strop.runs.lifecycle import seed_everything
 from strop.runs.models import (
     LoadedPolicy,

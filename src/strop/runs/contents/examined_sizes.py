@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from strop.config.schema.run_config import DistillationRunConfig, EvalRunConfig, TrainingRunConfig, list_trained_models
-from strop.models.fit.model_sizes import read_model_sizes, read_tokenizer_files
+from strop.models.model_sizes import read_model_sizes, read_tokenizer_files
 from strop.models.tokenizer_config import read_chat_template
 from strop.problems import Problem
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from strop.config.schema.run_config import EvalRunConfig, RolloutRunConfig, TrainingRunConfig
-from strop.data.sources.streaming.streamed import is_streamed
+from strop.data.sources.streamed import is_streamed
 from strop.environments.base import DatasetEnvironment, PromptedTask
 from strop.environments.handle import LocalEnvironment
 from strop.environments.mixture import Mixture

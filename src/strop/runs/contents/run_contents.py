@@ -28,8 +28,8 @@ from strop.data.data_config import DataEntryConfig, entry_keys
 from strop.data.sources.dataset_class import is_dataset_class
 from strop.data.sources.local_copies import find_copy
 from strop.data.sources.records import DataError
-from strop.data.sources.streaming.file_shards import is_pattern, list_files
-from strop.models.fit.model_sizes import find_cached_commit, find_folder
+from strop.data.sources.shards import is_pattern, list_files
+from strop.models.model_sizes import find_cached_commit, find_folder
 from strop.models.tokenizer_config import TokenizerConfig
 from strop.storage.content_digest import digest_ends, digest_files
 from strop.user_code import list_own_files

@@ -11,15 +11,15 @@ from strop.algorithm_factory import find_algorithm
 from strop.base_config import iter_sections
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import environment_alias
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
-from strop.data.builtin.builtin_dataset import Purpose
+from strop.data.builtin_dataset import Purpose
+from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.data_config import DataEntryConfig
 from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.dataset_class import is_dataset_class
 from strop.data.sources.peek import Peek, peek_dataset, peek_file
 from strop.data.sources.records import DataError
+from strop.data.sources.shards import is_pattern, list_files
 from strop.data.sources.source import DataSource, is_local
-from strop.data.sources.streaming.file_shards import is_pattern, list_files
 from strop.environments.base import DatasetEnvironment, EnvironmentConfigError
 from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment

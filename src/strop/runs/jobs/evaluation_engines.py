@@ -33,7 +33,7 @@ from strop.generation.base import Generator
 from strop.generation.engine_launch import EngineLaunch, NodeRanks
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.launched_engines import find_engine, make_launched_engine, make_local_engines
-from strop.generation.serving import ServingEngine, start_serving_pool
+from strop.generation.pool import ServingEngine, start_serving_pool
 from strop.generation.torch.torch_engine import make_torch_engine
 from strop.gpus import has_gpu, visible_gpus
 from strop.models.adapters import adapter_folder

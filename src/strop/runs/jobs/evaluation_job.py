@@ -17,7 +17,7 @@ from strop.config import EvalRunConfig, RolloutRunConfig
 from strop.config.load.evaluated_run import EvaluatedRun
 from strop.config.schema.evaluation_config import EvalConfig
 from strop.config.schema.run_config import GrpoRunConfig
-from strop.data.builtin.builtin_dataset import Purpose
+from strop.data.builtin_dataset import Purpose
 from strop.data.data_config import DataEntryConfig, EvalSetConfig
 from strop.distributed.cluster_config import ClusterConfig
 from strop.environments.environment_config import EnvironmentConfig

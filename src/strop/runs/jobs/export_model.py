@@ -13,7 +13,7 @@ from strop.checkpointing.convert import convert_model
 from strop.checkpointing.saved_model import ATTACHED_CONFIG, SavedModel, is_hub_name
 from strop.config import TRAINING_RUNS
 from strop.config.source import yaml_text
-from strop.data.sources.hub_upload import require_token, upload_folder
+from strop.data.sources.hub import require_token, upload_folder
 from strop.models.draft_head import FOLDER, WEIGHTS
 from strop.models.export import AS_THEY_ARE, ConversionError, ExportFormat
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics

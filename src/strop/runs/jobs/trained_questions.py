@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from strop.data.builtin.all_sets import BUILTIN_DATASETS
+from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.data_config import DataEntryConfig
 from strop.data.overlap import OverlapReport, find_overlaps
 from strop.data.sources.local_copies import find_copy

@@ -12,6 +12,7 @@ from strop import plugins
 from strop.algorithms.base import Algorithm
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.distributed.base import ActorOptions, Cluster, RemoteActor
+from strop.learner.policy_extension import fixes_order
 from strop.monitoring.machine_monitor import MachineMonitor, SystemMonitor
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
@@ -87,7 +88,7 @@ def make_store(config: TrainingRunConfig) -> RolloutStore:
 
 def make_mismatch_guard(config: RolloutRunConfig) -> MismatchGuard:
     policy = config.policy
-    return MismatchGuard(policy.generation.mismatch, exact=policy.exact_on_policy and not policy.generation.uses_engines)
+    return MismatchGuard(policy.generation.mismatch, exact=fixes_order(policy) and not policy.generation.uses_engines)
 
 
 def make_recorder(config: TrainingRunConfig, algorithm: Algorithm, store: RolloutStore) -> RolloutRecorder:

@@ -12,7 +12,7 @@ from strop.config.checks.device_counts import count_devices
 from strop.distributed.placement import DeviceCounts
 from strop.hardware import DecoderDimensions, find_device
 from strop.learner.throughput import Throughput
-from strop.models.fit.decoder_dimensions import UnknownDimensions, dimensions_of
+from strop.models.decoder_dimensions import UnknownDimensions, dimensions_of
 from strop.models.loading import read_model_config
 from strop.runs.monitors.measured_peak import measure_peak
 

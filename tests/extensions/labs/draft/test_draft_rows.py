@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from strop.data.splitting import split_micro_batches
-from strop.extensions.labs.draft.draft_pass import make_draft_rows
+from strop.extensions.labs.draft.draft_trainer import make_draft_rows
 from strop.types import Batch
 from support.packed import history
 from support.rollouts import make_agent_groups, pack_grpo, simple_groups

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from strop.extensions.labs.draft.eagle_drafter import EagleDrafter, keep_or_redraw
-from strop.extensions.labs.draft.state_capture import StateCapture
+from strop.extensions.labs.draft.eagle_head import StateCapture
 from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.models.attention.tree_plan import TreePlan

@@ -10,11 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from strop.algorithms.base import TokenOutputs
-from strop.extensions.labs.draft.draft_pass import DraftPass, fit_draft
+from strop.extensions.labs.draft.draft_trainer import DraftPass, fit_draft
 from strop.extensions.labs.draft.eagle_config import default_aux_layers, new_shape, read_shape
-from strop.extensions.labs.draft.eagle_files import load_head
-from strop.extensions.labs.draft.eagle_head import EagleHead
-from strop.extensions.labs.draft.state_capture import StateCapture
+from strop.extensions.labs.draft.eagle_head import EagleHead, StateCapture, load_head
 from strop.models.draft_head import WEIGHTS
 from strop.models.network import Network
 from strop.sampling import Sampling

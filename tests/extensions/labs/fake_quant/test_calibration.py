@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from strop.extensions.labs.fake_quant.apply_fake_quant import apply_fake_quant, iter_static_inputs
-from strop.extensions.labs.fake_quant.calibration import calibrate_inputs, needs_calibration, set_input_scales
-from strop.extensions.labs.fake_quant.calibration_texts import read_calibration_tokens
+from strop.extensions.labs.fake_quant.calibration import (
+    calibrate_inputs,
+    needs_calibration,
+    read_calibration_tokens,
+    set_input_scales,
+)
 from strop.extensions.labs.fake_quant.fake_quant_linear import FakeQuantLinear
 from strop.extensions.labs.fake_quant.modelopt_config import read_quant_config
 from strop.models.network import Network

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from strop.extensions.labs.fake_quant.apply_fake_quant import apply_fake_quant, iter_static_inputs
-from strop.extensions.labs.fake_quant.fake_quant_linear import FakeQuantLinear
+from strop.extensions.labs.fake_quant.fake_quant_linear import FORMATS, FakeQuantLinear, TensorQuantizer
 from strop.extensions.labs.fake_quant.modelopt_config import read_quant_config
-from strop.extensions.labs.fake_quant.tensor_quantizer import FORMATS, TensorQuantizer
 from strop.models.layers.rounded_layers import weight_roundings
 from strop.models.quantization.number_format import round_trip
 from support.lora import build_with_adapters

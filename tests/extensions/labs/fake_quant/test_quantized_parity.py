@@ -13,9 +13,8 @@ from torch import Tensor
 
 from strop.extensions.labs.fake_quant.apply_fake_quant import apply_fake_quant, iter_static_inputs
 from strop.extensions.labs.fake_quant.calibration import set_input_scales
+from strop.extensions.labs.fake_quant.fake_quant_linear import FORMATS, RoundedShard, TensorQuantizer
 from strop.extensions.labs.fake_quant.modelopt_config import read_quant_config
-from strop.extensions.labs.fake_quant.rounded_shard import RoundedShard
-from strop.extensions.labs.fake_quant.tensor_quantizer import FORMATS, TensorQuantizer
 from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.models.network import Network
 from support.parity import EXACT, Case, Differences, compare_on_ranks, shorter

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from strop.algorithm_factory import format_algorithm, make_algorithm
-from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
-from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
-from strop.algorithms.policy_gradient.advantages.reinforce_pp import BatchWhitened
+from strop.algorithms.policy_gradient.baselines import BatchWhitened
+from strop.algorithms.policy_gradient.group_credit import DecoupledRewards
+from strop.algorithms.policy_gradient.grpo import GroupRelative
 from strop.algorithms.policy_gradient.parts import Advantage
 from strop.config import ConfigError, LoadedConfig, load_config
 from strop.config.schema.run_config import GrpoRunConfig

@@ -8,9 +8,9 @@ import pytest
 
 from strop.algorithm_factory import make_algorithm
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.advantages.reinforce import Reinforce
-from strop.algorithms.policy_gradient.corrections.masked import Icepop
-from strop.algorithms.policy_gradient.objectives.gspo import SequenceClip
+from strop.algorithms.policy_gradient.baselines import Reinforce
+from strop.algorithms.policy_gradient.corrections import Icepop
+from strop.algorithms.policy_gradient.sequence_objectives import SequenceClip
 from strop.config import LoadedConfig, dump_config, load_config
 from strop.config.schema.run_config import GrpoRunConfig
 from strop.extensions.recipes.difference import Effect

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.overlong import SoftOverlong
+from strop.algorithms.policy_gradient.grpo import SoftOverlong
 from strop.config import ConfigError, LoadedConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.extensions.recipes.difference import Effect

@@ -192,7 +192,7 @@ def test_advantages_kl_and_the_correction_of_vllm_are_those_of_trl(translate: Tr
 def test_the_translated_advantage_is_that_of_trl_on_random_rewards() -> None:
     import torch
 
-    from strop.algorithms.group_advantages import group_advantages
+    from strop.algorithms.functional import group_advantages
 
     for seed in range(20):
         rewards = torch.rand(8, generator=torch.Generator().manual_seed(seed))

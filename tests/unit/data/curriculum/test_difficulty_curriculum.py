@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from strop.data.curriculum.base import Draw, TaskOutcome
+from strop.data.curriculum.curricula import DifficultyCurriculum, compute_window, make_curriculum, read_difficulties
 from strop.data.curriculum.curriculum_config import CurriculumConfig, DifficultyConfig
-from strop.data.curriculum.curriculum_factory import make_curriculum, read_difficulties
-from strop.data.curriculum.difficulty_curriculum import DifficultyCurriculum, compute_window
 from strop.data.sources.records import DataError
 from strop.types import Task
 

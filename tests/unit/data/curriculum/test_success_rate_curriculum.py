@@ -12,8 +12,8 @@ from random import Random
 import pytest
 
 from strop.data.curriculum.base import Choice, Draw, TaskOutcome
+from strop.data.curriculum.curricula import SuccessRateCurriculum
 from strop.data.curriculum.curriculum_config import SuccessRateConfig
-from strop.data.curriculum.success_rate_curriculum import SuccessRateCurriculum
 
 
 def draw(seed: int, *, in_flight: frozenset[int] = frozenset()) -> Draw:

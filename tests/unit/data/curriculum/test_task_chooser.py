@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.data.curriculum.base import Choice, Curriculum, Draw, TaskOutcome
+from strop.data.curriculum.curricula import SuccessRateCurriculum
 from strop.data.curriculum.curriculum_config import SuccessRateConfig
-from strop.data.curriculum.success_rate_curriculum import SuccessRateCurriculum
 from strop.data.curriculum.task_chooser import KEPT, TaskChooser
 from strop.data.interleaving import Interleaving
 from strop.data.sources.records import DataError

@@ -6,10 +6,9 @@ import io
 
 import pytest
 
-from strop.data.images.drawn_questions import COLOURS, Drawing
-from strop.data.images.drawn_rows import DrawnRows
+from strop.data.images.drawn_rows import COLOURS, Drawing, DrawnRows
 from strop.data.recorded.examples import conversations
-from strop.data.sources.images.image_columns import write_data_url
+from strop.data.sources.image_columns import write_data_url
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 

@@ -12,7 +12,7 @@ import pytest
 from strop.data.messages import make_prompt, parse_messages
 from strop.data.prompt_template import PromptTemplate
 from strop.data.recorded.examples import conversations, preferences
-from strop.data.sources.images.image_columns import IMAGES, ImageColumns, write_data_url
+from strop.data.sources.image_columns import IMAGES, ImageColumns, write_data_url
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.types import Image, Message, assistant

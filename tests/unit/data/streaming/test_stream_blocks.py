@@ -13,11 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.data.sources.records import DataError
-from strop.data.sources.streaming.blocks import StreamBlocks
-from strop.data.sources.streaming.file_shards import find_shards
-from strop.data.sources.streaming.iterable_shards import list_shards
-from strop.data.sources.streaming.record_stream import RecordStream
-from strop.data.sources.streaming.streamed import Streamed
+from strop.data.sources.shards import find_shards, list_shards
+from strop.data.sources.streamed import RecordStream, StreamBlocks, Streamed
 
 
 class Numbers:

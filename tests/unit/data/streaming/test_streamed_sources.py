@@ -16,7 +16,7 @@ from strop.data.data_config import DataConfig
 from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
-from strop.data.sources.streaming.streamed import Streamed
+from strop.data.sources.streamed import Streamed
 from strop.environments.base import Environment
 from strop.environments.math import MathEnvironment
 from strop.environments.registry import make_environment

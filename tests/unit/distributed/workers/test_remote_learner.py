@@ -13,7 +13,7 @@ import torch
 
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
-from strop.algorithms.preference.dpo import DPO
+from strop.algorithms.preference.referenced import DPO
 from strop.data.shares.split_rule import ShareRequest, SplitRule
 from strop.distributed.workers.column_shards import ColumnShard
 from strop.distributed.workers.remote_learner import RankCaller, RemoteLearner

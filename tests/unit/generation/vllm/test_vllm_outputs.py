@@ -10,7 +10,7 @@ import pytest
 from vllm.logprobs import FlatLogprobs
 
 from strop.generation.vllm.requests import to_completion
-from strop.models.routing.router_replay_config import NO_ROUTE, ROUTES
+from strop.models.routing.router_config import NO_ROUTE, ROUTES
 from strop.sampling import Sampling
 
 

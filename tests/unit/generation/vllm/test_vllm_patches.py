@@ -83,7 +83,7 @@ def test_a_patch_that_does_not_fit_refuses_the_version_and_names_those_that_do(c
 
 
 def test_every_patch_was_checked_with_the_pinned_versions() -> None:
-    from strop.generation.vllm.versions import CHECKED_VERSIONS
+    from strop.generation.vllm.vllm_config import CHECKED_VERSIONS
     from strop.generation.vllm.vllm_patches import PATCHES
 
     assert all(set(patch.checked) == set(CHECKED_VERSIONS) for patch in PATCHES)

@@ -18,7 +18,7 @@ from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.rank_zero_loading import is_meta_model, load_on_rank_zero, probe_on_rank_zero
 from strop.learner.parallel.sharded import check_parallelizable, parallelize_network
 from strop.learner.torch.scorer import offload
-from strop.models.layers.decoder_layers import decoder_layers
+from strop.models.layers.known_code import decoder_layers
 from strop.models.network import Network
 from strop.sampling import KEPT_TOKENS, Sampling
 from strop.types import Batch

@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from strop.models.quantization.elements import E2M1, E2M1_VALUES, E4M3, E5M2, Element, encode_e8m0, power_of_two
+from strop.models.quantization.number_format import E2M1, E2M1_VALUES, E4M3, E5M2, Element, encode_e8m0, power_of_two
 from support.small_floats import E2M1_BY_BITS, TABLES, nearest
 
 ELEMENTS = [E4M3, E5M2, E2M1]

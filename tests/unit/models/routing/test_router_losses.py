@@ -13,7 +13,7 @@ from torch import Tensor
 from strop.learner.torch.learner import TorchLearner
 from strop.metrics import to_floats
 from strop.models.network import Network, freeze_routers
-from strop.models.routing.router_loss_config import RouterLossConfig
+from strop.models.routing.router_config import RouterLossConfig
 from strop.models.routing.router_replay import find_routers
 from strop.sampling import Sampling
 from strop.types import Batch

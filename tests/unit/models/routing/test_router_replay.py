@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from strop.metrics import Metrics
 from strop.models.network import Network
-from strop.models.routing.router_metrics import measure_disagreement, measure_missing_routes, take_router_counts
-from strop.models.routing.router_replay_config import NO_ROUTE, ROUTES
+from strop.models.routing.recorded_experts import measure_disagreement, measure_missing_routes, take_router_counts
+from strop.models.routing.router_config import NO_ROUTE, ROUTES
 from strop.sampling import Sampling
 from strop.types import Batch
 from support.each import each

@@ -80,9 +80,7 @@ class DraftConfig(PolicyExtension):
             )
         if isinstance(config, RmRunConfig):
             yield Problem(
-                f"{key}.enabled",
-                "found true, but a reward model does not predict tokens for a head to draft",
-                "Set it to false.",
+                f"{key}.enabled", "found true, but a reward model does not predict tokens for a head to draft", "Set it to false."
             )
 
     def _check_torch_engine(self, policy: PolicyConfig) -> Iterator[Problem]:
@@ -208,8 +206,7 @@ class DraftConfig(PolicyExtension):
         Raises ModelNotFound, ValueError.
         """
         from strop.extensions.labs.draft.eagle_config import new_shape
-        from strop.extensions.labs.draft.eagle_files import find_head_folder, load_head
-        from strop.extensions.labs.draft.eagle_head import EagleHead
+        from strop.extensions.labs.draft.eagle_head import EagleHead, find_head_folder, load_head
 
         text = hf_config.get_text_config()
         if self.model_name is None:

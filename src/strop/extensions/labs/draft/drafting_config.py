@@ -33,7 +33,7 @@ class HeadDraftingConfig(DraftingConfig):
     def make_fuser(self, network: Network) -> StateFuser | None:
         if not self.speculative_draft or network.draft is None:
             return super().make_fuser(network)
-        from strop.extensions.labs.draft.state_capture import EagleFuser
+        from strop.extensions.labs.draft.eagle_head import EagleFuser
 
         return EagleFuser(network)
 

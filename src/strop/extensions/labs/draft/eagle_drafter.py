@@ -27,12 +27,7 @@ from strop.sampling import Sampling, filtered_logits, mix_seed, uniform
 
 
 def keep_or_redraw(
-    logits: Tensor,
-    draft_probs: Tensor,
-    drafts: Tensor,
-    samplings: Sequence[Sampling],
-    kept_below: Tensor,
-    uniforms: Tensor,
+    logits: Tensor, draft_probs: Tensor, drafts: Tensor, samplings: Sequence[Sampling], kept_below: Tensor, uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the tokens and their log-probabilities under the policy, [R] each.
 

@@ -9,19 +9,24 @@ those of SpecForge's checkpoints, which vLLM and SGLang load.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from strop.extensions.labs.draft.eagle_config import EagleShape
+from strop.extensions.labs.draft.eagle_config import EagleShape, read_shape
 from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
 from strop.models.draft_head import WEIGHTS, DraftHead
+from strop.models.layers.known_code import decoder_layers
+from strop.models.load_report import find_not_finite, naming_damaged_weights
+from strop.models.loading import ModelNotFound, locate_model
+from strop.models.network import Network
 
 
 class EagleAttention(nn.Module):
@@ -178,3 +183,154 @@ def _llama_config(shape: EagleShape) -> Any:
         rope_parameters=dict(shape.rotary),
         mlp_bias=False,
     )
+
+
+# Checkpoints of EAGLE-3 heads: ``config.json`` and ``model.safetensors``, as SpecForge writes and vLLM and SGLang load them.
+
+MAPS = ("d2t", "t2d")
+
+
+def find_head_folder(name: str) -> Path:
+    """Return the folder of a head; one of the hub is downloaded to the cache. Raises ModelNotFound."""
+    try:
+        folder = Path(locate_model(name)[0])
+    except ModelNotFound as error:
+        raise error.with_key("policy.draft.model_name") from error
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "pytorch_model.bin"]))
+    return folder
+
+
+def load_head(folder: Path, policy_layers: int, policy_head: Tensor) -> EagleHead:
+    """Load a head. One without an output layer takes the policy's, [V, H]. Raises ValueError if it is not a head of this policy."""
+    try:
+        shape = read_shape(json.loads((folder / "config.json").read_text()), policy_layers)
+        vocabulary, hidden = policy_head.shape
+        if (shape.vocabulary, shape.hidden_size) != (vocabulary, hidden):
+            raise ValueError(
+                f"it is for a vocabulary of {shape.vocabulary} and hidden states of {shape.hidden_size}, and the policy has "
+                f"{vocabulary} and {hidden}"
+            )
+        if (highest := max(shape.aux_layers)) >= policy_layers:
+            raise ValueError(f"it reads the output of layer {highest}, and the policy has {policy_layers} layers")
+        head = EagleHead(shape)
+        load_head_weights(head, _read_tensors(folder), policy_head)
+    except (KeyError, OSError, ValueError) as error:
+        raise ValueError(f"{folder} has no EAGLE-3 head for this policy: {error}") from error
+    return head
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    with naming_damaged_weights(folder):
+        if files:
+            return {name: tensor for file in files for name, tensor in load_file(file).items()}
+        found: dict[str, Tensor] = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        return found
+
+
+@torch.no_grad()
+def load_head_weights(head: EagleHead, tensors: Mapping[str, Tensor], policy_head: Tensor | None = None) -> None:
+    """Copy weights into a head. Its embeddings are the policy's, whatever the checkpoint has. Raises ValueError if some are missing."""
+    own: dict[str, Any] = dict(head.named_parameters())
+    given = {_canonical_name(name, head.shape.layers): tensor for name, tensor in tensors.items()}
+    if head.reduced:
+        if "d2t" not in given:
+            raise ValueError(f"it proposes {head.shape.draft_vocabulary} tokens, and no tensor d2t says which")
+        head.d2t.copy_(given["d2t"])
+    if "lm_head.weight" not in given and policy_head is not None:
+        head.copy_policy_head(policy_head)
+        own.pop("lm_head.weight")
+    if missing := sorted(own.keys() - given.keys()):
+        raise ValueError(f"it has no {', '.join(missing[:3])}")
+    if unknown := sorted(given.keys() - own.keys() - {*MAPS, "embed_tokens.weight", "lm_head.weight"}):
+        raise ValueError(f"its {', '.join(unknown[:3])} has no place in a head of {head.shape.layers} layers")
+    if broken := sorted(find_not_finite((name, given[name]) for name in own)):
+        raise ValueError(f"its {', '.join(broken[:3])} has NaN or infinite values")
+    for name, parameter in own.items():
+        if parameter.shape != given[name].shape:
+            raise ValueError(f"its {name} is {tuple(given[name].shape)}, not {tuple(parameter.shape)}")
+        parameter.copy_(given[name])
+
+
+def _canonical_name(name: str, layers: int) -> str:
+    name = name.removeprefix("model.")
+    return name.replace("layers.0.", "midlayer.", 1) if layers == 1 and name.startswith("layers.0.") else name
+
+
+# Hidden states of a policy's layers, taken from its own forward passes.
+
+
+class StateCapture:
+    """Takes the outputs of some layers, and of the whole decoder, while it is ``active``. It changes nothing of the pass."""
+
+    def __init__(self, decoder: nn.Module, layers: Sequence[int]) -> None:
+        """Raises ValueError if the decoder has fewer layers."""
+        self.decoder = decoder
+        found = decoder_layers(decoder)
+        if max(layers) >= len(found):
+            raise ValueError(
+                f"policy.draft reads the output of layer {max(layers)}, and the policy has {len(found)}: set "
+                "policy.draft.aux_layer_indices to layers that it has"
+            )
+        self.layers = [found[index] for index in layers]
+        self._states: dict[int, Tensor] = {}
+        self.last: Tensor | None = None  # [T, H], of the whole decoder
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        self._states.clear()
+        self.last = None
+        handles = [layer.register_forward_hook(self._keep(index)) for index, layer in enumerate(self.layers)]
+        handles.append(self.decoder.register_forward_hook(self._keep_last))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keep(self, index: int) -> Any:
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            self._states[index] = hidden.detach().flatten(0, 1)  # [1, T, H] or [T, 1, H]
+
+        return keep
+
+    def _keep_last(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        self.last = getattr(output, "last_hidden_state", output).detach().flatten(0, 1)
+
+    def take(self) -> Tensor:
+        """Return the layers' outputs side by side, [T, layers * H], and forget them."""
+        states = torch.cat([self._states[index] for index in range(len(self.layers))], dim=-1)
+        self._states.clear()
+        return states
+
+
+class EagleFuser:
+    """Makes the fused states [n, H] of tokens in the embedded engine, from what some layers of the policy put out."""
+
+    def __init__(self, network: Network) -> None:
+        assert isinstance(network.draft, EagleHead)
+        self.network, self.head = network, network.draft
+        self.capture = StateCapture(network.decoder, self.head.shape.aux_layers)
+        self.layers = torch.tensor(self.head.shape.aux_layers)
+        self.size = self.head.shape.hidden_size
+
+    def capturing(self) -> AbstractContextManager[None]:
+        return self.capture.active()
+
+    def empty(self, tokens: int) -> Tensor:
+        """Allocate memory for the outputs of the layers, [tokens, layers, H] float32."""
+        return torch.empty(tokens, len(self.layers), self.size)
+
+    def take(self) -> Tensor:
+        """Fuse the outputs captured in the last pass."""
+        return self.fuse(self.capture.take())
+
+    @torch.no_grad()
+    def fuse(self, states: Tensor) -> Tensor:
+        """[n, layers * H] -> [n, H] float32."""
+        with self.network.autocast():
+            return self.head.fuse(states).float()

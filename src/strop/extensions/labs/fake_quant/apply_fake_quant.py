@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from strop.extensions.labs.fake_quant.fake_quant_linear import (
     FakeQuantLinear,
     LayerQuantizers,
+    TensorQuantizer,
     fake_quantize_linear,
+    make_input_quantizer,
+    make_weight_quantizer,
     product_dtype,
 )
 from strop.extensions.labs.fake_quant.quantizer_rules import QuantizerRules
-from strop.extensions.labs.fake_quant.tensor_quantizer import TensorQuantizer, make_input_quantizer, make_weight_quantizer
 from strop.models.layers.rounded_layers import RoundedLayer, RoundWeight, layer_name
 
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")

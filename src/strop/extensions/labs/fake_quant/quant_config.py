@@ -112,7 +112,7 @@ class QuantConfig(PolicyExtension):
                 "differently",
                 f"Set it to true, or {key}.quant_cfg=null.",
             )
-        if policy.exact_on_policy:
+        if self.fixes_order:
             yield Problem(
                 f"{key}.exact_on_policy",
                 f"found true, but with {key}.quant_cfg weights and inputs are rounded in passes that have no exact form",
@@ -140,9 +140,7 @@ class QuantConfig(PolicyExtension):
         yield from super().errors_of_run(key, config)
         if self.quant_cfg is not None and isinstance(config, RmRunConfig):
             yield Problem(
-                f"{key}.quant_cfg",
-                f"found {self.quant_cfg}, but a reward model uses unrounded weights",
-                "Set it to null.",
+                f"{key}.quant_cfg", f"found {self.quant_cfg}, but a reward model uses unrounded weights", "Set it to null."
             )
         if isinstance(config, RolloutRunConfig):
             yield from self._check_merged_adapters(key, config)
@@ -187,8 +185,12 @@ class QuantConfig(PolicyExtension):
         if self.quant_cfg is None:
             return
         from strop.extensions.labs.fake_quant.apply_fake_quant import apply_fake_quant
-        from strop.extensions.labs.fake_quant.calibration import calibrate_inputs, needs_calibration, set_input_scales
-        from strop.extensions.labs.fake_quant.calibration_texts import read_calibration_tokens
+        from strop.extensions.labs.fake_quant.calibration import (
+            calibrate_inputs,
+            needs_calibration,
+            read_calibration_tokens,
+            set_input_scales,
+        )
 
         engine_rounds = self._policy.generation.weight_format is not None  # to the same format, as ``_check_one_format`` sees to
         summary = apply_fake_quant(network.model, read_quant_config(self.quant_cfg), sends_rounded=not engine_rounds)

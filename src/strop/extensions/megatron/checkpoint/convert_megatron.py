@@ -27,7 +27,7 @@ from strop.learner.parallel.shard_files import ShardedReader, TensorShard, is_sh
 from strop.models.adapters import adapter_folder, is_classifier_adapter, merge_adapters
 from strop.models.classifiers import load_classifier
 from strop.models.export import ConversionError, check_target, copy_adapters, load_model_config, new_folder, save_model
-from strop.models.fit.load_report import LoadReport, find_not_finite
+from strop.models.load_report import LoadReport, find_not_finite
 from strop.models.loading import find_model_folder, load_model
 
 HALVES = {"lora_A": "linear_in", "lora_B": "linear_out"}

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from strop.models.fit.load_report import LoadReport, find_not_finite
+from strop.models.load_report import LoadReport, find_not_finite
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.models.vision.rope_positions import ImageGrid, row_positions
+from strop.models.vision.vision_tower import ImageGrid, row_positions
 from strop.types import PromptImage
 
 GRID = "image_grid_thw"  # of the pixels of Qwen's towers: frames, rows and columns of patches

@@ -20,7 +20,7 @@ from strop.learner.parallel.single_device import SingleDevice
 from strop.learner.torch.scorer import NetworkScorer
 from strop.learner.torch.teacher import TeacherTopK
 from strop.models.network import Network
-from strop.models.value_head import ValueHead
+from strop.models.value_network import ValueHead
 from strop.sampling import Sampling
 from strop.types import Batch
 from support.models import build

@@ -1,1 +1,0 @@
-"""Images in data: columns and parts of messages that hold them."""

@@ -1,1 +1,0 @@
-"""Engines with low-precision kernels."""
