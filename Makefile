@@ -153,7 +153,7 @@ docs-check: site ## the same, then the tests of the pages: names, links, command
 	$(BIN)/python -m pytest -q tests/project/test_docs.py tests/project/test_readme.py \
 	    tests/unit/environments/test_environments_doc.py tests/project/test_reference.py $(ARGS)
 
-numerics: setup-dev ## docs/numerics.md: Strop's numbers beside TRL, Transformers, NeMo-RL's definitions and papers; 25 minutes
+numerics: setup-dev ## docs/numerics.md: compares with TRL, Transformers, NeMo-RL's definitions and papers; 25 minutes
 	OMP_NUM_THREADS=1 TRANSFORMERS_VERBOSITY=error PYTHONPATH=tests:benchmarks $(BIN)/python -m numerics $(ARGS)
 
 bench: setup-bench ## Strop against TRL on this machine: benchmarks/grpo_vs_trl.py

@@ -70,10 +70,10 @@ def recipe(options: argparse.Namespace, folder: Path, ranks: int) -> Any:
 async def measure(options: argparse.Namespace, folder: Path, ranks: int) -> list[Step]:
     """Measure a run on ``ranks`` ranks; 0 means one process."""
     from strop.monitoring.trackers.jsonl import read_metrics
-    from strop.runs.algorithm.run_algorithm import make_run_algorithm
     from strop.runs.cluster.cluster_run import open_cluster
     from strop.runs.lifecycle import make_tracker
-    from strop.runs.open_run import open_run
+    from strop.runs.run_algorithm import make_run_algorithm
+    from strop.runs.train import open_run
     from strop.trainer.train import train
 
     config = recipe(options, folder, ranks)

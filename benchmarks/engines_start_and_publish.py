@@ -27,9 +27,9 @@ NAMES = ("vllm", "sglang", "sglang-idle")
 
 
 def make_engine(name: str, folder: Path, tokenizer: Any, options: argparse.Namespace) -> Any:
+    from strop.extensions.sglang.server_process import SglangLaunch
     from strop.extensions.sglang.sglang_config import SglangConfig
     from strop.extensions.sglang.sglang_engine import SglangEngine
-    from strop.extensions.sglang.sglang_launch import SglangLaunch
     from strop.generation.generation_config import GenerationConfig
     from strop.generation.vllm.engine_args import VllmLaunch
     from strop.generation.vllm.vllm_config import VllmConfig

@@ -163,8 +163,8 @@ def recipe(options: argparse.Namespace, folder: Path, steps: int, **changes: Any
 
 
 async def begin(config: Any, tracker: Recorder, baton: Baton | None, quiet: float) -> None:
-    from strop.runs.algorithm.run_algorithm import make_run_algorithm
-    from strop.runs.open_run import open_run
+    from strop.runs.run_algorithm import make_run_algorithm
+    from strop.runs.train import open_run
     from strop.trainer.train import train
 
     async with open_run(config, make_run_algorithm(config), tracker) as run:

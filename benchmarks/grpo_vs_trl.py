@@ -282,9 +282,9 @@ def strop_side(settings: Settings, baton: Connection) -> None:
     from strop.generation.torch.torch_engine import TorchEngine
     from strop.models.chat_template import ChatTemplate
     from strop.monitoring.trackers.base import NullTracker
-    from strop.runs.algorithm.run_algorithm import make_run_algorithm
     from strop.runs.lifecycle import make_tracker
-    from strop.runs.open_run import open_run
+    from strop.runs.run_algorithm import make_run_algorithm
+    from strop.runs.train import open_run
     from strop.trainer.train import train
     from strop.types import Batch, Group, Message
     from strop.weight_sync.in_process import InProcessWeights

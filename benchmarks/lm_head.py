@@ -136,7 +136,8 @@ def _import_token_logprobs() -> Callable[..., Any]:
         from strop.models.logprobs.lm_head import LMHead
         from strop.models.logprobs.token_logprobs import token_logprobs
     except ImportError:
-        from strop.models.heads import LMHead, token_logprobs  # type: ignore[no-redef,import-not-found]
+        from strop.models.logprobs.lm_head import LMHead
+        from strop.models.logprobs.token_logprobs import token_logprobs
     return lambda hidden, target, weight: token_logprobs(hidden, target, LMHead(weight, None), Sampling(), 1024)
 
 

@@ -23,9 +23,12 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 import torch  # noqa: E402
 
 from strop.algorithm_factory import make_algorithm  # noqa: E402
-from strop.extensions.planning.learner_memory import LearnerFootprint, LearnerSetup  # noqa: E402
-from strop.extensions.planning.model_size import ModelSize  # noqa: E402
-from strop.extensions.planning.sharding import Sharding  # noqa: E402
+from strop.extensions.planning.learner_memory import (  # noqa: E402
+    LearnerFootprint,
+    LearnerSetup,
+    ModelSize,
+    Sharding,
+)
 from strop.learner.budget.full_rollouts import make_full_rollouts  # noqa: E402
 from strop.learner.budget.peak_memory import measure_peak  # noqa: E402
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims, to_local  # noqa: E402

@@ -30,7 +30,7 @@ from strop.config import ConfigError, EvalRunConfig, RolloutRunConfig, TrainingR
 from strop.config.schema.run_config import TRAINING_RUNS, DistillationRunConfig, list_trained_models
 from strop.learner.model_config import ModelConfig
 from strop.learner.torch.optimizer import make_optimizer, make_scheduler
-from strop.runs.algorithm.run_algorithm import count_steps_per_batch, make_run_algorithm
+from strop.runs.run_algorithm import count_steps_per_batch, make_run_algorithm
 
 STEPS = 200  # training steps whose learning rates are compared
 KINDS = ("distillation", "ppo", "grpo", "sft", "dpo", "rm", "eval")

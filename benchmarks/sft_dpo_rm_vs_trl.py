@@ -491,9 +491,9 @@ def run_strop(race: Race, turns: TurnTaker) -> None:
     """Train with Strop's own loop, returning the turn after each logged step."""
     from strop.base_config import to_tree
     from strop.monitoring.trackers.base import NullTracker
-    from strop.runs.algorithm.run_algorithm import make_run_algorithm
     from strop.runs.lifecycle import make_tracker
-    from strop.runs.open_run import open_run
+    from strop.runs.run_algorithm import make_run_algorithm
+    from strop.runs.train import open_run
     from strop.trainer.train import train
     from strop.types import Batch, Group
 

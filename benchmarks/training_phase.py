@@ -95,8 +95,8 @@ def divide(events: Sequence[Any]) -> dict[str, float]:
 def measure(model: str, dtype: str, options: argparse.Namespace) -> Phase:
     """Train some steps on the made-up batch, in this process."""
     from strop.monitoring.trackers.base import NullTracker
-    from strop.runs.algorithm.run_algorithm import make_run_algorithm
-    from strop.runs.open_run import open_run
+    from strop.runs.run_algorithm import make_run_algorithm
+    from strop.runs.train import open_run
     from support.rollouts import pack_for, simple_groups
 
     with tempfile.TemporaryDirectory(prefix="strop-bench-") as folder:

@@ -1,4 +1,4 @@
-"""Measure Strop beside its peers and write docs/numerics.md: ``make numerics``."""
+"""Compare Strop with its peers and write docs/numerics.md: ``make numerics``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(render(measured))
     else:
         options.out.write_text(render(measured), encoding="utf-8")
-    above = [f"{one.section.title}: {row.option} beside {row.peer}" for one in measured for row in one.above()]
+    above = [f"{one.section.title}: {row.option} against {row.peer}" for one in measured for row in one.above()]
     print(*(f"above its bound: {name}" for name in above), sep="\n")
     return 1 if above else 0
 

@@ -151,8 +151,8 @@ ROWS = (
 def definitions() -> Section:
     return Section(
         "What differs by definition",
-        "The same name and not the same number, at a point where it shows. TRL's losses and gradients are its code's; the other numbers of "
-        "a peer are its formula at that point.",
+        "Inputs for which options of the same name give different numbers. TRL's losses and gradients come from its code, other "
+        "numbers of a peer from its formula.",
         ("Strop", "peer"),
         (math.inf, math.inf),
         ROWS,

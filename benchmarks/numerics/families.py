@@ -1,4 +1,4 @@
-"""Families, rotary embeddings, engines and sampling options beside Transformers alone."""
+"""Families, rotary embeddings, engines and sampling options against plain Transformers."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ SAMPLED = (("llama", "default"), ("llama", "dynamic"), ("gemma2", "default"), ("
 COLUMNS = ("scores", "loss", "gradient", "slots", "pages", "scores, bfloat16")
 BOUNDS = (1e-6, 1e-6, 4e-6, 1e-6, 1e-6, 0.03)
 WHAT = (
-    "`scores` are log-probabilities of rollouts from 8 to 43 tokens that the learner reads in one micro-batch; `loss` and `gradient` those "
-    "of their mean log-likelihood; `slots` and `pages` what the embedded engine sampled with, in its two caches. Transformers, with eager "
-    "attention, reads one sequence at a time. Rotary embeddings that depend on a length have an original one of 24 tokens, and 96 for the "
-    "longest sequence of the run, which both sides take."
+    "`scores` are the log-probabilities of rollouts of 8 to 43 tokens, which the learner reads in one micro-batch; `loss` and "
+    "`gradient` are those of their mean log-likelihood; `slots` and `pages` are the log-probabilities sampled by the embedded "
+    "engine with its two caches. Transformers reads one sequence at a time, with eager attention. For rotary embeddings that "
+    "depend on a length, the original length is 24 tokens and the run's longest sequence 96."
 )
 
 
@@ -50,8 +50,9 @@ def measure(name: str, scaling: str, sampling: Sampling = PLAIN) -> Numbers:
 def families() -> Section:
     return Section(
         "Families and rotary embeddings",
-        f"{len(FAMILIES)} families of tiny random models, each with the rotary embeddings that Transformers takes for it. {WHAT} An empty "
-        "cell: the embedded engine has no such cache for the family, or routers of a mixture choose other experts where bfloat16 rounds.",
+        f"{len(FAMILIES)} families of tiny random models, each with the rotary embeddings that Transformers accepts for it. "
+        f"{WHAT} A cell is empty if the embedded engine has no such cache for the family, or if bfloat16 makes the routers of a "
+        "mixture choose other experts.",
         COLUMNS,
         BOUNDS,
         tuple(Row(f"{name}, {scaling}", PEER, partial(measure, name, scaling)) for name, scaling in CASES),
@@ -66,8 +67,8 @@ def sampling() -> Section:
     )
     return Section(
         "Sampling options",
-        "The log-probabilities of sampled tokens under filters, beside Transformers' own logits processors: of the learner, which filters "
-        "as the sampler did, and of the embedded engine.",
+        "The log-probabilities of filtered samples in the learner, which filters like the sampler, and in the embedded engine, "
+        "compared with Transformers' logits processors.",
         ("scores", "slots", "pages"),
         (1e-6, 1e-6, 1e-6),
         tuple(rows),
@@ -82,8 +83,8 @@ def measure_sampling(name: str, scaling: str, option: str) -> Numbers:
 def vllm() -> Section:
     return Section(
         "Real vLLM engines",
-        "Log-probabilities that a vLLM engine sampled with, in float32, after Strop published the weights to it and told it the run's "
-        "longest sequence. The reference is Transformers alone.",
+        "Log-probabilities sampled by a vLLM engine in float32, after Strop published the weights to it and configured the "
+        "run's longest sequence, compared with plain Transformers.",
         ("log-probabilities",),
         (1e-6,),
         tuple(Row(f"{name}, {scaling}", PEER, partial(measure_vllm, name, scaling)) for name, scaling in SERVED),

@@ -1,4 +1,4 @@
-"""Strop, set by NeMo-RL's keys, beside definitions in NeMo-RL's manner: padded tensors [B, T] and masks, of this file's own writing."""
+"""Strop, configured by NeMo-RL's keys, against definitions in its style: padded tensors [B, T] and masks, written for this file."""
 
 from __future__ import annotations
 
@@ -243,8 +243,9 @@ def rows() -> Iterator[Row]:
 def nemo_rl() -> Section:
     return Section(
         "NeMo-RL's keys",
-        "`strop grpo` and `strop dpo` set by NeMo-RL's own keys, from rewards to gradient, beside vectorised definitions in its manner "
-        "that were written for this page. Its code is not imported: `benchmarks/nemo_rl_code.py` does that where a checkout is at hand.",
+        "`strop grpo` and `strop dpo`, configured by NeMo-RL's keys, from rewards to gradient, compared with vectorised "
+        "definitions in NeMo-RL's style, written for this page. `benchmarks/nemo_rl_code.py` compares with NeMo-RL's own code "
+        "in a checkout.",
         FLOATS,
         (1e-6, 1e-6, *FLOAT_BOUNDS[2:]),
         tuple(rows()),

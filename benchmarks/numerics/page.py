@@ -74,15 +74,15 @@ def render(measured: Sequence[Measured]) -> str:
     lines = [
         "# Numerics",
         "",
-        "What Strop computes, beside what others compute from the same numbers. `make numerics` writes this page in at most 25 minutes on "
-        "two cores; `tests/project/test_numerics_page.py` holds that its rows are those that the program has.",
+        "Strop's results compared with those of other implementations on the same inputs. `make numerics` writes this page in "
+        "at most 25 minutes on two cores; `tests/project/test_numerics_page.py` checks that it has the rows of the program.",
         "",
         f"- **Measured** on {max(one.measurement.ended for one in measured):%d %B %Y} at commit {commit()}, in "
         f"{sum(one.measurement.seconds for one in measured) / 60:.0f} minutes of one core.",
         f"- **Versions**: Python {platform.python_version()}, {', '.join(versions())}.",
-        f"- **Rows**: {rows}. {sum(len(one.above()) for one in measured)} of them are above the bound of their section.",
-        "- **Numbers** are differences. Of a value, relative to the peer's, or absolute where that is below 1; of a gradient, of "
-        "weights and of log-probabilities, the largest one, relative to the peer's largest number.",
+        f"- **Rows**: {rows}, of which {sum(len(one.above()) for one in measured)} are above the bound of their section.",
+        "- **Numbers** are differences: for a value relative to the peer's, or absolute if that is below 1; for a gradient, "
+        "weights and log-probabilities the largest one, relative to the peer's largest number.",
         "",
         "| section | rows | largest difference by column |",
         "|---|---|---|",
@@ -106,7 +106,7 @@ def summary(one: Measured) -> str:
 def table(one: Measured) -> Iterator[str]:
     section = one.section
     noted = any(row.note for row in section.rows)
-    heads = ["option", "beside", *section.columns, *(["what differs"] if noted else [])]
+    heads = ["option", "compared with", *section.columns, *(["what differs"] if noted else [])]
     bounds = [
         f"{column} {bound:.0e}" for column, bound in zip(section.columns, section.bounds, strict=True) if bound != float("inf")
     ]

@@ -1,4 +1,4 @@
-"""Strop beside the loops of the papers: plain Python over rollouts and tokens, as the conformance tests have them."""
+"""Strop against the papers' formulas as plain Python loops over rollouts and tokens, taken from the conformance tests."""
 
 from __future__ import annotations
 
@@ -186,9 +186,10 @@ def whole_difference(name: str) -> Numbers:
 def papers() -> Section:
     return Section(
         "The papers' loops",
-        "Every objective, aggregation, KL term, correction, advantage and preference loss, and every policy gradient as its name alone "
-        "gives it, beside its formula as a loop over rollouts and tokens in float64. The worst of five or six optimizer steps: groups of "
-        "one sign, lone tokens, lengths from 1 to 33, masked rollouts, on policy. Whole algorithms round credit to float32, as a run does.",
+        "Every objective, aggregation, KL term, correction, advantage and preference loss, and every policy gradient with its "
+        "default options, compared with its formula as a loop over rollouts and tokens in float64. The worst of five or six "
+        "optimizer steps: groups of one sign, single tokens, lengths from 1 to 33, masked rollouts, on policy. Whole algorithms "
+        "round credit to float32, like a run.",
         FLOATS,
         (1e-6, 1e-6, *FLOAT_BOUNDS[2:]),
         (

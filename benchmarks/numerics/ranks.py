@@ -70,9 +70,9 @@ def measure(name: str) -> Numbers:
 def ranks() -> Section:
     return Section(
         "One gradient over ranks",
-        "Two optimizer steps in float64 on so many processes (gloo), beside one process that reads all rollouts at once: groups of unequal "
-        "prompts and completions, one without a signal, some of one token. Outputs are handed over in float32. What is left is the order "
-        "of additions.",
+        "Two optimizer steps in float64 on several processes (gloo), compared with one process that reads all rollouts at once: "
+        "groups of unequal prompts and completions, one without a signal, some of one token. Outputs are exchanged in float32. "
+        "The remaining differences come from the order of additions.",
         ("loss", "gradient norm", "outputs", "weights"),
         (1e-10, 1e-10, 1e-6, 1e-10),
         tuple(Row(name, "one process", partial(measure, name)) for name in CASES),
@@ -82,7 +82,7 @@ def ranks() -> Section:
 def coarse_ranks() -> Section:
     return Section(
         "One gradient over ranks, in float32 and bfloat16",
-        "The same with the types of a run. In bfloat16 two cuts in one process differ as much.",
+        "The same with the data types of a run. In bfloat16 two ways to cut the batch in one process differ as much.",
         ("loss", "gradient norm", "outputs", "weights"),
         (3e-2, 3e-2, 3e-2, 1e-2),
         tuple(Row(name, "one process", partial(measure, name)) for name in COARSE),

@@ -18,7 +18,7 @@ NOT_RUN: Numbers = ()  # of a row whose peer is not installed
 
 @dataclass(frozen=True)
 class Row:
-    """One option of Strop beside one peer."""
+    """One option of Strop compared with one peer."""
 
     option: str
     peer: str

@@ -1,4 +1,4 @@
-"""Strop beside the loss functions of the TRL that is installed, on the same log-probabilities."""
+"""Strop against the loss functions of the installed TRL, on the same log-probabilities."""
 
 from __future__ import annotations
 
@@ -151,8 +151,7 @@ def overlong() -> Numbers:
 def trl_losses() -> Section:
     return Section(
         "TRL's losses",
-        "The methods of TRL's trainers that compute a loss, given the same log-probabilities, advantages and reference as Strop, both "
-        "sides in the same type.",
+        "The loss methods of TRL's trainers, given the same log-probabilities, advantages and reference as Strop, in the same data type.",
         FLOATS,
         FLOAT_BOUNDS,
         (*grpo_rows(), *preference_rows(), *reward_rows()),

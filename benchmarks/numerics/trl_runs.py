@@ -251,10 +251,10 @@ def rows() -> Iterator[Row]:
 
 def trl_runs() -> Section:
     return Section(
-        "Twenty steps beside TRL's trainers",
-        f"A Llama of two layers, {STEPS} optimizer steps of {PER_STEP} examples with AdamW at {LEARNING_RATE}: the largest difference of "
-        "a step's loss, and of any weight after the last step. TRL's GRPOTrainer is given the completions that Strop sampled. In bfloat16 "
-        "both compute under autocast with float32 weights; twenty steps of AdamW amplify its rounding.",
+        "Twenty steps of TRL's trainers",
+        f"A Llama of two layers, {STEPS} optimizer steps of {PER_STEP} examples with AdamW at {LEARNING_RATE}: the largest "
+        "difference of a step's loss, and of any weight after the last step. TRL's GRPOTrainer gets the completions that Strop "
+        "sampled. In bfloat16 both use autocast with float32 weights; twenty steps of AdamW amplify its rounding.",
         ("loss, float32", "weights, float32", "loss, bfloat16", "weights, bfloat16"),
         (1e-5, 1e-4, 0.02, 0.1),
         tuple(rows()),

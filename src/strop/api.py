@@ -76,8 +76,8 @@ def train(
     """
     from strop.algorithm_factory import name_options
     from strop.config import TRAINING_RUNS, load_config
-    from strop.runs.algorithm.sections import find_section
     from strop.runs.dry_run.examine import examine_loaded
+    from strop.runs.run_algorithm import find_section
     from strop.runs.train import train_as_configured
 
     name, options = (algorithm, {}) if isinstance(algorithm, str) else name_options(algorithm)

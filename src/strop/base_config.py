@@ -56,7 +56,7 @@ def _write_texts(variables: object) -> object:
 EnvironmentVariables = Annotated[dict[str, str], BeforeValidator(_write_texts)]
 
 
-# ``json_schema_extra`` of a key whose file may be in the folder of the configuration that names it (``strop.config.load.named_files``).
+# ``json_schema_extra`` of a key whose file may be in the folder of the configuration that names it (``strop.config.source.interpolation``).
 NAMES_FILE: dict[str, Any] = {"names_file": True}
 
 
@@ -89,7 +89,7 @@ def subsection(model: type[BaseConfig]) -> Any:
 class BaseConfig:
     """A section. Subclasses become frozen, keyword-only dataclasses whose values are validated; unknown keys are errors."""
 
-    # Effect of a changed key on a resumed run (``strop.config.identity``): identity keys must not change, unrelated keys have no
+    # Effect of a changed key on a resumed run (``strop.config.source.keys``): identity keys must not change, unrelated keys have no
     # effect on it, and all others apply from the next step on; "*" stands for every key of the section itself.
     identity_keys: ClassVar[tuple[str, ...]] = ()
     unrelated_keys: ClassVar[tuple[str, ...]] = ()

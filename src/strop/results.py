@@ -153,8 +153,7 @@ class Run:
     @property
     def checkpoints(self) -> list[Path]:
         """The folders of the checkpoints on disk, the newest last."""
-        from strop.checkpointing.saved_model import find_checkpoints
-        from strop.checkpointing.step_folders import list_steps
+        from strop.checkpointing.saved_model import find_checkpoints, list_steps
 
         folder = find_checkpoints(self.folder, self.config)
         return [folder / f"step_{step}" for step in list_steps(folder)]

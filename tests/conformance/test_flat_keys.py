@@ -16,7 +16,7 @@ from strop.algorithms.base import Algorithm
 from strop.base_config import BaseConfig, fields_of, iter_sections
 from strop.config import TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
-from strop.runs.algorithm.run_algorithm import collect_settings
+from strop.runs.run_algorithm import collect_settings
 
 SECTIONS = ("grpo", "loss_fn", "ppo", "value_loss_fn", "distillation", "dpo", "rm")  # that set an algorithm
 KINDS = ("grpo", "ppo", "distillation", "dpo", "rm")

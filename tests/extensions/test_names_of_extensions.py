@@ -17,7 +17,7 @@ from strop.environments.base import EnvironmentConfigError
 from strop.environments.registry import environment_class, make_environment
 from strop.environments.verifier_registry import list_verifiers, make_verifier
 from strop.extensions.judges.judge import _read_template
-from strop.runs.algorithm.run_algorithm import make_run_algorithm
+from strop.runs.run_algorithm import make_run_algorithm
 
 CHATS = """
 class Chats:

@@ -15,7 +15,7 @@ from strop.learner.torch.tensor_offload import ModelOffload
 from strop.models.loading import cast_weights
 from strop.models.network import Network
 from strop.sampling import Sampling
-from strop.weight_sync.timed_memory import TimedMemory
+from strop.weight_sync.in_process import TimedMemory
 from support.algorithms import grpo
 from support.learners import make_torch_learner
 from support.models import build

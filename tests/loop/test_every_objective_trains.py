@@ -16,7 +16,7 @@ from loop.kinds import train_to_end
 from loop.runs import metrics_of
 from loop.tiny import build_tiny
 from strop.algorithms.catalogue import all_algorithms
-from strop.runs.algorithm.sections import infer_section
+from strop.runs.run_algorithm import infer_section
 from support.sweep import sweep
 
 pytestmark = pytest.mark.slow

@@ -25,7 +25,7 @@ from strop.distributed.base import ActorOptions
 from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.workers.teacher_worker import spawn_teachers
 from strop.models.loading import load_tokenizer
-from strop.runs.teachers import StudentInfo, load_teacher
+from strop.runs.scorers import StudentInfo, load_teacher
 from strop.sampling import Sampling
 from support.rollouts import pack_for, simple_groups
 

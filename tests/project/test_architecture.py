@@ -384,16 +384,11 @@ PARTS = (
 )
 # Modules under 60 lines whose only importer is in their own folder, each with the reason why it is a file of its own.
 SHORT = {
-    "cli.cluster_command": "a command of its own, as each is",
-    "cli.config_command": "a command of its own",
-    "cli.doctor_command": "a command of its own",
-    "config.load.named_files": "where the files are looked for that a recipe names",
     "extensions.adapters.reasoning_gym_datasets": "what a process that scores imports, without the environment",
     "extensions.profiling.profile_config": "read with every configuration, without the recorder",
     "extensions.labs.draft.drafting_config": "keys of the engine, which are read before those of the policy",
     "environments.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
     "monitoring.notebook_figure": "it inherits from matplotlib, which is imported where something is drawn",
-    "runs.cluster.rank_exporter": "sent to ranks, which import nothing of the driver",
     "rollouts.tokenizing_worker": "a process of its own",
     "trainer.publish": "a stage of the loop",
 }

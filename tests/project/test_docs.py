@@ -20,12 +20,11 @@ import torch
 
 from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
-from strop.cli import plot_command, rollouts_command
 from strop.cli.eval_command import is_model_name, make_eval_parser
-from strop.cli.export_command import make_export_parser
-from strop.cli.serve_command import make_serve_parser
+from strop.cli.export_command import make_export_parser, make_serve_parser
+from strop.cli.rollouts_command import make_plot_parser, make_rollouts_parser
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
-from strop.config.load.evaluation_keys import translate_overrides
+from strop.config.load.evaluated_run import translate_overrides
 from strop.config.load.load import load_any_kind
 from strop.data.curriculum.base import Curriculum
 from strop.data.splitting import split_micro_batches
@@ -40,7 +39,7 @@ from strop.extensions.planning import plan_command
 from strop.extensions.recipes import translate_command
 from strop.extensions.replay import replay_commands
 from strop.extensions.view import view_command
-from strop.runs.algorithm.run_algorithm import make_rollout_algorithm
+from strop.runs.run_algorithm import make_rollout_algorithm
 from strop.types import Group, Rollout, Task, Turn
 from strop.user_code import import_attribute
 from support.each import each
@@ -214,10 +213,10 @@ def test_commands_name_configurations_that_load(
     monkeypatch.chdir(workplace)
     parsers = {
         "ledger": replay_commands.make_ledger_parser,
-        "plot": plot_command.make_parser,
+        "plot": make_plot_parser,
         "replay": replay_commands.make_parser,
         "report": view_command.make_report_parser,
-        "rollouts": rollouts_command.make_parser,
+        "rollouts": make_rollouts_parser,
         "translate": translate_command.make_parser,
         "view": view_command.make_parser,
     }

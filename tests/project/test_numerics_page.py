@@ -25,7 +25,7 @@ QUICK = (
 )
 # Of the others, one row that is measured.
 SLOW = {
-    "Twenty steps beside TRL's trainers": "SFTTrainer, tokens of the assistant",
+    "Twenty steps of TRL's trainers": "SFTTrainer, tokens of the assistant",
     "One gradient over ranks": "context 3, ring, branches, tied",
 }
 
@@ -87,4 +87,4 @@ def test_a_difference_above_its_bound_is_marked_and_ends_the_command_with_1(
     assert "| **an option, above its bound** | a peer | 0.5 |  |" in page
     assert "| another | a peer | 1.0e-12 | 0 |" in page and "| a third | a peer | not installed |  |" in page
     assert "| **a fourth, above its bound** | a peer | failed | failed |" in page
-    assert "above its bound: Numbers: an option beside a peer" in page
+    assert "above its bound: Numbers: an option against a peer" in page

@@ -1,4 +1,4 @@
-"""The worst wording stays out of the source: what a reader must read twice."""
+"""The worst wording stays out of the source and the pages: what a reader must read twice."""
 
 from __future__ import annotations
 
@@ -43,14 +43,24 @@ def find_wording(text: str) -> list[str]:
     return [f"{match[0]!r}: write {instead}" for wrong, instead in INSTEAD.items() for match in re.finditer(wrong, plain)]
 
 
-def test_docstrings_comments_and_messages_avoid_the_worst_wording(prose):
-    found = [
+def list_wording(prose: ModuleType, paths: list[Path]) -> list[str]:
+    return [
         f"{piece.path.relative_to(ROOT)}:{piece.line}: {wording}"
-        for path in sorted(prose.SOURCE.rglob("*.py"))
+        for path in paths
         for piece in prose.pieces_of(path)
         for wording in find_wording(piece.text)
     ]
+
+
+def test_docstrings_comments_and_messages_avoid_the_worst_wording(prose):
+    found = list_wording(prose, sorted(prose.SOURCE.rglob("*.py")))
     assert not found, "\n".join(found)
+
+
+def test_pages_avoid_the_worst_wording(prose):
+    pages = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "log"]
+    found = list_wording(prose, [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *pages])
+    assert len(pages) > 50 and not found, "\n".join(found)
 
 
 def test_a_sample_holds_docstrings_comments_and_whole_messages(prose, tmp_path):
@@ -62,6 +72,22 @@ def test_a_sample_holds_docstrings_comments_and_whole_messages(prose, tmp_path):
         (1, "docstring", "The module."),
         (3, "comment", "One comment on two lines."),
         (6, "message", "there is no such key"),
+    ]
+
+
+def test_a_sample_of_a_page_holds_its_sentences_without_code(prose, tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text(
+        "# A page of four words\n\nThe first sentence is\nhere. `This` is the second one.\n\n```sh\nstrop grpo beside it\n```\n"
+        "\n- An item of a list\n- Another item of it\n\n| a row | of | a table |\n|---|---|---|\n"
+    )
+    assert [(piece.line, piece.text) for piece in prose.pieces_of(path)] == [
+        (1, "# A page of four words"),
+        (3, "The first sentence is here."),
+        (3, "`This` is the second one."),
+        (10, "- An item of a list"),
+        (11, "- Another item of it"),
+        (13, "| a row | of | a table |"),
     ]
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from strop.algorithms.catalogue import all_algorithms
 from strop.config import TRAINING_RUNS, ConfigError, EvalRunConfig, load_config
-from strop.config.checks.run_checks import find_errors
+from strop.config.run_checks import find_errors
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.registry import make_environment
 

@@ -39,18 +39,18 @@ ALLOWED: dict[str, dict[str, str]] = {
         "environments/scoring/scoring_worker.py": "from the process that started it, over a pipe",
         "rollouts/tokenizing_worker.py": "between the run and the process that it started, over its pipes",
     },
-    "pickle.load": {"checkpointing/state_file.py": "state.pt, with a list of classes"},
+    "pickle.load": {"checkpointing/base.py": "state.pt, with a list of classes"},
     "pickle.Unpickler": {
-        "checkpointing/state_file.py": "state.pt, with a list of classes",
+        "checkpointing/base.py": "state.pt, with a list of classes",
         "learner/parallel/shard_files.py": "with a list of classes",
     },
     "torch.load": {
-        "checkpointing/state_file.py": "state.pt, with a list of classes",
+        "checkpointing/base.py": "state.pt, with a list of classes",
         "learner/parallel/single_device.py": "weights_only",
         "models/load_report.py": "weights_only",
         "extensions/labs/draft/draft_trainer.py": "weights_only",
-        "extensions/labs/draft/eagle_head.py": "weights_only",
-        "extensions/sglang/server/prepared_images.py": "weights_only, of files that the run has written",
+        "extensions/labs/draft/eagle_files.py": "weights_only",
+        "extensions/sglang/server/scheduler_process.py": "weights_only, of files that the run has written",
         "extensions/megatron/checkpoint/torch_dist.py": "weights only",
         "learner/parallel/sharded_checkpoint.py": "weights_only",
     },
@@ -88,7 +88,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "distributed/workers/learner_worker.py": "a client",
         "extensions/sglang/relayed_weights.py": "on a socket of the loopback interface",
     },
-    "distributed.TCPStore": {"distributed/node_probe.py": "a client", "distributed/rendezvous.py": "on a socket of one address"},
+    "distributed.TCPStore": {"distributed/preflight.py": "a client", "distributed/rendezvous.py": "on a socket of one address"},
     "web.TCPSite": {"safety/http_server.py": "in listening"},
     "web.SockSite": {"safety/http_server.py": "in listening"},
     "listening": {
@@ -122,7 +122,7 @@ def test_no_call_allows_pickled_objects_or_a_shell() -> None:
     for file, name, options in calls():
         assert options.get("shell", "False") == "False", (file, name)
         assert options.get("allow_pickle", "False") == "False", (file, name)
-        if name == "torch.load" and file != "checkpointing/state_file.py":
+        if name == "torch.load" and file != "checkpointing/base.py":
             assert options.get("weights_only") == "True", file
         brings_code = "PeftModel" not in name and not name.startswith("GenerationConfig.")  # the latter has values alone
         brings_code &= "_model_mapping" not in name  # a class of Transformers itself, which is given no folder

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.extensions.megatron.megatron_peft_config import MegatronPeftConfig
+from strop.extensions.megatron.megatron_config import MegatronPeftConfig
 from strop.types import Batch
 from support.megatron_parity import MegatronCase, case, make_megatron_learner, make_network
 from support.parity import SAMPLING, get_loss, make_batch
@@ -78,7 +78,7 @@ def resume(batch: Batch, folder: Path, made: MegatronCase, other: MegatronCase) 
 
 def score_without_adapters(batch: Batch, network: Callable[[MegatronCase], Any]) -> tuple[bool, bool]:
     """Return whether scores without adapters are those of the base, and whether those with them are others."""
-    from strop.extensions.megatron.megatron_scorer import MegatronScorer
+    from strop.extensions.megatron.megatron_network import MegatronScorer
 
     adapted, base = network(TENSOR), network(replace(TENSOR, case=replace(SMALL, lora=False), options={}))
     with_them = MegatronScorer(adapted, SAMPLING, 50).score_local(batch)
@@ -110,7 +110,7 @@ def publish(network: Any, folder: Path) -> dict[str, Any]:
 
 def draw(network: Callable[[MegatronCase], Any]) -> list[dict[str, Tensor]]:
     """Return fresh adapters in two layouts of a model in bfloat16."""
-    from strop.extensions.megatron.adapters.stage_adapters import StageAdapters
+    from strop.extensions.megatron.stage_adapters import StageAdapters
 
     found = []
     options = MegatronPeftConfig(enabled=True, dim=3, alpha=6, target_modules=("*.layers.1.*", "linear_qkv"))

@@ -33,8 +33,7 @@ class TrainedStages:
         """Take a step with random gradients, those of whole weights."""
         from megatron.core import parallel_state
 
-        from strop.extensions.megatron.weights.shard_import import load_weights
-        from strop.extensions.megatron.weights.weight_reader import MemoryWeights
+        from strop.extensions.megatron.weight_map import MemoryWeights, load_weights
 
         parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
         weights = [parameter.detach().clone() for parameter in parameters]
@@ -56,7 +55,7 @@ class TrainedStages:
         self.optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        from strop.extensions.megatron.weights.stage_export import iter_weights
+        from strop.extensions.megatron.weight_map import iter_weights
 
         return {weight.name: weight.gather().clone() for weight in iter_weights(self.stages, self.hf_config)}
 
@@ -72,11 +71,10 @@ def train_stages(
     """Build a model with random weights in a layout, and take steps."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    from strop.extensions.megatron.megatron_optimizer_config import MegatronDdpConfig
+    from strop.extensions.megatron.megatron_config import MegatronDdpConfig
+    from strop.extensions.megatron.megatron_optimizer import wrap_stages
     from strop.extensions.megatron.models.build_stages import build_stages
-    from strop.extensions.megatron.optimizer.gradient_buffers import wrap_stages
-    from strop.extensions.megatron.weights.shard_import import load_weights
-    from strop.extensions.megatron.weights.weight_reader import MemoryWeights
+    from strop.extensions.megatron.weight_map import MemoryWeights, load_weights
 
     config = make_layout(**sizes)
     layout = start_layout(config)
@@ -104,7 +102,7 @@ def train_stages(
 
 def random_weights(hf_config: Any, seed: int, head: Any = "lm") -> Iterator[tuple[str, Tensor]]:
     """Yield random weights of the ordinary model, tied ones equal."""
-    from strop.extensions.megatron.weights.weight_map import hf_weights
+    from strop.extensions.megatron.weight_map import hf_weights
 
     for weight in hf_weights(hf_config, head):
         generator = torch.Generator().manual_seed(1000 * seed + weight.storage)

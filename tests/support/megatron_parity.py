@@ -12,13 +12,13 @@ from torch import Tensor
 
 from strop import metrics
 from strop.extensions.megatron.layout import MegatronLayout
-from strop.extensions.megatron.megatron_config import MegatronConfig
-from strop.extensions.megatron.megatron_dims import MegatronDims
-from strop.extensions.megatron.megatron_optimizer_config import (
+from strop.extensions.megatron.megatron_config import (
+    MegatronConfig,
     MegatronDdpConfig,
     MegatronOptimizerConfig,
     MegatronSchedulerConfig,
 )
+from strop.extensions.megatron.megatron_dims import MegatronDims
 from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.models.adapters import adapter_weights, base_weights
 from strop.types import Batch
@@ -172,8 +172,7 @@ def make_network(made: MegatronCase, layout: MegatronLayout) -> Any:
     """Return the case's network in a layout."""
     from strop.extensions.megatron.megatron_network import MegatronNetwork
     from strop.extensions.megatron.models.build_stages import build_stages
-    from strop.extensions.megatron.weights.shard_import import load_weights
-    from strop.extensions.megatron.weights.weight_reader import MemoryWeights
+    from strop.extensions.megatron.weight_map import MemoryWeights, load_weights
 
     plain = weights_of(made.case)
     head: Any = "scalar" if made.case.value else "lm"
@@ -181,7 +180,7 @@ def make_network(made: MegatronCase, layout: MegatronLayout) -> Any:
     load_weights(stages, plain.config, MemoryWeights(plain.base))
     adapters = None
     if made.case.lora:
-        from strop.extensions.megatron.adapters.stage_adapters import StageAdapters
+        from strop.extensions.megatron.stage_adapters import StageAdapters
 
         with layout.activate():
             adapters = StageAdapters(stages, plain.config, made.config().peft, base="base")
@@ -195,7 +194,7 @@ def make_network(made: MegatronCase, layout: MegatronLayout) -> Any:
 def train_with_megatron(made: MegatronCase, batch: Batch) -> TrainingResult:
     """Train on this rank as ``support.parity.train`` does."""
     learner = make_megatron_learner(made)
-    from strop.extensions.megatron.weights.stage_export import iter_weights
+    from strop.extensions.megatron.weight_map import iter_weights
 
     steps, stepped = [], []
     for _ in range(made.case.steps):

@@ -13,4 +13,4 @@ if (
     prepare_megatron("cpu")
     import strop.extensions.megatron.megatron_learner
     import strop.extensions.megatron.models.build_stages
-    import strop.extensions.megatron.weights.stage_export  # noqa: F401
+    import strop.extensions.megatron.weight_map  # noqa: F401

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from strop.extensions.sglang.server_process import SglangLaunch
 from strop.extensions.sglang.sglang_config import PYTHON_VARIABLE, SglangConfig
 from strop.extensions.sglang.sglang_engine import SglangEngine
-from strop.extensions.sglang.sglang_launch import SglangLaunch
 from strop.generation.engine_launch import LaunchedAdapters
 from strop.generation.generation_config import GenerationConfig
 

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from strop.distributed.actor_group import RestartableActor
 from strop.distributed.base import ActorOptions
 from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.ray import connect
-from strop.distributed.restartable_actor import RestartableActor
 from strop.distributed.workers.remote_engine import RemoteEngine
 from strop.generation.engine_launch import NodeRanks
 from strop.generation.vllm.vllm_engine import VllmEngine

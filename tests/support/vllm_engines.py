@@ -21,10 +21,10 @@ from strop.generation.vllm.vllm_config import VllmConfig
 from strop.generation.vllm.vllm_engine import VllmEngine
 from strop.sampling import Sampling, filtered_logits
 from strop.weight_sync.base import CanarySample, Sender
-from strop.weight_sync.canary import Canary
 from strop.weight_sync.exporter import AdapterSource, BlockingExporter, LocalExporter, make_local_exporter
 from strop.weight_sync.publisher import PublishOptions, WeightPublisher
 from strop.weight_sync.transports.host_memory import MemorySender
+from strop.weight_sync.verification import Canary
 from strop.weight_sync.weight_sync_config import WeightSyncConfig
 from support.models import VOCABULARY
 from support.tokenizer import END

@@ -20,7 +20,7 @@ from strop.api import _run
 from strop.config import ConfigError, dump_config
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.runs import train as training
-from strop.runs.algorithm.sections import find_section
+from strop.runs.run_algorithm import find_section
 from support.each import each
 
 SURFACE = [

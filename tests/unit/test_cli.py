@@ -190,9 +190,9 @@ def test_a_dry_run_on_a_cluster_says_who_is_where(capsys: pytest.CaptureFixture[
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The configurations that a cluster was checked for, by a stand-in that finds problems."""
     configs: list[Any] = []
-    module: Any = ModuleType("strop.runs.cluster.cluster_check")
+    module: Any = ModuleType("strop.runs.cluster.cluster_run")
     module.check_cluster = lambda config: configs.append(config) or 1
-    monkeypatch.setitem(sys.modules, "strop.runs.cluster.cluster_check", module)
+    monkeypatch.setitem(sys.modules, "strop.runs.cluster.cluster_run", module)
     return configs
 
 

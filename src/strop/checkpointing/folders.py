@@ -1,18 +1,4 @@
-"""Checkpoints as folders ``step_N/``, written atomically.
-
-    step_170/
-      config.yaml            the resolved configuration
-      contents.json          fingerprints of what its names stand for: weights, data, tokenizer, prompts, code
-      state.pt               step, stream (cursor, buffered groups), random states, metrics
-      files.json             saved files with sizes and checksums, to find one that is missing, truncated or changed; the run's id
-      metric.json            the metric that ranks checkpoints
-      policy/weights/        a Hugging Face folder for from_pretrained
-      policy/ema/            another one with averaged weights, with policy.ema.enabled
-      policy/optimizer.pt    optimizer and schedule
-      past_selves/           earlier weights of the policy, where an environment plays against them
-
-A checkpoint is written under a temporary name, flushed to disk and renamed. Older checkpoints are removed afterwards, renamed first.
-"""
+"""Checkpoints as folders ``step_N/``, written atomically, or in the background while training continues."""
 
 from __future__ import annotations
 
@@ -22,7 +8,9 @@ import math
 import random
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,13 +19,10 @@ from typing import Any
 import numpy
 import torch
 
-from strop.checkpointing.base import Restorable, RunState, Saveable
-from strop.checkpointing.state_file import read_run_state, write_run_state
-from strop.checkpointing.step_folders import list_steps
-from strop.storage.atomic_file import fsync_path
+from strop.checkpointing.base import Restorable, RunState, Saveable, Stageable, read_run_state, write_run_state
+from strop.checkpointing.saved_model import list_steps
 from strop.storage.checksums import FileChecksum, compute_checksums, decode_checksums, encode_checksums, find_damage
-from strop.storage.short_path import shorten_path
-from strop.storage.storage_error import StorageError, find_refusal, format_bytes, free_bytes
+from strop.storage.files import StorageError, find_refusal, format_bytes, free_bytes, fsync_path, shorten_path
 
 log = logging.getLogger(__name__)
 
@@ -298,3 +283,35 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(states["cuda"])
+
+
+class BackgroundCheckpointer:
+    """Copies the state to save and writes it in a thread, one checkpoint at a time.
+
+    An incomplete checkpoint has a temporary name, so a kill leaves the previous one intact. Call ``finish`` before the run ends. If a
+    learner does not support staging, the checkpoint is written before ``save`` returns.
+    """
+
+    def __init__(self, folders: FolderCheckpointer) -> None:
+        self.folders = folders
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="strop-checkpoint")
+        self._pending: Future[Path] | None = None
+        self.wait_seconds = 0.0  # total seconds spent waiting for the previous checkpoint
+
+    def save(self, state: RunState, learners: Mapping[str, Restorable]) -> Path:
+        """Start to save, and return the folder that the checkpoint will have. Raises the error of the previous save."""
+        self.finish()
+        staged: dict[str, Saveable] = {}
+        for name, learner in learners.items():
+            if not isinstance(learner, Stageable):
+                return self.folders.save(state, learners)
+            staged[name] = learner.stage(optimizer=self.folders.save_optimizer)
+        self._pending = self._thread.submit(self.folders.write, state, get_random_states(), staged)
+        return shorten_path(self.folders.folder / f"step_{state.step}")
+
+    def finish(self) -> None:
+        """Wait until the checkpoint in progress is complete. Raises its error."""
+        if self._pending is not None:
+            started, pending, self._pending = time.monotonic(), self._pending, None
+            pending.result()
+            self.wait_seconds += time.monotonic() - started

@@ -1,4 +1,4 @@
-"""Find a saved model by the name a user gives: a run, a checkpoint, a folder of weights, or a model on the hub."""
+"""The ``step_N`` folders in a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,18 @@ from typing import Any, Literal, TypeAlias
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from strop.checkpointing.step_folders import list_steps
 from strop.models.rank_shards import RankShardReader, find_shards
+
+_STEP = re.compile(r"step_(0|[1-9][0-9]*)")  # step_05 is not a checkpoint of step 5: a run would write step_5 next to it
+
+
+def list_steps(folder: Path) -> list[int]:
+    """Return the steps that have a checkpoint, in order; empty if there is no folder."""
+    if not folder.is_dir():
+        return []
+    matches = (_STEP.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
+
 
 RUN_CONFIG = "config.yaml"  # in a log folder and in each checkpoint
 ATTACHED_CONFIG = "strop_config.yaml"  # the same, in an exported folder

@@ -129,7 +129,7 @@ def _examine_tasks(config: TrainingRunConfig) -> DataExamination:
 
 def _evaluate_model(model: SavedModel | None, options: argparse.Namespace) -> int:
     from strop.config import EvalRunConfig, load_config
-    from strop.config.load.evaluation_keys import translate_overrides
+    from strop.config.load.evaluated_run import translate_overrides
 
     translated = translate_overrides(options.overrides, section=None)
     values: dict[str, Any] = {}

@@ -1,7 +1,8 @@
-"""``strop grpo`` and the other kinds of training."""
+"""``strop grpo`` and the other kinds of training, and ``strop config``."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -88,3 +89,19 @@ def _format_resume_hint(config: TrainingRunConfig, command_line: str) -> str:
         else f"from the beginning (no checkpoint in {saving.checkpoint_dir} yet)"
     )
     return f"Start the same command again to continue {where}:\n    {command_line}"
+
+
+def config(arguments: Sequence[str], command_line: str) -> int:
+    """Run ``strop config``. Return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="strop config", description="List every key with its type, default and description.", allow_abbrev=False
+    )
+    parser.add_argument(
+        "schema", choices=(*TRAINING, "eval"), nargs="?", default="grpo", help="command to list the keys of (default: grpo)"
+    )
+    options = parser.parse_args(arguments)
+    from strop.config.load.reference import render_annotated_yaml
+    from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig
+
+    print(render_annotated_yaml(TRAINING_RUNS.get(options.schema, EvalRunConfig)), end="")
+    return 0

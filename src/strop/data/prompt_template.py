@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strop.data.sources.records import DataError
-from strop.storage.text_file import read_text_file
+from strop.storage.files import read_text_file
 from strop.types import Message, system, user
 
 AUTO_PROMPT = "auto"  # instead of a prompt file: the usual wording of a built-in set, if it has one

@@ -14,9 +14,19 @@ from pathlib import Path
 from strop.distributed.actor_group import ActorGroup, ActorGroupDied
 from strop.distributed.base import ActorDied, ActorOptions
 from strop.distributed.cluster_config import ClusterConfig
-from strop.distributed.node_probe import TOKEN_FILE, AllReduceProbe, format_os_error, get_versions, probe_node
 from strop.distributed.placement import Node, PlacementError
-from strop.distributed.preflight import AllReduceSpeed, ClusterSurvey, NodeInfo, NodeReport, RunNeeds
+from strop.distributed.preflight import (
+    TOKEN_FILE,
+    AllReduceProbe,
+    AllReduceSpeed,
+    ClusterSurvey,
+    NodeInfo,
+    NodeReport,
+    RunNeeds,
+    format_os_error,
+    get_versions,
+    probe_node,
+)
 from strop.distributed.ray import RayCluster, connect, list_nodes, run_on_every_node
 
 FOLDER_TIMEOUT = 10.0  # until a file written by another node must be visible

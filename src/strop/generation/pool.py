@@ -23,10 +23,10 @@ from strop.monitoring.waits import waiting
 from strop.sampling import Sampling
 from strop.types import PromptImage
 from strop.weight_sync.base import EngineDied, EngineLost, LearnerMemory, UpdatableEngine, WeightSync
-from strop.weight_sync.canary import Canary
 from strop.weight_sync.exporter import Exporter
+from strop.weight_sync.in_process import TimedMemory
 from strop.weight_sync.publisher import PublishOptions, WeightPublisher
-from strop.weight_sync.timed_memory import TimedMemory
+from strop.weight_sync.verification import Canary
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from strop.generation.generation_config import GenerationConfig
 from strop.generation.torch.emulated_quantization import EmulatedQuantization
 from strop.models.quantization.number_format import NUMBER_FORMATS, quantize
 from strop.models.quantization.quantization_plan import FUSED_EXPERTS, QuantizationPlan, make_plan, pack, packed_size
-from strop.weight_sync.sent_precision import SentPrecision
+from strop.weight_sync.weight_source import SentPrecision
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from strop.base_config import NAMES_FILE, BaseConfig, PathText, follows
 from strop.problems import Problem
-from strop.storage.text_file import read_text_file
+from strop.storage.files import read_text_file
 
 
 class TokenizerConfig(BaseConfig):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from strop import plugins
-from strop.storage.atomic_file import atomic_write
+from strop.storage.files import atomic_write
 
 STARTS_FILE = "starts.jsonl"
 

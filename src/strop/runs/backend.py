@@ -29,8 +29,8 @@ from strop.learner.torch.reference_store import model_fingerprint
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.cluster.ray_backend import make_ray_backend
-from strop.runs.contents.model_check import check_model
 from strop.runs.engines import GeneratorSpec, make_generator, make_past_selves, offloads_learner
+from strop.runs.model_check import check_model
 from strop.runs.models import (
     LoadedPolicy,
     TokenizerBundle,
@@ -40,8 +40,7 @@ from strop.runs.models import (
     make_reference,
     make_trained_networks,
 )
-from strop.runs.scorers import ScoringModels
-from strop.runs.teachers import find_scorer, make_teachers
+from strop.runs.scorers import ScoringModels, find_scorer, make_teachers
 from strop.sampling import Sampling
 
 

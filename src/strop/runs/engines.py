@@ -30,12 +30,11 @@ from strop.runs.models import PRECISIONS, LoadedPolicy, TokenizerBundle, write_m
 from strop.sampling import Sampling
 from strop.types import Batch
 from strop.weight_sync.base import LearnerMemory
-from strop.weight_sync.canary import make_canary
 from strop.weight_sync.exporter import Exporter, LocalAdapterSource, make_local_exporter
-from strop.weight_sync.in_process import InProcessWeights
+from strop.weight_sync.in_process import InProcessWeights, TimedMemory
 from strop.weight_sync.publisher import PublishOptions
-from strop.weight_sync.timed_memory import TimedMemory
 from strop.weight_sync.transports.choose import EngineLocations, choose_senders, make_sender_factory
+from strop.weight_sync.verification import make_canary
 
 
 @dataclass(frozen=True, kw_only=True)

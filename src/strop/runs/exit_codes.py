@@ -18,7 +18,7 @@ from strop.monitoring.message_style import configure_messages, discard_output, r
 from strop.safety.exits import RunExited, run_coroutine
 from strop.safety.printable import make_printable
 from strop.stopping import EndRun
-from strop.storage.storage_error import StorageError
+from strop.storage.files import StorageError
 from strop.tools.base import InfrastructureError
 from strop.trainer.run import TooFewTasks, TooManyDropped
 from strop.user_code import find_user_place

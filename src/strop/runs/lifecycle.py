@@ -14,9 +14,8 @@ import torch
 from strop import plugins
 from strop.algorithms.base import Algorithm
 from strop.base_config import to_tree
-from strop.checkpointing.background import BackgroundCheckpointer
 from strop.checkpointing.base import Checkpointer
-from strop.checkpointing.folders import FolderCheckpointer
+from strop.checkpointing.folders import BackgroundCheckpointer, FolderCheckpointer
 from strop.config import TrainingRunConfig, dump_config
 from strop.config.load.auto_backend import resolve_auto_backend
 from strop.determinism import set_deterministic
@@ -26,7 +25,7 @@ from strop.monitoring.trackers.background_tracker import BackgroundTracker
 from strop.monitoring.trackers.base import CompositeTracker, TrackedRun, Tracker
 from strop.monitoring.trackers.jsonl import JsonlTracker
 from strop.monitoring.watchdog import Watchdog, WatchdogTimeout, schedule_exit
-from strop.runs.contents.run_contents import find_contents, write_contents
+from strop.runs.run_contents import find_contents, write_contents
 from strop.runs.summary import summarize
 from strop.safety.printable import redact_secrets
 from strop.stopping import EarlyStop

@@ -1,12 +1,17 @@
-"""Resolve the configured device of this process."""
+"""What a configuration names of this machine: the device of this process, and the folders that a run writes."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 from strop import gpus
+from strop.config import TrainingRunConfig
 from strop.gpus import describe_visible, has_gpu, visible_gpus
+from strop.problems import Problem
+from strop.storage.folder_lock import find_folder_problem
 
 
 def resolve_device_name(device: str) -> str:
@@ -35,3 +40,25 @@ def count_threads(configured: int | None) -> int | None:
         return torch.get_num_threads()
     requested = os.environ.get("OMP_NUM_THREADS", "")
     return int(requested) if requested.isdigit() and int(requested) > 0 else None
+
+
+LOG_DIR, CHECKPOINT_DIR = "logger.log_dir", "checkpointing.checkpoint_dir"
+
+
+def list_folders(config: TrainingRunConfig) -> dict[str, Path]:
+    """Return the folders that a run writes, by key."""
+    folders = {LOG_DIR: Path(config.logger.log_dir).absolute()}
+    if config.checkpointing.saving_enabled:
+        folders[CHECKPOINT_DIR] = Path(config.checkpointing.checkpoint_dir).absolute()
+    generation = getattr(config.policy, "generation", None)
+    weights = getattr(generation, "weight_sync", None)
+    if weights is not None and weights.folder is not None:
+        folders["policy.generation.weight_sync.folder"] = Path(weights.folder).absolute()
+    return folders
+
+
+def find_folder_problems(config: TrainingRunConfig) -> Iterator[Problem]:
+    """Yield a problem for each key whose folder can neither be written nor created."""
+    for key, folder in list_folders(config).items():
+        if problem := find_folder_problem(folder):
+            yield Problem(key, problem)

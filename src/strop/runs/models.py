@@ -48,8 +48,8 @@ from strop.models.quantization.float8_training import convert_to_float8
 from strop.models.value_network import ValueHead, ValueNetwork
 from strop.models.vision.vision_processor import find_vision_processor
 from strop.models.vision.vision_tower import freeze_tower
-from strop.runs.algorithm.run_algorithm import count_steps_per_batch
 from strop.runs.local_device import resolve_device_name
+from strop.runs.run_algorithm import count_steps_per_batch
 from strop.sampling import Sampling
 
 log = logging.getLogger(__name__)

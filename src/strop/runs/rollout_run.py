@@ -13,7 +13,7 @@ from strop.algorithms.base import Algorithm
 from strop.checkpointing.base import Restorable, RunState
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import RolloutRunConfig
-from strop.config.checks.device_counts import count_devices
+from strop.config.cluster_checks import count_devices
 from strop.data.data_state import DataState
 from strop.distributed.base import Cluster
 from strop.environments.handle import EnvironmentHandle
@@ -30,14 +30,14 @@ from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.prompts_ahead import PromptsAhead
 from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
 from strop.rollouts.tool_turns import describe_tool_calls
-from strop.runs.algorithm.run_algorithm import count_steps_per_batch
 from strop.runs.backend import Backend, LocalBackend
 from strop.runs.cluster.ray_backend import make_remote_environments
-from strop.runs.contents.model_check import note_empty_answers
-from strop.runs.dry_run.examined_templates import find_conversation_problems
+from strop.runs.dry_run.examined_models import find_conversation_problems
 from strop.runs.engines import GeneratorSpec
-from strop.runs.jobs.evaluation_identity import identify_entries
+from strop.runs.jobs.evaluation_folder import identify_entries
 from strop.runs.jobs.evaluation_job import make_episode_rules, make_validation_job
+from strop.runs.model_check import note_empty_answers
+from strop.runs.run_algorithm import count_steps_per_batch
 from strop.runs.tasks import count_slots, make_training_tasks, make_validation_tasks
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling

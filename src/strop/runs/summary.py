@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from strop.algorithm_factory import format_algorithm, format_changes
 from strop.algorithms.base import Algorithm
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
-from strop.config.checks.device_counts import count_devices
-from strop.config.checks.policy_checks import check_chosen_device
+from strop.config.cluster_checks import count_devices
+from strop.config.policy_checks import check_chosen_device
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, environment_alias
 from strop.data.data_config import DataEntryConfig, EvalSetConfig
@@ -21,9 +21,9 @@ from strop.generation.torch.torch_config import LEAST_CACHE_GB
 from strop.gpus import has_gpu, visible_gpus
 from strop.learner.model_config import ModelConfig
 from strop.problems import raise_problems
-from strop.runs.algorithm.run_algorithm import count_steps_per_batch, make_run_algorithm
-from strop.runs.cluster.device_plan import format_placement
+from strop.runs.dry_run.assumed_cluster import format_placement
 from strop.runs.local_device import count_threads, resolve_device_name
+from strop.runs.run_algorithm import count_steps_per_batch, make_run_algorithm
 from strop.trainer.training_config import AsyncConfig, RolloutTrainingConfig, TrainingConfig
 
 UNLIMITED_STEPS = 1_000_000  # default of max_num_steps: the run ends with its epochs

@@ -72,6 +72,6 @@ class TorchBackend:
         return ParallelDims.from_config(section, world)
 
     def examine(self, config: TrainingRunConfig, key: str, model: Any, values: Mapping[str, Any]) -> Iterator[Problem]:
-        from strop.runs.dry_run.examined_networks import examine_torch_model
+        from strop.runs.dry_run.examined_models import examine_torch_model
 
         return examine_torch_model(config, key, model, values)

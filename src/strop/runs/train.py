@@ -1,27 +1,77 @@
-"""``strop grpo``, ``sft``, ``dpo``, ...: open a run from its configuration and train."""
+"""``strop grpo``, ``sft``, ``dpo``, ...: open a run from its configuration, assemble its parts, and train."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
-from strop.checkpointing.step_folders import list_steps
+from strop.algorithms.base import Algorithm
+from strop.checkpointing.saved_model import list_steps
 from strop.config import RolloutRunConfig, TrainingRunConfig
+from strop.distributed.base import Cluster
+from strop.environments.resources import open_resources
 from strop.monitoring.console import Closing
-from strop.runs.algorithm.run_algorithm import make_run_algorithm
+from strop.monitoring.trackers.base import Tracker
+from strop.runs.backend import make_backend
 from strop.runs.cluster.cluster_run import Restarts, open_cluster
 from strop.runs.exit_codes import run_command
-from strop.runs.lifecycle import make_tracker, watch_run
-from strop.runs.open_run import open_run
-from strop.runs.resume.restore import finish_run
+from strop.runs.lifecycle import begin_run, finish_at_end, make_early_stop, make_tracker, watch_run
+from strop.runs.monitors.run_listeners import RunSetup, attach_listeners, make_listeners, make_store
+from strop.runs.recorded_run import RecordedSource, read_recorded
+from strop.runs.restore import finish_run, restore_run, resume_run
+from strop.runs.rollout_run import SampledSource, read_tasks
+from strop.runs.run_algorithm import make_run_algorithm
 from strop.runs.run_folders import lock_run_folders
+from strop.runs.scorers import make_columns
 from strop.safety.remote_code import trust_remote_code
 from strop.stopping import RunStopped
 from strop.trainer.run import TrainingRun
 from strop.trainer.stop_signal import handle_stop_signals
 from strop.trainer.train import train
+
+
+@asynccontextmanager
+async def open_run(
+    config: TrainingRunConfig, algorithm: Algorithm, tracker: Tracker, cluster: Cluster | None = None
+) -> AsyncIterator[TrainingRun]:
+    """Open a run in this process or on ``cluster``, restored from its newest checkpoint if there is one."""
+    config = begin_run(config, algorithm, tracker, cluster)
+    source: SampledSource | RecordedSource  # read first, because loading a model takes longer than finding errors in data
+    if isinstance(config, RolloutRunConfig):
+        source = read_tasks(config, algorithm, cluster, tracker)
+    else:
+        source = read_recorded(config, algorithm, tracker)
+    async with open_resources(source.environments, tracker.note, tracker.progress):
+        setup = RunSetup(config=config, algorithm=algorithm, source=source, store=make_store(config), cluster=cluster)
+        attached = attach_listeners(setup)
+        backend = await make_backend(config, cluster, tracker)
+        options = source.prepare(backend)
+        learners = await backend.build_learners(algorithm, source.sampling, options.count_optimizer_steps(source.size))
+        columns = await make_columns(
+            config, backend, algorithm, learners, tracker, source.read_all, last_metrics=lambda: run.last_metrics
+        )
+        setup.store.decode = backend.bundle.tokenizer.decode
+        restored = await restore_run(config, backend.bundle, learners, source.make_parts(backend), setup.store, tracker)
+        async with source.open(backend, options, learners["policy"], columns, restored.state) as supply:
+            run = TrainingRun(
+                options=options,
+                algorithm=algorithm,
+                stream=supply.stream,
+                learners=learners,
+                parts=restored.parts,
+                columns=columns,
+                weights=supply.weights,
+                tracker=tracker,
+                evaluator=supply.evaluator,
+                early_stop=make_early_stop(config),
+                checkpoints=restored.checkpoints,
+                listeners=await make_listeners(setup, options, attached, tracker),
+            )
+            resume_run(run, restored.state)
+            async with finish_at_end(run):
+                yield run
 
 
 def run_training(config: TrainingRunConfig) -> int:

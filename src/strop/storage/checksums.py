@@ -1,4 +1,4 @@
-"""Sizes and checksums of files, to find one that is missing, truncated or changed."""
+"""Sizes and checksums of files, to find one that is missing, truncated or changed, and digests of the contents behind a name."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
+
+from strop.storage.files import atomic_write, user_cache_folder
 
 _CHUNK = 1 << 22
 _OWN = "/checksum"  # key of the list's own checksum; no file is called that
@@ -91,3 +94,65 @@ def _compare(path: Path, saved: FileChecksum) -> str | None:
     if saved.xxh3 is not None and compute_checksum(path).xxh3 != saved.xxh3:
         return f"{path} is damaged: its checksum differs from when it was saved"
     return None
+
+
+SMALL_BYTES = 16 << 20  # read each time
+CACHED_FILES = 4096
+END_BYTES = 8 << 20
+_CACHE = "contents.json"
+_Key = tuple[int, int, int, int]
+
+
+def digest_files(files: Iterable[Path], root: Path | None = None) -> str:
+    """Return a digest of files: of their contents, and of their names relative to ``root`` if it is given. Raises OSError."""
+    paths = sorted(path.resolve() for path in files)
+    cache = _read_cache()
+    keys = {path: _key_of(path) for path in paths}
+    known = {path: cache[str(path)][1] for path in paths if cache.get(str(path), ((), ""))[0] == keys[path]}
+    unread = [path for path in paths if path not in known]
+    with ThreadPoolExecutor(THREADS) as threads:
+        known |= dict(zip(unread, (str(each.xxh3) for each in threads.map(compute_checksum, unread)), strict=True))
+    if large := {str(path): (keys[path], known[path]) for path in unread if keys[path][0] > SMALL_BYTES}:
+        _write_cache({**cache, **large})
+    if root is None and len(paths) == 1:
+        return known[paths[0]][:16]
+    base = None if root is None else root.resolve()
+    names = [path.name if base is None or not path.is_relative_to(base) else str(path.relative_to(base)) for path in paths]
+    listed = sorted(zip(names, (known[path] for path in paths), strict=True))
+    return xxhash.xxh3_128(json.dumps(listed).encode()).hexdigest()[:16]
+
+
+def digest_ends(files: Iterable[Path]) -> str:
+    """Return a digest of the sizes and both ends of files that are too many or too large to read before a run. Raises OSError."""
+    digest = xxhash.xxh3_128()
+    for path in sorted(files):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(END_BYTES))
+            file.seek(max(0, size - END_BYTES))
+            digest.update(file.read(END_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _key_of(path: Path) -> _Key:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+def _read_cache() -> dict[str, tuple[_Key, str]]:
+    try:
+        saved = json.loads((user_cache_folder() / _CACHE).read_bytes())
+        found: dict[str, tuple[_Key, str]] = {path: (tuple(key), str(digest)) for path, (key, digest) in saved.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RuntimeError):  # without xattr support, everything is read
+        return {}
+    return found
+
+
+def _write_cache(cache: dict[str, tuple[_Key, str]]) -> None:
+    newest = dict(list(cache.items())[-CACHED_FILES:])
+    with suppress(OSError, RuntimeError):  # the cache only saves time
+        folder = user_cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(folder / _CACHE) as draft:
+            draft.write_text(json.dumps(newest))

@@ -1,14 +1,4 @@
-"""A folder is used by one run at a time.
-
-    <folder>/.strop.lock     JSON: the holder of the folder (process, host, command, time)
-
-The lock is the kernel's (flock) on that file: it disappears with the process, however it dies and even if its pid is reused, and
-a stopped process keeps it. Children do not inherit it: the descriptor is closed when they fork or execute a program.
-
-A run removes the file when it ends. If the lock is free but the file names a run on another machine, a warning is given: either
-that run was killed, or the file system does not share locks between machines. Without the kernel's lock (some network file
-systems), creating the file (O_EXCL) is the lock, with one warning.
-"""
+"""The folders of a run: created, tested for writing, and used by one run at a time."""
 
 from __future__ import annotations
 
@@ -17,17 +7,94 @@ import fcntl
 import json
 import logging
 import os
+import re
 import secrets
 import socket
+import tempfile
 import time
 import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from strop.safety.printable import describe_command
-from strop.storage.storage_error import StorageError
+from strop.storage.files import StorageError, find_refusal, format_bytes, free_bytes, shorten_path
 
 log = logging.getLogger(__name__)
+
+_PROBE_SIZE = 1 << 16
+_IN_THE_WAY = re.compile(r"(\.tmp_)?step_[0-9]+")
+
+
+def prepare_folder(key: str, folder: Path) -> None:
+    """Create the folder that ``key`` names. Raises StorageError with the key if it cannot be created."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{key}: {explain_folder(folder, error)}") from error
+
+
+def probe_folder(key: str, folder: Path) -> None:
+    """Write a file to the folder, flush it to disk and remove it. Raises StorageError with the key."""
+    prepare_folder(key, folder)
+    probe = folder / f".strop_probe_{os.getpid()}_{secrets.token_hex(4)}"
+    try:
+        try:
+            with probe.open("wb") as file:
+                file.write(bytes(_PROBE_SIZE))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(f"{key}: {explain_folder(folder, error)}") from error
+
+
+def find_folder_problem(folder: Path) -> str | None:
+    """Return why a folder can neither be written nor created; None if it can. Nothing is left in it."""
+    # A file or a dangling link counts as existing, because nothing can be created there.
+    existing = next(path for path in (folder, *folder.parents) if path.is_symlink() or path.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".strop_probe_", dir=existing):
+            return None
+    except OSError as error:
+        return explain_folder(folder, error)
+
+
+def explain_folder(folder: Path, error: OSError) -> str:
+    """Explain why a folder cannot be created or written, and what to do."""
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
+            return f"{path} is a link to {os.readlink(path)}, which does not exist; create that folder, or set another one"
+        if path.exists():
+            if not path.is_dir():
+                return f"{path} is a file, not a folder; remove it, or set another folder"
+            break
+    reason = find_refusal(error, folder) or error.strerror or str(error)
+    free = f" ({format_bytes(free_bytes(folder))} free)" if "full" in reason or "quota" in reason else ""
+    return f"{folder} cannot be written: {reason}{free}; set a folder that this user can write"
+
+
+def check_entries(key: str, folder: Path) -> None:
+    """Check that no file has the name of a checkpoint folder. Raises StorageError with the key."""
+    for path in sorted(folder.iterdir()):
+        if _IN_THE_WAY.fullmatch(path.name) and not path.is_dir():
+            raise StorageError(
+                f"{key}: {path} is {'a dangling link' if path.is_symlink() else 'a file'}, and a checkpoint would be a folder of that "
+                "name; move it away, or set another folder"
+            )
+
+
+def check_space(key: str, folder: Path, needed: int, what: str) -> None:
+    """Check that ``needed`` bytes are free. Raises StorageError with the key, the folder, and what is needed and free."""
+    free = free_bytes(folder)
+    if free < needed:
+        raise StorageError(
+            f"{key}: {folder} has {format_bytes(free)} free, and {what} needs {format_bytes(needed)}; make room there, set another folder"
+            ", or save less (checkpointing.save_optimizer=false, or checkpointing.enabled=false)"
+        )
+
 
 LOCK_FILE = ".strop.lock"
 ZOMBIE = "zombie"
@@ -288,3 +355,46 @@ def _process_start(pid: int) -> str:
         return ZOMBIE if state in "ZX" else rest[18]
     except (OSError, IndexError):
         return ""
+
+
+@contextmanager
+def lock_folders(
+    folders: Mapping[str, Path], *, log_dir: Path | None = None, hint: str = "", check: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Hold folders, given by configuration keys, for the duration of the context. A folder under two keys is locked once.
+
+    ``check`` is called when all are locked.
+
+    Raises FolderLocked if another run holds one of them, and StorageError if one is not writable. Then none stays locked, and
+    newly created ones are removed.
+    """
+    created: list[Path] = []
+    with ExitStack() as stack:
+        seen: set[tuple[int, int]] = set()
+        try:
+            for key, folder in ((key, shorten_path(folder)) for key, folder in folders.items()):
+                if not folder.exists():
+                    created.append(folder)
+                prepare_folder(key, folder)
+                identity = (folder.stat().st_dev, folder.stat().st_ino)
+                if identity not in seen:
+                    seen.add(identity)
+                    stack.callback(_lock(key, folder, log_dir, hint).release)
+                probe_folder(key, folder)
+            check()
+        except BaseException:
+            stack.close()
+            for folder in reversed(created):
+                with suppress(OSError):  # not empty
+                    folder.rmdir()
+            raise
+        yield
+
+
+def _lock(key: str, folder: Path, log_dir: Path | None, hint: str) -> FolderLock:
+    try:
+        return FolderLock.acquire(folder, log_dir=log_dir)
+    except FolderLocked as error:
+        raise FolderLocked(f"{key}: {error}, or set another {key}{hint}") from None
+    except OSError as error:
+        raise StorageError(f"{key}: {explain_folder(folder, error)}") from error

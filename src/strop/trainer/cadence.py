@@ -14,7 +14,7 @@ from strop.learner.client import InlineCaller
 from strop.metrics import Metrics
 from strop.monitoring.trackers.base import SavedCheckpoint
 from strop.rollouts.stream import StreamState
-from strop.storage.storage_error import StorageError
+from strop.storage.files import StorageError
 from strop.trainer.dropped import describe_drops
 from strop.trainer.run import TooFewTasks, TrainingRun
 from strop.trainer.step_metrics import group_metrics, progress_metrics

@@ -24,8 +24,7 @@ from strop.safety.exits import contain_exits
 from strop.safety.printable import shorten
 from strop.sampling import Sampling, mix_seed
 from strop.statistics import TaskResult, summarize_results
-from strop.storage.atomic_file import atomic_write
-from strop.storage.record_files import RecordFiles
+from strop.storage.files import RecordFiles, atomic_write
 from strop.trainer.task_records import (
     FinishedTasks,
     make_task_record,

@@ -17,13 +17,12 @@ from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, base_weights, lora_
 from strop.models.layers.rounded_layers import weight_roundings
 from strop.weight_sync.base import AdapterFiles, ChannelAddress, Manifest, NamedTensors, Sender, TensorEntry, TransportError
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
-from strop.weight_sync.sent_precision import SentPrecision
-from strop.weight_sync.transports.dealing import deal_entries, split_manifest
-from strop.weight_sync.transports.manifest import build_manifest, move_large_to_middle
+from strop.weight_sync.transports.manifest import build_manifest, deal_entries, move_large_to_middle, split_manifest
 from strop.weight_sync.weight_source import (
     DealtWeight,
     OutgoingWeights,
     RoundedWeights,
+    SentPrecision,
     UntiedWeights,
     Weight,
     WeightSnapshot,

@@ -1,14 +1,41 @@
-"""Weight sync within one process, where the generator runs the learner's own module."""
+"""A learner's memory that records how long moving it takes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from strop import metrics
 from strop.metrics import Metric, Metrics
-from strop.weight_sync.timed_memory import TimedMemory
+from strop.weight_sync.base import LearnerMemory
+
+
+class TimedMemory:
+    """A ``LearnerMemory`` that counts the seconds since its last ``metrics``."""
+
+    def __init__(self, memory: LearnerMemory) -> None:
+        self.memory = memory
+        self._seconds = 0.0
+
+    async def offload(self) -> None:
+        with self._timed():
+            await self.memory.offload()
+
+    async def onload(self) -> None:
+        with self._timed():
+            await self.memory.onload()
+
+    def metrics(self) -> Metrics:
+        seconds, self._seconds = self._seconds, 0.0
+        return {"timing/train/offload": metrics.total(seconds)}
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - started
 
 
 class InProcessEngine(Protocol):

@@ -12,11 +12,11 @@ from strop import metrics
 from strop.metrics import Metrics
 from strop.monitoring.waits import waiting
 from strop.weight_sync.base import EngineDied, EngineLost, UpdatableEngine
-from strop.weight_sync.canary import Canary
 from strop.weight_sync.exporter import Exporter, TransferContent
-from strop.weight_sync.timed_memory import TimedMemory
+from strop.weight_sync.in_process import TimedMemory
 from strop.weight_sync.transports.channel import Channel
 from strop.weight_sync.verification import (
+    Canary,
     VerificationFailed,
     is_verification_due,
     verify_arrival,

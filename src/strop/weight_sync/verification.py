@@ -1,21 +1,20 @@
-"""Verification that an engine holds the weights sent by the learner: version, fingerprints and canary (law 4).
-
-Three independent checks:
-
-- Did every byte arrive? Both ends compute the fingerprint of each tensor, as sent and as it arrives.
-- Does the engine use it? Its weights are read back from its own layout, under canonical names.
-- Does the engine agree with the learner? It samples a few tokens, and the learner's log-probabilities of them are compared
-  (``strop.weight_sync.canary``). This covers weights that cannot be read back, and other faults (adapters that are not applied,
-  prefix caches of older weights).
-"""
+"""Verification that an engine holds the weights sent by the learner: version, fingerprints, and a canary that samples a few tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from types import MappingProxyType
 
-from strop.weight_sync.base import LoadReceipt, Manifest, TensorFingerprint
+import torch
+from torch import Tensor
+
+from strop.data.packing import pack
+from strop.models.chat_template import ChatTemplate
+from strop.sampling import Sampling, mix_seed
+from strop.types import Batch, Group, Rollout, Task, Turn, user
+from strop.weight_sync.base import CanarySample, LoadReceipt, Manifest, TensorFingerprint, UpdatableEngine
 from strop.weight_sync.fingerprints import combine_fingerprints
 from strop.weight_sync.weight_sync_config import WeightSyncConfig
 
@@ -125,3 +124,146 @@ def _find_expert(shards: Sequence[TensorFingerprint], sent: Sequence[int]) -> st
 def _describe_origin(value: int, sent: Mapping[str, int]) -> str:
     others = [name for name, expected in sent.items() if expected == value]
     return f"; it has the values of {others[0]}" if others else ""
+
+
+ComputeLogprobs = Callable[[Batch], Awaitable[Tensor]]
+"""Return the learner's log-probabilities [N] of the tokens of a batch."""
+
+ScoreSamples = Callable[[Sequence[Sequence[int]], Sequence[CanarySample]], Awaitable[Sequence[Tensor]]]
+"""Return the learner's log-probabilities [L] of each sample, given its prompt."""
+
+CANARY_TOKENS = 16  # tokens sampled per canary prompt
+# Mean difference in nats, by precision; a tied head that was not updated differs by 0.1 to 10.
+CANARY_TOLERANCE = {"float32": 0.002, "bfloat16": 0.1}
+# The same for engines with low-precision weights, by the number of fraction bits: FP8 (E4M3) and FP4 (docs/fp8.md).
+ROUNDED_TOLERANCE = {"fp8": 0.3, "mxfp8": 0.3, "nvfp4": 0.8}
+CANARY_TEXTS = (
+    "A farmer has 17 sheep, 23 goats and 4 dogs. On Monday she sells 5 of the sheep and buys 9 goats. On Tuesday two of the dogs run away, "
+    "and one comes back on Wednesday with a kitten. How many animals are on the farm then? Explain every step, then answer.",
+    "Write a function in Python that takes a list of integers and returns the length of its longest strictly increasing run of neighbours. "
+    "Say what it returns for [], for [3] and for [1, 2, 2, 3, 4], and why it takes a time that is linear in the length of the list.",
+)
+
+
+@dataclass(frozen=True)
+class CanaryReport:
+    mean: float  # absolute difference of log-probabilities, in nats
+    largest: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A few fixed prompts on which the log-probabilities of engine and learner are compared."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: Sampling
+    score: ScoreSamples
+    tolerance: float  # maximum mean absolute difference, in nats
+    seed: int = 0
+
+    async def check(self, engine: UpdatableEngine) -> CanaryReport:
+        """Sample every prompt and compare log-probabilities with the learner's. Raises VerificationFailed.
+
+        The prompts are the same after every publish, so a hit in the prefix cache means that keys and values of older weights
+        were kept, except for the beginning that the chat template gives all prompts: an earlier prompt computed it with the new
+        weights.
+        """
+        samples: list[CanarySample] = []
+        for index, prompt in enumerate(self.prompts):
+            sample = await engine.sample_canary(prompt, sampling=self.sampling, seed=mix_seed(self.seed, index))
+            if sample.cached > max((count_shared(prompt, other) for other in self.prompts[:index]), default=0):
+                raise VerificationFailed(
+                    f"{engine.name} found {sample.cached} tokens of a prompt in its prefix cache right after a weight update: they were "
+                    "computed with older weights"
+                )
+            samples.append(sample)
+        learner_logprobs = await self.score(self.prompts, samples)
+        differences = torch.cat(
+            [(logprobs - other.logprobs).abs() for logprobs, other in zip(learner_logprobs, samples, strict=True)]
+        )
+        report = CanaryReport(float(differences.mean()), float(differences.max()), len(differences))
+        if not report.mean <= self.tolerance:
+            raise VerificationFailed(
+                f"{engine.name} and the learner disagree on the canary's {report.tokens} tokens by {report.mean:.4g} nats on average "
+                f"(largest {report.largest:.4g}), and {self.tolerance:g} is allowed (policy.generation.weight_sync.canary_tolerance): the "
+                "engine does not sample from the trained policy. A tensor that cannot be read back may be stale, an adapter may not be "
+                "applied, or the two compute the model differently; set policy.generation.vllm_cfg.precision=float32 to rule out "
+                "rounding"
+            )
+        return report
+
+
+def count_shared(prompt: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, other, strict=False)))
+
+
+def make_canary(
+    template: ChatTemplate,
+    config: WeightSyncConfig,
+    sampling: Sampling,
+    compute_logprobs: ComputeLogprobs,
+    *,
+    precision: str,
+    max_length: int,
+    share_prefixes: bool,
+    seed: int,
+    weight_format: str | None = None,
+) -> Canary:
+    """Make the canary of a run.
+
+    Args:
+        template: Makes the prompts.
+        config: Sets the tolerance.
+        sampling: Of the run's rollouts.
+        compute_logprobs: Computes the learner's log-probabilities of a batch.
+        precision: Of the engines' weights.
+        max_length: The longest sequence of the engines, in tokens.
+        share_prefixes: Whether prompts are shared in training batches.
+        seed: Of the samples.
+        weight_format: Number format of the engines' weights; None: they are the learner's.
+    """
+    tolerance = CANARY_TOLERANCE[precision]
+    if weight_format is not None:  # the canary compares with the learner, whose weights are not rounded
+        tolerance = ROUNDED_TOLERANCE[weight_format.partition("_")[0]]
+    return Canary(
+        prompts=make_canary_prompts(template, max(1, max_length - CANARY_TOKENS)),
+        sampling=replace(sampling, max_new_tokens=CANARY_TOKENS, stop_token_ids=(), stop_strings=(), entropy=False),
+        score=make_canary_scorer(compute_logprobs, share_prefixes=share_prefixes),
+        tolerance=config.canary_tolerance or tolerance,
+        seed=seed,
+    )
+
+
+def make_canary_prompts(template: ChatTemplate, max_length: int) -> tuple[tuple[int, ...], ...]:
+    """Return prompts of at most ``max_length`` tokens each, if possible long enough to fill blocks of a prefix cache."""
+    return tuple(tuple(template.encode_prompt([user(text)])[-max_length:]) for text in CANARY_TEXTS)
+
+
+def make_canary_scorer(compute_logprobs: ComputeLogprobs, *, share_prefixes: bool) -> ScoreSamples:
+    """Return a function that scores canary samples with the learner, through the same path as a training batch."""
+
+    async def score(prompts: Sequence[Sequence[int]], samples: Sequence[CanarySample]) -> list[Tensor]:
+        groups = [_to_group(index, *pair) for index, pair in enumerate(zip(prompts, samples, strict=True))]
+        batch = pack(groups, share_prefixes=share_prefixes)
+        logprobs = (await compute_logprobs(batch)).float().cpu()
+        return [logprobs[batch.sequence == index] for index in range(len(groups))]
+
+    return score
+
+
+def _to_group(index: int, prompt: Iterable[int], sample: CanarySample) -> Group:
+    turn = Turn(
+        author="policy",
+        tokens=sample.tokens,
+        text="",
+        logprobs=sample.logprobs,
+        versions=torch.zeros(len(sample.tokens), dtype=torch.int32),
+        # Its own tokens are scored as they were sampled; what it read is read as the learner does.
+        columns={column: values for column, values in sample.columns.items() if column.aligned != "read"},
+    )
+    rollout = Rollout(
+        task=Task(id=f"canary {index}"), sample=0, seed=0, messages=(), prompt=torch.tensor(list(prompt)), turns=(turn,)
+    )
+    return Group(index=-1 - index, environment="canary", version=0, rollouts=(rollout,))

@@ -1,9 +1,9 @@
-"""A learner's weights as sent: tied tensors once, in the engine's data type, fingerprinted during sending."""
+"""The precision of published weights: the learner's, rounded to the number format used for sampling."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -14,7 +14,37 @@ from torch import Tensor
 
 from strop.weight_sync.base import Manifest, NamedTensors
 from strop.weight_sync.fingerprints import combine_fingerprints, fingerprint, normalize_zeros
-from strop.weight_sync.sent_precision import SentPrecision
+
+
+class SentPrecision(Protocol):
+    """How and where the weights of a publish are quantised."""
+
+    @property
+    def by_engine(self) -> bool:
+        """Whether the engine quantises arriving weights into its own kernels' layout; otherwise it receives rounded values."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute data type of the engine; weights are cast to it before they are quantised."""
+        ...
+
+    def packed_size(self, name: str, shape: Sequence[int]) -> int | None:
+        """Return the size in bytes of a selected weight that is sent quantised; None: it is sent as numbers."""
+        ...
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Return the values and scales of a selected weight as bytes, [bytes] uint8."""
+        ...
+
+    def select(self, names: Iterable[str]) -> frozenset[str]:
+        """Return the names of the weights to quantise, given all names of a publish."""
+        ...
+
+    def round(self, tensor: Tensor) -> Tensor:
+        """Return a selected weight as rounded by the engine, in its own data type."""
+        ...
+
 
 GATHERED_AHEAD = 256 << 20  # bytes of full tensors that are gathered at the same time
 

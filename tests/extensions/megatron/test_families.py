@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from tests.support.ranks import run_on_ranks
 
+from strop.extensions.megatron.families.architecture import rotary_of
 from strop.extensions.megatron.families.find_family import find_family
-from strop.extensions.megatron.families.rotary_frequencies import rotary_of
 from strop.extensions.megatron.families.weight_rules import GatedOrder, QkvOrder
+from strop.models.classifiers import draw_score_weight
 from support.megatron_families import FAMILIES, make_config, make_model
+from support.megatron_parity import MegatronCase, case, compared_alone, train_cases_on_rank
+from support.megatron_stages import make_layout, start_layout
+from support.needs import needs_megatron
+from support.parity import MEGATRON, Differences, compare, make_batch, train
+from support.sweep import sweep
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bias": ("llama", {"attention_bias": True}, "attention_bias"),
@@ -78,3 +88,117 @@ def test_orders_place_each_row_once(ranks: int) -> None:
 def test_a_rank_has_its_part_of_gate_and_up() -> None:
     assert [piece.whole for piece in GatedOrder(0).pieces(8, 2)] == [0, 8]
     assert [piece.whole for piece in GatedOrder(1).pieces(8, 2)] == [4, 12]
+
+
+needs_megatron()
+pytestmark = pytest.mark.slow
+
+Sizes = dict[str, Any]
+DENSE: dict[int, list[Sizes]] = {
+    2: [{"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2}, {"pp": 2, "vp": 2}, {"cp": 2}],
+    4: [{"tp": 2, "sp": True, "pp": 2}, {"tp": 4}, {"cp": 2, "tp": 2, "sp": True}],
+}
+MIXTURE: dict[int, list[Sizes]] = {
+    2: [{"tp": 2, "sp": True, "etp": 2}, {"pp": 2}, {"pp": 2, "vp": 2}, {"cp": 2}, {"ep": 2}],
+    4: [{"tp": 2, "sp": True, "ep": 2}, {"tp": 2, "sp": True, "ep": 2, "etp": 2}, {"pp": 2, "ep": 2}, {"cp": 2, "ep": 4}],
+}
+MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v3-yarn")
+FLOAT64 = Differences(loss=2e-7, norm=2e-7, outputs=2e-7, weights=3e-8, metrics=3e-7)
+ROUTED = Differences(loss=1e-6, norm=1e-6, outputs=1e-6, weights=3e-7, metrics=1e-6)  # weights of experts are float32
+
+
+def measure(name: str, world: int) -> list[tuple[Sizes, Differences]]:
+    """Return the differences of a family in each layout of ``world`` ranks."""
+    no_decay = ("norm", "bias") if name.startswith("qwen2") else ("norm",)
+    trained = case(family=MEGATRON + name, branches=True, packed=name != "nemotron", no_decay=no_decay)
+    batch = make_batch(trained)
+    single = compared_alone(train(trained, batch))
+    layouts = (MIXTURE if name in MIXTURES else DENSE)[world]
+    cases = {str(sizes): (MegatronCase(case=trained, world=world, sizes=sizes), batch) for sizes in layouts}
+    ranks = run_on_ranks(world, train_cases_on_rank, cases)
+    return [(sizes, compare([rank[str(sizes)] for rank in ranks], single, len(batch.target))) for sizes in layouts]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", sweep(FAMILIES))
+def test_a_family_trains_in_every_layout(name: str, world: int) -> None:
+    bound = ROUTED if name in MIXTURES else FLOAT64
+    for sizes, found in measure(name, world):
+        for part in ("loss", "norm", "outputs", "weights", "metrics"):
+            assert getattr(found, part) <= getattr(bound, part), (part, sizes, found)
+
+
+needs_megatron()
+CASES = ("mixtral", "qwen2", "deepseek_v3")
+LAYOUT = {"tp": 2, "sp": True, "etp": 2}
+
+
+def test_a_checkpoint_goes_through_megatron_and_back_with_the_same_bytes(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for name in CASES:  # each in several files, with the experts of a layer apart where the family's files have them so
+        make_model(name, torch.bfloat16).save_pretrained(tmp_path / "new")
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "new", dtype=torch.bfloat16
+        )  # a new model is split into other files
+        model.save_pretrained(tmp_path / name, max_shard_size="20KB")
+        assert len(list((tmp_path / name).glob("*.safetensors"))) > 1
+    assert any("block_sparse_moe.experts.0.w1" in name for name in _tensor_names(tmp_path / "mixtral"))
+    results = run_on_ranks(2, convert, tmp_path)
+    assert results[0] == results[1], "both ranks know the same shapes and data types"
+    for name in CASES:
+        before, after = tmp_path / name, tmp_path / f"{name}-after"
+        assert _digests(before) == _digests(after), name
+
+
+def convert(rank: int, folder: Path) -> list[Any]:
+    """Read each model, write it again from what the ranks gather, and make critics of it. Return what the weights' metadata say."""
+    from transformers import AutoModelForCausalLM
+
+    from strop.extensions.megatron.cpu_shim import prepare_megatron
+
+    prepare_megatron("cpu")
+    described: list[Any] = []
+    for name in CASES:
+        exported, specs = _read(folder / name, make_config(name), LAYOUT, "lm")
+        described += specs
+        if rank == 0:
+            model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.bfloat16)
+            model.load_state_dict(exported)
+            model.save_pretrained(folder / f"{name}-after", max_shard_size="20KB")
+    exported, specs = _read(folder / "qwen2", make_config("qwen2"), {"pp": 2}, "scalar")
+    assert list(exported)[-1] == "score.weight" and "lm_head.weight" not in exported
+    score = exported["score.weight"]
+    assert torch.equal(score, draw_score_weight(make_config("qwen2"), score.shape, 0, None).bfloat16())
+    with pytest.raises(RuntimeError, match=r"fp8_cfg\.enabled needs Transformer Engine"):
+        _read(folder / "qwen2", make_config("qwen2"), {"fp8_cfg": {"enabled": True}}, "lm")
+    return described + specs
+
+
+def _read(folder: Path, hf_config: Any, sizes: dict[str, Any], head: Any) -> tuple[dict[str, Any], list[Any]]:
+    from strop.extensions.megatron.models.build_stages import build_stages
+    from strop.extensions.megatron.weight_map import FileWeights, iter_weights, load_weights
+
+    config = make_layout(**sizes)
+    layout = start_layout(config)
+    with layout.activate():
+        stages = build_stages(hf_config, config, layout, dtype=torch.bfloat16, head=head)
+        load_weights(stages, hf_config, FileWeights(folder))
+        weights = list(iter_weights(stages, hf_config))
+        exported = {weight.name: weight.gather() for weight in weights}
+    return exported, [(weight.name, tuple(weight.spec.shape), str(weight.spec.dtype), weight.storage_key) for weight in weights]
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    return [name for file in folder.glob("*.safetensors") for name in load_file(file)]
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("model*")}
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    from strop.extensions.megatron.weight_map import FileWeights
+
+    with pytest.raises(FileNotFoundError, match="read from safetensors"):
+        FileWeights(tmp_path)

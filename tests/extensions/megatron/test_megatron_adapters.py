@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.support.ranks import run_on_ranks
 
-from strop.models.adapters import lora_layers
+from strop.extensions.megatron.adapter_folder import make_peft_config
+from strop.extensions.megatron.weight_map import FileWeights
+from strop.models.adapters import adapter_weights, lora_layers, read_adapter_config
+from strop.models.load_report import WeightsDoNotFit
 from strop.weight_sync.exporter import fingerprint_adapters
 from support.megatron_adapters import PEFT, adapters_on_rank
 from support.megatron_parity import MegatronCase, case, compared_alone, train_cases_on_rank
@@ -186,3 +189,20 @@ def test_patterns_that_cannot_work_are_refused_on_all_ranks(done: Done, pattern:
 
 def _down(name: str, layer: int = 0) -> str:
     return f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_A.weight"
+
+
+def test_megatron_learners_write_the_same_names(tmp_path: Path) -> None:
+    model = train(tmp_path, "deepseek_v3")
+    layers = [layer.name for layer in lora_layers(model)]
+    others = {f"model.layers.1.mlp.experts.{number}" for number in range(4)}
+    made = make_peft_config(layers, others, base="base", model_type="deepseek_v3", dim=8, alpha=32, dropout=0.1)
+    saved = read_adapter_config(tmp_path / "adapters")
+    keys = ("target_modules", "target_parameters", "lora_dropout")
+    assert {key: made[key] for key in keys} == {key: saved[key] for key in keys}
+    assert len(adapter_weights(model)) == 2 * len(layers)
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    save_file({"up": torch.tensor([1.0, float("nan")])}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsDoNotFit, match="infinite values up"):
+        FileWeights(tmp_path).read("up", (slice(0, None),))

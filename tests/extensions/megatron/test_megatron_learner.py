@@ -13,8 +13,8 @@ from tests.support.ranks import run_on_ranks
 
 from strop import metrics
 from strop.extensions.megatron.layout import MegatronLayout
+from strop.extensions.megatron.megatron_config import MegatronOptimizerConfig, MegatronSchedulerConfig
 from strop.extensions.megatron.megatron_dims import MegatronDims
-from strop.extensions.megatron.megatron_optimizer_config import MegatronOptimizerConfig, MegatronSchedulerConfig
 from strop.learner.parallel.micro_batch import assemble_outputs
 from strop.types import Batch
 from support.megatron_parity import MegatronCase, case, make_megatron_learner, make_network
@@ -47,7 +47,7 @@ def score_in_other_layout(batch: Batch) -> dict[str, Any]:
     """A policy and a reference of other sizes, in turn."""
     learner = make_megatron_learner(POLICY)
     other = MegatronCase(case=case(), world=2, sizes={"pp": 2})
-    from strop.extensions.megatron.megatron_scorer import MegatronScorer
+    from strop.extensions.megatron.megatron_network import MegatronScorer
 
     network = make_network(other, MegatronLayout(MegatronDims.from_config(other.config(), 2), "cpu"))
     scorer = MegatronScorer(network, SAMPLING, 50)
@@ -153,8 +153,7 @@ def balance_experts(_: Batch) -> dict[str, Any]:
 
 def refuse(batch: Batch) -> dict[str, Any]:
     """The errors of what cannot work."""
-    from strop.extensions.megatron.optimizer.gradient_buffers import wrap_stages
-    from strop.extensions.megatron.optimizer.megatron_optimizer import make_megatron_optimizer
+    from strop.extensions.megatron.megatron_optimizer import make_megatron_optimizer, wrap_stages
 
     def message(call: Callable[[], Any]) -> str:
         with pytest.raises((ValueError, RuntimeError)) as raised:

@@ -11,8 +11,7 @@ import pytest
 import torch
 from tests.support.ranks import run_on_ranks
 
-from strop.extensions.megatron.megatron_config import RECOMPUTED, Fp8Config, MegatronConfig
-from strop.extensions.megatron.megatron_peft_config import MegatronPeftConfig
+from strop.extensions.megatron.megatron_config import RECOMPUTED, Fp8Config, MegatronConfig, MegatronPeftConfig
 from support.megatron_parity import MegatronCase, case, train_with_megatron
 from support.needs import needs_megatron
 from support.parity import Differences, TrainingResult, compare, make_batch, train
@@ -72,16 +71,16 @@ CASES: dict[str, MegatronCase] = {
 
 
 def train_on_rank(rank: int, cases: dict[str, Any]) -> dict[str, TrainingResult]:
-    from strop.extensions.megatron.passes import row_sharding
+    from strop.extensions.megatron import schedule
 
-    found, make_row = {}, row_sharding.RowSharding.make_row
+    found, make_row = {}, schedule.RowSharding.make_row
     for name, (trained, batch) in cases.items():
 
         def make_padded_row(sharding: Any, *arguments: Any) -> Any:
             sharding.multiple = 16
             return make_row(sharding, *arguments)
 
-        row_sharding.RowSharding.make_row = make_padded_row if "padded" in name else make_row  # type: ignore[method-assign]
+        schedule.RowSharding.make_row = make_padded_row if "padded" in name else make_row  # type: ignore[method-assign]
         found[name] = train_with_megatron(trained, batch)
     return found
 
@@ -115,7 +114,7 @@ def check(family: str, **options: Any) -> Any:
 
     prepare_megatron("cpu")
     from strop.extensions.megatron.families.find_family import find_family
-    from strop.extensions.megatron.models.transformer_settings import transformer_config
+    from strop.extensions.megatron.models.build_stages import transformer_config
     from support.models import CONFIGS
 
     hf_config = CONFIGS[family]()
@@ -129,7 +128,7 @@ def refuse_on_rank(rank: int, cases: dict[str, tuple[str, dict[str, Any]]]) -> d
         with pytest.raises((ValueError, RuntimeError)) as raised:
             check(family, **options)
         found[name] = str(raised.value)
-    from strop.extensions.megatron.models.transformer_settings import check_fp8
+    from strop.extensions.megatron.models.build_stages import check_fp8
 
     for recipe, capability in (("blockwise", (8, 9)), ("mxfp8", (9, 0)), ("tensorwise", (8, 0))):
         check_fp8(Fp8Config(fp8_recipe=recipe), (10, 0))  # type: ignore[arg-type]

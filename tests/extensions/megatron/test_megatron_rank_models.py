@@ -16,14 +16,14 @@ from loop.tiny import build_tiny
 from strop.algorithms.base import CANDIDATES, Outputs
 from strop.algorithms.distillation import TEACHER_CANDIDATES, TEACHER_LOGPROBS
 from strop.config import TrainingRunConfig, load_config
-from strop.config.checks.device_counts import count_devices
+from strop.config.cluster_checks import count_devices
 from strop.config.schema.run_config import TRAINING_RUNS, DistillationRunConfig, PpoRunConfig
-from strop.distributed.workers.column_shards import ColumnShard, merge_columns
+from strop.distributed.workers.learner_worker import ColumnShard, merge_columns
 from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs, tensor_fields
-from strop.runs.algorithm.run_algorithm import make_run_algorithm
 from strop.runs.learner_backend import load_backend
 from strop.runs.models import load_training_policy, make_critic
-from strop.runs.teachers import get_student_info, load_teacher
+from strop.runs.run_algorithm import make_run_algorithm
+from strop.runs.scorers import get_student_info, load_teacher
 from strop.sampling import Sampling
 from strop.types import Batch
 from support.rollouts import pack_for, simple_groups

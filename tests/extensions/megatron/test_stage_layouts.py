@@ -34,9 +34,8 @@ def check_cases(rank: int, cases: list[Case]) -> list[tuple[float, float]]:
 
 def check_layout(model: Any, sizes: Sizes) -> tuple[float, float]:
     from strop.extensions.megatron.models.build_stages import build_stages
-    from strop.extensions.megatron.models.stage_row import StageRow
-    from strop.extensions.megatron.weights.shard_import import load_weights
-    from strop.extensions.megatron.weights.weight_reader import MemoryWeights
+    from strop.extensions.megatron.models.gpt_stage import StageRow
+    from strop.extensions.megatron.weight_map import MemoryWeights, load_weights
 
     config = make_layout(moe_router_dtype="fp64", **sizes)
     layout = start_layout(config)
@@ -56,7 +55,7 @@ def check_layout(model: Any, sizes: Sizes) -> tuple[float, float]:
 
 
 def check_export(model: Any, stages: Any) -> None:
-    from strop.extensions.megatron.weights.stage_export import iter_weights
+    from strop.extensions.megatron.weight_map import iter_weights
 
     state = model.state_dict()
     exported = list(iter_weights(stages, model.config))
@@ -71,7 +70,7 @@ def check_export(model: Any, stages: Any) -> None:
 
 def check_gradients(model: Any, stages: Any, hidden: Tensor, expected: Tensor, rows: slice, config: Any) -> float:
     """Return the largest difference of a gradient of a random sum of hidden states."""
-    from strop.extensions.megatron.weights.stage_export import iter_weights
+    from strop.extensions.megatron.weight_map import iter_weights
 
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     model.zero_grad()

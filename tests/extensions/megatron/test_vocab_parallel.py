@@ -71,7 +71,7 @@ def _transform(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def compute_on_rank(rank: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    from strop.extensions.megatron.passes.vocab_parallel import VocabParallelHead, vocab_parallel_logprobs
+    from strop.extensions.megatron.vocab_parallel import VocabParallelHead, vocab_parallel_logprobs
 
     found = {}
     share = -(-VOCABULARY // RANKS)

@@ -13,10 +13,8 @@ import torch
 
 from strop.algorithm_factory import make_algorithm
 from strop.extensions.planning import learner_memory
-from strop.extensions.planning.beside_models import BesideModel, without_output
-from strop.extensions.planning.learner_memory import LearnerFootprint, LearnerSetup
-from strop.extensions.planning.model_size import ModelSize
-from strop.extensions.planning.sharding import ParallelSizes, Sharding
+from strop.extensions.planning.learner_memory import LearnerFootprint, LearnerSetup, ModelSize, ParallelSizes, Sharding
+from strop.extensions.planning.plan_inputs import BesideModel, without_output
 from strop.learner.budget.full_rollouts import make_full_rollouts
 from strop.learner.budget.peak_memory import measure_peak
 from strop.models.attention import kernel_choice, plain_attention

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.extensions.recipes.key_table import KeyTable, find_entry
+from strop.extensions.recipes.library_recipe import KeyTable, find_entry
 from strop.extensions.recipes.trl.trl_keys import TRL_KEYS
 from strop.extensions.recipes.verl.verl_keys import VERL_PPO_KEYS
 

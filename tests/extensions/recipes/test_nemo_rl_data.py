@@ -12,7 +12,7 @@ from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, LoadedConfig
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.data.recorded.examples import conversations, preferences
 from strop.data.sources.source import DataSource
-from strop.extensions.recipes.difference import Effect
+from strop.extensions.recipes.rules import Effect
 from strop.types import assistant, system, user
 
 GRPO = """

@@ -9,7 +9,7 @@ import pytest
 
 from strop.config import ConfigError, LoadedConfig, TrainingRunConfig, dump_config, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
-from strop.extensions.recipes.difference import Effect
+from strop.extensions.recipes.rules import Effect
 
 SAMPLING = ("grpo", "ppo", "distillation")
 

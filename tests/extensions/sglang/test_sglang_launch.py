@@ -13,8 +13,8 @@ import pytest
 from strop import cli
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, load_config
 from strop.extensions.sglang.server.cpu_stub import CPU_VARIABLE, KernelStubFinder, install_cpu_stub
+from strop.extensions.sglang.server_process import RESERVED_ARGUMENTS, SglangLaunch, make_server_arguments, write_empty_adapter
 from strop.extensions.sglang.sglang_config import SglangConfig, require_sglang
-from strop.extensions.sglang.sglang_launch import RESERVED_ARGUMENTS, SglangLaunch, make_server_arguments, write_empty_adapter
 from strop.generation.engine_launch import LaunchedAdapters
 from strop.generation.generation_config import GenerationConfig
 from support.overrides import RUN

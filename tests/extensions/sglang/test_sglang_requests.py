@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from strop.extensions.sglang.sglang_requests import RequestAborted, to_completion, to_request
+from strop.extensions.sglang import server_process
+from strop.extensions.sglang.server_process import ServerClient
+from strop.extensions.sglang.sglang_requests import RequestAborted, SharedPixels, to_completion, to_request
 from strop.sampling import KEPT, Sampling
+from strop.types import PromptImage
 
 ANSWERS: dict[str, Any] = json.loads((Path(__file__).parent / "recorded_answers.json").read_text())
 
@@ -118,3 +122,84 @@ def test_an_answer_that_leaves_something_out_is_refused(change: dict[str, Any]) 
     answer = {**ANSWERS["plain"], "meta_info": {**ANSWERS["plain"]["meta_info"], **change}}
     with pytest.raises(RuntimeError, match="SGLang"):
         to_completion(answer, Sampling(), Letters(), sampler="strop")
+
+
+class CountingVision:
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def pixels(self, image: Any) -> dict[str, torch.Tensor]:
+        self.asked.append(image.digest)
+        if image.content == b"broken":
+            raise ValueError("no image")
+        return {"pixel_values": torch.ones(2, 3)}
+
+
+def image(digest: str = "a", content: bytes = b"") -> PromptImage:
+    return PromptImage(start=2, length=4, content=content, digest=digest)
+
+
+def test_requests_with_an_image_in_common_share_its_file_until_the_last_ends(tmp_path: Path) -> None:
+    vision: Any = CountingVision()
+    shared = SharedPixels(vision, tmp_path)
+
+    async def hold(*images: PromptImage) -> None:
+        async with shared.hold(images, salt="load 1") as said:
+            fields = [json.loads(each) for each in said]
+            assert [(each["start"], each["length"]) for each in fields] == [(2, 4)] * len(images)
+            assert fields[0]["identity"] == f"{images[0].digest} load 1"
+            await asyncio.sleep(0.01)
+            for each in fields:
+                assert torch.equal(torch.load(tmp_path / each["file"], weights_only=True)["pixel_values"], torch.ones(2, 3))
+
+    async def together() -> None:
+        await asyncio.gather(hold(image("a")), hold(image("a"), image("b")), hold(image("b"), image("b")))
+
+    asyncio.run(together())
+    assert sorted(vision.asked) == ["a", "b"] and not list(tmp_path.iterdir())
+
+
+def test_an_image_that_cannot_be_read_is_an_error_of_its_request_and_leaves_no_file(tmp_path: Path) -> None:
+    vision: Any = CountingVision()
+    shared = SharedPixels(vision, tmp_path)
+
+    async def hold() -> None:
+        async with shared.hold([image("c", b"broken")], salt=""):
+            pytest.fail("it was held")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no image"):
+            asyncio.run(hold())
+    assert not list(tmp_path.iterdir()) and vision.asked == ["c", "c"]
+
+
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+
+
+def test_a_connection_that_was_not_used_for_a_while_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server may close it at any moment, and a POST that it meets would fail."""
+    monkeypatch.setattr(server_process, "KEEP_ALIVE", 0.2)
+    connections = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        while (await reader.readuntil(b"\r\n\r\n")).startswith(b"POST"):
+            await reader.readexactly(2)  # the body: {}
+            writer.write(ANSWER)
+
+    async def ask() -> tuple[int, int]:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        client = ServerClient(server.sockets[0].getsockname()[1], "key")
+        for _ in range(2):
+            await client.post("/at_once")
+        at_once = connections
+        await asyncio.sleep(0.5)
+        await client.post("/later")
+        await client.close()
+        server.close()
+        return at_once, connections
+
+    assert asyncio.run(ask()) == (1, 2)
+    monkeypatch.undo()
+    assert server_process.KEEP_ALIVE < 5  # seconds: SGLANG_TIMEOUT_KEEP_ALIVE

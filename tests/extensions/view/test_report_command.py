@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from strop import cli
-from strop.cli.log_folder import find_log_folder
+from strop.cli.output import find_log_folder
 from strop.extensions.view import saved_view
 from strop.monitoring.run_starts import describe_hardware, find_versions, read_run_starts
 from support.html_pages import check_page

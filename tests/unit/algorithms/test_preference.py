@@ -15,7 +15,7 @@ from strop.algorithms.preference.reference_free import ORPO, SimPO, log_odds
 from strop.algorithms.preference.referenced import DPO, IPO
 from strop.algorithms.supervised import SFT
 from strop.data.splitting import select_rollouts
-from strop.runs.algorithm.sections import find_section
+from strop.runs.run_algorithm import find_section
 from strop.types import Batch, Group
 from support.recorded import recorded_group
 from support.rollouts import make_group, make_rollout, pack_for, sampled_turn

@@ -15,9 +15,8 @@ import numpy
 import pytest
 import torch
 
-from strop.checkpointing import state_file
-from strop.checkpointing.base import RunState
-from strop.checkpointing.state_file import UntrustedClass, read_run_state, write_run_state
+from strop.checkpointing import base
+from strop.checkpointing.base import RunState, UntrustedClass, read_run_state, write_run_state
 from strop.data.recorded.examples import Conversation, UnpairedPreference
 from strop.environments.base import PromptedTask
 from strop.environments.remote import RemoteTask
@@ -91,7 +90,7 @@ def test_every_kind_of_task_comes_back(tmp_path: Path, task: Task) -> None:
 
 
 def test_a_group_whose_task_could_not_be_read_is_sampled_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    state_file._warn_once.cache_clear()
+    base._warn_once.cache_clear()
     unreadable = [Task(id="h", metadata={"handle": Handle()}), Task(id="l", metadata={"f": lambda: 0})]
     with caplog.at_level(logging.WARNING):
         write_run_state(tmp_path / "state.pt", saved(TASKS[0], *unreadable), {})
@@ -117,7 +116,7 @@ class Runs:
         Runs(eval, "open('hacked', 'w')"),
         Runs(getattr, Task, "__init__"),
         Runs(sorted, "hacked"),
-        Runs(state_file.write_run_state, "hacked", None, {}),
+        Runs(base.write_run_state, "hacked", None, {}),
         Runs(torch.load, "hacked"),
         Runs(Handle),
     ],

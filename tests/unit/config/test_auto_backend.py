@@ -10,8 +10,8 @@ import pytest
 
 from strop import gpus, packages
 from strop.config import GrpoRunConfig, dump_config, load_config
-from strop.config.identity import find_changes
 from strop.config.load import auto_backend
+from strop.config.source.keys import find_changes
 from strop.generation.vllm import supported_models
 from strop.runs.rollout_run import engine_shares_module
 from strop.runs.summary import summarize

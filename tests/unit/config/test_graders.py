@@ -9,7 +9,7 @@ import pytest
 
 from strop.base_config import validate_section
 from strop.config.load.evaluated_run import load_evaluated_run
-from strop.config.schema.graders import assign_graders
+from strop.config.schema.evaluation_config import assign_graders
 from strop.data import builtin_sets
 from strop.data.builtin_dataset import BuiltinDataset, Grader
 from strop.data.data_config import DataEntryConfig

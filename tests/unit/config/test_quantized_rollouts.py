@@ -6,9 +6,9 @@ import pytest
 
 from strop import packages
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, load_config
-from strop.config.checks.policy_checks import check_engine_device
+from strop.config.policy_checks import check_engine_device
 from strop.generation.quantized_rollouts import make_emulation, make_rollout_plan, make_weight_rounding
-from strop.runs.algorithm.run_algorithm import make_rollout_algorithm
+from strop.runs.run_algorithm import make_rollout_algorithm
 from support.overrides import RUN
 
 VLLM, TORCH = "policy.generation.backend=vllm", "policy.generation.backend=torch"

@@ -17,7 +17,7 @@ from strop.data.recorded.examples import conversations, preferences, unpaired_pr
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.models.tokenizer_config import read_chat_template
-from strop.storage.text_file import NotUtf8, read_text_file
+from strop.storage.files import NotUtf8, read_text_file
 from strop.types import user
 
 USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}

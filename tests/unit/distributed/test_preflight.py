@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from strop.distributed.node_probe import TOKEN_FILE, check_folder, probe_node
 from strop.distributed.preflight import (
+    TOKEN_FILE,
     AllReduceSpeed,
     ClusterSurvey,
     Finding,
@@ -17,8 +17,10 @@ from strop.distributed.preflight import (
     NodeInfo,
     NodeReport,
     RunNeeds,
+    check_folder,
     find_problems,
     format_survey,
+    probe_node,
 )
 
 VERSIONS = {"python": "3.12.3", "torch": "2.13.0", "vllm": "0.32.0"}
@@ -134,7 +136,7 @@ def test_a_node_says_what_it_is(tmp_path: Path) -> None:
 def test_a_folder_of_the_same_name_elsewhere_is_not_taken_for_the_drivers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("strop.distributed.node_probe.FOLDER_TIMEOUT", 0.1)
+    monkeypatch.setattr("strop.distributed.preflight.FOLDER_TIMEOUT", 0.1)
     assert not check_folder(tmp_path, "token").shared
     assert "no such folder" in check_folder(tmp_path / "none", "token").error
     assert list(tmp_path.iterdir()) == [], "nothing is left in a folder that is somebody else's"

@@ -21,11 +21,10 @@ from strop.models.adapters import lora_layers
 from strop.models.network import Network
 from strop.sampling import Sampling, filtered_logits
 from strop.weight_sync.base import CanarySample, EngineDied
-from strop.weight_sync.canary import Canary
 from strop.weight_sync.exporter import LocalAdapterSource, make_local_exporter
 from strop.weight_sync.publisher import PublishOptions, WeightPublisher
 from strop.weight_sync.transports.host_memory import MemorySender
-from strop.weight_sync.verification import VerificationFailed
+from strop.weight_sync.verification import Canary, VerificationFailed
 from strop.weight_sync.weight_sync_config import WeightSyncConfig
 from support.lora import with_random_adapters
 from support.models import build

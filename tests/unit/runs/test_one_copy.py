@@ -22,9 +22,10 @@ from strop.config.schema.run_config import TRAINING_RUNS
 from strop.learner.torch.master_weights import MasterWeights
 from strop.learner.torch.weight_average import AveragedWeights
 from strop.models.network import Network
-from strop.runs.jobs import evaluation_engines, loss_evaluation
+from strop.runs.jobs import evaluation_engines
 from strop.runs.jobs.evaluation_job import make_evaluation_job
 from strop.runs.models import load_policy
+from strop.runs.recorded_run import evaluate_loss
 from strop.sampling import Sampling
 from strop.trainer.loss_validation import LossValidator
 from strop.types import user
@@ -93,7 +94,7 @@ def test_a_checkpoint_s_loss_is_evaluated_on_one_copy(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(LossValidator, "evaluate", measure)
     before = living_bytes()
-    report = asyncio.run(loss_evaluation.evaluate_loss(config, SavedModel(str(model)), lambda text: None))
+    report = asyncio.run(evaluate_loss(config, SavedModel(str(model)), lambda text: None))
     size = weight_bytes(load_policy(config.policy).network.model)
     assert report.metrics["loss"] > 0 and size <= found[0] - before < 1.5 * size
 

@@ -17,14 +17,14 @@ from strop.algorithms.base import CANDIDATES
 from strop.algorithms.distillation import TEACHER_CANDIDATES, TEACHER_LOGPROBS
 from strop.config import TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS, DistillationRunConfig
-from strop.distributed.workers.column_shards import ColumnShard, merge_columns
+from strop.distributed.workers.learner_worker import ColumnShard, merge_columns
 from strop.learner.parallel.parallel_dims import to_local
 from strop.problems import ConfigError
-from strop.runs import teachers
-from strop.runs.algorithm.run_algorithm import make_run_algorithm
+from strop.runs import scorers
 from strop.runs.cluster.torch_rank_builders import build_rank_models, load_rank_policy
 from strop.runs.models import load_policy
-from strop.runs.teachers import get_student_info, load_teacher
+from strop.runs.run_algorithm import make_run_algorithm
+from strop.runs.scorers import get_student_info, load_teacher
 from strop.sampling import Sampling
 from strop.types import Batch
 from support.rollouts import pack_for, simple_groups
@@ -129,10 +129,10 @@ def test_a_teacher_s_weights_have_its_precision_and_only_then_reach_its_device(
             moved.append(next(module.parameters()).dtype)
         return move(module, *target, **more)
 
-    monkeypatch.setattr(teachers, "resolve_device", lambda name: torch.device("meta"))
+    monkeypatch.setattr(scorers, "resolve_device", lambda name: torch.device("meta"))
     monkeypatch.setattr(nn.Module, "to", record)
     student = get_student_info(load_policy(rounded.policy))
-    assert teachers.load_teacher_network("teacher", rounded, student).network.device.type == "meta"
+    assert scorers.load_teacher_network("teacher", rounded, student).network.device.type == "meta"
     assert moved == [torch.bfloat16]
 
 

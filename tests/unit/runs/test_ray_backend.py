@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from strop.config import TrainingRunConfig, load_config
-from strop.config.checks.device_counts import count_devices
+from strop.config.cluster_checks import count_devices
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.distributed.placement import plan_devices
 from strop.distributed.workers.learner_worker import PolicyInfo

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,20 +17,31 @@ from loop.fakes import FakeLearner, Recorder
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.grpo import GRPO, Clip, GroupRelative
 from strop.checkpointing.base import RunState
-from strop.config import GrpoRunConfig, load_config
-from strop.environments.base import EnvironmentConfigError
+from strop.config import GrpoRunConfig, dump_config, load_config
+from strop.data.sources.records import DataError
+from strop.data.sources.source import DataSource
+from strop.environments.agents.external_agent import ExternalAgent
+from strop.environments.arithmetic import Arithmetic
+from strop.environments.base import Environment, EnvironmentConfigError, reward
+from strop.environments.environment_config import EnvironmentConfig
+from strop.environments.function_environment import FunctionEnvironment
+from strop.environments.handle import LocalEnvironment
+from strop.environments.remote import RemoteEnvironment, connect
 from strop.learner.client import InlineCaller, ThreadCaller
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.rollouts.order import DropTooOld, Fifo, Windowed
 from strop.rollouts.stream import StreamState
-from strop.runs import open_run, rollout_run
-from strop.runs.algorithm.run_algorithm import make_rollout_algorithm
+from strop.runs import rollout_run, train
 from strop.runs.backend import LocalBackend
+from strop.runs.dry_run.examine import find_single_turns
 from strop.runs.engines import offloads_learner
 from strop.runs.lifecycle import make_checkpoints, make_tracker, resolve_metric
-from strop.runs.resume.restore import restore_checkpoint
-from strop.runs.rollout_run import make_order, make_train_options
-from strop.runs.tasks import count_slots, make_training_tasks, make_validation_tasks
+from strop.runs.restore import restore_checkpoint
+from strop.runs.rollout_run import describe_order, make_order, make_train_options
+from strop.runs.run_algorithm import make_rollout_algorithm
+from strop.runs.tasks import count_slots, describe_environments, list_reward_names, make_training_tasks, make_validation_tasks
+from strop.types import Messages, Rollout, Task, user
+from support.environment_servers import EnvironmentServerThread
 
 
 def config(*overrides: str) -> GrpoRunConfig:
@@ -73,7 +86,7 @@ def test_the_loop_is_set_as_the_configuration_says():
 
 
 async def opened(config: GrpoRunConfig, tracker: Any) -> None:
-    async with open_run.open_run(config, make_rollout_algorithm(config), tracker):
+    async with train.open_run(config, make_rollout_algorithm(config), tracker):
         pass
 
 
@@ -81,7 +94,7 @@ def test_options_of_an_environment_are_checked_before_a_model_is_loaded(monkeypa
     async def load(*_: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(open_run, "make_backend", load)
+    monkeypatch.setattr(train, "make_backend", load)
     tracker = SimpleNamespace(progress=lambda _: None, note=lambda _: None)
     for option in ("{max_operandd: 3}", "{max_operand: many}"):
         wrong = config(f"env.arithmetic={option}")
@@ -269,3 +282,130 @@ def test_a_learner_leaves_a_gpu_that_it_shares_with_an_engine_s_weights_or_where
     for place, wanted in OFFLOADS[overrides].items():
         found = offloads_learner(config(*overrides), on_cpu="cpu" in place, shares_module="shared" in place)
         assert found == wanted, place
+
+
+SUMS = ("data.train.env_name=arithmetic", "data.validation.env_name=arithmetic", "env.arithmetic={}", "policy.model_name=m")
+BY_SUCCESS = "data.curriculum.name=success_rate"
+
+
+def curriculum_config(*overrides: str) -> GrpoRunConfig:
+    return load_config(None, [*SUMS, "grpo.num_prompts_per_step=4", *overrides], root=GrpoRunConfig).config
+
+
+def test_training_has_a_curriculum_over_the_slots_of_its_stream_and_validation_has_none() -> None:
+    found = curriculum_config(BY_SUCCESS, "data.curriculum.reward=correct", "data.validation.size=5")
+    training, validation = make_training_tasks(found), make_validation_tasks(found)
+    assert training.chooser is not None and training.chooser.name == "success_rate" and training.scored_by == "correct"
+    assert validation is not None and validation.chooser is None and not validation.resumable
+    assert make_training_tasks(curriculum_config()).chooser is None
+
+
+def test_a_reward_that_an_environment_lacks_is_an_error() -> None:
+    with pytest.raises(
+        EnvironmentConfigError, match=r"data\.curriculum\.reward is 'corect', and env\.arithmetic has no such reward; did you"
+    ):
+        make_training_tasks(curriculum_config(BY_SUCCESS, "data.curriculum.reward=corect"))
+
+
+def test_difficulty_is_read_from_the_rows(tmp_path: Path) -> None:
+    rows = [{"problem": f"{n}?", "answer": str(n), "level": n % 3} for n in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = (f"data.train.dataset_name={tmp_path}/rows.jsonl", "data.train.env_name=math", "env.math={}")
+    by = ("data.curriculum.name=difficulty", "data.curriculum.difficulty.start=0.3", "data.curriculum.difficulty.by=level")
+    tasks = make_training_tasks(curriculum_config(*data, *by))
+    assert {tasks.at(position)[2].metadata["level"] for position in range(4)} == {0}
+    with pytest.raises(DataError, match="has no column 'grade'; there are: problem, answer, level"):
+        make_training_tasks(curriculum_config(*data, *by[:2], "data.curriculum.difficulty.by=grade"))
+
+
+def test_a_run_says_what_an_epoch_is() -> None:
+    assert describe_order(curriculum_config()) == ""
+    said = describe_order(curriculum_config(BY_SUCCESS, "grpo.max_num_epochs=3"))
+    assert said == (
+        "; the curriculum success_rate draws them with replacement, and an epoch is as many draws as there are tasks, 3 "
+        "(max_num_epochs) in all"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calculator(Environment[Task]):
+    def tasks(self, data: DataSource) -> Sequence[Task]:
+        return [Task(id="0")]
+
+    async def respond(self, task: Task, rollout: Rollout) -> Messages | None:
+        return (user("4"),)
+
+    @reward()
+    def right(self, task: Task, rollout: Rollout) -> float:
+        return 1.0
+
+
+def test_an_environment_that_answers_needs_more_than_one_turn() -> None:
+    environments = {"calculator": LocalEnvironment(Calculator()), "sums": LocalEnvironment(Arithmetic())}
+    (found,) = find_single_turns(environments, 1, "grpo")
+    assert found.startswith("env.calculator: Calculator answers the policy (respond)")
+    assert "set grpo.max_rollout_turns=N" in found
+    assert not list(find_single_turns(environments, 2, "grpo")) and not list(
+        find_single_turns({"sums": LocalEnvironment(Arithmetic())}, 1, "grpo")
+    )
+
+
+def test_tools_and_agents_need_more_than_one_turn() -> None:
+    made = {"sums": Arithmetic(tools="calculator"), "agent": ExternalAgent(agent=print)}
+    environments = {name: LocalEnvironment(environment) for name, environment in made.items()}
+    tools, agent = find_single_turns(environments, 1, "grpo")
+    assert tools.startswith("env.sums: Arithmetic has tools, but grpo.max_rollout_turns is 1")
+    assert agent.startswith("env.agent: ExternalAgent runs an agent") and "after the first is refused" in agent
+    assert not list(find_single_turns(environments, 2, "grpo"))
+
+
+def test_a_run_over_hosted_environments_asks_the_same_tasks_in_the_same_order(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"problem": "{n}+1", "answer": "{n + 1}"}}\n' for n in range(30)))
+    entries = (
+        f'[{{"env_name": "sums", "weight": 1.0, "size": 40}}, '
+        f'{{"env_name": "written", "weight": 2.0, "dataset_name": "{rows}", "split_validation_size": 8}}]'
+    )
+    base = ("policy.model_name=m", "grpo.val_period=0", "checkpointing.metric_name=null", f"data.train={entries}")
+    environments = ("env.sums.type=arithmetic", "env.sums.max_operand=7", "env.written.type=math")
+    config = load_config(None, [*base, *environments], root=GrpoRunConfig).config
+
+    def streams(hosted: dict[str, RemoteEnvironment]) -> list[tuple[str, str, str, str]]:
+        train = make_training_tasks(config, hosted)
+        held_out = make_validation_tasks(config, hosted)
+        assert held_out is not None
+        found = [source.at(index) for source in (train, held_out) for index in range(len(source))]
+        return [(name, task.id, task.question, task.answer) for name, _, task in found]
+
+    made = describe_environments(config)
+    assert {alias: (own.name, len(own.sources)) for alias, own in made.items()} == {
+        "sums": ("arithmetic", 1),
+        "written": ("math", 2),
+    }
+    hosts = {alias: EnvironmentServerThread(pickle.loads(pickle.dumps(own))) for alias, own in made.items()}
+    try:
+        hosted = {alias: connect(host.description, [host.transport]) for alias, host in hosts.items()}
+        assert streams(hosted) == streams({})
+    finally:
+        for host in hosts.values():
+            host.close()
+
+
+def correct(task: Task, rollout: Rollout) -> bool:
+    return task.answer in rollout.text
+
+
+def test_a_reward_without_a_type_is_an_environment_of_functions(tmp_path: Path) -> None:
+    """Named in the configuration, or given as functions from Python with rows in memory."""
+    (tmp_path / "mine.py").write_text("def correct(task, rollout):\n    return True\n")
+    overrides = ("policy.model_name=m", f"env.mine.reward={tmp_path}/mine.py:correct", "data.train.size=2")
+    config = load_config(None, overrides, root=GrpoRunConfig, check=False).config
+    entry = config.data.train[0].with_rows([{"prompt": f"{n}+1", "answer": n + 1} for n in range(3)])
+    for env in (config.env, {"mine": EnvironmentConfig(type=None, rewards={"correct": {"function": correct, "weight": 2.0}})}):
+        given = replace(config, env=env, data=replace(config.data, train=(entry,), shuffle=False))
+        name, environment, task = make_training_tasks(given).at(1)
+        assert name == "mine" and isinstance(environment.environment, FunctionEnvironment)
+        assert (task.question, task.answer) == ("1+1", "2")
+        assert list_reward_names(given) == ("correct",)
+    saved = dump_config(replace(config, env=env))
+    assert f"function: {correct.__module__}:correct" in saved and "rows" not in saved

@@ -13,10 +13,11 @@ from strop.learner.client import InlineCaller, LearnerClient
 from strop.models.loading import load_model
 from strop.models.network import Network
 from strop.monitoring.trackers.base import NullTracker
+from strop.runs.exit_codes import run_command
 from strop.runs.run_folders import _checkpoint_bytes, _estimate_checkpoint, check_checkpoint_space, lock_run_folders
 from strop.sampling import Sampling
+from strop.storage.files import StorageError
 from strop.storage.folder_lock import FolderLocked
-from strop.storage.storage_error import StorageError
 from support.learners import make_torch_learner
 
 
@@ -55,7 +56,7 @@ def test_the_weights_of_a_checkpoint_are_known_before_the_model_loads(config: Tr
 def test_a_disk_that_is_too_small_is_refused_before_the_model_loads(
     config: TrainingRunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("strop.storage.folder_probe.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("strop.storage.folder_lock.free_bytes", lambda _: 1000)
     said = r"^checkpointing\.checkpoint_dir: results has 1\.0 kB free, and one checkpoint needs "
     with pytest.raises(StorageError, match=said), lock_run_folders(config):
         pass
@@ -78,10 +79,19 @@ def test_with_the_models_the_size_of_a_checkpoint_is_known(
     notes = Notes()
     check_checkpoint_space(config, {"policy": client}, notes)
     assert notes.texts == []
-    for module in ("strop.runs.run_folders", "strop.storage.folder_probe"):
+    for module in ("strop.runs.run_folders", "strop.storage.folder_lock"):
         monkeypatch.setattr(f"{module}.free_bytes", lambda _: 2 * saved)
     check_checkpoint_space(config, {"policy": client}, notes)
     assert "3 more checkpoints (checkpointing.keep_top_k=1, the newest, and the one being written) need" in notes.texts[0]
-    monkeypatch.setattr("strop.storage.folder_probe.free_bytes", lambda _: saved // 2)
+    monkeypatch.setattr("strop.storage.folder_lock.free_bytes", lambda _: saved // 2)
     with pytest.raises(StorageError, match="one checkpoint needs"):
         check_checkpoint_space(config, {"policy": client}, notes)
+
+
+@pytest.mark.parametrize(("error", "said"), [(TimeoutError(), "TimeoutError"), (OSError("no room"), "no room")])
+def test_an_error_without_words_is_named_by_its_kind(capsys: pytest.CaptureFixture[str], error: Exception, said: str) -> None:
+    async def fail() -> None:
+        raise error
+
+    assert run_command(fail()) == 1
+    assert capsys.readouterr().err == f"error: {said}\n"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from strop.config import ConfigError, load_config
 from strop.config.schema.run_config import SftRunConfig
 from strop.runs.monitors import run_throughput
-from strop.runs.monitors.measured_peak import MeasuredPeak
+from strop.runs.monitors.run_throughput import MeasuredPeak
 
 KEYS = ["policy.model_name=m", "policy.precision=float32"]
 
@@ -69,3 +73,35 @@ def test_a_gpu_has_the_peak_of_the_table_and_a_user_may_give_one() -> None:
 def test_a_peak_that_is_none_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match="peak_tflops"):
         load(f"logger.peak_tflops={value}")
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(run_throughput, "SECONDS", 0.004)
+    monkeypatch.setattr(run_throughput, "SIDES", (64, 128))
+    monkeypatch.setattr(run_throughput, "AGREE", 2.0)
+
+
+def test_a_machine_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    found = run_throughput.measure_peak(1)
+    assert torch.get_num_threads() == before
+    assert found.peak("float32") > 1e8 and found.peak("fp8") == max(found.flops.values())
+    assert ", 1 thread" in found.device and found.source.startswith("measured on this machine on 20")
+    file = next(tmp_path.rglob("peak-*.json"))
+    monkeypatch.setattr(run_throughput, "_measure_peak", lambda *_: pytest.fail("it is known"))
+    assert run_throughput.measure_peak(1) == found
+    monkeypatch.setattr(run_throughput, "_measure_peak", lambda *_: (found, True))
+    for damaged in ("{", "[]", json.dumps({**asdict(found), "flops": {"float32": -1, "bfloat16": 1}})):
+        file.write_text(damaged)
+        assert run_throughput.measure_peak(1) == found and json.loads(file.read_text()) == asdict(found)
+
+
+def test_other_threads_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    peak = MeasuredPeak(device="p", flops={"float32": 1e9, "bfloat16": 2e9}, source="measured")
+    monkeypatch.setattr(run_throughput, "_measure_peak", lambda name, threads: (asked.append(name), (peak, True))[1])
+    for threads in (1, 2, 1):
+        run_throughput.measure_peak(threads)
+    assert len(asked) == 2

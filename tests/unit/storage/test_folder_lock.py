@@ -18,9 +18,8 @@ from pathlib import Path
 import pytest
 
 from strop.storage import folder_lock
-from strop.storage.folder_lock import LOCK_FILE, FolderLock, FolderLocked, make_holder, read_holder
-from strop.storage.locked_folders import lock_folders
-from strop.storage.storage_error import StorageError
+from strop.storage.files import StorageError
+from strop.storage.folder_lock import LOCK_FILE, FolderLock, FolderLocked, lock_folders, make_holder, read_holder
 
 HOLD = """
 import os, sys, time

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from strop.storage import folder_probe
+from strop.storage import folder_lock
 from strop.storage.checksums import FileChecksum, compute_checksums, decode_checksums, encode_checksums, find_damage
-from strop.storage.folder_probe import check_entries, check_space, probe_folder
-from strop.storage.record_files import RecordFiles
-from strop.storage.storage_error import StorageError, find_refusal
+from strop.storage.files import RecordFiles, StorageError, find_refusal
+from strop.storage.folder_lock import check_entries, check_space, probe_folder
 from support.full_disk import FullDisk
 
 ARROW = "[Errno 28] Error writing bytes to file. Detail: [errno 28] No space left on device"
@@ -44,7 +43,7 @@ def test_errors_of_a_full_disk_are_recognised_however_they_are_raised(tmp_path: 
 
 
 def test_torch_names_no_error_number_so_the_free_space_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strop.storage.storage_error.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("strop.storage.files.free_bytes", lambda _: 1000)
     assert find_refusal(RuntimeError("unexpected pos 5952 vs 5844"), tmp_path) == "the disk is full"
 
 
@@ -114,7 +113,7 @@ def test_a_folder_without_room_says_so_with_its_key(tmp_path: Path, monkeypatch:
     def refuse(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(folder_probe.os, "fsync", refuse)
+    monkeypatch.setattr(folder_lock.os, "fsync", refuse)
     with pytest.raises(StorageError, match=r"^logger\.log_dir: .*cannot be written: the disk is full \(.* free\); set a folder"):
         probe_folder("logger.log_dir", tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -134,7 +133,7 @@ def test_a_file_with_the_name_of_a_checkpoint_is_found_at_the_start(tmp_path: Pa
 
 def test_too_little_space_names_key_folder_needed_and_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_space("checkpointing.checkpoint_dir", tmp_path, 1, "one checkpoint")
-    monkeypatch.setattr(folder_probe, "free_bytes", lambda _: 300_000_000)
+    monkeypatch.setattr(folder_lock, "free_bytes", lambda _: 300_000_000)
     said = rf"^checkpointing\.checkpoint_dir: {tmp_path} has 300\.0 MB free, and one checkpoint needs 1\.6 GB"
     with pytest.raises(StorageError, match=said):
         check_space("checkpointing.checkpoint_dir", tmp_path, 1_600_000_000, "one checkpoint")

@@ -17,7 +17,7 @@ from strop.learner.client import LearnerClient
 from strop.monitoring.trackers.base import NullTracker
 from strop.rollouts.stream import StreamState
 from strop.stopping import EarlyStop
-from strop.storage.storage_error import StorageError
+from strop.storage.files import StorageError
 from strop.trainer.cadence import save_if_due
 from strop.trainer.listeners import Listeners
 from strop.trainer.run import Saved, TrainingRun, TrainOptions

@@ -6,14 +6,22 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
+from loop.fakes import FakeGenerator
+from strop.generation.quantized_rollouts import PlannedPrecision
+from strop.models.chat_template import ChatTemplate
+from strop.models.quantization.number_format import FP8_BLOCK, MXFP8, NVFP4, round_trip
+from strop.models.quantization.quantization_plan import make_plan, unpack
 from strop.sampling import Sampling
+from strop.types import Batch
 from strop.weight_sync.base import (
     AdapterFiles,
     CanarySample,
@@ -28,16 +36,16 @@ from strop.weight_sync.base import (
     TransportError,
     UpdatableEngine,
 )
-from strop.weight_sync.canary import Canary
-from strop.weight_sync.exporter import make_local_exporter
-from strop.weight_sync.fingerprints import fingerprint
+from strop.weight_sync.exporter import BlockingExporter, make_local_exporter
+from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
+from strop.weight_sync.in_process import InProcessWeights, TimedMemory
 from strop.weight_sync.publisher import PublishOptions, WeightPublisher
-from strop.weight_sync.timed_memory import TimedMemory
 from strop.weight_sync.transports.broadcast import BroadcastSender
 from strop.weight_sync.transports.host_memory import MemorySender
 from strop.weight_sync.transports.manifest import build_manifest
 from strop.weight_sync.transports.shared_folder import FolderSender
-from strop.weight_sync.verification import VerificationFailed, verify_fingerprints
+from strop.weight_sync.verification import CANARY_TOKENS, Canary, VerificationFailed, make_canary, verify_fingerprints
+from strop.weight_sync.weight_source import local_weights
 from strop.weight_sync.weight_sync_config import WeightSyncConfig
 
 ALWAYS = WeightSyncConfig(proof="always")
@@ -475,3 +483,167 @@ def test_a_learner_leaves_before_engines_start_or_wake_and_comes_back_after_they
     first, second = engine.calls[: engine.calls.index("onload") + 1], engine.calls[engine.calls.index("onload") + 1 :]
     assert first[:2] == ["offload", "start"] and first[-2:] == ["sleep", "onload"]
     assert second[0] == "offload" and second.index("wake") < second.index("load") and second[-2:] == ["sleep", "onload"]
+
+
+async def tokens_as_logprobs(batch: Batch) -> Tensor:
+    return batch.target.double()
+
+
+def canary(
+    tokenizer: Any, *, config: WeightSyncConfig | None = None, precision: str = "float32", max_length: int = 512
+) -> Canary:
+    asked = Sampling(temperature=0.7, top_k=5, record_sampling_mask=True, max_new_tokens=300, stop_strings=("x",), entropy=True)
+    return make_canary(
+        ChatTemplate(tokenizer),
+        config or WeightSyncConfig(),
+        asked,
+        tokens_as_logprobs,
+        precision=precision,
+        max_length=max_length,
+        share_prefixes=True,
+        seed=3,
+    )
+
+
+def test_it_samples_as_the_run_does_but_a_few_tokens_that_nothing_stops(tokenizer: Any) -> None:
+    expected = Sampling(temperature=0.7, top_k=5, record_sampling_mask=True, max_new_tokens=CANARY_TOKENS)
+    assert canary(tokenizer).sampling == expected and canary(tokenizer).seed == 3
+
+
+def test_its_prompts_leave_room_in_the_engines_longest_sequence(tokenizer: Any) -> None:
+    assert all(len(prompt) > 32 for prompt in canary(tokenizer).prompts), "they fill blocks of a prefix cache"
+    assert [len(prompt) for prompt in canary(tokenizer, max_length=CANARY_TOKENS + 7).prompts] == [7, 7]
+    assert [len(prompt) for prompt in canary(tokenizer, max_length=4).prompts] == [1, 1]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 0.002), ("bfloat16", 0.1)])
+def test_the_tolerance_is_the_precision_s_unless_it_is_set(tokenizer: Any, precision: str, tolerance: float) -> None:
+    assert canary(tokenizer, precision=precision).tolerance == tolerance
+    assert canary(tokenizer, precision=precision, config=WeightSyncConfig(canary_tolerance=0.3)).tolerance == 0.3
+
+
+def test_the_learner_scores_each_sample_after_its_prompt(tokenizer: Any) -> None:
+    checked = canary(tokenizer)
+    tokens = [torch.tensor([5, 6, 7]), torch.tensor([8, 9])]
+    samples = [CanarySample(tokens=each, logprobs=torch.zeros(len(each)), cached=0) for each in tokens]
+    scores = asyncio.run(_score(checked, samples))
+    assert [score.tolist() for score in scores] == [[5.0, 6.0, 7.0], [8.0, 9.0]]
+    assert all(score.dtype == torch.float32 for score in scores)
+
+
+async def _score(checked: Canary, samples: list[CanarySample]) -> list[Tensor]:
+    return list(await checked.score(checked.prompts, samples))
+
+
+@dataclass
+class Caching:
+    """An engine that finds so many tokens of each prompt in its prefix cache."""
+
+    cached: list[int]
+    name: str = "engine 0"
+
+    async def sample_canary(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> CanarySample:
+        return CanarySample(tokens=torch.tensor([5]), logprobs=torch.full((1,), 5.0), cached=self.cached.pop(0))
+
+
+@pytest.mark.parametrize(("cached", "refused"), [((0, 0), False), ((0, 3), False), ((0, 4), True), ((1, 0), True)])
+def test_what_all_prompts_begin_with_may_be_cached_after_the_first(
+    cached: tuple[int, int], refused: bool, tokenizer: Any
+) -> None:
+    checked = replace(canary(tokenizer), prompts=((1, 2, 3, 4, 5), (1, 2, 3, 9, 9)))
+    with pytest.raises(VerificationFailed, match="prefix cache") if refused else nullcontext():
+        asyncio.run(checked.check(Caching(list(cached))))  # type: ignore[arg-type]
+
+
+def test_every_generator_is_drained_and_resumed_with_the_new_version():
+    generators = [FakeGenerator(None), FakeGenerator(None)]
+    weights = InProcessWeights(generators)
+
+    async def step():
+        await weights.yield_device()
+        before = [list(generator.events) for generator in generators]
+        return before, await weights.publish(4)
+
+    before, found = asyncio.run(step())
+    assert before == [["drain"], ["drain"]]
+    assert [(generator.version, generator.events) for generator in generators] == [(4, ["drain", "resume 4"])] * 2
+    assert found["weights/publish_seconds"].value >= 0
+
+
+NAME, HEAD = "model.layers.0.mlp.up_proj.weight", "lm_head.weight"
+
+
+class KeepingSender:
+    """Keeps copies of what it is given."""
+
+    receivers = 1
+    address: Any = None
+
+    def __init__(self, receivers: int) -> None:
+        self.sent: dict[str, torch.Tensor] = {}
+
+    def send(self, manifest: Manifest, tensors: Any) -> None:
+        self.sent = {name: tensor.clone() for name, tensor in tensors}
+        entries = [(entry.name, entry.dtype, entry.shape) for entry in manifest.entries]
+        assert entries == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.sent.items()]
+
+    def close(self) -> None: ...
+
+
+def export(
+    precision: PlannedPrecision | None, *, keep: bool = False
+) -> tuple[dict[str, torch.Tensor], Any, dict[str, torch.Tensor]]:
+    """Send two tensors; return them as they are, the fingerprints, and what was sent."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(40, 70, generator=generator) for name in (NAME, HEAD)}
+    sender = KeepingSender(1)
+    exporter = BlockingExporter(
+        lambda: local_weights(weights.items()),
+        lambda receivers: sender,  # type: ignore[arg-type, return-value]
+        dtype=torch.bfloat16,
+        keep_snapshot=keep,
+        quantization=precision,
+    )
+    plan = exporter.prepare("weights")
+    assert {entry.name for entry in plan.manifest.entries} == {NAME, HEAD}
+    exporter.open(1)
+    fingerprints = exporter.send(read_back=True)
+    return weights, fingerprints, sender.sent
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("number_format", [FP8_BLOCK, MXFP8, NVFP4], ids=lambda each: each.name)
+def test_engines_are_sent_rounded_weights(number_format: Any, keep: bool) -> None:
+    precision = PlannedPrecision(make_plan(number_format), torch.bfloat16, by_engine=False)
+    weights, fingerprints, sent = export(precision, keep=keep)
+    assert torch.equal(sent[NAME], round_trip(weights[NAME].bfloat16(), number_format))
+    assert torch.equal(sent[HEAD], weights[HEAD].bfloat16())
+    assert fingerprints.sent == {name: fingerprint(tensor) for name, tensor in sent.items()}
+    assert fingerprints.read_back == {name: fingerprint(normalize_zeros(tensor)) for name, tensor in sent.items()}
+
+
+def test_an_engine_that_rounds_itself_is_sent_the_weights_and_compared_with_the_rounded_ones() -> None:
+    precision = PlannedPrecision(make_plan(FP8_BLOCK), torch.bfloat16, by_engine=True)
+    weights, fingerprints, sent = export(precision)
+    assert torch.equal(sent[NAME], weights[NAME].bfloat16())
+    assert fingerprints.sent[NAME] == fingerprint(sent[NAME])
+    held = round_trip(weights[NAME].bfloat16(), FP8_BLOCK)
+    assert fingerprints.read_back[NAME] == fingerprint(normalize_zeros(held)) != fingerprint(normalize_zeros(sent[NAME]))
+
+
+def test_weights_are_cast_to_the_precision_of_the_engine_before_they_are_rounded() -> None:
+    precision = PlannedPrecision(make_plan(FP8_BLOCK), torch.bfloat16, by_engine=False)
+    weight = torch.randn(30, 30, generator=torch.Generator().manual_seed(1))
+    rounded = precision.round(weight)
+    assert rounded.dtype == torch.float32 and torch.equal(rounded, round_trip(weight.bfloat16(), FP8_BLOCK).float())
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_engine_may_be_sent_values_and_scales_and_is_compared_with_what_they_stand_for(keep: bool) -> None:
+    precision = PlannedPrecision(make_plan(FP8_BLOCK), torch.bfloat16, by_engine=True, packs=True)
+    weights, fingerprints, sent = export(precision, keep=keep)
+    assert sent[NAME].dtype is torch.uint8 and torch.equal(sent[HEAD], weights[HEAD].bfloat16())
+    assert fingerprints.sent == {name: fingerprint(tensor) for name, tensor in sent.items()}
+    held = round_trip(weights[NAME].bfloat16(), FP8_BLOCK)
+    assert torch.equal(unpack(sent[NAME], FP8_BLOCK).dequantize(torch.bfloat16), held)
+    assert fingerprints.read_back[NAME] == fingerprint(normalize_zeros(held))

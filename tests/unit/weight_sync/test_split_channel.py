@@ -22,11 +22,10 @@ from strop.weight_sync.exporter import BlockingExporter, Fingerprints, SenderRol
 from strop.weight_sync.fingerprints import fingerprint
 from strop.weight_sync.publisher import PublishOptions, WeightPublisher
 from strop.weight_sync.transports.broadcast import BroadcastSender
-from strop.weight_sync.transports.dealing import deal_entries, split_manifest
+from strop.weight_sync.transports.channel import SplitAddress, SplitReceiver
 from strop.weight_sync.transports.host_memory import MemorySender
-from strop.weight_sync.transports.manifest import build_manifest
+from strop.weight_sync.transports.manifest import build_manifest, deal_entries, split_manifest
 from strop.weight_sync.transports.shared_folder import FolderSender
-from strop.weight_sync.transports.split_channel import SplitAddress, SplitReceiver
 from strop.weight_sync.verification import VerificationFailed
 from strop.weight_sync.weight_source import local_weights
 from strop.weight_sync.weight_sync_config import WeightSyncConfig

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from strop import gpus, packages
 from strop.base_config import BaseConfig
-from strop.config.checks.policy_checks import check_engine_device
-from strop.config.checks.run_checks import find_errors
+from strop.config.policy_checks import check_engine_device
+from strop.config.run_checks import find_errors
 from strop.config.schema.run_config import (
     EvalRunConfig,
     RecordedRunConfig,

@@ -1,7 +1,4 @@
-"""Load a configuration from YAML files and overrides, or raise one error that lists every problem.
-
-files + overrides -> words of other libraries translated -> defaults of the schema -> interpolation -> schema -> checks across keys
-"""
+"""Keys of earlier versions. A removed key is refused for one version with a replacement; then its row is deleted too."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -17,6 +15,7 @@ from pydantic import ValidationError
 
 from strop.base_config import (
     BaseConfig,
+    KeyPath,
     fields_of,
     followed_keys,
     option_set_by,
@@ -24,21 +23,26 @@ from strop.base_config import (
     to_tree,
     validate_section,
 )
-from strop.config.checks import cluster_checks, run_checks
+from strop.config import cluster_checks, run_checks
 from strop.config.load.auto_backend import resolve_auto_backend
-from strop.config.load.named_files import find_named_files
 from strop.config.load.recipe_library import explain_key, translate_source
 from strop.config.load.run_name import name_run
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, TrainingRunConfig
 from strop.config.source import keys, yaml_text
-from strop.config.source.defaults import resolve_source
-from strop.config.source.interpolation import UNSET_VARIABLE, copy_values, escape_interpolations, iter_targets, referenced_keys
-from strop.config.source.nearest_keys import find_nearest_keys, suggest_keys
-from strop.config.source.removed_keys import drop_removed_keys
+from strop.config.source.interpolation import (
+    UNSET_VARIABLE,
+    copy_values,
+    escape_interpolations,
+    find_named_files,
+    iter_targets,
+    referenced_keys,
+    resolve_source,
+)
+from strop.config.source.keys import find_nearest_keys, suggest_keys
 from strop.config.source.yaml_source import (
     ConfigSource,
-    KeyPath,
     apply_overrides,
+    delete_key,
     describe_type,
     get_at,
     iter_values,
@@ -47,6 +51,41 @@ from strop.config.source.yaml_source import (
 )
 from strop.problems import ConfigError, Origin, Problem
 from strop.safety.printable import REDACTED, redact_secrets
+
+
+@dataclass(frozen=True)
+class RemovedKey:
+    pattern: str  # of dotted keys, as in ``fnmatch``
+    default: Any  # the value of a run that did not set it, which has no effect
+    instead: str
+
+
+_REPLAY = (
+    "Remove it: asynchronous runs no longer repeat bit by bit. Train synchronously for a run that does; `strop replay` recomputes a step "
+    "of any run from its stored rollouts."
+)
+
+REMOVED_KEYS = (
+    RemovedKey("*.async_*.repeatable", False, _REPLAY),
+    RemovedKey("*.async_*.answer_delay", 0, _REPLAY),
+    RemovedKey("*.async_*.record_events", False, _REPLAY),
+    RemovedKey("*.async_*.replay_events", None, _REPLAY),
+)
+
+
+def drop_removed_keys(source: ConfigSource) -> tuple[ConfigSource, list[Problem]]:
+    """Return the source without removed keys, and a problem for each that has an effect."""
+    problems = []
+    for path in list(source.origins):
+        removed = next((each for each in REMOVED_KEYS if fnmatchcase(".".join(path), each.pattern)), None)
+        if removed is None:
+            continue
+        if (value := get_at(source.values, path)) != removed.default:
+            message = f"found {value!r}, and this key is gone"
+            problems.append(Problem(".".join(path), message, removed.instead, source.origins[path]))
+        _, source = delete_key(source, path, source.origins[path])
+    return source, problems
+
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
 

@@ -6,7 +6,8 @@ import re
 import zlib
 from collections.abc import Sequence
 
-from strop.config.source.yaml_source import ConfigSource, KeyPath, get_at, merge_sections
+from strop.base_config import KeyPath
+from strop.config.source.yaml_source import ConfigSource, get_at, merge_sections
 from strop.problems import Origin, Problem
 
 NAME: KeyPath = ("run_name",)

@@ -16,11 +16,23 @@ from strop.config.schema.distillation_config import (
     DistillationLossConfig,
     TeacherConfig,
 )
-from strop.config.schema.evaluation_config import EvalClusterConfig, EvalConfig, EvalGenerationConfig, EvalTokenizerConfig
-from strop.config.schema.graders import assign_graders
-from strop.config.schema.grpo_config import AlgorithmConfig, GrpoConfig, LossConfig
+from strop.config.schema.evaluation_config import (
+    EvalClusterConfig,
+    EvalConfig,
+    EvalGenerationConfig,
+    EvalTokenizerConfig,
+    assign_graders,
+)
+from strop.config.schema.grpo_config import (
+    AlgorithmConfig,
+    GrpoConfig,
+    LossConfig,
+    PpoAlgorithmConfig,
+    PpoConfig,
+    ValueConfig,
+    ValueLossConfig,
+)
 from strop.config.schema.policy_config import PolicyConfig, RecordedPolicyConfig
-from strop.config.schema.ppo_config import PpoAlgorithmConfig, PpoConfig, ValueConfig, ValueLossConfig
 from strop.config.schema.recorded_config import (
     DpoAlgorithmConfig,
     DpoConfig,

@@ -13,12 +13,17 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from strop.config.source.yaml_source import KeyPath
+from strop.base_config import NAMES_FILE, BaseConfig, KeyPath, fields_of, followed_keys, section_model
+from strop.config.source import keys
+from strop.config.source.keys import find_field
+from strop.config.source.yaml_source import ConfigSource, get_at, set_key
+from strop.data.prompt_template import AUTO_PROMPT
 
 UNSET_VARIABLE = "the environment variable"
 UNKNOWN_TARGET = re.compile(r"\$\{(?!\.*[A-Za-z_][\w.]*\}|[a-z_.]+:)")  # a name that is itself interpolated, or has brackets
@@ -221,3 +226,70 @@ def referenced_keys(text: str) -> Iterator[str]:
 def escape_interpolations(text: str) -> str:
     """Escape ``${`` as ``\\${``, so that the text reads back unchanged."""
     return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", text)
+
+
+def resolve_source(source: ConfigSource, model: type[BaseConfig]) -> tuple[Mapping[str, Any], Mapping[KeyPath, str]]:
+    """Return a source's settings on top of the schema's defaults, resolved, and an error for each value that cannot be resolved.
+
+    Both are shared: copy before changing them.
+    """
+    return _resolve(source, cast("Any", model))
+
+
+@functools.lru_cache(maxsize=8)  # a translation and its validation resolve the same source
+def _resolve(source: ConfigSource, model: type[BaseConfig]) -> tuple[Mapping[str, Any], Mapping[KeyPath, str]]:
+    return resolve_interpolations(add_defaults(source.values, model))
+
+
+def add_defaults(values: Mapping[str, Any], model: type[BaseConfig]) -> dict[str, Any]:
+    """Return values with the schema's defaults for missing keys, so that ``${...}`` can refer to any key."""
+    default = keys.default_values(model)
+    tree = dict(default)
+    for name, value in values.items():
+        tree[name] = value
+        field = fields_of(model).get(name)
+        if field is None:
+            continue
+        if (inner := section_model(field)) is not None:
+            if value is None or isinstance(value, Mapping):
+                tree[name] = add_defaults(value or {}, inner)
+        elif value is None and followed_keys(field):
+            tree[name] = default[name]  # null requests the value of the key that this one follows
+        elif isinstance(value, Mapping) and not keys.is_entry_list(field) and (entry := keys.entry_model(field)):
+            tree[name] = {
+                alias: add_defaults(options or {}, entry) if options is None or isinstance(options, Mapping) else options
+                for alias, options in value.items()
+            }
+    return tree
+
+
+def find_named_files(source: ConfigSource, root: type[BaseConfig]) -> ConfigSource:
+    """Return the source with the full path of each file that is missing from the working directory but exists next to the file
+    that names it or in a folder above. Files that do not exist anywhere are left to the checks, which are skipped for a saved
+    run.
+    """
+    for path in [path for path in source.origins if _may_name_file(root, path)]:
+        value, named_by = get_at(source.values, path), source.origins[path]
+        value = get_at(resolve_source(source, root)[0], path) if isinstance(value, str) and "${" in value else value
+        if not isinstance(named_by.source, Path) or not _is_missing_file(value, template=path[-1] == "chat_template"):
+            continue
+        folder = named_by.source.resolve().parent
+        found = next((above / value for above in (folder, *folder.parents) if (above / value).is_file()), None)
+        if found is not None:
+            _, source = set_key(source, path, str(found), named_by)
+    return source
+
+
+def _may_name_file(root: type[BaseConfig], path: KeyPath) -> bool:
+    field = find_field(root, path)
+    return field is not None and field.json_schema_extra == NAMES_FILE
+
+
+def _is_missing_file(value: object, *, template: bool) -> bool:
+    """Return whether a value may be a file name that does not exist in the working directory."""
+    if not isinstance(value, str) or value == AUTO_PROMPT or "\n" in value or (template and not value.endswith(".jinja")):
+        return False
+    try:
+        return not Path(value).is_file()
+    except (OSError, ValueError):  # not a valid file name
+        return False

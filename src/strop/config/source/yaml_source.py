@@ -12,14 +12,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from strop.base_config import BaseConfig
+from strop.base_config import BaseConfig, KeyPath
 from strop.config.source import keys, yaml_text
-from strop.config.source.nearest_keys import is_misspelling
+from strop.config.source.keys import is_misspelling
 from strop.problems import COMMAND_LINE, PYTHON, ConfigError, Origin, Problem
-
-KeyPath: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)

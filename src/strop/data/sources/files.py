@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from strop.data.sources.in_memory import DatasetRecords, ListRecords
 from strop.data.sources.records import DataError, Record, Records
-from strop.storage.text_file import NotUtf8, decode_text
+from strop.storage.files import NotUtf8, decode_text
 
 LONGEST_FIELD = (1 << 31) - 1  # characters of a field of a CSV file; Python's own limit is 131,072
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")

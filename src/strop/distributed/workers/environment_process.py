@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from strop.distributed.actor_group import RestartableActor
 from strop.distributed.base import ActorDied, Cluster, NodeLost, spread_over_nodes
 from strop.distributed.cluster_config import RoleConfig
-from strop.distributed.restartable_actor import RestartableActor
 from strop.environments.remote import (
     CallResult,
     EnvironmentDescription,

@@ -1,9 +1,4 @@
-"""One rank of a run on a cluster, in its own process: its shards of the policy, the critic, the reference and the teachers.
-
-The driver (``strop.distributed.workers.remote_learner``) calls the same method on every rank. It passes the ranks picklable
-functions that build their models; this module does not depend on the configuration. Each rank processes its part of a batch and
-returns the result for it.
-"""
+"""Columns of a batch that several processes fill, each for a contiguous range of its groups."""
 
 from __future__ import annotations
 
@@ -19,10 +14,11 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.base import LossFn
+from strop.data.rollout_selector import SubBatch
 from strop.data.shares.batch_share import BatchShare
 from strop.data.shares.split_rule import ShareRequest
+from strop.data.splitting import select_rollouts
 from strop.distributed.rendezvous import serve_store
-from strop.distributed.workers.column_shards import ColumnShard
 from strop.learner.budget.memory_probe import MemoryProbe
 from strop.learner.parallel.micro_batch import MicroBatchOutputs
 from strop.learner.torch.tensor_offload import ModelOffload
@@ -31,6 +27,47 @@ from strop.types import Batch
 from strop.weight_sync.base import ChannelAddress, TransportError
 from strop.weight_sync.exporter import AdapterSource, BlockingExporter, Fingerprints, SentAdapters, TransferContent, TransferPlan
 from strop.weight_sync.weight_source import Weight
+
+
+@dataclass(frozen=True)
+class ColumnShard:
+    """Columns for some of the predicted tokens of a batch."""
+
+    index: Tensor  # [n] int64, positions in the N of the whole batch
+    columns: Mapping[str, Tensor]  # [n] or [n, K]
+
+
+@dataclass(frozen=True)
+class GroupRange:
+    """Groups ``start`` to ``stop`` (excluded) of a batch."""
+
+    start: int
+    stop: int
+
+    @property
+    def is_empty(self) -> bool:
+        return self.start == self.stop
+
+    def select(self, batch: Batch) -> SubBatch:
+        """Return the batch of these groups only. The range must not be empty."""
+        rollouts = ((batch.group >= self.start) & (batch.group < self.stop)).nonzero().flatten().tolist()
+        return select_rollouts(batch, rollouts)
+
+
+def split_groups(groups: int, rank: int, count: int) -> GroupRange:
+    """Return the range of groups for process ``rank`` of ``count``; it may be empty if there are fewer groups than processes."""
+    return GroupRange(rank * groups // count, (rank + 1) * groups // count)
+
+
+def merge_columns(shards: Sequence[ColumnShard], length: int) -> dict[str, Tensor]:
+    """Merge columns with disjoint indices into columns of the whole batch, [N] or [N, K] with N = ``length``."""
+    merged: dict[str, Tensor] = {}
+    for name, example in shards[0].columns.items():
+        merged[name] = torch.zeros(length, *example.shape[1:], dtype=example.dtype)
+        for shard in shards:
+            merged[name][shard.index] = shard.columns[name]
+    return merged
+
 
 dist: Any = torch.distributed
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from strop.distributed.actor_group import RestartableActor
 from strop.distributed.base import ActorDied, NodeLost, RemoteActor
-from strop.distributed.restartable_actor import RestartableActor
 from strop.generation.base import Completion
 from strop.sampling import Sampling
 from strop.types import PromptImage

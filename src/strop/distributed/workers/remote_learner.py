@@ -13,8 +13,7 @@ from strop.data.shares.divide_batch import divide_batch
 from strop.data.shares.split_rule import ShareRequest
 from strop.distributed.actor_group import ActorGroup
 from strop.distributed.base import Cluster
-from strop.distributed.workers.column_shards import merge_columns
-from strop.distributed.workers.learner_worker import RankTarget
+from strop.distributed.workers.learner_worker import RankTarget, merge_columns
 from strop.learner.base import WeightSource
 from strop.learner.budget.memory_probe import take_worst
 from strop.learner.client import LearnerClient
@@ -22,7 +21,7 @@ from strop.learner.parallel.micro_batch import assemble_outputs, assemble_result
 from strop.types import Batch
 from strop.weight_sync.base import ChannelAddress, TransportError
 from strop.weight_sync.exporter import Fingerprints, SentAdapters, TransferContent, TransferPlan
-from strop.weight_sync.transports.split_channel import SplitAddress
+from strop.weight_sync.transports.channel import SplitAddress
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from strop.distributed.actor_group import RestartableActor
 from strop.distributed.base import ActorDied, ActorOptions, Cluster
-from strop.distributed.restartable_actor import RestartableActor
-from strop.distributed.workers.column_shards import ColumnShard, GroupRange, merge_columns, split_groups
+from strop.distributed.workers.learner_worker import ColumnShard, GroupRange, merge_columns, split_groups
 from strop.learner.base import ColumnSource
 from strop.types import Batch, Group
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from strop.checkpointing.saved_model import RUN_CONFIG, SavedModel, SavedModelNotFound, find_saved_model
 from strop.config import EvalRunConfig, RolloutRunConfig, load_config
-from strop.config.load.evaluated_run import EvaluatedRun, load_evaluated_run
-from strop.config.load.evaluation_keys import translate_overrides
+from strop.config.load.evaluated_run import EvaluatedRun, load_evaluated_run, translate_overrides
 from strop.extensions.comparison.evaluation_comparison import ChangedTask, Comparison, check_options, compare_evaluations
 from strop.extensions.comparison.matched_tasks import Identity, OtherTasks, list_setting_differences, match_tasks
 from strop.extensions.comparison.paired_comparison import PairedComparison

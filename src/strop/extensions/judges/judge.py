@@ -26,7 +26,7 @@ from strop.environments.rewards import is_finite
 from strop.environments.verifiers.base import Reply, Score, Scored, Verifier
 from strop.extensions.judges.llm_client import LlmClient, LlmReply, get_llm_client
 from strop.extensions.judges.llm_endpoint import make_endpoint
-from strop.storage.text_file import read_text_file
+from strop.storage.files import read_text_file
 from strop.thoughts import read_answer
 from strop.types import Message, Messages, Task, system, user
 from strop.user_code import suggest_names

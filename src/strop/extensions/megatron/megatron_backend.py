@@ -69,7 +69,7 @@ class MegatronBackend:
         return MegatronDims.from_config(section, world)
 
     def examine(self, config: TrainingRunConfig, key: str, model: Any, values: Mapping[str, Any]) -> Iterator[Problem]:
-        from strop.extensions.megatron.families.family_checks import check_architecture
+        from strop.extensions.megatron.families.find_family import check_architecture
 
         section = MegatronConfig.of(model)
         try:

@@ -18,20 +18,18 @@ from strop.data.packing_config import require_number
 from strop.data.shares.batch_share import BatchShare, count_tokens
 from strop.data.shares.split_rule import ShareRequest
 from strop.extensions.labs.draft.draft_trainer import DraftTrainer
-from strop.extensions.megatron.checkpoint.learner_checkpoint import load_learner, snapshot_learner
-from strop.extensions.megatron.checkpoint.megatron_snapshot import MegatronSnapshot
+from strop.extensions.megatron.checkpoint.megatron_snapshot import MegatronSnapshot, load_learner, snapshot_learner
 from strop.extensions.megatron.megatron_config import MegatronConfig
 from strop.extensions.megatron.megatron_draft import MegatronDraftedPolicy, add_over_ranks, make_megatron_draft_options
-from strop.extensions.megatron.megatron_network import MegatronNetwork
-from strop.extensions.megatron.megatron_scorer import MegatronScorer
-from strop.extensions.megatron.optimizer.gradient_buffers import GradientBuffers, wrap_stages
-from strop.extensions.megatron.optimizer.megatron_optimizer import (
+from strop.extensions.megatron.megatron_network import MegatronNetwork, MegatronScorer
+from strop.extensions.megatron.megatron_optimizer import (
+    GradientBuffers,
     make_megatron_optimizer,
     make_megatron_scheduler,
     step_optimizer,
+    wrap_stages,
 )
-from strop.extensions.megatron.passes.router_losses import RouterLosses
-from strop.extensions.megatron.passes.schedule import prepare_schedule
+from strop.extensions.megatron.schedule import RouterLosses, prepare_schedule
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.micro_batch import MicroBatch, MicroBatchOutputs, detach_to_cpu, dummy_loss, to_device
 from strop.learner.torch.companion import StagedWithCompanion

@@ -21,23 +21,18 @@ from strop.config.schema.run_config import (
 )
 from strop.distributed.workers.learner_worker import RankColumns, RankModels, RankScorer
 from strop.extensions.labs.draft.draft_config import DraftConfig
-from strop.extensions.megatron.adapters.adapter_checkpoint import gather_adapters
-from strop.extensions.megatron.adapters.adapter_folder import AdapterFolder
-from strop.extensions.megatron.adapters.stage_adapters import StageAdapters
+from strop.extensions.megatron.adapter_folder import AdapterFolder
 from strop.extensions.megatron.layout import MegatronLayout
 from strop.extensions.megatron.megatron_config import MegatronConfig
 from strop.extensions.megatron.megatron_dims import MegatronDims, model_errors
 from strop.extensions.megatron.megatron_draft import MegatronDraftedPolicy
 from strop.extensions.megatron.megatron_learner import MegatronLearner
-from strop.extensions.megatron.megatron_network import MegatronNetwork
-from strop.extensions.megatron.megatron_policy import MegatronPolicy
-from strop.extensions.megatron.megatron_scorer import MegatronScorer
-from strop.extensions.megatron.model_files import ModelFiles, find_model_files
+from strop.extensions.megatron.megatron_network import MegatronNetwork, MegatronScorer
+from strop.extensions.megatron.megatron_policy import MegatronPolicy, ModelFiles, find_model_files
 from strop.extensions.megatron.models.build_stages import build_stages
-from strop.extensions.megatron.passes.schedule import prepare_schedule
-from strop.extensions.megatron.weights.shard_import import ScoreInit, load_weights
-from strop.extensions.megatron.weights.stage_export import iter_weights
-from strop.extensions.megatron.weights.weight_reader import FileWeights
+from strop.extensions.megatron.schedule import prepare_schedule
+from strop.extensions.megatron.stage_adapters import StageAdapters, gather_adapters
+from strop.extensions.megatron.weight_map import FileWeights, ScoreInit, iter_weights, load_weights
 from strop.learner.model_config import ModelConfig
 from strop.learner.torch.teacher import shared_vocabulary_size
 from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
@@ -46,7 +41,7 @@ from strop.models.local_files import ModelShape
 from strop.problems import raise_problems
 from strop.runs.cluster.torch_rank_builders import keeps_reference, load_rank_teachers
 from strop.runs.models import PRECISIONS, check_same_vocabulary, make_each_learner
-from strop.runs.teachers import StudentInfo, find_scorer, find_teacher_columns, make_source, unfiltered_sampling
+from strop.runs.scorers import StudentInfo, find_scorer, find_teacher_columns, make_source, unfiltered_sampling
 from strop.sampling import Sampling
 from strop.weight_sync.base import AdapterFiles
 from strop.weight_sync.exporter import fingerprint_adapters

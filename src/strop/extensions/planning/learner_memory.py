@@ -1,17 +1,153 @@
-"""The memory of a learner on one of its ranks: weights, gradients, optimizer, activations, and what the output layer needs.
-
-The sizes are those of the tensors that ``models.layers``, ``models.attention`` and ``models.logprobs`` keep for the backward pass. They are
-compared with what torch's allocator holds by ``benchmarks/plan_memory.py`` (docs/planning.md).
-"""
+"""Over how many ranks the parts of a learner are divided."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
+from typing import Any
 
-from strop.extensions.planning.model_size import ModelSize
-from strop.extensions.planning.sharding import Sharding
+from strop.hardware import DecoderDimensions
+from strop.models.decoder_dimensions import UnknownDimensions, dimensions_of, read_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """Ranks that share a part of the learner. Adjacent ranks share tensors, then tokens, then FSDP's shards; stages are outermost."""
+
+    shards: int = 1  # of weights, gradients and optimizer over data-parallel ranks (FSDP), context ranks among them
+    replicate: int = 1  # copies of those shards (HSDP)
+    optimizer_shards: int = 1  # of the optimizer alone (Megatron's distributed optimizer)
+    tensor: int = 1
+    context: int = 1
+    stages: int = 1
+    expert: int = 1  # ranks that have different experts, or parts of them
+    expert_shards: int = 1  # of an expert rank's experts (FSDP)
+    expert_optimizer_shards: int = 1  # of their optimizer alone (Megatron)
+    sequence: bool = False  # norms and residuals are divided over tensor ranks too
+
+    @property
+    def dense(self) -> int:
+        """Ranks that share a dense weight."""
+        return self.shards * self.tensor * self.stages
+
+    @property
+    def experts(self) -> int:
+        """Ranks that share the experts of a model."""
+        return self.stages * self.expert * self.expert_shards
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSizes:
+    """The parallel sizes of a learner, as a configuration says them."""
+
+    tensor: int = 1
+    context: int = 1
+    stages: int = 1
+    expert: int = 1
+    expert_tensor: int = 1  # Megatron Core alone
+    replicate: int = 1  # the torch learner alone
+    sequence: bool = False
+
+    def shard(self, devices: int, *, megatron: bool) -> Sharding:
+        """Return how these divide the learner over ``devices``."""
+        stage = devices // self.stages
+        data = stage // (self.tensor * self.context * self.replicate)
+        if megatron:
+            expert = self.expert * self.expert_tensor
+            return Sharding(
+                optimizer_shards=data * self.context,
+                tensor=self.tensor,
+                context=self.context,
+                stages=self.stages,
+                expert=expert,
+                expert_optimizer_shards=max(1, stage // expert),
+                sequence=self.sequence,
+            )
+        expert = max(self.expert, self.tensor)
+        return Sharding(
+            shards=data * self.context,
+            replicate=self.replicate,
+            tensor=self.tensor,
+            context=self.context,
+            stages=self.stages,
+            expert=expert,
+            expert_shards=data * self.context * self.tensor // expert,
+            sequence=self.sequence,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """A decoder's dimensions with its name, its heads and its experts."""
+
+    name: str
+    dimensions: DecoderDimensions
+    heads: int
+    experts: int = 0  # of a layer
+    active_experts: int = 0  # that a token is multiplied with
+
+    @classmethod
+    def from_config(cls, name: str, values: Mapping[str, Any]) -> ModelSize:
+        """Read ``config.json``. Raises UnknownDimensions, whose message says what it lacks."""
+        try:
+            dimensions, config = dimensions_of(values), read_config(values).get_text_config()
+        except UnknownDimensions as error:
+            raise UnknownDimensions(f"{name}: {error}") from error
+        counts = (getattr(config, key, None) for key in ("n_routed_experts", "num_experts", "num_local_experts"))
+        experts = next(filter(None, counts), 0)
+        return cls(
+            name=name,
+            dimensions=dimensions,
+            heads=int(config.num_attention_heads),
+            experts=int(experts),
+            active_experts=int(config.num_experts_per_tok) if experts else 0,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.dimensions.layers)
+
+    @property
+    def hidden(self) -> int:
+        return self.dimensions.hidden
+
+    @cached_property
+    def weights(self) -> int:
+        return self.dimensions.parameters
+
+    @cached_property
+    def expert_weights(self) -> float:
+        """Weights of the experts of all layers: what a token is not multiplied with, scaled up by the experts that it misses."""
+        if not self.experts:
+            return 0.0
+        missed = sum(layer.resident - layer.mlp for layer in self.dimensions.layers)
+        return missed * self.experts / (self.experts - self.active_experts)
+
+    @cached_property
+    def cache_width(self) -> int:
+        """Numbers that a token leaves in the cache of all layers."""
+        return self.dimensions.cache_width
+
+    @cached_property
+    def mlp_width(self) -> float:
+        """Inner width of a layer's MLP, of experts those that a token goes through, on average over the layers."""
+        return sum(layer.mlp for layer in self.dimensions.layers) / (3 * self.hidden * self.num_layers)
+
+    @cached_property
+    def layer_weights(self) -> float:
+        """Weights of all layers: without the embedding and the output layer."""
+        return float(sum(layer.attention + layer.resident for layer in self.dimensions.layers))
+
+    @property
+    def embedding_weights(self) -> int:
+        return self.dimensions.hidden * self.dimensions.vocabulary
+
+    def rank_weights(self, sharding: Sharding) -> float:
+        """Weights that a rank of a learner holds."""
+        return (self.weights - self.expert_weights) / sharding.dense + self.expert_weights / sharding.experts
+
 
 FLOAT32, BFLOAT16 = 4, 2  # bytes
 MOST_KEPT_LOGITS = 512 * 2**20  # as models.logprobs.tiled_logprobs keeps for the backward pass

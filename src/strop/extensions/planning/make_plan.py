@@ -1,16 +1,184 @@
-"""Make the plan of a run: memory of each phase, what to change and what would break first."""
+"""What a run keeps in the CPU memory of a node: models that left their GPUs, copies for checkpoints, weights on their way in.
+
+Counted are tensors. Libraries of each process, rollouts and data are not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from strop.extensions.planning.engine_memory import EngineMemory
-from strop.extensions.planning.learner_memory import LearnerFootprint, LearnerSetup
-from strop.extensions.planning.node_memory import STAYS_WITHOUT, NodeMemory, plan_node
-from strop.extensions.planning.plan_inputs import PlanInputs
-from strop.extensions.planning.run_plan import GIB, Advice, PhaseMemory, RunPlan
-from strop.extensions.planning.sharding import Sharding
+from strop.extensions.planning.learner_memory import BFLOAT16, FLOAT32, LearnerFootprint, LearnerSetup, Sharding
+from strop.extensions.planning.plan_inputs import EngineMemory, NodeSetup, PlanInputs, PlannedDevice
+
+GIB = 2.0**30
+STAYS_WITHOUT = "what leaves for the engines"  # a part that policy.offload=false leaves on the devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeMemory:
+    """The most that a node holds in CPU memory, by what holds it (bytes)."""
+
+    parts: Mapping[str, float]
+    limit: float | None  # bytes; None: not known
+    loading: bool = False  # that is when the run starts, before anything has left a device
+
+    @property
+    def peak(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.limit is None or self.peak <= self.limit
+
+
+def plan_node(inputs: PlanInputs, limit: float) -> NodeMemory | None:
+    """Return the CPU memory of the fullest node; None on a CPU, where it is a device's. ``limit``: bytes of a device."""
+    node = inputs.node
+    if node is None or inputs.device.on_cpu:
+        return None
+    learner = LearnerFootprint(inputs.model, inputs.learner)
+    each = {**_of_rank(inputs, learner, limit), **_of_checkpoint(node, learner)}
+    parts = {name: node.ranks * size for name, size in each.items()}
+    parts |= {each.name: node.ranks * each.kept_away for each in inputs.beside}
+    if node.keeps_published:
+        parts["published weights"] = float(BFLOAT16 * inputs.model.weights)
+    if node.engines_keep_weights and inputs.engine is not None:
+        parts["engine weights"] = node.engine_devices * EngineMemory(inputs.model, inputs.engine, limit).weights
+    running = {name: size for name, size in parts.items() if size > 0}
+    loading = _of_loading(inputs, node)
+    starts = sum(loading.values()) > sum(running.values())
+    most = None if node.memory_gib is None else node.memory_gib * GIB
+    return NodeMemory(parts=loading if starts else running, limit=most, loading=starts)
+
+
+def _of_rank(inputs: PlanInputs, learner: LearnerFootprint, limit: float) -> dict[str, float]:
+    """Return what a rank of the learner keeps there. Buffers of what leaves for the engines stay between its absences."""
+    setup, node = inputs.learner, inputs.node
+    assert node is not None
+    reference = inputs.reference_bytes * learner.rank_weights
+    found = {"reference": node.references * reference}
+    if setup.offloads_weights:
+        found["weights, gradients and optimizer"] = (
+            learner.weights + learner.optimizer + setup.gradient_bytes * setup.trained_share * learner.rank_weights
+        )
+    if setup.offloads_activations:
+        found["activations"] = learner.kept_activations
+    own_weights = inputs.engine is not None and not inputs.engine.shares_weights
+    if own_weights and inputs.leaves and inputs.shared:
+        away = learner.static + inputs.references * reference + sum(each.held for each in inputs.beside)
+        found[STAYS_WITHOUT] = away
+    return found
+
+
+def _of_checkpoint(node: NodeSetup, learner: LearnerFootprint) -> dict[str, float]:
+    optimizer = learner.optimizer if node.saves_optimizer else 0.0
+    return {"checkpoint": learner.weights + optimizer} if node.stages_checkpoints else {}
+
+
+def _of_loading(inputs: PlanInputs, node: NodeSetup) -> dict[str, float]:
+    """Return what the first rank reads before it is divided: policy, reference and critic together, or the largest teacher after them.
+
+    Models are read in float32."""
+    if not node.loads_whole:
+        return {}
+    together = {"policy, as it is loaded": float(FLOAT32 * inputs.model.weights)}
+    together["reference, as it is copied"] = float(node.loaded_references * inputs.reference_bytes * inputs.model.weights)
+    teachers: dict[str, float] = {}
+    for each in inputs.beside:
+        if not each.shares_weights and not each.hosts:
+            into = together if each.learns else teachers
+            into[f"{each.name}, as it is loaded"] = float(FLOAT32 * each.model.weights)
+    largest = max(teachers, key=lambda name: teachers[name], default="")
+    found = {largest: teachers[largest]} if largest and teachers[largest] > sum(together.values()) else together
+    return {name: size for name, size in found.items() if size > 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseMemory:
+    """The most memory that a device holds in a phase, by what holds it (bytes)."""
+
+    phase: str  # generation, logprobs, training, weight sync, checkpoint
+    devices: str  # which: "learner", "engines", or "all" where both take turns
+    parts: Mapping[str, float]
+    limit: float  # bytes of a device
+
+    @property
+    def peak(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A setting that the plan would choose, and why."""
+
+    key: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """A run before it starts."""
+
+    model: str
+    device: PlannedDevice
+    training_devices: int
+    generation_devices: int
+    layout: str
+    phases: Sequence[PhaseMemory]
+    advice: Sequence[Advice]
+    breaks_first: str  # what would not fit any more if the run grew
+    assumptions: Sequence[str]
+    node: NodeMemory | None = None  # CPU memory of the fullest node; None on a CPU, where it is a device's
+    checkpoint_bytes: float = 0.0  # of one on the disk
+    checkpoints: int | None = None  # that are on the disk at most; None: all are kept
+
+    @property
+    def fits(self) -> bool:
+        return all(phase.fits for phase in self.phases) and (self.node is None or self.node.fits)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the plan for JSON."""
+        return {
+            "model": self.model,
+            "device": self.device.name,
+            "training_devices": self.training_devices,
+            "generation_devices": self.generation_devices,
+            "layout": self.layout,
+            "fits": self.fits,
+            "memory": [
+                {
+                    "phase": phase.phase,
+                    "devices": phase.devices,
+                    "parts_bytes": {name: round(size) for name, size in phase.parts.items()},
+                    "peak_bytes": round(phase.peak),
+                    "limit_bytes": round(phase.limit),
+                    "fits": phase.fits,
+                }
+                for phase in self.phases
+            ],
+            "node_memory": None if self.node is None else _describe_node(self.node),
+            "disk": {"checkpoint_bytes": round(self.checkpoint_bytes), "checkpoints": self.checkpoints},
+            "advice": [{"key": each.key, "value": each.value, "reason": each.reason} for each in self.advice],
+            "breaks_first": self.breaks_first,
+            "assumptions": list(self.assumptions),
+        }
+
+
+def _describe_node(node: NodeMemory) -> dict[str, object]:
+    return {
+        "parts_bytes": {name: round(size) for name, size in node.parts.items()},
+        "peak_bytes": round(node.peak),
+        "limit_bytes": None if node.limit is None else round(node.limit),
+        "fits": node.fits,
+        "loading": node.loading,
+    }
+
 
 USABLE = 0.92  # of a device: the rest is the context of its driver, fragments and libraries
 TRANSFER_BUFFER = 1.0 * 2**30  # bytes of weights on their way
@@ -205,3 +373,62 @@ def find_weakest(inputs: PlanInputs, phases: tuple[PhaseMemory, ...], node: Node
         f"{tightest.phase}, at {share:.0%} of a device's memory: micro-batches of more than about {most:,.0f} tokens would not fit "
         f"(now {tokens:,})"
     )
+
+
+WIDTH = 24  # characters of a bar
+
+
+def format_plan(plan: RunPlan) -> str:
+    """Return the plan as it is printed: layout, memory by phase, CPU memory and disk, advice."""
+    return "\n".join(_lines(plan))
+
+
+def _lines(plan: RunPlan) -> Iterator[str]:
+    devices = plan.training_devices + (0 if _shares(plan) else plan.generation_devices)
+    yield f"model       {plan.model}"
+    yield f"devices     {devices} x {plan.device.name}, {plan.layout}"
+    yield ""
+    yield f"memory of a device ({plan.phases[0].limit / GIB:.1f} GiB can be used)"
+    width = max(12, *(len(phase.phase) + 2 for phase in plan.phases))
+    for phase in plan.phases:
+        yield f"  {phase.phase:<{width}}{_bar(phase)} {phase.peak / GIB:8.2f} GiB{'' if phase.fits else '  DOES NOT FIT'}"
+        yield f"  {'':<{width}}{', '.join(f'{name} {size / GIB:.2f}' for name, size in _largest(phase))}"
+    yield from _format_node(plan.node)
+    if size := plan.checkpoint_bytes / GIB:
+        count = plan.checkpoints
+        yield ""
+        kept = "all are kept" if count is None else f"at most {count} at a time: {count * size:,.1f} GiB"
+        yield f"disk for checkpoints: {size:,.1f} GiB each, {kept}"
+    yield ""
+    yield f"first limit {plan.breaks_first}"
+    yield from (f"set         {advice.key}={advice.value}: {advice.reason}" for advice in plan.advice)
+    for assumption in plan.assumptions:
+        yield f"assumed     {assumption}"
+
+
+def _format_node(node: NodeMemory | None) -> Iterator[str]:
+    """Yield the CPU memory of a node, with a warning where it does not fit or the available memory is unknown."""
+    if node is None or not node.parts:
+        return
+    when = ", when the run starts" if node.loading else ""
+    yield ""
+    if node.limit is None:
+        yield f"CPU memory of a node: {node.peak / GIB:.1f} GiB{when} (--node-memory GIB says whether that fits)"
+    else:
+        verdict = "" if node.fits else "  DOES NOT FIT"
+        yield f"CPU memory of a node: {node.peak / GIB:.1f} GiB of {node.limit / GIB:,.0f}{when}{verdict}"
+    yield f"  {', '.join(f'{name} {size / GIB:.2f}' for name, size in sorted(node.parts.items(), key=lambda item: -item[1]))}"
+    yield "  alongside it: libraries of each process, rollouts and data"
+
+
+def _shares(plan: RunPlan) -> bool:
+    return all(phase.devices == "all" for phase in plan.phases if phase.phase == "generation")
+
+
+def _bar(phase: PhaseMemory) -> str:
+    filled = min(WIDTH, round(WIDTH * phase.peak / phase.limit)) if phase.limit else 0
+    return "[" + "#" * filled + "." * (WIDTH - filled) + "]"
+
+
+def _largest(phase: PhaseMemory) -> list[tuple[str, float]]:
+    return sorted(phase.parts.items(), key=lambda item: -item[1])[:5]

@@ -17,7 +17,7 @@ from strop.packages import assume_packages, describe_assumed
 
 if TYPE_CHECKING:
     from strop.config import TrainingRunConfig
-    from strop.extensions.planning.model_size import ModelSize
+    from strop.extensions.planning.learner_memory import ModelSize
     from strop.extensions.planning.plan_inputs import PlannedDevice
 
 THIS_MACHINE = "this"
@@ -65,7 +65,7 @@ def plan(arguments: Sequence[str], command_line: str) -> int:
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
-    from strop.extensions.planning.plan_text import format_plan
+    from strop.extensions.planning.make_plan import format_plan
 
     print(json.dumps(made.to_dict(), indent=1) if options.json else format_plan(made))
     return 0 if made.fits else 1
@@ -120,7 +120,7 @@ def _find_node_size(config: TrainingRunConfig) -> tuple[int, str]:
 
 def _read_model(config: TrainingRunConfig, file: Path | None) -> ModelSize:
     """Read the sizes of the policy. Raises UnknownDimensions, ModelNotFound, OSError."""
-    from strop.extensions.planning.model_size import ModelSize
+    from strop.extensions.planning.learner_memory import ModelSize
     from strop.models.loading import ModelNotFound
 
     name = config.policy.model_name
@@ -136,8 +136,8 @@ def _read_model(config: TrainingRunConfig, file: Path | None) -> ModelSize:
 
 def _read_sizes_beside(config: TrainingRunConfig) -> dict[str, ModelSize]:
     """Read the sizes of a critic and of teachers that are not the policy's model. Those that are not here are left out."""
-    from strop.extensions.planning.beside_inputs import SELF, list_beside
-    from strop.extensions.planning.model_size import ModelSize
+    from strop.extensions.planning.learner_memory import ModelSize
+    from strop.extensions.planning.run_plan_inputs import SELF, list_beside
     from strop.models.loading import ModelNotFound
 
     found: dict[str, ModelSize] = {}

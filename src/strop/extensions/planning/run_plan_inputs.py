@@ -1,26 +1,175 @@
-"""Read what a plan is made from out of a run's configuration."""
+"""Read a learner from a model's section: the inputs of its memory estimate, and its division over ranks."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
-from strop.config.checks.device_counts import count_devices
+from strop.config.cluster_checks import count_devices
+from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.recorded_config import MOST_EXAMPLES
+from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig
 from strop.distributed.placement import DevicePlan, plan_devices
-from strop.extensions.planning.beside_inputs import assume_sizes, read_beside
-from strop.extensions.planning.engine_memory import EngineSetup
-from strop.extensions.planning.model_size import ModelSize
-from strop.extensions.planning.plan_inputs import CheckpointSetup, NodeSetup, PlanInputs, PlannedDevice
-from strop.extensions.planning.planned_learner import offloads_reference, read_learner
+from strop.extensions.megatron.megatron_config import MegatronConfig
+from strop.extensions.planning.learner_memory import BFLOAT16, FLOAT32, LearnerSetup, ModelSize, ParallelSizes, Sharding
+from strop.extensions.planning.plan_inputs import (
+    BesideModel,
+    CheckpointSetup,
+    EngineSetup,
+    NodeSetup,
+    PlanInputs,
+    PlannedDevice,
+    without_output,
+)
 from strop.generation.generation_config import GenerationConfig
+from strop.learner.learner_config import LearnerSection
 from strop.learner.model_config import ModelConfig
-from strop.runs.algorithm.run_algorithm import make_run_algorithm
-from strop.runs.learner_backend import choose_dims
+from strop.learner.parallel.dtensor_config import DtensorConfig
+from strop.runs.learner_backend import LearnerDims, choose_dims
+from strop.runs.run_algorithm import make_run_algorithm
 from strop.runs.summary import UNLIMITED_STEPS
+
+OPTIMIZER_NUMBERS = {"SGD": 0, "Adafactor": 0, "AdamW8bit": 0.5, "Adam8bit": 0.5, "Lion": 1, "Muon": 1}
+ADAPTER_SHARE = 0.01  # share of the weights trained by adapters
+
+
+def read_learner(policy: ModelConfig, device: PlannedDevice, dims: LearnerDims | None) -> LearnerSetup:
+    """Return the learner of a model, the policy or a critic."""
+    own, moves, tokens = policy.dtensor_cfg, policy.uses_torch, _read_tokens(policy)
+    learner = policy.learner
+    checkpointed = (learner if isinstance(learner, MegatronConfig) else own).activation_checkpointing
+    return LearnerSetup(
+        tokens=tokens,
+        longest=policy.max_total_sequence_length,
+        on_cpu=device.on_cpu,
+        compute_bytes=2 if policy.precision == "bfloat16" else 4,
+        weight_bytes=2 if policy.weights_dtype == "bfloat16" or learner.weights_follow_precision else 4,
+        gradient_bytes=BFLOAT16 if _keeps_short_gradients(learner) else FLOAT32,
+        optimizer_numbers=_count_optimizer_numbers(policy),
+        trained_share=1.0 if policy.adapter_rank is None else ADAPTER_SHARE,
+        checkpointed_share=float(checkpointed),
+        offloads_activations=moves and own.activation_offload,
+        offloads_weights=moves and own.cpu_offload,
+        logit_rows=policy.logprob_chunk_size or tokens,
+        micro_batches=2,
+        sharding=Sharding() if dims is None else read_sharding(learner, dims.world_size),
+    )
+
+
+def _keeps_short_gradients(learner: LearnerSection) -> bool:
+    return isinstance(learner, MegatronConfig) and not learner.distributed_data_parallel_config.grad_reduce_in_fp32
+
+
+def read_sharding(learner: LearnerSection, world: int) -> Sharding:
+    """Return how a learner divides a model over ``world`` ranks. Raises ValueError for one that plans know nothing of."""
+    if isinstance(learner, MegatronConfig):
+        return _read_megatron_sizes(learner).shard(world, megatron=True)
+    if isinstance(learner, DtensorConfig):
+        return _read_torch_sizes(learner).shard(world, megatron=False)
+    raise ValueError(f"the memory of {learner.title} is not known: nothing is planned for this learner")
+
+
+def _read_tokens(policy: ModelConfig) -> int:
+    """Return the tokens of a micro-batch."""
+    budget = policy.batching.train_mb_tokens
+    return policy.train_micro_batch_size * policy.max_total_sequence_length if budget == "auto" else budget
+
+
+def _read_megatron_sizes(sizes: MegatronConfig) -> ParallelSizes:
+    return ParallelSizes(
+        tensor=sizes.tensor_model_parallel_size,
+        context=sizes.context_parallel_size,
+        stages=sizes.pipeline_model_parallel_size,
+        expert=sizes.expert_model_parallel_size,
+        expert_tensor=sizes.expert_tensor_parallel_size,
+        sequence=sizes.sequence_parallel and sizes.tensor_model_parallel_size > 1,
+    )
+
+
+def _read_torch_sizes(own: DtensorConfig) -> ParallelSizes:
+    return ParallelSizes(
+        tensor=own.tensor_parallel_size,
+        context=own.context_parallel_size,
+        stages=own.pipeline_parallel_size,
+        expert=own.expert_parallel_size,
+        replicate=own.dp_replicate_size,
+        sequence=own.sequence_parallel and own.tensor_parallel_size > 1,
+    )
+
+
+def _count_optimizer_numbers(policy: ModelConfig) -> float:
+    name = policy.optimizer.name.rpartition(".")[2]
+    if name == "SGD" and policy.optimizer.kwargs.get("momentum"):
+        return 1
+    return OPTIMIZER_NUMBERS.get(name, 2)
+
+
+def offloads_reference(policy: ModelConfig) -> bool:
+    """Whether a frozen copy is kept in CPU memory between uses."""
+    reference = getattr(policy, "reference", None)
+    return reference is not None and bool(reference.offload)
+
+
+SELF = "self"  # a teacher that is the policy
+
+
+def list_beside(config: TrainingRunConfig) -> dict[str, str]:
+    """Return the models next to the policy: the name of each model by what it is for."""
+    if isinstance(config, PpoRunConfig):
+        return {} if config.value.head_only else {"critic": config.value.model_name}
+    if isinstance(config, DistillationRunConfig):
+        return {key: teacher.model_name for key, teacher in config.all_teachers.items()}
+    return {}
+
+
+def assume_sizes(config: TrainingRunConfig, sizes: Mapping[str, ModelSize]) -> Iterator[str]:
+    """Say which models are taken to be as large as the policy, because theirs is unknown."""
+    for key, name in list_beside(config).items():
+        if name not in (SELF, config.policy.model_name, *sizes):
+            yield f"the {key} is as large as the policy: the config.json of {name} is not here"
+
+
+def read_beside(
+    config: TrainingRunConfig, model: ModelSize, sizes: Mapping[str, ModelSize], device: PlannedDevice, world: int | None
+) -> Iterator[BesideModel]:
+    """Yield models next to a policy of size ``model``; ``sizes``: of models with other names. ``world``: the learner's ranks, if any."""
+    if isinstance(config, PpoRunConfig) and not config.value.head_only:
+        dims = None if world is None else choose_dims(config.value, world)
+        setup = read_learner(config.value, device, dims)
+        size = without_output(sizes.get(config.value.model_name, model))
+        yield BesideModel(name="critic", model=size, setup=setup, learns=True)
+    if isinstance(config, DistillationRunConfig):
+        for key, teacher in config.all_teachers.items():
+            shared = teacher.model_name == SELF and teacher.self_weights == "current"  # it has no weights of its own
+            yield BesideModel(
+                name=key,
+                model=sizes.get(teacher.model_name, model),
+                setup=_read_teacher(config, teacher, device, None if teacher.hosts else world),
+                offloaded=teacher.offload or teacher.dtensor_cfg.cpu_offload,
+                hosts=teacher.hosts,
+                shares_weights=shared,
+            )
+
+
+def _read_teacher(config: TrainingRunConfig, teacher: TeacherConfig, device: PlannedDevice, world: int | None) -> LearnerSetup:
+    own = config.policy if teacher.model_name == SELF else teacher
+    sharding = Sharding()
+    if world is not None:
+        sharding = read_sharding(teacher.learner, world)
+    return LearnerSetup(
+        tokens=teacher.logprob_mb_tokens,
+        longest=min(teacher.logprob_mb_tokens, config.policy.max_total_sequence_length),
+        on_cpu=device.on_cpu,
+        compute_bytes=BFLOAT16 if own.precision == "bfloat16" else FLOAT32,
+        weight_bytes=BFLOAT16 if own.weights_dtype == "bfloat16" else FLOAT32,
+        trained_share=0.0,
+        logit_rows=config.policy.logprob_chunk_size or teacher.logprob_mb_tokens,
+        sharding=sharding,
+    )
+
 
 MOST_SEQUENCES = 256  # that an engine decodes at a time, where nothing is said
 

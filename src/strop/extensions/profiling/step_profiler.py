@@ -17,7 +17,7 @@ from strop.extensions.profiling.profile_config import ProfileConfig
 from strop.monitoring.process_profile import Span, begin_profile, end_profile
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.monitors.run_listeners import RunSetup
-from strop.storage.atomic_file import atomic_write
+from strop.storage.files import atomic_write
 from strop.trainer.listeners import RunListener
 from strop.trainer.step_view import StepView
 

@@ -10,14 +10,14 @@ from strop.config.load.recipe_library import RecipeLibrary, Translation
 from strop.config.source.yaml_source import ConfigSource
 
 if TYPE_CHECKING:
-    from strop.extensions.recipes.recipe_format import RecipeFormat
+    from strop.extensions.recipes.library_recipe import RecipeFormat
 
 
 class NemoRl(RecipeLibrary):
     """NeMo-RL, whose keys are mostly Strop's, so that they may stand in any configuration."""
 
     def translate(self, source: ConfigSource, root: type[BaseConfig]) -> Translation | None:
-        from strop.extensions.recipes.translation import translate_nemo_rl
+        from strop.extensions.recipes.nemo_rl.nemo_rl_format import translate_nemo_rl
 
         return translate_nemo_rl(source, root)
 

@@ -16,13 +16,13 @@ from strop.cli.output import OVERRIDES_HELP, USAGE_ERROR, RunParser, print_confi
 from strop.packages import assume_packages, describe_assumed
 
 if TYPE_CHECKING:
-    from strop.extensions.recipes.recipe_folder import ExaminedRecipe
+    from strop.extensions.recipes.translated_recipe import ExaminedRecipe
 
 MOST_KEYS = 3  # of a reason
 
 
 def make_parser() -> argparse.ArgumentParser:
-    from strop.extensions.recipes.recipe_format import list_formats
+    from strop.extensions.recipes.library_recipe import list_formats
 
     parser = RunParser(
         prog="strop translate",
@@ -85,7 +85,7 @@ def _translate_file(options: argparse.Namespace, command_line: str) -> int:
 
 
 def _translate_folder(options: argparse.Namespace) -> int:
-    from strop.extensions.recipes.recipe_folder import examine_folder
+    from strop.extensions.recipes.translated_recipe import examine_folder
 
     recipes = list(examine_folder(options.recipe, options.overrides, options.library))
     if not recipes:
@@ -99,7 +99,7 @@ def _translate_folder(options: argparse.Namespace) -> int:
 
 
 def _print_summary(recipes: Sequence[ExaminedRecipe], folder: Path) -> None:
-    from strop.extensions.recipes.recipe_folder import Outcome, count_reasons
+    from strop.extensions.recipes.translated_recipe import Outcome, count_reasons
 
     counts = Counter(recipe.outcome for recipe in recipes)
     runs = len(recipes) - counts[Outcome.NO_RUN]

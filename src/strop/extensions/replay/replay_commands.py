@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.cli.commands import Command
-from strop.cli.log_folder import find_log_folder
-from strop.cli.output import OVERRIDES_HELP, USAGE_ERROR, RunParser, plain_warnings, print_interrupted
+from strop.cli.output import OVERRIDES_HELP, USAGE_ERROR, RunParser, find_log_folder, plain_warnings, print_interrupted
 
 if TYPE_CHECKING:
     from strop.extensions.replay.token_ledger import TokenLedger

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from strop.algorithms.base import Algorithm
-from strop.checkpointing.saved_model import find_checkpoints
-from strop.checkpointing.step_folders import list_steps
+from strop.checkpointing.saved_model import find_checkpoints, list_steps
 from strop.config import TRAINING_RUNS, RolloutRunConfig, TrainingRunConfig, load_config
-from strop.config.identity import flatten
 from strop.config.source import yaml_text
+from strop.config.source.keys import flatten
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.run_starts import read_changes, read_first_config, read_run_starts
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
-from strop.runs.algorithm.run_algorithm import make_run_algorithm
+from strop.runs.run_algorithm import make_run_algorithm
 
 
 class ReplayError(ValueError):

@@ -16,7 +16,7 @@ from strop.monitoring.rollout_store.inflated_files import read_table
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
-from strop.storage.json_values import clean_json
+from strop.storage.files import clean_json
 
 
 @dataclass(frozen=True, kw_only=True)

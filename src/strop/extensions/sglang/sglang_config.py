@@ -267,7 +267,7 @@ class SglangConfig(EngineConfig):
             )
 
     def _check_size(self, key: str, config: RolloutRunConfig) -> Iterator[Problem]:
-        from strop.config.checks.device_counts import count_devices
+        from strop.config.cluster_checks import count_devices
 
         room = count_devices(config).generating_per_node
         if count_devices(config).uses_ray and self.tp_size > room:

@@ -13,11 +13,8 @@ from typing import Any, ClassVar, TypeVar
 
 from strop.extensions.sglang.relayed_weights import RelayedWeights
 from strop.extensions.sglang.server.engine_calls import decode_answers, encode_call
-from strop.extensions.sglang.server_client import ServerClient, ServerError
-from strop.extensions.sglang.server_process import ServerProcess
-from strop.extensions.sglang.sglang_launch import ADAPTER_NAME, SglangLaunch
-from strop.extensions.sglang.sglang_requests import to_completion, to_request
-from strop.extensions.sglang.shared_pixels import SharedPixels
+from strop.extensions.sglang.server_process import ADAPTER_NAME, ServerClient, ServerError, ServerProcess, SglangLaunch
+from strop.extensions.sglang.sglang_requests import SharedPixels, to_completion, to_request
 from strop.generation.base import COUNTERS, Completion, check_request
 from strop.generation.engine_launch import EngineLaunch
 from strop.models.vision.vision_processor import VisionProcessor

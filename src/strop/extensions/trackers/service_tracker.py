@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from strop import packages
 from strop.monitoring.trackers.base import NullTracker
 from strop.packages import install_command
-from strop.storage.atomic_file import atomic_write
+from strop.storage.files import atomic_write
 
 
 def read_run_id(log_dir: Path, file: str) -> str | None:

@@ -15,7 +15,7 @@ from strop.base_config import BaseConfig, PathText
 from strop.monitoring.logger_config import TrackerSection
 from strop.packages import install_command
 from strop.problems import Problem
-from strop.storage.folder_probe import find_folder_problem
+from strop.storage.folder_lock import find_folder_problem
 
 SWANLAB_PROJECT = r"[0-9a-zA-Z_\-+.]{1,100}"
 SERVICES = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")  # also the names of their packages

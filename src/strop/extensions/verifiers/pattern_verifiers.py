@@ -13,7 +13,7 @@ from strop.environments.base import EnvironmentConfigError
 from strop.environments.scoring.scoring_pool import get_scoring_pool
 from strop.environments.verifiers.base import AnswerVerifier, Reply, Score, read_path
 from strop.packages import install_command, is_here, is_installed
-from strop.storage.text_file import read_text_file
+from strop.storage.files import read_text_file
 from strop.types import Task
 
 SCORERS = "strop.extensions.verifiers.pattern_scorers"

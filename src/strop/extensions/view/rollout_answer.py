@@ -15,7 +15,7 @@ from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.monitoring.rollout_view import describe_origin
 from strop.monitoring.trackers.rollout_media import join_turns
 from strop.safety.printable import make_printable, shorten
-from strop.storage.json_values import clean_json
+from strop.storage.files import clean_json
 from strop.thoughts import Thought, find_opening, find_thoughts
 
 

@@ -16,7 +16,7 @@ from strop.monitoring.doctor import ALIVE, find_newest_checkpoint, find_verdict
 from strop.monitoring.run_starts import read_run_starts
 from strop.monitoring.waits import LogEntry, Status
 from strop.safety.printable import make_printable
-from strop.storage.json_values import clean_json
+from strop.storage.files import clean_json
 
 HEALTH = "health/"  # metrics that are 1 in a step in which a warning holds
 

@@ -25,8 +25,7 @@ from strop.extensions.view.token_texts import LOADING_SECONDS, TokenTexts, find_
 from strop.extensions.view.viewed_run import ViewedRun, ViewError
 from strop.monitoring.doctor import find_run
 from strop.safety.printable import make_printable
-from strop.storage.atomic_file import atomic_write
-from strop.storage.json_values import clean_json
+from strop.storage.files import atomic_write, clean_json
 
 PAGE = Path(__file__).parent / "page"
 POINTS = 400  # of a curve; more are put into buckets, with the range of each

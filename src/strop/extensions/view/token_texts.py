@@ -21,7 +21,7 @@ from typing import Any
 
 from strop.extensions.view.viewed_run import ViewError
 from strop.safety.printable import make_printable
-from strop.storage.atomic_file import atomic_write
+from strop.storage.files import atomic_write
 
 STARS_FILE = "stars.jsonl"
 LONGEST_NOTE = 10_000  # characters

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.cli.commands import Command
-from strop.cli.log_folder import find_log_folder
-from strop.cli.output import USAGE_ERROR, RunParser
+from strop.cli.output import USAGE_ERROR, RunParser, find_log_folder
 from strop.packages import install_command, is_installed
 from strop.safety.site_guard import is_loopback
 

@@ -37,7 +37,9 @@ from strop.safety.http_server import (
 )
 from strop.safety.printable import make_printable
 from strop.safety.site_guard import BadRequest
-from strop.storage.json_values import clean_json
+from strop.storage.files import clean_json
+
+log = logging.getLogger(__name__)
 
 LARGEST = 2**53
 
@@ -145,8 +147,6 @@ def read_order(request: web.Request) -> str:
         raise ViewError(f"sort: found {order[:40]!r}; give one of {', '.join(ORDERS)}", 400)
     return order
 
-
-log = logging.getLogger(__name__)
 
 POINTS = 2000
 WARM_RUNS = 3

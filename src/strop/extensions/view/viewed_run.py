@@ -26,7 +26,7 @@ from strop.monitoring.trackers.jsonl import METRICS_FILE
 from strop.monitoring.waits import Status, read_status
 from strop.safety.printable import make_printable, redact_arguments, redact_secrets, redact_yaml
 from strop.sampling import is_finite
-from strop.storage.json_values import clean_json
+from strop.storage.files import clean_json
 
 
 class ViewError(Exception):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from strop.monitoring.process_profile import RECORDER
-from strop.storage.user_cache import user_cache_folder
+from strop.storage.files import user_cache_folder
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.data.packing import pack
 from strop.learner.base import require_token_outputs
 from strop.learner.client import ScorerClient
-from strop.storage.atomic_file import atomic_write
+from strop.storage.files import atomic_write
 from strop.types import Batch, Group, Rollout
 
 GROUPS_PER_PACK = 64  # groups packed together: enough to fill the micro-batches

@@ -20,7 +20,7 @@ from torch import nn
 
 from strop.models.attention.attention_interface import keep_attention_uncompiled
 from strop.models.layers.fused_layers import use_fused_layers
-from strop.storage.user_cache import user_cache_folder
+from strop.storage.files import user_cache_folder
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from strop.monitoring.rollout_store.token_columns import BY_TERM, FLAGS, FLOATS,
 from strop.monitoring.rollout_store.token_columns import NAMES as LEDGER
 from strop.monitoring.rollout_store.token_ratios import Decode, TokenRatio, encode_ratios, find_largest_ratios, read_ratios
 from strop.monitoring.rollout_store.turn_record import TurnRecord
-from strop.storage.record_files import RecordFiles
+from strop.storage.files import RecordFiles
 
 if TYPE_CHECKING:
     import pyarrow  # type: ignore[import-untyped,unused-ignore]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from strop.data.sources.image_columns import FORMATS
 
 if TYPE_CHECKING:
-    from strop.storage.record_files import RecordFiles
+    from strop.storage.files import RecordFiles
     from strop.types import PromptImage
 
 IMAGES_FOLDER = "images"

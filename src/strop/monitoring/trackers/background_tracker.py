@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.monitoring.trackers.base import NullTracker, SavedCheckpoint, StepMedia, Tracker, describe_error
-from strop.storage.storage_error import is_out_of_space
+from strop.storage.files import is_out_of_space
 
 logger = logging.getLogger(__name__)
 

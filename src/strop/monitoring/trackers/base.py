@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from strop.monitoring.logger_config import LoggerConfig
 from strop.safety.printable import make_printable
-from strop.storage.storage_error import is_out_of_space
+from strop.storage.files import is_out_of_space
 
 LONGEST = 300  # characters
 

@@ -17,8 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from strop.monitoring.trackers.base import NullTracker
-from strop.storage.atomic_file import atomic_write
-from strop.storage.storage_error import find_refusal, format_bytes, free_bytes
+from strop.storage.files import atomic_write, find_refusal, format_bytes, free_bytes
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,11 @@ import torch
 
 from strop.algorithms.base import Algorithm
 from strop.config import RolloutRunConfig, TrainingRunConfig
-from strop.config.checks.device_counts import count_devices
+from strop.config.cluster_checks import count_devices
 from strop.config.schema.run_config import DistillationRunConfig
-from strop.distributed.actor_group import ActorGroup
+from strop.distributed.actor_group import ActorGroup, RestartableActor
 from strop.distributed.base import ActorOptions, Cluster, RemoteActor, spread_over_nodes
 from strop.distributed.placement import DevicePlan, DeviceSlot, make_thread_env, plan_devices
-from strop.distributed.restartable_actor import RestartableActor
 from strop.distributed.workers.environment_process import spawn_environments
 from strop.distributed.workers.learner_worker import LearnerWorker, PolicyInfo, RankTarget
 from strop.distributed.workers.remote_engine import RemoteEngine
@@ -30,13 +29,12 @@ from strop.generation.pool import SyncedGenerator
 from strop.learner.client import AsyncColumnSource, ColumnClient, LearnerClient, ScorerClient
 from strop.models.loading import load_tokenizer, read_model_config
 from strop.monitoring.trackers.base import Tracker
-from strop.runs.cluster.engine_builders import build_torch_engine
-from strop.runs.cluster.rank_exporter import make_rank_exporter
+from strop.runs.cluster.engine_builders import build_torch_engine, make_rank_exporter
 from strop.runs.engines import GeneratorSpec, make_launch, offloads_learner, pool_engines
 from strop.runs.learner_backend import load_backend
 from strop.runs.models import TokenizerBundle, make_template
+from strop.runs.scorers import StudentInfo, load_teacher
 from strop.runs.tasks import describe_environments
-from strop.runs.teachers import StudentInfo, load_teacher
 from strop.sampling import Sampling
 from strop.weight_sync.transports.choose import EngineLocations, choose_senders
 

@@ -33,7 +33,7 @@ from strop.runs.models import (
     make_offload,
     make_trained_networks,
 )
-from strop.runs.teachers import (
+from strop.runs.scorers import (
     StudentInfo,
     find_scorer,
     find_teacher_columns,

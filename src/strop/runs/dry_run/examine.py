@@ -1,9 +1,4 @@
-"""Checks everything that a configuration names before anything is loaded: algorithm, layout, models, data, environments and
-optimizers.
-
-``--dry-run`` prints the result, and a run refuses the same configurations. torch is imported last, and only for optimizers or
-schedulers with unknown arguments.
-"""
+"""Locates problems found after loading, when only the values of a configuration are known, not their files and lines."""
 
 from __future__ import annotations
 
@@ -12,29 +7,81 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from strop.algorithms.base import Algorithm
-from strop.base_config import BaseConfig
-from strop.checkpointing.step_folders import list_steps
+from strop.base_config import BaseConfig, KeyPath
+from strop.checkpointing.saved_model import list_steps
 from strop.config import EvalRunConfig, LoadedConfig, RolloutRunConfig, TrainingRunConfig
-from strop.config.checks.device_counts import count_devices
-from strop.config.load.located import locate_problems
+from strop.config.cluster_checks import count_devices
 from strop.config.schema.run_config import generation_section, iter_model_names
+from strop.config.source.yaml_source import ConfigSource, get_at
 from strop.environments.handle import EnvironmentHandle
 from strop.models.rank_shards import find_shards
 from strop.packages import are_assumed
-from strop.problems import ConfigError, Problem
-from strop.runs.algorithm.run_algorithm import make_run_algorithm
-from strop.runs.cluster.device_plan import format_placement
-from strop.runs.contents.examined_sizes import find_size_problems
-from strop.runs.dry_run.examined_folders import find_folder_problems
-from strop.runs.dry_run.examined_networks import find_network_problems
-from strop.runs.dry_run.examined_optimizers import find_optimizer_problems
-from strop.runs.dry_run.examined_templates import find_conversation_problems, find_template_problems
+from strop.problems import COMMAND_LINE, ConfigError, Problem
+from strop.runs.dry_run.assumed_cluster import format_placement
+from strop.runs.dry_run.examined_models import (
+    find_conversation_problems,
+    find_network_problems,
+    find_optimizer_problems,
+    find_size_problems,
+    find_template_problems,
+)
+from strop.runs.local_device import find_folder_problems
+from strop.runs.run_algorithm import make_run_algorithm
 from strop.user_code import find_near_paths
+
+log = logging.getLogger(__name__)
+
+SUGGESTED = re.compile(r"; (?:did you mean|there are[: ])")  # the text after this lists suggestions, not actual values
+KEY_FIRST = re.compile(r"(?P<key>[a-z_]\w*(?:\.[\w-]+)+): (?P<rest>.+)", re.DOTALL)
+
+
+def locate_problems(problems: Sequence[Problem], source: ConfigSource) -> list[Problem]:
+    """Return problems with the key that each concerns, and its location, if the configuration sets it."""
+    return [problem if problem.origin else _locate(problem, source) for problem in problems]
+
+
+def _locate(problem: Problem, source: ConfigSource) -> Problem:
+    if not problem.key and (match := KEY_FIRST.fullmatch(problem.message)):
+        problem = replace(problem, key=match["key"], message=match["rest"])
+    path = tuple(problem.key.split(".")) if problem.key else ()
+    inner = [key for key in source.origins if key[: len(path)] == path and len(key) > len(path)]
+    if path not in source.origins or isinstance(get_at(source.values, path), dict | list):
+        path = next(_find_named(problem.message, inner, source), path)
+    return replace(problem, key=".".join(path), origin=source.find_origin(path))
+
+
+def _find_named(message: str, keys: Sequence[KeyPath], source: ConfigSource) -> Iterator[KeyPath]:
+    """Yield the set keys named by a message: by the whole key, by its name or by its value; most likely first."""
+    message = SUGGESTED.split(message, maxsplit=1)[0]
+    keys = sorted(keys, key=lambda key: source.origins[key].source != COMMAND_LINE)  # stable: otherwise in file order
+    yield from (key for key in keys if len(key) > 1 and _occurs(".".join(key), message))
+    yield from (key for key in keys if _occurs(f"'{key[-1]}'", message) or _occurs(f"option {key[-1]}", message))
+    yield from (key for key in keys if "_" in key[-1] and _occurs(key[-1], message))
+    values = {key: _find_value(get_at(source.values, key), message) for key in keys}
+    yield from sorted((key for key in keys if values[key] >= 0), key=lambda key: values[key])
+
+
+def _find_value(value: Any, message: str) -> int:
+    """Return where a message first names a value, or each part of file.py:name; -1 if it does not."""
+    if not isinstance(value, str) or len(value) < 3:
+        return -1
+    found = [_find(part, message) for part in value.split(":") if part]
+    return found[0] if found and min(found) >= 0 else -1
+
+
+def _occurs(text: str, message: str) -> bool:
+    return _find(text, message) >= 0
+
+
+def _find(text: str, message: str) -> int:
+    found = re.search(rf"(?<![\w.]){re.escape(text)}(?![\w]|\.\w)", message)
+    return found.start() if found else -1
+
 
 ADAPTERS_FILE = "adapter_config.json"
 
@@ -115,9 +162,6 @@ def _explain_shards(name: str) -> str | None:
     except ModelNotFound as error:
         return str(error).removeprefix("policy.model_name: ")
     return None
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -228,7 +272,7 @@ def _describe_checkpoints(config: TrainingRunConfig) -> list[str]:
         return []
     if saving.resume == "never":
         return [f"{folder} holds checkpoints up to step {steps[-1]}, and checkpointing.resume is never: they move to previous_N"]
-    from strop.runs.resume.resume_plan import plan_resume  # checkpoints need torch
+    from strop.runs.run_folders import plan_resume  # checkpoints need torch
 
     try:
         plan = plan_resume(config)

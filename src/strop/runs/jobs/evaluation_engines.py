@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strop.distributed.actor_group import RestartableActor
 from strop.distributed.base import ActorOptions, Cluster
 from strop.distributed.placement import (
     DeviceCounts,
@@ -27,7 +28,6 @@ from strop.distributed.placement import (
     make_thread_env,
     plan_devices,
 )
-from strop.distributed.restartable_actor import RestartableActor
 from strop.distributed.workers.remote_engine import RemoteEngine
 from strop.generation.base import Generator
 from strop.generation.engine_launch import EngineLaunch, NodeRanks
@@ -41,8 +41,8 @@ from strop.models.attention.rotary_scaling import fixed_rotary_config
 from strop.models.loading import find_model_folder, locate_model, override_config, read_model_config
 from strop.packages import install_command
 from strop.runs.cluster.engine_builders import build_serving_torch_engine
-from strop.runs.contents.model_check import note_turn_end
 from strop.runs.jobs.evaluation_job import EvaluationJob
+from strop.runs.model_check import note_turn_end
 from strop.runs.models import TokenizerBundle, load_bundle, load_policy, resolve_device, select_device
 
 if TYPE_CHECKING:

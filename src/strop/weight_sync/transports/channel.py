@@ -1,13 +1,22 @@
-"""Transfers of weights from one sender to several engines."""
+"""Transfers of weights from one sender, or several that each send a part, to several engines."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+import queue
+import threading
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
-from strop.weight_sync.base import EngineDied, LoadReceipt, Manifest, TransportError, UpdatableEngine
+import torch
+from torch import Tensor
+
+from strop.device_copies import is_gpu
+from strop.weight_sync.base import ChannelAddress, EngineDied, LoadReceipt, Manifest, Receiver, TransportError, UpdatableEngine
 from strop.weight_sync.exporter import Exporter, Fingerprints
+from strop.weight_sync.transports.manifest import split_manifest
 
 GRACE_SECONDS = 30.0  # seconds that the other participants have to finish after one side of a transfer failed
 
@@ -68,3 +77,100 @@ def _error_rank(error: BaseException) -> int:
         if isinstance(error, kind):
             return rank
     return 1
+
+
+@dataclass(frozen=True)
+class SplitAddress:
+    """The addresses of several senders, in the order used to distribute tensors."""
+
+    parts: tuple[ChannelAddress, ...]
+
+    def connect(self, index: int, device: torch.device) -> SplitReceiver:
+        """Connect to every sender. Raises TransportError if one is gone."""
+        receivers: list[Receiver] = []
+        try:
+            for part in self.parts:
+                receivers.append(part.connect(index, device))
+        except BaseException:
+            _close_all(receivers)
+            raise
+        return SplitReceiver(receivers, device)
+
+
+@dataclass(frozen=True, eq=False)
+class _Arrival:
+    """An arrived tensor; without one, the end of a part or its error."""
+
+    name: str = ""
+    tensor: Tensor | None = None
+    error: BaseException | None = None
+    taken: threading.Event = field(default_factory=threading.Event)  # the engine is done with the tensor
+
+
+class SplitReceiver:
+    """Receives from several senders at once, each in a thread. A failure in one part ends the whole publish; reconnect after it."""
+
+    def __init__(self, receivers: Sequence[Receiver], device: torch.device) -> None:
+        self.receivers, self.device = tuple(receivers), device
+
+    def receive(self, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of one publish as they arrive. Raises TransportError like the transports of the parts."""
+        arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
+        stopped = threading.Event()
+        parts = [
+            (receiver, part)
+            for receiver, part in zip(self.receivers, split_manifest(manifest, len(self.receivers)), strict=True)
+            if part.entries
+        ]
+        for receiver, part in parts:
+            arguments = (receiver, part, arrivals, stopped)
+            threading.Thread(target=self._receive_part, args=arguments, name="strop-weights", daemon=True).start()
+        remaining, complete = len(parts), False
+        try:
+            while remaining:
+                arrival = arrivals.get()
+                if arrival.error is not None:
+                    raise arrival.error
+                if arrival.tensor is None:
+                    remaining -= 1
+                    continue
+                try:
+                    yield arrival.name, arrival.tensor
+                finally:
+                    arrival.taken.set()
+            complete = True
+        finally:
+            stopped.set()
+            if not complete:
+                self.close()  # the other senders' transfers cannot be completed
+
+    def _receive_part(
+        self, receiver: Receiver, part: Manifest, arrivals: queue.SimpleQueue[_Arrival], stopped: threading.Event
+    ) -> None:
+        """Hand over the tensors of one sender, one by one. Runs in its own thread."""
+        incoming: Any = receiver.receive(part)  # a generator
+        try:
+            if is_gpu(self.device):
+                torch.get_device_module(self.device).set_device(self.device)
+            for name, tensor in incoming:
+                arrival = _Arrival(name, tensor)
+                arrivals.put(arrival)
+                while not arrival.taken.wait(0.5) and not stopped.is_set():
+                    pass
+                if stopped.is_set():
+                    return
+            arrivals.put(_Arrival())
+        except BaseException as error:
+            arrivals.put(_Arrival(error=error))
+        finally:
+            with suppress(Exception):  # a channel closed in the meantime raises again
+                incoming.close()
+
+    def close(self) -> None:
+        _close_all(self.receivers)
+
+
+def _close_all(receivers: Sequence[Receiver]) -> None:
+    for receiver in receivers:
+        with suppress(Exception):  # the others must be closed too
+            receiver.close()

@@ -1,8 +1,9 @@
-"""Manifests and their split into buckets, which both sides compute from the same manifest."""
+"""Manifests, their split into buckets and over senders: both sides compute the same."""
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -135,3 +136,29 @@ def match_tensors(manifest: Manifest, tensors: NamedTensors) -> Iterator[tuple[T
         yield entry, tensor
     if (extra := next(remaining, None)) is not None:
         raise ValueError(f"{extra[0]} came after the manifest's last tensor: send the tensors that the manifest was built from")
+
+
+def deal_entries(manifest: Manifest, senders: int) -> list[int]:
+    """Return the sender of each tensor, from 0: largest tensors first, each to the sender with the fewest bytes; ties go to the
+    first.
+
+    No sender exceeds an even share by more than one tensor.
+    """
+    dealt = [0] * len(manifest.entries)
+    loads = [(0, sender) for sender in range(senders)]  # a heap
+    for number in sorted(range(len(dealt)), key=lambda number: -manifest.entries[number].nbytes):
+        load, sender = loads[0]
+        dealt[number] = sender
+        heapq.heapreplace(loads, (load + manifest.entries[number].nbytes, sender))
+    return dealt
+
+
+def split_manifest(manifest: Manifest, senders: int) -> tuple[Manifest, ...]:
+    """Return the tensors that each sender sends, in the manifest's order. A sender may have none."""
+    if senders == 1:
+        return (manifest,)
+    dealt = deal_entries(manifest, senders)
+    return tuple(
+        Manifest(tuple(entry for entry, owner in zip(manifest.entries, dealt, strict=True) if owner == sender))
+        for sender in range(senders)
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strop.config import TRAINING_RUNS
-from strop.config.source.nearest_keys import find_nearest_keys
+from strop.config.source.keys import find_nearest_keys
 from strop.extensions.labs.fake_quant.modelopt_config import PRESETS, REFUSED_PRESETS, QuantConfigError, read_quant_config
 from strop.extensions.labs.fake_quant.quantizer_rules import QuantizerRules, other_names
 

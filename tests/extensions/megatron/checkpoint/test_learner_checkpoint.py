@@ -19,8 +19,8 @@ TOLERANCE = 1e-6  # of a weight, where the sums of another layout are in another
 
 def go_on(rank: int, root: str, value: bool) -> dict[str, Any]:
     from strop.extensions.megatron.checkpoint.hugging_face import read_hugging_face_weights
-    from strop.extensions.megatron.megatron_optimizer_config import MegatronSchedulerConfig
-    from strop.extensions.megatron.weights.stage_export import iter_weights
+    from strop.extensions.megatron.megatron_config import MegatronSchedulerConfig
+    from strop.extensions.megatron.weight_map import iter_weights
     from support.megatron_parity import MegatronCase, case, make_megatron_learner
     from support.parity import get_loss, make_batch
 

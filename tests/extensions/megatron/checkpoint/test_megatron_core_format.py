@@ -74,7 +74,7 @@ def save_with_megatron(stages: list[Any], folder: Path, rank: int) -> None:
 
 def standard_names(stage: Any) -> dict[str, Any]:
     """Return a stage's tensors under the names that Megatron Core's own specs of layers give them."""
-    from strop.extensions.megatron.checkpoint.parameter_keys import saved_key
+    from strop.extensions.megatron.checkpoint.stage_shards import saved_key
 
     state: dict[str, Any] = stage.sharded_state_dict()
     keys = {each.key for each in state.values()}

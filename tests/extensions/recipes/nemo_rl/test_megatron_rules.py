@@ -12,8 +12,8 @@ import pytest
 from strop import packages
 from strop.config import ConfigError, LoadedConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
-from strop.extensions.recipes.difference import Effect
-from strop.extensions.recipes.nemo_rl.megatron.megatron_rules import make_schedule_section
+from strop.extensions.recipes.nemo_rl.megatron_rules import make_schedule_section
+from strop.extensions.recipes.rules import Effect
 from strop.learner.torch.schedules import make_schedule
 
 RECIPE = """

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from strop.algorithm_factory import format_algorithm, make_algorithm
+from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.grpo import SoftOverlong
-from strop.config import ConfigError, LoadedConfig, load_config
-from strop.config.schema.run_config import TRAINING_RUNS
-from strop.extensions.recipes.difference import Effect
-from strop.runs.algorithm.run_algorithm import make_run_algorithm
+from strop.algorithms.policy_gradient.baselines import BatchWhitened, Reinforce
+from strop.algorithms.policy_gradient.corrections import Icepop
+from strop.algorithms.policy_gradient.group_credit import DecoupledRewards
+from strop.algorithms.policy_gradient.grpo import GroupRelative, SoftOverlong
+from strop.algorithms.policy_gradient.parts import Advantage
+from strop.algorithms.policy_gradient.sequence_objectives import SequenceClip
+from strop.config import ConfigError, LoadedConfig, dump_config, load_config
+from strop.config.schema.run_config import TRAINING_RUNS, GrpoRunConfig
+from strop.extensions.recipes.rules import Effect
+from strop.runs.run_algorithm import collect_settings, make_run_algorithm
 
 NEEDED = {"distillation": ["teacher.model_name=t"]}
 
@@ -124,3 +132,215 @@ def test_a_teacher_s_training_keys_each_have_their_reason_and_what_would_change_
     }
     (refused,) = refusals("distillation", "teacher.hf_config_overrides.rope_scaling={factor: 4}")
     assert "set teacher.model_name to the copy" in refused
+
+
+# As NeMo-RL's recipes have it: the estimator's options refer to those of the section, and a recipe that inherits overrides some.
+RECIPE = """
+policy: {model_name: m}
+grpo:
+  normalize_rewards: true
+  use_leave_one_out_baseline: true
+  adv_estimator:
+    name: grpo
+    normalize_rewards: ${grpo.normalize_rewards}
+    use_leave_one_out_baseline: ${grpo.use_leave_one_out_baseline}
+    minus_baseline: true
+"""
+
+
+def load_estimator(tmp_path: Path, *overrides: str, recipe: str = RECIPE) -> LoadedConfig[Any]:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe)
+    return load_config(path, overrides, root=GrpoRunConfig, check=False)
+
+
+def advantage(loaded: LoadedConfig[Any]) -> Advantage:
+    config = loaded.config
+    made: Any = make_algorithm(config.algorithm.name, config.algorithm.kwargs, collect_settings(config))
+    found: Advantage = made.advantage
+    return found
+
+
+def test_the_leave_one_out_baseline_comes_with_the_deviation_of_the_others(tmp_path: Path) -> None:
+    assert advantage(load_estimator(tmp_path)) == GroupRelative(leave_one_out=True, deviation="others")
+    plain = load_estimator(tmp_path, "grpo.use_leave_one_out_baseline=false")
+    assert advantage(plain) == GroupRelative(deviation="unbiased")
+
+
+def test_an_option_of_the_estimator_wins_over_the_section_s_and_holds_on_the_command_line(tmp_path: Path) -> None:
+    loaded = load_estimator(
+        tmp_path, "grpo.adv_estimator.normalize_rewards=false", "grpo.adv_estimator.use_leave_one_out_baseline=false"
+    )
+    assert advantage(loaded) == GroupRelative(normalize=False, deviation="unbiased")
+    config = loaded.config
+    outline = format_algorithm("grpo", make_algorithm("grpo", {}, collect_settings(config)))
+    assert "leave_one_out=False, normalize=False, deviation=unbiased" in outline
+
+
+def test_options_without_a_name_are_those_of_grpo_and_absent_ones_have_nemo_rl_s_defaults(tmp_path: Path) -> None:
+    bare = "policy: {model_name: m}\ngrpo: {adv_estimator: {normalize_rewards: false}}\n"
+    assert advantage(load_estimator(tmp_path, recipe=bare)) == GroupRelative(
+        leave_one_out=True, normalize=False, deviation="others"
+    )
+
+
+def test_gdpo_reads_its_own_options_and_weighs_rewards_in_the_order_of_their_names(tmp_path: Path) -> None:
+    own = ("grpo.adv_estimator.name=gdpo", "grpo.adv_estimator.use_leave_one_out_baseline=false")
+    assert advantage(load_estimator(tmp_path, *own)) == DecoupledRewards(weights=None, deviation="unbiased")
+    weighed = load_estimator(tmp_path, *own, "grpo.adv_estimator.reward_weights=[1.0, 0.5]")
+    assert advantage(weighed) == DecoupledRewards(weights=(1.0, 0.5), deviation="unbiased")
+
+
+def test_reinforce_plus_plus_reads_only_its_baseline(tmp_path: Path) -> None:
+    loaded = load_estimator(tmp_path, "grpo.adv_estimator.name=reinforce_plus_plus")
+    assert advantage(loaded) == BatchWhitened(group_mean=True)
+    unused = {difference.key for difference in loaded.differences if difference.effect is Effect.UNUSED}
+    assert {"grpo.normalize_rewards", "grpo.adv_estimator.use_leave_one_out_baseline"} <= unused
+    plain = load_estimator(tmp_path, "grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.minus_baseline=false")
+    assert advantage(plain) == BatchWhitened()
+
+
+def test_distillation_by_several_teachers_is_refused_once_for_what_it_needs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_estimator(tmp_path, "grpo.adv_estimator.name=opd")
+    (problem,) = caught.value.problems
+    assert problem.key == "grpo.adv_estimator.name" and "credit comes from teachers" in str(problem)
+    assert "Use strop distillation" in str(problem)
+    with pytest.raises(ConfigError) as caught:
+        load_estimator(tmp_path, "grpo.adv_estimator.name=opd", "on_policy_distillation.enabled=true")
+    assert [problem.key for problem in caught.value.problems] == ["on_policy_distillation"]
+
+
+PENALTY = "loss_fn.reference_policy_kl_penalty=0.01"
+
+
+def load_loss(*overrides: str) -> LoadedConfig[Any]:
+    return load_config(None, ["policy.model_name=m", *overrides], root=GrpoRunConfig, check=False)
+
+
+def made(loaded: LoadedConfig[Any]) -> Any:
+    return make_algorithm(loaded.config.algorithm.name, loaded.config.algorithm.kwargs, collect_settings(loaded.config))
+
+
+def texts(loaded: LoadedConfig[Any], effect: Effect) -> dict[str, str]:
+    return {difference.key: difference.text for difference in loaded.differences if difference.effect is effect}
+
+
+def test_without_a_ratio_there_is_nothing_to_clip_or_to_set_to_one() -> None:
+    clips = ("loss_fn.ratio_clip_min=0.2", "loss_fn.ratio_clip_max=0.28", "loss_fn.ratio_clip_c=10")
+    loaded = load_loss("loss_fn.disable_ppo_ratio=true", *clips, "loss_fn.force_on_policy_ratio=true")
+    assert made(loaded).objective == Reinforce() and not made(loaded).on_policy_ratio
+    assert len(texts(loaded, Effect.UNUSED)) == 4
+    assert made(load_loss("loss_fn.disable_ppo_ratio=false", *clips)).objective.high == 0.28
+
+
+def test_the_kl_term_of_a_recipe_has_the_gradient_through_the_sampling_probability() -> None:
+    recipe = load_loss(PENALTY, "loss_fn.use_on_policy_kl_approximation=false")
+    assert made(recipe).kl == Kl(weight=0.01, score_gradient=True)
+    assert made(load_loss(PENALTY)).kl == Kl(weight=0.01), "a key that nobody set means nothing"
+    assert made(load_loss(PENALTY, "loss_fn.use_on_policy_kl_approximation=true")).kl == Kl(weight=0.01, unbiased=True)
+    without = load_loss("loss_fn.reference_policy_kl_penalty=0", "loss_fn.use_on_policy_kl_approximation=false")
+    assert (not without.differences and made(without).kl is None) or made(without).kl.weight == 0
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_a_saved_run_keeps_its_kl_term(value: str, tmp_path: Any) -> None:
+    loaded = load_loss(PENALTY, f"loss_fn.use_on_policy_kl_approximation={value}")
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(loaded.config))
+    assert made(load_config(path, root=GrpoRunConfig, check=False)) == made(loaded)
+
+
+def test_reinforce_plus_plus_subtracts_the_kl_term_from_each_token_s_own_credit() -> None:
+    loaded = load_loss(PENALTY, "grpo.adv_estimator.name=reinforce_plus_plus", "loss_fn.use_kl_in_reward=true")
+    assert made(loaded).kl == Kl(weight=0.01, place="token_credit")
+
+
+def test_a_kl_term_in_the_reward_that_nemo_rl_s_estimator_does_not_read_is_said() -> None:
+    loaded = load_loss(PENALTY, "grpo.adv_estimator.name=grpo", "loss_fn.use_kl_in_reward=true")
+    assert made(loaded).kl.place == "reward"
+    assert "trains without a KL term" in texts(loaded, Effect.CHANGED)["loss_fn.use_kl_in_reward"]
+
+
+def test_icepop_with_a_ratio_per_sequence_weighs_whole_rollouts() -> None:
+    options = ["type=icepop", "ratio=5", "ratio_min=0.5"]
+    keys = [f"loss_fn.truncated_importance_sampling_{option}" for option in options]
+    gspo = ("loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false")
+    found = made(load_loss("loss_fn.use_importance_sampling_correction=true", *gspo, *keys))
+    assert isinstance(found.objective, SequenceClip) and found.corrections == (Icepop(low=0.5, high=5.0, level="sequence"),)
+
+
+RECIPE_RULES = """
+grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4, async_grpo: null, val_period: 0}
+env: {math: {}}
+data: {train: {dataset_name: OpenMathInstruct-2, env_name: math}}
+cluster: {gpus_per_node: 2, backend: ray}
+policy: {model_name: m, generation: {colocated: {enabled: false, resources: {gpus_per_node: 1}}}}
+async_rl: {%s, min_groups_for_streaming_train: 4, max_inflight_prompts: 8, max_buffered_rollouts: 24, stall_watchdog: {interval_s: 30.0}}
+"""
+
+
+@pytest.fixture
+def load_sampler_section(tmp_path: Path) -> Any:
+    def load_sampler(section: str) -> LoadedConfig[GrpoRunConfig]:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(RECIPE_RULES % section)
+        return load_config(path, root=GrpoRunConfig)
+
+    return load_sampler
+
+
+def changed(loaded: LoadedConfig[Any]) -> dict[str, str]:
+    return {difference.key: difference.text for difference in loaded.differences if difference.effect is Effect.CHANGED}
+
+
+def test_batches_in_order_are_trained_on_in_order(load_sampler_section: Any) -> None:
+    loaded = load_sampler_section(
+        "sampler: {name: in_order, max_lookahead_versions: 2}, recompute_kv_cache_after_weight_updates: true"
+    )
+    section = loaded.config.grpo.async_grpo
+    assert section.enabled and section.order == "fifo" and section.max_trajectory_age_steps == 2
+    assert section.in_flight_weight_updates and section.recompute_kv_cache_after_weight_updates and not changed(loaded)
+
+
+def test_no_lookahead_is_synchronous_training(load_sampler_section: Any) -> None:
+    loaded = load_sampler_section("sampler: {name: in_order, max_lookahead_versions: 0}")
+    assert not loaded.config.grpo.async_grpo.enabled and not changed(loaded)
+
+
+def test_a_section_without_a_sampler_has_nemo_rl_s_default(load_sampler_section: Any) -> None:
+    section = load_sampler_section("diagnostics: false").config.grpo.async_grpo
+    assert section.enabled and section.order == "fifo" and section.max_trajectory_age_steps == 1
+
+
+def test_what_gets_too_old_is_dropped_with_as_many_groups_buffered(load_sampler_section: Any) -> None:
+    loaded = load_sampler_section("sampler: {name: windowed, max_staleness_versions: 1}")
+    section = loaded.config.grpo.async_grpo
+    assert section.order == "drop_too_old" and section.slots == 24 + 8 and not changed(loaded)
+
+
+@pytest.mark.parametrize(("sampler", "order"), [("ready_first", "windowed"), ("weight_fifo", "fifo")])
+def test_an_order_that_differs_a_little_is_said(load_sampler_section: Any, sampler: str, order: str) -> None:
+    loaded = load_sampler_section(f"sampler: {{name: {sampler}}}")
+    assert loaded.config.grpo.async_grpo.order == order and "async_rl.sampler.name" in changed(loaded)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        ("{name: custom, target: 'mine:Sampler'}", "no counterpart"),
+        ("{name: windowed, sample_freshest_first: true}", "no counterpart"),
+        ("{name: in_order, max_lookahead_versions: -1}", "at least 0"),
+    ],
+)
+def test_a_sampler_without_a_counterpart_is_refused(load_sampler_section: Any, sampler: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_sampler_section(f"sampler: {sampler}")
+    assert len(caught.value.problems) == 1
+
+
+def test_two_sections_of_asynchronous_training_are_refused_as_by_nemo_rl(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text((RECIPE_RULES % "sampler: {name: in_order}").replace("async_grpo: null", "async_grpo: {enabled: true}"))
+    with pytest.raises(ConfigError, match="reads async_rl alone"):
+        load_config(path, root=GrpoRunConfig)

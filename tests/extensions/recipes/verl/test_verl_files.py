@@ -11,11 +11,10 @@ import pytest
 from strop.config import ConfigError
 from strop.config.load.load import load_config
 from strop.config.schema.run_config import TRAINING_RUNS
-from strop.extensions.recipes.difference import Effect
-from strop.extensions.recipes.recipe_format import find_format
+from strop.extensions.recipes.library_recipe import find_format
+from strop.extensions.recipes.rules import Effect
 from strop.extensions.recipes.translated_recipe import TranslatedRecipe, render_recipe, translate_recipe
-from strop.extensions.recipes.verl.shell_script import read_script
-from strop.extensions.recipes.verl.verl_format import is_verl
+from strop.extensions.recipes.verl.verl_format import is_verl, read_script
 from strop.learner.torch.schedules import make_schedule
 
 SCRIPT = """#!/usr/bin/env bash

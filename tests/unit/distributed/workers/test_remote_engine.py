@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from strop.distributed.actor_group import RestartableActor
 from strop.distributed.base import ActorDied, ActorOptions, NodeLost
-from strop.distributed.restartable_actor import RestartableActor
 from strop.distributed.workers.remote_engine import RemoteEngine
 from strop.generation.pool import EnginePool
 from strop.sampling import Sampling

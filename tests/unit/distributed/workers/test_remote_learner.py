@@ -15,7 +15,7 @@ from strop import metrics
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.preference.referenced import DPO
 from strop.data.shares.split_rule import ShareRequest, SplitRule
-from strop.distributed.workers.column_shards import ColumnShard
+from strop.distributed.workers.learner_worker import ColumnShard
 from strop.distributed.workers.remote_learner import RankCaller, RemoteLearner
 from strop.learner.budget.memory_probe import MemoryProbe
 from strop.learner.client import ColumnClient, ScorerClient

@@ -153,7 +153,7 @@ class DraftConfig(PolicyExtension):
             )
 
     def _check_devices(self, key: str, config: Any) -> Iterator[Problem]:
-        from strop.config.checks.device_counts import count_devices
+        from strop.config.cluster_checks import count_devices
 
         policy: PolicyConfig = config.policy
         section, shards = f"policy.{policy.learner_key}", policy.learner.largest_size

@@ -93,7 +93,7 @@ class ExactConfig(PolicyExtension):
 
     def errors_of_run(self, key: str, config: Any) -> Iterator[Problem]:
         """Shapes are compared in the process that computes with them, but those of sharded weights never are."""
-        from strop.config.checks.device_counts import count_devices
+        from strop.config.cluster_checks import count_devices
         from strop.config.schema.run_config import RolloutRunConfig
 
         yield from super().errors_of_run(key, config)

@@ -24,7 +24,7 @@ from strop.data.sources.hub import open_hub
 from strop.data.sources.records import DataError
 from strop.extensions.labs.fake_quant.apply_fake_quant import iter_static_inputs, without_rounding
 from strop.models.network import Network
-from strop.storage.text_file import read_text_file
+from strop.storage.files import read_text_file
 
 RANDOM = "random"
 # Names of ModelOpt's data sets: (name on the hub, subset, column).

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.extensions.labs.fake_quant.quantizer_rules import QuantizerFormat, QuantizerRule, QuantizerRules
-from strop.storage.text_file import read_text_file
+from strop.storage.files import read_text_file
 
 FP8 = {"num_bits": "e4m3"}
 FP8_ROWS = {"num_bits": "e4m3", "axis": 0}

@@ -147,7 +147,7 @@ class QuantConfig(PolicyExtension):
 
     def _check_merged_adapters(self, key: str, config: Any) -> Iterator[Problem]:
         """Torch engines in other processes merge adapters, and would then also round the adapters' inputs."""
-        from strop.config.checks.device_counts import count_devices
+        from strop.config.cluster_checks import count_devices
 
         policy = self._policy
         if not policy.dtensor_cfg.lora_cfg.enabled or policy.generation.uses_engines:

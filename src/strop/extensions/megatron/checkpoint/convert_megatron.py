@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strop.checkpointing.convert import MODEL_FILES, add_tokenizer, conversion_errors, convert_model
 from strop.checkpointing.saved_model import SavedModel, read_yaml
-from strop.extensions.megatron.adapters.adapter_folder import PREFIX, AdapterFolder, make_peft_config
+from strop.extensions.megatron.adapter_folder import PREFIX, AdapterFolder, make_peft_config
 from strop.extensions.megatron.checkpoint.hugging_face import (
     LAYER,
     WeightShapes,

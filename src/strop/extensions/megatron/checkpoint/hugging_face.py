@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.extensions.megatron.checkpoint.parameter_keys import possible_keys, saved_key
+from strop.extensions.megatron.checkpoint.stage_shards import possible_keys, saved_key
 from strop.extensions.megatron.checkpoint.torch_dist import ITERATION, LATEST, open_shards, write_common
 from strop.extensions.megatron.families.find_family import find_family
 from strop.extensions.megatron.families.weight_rules import Piece, WeightRule

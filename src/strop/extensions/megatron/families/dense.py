@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from strop.extensions.megatron.families.architecture import Architecture, LayerDesign
-from strop.extensions.megatron.families.rotary_frequencies import rotary_of
+from strop.extensions.megatron.families.architecture import Architecture, LayerDesign, rotary_of
 from strop.extensions.megatron.families.weight_rules import SameOrder, WeightRule, glu_rules, qkv_rules
 
 

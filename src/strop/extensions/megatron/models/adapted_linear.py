@@ -13,7 +13,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from strop.extensions.megatron.megatron_peft_config import MegatronPeftConfig
+from strop.extensions.megatron.megatron_config import MegatronPeftConfig
 
 Divided = Literal["rows", "columns"]
 

@@ -1,8 +1,10 @@
-"""One stage of a decoder: embedding, layers, final norm and output layer, as far as they are in this stage."""
+"""What a pipeline stage is given with a row: tokens, positions, and which tokens attend to which."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from megatron.core import tensor_parallel
@@ -13,9 +15,47 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
-from strop.extensions.megatron.families.architecture import Architecture
-from strop.extensions.megatron.models.rotary_tables import rotation_tables
-from strop.extensions.megatron.models.stage_row import StageRow
+from strop.extensions.megatron.families.architecture import Architecture, Rotary
+from strop.models.attention.attention_plan import AttentionPlan
+from strop.models.routing.recorded_experts import ReplayedRoutes
+
+
+@dataclass(frozen=True, eq=False)
+class StageRow:
+    """A flat row of T tokens, or the part of this context-parallel rank. Megatron Core carries it as its ``packed_seq_params``.
+
+    It hands any object whose format is not "thd" through to the core attention, untouched, also where it recomputes activations.
+    """
+
+    tokens: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    plan: AttentionPlan
+    experts: ReplayedRoutes | None = None  # the recorded experts of the tokens that this rank's layers read
+
+    qkv_format: ClassVar[str] = "tree"
+    cp_group: ClassVar[None] = None
+    local_cp_size: ClassVar[None] = None
+    cu_seqlens_q: ClassVar[None] = None
+    cu_seqlens_kv: ClassVar[None] = None
+
+
+def rotation_tables(rotaries: Sequence[Rotary], positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the cosines and sines of positions [T] for each of R rotary embeddings: [R, 2, T, 1, 1, D]."""
+    frequencies = torch.stack([rotary.frequencies for rotary in rotaries]).to(positions.device)
+    angles = positions.float()[None, :, None] * frequencies[:, None]
+    angles = torch.cat((angles, angles), -1)[:, :, None, None]
+    scales = torch.tensor([rotary.scale for rotary in rotaries], device=positions.device)
+    return (torch.stack((angles.cos(), angles.sin()), 1) * scales.view(-1, 1, 1, 1, 1, 1)).to(dtype)
+
+
+def rotate(heads: Tensor, table: Tensor) -> Tensor:
+    """Rotate the first D dimensions of heads [T, 1, heads, head_dim] by cosines and sines [2, T, 1, 1, D]."""
+    size = table.shape[-1]
+    turned, rest = heads[..., :size], heads[..., size:]
+    first, second = turned.chunk(2, -1)
+    turned = turned * table[0] + torch.cat((-second, first), -1) * table[1]
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+
 
 Head = Literal["lm", "scalar"]
 

@@ -1,4 +1,4 @@
-"""What each layer of a model is built of: Megatron Core's modules, with Strop's attention, norms and rotary embedding."""
+"""Norms of the families. Megatron Core's own need Transformer Engine or Apex with sequence parallelism."""
 
 from __future__ import annotations
 
@@ -25,13 +25,69 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from strop.extensions.megatron.families.architecture import Architecture, LayerDesign
+from strop.extensions.megatron.families.architecture import Architecture, LayerDesign, NormKind
 from strop.extensions.megatron.models.adapted_linear import AdaptedBackend
-from strop.extensions.megatron.models.rotary_tables import rotate
-from strop.extensions.megatron.models.stage_norms import NORMS
+from strop.extensions.megatron.models.gpt_stage import rotate
 from strop.models.attention.attention_plan import AttentionSpec
+from strop.sampling import at_least_float32
+
+
+class StageNorm(nn.Module):
+    """A norm whose weight every tensor-parallel rank holds.
+
+    With sequence parallelism each rank normalizes other tokens: the attribute ``sequence_parallel`` makes Megatron Core add the gradients.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self._make_parameters(config, hidden_size)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def _make_parameters(self, config: Any, hidden_size: int) -> None:
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+
+
+class RmsNorm(StageNorm):
+    """Root mean square norm, as Llama has it: [.., H] -> [.., H]."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.weight * normalize_rms(hidden, self.eps).to(hidden.dtype)
+
+
+class RmsNormPlusOne(StageNorm):
+    """Root mean square norm with weights around 0, as Gemma has it: [.., H] -> [.., H]."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return (normalize_rms(hidden, self.eps) * (1.0 + at_least_float32(self.weight))).to(hidden.dtype)
+
+
+class LayerNormPlusOne(StageNorm):
+    """Layer norm with weights around 0, as Nemotron has it: [.., H] -> [.., H]."""
+
+    def _make_parameters(self, config: Any, hidden_size: int) -> None:
+        super()._make_parameters(config, hidden_size)
+        self.bias = nn.Parameter(torch.zeros_like(self.weight))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.layer_norm(hidden, (hidden.shape[-1],), self.weight + 1, self.bias, self.eps)
+
+
+def normalize_rms(hidden: Tensor, eps: float) -> Tensor:
+    wide = at_least_float32(hidden)
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+
+
+NORMS: dict[NormKind, type[StageNorm]] = {
+    "rms": RmsNorm,
+    "rms_plus_one": RmsNormPlusOne,
+    "layer_norm_plus_one": LayerNormPlusOne,
+}
+
 
 multi_latent_attention.HAVE_TE = HAVE_TE  # 0.16.1 asks for its classes without it: isinstance of None
 

@@ -10,11 +10,9 @@ from strop.base_config import fields_of
 from strop.config.source.yaml_source import get_at
 from strop.data.data_config import DataEntryConfig
 from strop.data.sources.dataset_class import is_dataset_class
-from strop.extensions.recipes.difference import Effect
 from strop.extensions.recipes.nemo_rl.environment_rules import has_nemo_gym_servers
-from strop.extensions.recipes.nemo_rl.media_rules import IMAGE_DATASETS, SOUND_DATASETS, note_image_options
-from strop.extensions.recipes.recipe import Recipe
-from strop.extensions.recipes.rules import Rule, Unused, is_switched_off
+from strop.extensions.recipes.nemo_rl.generation_rules import IMAGE_DATASETS, SOUND_DATASETS, note_image_options
+from strop.extensions.recipes.rules import Effect, Recipe, Rule, Unused, is_switched_off
 
 PROMPT = "prompt_file, the system prompt and the chat template make a prompt of a question, as it does"
 PROCESSORS = {

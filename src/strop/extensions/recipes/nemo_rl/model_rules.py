@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from strop.extensions.recipes.difference import Effect
-from strop.extensions.recipes.nemo_rl.megatron.megatron_options import move_environment
-from strop.extensions.recipes.recipe import Recipe
-from strop.extensions.recipes.rules import Refused, Renamed, Rule, Unused
+import math
+
+from strop.extensions.recipes.nemo_rl.megatron_options import move_environment
+from strop.extensions.recipes.rules import Effect, Recipe, Refused, Renamed, Rule, Unused, describe, is_switched_off
 
 PACKED = "rows are packed without padding"
 SAME_MATH = "it chooses how the same numbers are computed"
@@ -132,4 +132,127 @@ TEACHER_RULES: tuple[Rule, ...] = (
         "a teacher is read with the configuration in its folder",
         "Change config.json in a copy of its folder, and set teacher.model_name to the copy. Remove the key.",
     ),
+)
+
+
+POLICY, ENGINE = "policy.quant_cfg", "policy.generation.quant_cfg"
+CALIBRATION = ("quant_calib_size", "quant_batch_size", "quant_sequence_length")
+FOLLOWS = "the engine samples with the weights that the learner rounds"
+
+
+def translate_modelopt(recipe: Recipe) -> None:
+    wanted = recipe.value(POLICY)
+    for name in CALIBRATION:
+        if recipe.is_set(f"policy.{name}") and recipe.value(f"policy.{name}") is None:
+            recipe.drop(f"policy.{name}")  # as if it were not there
+    _drop_engine_keys(recipe, wanted)
+    if recipe.is_set("policy.disable_modelopt_layer_spec"):
+        recipe.unused("policy.disable_modelopt_layer_spec", "layers are those of Transformers, with or without quantisation")
+
+
+def _drop_engine_keys(recipe: Recipe, wanted: str | None) -> None:
+    engine, real = recipe.value(ENGINE), recipe.value("policy.generation.real_quant", False)
+    if engine and engine != wanted:
+        recipe.refuse(
+            ENGINE,
+            f"found {describe(engine)}, but {POLICY} is {wanted or 'null'}, and {FOLLOWS}",
+            f"Set {POLICY} to it too, or both to null.",
+        )
+    elif recipe.is_set(ENGINE):
+        same = wanted is None or engine is not None
+        text = FOLLOWS if same else f"{FOLLOWS}, where NeMo-RL's would sample with weights that are not rounded"
+        recipe.note(ENGINE, Effect.UNUSED if same else Effect.CHANGED, text)
+        recipe.drop(ENGINE)
+    key = "policy.generation.real_quant"
+    if recipe.is_set(key):
+        text = "weights are rounded before they are sent, and multiplied in the engine's precision: the same values, without FP4 kernels"
+        recipe.note(key, Effect.CHANGED if real else Effect.UNUSED, text if real else "it is switched off")
+        recipe.drop(key)
+    ignored = "policy.generation.real_quant_ignore"
+    if recipe.is_set(ignored):
+        asked = wanted and not is_switched_off(recipe.value(ignored))
+        text = f"{FOLLOWS}: the layers of {POLICY}, on both sides" if asked else "nothing is quantised"
+        recipe.note(ignored, Effect.CHANGED if asked else Effect.UNUSED, text)
+        recipe.drop(ignored)
+    recipe.unused_if_set("policy.generation.real_quant_export_cpu_offload", "rounded weights are sent as others are")
+
+
+def refuse_other_sections(recipe: Recipe) -> None:
+    """Refuse sections that belong to another kind of run."""
+    commands = {section: section for section in ("grpo", "sft", "dpo", "rm", "ppo", "distillation")}
+    purposes = {
+        "teacher": "a run with a teacher",
+        "value": "a run with a critic",
+    }
+    for section, command in {
+        **commands,
+        "teacher": "distillation",
+        "value": "ppo",
+    }.items():
+        if not recipe.is_set(section) or recipe.is_own_key(section):
+            continue
+        if is_switched_off(recipe.value(section)):
+            recipe.unused(section, "it is switched off")
+        else:
+            purpose = purposes.get(section, "a run with this section")
+            recipe.refuse(
+                section,
+                f"this is not a section of strop {getattr(recipe.root, 'section', 'eval')}",
+                f"Use strop {command} for {purpose}. Remove the key.",
+            )
+
+
+def translate_fault_tolerance(recipe: Recipe) -> None:
+    """Save as often as the recipe does for resuming: the newest checkpoint is always kept, the others are ranked."""
+    key, period = "checkpointing.ft_save_period", "checkpointing.save_period"
+    often, latest = recipe.value(key), recipe.value("checkpointing.ft_keep_latest_k")
+    if isinstance(often, int) and often > 0:
+        saved = recipe.value(period)
+        every = math.gcd(often, saved) if isinstance(saved, int) and saved > 0 else often
+        recipe.set(period, every, because=key)
+        text = f"checkpointing.save_period={every} here: the newest checkpoint is always kept to resume from, besides the keep_top_k best"
+        recipe.note(key, Effect.CHANGED, text)
+        recipe.drop(key)
+    elif recipe.is_set(key):
+        recipe.unused(key, "it is switched off")
+    if recipe.is_set("checkpointing.ft_keep_latest_k"):
+        one = latest in (None, 1)
+        text = "the newest checkpoint is always kept" if one else f"the newest checkpoint is kept here, not the newest {latest}"
+        recipe.note("checkpointing.ft_keep_latest_k", Effect.UNUSED if one else Effect.CHANGED, text)
+        recipe.drop("checkpointing.ft_keep_latest_k")
+
+
+# NeMo-RL hands logger.wandb and logger.swanlab to wandb.init and swanlab.init, whatever they say.
+_KEPT_ID = "the log folder keeps the id of the run, so that a resumed run stays one run"
+_SERVICE_RULES: tuple[Rule, ...] = (
+    Unused("logger.wandb.log_nemo_gym_full_result_tables", "every rollout is stored, see logger.rollouts"),
+    Renamed("logger.swanlab.experiment_name", "logger.swanlab.name"),
+    Renamed("logger.swanlab.description", "logger.swanlab.notes"),
+    *(Unused(f"logger.{service}.{name}", _KEPT_ID) for service in ("wandb", "swanlab") for name in ("id", "resume", "reinit")),
+    *(
+        Unused(f"logger.wandb.{name}", "it is an argument of wandb.init that changes no metric")
+        for name in ("settings", "config", "save_code", "sync_tensorboard", "monitor_gym", "force", "allow_val_change")
+    ),
+    *(
+        Unused(f"logger.swanlab.{name}", "it is an argument of swanlab.init that changes no metric")
+        for name in ("settings", "config", "logdir", "public", "private", "color", "callbacks")
+    ),
+)
+
+RUN_RULES: tuple[Rule, ...] = (
+    refuse_other_sections,
+    Unused("checkpointing.model_save_format", "weights are saved as safetensors"),
+    Refused(
+        ("checkpointing.save_consolidated",),
+        "every checkpoint can be exported to a Hugging Face folder afterwards",
+        "Remove the key; strop export writes the folder.",
+    ),
+    *_SERVICE_RULES,
+    Unused("cluster.master_port_range_*", "free ports are chosen automatically"),
+    Unused("data_plane", "it only says how batches travel between processes, and changes no number"),
+    translate_fault_tolerance,
+    Renamed("checkpointing.is_async", "checkpointing.async_save"),
+    Unused("*._override_", "only a section at the top of a file that inherits replaces that of the base, as in NeMo-RL"),
+    Unused("grpo.calculate_advantages_on_gpu", "it changes where advantages are computed, not what they are"),
+    Unused("*skip_reference_policy_logprobs_calculation", "they are computed only where a KL term needs them"),
 )

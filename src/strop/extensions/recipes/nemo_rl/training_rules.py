@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from strop.config.source.yaml_source import get_at
-from strop.extensions.recipes.difference import Effect
-from strop.extensions.recipes.recipe import Recipe
-from strop.extensions.recipes.rules import Refused, Rule, Unused, is_switched_off
+from strop.extensions.recipes.rules import Effect, Recipe, Refused, Rule, Unused, is_switched_off
 
 SECTIONS = ("grpo", "ppo", "distillation", "sft", "dpo", "rm")
 UNTIL_FULL = "with dynamic sampling, groups are sampled until the batch is full"
@@ -149,3 +149,195 @@ def translate_kl_place(recipe: Recipe) -> None:
 
 
 LOSS_RULES: tuple[Rule, ...] = (drop_clips_without_ratio, translate_kl_place)
+
+
+SECTION = "grpo.adv_estimator"
+ESTIMATORS = {  # NeMo-RL's name -> the advantage
+    "grpo": "group_relative",
+    "gdpo": "decoupled_rewards",
+    "reinforce_plus_plus": "batch_whitened",
+    "raw_reward": "plain_reward",
+}
+OPTIONS = ("normalize_rewards", "use_leave_one_out_baseline", "minus_baseline", "reward_weights", "normalize_advantages")
+READS = {  # NeMo-RL's name -> the options that it reads
+    "grpo": OPTIONS[:2],
+    "gdpo": (*OPTIONS[:2], "reward_weights"),
+    "reinforce_plus_plus": ("minus_baseline",),
+    "raw_reward": ("normalize_advantages",),
+}
+
+
+def translate_estimator(recipe: Recipe) -> None:
+    """Set the advantage and its options to what NeMo-RL's estimator computes."""
+    if not (recipe.is_own_key("grpo") and recipe.is_set(SECTION)):
+        return
+    options = [name for name in OPTIONS if recipe.is_set(f"{SECTION}.{name}")]
+    name = recipe.value(f"{SECTION}.name", "grpo" if options else None)
+    if name is not None and not isinstance(name, str):
+        return  # which the schema refuses
+    if name == "opd":
+        refuse_teachers(recipe)
+    elif name in ESTIMATORS:
+        _set_advantage(recipe, name)
+    for option in options:
+        key = f"{SECTION}.{option}"
+        if option in READS.get(name, ()):
+            recipe.drop(key)
+        elif recipe.is_set(key):
+            recipe.unused(key, f"{name} does not read it")
+
+
+def refuse_teachers(recipe: Recipe) -> None:
+    """Refuse on-policy distillation with several teachers, unless its own section, which is refused too, requests it."""
+    if not recipe.value("on_policy_distillation"):
+        recipe.refuse(
+            f"{SECTION}.name",
+            "found 'opd', whose credit comes from teachers, and strop grpo has none",
+            "Use strop distillation with algorithm.name=distillation and a section teacher.",
+        )
+    recipe.drop(f"{SECTION}.name")
+
+
+def _set_advantage(recipe: Recipe, name: str) -> None:
+    key = f"{SECTION}.name"
+    written = key if recipe.is_set(key) else SECTION
+    own, values = _own_options(recipe, name), {}
+    if name in ("grpo", "gdpo"):
+        values = {
+            "grpo.normalize_rewards": own["normalize_rewards"],
+            "grpo.use_leave_one_out_baseline": own["use_leave_one_out_baseline"],
+            f"{SECTION}.deviation": "others" if own["use_leave_one_out_baseline"] else "unbiased",
+        }
+        if recipe.is_set(f"{SECTION}.deviation"):
+            del values[f"{SECTION}.deviation"]
+    else:
+        _drop_unread(recipe, name)
+    if name == "gdpo":
+        values["algorithm.advantage.weights"] = recipe.value(f"{SECTION}.reward_weights")
+    if name == "reinforce_plus_plus":
+        values["algorithm.advantage.group_mean"] = recipe.value(f"{SECTION}.minus_baseline", True)
+    advantage = ESTIMATORS[name]
+    if name == "raw_reward" and recipe.value(f"{SECTION}.normalize_advantages", True):
+        advantage = "batch_whitened"
+    for target, value in values.items():
+        recipe.set(target, value, because=_origin(recipe, target, written))
+    recipe.set(key, advantage, because=written)
+    said = ", ".join(f"{target}={_written(value)}" for target, value in {key: advantage, **values}.items())
+    recipe.note(written, Effect.RENAMED, f"{said} here")
+
+
+def _own_options(recipe: Recipe, name: str) -> dict[str, Any]:
+    """Return what the estimator's options are: as its section sets them, else as ``grpo`` does, else NeMo-RL's defaults."""
+    found = {}
+    for option in ("normalize_rewards", "use_leave_one_out_baseline"):
+        keys = [key for key in (f"{SECTION}.{option}", f"grpo.{option}") if recipe.is_set(key)]
+        found[option] = recipe.value(keys[0], True) if keys else True
+    return found
+
+
+def _drop_unread(recipe: Recipe, name: str) -> None:
+    for option in ("normalize_rewards", "use_leave_one_out_baseline"):
+        recipe.unused_if_set(f"grpo.{option}", f"{name} does not read it")
+
+
+def _origin(recipe: Recipe, target: str, written: str) -> str:
+    """Return the key of the recipe that gives ``target`` its value."""
+    option = f"{SECTION}.{target.rpartition('.')[2]}"
+    return option if recipe.is_set(option) else written
+
+
+def _written(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def refuse_estimator_without_critic(recipe: Recipe) -> None:
+    """NeMo-RL's ppo can leave its critic out, which is another kind of run here."""
+    key = "ppo.adv_estimator.name"
+    if recipe.is_own_key(key) and recipe.is_set(key) and recipe.value(key) == "raw_reward":
+        recipe.refuse(
+            key,
+            "found 'raw_reward', which has no critic, and strop ppo trains one",
+            "Use strop grpo with grpo.adv_estimator.name=raw_reward.",
+        )
+
+
+ADVANTAGE_RULES: tuple[Rule, ...] = (translate_estimator, refuse_estimator_without_critic)
+
+
+GROUPS = "grpo.num_prompts_per_step"
+KEY, SAMPLER = "async_rl", "async_rl.sampler"
+
+
+def translate_single_controller(recipe: Recipe) -> None:
+    """Set ``grpo.async_grpo`` to what the sampler does; refuse samplers that have no counterpart."""
+    if not recipe.is_set(KEY):
+        return
+    if recipe.value(KEY) is None:
+        recipe.unused(KEY, "it is switched off")
+        return
+    if recipe.value("grpo.async_grpo.enabled"):
+        text = f"found it together with grpo.async_grpo.enabled=true: NeMo-RL's single controller reads {KEY} alone"
+        recipe.refuse(KEY, text, "Set grpo.async_grpo=null, or remove async_rl.")
+        return
+    options = _read_sampler(recipe)
+    if options is None:  # it is refused
+        recipe.explained.append(KEY)
+        recipe.drop(KEY)
+        return
+    recipe.set("grpo.async_grpo", options, because=KEY)
+    shown = ", ".join(f"{name}={str(value).lower()}" for name, value in options.items())
+    recipe.note(KEY, Effect.RENAMED, f"grpo.async_grpo has {shown} here")
+    for name, why in UNUSED.items():
+        recipe.unused_if_set(f"{KEY}.{name}", why)
+    recipe.drop(KEY)
+
+
+UNUSED = {
+    "rollout_failure": "a group that fails is dropped and counted, and another takes its place; grpo.max_errors_in_a_row ends the run",
+    "stall_watchdog": "the section watchdog says here who waits for whom",
+    "generation_fleet_health": "an engine that dies is started again",
+    "generation_router": "requests go to the engines that answer",
+    "min_groups_for_streaming_train": "the gradient does not depend on how a step is cut",
+    "max_inflight_prompts": "the engines take as many requests as they have room for",
+    "diagnostics": "every rollout is stored, see logger.rollouts",
+}
+
+
+def _read_sampler(recipe: Recipe) -> dict[str, Any] | None:
+    """Return ``grpo.async_grpo`` for the sampler; None for one that is refused. Weights always change in flight there."""
+    name = recipe.value(f"{SAMPLER}.name", "in_order")
+    age = recipe.value(f"{SAMPLER}.max_{'lookahead' if name == 'in_order' else 'staleness'}_versions", 1)
+    if isinstance(age, bool) or not isinstance(age, int) or age < 0:
+        recipe.refuse(SAMPLER, f"found {age!r} versions; it must be a whole number of at least 0", "Correct it.")
+        return None
+    options: dict[str, Any] = {
+        "enabled": True,
+        "max_trajectory_age_steps": age,
+        "in_flight_weight_updates": True,
+        "recompute_kv_cache_after_weight_updates": recipe.value(f"{KEY}.recompute_kv_cache_after_weight_updates", False),
+    }
+    if age == 0 and name != "windowed":  # the next batch begins when the last is trained on
+        return {"enabled": False}
+    match name:
+        case "in_order":
+            return options
+        case "weight_fifo":
+            text = "groups of one version are trained on in the order they began, not as they finish"
+            recipe.note(f"{SAMPLER}.name", Effect.CHANGED, text)
+            return options
+        case "ready_first":
+            text = "finished groups overtake others until one would get older than max_trajectory_age_steps, which is then waited for"
+            recipe.note(f"{SAMPLER}.name", Effect.CHANGED, text)
+            return {**options, "order": "windowed", "window": (age + 1) * recipe.value(GROUPS)}
+        case "windowed" if not recipe.value(f"{SAMPLER}.sample_freshest_first", False):
+            buffered = recipe.value(f"{KEY}.max_buffered_rollouts", 64)  # without those of the step that trains
+            return {**options, "order": "drop_too_old", "slots": buffered + recipe.value(GROUPS)}
+    recipe.refuse(
+        f"{SAMPLER}.name",
+        f"found {name!r}, whose order of groups there is no counterpart for",
+        "Set in_order, ready_first, weight_fifo, or windowed without sample_freshest_first.",
+    )
+    return None
+
+
+SINGLE_CONTROLLER_RULES: tuple[Rule, ...] = (translate_single_controller,)

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from strop.config.source.yaml_source import read_config_file
-from strop.extensions.recipes.key_table import apply_table, find_entry
-from strop.extensions.recipes.library_recipe import LibraryRecipe
-from strop.extensions.recipes.recipe_format import ReadRecipe, RecipeFormat
-from strop.extensions.recipes.trl.trl_batches import ROLLOUTS
+from strop.extensions.recipes.library_recipe import LibraryRecipe, ReadRecipe, RecipeFormat, apply_table, find_entry
 from strop.extensions.recipes.trl.trl_keys import TRL_KEYS
+from strop.extensions.recipes.trl.trl_optimizer import ROLLOUTS
 from strop.problems import ConfigError, Problem
 
 # Of every trainer.

@@ -5,13 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from strop import packages
-from strop.extensions.recipes.key_table import Carried, KeyTable, Lacking, Left, Together, to
-from strop.extensions.recipes.library_recipe import LibraryRecipe
-from strop.extensions.recipes.service_choice import RUN_NAMES, SERVICE_KEYS, enable_services, name_in_services
+from strop.extensions.recipes.library_recipe import (
+    RUN_NAMES,
+    SERVICE_KEYS,
+    Carried,
+    KeyTable,
+    Lacking,
+    Left,
+    LibraryRecipe,
+    Together,
+    enable_services,
+    name_in_services,
+    to,
+)
 from strop.extensions.recipes.trl import trl_losses as losses
 from strop.extensions.recipes.trl import trl_model as model
-from strop.extensions.recipes.trl.trl_batches import translate_batches, translate_lengths, translate_saving, translate_validation
-from strop.extensions.recipes.trl.trl_optimizer import KWARGS, translate_optimizer, translate_precision, translate_schedule
+from strop.extensions.recipes.trl.trl_optimizer import (
+    KWARGS,
+    translate_batches,
+    translate_lengths,
+    translate_optimizer,
+    translate_precision,
+    translate_saving,
+    translate_schedule,
+    translate_validation,
+)
 from strop.extensions.trackers.trackers_config import SERVICES
 
 OPTIONS_OF_SERVICES: Mapping[str, Mapping[str, str]] = {

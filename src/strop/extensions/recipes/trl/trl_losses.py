@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from strop.algorithms.catalogue import all_algorithms
-from strop.extensions.recipes.difference import Effect
 from strop.extensions.recipes.library_recipe import LibraryRecipe
-from strop.extensions.recipes.trl.trl_batches import count_batches
+from strop.extensions.recipes.rules import Effect
+from strop.extensions.recipes.trl.trl_optimizer import count_batches
 
 CLIPPED = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
 AGGREGATIONS = {  # over an optimizer step

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
-from strop.extensions.recipes.difference import Effect
 from strop.extensions.recipes.library_recipe import LibraryRecipe
+from strop.extensions.recipes.rules import Effect
 
 LORA = "policy.dtensor_cfg.lora_cfg"
 VLLM = "policy.generation.vllm_cfg"

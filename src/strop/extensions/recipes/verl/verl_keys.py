@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from strop.extensions.recipes.key_table import Carried, Entry, KeyTable, Lacking, Left, Together, to
-from strop.extensions.recipes.library_recipe import LibraryRecipe
-from strop.extensions.recipes.service_choice import SERVICE_KEYS
+from strop.extensions.recipes.library_recipe import (
+    SERVICE_KEYS,
+    Carried,
+    Entry,
+    KeyTable,
+    Lacking,
+    Left,
+    LibraryRecipe,
+    Together,
+    to,
+)
 from strop.extensions.recipes.verl import verl_losses as losses
-from strop.extensions.recipes.verl import verl_model as model
+from strop.extensions.recipes.verl import verl_losses as model
 from strop.extensions.recipes.verl import verl_training as training
 from strop.extensions.recipes.verl.verl_training import ACTOR, MODEL, REF, ROLLOUT
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from strop.extensions.recipes.difference import Effect
-from strop.extensions.recipes.library_recipe import LibraryRecipe
-from strop.extensions.recipes.service_choice import PROJECTS, RUN_NAMES, enable_services, name_in_services
+from strop.extensions.recipes.library_recipe import PROJECTS, RUN_NAMES, LibraryRecipe, enable_services, name_in_services
+from strop.extensions.recipes.rules import Effect
 
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
 PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")

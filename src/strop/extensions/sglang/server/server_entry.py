@@ -33,8 +33,7 @@ def main() -> None:
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
 
-    from strop.extensions.sglang.server.prepared_images import use_prepared_images
-    from strop.extensions.sglang.server.scheduler_process import run_scheduler
+    from strop.extensions.sglang.server.scheduler_process import run_scheduler, use_prepared_images
 
     use_prepared_images()
 

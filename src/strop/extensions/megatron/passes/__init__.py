@@ -1,1 +1,0 @@
-"""Passes over micro-batches: rows for the stages, Megatron Core's pipeline schedules, and log-probabilities from the last stage."""
