@@ -136,8 +136,8 @@ def _import_token_logprobs() -> Callable[..., Any]:
         from strop.models.logprobs.lm_head import LMHead
         from strop.models.logprobs.token_logprobs import token_logprobs
     except ImportError:
-        from strop.models.logprobs.lm_head import LMHead
-        from strop.models.logprobs.token_logprobs import token_logprobs
+        from strop.models.logprobs.lm_head import LMHead  # type: ignore[no-redef,import-not-found]
+        from strop.models.logprobs.token_logprobs import token_logprobs  # type: ignore[no-redef,import-not-found]
     return lambda hidden, target, weight: token_logprobs(hidden, target, LMHead(weight, None), Sampling(), 1024)
 
 

@@ -88,7 +88,7 @@ def _sentences(path: Path, source: str) -> Iterator[Piece]:
             yield from (
                 Piece(path, start, "sentence", text)
                 for text in SENTENCE_END.split(" ".join(lines))
-                if len(text.split()) >= LEAST_WORDS
+                if len(text.split()) >= LEAST_WORDS and not text.startswith("#")
             )
             lines = []
         if line.strip():

@@ -39,9 +39,8 @@ from strop.data.shares.batch_share import BatchShare
 from strop.data.shares.divide_batch import divide_batch, take_share
 from strop.data.shares.split_rule import ShareRequest, SplitRule
 from strop.distributed.actor_group import ActorGroup
-from strop.distributed.base import ActorOptions
+from strop.distributed.base import ActorOptions, serve_store
 from strop.distributed.cluster_config import ClusterConfig
-from strop.distributed.rendezvous import serve_store
 from strop.distributed.workers.remote_learner import RankCaller, RemoteExporter
 from strop.learner.client import LearnerClient
 from strop.learner.parallel.micro_batch import MicroBatchOutputs

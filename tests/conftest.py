@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from strop.openmp import openmp_variables
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tiny models lose more by sharing work than they gain
+os.environ.update(openmp_variables())
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts its background jobs that way, and tests press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -20,7 +20,7 @@ mapfile -t found < <(runs)
 kill -TERM "${found[@]}" 2>/dev/null
 while ((SECONDS < limit)); do
     alive=0
-    for run in "${found[@]}"; do # one that has ended and that nobody has waited for has no command line
+    for run in "${found[@]}"; do # a process that has ended but not been waited for has no command line
         read -r -d '' _ 2>/dev/null <"/proc/$run/cmdline" && alive=1
     done
     ((alive)) || exit 0

@@ -63,12 +63,12 @@ NAMES_FILE: dict[str, Any] = {"names_file": True}
 SectionT = TypeVar("SectionT", bound="BaseConfig")
 
 
-def follows(*targets: str, standalone: Any, description: str, **limits: Any) -> Any:
-    """Declare a field whose default is another key's value, or the product of several.
+def follows(target: str, *, standalone: Any, description: str, **limits: Any) -> Any:
+    """Declare a field whose default is another key's value.
 
     ``standalone`` is the default in a section that is built on its own; ``...`` makes the key required there.
     """
-    return Field(default=standalone, description=description, json_schema_extra={"follows": list(targets)}, **limits)
+    return Field(default=standalone, description=description, json_schema_extra={"follows": [target]}, **limits)
 
 
 def sets(option: str, default: Any, *, description: str, **limits: Any) -> Any:

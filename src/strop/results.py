@@ -249,11 +249,11 @@ def _read_steps(store: RolloutStore | ValidationSamples) -> Iterator[RolloutReco
 def _read_interval(folder: Path, step: int) -> tuple[float, float, int] | None:
     """Return the ends of the 95 % interval of a validation's accuracy, and its tasks; None where they cannot be read."""
     from strop.monitoring.rollout_store.validation_samples import VALIDATION_FOLDER
-    from strop.statistics import confidence_interval, find_task_metric
+    from strop.statistics import confidence_interval, find_task_metric, present_tasks
 
     try:
         content = json.loads((folder / VALIDATION_FOLDER / f"step_{step:06d}.json").read_text(encoding="utf-8"))
-        tasks = [task for task in content["tasks"] if task["samples"]]
+        tasks = present_tasks(content["tasks"])
         metric = find_task_metric("accuracy").fit(tasks)
         values = [float(metric.value(task)) for task in tasks]
     except (OSError, ValueError, KeyError, TypeError):

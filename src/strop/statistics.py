@@ -185,6 +185,15 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
+def present_tasks(tasks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the stored tasks with those of their samples that have an accuracy, without tasks that have no such sample.
+
+    A sample that failed by no fault of the policy has none: it is missing, and no zero.
+    """
+    present = [{**task, "samples": [each for each in task["samples"] if each["accuracy"] is not None]} for task in tasks]
+    return [task for task in present if task["samples"]]
+
+
 @dataclass(frozen=True)
 class TaskResult:
     """The accuracy and the answer of each sample of one task."""
@@ -251,22 +260,39 @@ def _chance_of_majority(own: int, counts: tuple[int, ...], silent: int, k: int) 
 
 
 def summarize_results(
-    results: Sequence[TaskResult], ks: Sequence[int], voters: Sequence[int] = (), majorities: Sequence[int] = ()
+    results: Sequence[TaskResult],
+    ks: Sequence[int],
+    voters: Sequence[int] = (),
+    majorities: Sequence[int] = (),
+    *,
+    samples: int | None = None,
 ) -> dict[str, float]:
     """Return means over tasks: accuracy (avg@n), pass@k for each of ``ks``, and, if there are answers, cons@k for each of ``voters`` and
-    maj@k for each of ``majorities``."""
-    count, samples = len(results), len(results[0].accuracies)
-    means = {"accuracy": sum(sum(result.accuracies) / samples for result in results) / count}
+    maj@k for each of ``majorities``.
+
+    ``samples``: n, if samples may be missing. Tasks that have fewer than k are then left out of pass@k and maj@k, and a mean over no task
+    is no metric.
+    """
+    if not results:
+        return {}
+    samples = samples or len(results[0].accuracies)
+    means = {"accuracy": _mean([sum(result.accuracies) / len(result.accuracies) for result in results])}
     if ks or voters:
         means[f"avg@{samples}"] = means["accuracy"]
     for k in ks:
-        means[f"pass@{k}"] = sum(pass_at_k(samples, result.correct, k) for result in results) / count
+        drawn = [each for each in results if len(each.accuracies) >= k or k > samples]
+        means |= {f"pass@{k}": _mean([pass_at_k(len(each.accuracies), each.correct, k) for each in drawn])} if drawn else {}
     if any(answer is not None for result in results for answer in result.answers):
         for k in voters:
-            means[f"cons@{k}"] = sum(result.consensus(k) for result in results) / count
+            means[f"cons@{k}"] = _mean([result.consensus(k) for result in results])
         for k in majorities:
-            means[f"maj@{k}"] = sum(result.majority(k) for result in results) / count
+            drawn = [each for each in results if len(each.answers) >= k or k > samples]
+            means |= {f"maj@{k}": _mean([each.majority(k) for each in drawn])} if drawn else {}
     return means
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 StoredTask = Mapping[str, Any]  # with ``environment`` and ``samples``, as written by an evaluation

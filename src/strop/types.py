@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from itertools import pairwise, takewhile, zip_longest
 from typing import Any, Literal
 
 from strop.columns import Columns, TokenColumn
+from strop.endings import Ending, Who
 from strop.lazy_torch import Tensor, torch
 from strop.thoughts import read_answer
 
@@ -141,17 +141,6 @@ class Task:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Ending(StrEnum):
-    """Why a rollout ended."""
-
-    STOP = "stop"  # the model stopped (end-of-sequence token or stop string) and the environment did not respond
-    LENGTH = "length"  # a turn reached the maximum number of new tokens
-    CONTEXT = "context"  # the conversation no longer fits the maximum sequence length
-    TURNS = "turns"  # the maximum number of turns was reached
-    TOOL_CALLS = "tool_calls"  # the maximum number of tool calls was reached
-    ERROR = "error"  # the environment or the engine raised an exception
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Turn:
     """Consecutive tokens by one author. The policy's turns are trained on; the environment's turns are only context."""
@@ -245,10 +234,15 @@ class Rollout:
     rewards: Mapping[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # set by the environment during the episode
     output: str = ""  # what an agent printed or returned
-    error: str | None = None
+    error: str | None = None  # what failed; ``ending`` says who can cause it
     images: tuple[PromptImage, ...] = ()  # images of the prompt, in order
     unscored: bool = False  # a reward returned None: the rollout is left out everywhere, and its reward is 0
     columns: Columns = field(default_factory=dict)  # what was recorded of it as a whole
+
+    @property
+    def counts(self) -> bool:
+        """Whether it has a reward to learn from: it was scored, or the policy itself made it fail."""
+        return not self.unscored and (self.error is None or (self.ending is not None and self.ending.who == Who.POLICY))
 
     @property
     def last_turn(self) -> Turn | None:
@@ -319,18 +313,20 @@ class Group:
     version: int  # the weight version of the generators when the group was started
     rollouts: tuple[Rollout, ...]
     baseline: Rollout | None = None  # a greedy rollout, for algorithms that use it as a baseline; never trained on
-    unscored: tuple[Rollout, ...] = ()  # rollouts without a reward, left out of ``rollouts``, the baseline and the loss
+    left_out: tuple[Rollout, ...] = ()  # that have no reward or failed by no fault of the policy: in no baseline, and in no loss
 
     @property
     def every_rollout(self) -> tuple[Rollout, ...]:
-        return (*self.rollouts, *self.unscored)
+        return (*self.rollouts, *self.left_out)
 
-    def leave_out_unscored(self) -> Group:
-        """Return the group with unscored rollouts moved to ``unscored``; unchanged if no rollout has a reward."""
-        scored = tuple(rollout for rollout in self.rollouts if not rollout.unscored)
-        if not scored or len(scored) == len(self.rollouts):
+    def leave_out_failed(self) -> Group:
+        """Return the group with rollouts that do not count moved to ``left_out``; unchanged if none counts, or if code raised an
+        exception without a cause, which may depend on what the policy wrote.
+        """
+        present = tuple(rollout for rollout in self.rollouts if rollout.counts)
+        if not present or len(present) == len(self.rollouts) or any(each.ending == Ending.ERROR for each in self.rollouts):
             return self
-        return replace(self, rollouts=scored, unscored=tuple(rollout for rollout in self.rollouts if rollout.unscored))
+        return replace(self, rollouts=present, left_out=tuple(rollout for rollout in self.rollouts if not rollout.counts))
 
     @property
     def is_unscored(self) -> bool:
@@ -351,8 +347,9 @@ class Group:
 
     @property
     def errors(self) -> tuple[str, ...]:
+        """The errors of rollouts that do not count, which the group cannot be trained on with."""
         rollouts = self.rollouts if self.baseline is None else (*self.rollouts, self.baseline)
-        return tuple(rollout.error for rollout in rollouts if rollout.error is not None)
+        return tuple(rollout.error for rollout in rollouts if rollout.error is not None and not rollout.counts)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -468,6 +465,12 @@ class Batch:
     @property
     def sequence_lengths(self) -> Tensor:  # [S] float32: number of predicted tokens that count, per rollout
         return self.mask.new_zeros(self.num_sequences).index_add_(0, self.sequence, self.mask)
+
+    def split(self, column: Tensor) -> tuple[Tensor, ...]:
+        """Split a column [N, ...] by rollout: S parts, each with the rollout's tokens in their order."""
+        lengths = torch.bincount(self.sequence, minlength=self.num_sequences).tolist()
+        ascending = bool((self.sequence.diff() >= 0).all())
+        return (column if ascending else column[self.sequence.argsort(stable=True)]).split(lengths)
 
     def column(self, name: str) -> Tensor:  # [N]
         """Return the column ``name``. Raises KeyError, listing the existing columns, if there is none."""

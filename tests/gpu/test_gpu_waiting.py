@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from strop.learner.torch.scorer import NetworkScorer
 from strop.models.attention import flash_kernel
 from strop.models.network import Network
 from strop.sampling import Sampling
+from strop.types import Batch
 from strop.weight_sync.fingerprints import fingerprint
 from support import simulated_device
 from support.algorithms import grpo
@@ -80,6 +83,33 @@ def test_micro_batches_are_sent_in_one_copy_and_read_when_the_last_is_done(algor
             with simulated_device.counting() as counts:
                 learner.step()
             assert crossings(counts) == (1, 0, 0, 0)
+
+
+def launches_of_a_layer(network_of: Callable[[int], Network], batch: Batch) -> float:
+    """Of both passes of a micro-batch whose weights have been cast."""
+    found = []
+    for layers in (1, 3):
+        learner = make_torch_learner(network_of(layers), Sampling(), train_tokens=10**9)
+        learner.forward_backward(batch, grpo().loss)
+        with simulated_device.counting() as counts:
+            learner.forward_backward(batch, grpo().loss)
+        found.append(counts["launches"])
+    return (found[1] - found[0]) / 2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("shapes", "most"), [(((11, (9, 1, 14)),), (102, 47)), (SHAPES, (117, 56)), (((11, (9,)),), (102, 47))])
+def test_a_layer_is_at_most_60_launches(shapes: Any, most: tuple[int, int], compiled: bool) -> None:
+    """Both passes, gradients added to those of earlier micro-batches; of one group, of several, of one completion. As the segments run
+    uncompiled, and as a GPU compiles them.
+    """
+    batch = pack_for(simple_groups(*shapes), grpo())
+
+    def network(layers: int) -> Network:
+        return Network(build("llama", layers=layers).to(KIND), precision=torch.bfloat16, packed=True)
+
+    with simulated_device.compiled_segments() if compiled else nullcontext():
+        assert launches_of_a_layer(network, batch) <= most[compiled]
 
 
 def test_a_fingerprint_takes_64_mib_beside_its_tensor_and_one_read() -> None:

@@ -92,7 +92,9 @@ def test_an_evaluation_whose_samples_all_fail_is_an_error_that_says_why(tiny: Pa
     settings = {"generation.model_name": str(tiny), **SETTINGS, "env.broken.type": "broken.py:Broken", "data.env_name": "broken"}
     outcome = start(["eval", "--json", *overrides(settings)], tmp_path).finish(200)
     assert outcome.code == 1 and json.loads(outcome.out)["metrics"]["errors"] == 32
-    assert "warning: 32 of 32 samples failed and count as wrong; the first: " in outcome.err
+    assert (
+        "warning: 32 of 32 samples failed, 32 by no fault of the policy, which the scores leave out; the first: " in outcome.err
+    )
     assert "the judge is not there (broken.py, line 8, in Broken.correct)\n" in outcome.err
     assert outcome.err.rstrip().endswith("error: every sample failed, so these figures say nothing about the model")
 

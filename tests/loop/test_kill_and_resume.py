@@ -110,6 +110,51 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(chain, tiny, tmp_path, uni
     assert_same_run(tmp_path, uninterrupted)
 
 
+FAILING = """
+import random
+from dataclasses import dataclass
+
+from strop.endings import Ending, RolloutFailed
+from strop.environments.arithmetic import Arithmetic
+from strop.environments.base import reward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failing(Arithmetic):
+    @reward(weight=0.0)
+    def luck(self, task, rollout):
+        luck = random.Random(rollout.seed).random()
+        if luck < 0.3:
+            raise RolloutFailed("the sandbox is gone", Ending.SANDBOX)
+        if luck < 0.4:
+            raise RolloutFailed("exit status 139", Ending.CRASH)
+        return luck
+"""
+
+
+def test_a_run_whose_groups_are_partial_ends_after_kills_as_if_nothing_had_happened(tiny, tmp_path):
+    """Rollouts fail by their seeds, some after they were sampled again; the second kill is while groups are unfinished."""
+    changes = {
+        "env.arithmetic.type": "failing.py:Failing",
+        "grpo.failures.retries": 1,
+        "grpo.failures.min_rollouts": 6,
+        "grpo.failures.reward": -0.5,
+    }
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+        (folder / "failing.py").write_text(FAILING)
+    assert grpo(tiny, whole, **changes).code == 0
+    logged = [line for step, line in metrics_of(whole / "logs").items() if step]
+    assert any(line.get("train/failures/sandbox") for line in logged) and any(line.get("train/failures/crash") for line in logged)
+    assert any(line["train/reward_min"] == -0.5 for line in logged)
+    for kill in (Kill("at a save", 1), Kill("while generating", 3), Kill("at the optimizer step", 2)):
+        assert grpo(tiny, parts, before=kill, **changes).code == -signal.SIGKILL
+    outcome = grpo(tiny, parts, **changes)
+    assert outcome.code == 0, outcome.err
+    assert_same_run(parts, whole)
+
+
 @pytest.mark.exhaustive
 def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(tiny, tmp_path, uninterrupted):
     draw, killed = random.Random(11), 0

@@ -13,7 +13,7 @@ from loop.free_memory_of_a_run import FreeMemory
 from loop.killing import Kill
 from loop.kinds import GRADED, assert_same_run, recorded_config, write_data
 from loop.runs import Outcome, metrics_of, overrides, repeatable, strop, tiny_config
-from strop.learner.budget.memory_probe import LARGEST_BUDGET
+from strop.data.packing_config import LARGEST_TOKENS
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def test_a_changed_key_ends_what_was_found(tiny: Path, tmp_path: Path) -> None:
     assert train(tiny, tmp_path, 256).code == 0
     assert not (tmp_path / "results" / "step_4" / "token_budgets").exists()
     assert train(tiny, tmp_path, "auto", FreeMemory(MORE), **{"grpo.max_num_steps": 6}).code == 0
-    assert found(tmp_path, 6) == LARGEST_BUDGET
+    assert found(tmp_path, 6) == LARGEST_TOKENS
 
 
 def test_a_machine_without_room_for_a_rollout_refuses_to_start(tiny: Path, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_recorded_data_is_cut_by_what_was_found(tiny: Path, tmp_path: Path) -> N
     settings = {**recorded_config("sft", tiny), "logger.console": "plain", KEY: "auto"}
     outcome = strop("sft", *overrides(settings), folder=tmp_path, before=FreeMemory(MORE))
     assert outcome.code == 0, outcome.err
-    assert f"{KEY}: auto is {LARGEST_BUDGET} tokens" in outcome.out
+    assert f"{KEY}: auto is {LARGEST_TOKENS} tokens" in outcome.out
 
 
 @pytest.mark.exhaustive

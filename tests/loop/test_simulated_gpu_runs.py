@@ -9,6 +9,7 @@ import pytest
 
 from loop.kinds import train
 from loop.runs import metrics_of, repeatable
+from strop.data.packing_config import LARGEST_TOKENS
 from support.simulated_device import find_obstacle
 from support.simulated_device.in_process import compute_as_a_gpu, compute_on_simulated_gpu
 from support.sweep import sweep
@@ -48,3 +49,15 @@ def test_a_run_on_the_simulated_gpu_trains_as_on_the_cpu_to_the_last_digit(secti
         both = {name: (metrics.get(name), wanted.get(name)) for name in metrics.keys() | wanted.keys()}
         differing = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
         assert differing == {}, step
+
+
+def test_a_run_by_defaults_measures_what_fits_and_reads_a_step_in_one_micro_batch(tiny: Path, tmp_path: Path) -> None:
+    """And logs the size before that, with its reason."""
+    left: dict[str, Any] = {"policy.train_micro_batch_size": ..., "grpo.max_num_steps": 2, "logger.console": "plain"}
+    outcome = train("grpo", tiny, tmp_path, before=compute_on_simulated_gpu, **SAMPLED, **left, **{"policy.device": "auto"})
+    assert outcome.code == 0, outcome.err
+    said = outcome.out + outcome.err
+    assert "micro-batch as many tokens as fit into memory, at most 32768, measured at the start (default on a GPU)" in said
+    assert f"policy.sequence_packing.train_mb_tokens: auto is {LARGEST_TOKENS} tokens" in said
+    tokens = [line["train/total_tokens"] for step, line in metrics_of(tmp_path / "logs").items() if step]
+    assert len(tokens) == 2 and max(tokens) < LARGEST_TOKENS

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2] / "src"
 
 # Who may import whom: a room imports from earlier lines only. (docs/architecture.md draws the same picture.)
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("lazy_torch", "safety", "thoughts", "device_copies", "determinism"),
+    ("lazy_torch", "safety", "thoughts", "device_copies", "determinism", "openmp"),
     ("columns",),
     (
         "types",

@@ -82,7 +82,6 @@ def test_a_sample_of_a_page_holds_its_sentences_without_code(prose, tmp_path):
         "\n- An item of a list\n- Another item of it\n\n| a row | of | a table |\n|---|---|---|\n"
     )
     assert [(piece.line, piece.text) for piece in prose.pieces_of(path)] == [
-        (1, "# A page of four words"),
         (3, "The first sentence is here."),
         (3, "`This` is the second one."),
         (10, "- An item of a list"),

@@ -49,7 +49,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "learner/parallel/single_device.py": "weights_only",
         "models/load_report.py": "weights_only",
         "extensions/labs/draft/draft_trainer.py": "weights_only",
-        "extensions/labs/draft/eagle_files.py": "weights_only",
+        "extensions/labs/draft/eagle_head.py": "weights_only",
         "extensions/sglang/server/scheduler_process.py": "weights_only, of files that the run has written",
         "extensions/megatron/checkpoint/torch_dist.py": "weights only",
         "learner/parallel/sharded_checkpoint.py": "weights_only",
@@ -64,7 +64,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "extensions/sglang/relayed_weights.py": "loopback",
         "extensions/view/view_routes.py": "strop view: loopback unless --host is given, a token unless --no-token",
         "weight_sync/transports/secret_store.py": "one address, a secret per sender",
-        "distributed/rendezvous.py": "one address",
+        "distributed/base.py": "one address",
     },
     "eval": {},
     "exec": {
@@ -86,9 +86,8 @@ ALLOWED: dict[str, dict[str, str]] = {
     "tempfile.mktemp": {},
     "dist.TCPStore": {
         "distributed/workers/learner_worker.py": "a client",
-        "extensions/sglang/relayed_weights.py": "on a socket of the loopback interface",
     },
-    "distributed.TCPStore": {"distributed/preflight.py": "a client", "distributed/rendezvous.py": "on a socket of one address"},
+    "distributed.TCPStore": {"distributed/preflight.py": "a client", "distributed/base.py": "on a socket of one address"},
     "web.TCPSite": {"safety/http_server.py": "in listening"},
     "web.SockSite": {"safety/http_server.py": "in listening"},
     "listening": {
@@ -254,7 +253,7 @@ LISTENERS = """
 import os, socket
 from strop.weight_sync.transports.broadcast import BroadcastSender
 from strop.weight_sync.transports.host_memory import MemorySender
-from strop.distributed.rendezvous import serve_store
+from strop.distributed.base import serve_store
 from strop.environments.scoring.scoring_pool import get_scoring_pool
 kept = BroadcastSender(1), MemorySender(1), serve_store("127.0.0.1", 2, 5), get_scoring_pool(1)
 inodes = {os.readlink(f"/proc/self/fd/{fd}")[8:-1] for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")

@@ -37,15 +37,3 @@ def attend_pages(
 
 def _gather_pages(cache: Tensor, table: Tensor) -> Tensor:
     return cache[table.long()].transpose(1, 2).flatten(2, 3)
-
-
-def write_pages(
-    key: Tensor, value: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor, keys: Tensor, values: Tensor, table: Tensor
-) -> None:
-    """Rotate keys [B, KV, D] by the rotary embedding [positions, D] of positions [B], and write keys and values into the pages."""
-    page = keys.shape[2]
-    pages, slots = table.long().gather(1, (positions // page)[:, None]).squeeze(1), positions % page
-    low, high = key.float().chunk(2, dim=-1)
-    turned = key * cosines[positions, None] + torch.cat([-high, low], dim=-1) * sines[positions, None]
-    keys[pages, :, slots] = turned.to(keys.dtype)
-    values[pages, :, slots] = value

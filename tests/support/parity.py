@@ -68,6 +68,8 @@ class Case:
     shapes: Sequence[tuple[int, Sequence[int]]] = MANY
     dtype: torch.dtype = torch.float64
     weights_dtype: torch.dtype | None = None
+    gather_dtype: torch.dtype | None = None  # of the ranks
+    reshard: bool = True  # ranks free weights and reduce gradients in every micro-batch
     precision: torch.dtype | None = None  # None: the dtype of the weights
     branches: bool = False  # a group with rollouts of an agent that has branches
     packed: bool = True
@@ -143,7 +145,14 @@ def build_trained_network(case: Case, meshes: DeviceMeshes | None) -> tuple[Netw
     placement = None
     if meshes is not None:
         parallelize = parallelize_stages if case.sizes.pipeline > 1 else parallelize_network
-        placement = parallelize(network, meshes, weights_dtype=case.weights_dtype, tensor_plan=case.tensor_plan)
+        placement = parallelize(
+            network,
+            meshes,
+            weights_dtype=case.weights_dtype,
+            gather_dtype=case.gather_dtype,
+            tensor_plan=case.tensor_plan,
+            reshard_after_forward=case.reshard,
+        )
     elif case.weights_dtype is not None and not case.lora:
         cast_weights(network.model, case.weights_dtype)
     if not case.head:

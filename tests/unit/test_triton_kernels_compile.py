@@ -40,8 +40,22 @@ def call_row_kernels() -> None:
             rows.differentiate(product, 0.7, RowSlopes(column, column, of_entropy, shift=column, place=place, chosen=column))
 
 
+def call_merge_kernel() -> None:
+    from strop.models.attention.merge_kernel import merge_rows_on_gpu
+
+    rows = torch.arange(3)
+    for dtype, part_dtype in ((torch.bfloat16,) * 2, (torch.float16,) * 2, (torch.float32, torch.bfloat16)):
+        for heads, size in ((12, 128), (5, 72)):
+            output, part = torch.zeros(4, heads, size, dtype=dtype), torch.zeros(3, heads, size, dtype=part_dtype)
+            for place in (rows, slice(0, 3), slice(1, 4)):
+                merge_rows_on_gpu(output, torch.zeros(heads, 4), part, torch.zeros(heads, 3), place)
+
+
 # What calls the kernels of each module with every dtype, alignment and branch that a run can reach.
-CALLERS: dict[str, Callable[[], None]] = {"strop.models.logprobs.row_kernels": call_row_kernels}
+CALLERS: dict[str, Callable[[], None]] = {
+    "strop.models.attention.merge_kernel": call_merge_kernel,
+    "strop.models.logprobs.row_kernels": call_row_kernels,
+}
 
 
 @pytest.mark.slow

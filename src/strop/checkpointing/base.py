@@ -92,6 +92,7 @@ _PYTHON_2 = {"__builtin__": "builtins", "xrange": "range"}  # their names in pic
 _OWN_MODULES = {
     "strop.checkpointing.base",
     "strop.data.recorded.examples",
+    "strop.endings",
     "strop.environments.base",
     "strop.environments.remote",
     "strop.rollouts.stream",

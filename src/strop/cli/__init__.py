@@ -1,4 +1,4 @@
-"""The command line; one file for each command."""
+"""The command line."""
 
 from strop.cli.commands import main, run_script
 

@@ -1,4 +1,4 @@
-"""The command line: one file for each command.
+"""The command line.
 
 Options and ``a.b=c`` overrides may be given in any order. Heavy packages are imported only when needed, so that ``--help`` and errors in
 a configuration are fast. Exit codes: 0 success, 1 failure, 2 error in the arguments or the configuration, 130 interrupted, 141
@@ -8,6 +8,7 @@ the reader of the output is gone, 143 stopped by SIGTERM or the time limit and c
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 from strop import __version__, plugins
 from strop.cli.train_command import TRAINING
 from strop.monitoring.message_style import discard_output
+from strop.openmp import openmp_variables
 from strop.user_code import UserCodeError, import_attribute, suggest_names
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -87,6 +89,7 @@ def list_commands() -> dict[str, dict[str, Command]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``strop`` command. Return its exit code."""
+    os.environ.update(openmp_variables())  # before a command imports torch
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _make_parser()
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -116,6 +119,7 @@ def _heed_broken_pipe(command: Callable[[], int]) -> int:
 
 def run_script(command: str, default_config: Path) -> int:
     """Run ``strop COMMAND`` for a script of examples/, with ``default_config`` if no ``--config`` is given."""
+    os.environ.update(openmp_variables())
     arguments = sys.argv[1:]
     typed = f"python {shlex.join([sys.argv[0], *arguments])}"
     return _heed_broken_pipe(lambda: COMMANDS[command].run(arguments, typed, default_config))

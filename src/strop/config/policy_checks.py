@@ -52,7 +52,7 @@ def check_token_budget(config: TrainingRunConfig) -> Problems:
     for key, model in list_trained_models(config):
         packing = model.sequence_packing
         for name in ("train_mb_tokens", "logprob_mb_tokens"):
-            if packing.enabled and (budget := getattr(packing, name)) != "auto" and budget < total:
+            if packing.enabled and (budget := getattr(packing, name)) not in (None, "auto") and budget < total:
                 yield Problem(
                     f"{key}.sequence_packing.{name}",
                     f"found {budget}, but a single rollout may have policy.max_total_sequence_length = {total} tokens",
@@ -133,28 +133,33 @@ def warn_order_of_turns(config: TrainingRunConfig) -> Problems:
 
 
 def check_measured_budget(config: TrainingRunConfig) -> Problems:
-    """The torch learner measures memory before engines start, so later uses of memory must be known."""
+    """The torch learner measures memory with its engines asleep, so it must be what a micro-batch finds later too."""
     for key, model in list_trained_models(config):
         if model.batching.train_mb_tokens != "auto" or not model.uses_torch:
             continue
-        if (obstacle := _find_obstacle(config, model)) is not None:
+        if (obstacle := find_budget_obstacle(config, model)) is not None:
             yield Problem(
                 f"{key}.{model.batching_key}.train_mb_tokens", f"found auto, but {obstacle}", "Set it to a number of tokens."
             )
 
 
-def _find_obstacle(config: TrainingRunConfig, model: ModelConfig) -> str | None:
-    """Return why a micro-batch's memory cannot be measured at the start of a run; None if it can."""
+def find_budget_obstacle(config: TrainingRunConfig, model: ModelConfig) -> str | None:
+    """Return why a run cannot measure the memory of a micro-batch; None if it can."""
     if model.dtensor_cfg.pipeline_parallel_size > 1:
         return "with pipeline stages several micro-batches are in memory at once, and their number depends on the batch"
-    if not isinstance(config, RolloutRunConfig) or not config.policy.generation.colocated.enabled:
-        return None
-    if config.policy.generation.uses_engines or count_devices(config).uses_ray:
+    if shares_device(config) and isinstance(config, RolloutRunConfig) and config.rollout_training.max_staleness > 0:
         return (
-            "an engine in another process shares the learner's device (policy.generation.colocated.enabled), and starts after the memory "
-            "is measured"
+            "an engine in another process shares the learner's device (policy.generation.colocated.enabled) and never sleeps, since it "
+            "samples while the learner trains"
         )
     return None
+
+
+def shares_device(config: TrainingRunConfig) -> bool:
+    """Return whether an engine in another process shares the learner's device."""
+    if not isinstance(config, RolloutRunConfig) or not config.policy.generation.colocated.enabled:
+        return False
+    return config.policy.generation.uses_engines or count_devices(config).uses_ray
 
 
 def warn_unused_offload(config: RolloutRunConfig) -> Problems:

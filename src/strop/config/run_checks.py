@@ -231,8 +231,7 @@ def warn_unused_batch_sizes(config: TrainingRunConfig) -> Problems:
 
 
 def _warn_unused_sizes(key: str, section: str, model: ModelConfig) -> Problems:
-    defaults = {"train": ("train_micro_batch_size", default_of(model, "train_micro_batch_size"))}
-    defaults["logprob"] = ("logprob_batch_size", model.train_micro_batch_size)
+    defaults = {"train": ("train_micro_batch_size", None), "logprob": ("logprob_batch_size", model.train_micro_batch_size)}
     for name, (size_key, default) in defaults.items():
         size, budget = getattr(model, size_key), getattr(model.batching, f"{name}_mb_tokens")
         scales_logprobs = name == "train" and model.logprob_batch_size == size and _follows(model, "logprob")
@@ -247,15 +246,15 @@ def _warn_unused_sizes(key: str, section: str, model: ModelConfig) -> Problems:
 def _follows(model: ModelConfig, name: str) -> bool:
     """Return whether a token budget is the one derived from the batch size in rollouts."""
     size = model.train_micro_batch_size if name == "train" else model.logprob_batch_size
-    return bool(getattr(model.batching, f"{name}_mb_tokens") == size * model.max_total_sequence_length)
+    budget = getattr(model.batching, f"{name}_mb_tokens")
+    return budget is None or (size is not None and budget == size * model.max_total_sequence_length)
 
 
 def _warn_unused_budgets(key: str, section: str, model: ModelConfig) -> Problems:
     other = "dynamic_batching" if section == "sequence_packing" else "sequence_packing"
-    for name, size in (("train", model.train_micro_batch_size), ("logprob", model.logprob_batch_size)):
+    for name, used in (("train", model.train_tokens), ("logprob", model.score_tokens)):
         budget = getattr(getattr(model, other), f"{name}_mb_tokens")
-        used = getattr(model.batching, f"{name}_mb_tokens")
-        if budget not in (size * model.max_total_sequence_length, used):
+        if budget not in (None, used):
             yield Problem(
                 f"{key}.{other}.{name}_mb_tokens",
                 f"found {budget}, which has no effect: {key}.sequence_packing.enabled is {str(section == 'sequence_packing').lower()}, so "
@@ -266,21 +265,12 @@ def _warn_unused_budgets(key: str, section: str, model: ModelConfig) -> Problems
 def warn_unused_validation_size(config: RecordedRunConfig) -> Problems:
     training, key = config.recorded_training, f"{config.section}.val_micro_batch_size"
     if training.val_micro_batch_size != default_of(training, "val_micro_batch_size"):
-        tokens = config.policy.batching.logprob_mb_tokens
+        tokens = config.policy.score_tokens
         section = "sequence_packing" if config.policy.sequence_packing.enabled else "dynamic_batching"
         yield Problem(
             key,
             f"found {training.val_micro_batch_size}, which has no effect: policy.{section}.logprob_mb_tokens = {tokens} cuts the "
             "micro-batches of validation, whose result does not depend on it",
-        )
-
-
-def check_measured_peak(config: TrainingRunConfig) -> Problems:
-    if config.logger.peak_tflops == "measure" and config.policy.device.startswith("cuda"):
-        yield Problem(
-            "logger.peak_tflops",
-            f"found measure, which measures processors, and policy.device={config.policy.device}",
-            "Leave logger.peak_tflops=null for a GPU of the table of devices (docs/planning.md), or set the peak of one GPU in TFLOP/s.",
         )
 
 
@@ -372,7 +362,6 @@ ERROR_CHECKS: Mapping[str, tuple[Check, ...]] = {  # section -> its rules
     "dpo": (check_precomputed_reference,),
     "env": (check_environments, check_past_opponents),
     "eval": (check_eval_sampling,),
-    "logger": (check_measured_peak,),
     "cluster": (*cluster_checks.MACHINE_CHECKS, cluster_checks.check_resources),
 }
 WARNING_CHECKS: Mapping[str, tuple[Check, ...]] = {

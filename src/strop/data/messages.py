@@ -1,7 +1,7 @@
 """Parse columns with conversations into messages.
 
 Two formats are read: {role, content} as in chat templates and OpenAI's API, with tool_calls, tool_call_id, name, reasoning and
-weight, and ShareGPT's {from, value}. Content parts are texts and images (``strop.data.sources.images``). A record with content
+weight, and ShareGPT's {from, value}. Content parts are texts and images (``strop.data.sources.image_columns``). A record with content
 that ``Message`` cannot represent is an error; nothing is dropped silently.
 """
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from strop.types import Batch
+from strop.types import Batch, PromptImage
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,9 @@ class RolloutSelector:
         self._by_rollout = None if ascending else batch.sequence.argsort(stable=True)
         ends = torch.bincount(batch.sequence, minlength=batch.num_sequences).cumsum(0).tolist()
         self._tokens_of = list(zip([0, *ends], ends, strict=False))  # start and end of each rollout in _by_rollout
-        self._images = list(zip(batch.images, batch.image_segments, strict=True)) if batch.images else []
+        self._images: dict[int, list[PromptImage]] = {}  # of each segment
+        for image, segment in zip(batch.images, batch.image_segments, strict=True) if batch.images else ():
+            self._images.setdefault(segment, []).append(image)
         self._new_position = torch.full((len(batch.tokens),), -1)  # overwritten by each selection
         self._new_sequence = torch.full((batch.num_sequences,), -1)
 
@@ -58,8 +60,8 @@ class RolloutSelector:
             positions=batch.positions[token_index],
             images=tuple(
                 image.moved(int(self._new_position[image.start]) - image.start)
-                for image, segment in self._images
-                if segment in renumbered
+                for segment in segments
+                for image in self._images.get(segment, ())
             ),
             segment_start=segment_length.cumsum(0) - segment_length,
             segment_parent=torch.tensor([renumbered.get(self._parents[segment], -1) for segment in segments]),

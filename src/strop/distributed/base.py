@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -120,3 +122,15 @@ class Cluster(Protocol):
     async def close(self) -> None:
         """Kill every process and disconnect."""
         ...
+
+
+def serve_store(host: str, world: int, timeout: float) -> Any:
+    """Serve a TCPStore on ``host``, this node's cluster address. The store's own listener would be on every interface."""
+    import torch.distributed
+
+    distributed: Any = torch.distributed
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=max(128, world))
+    limit, port = datetime.timedelta(seconds=timeout), listener.getsockname()[1]
+    return distributed.TCPStore(
+        host, port, world, True, timeout=limit, wait_for_workers=False, master_listen_fd=listener.detach()
+    )

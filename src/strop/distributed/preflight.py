@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from strop.distributed.rendezvous import serve_store
+from strop.distributed.base import serve_store
 
 SLOW_GPU_LINK = 2e9  # bytes/s between nodes; below it NCCL has most likely fallen back to TCP
 

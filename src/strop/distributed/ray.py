@@ -37,6 +37,7 @@ from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.guardian import Guardian
 from strop.distributed.placement import Node, PlacementError, choose_nodes, find_domain
 from strop.monitoring.process_profile import RECORDER, control_profile
+from strop.openmp import openmp_variables
 from strop.safety.remote_code import TRUST_VARIABLE, trusts_remote_code
 
 log = logging.getLogger(__name__)
@@ -133,7 +134,8 @@ class RayCluster:
         return remote
 
     def _actor_options(self, options: ActorOptions) -> dict[str, Any]:
-        role, variables = options.role, {**deterministic_variables(), **options.environment, **options.role.env_vars}
+        settings = {**openmp_variables(), **deterministic_variables()}
+        role, variables = options.role, {**settings, **options.environment, **options.role.env_vars}
         if not self.on_cpu and not options.num_gpus:  # otherwise Ray chooses the GPUs
             gpus = self._gpus[options.node or 0]
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[device] for device in options.devices)

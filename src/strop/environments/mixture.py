@@ -157,21 +157,23 @@ class Mixture:
         if self.chooser is None or placed is None:
             return
         environment = self.components[placed.entry].environment
-        valid = [rollout for rollout in group.rollouts if rollout.error is None]
-        for rollout in valid:
+        counting = [rollout for rollout in group.rollouts if rollout.counts]
+        for rollout in group.rollouts:
             rollout.metrics.update({f"{CURRICULUM}/{name}": value for name, value in placed.metrics.items()})
-        self.chooser.record(group.index, self._score(environment, [rollout for rollout in valid if not rollout.unscored]))
+        self.chooser.record(group.index, self._score(environment, counting))
 
     def _score(self, environment: EnvironmentHandle[Any], rollouts: Sequence[Rollout]) -> list[float]:
         """Return the score of each rollout; empty if the environment cannot score them."""
         try:
             with contain_exits():
                 if self.scored_by is None:
-                    return [float(environment.accuracy(rollout)) for rollout in rollouts]
+                    return [0.0 if rollout.error else float(environment.accuracy(rollout)) for rollout in rollouts]
         except Exception as error:  # a user's environment may override it
             log.warning("the curriculum has no result of a group: %s.accuracy raised %r", environment.traits.title, error)
             return []
-        return [rollout.rewards[self.scored_by] for rollout in rollouts if self.scored_by in rollout.rewards]
+        return [
+            rollout.rewards.get(self.scored_by, 0.0) for rollout in rollouts if rollout.error or self.scored_by in rollout.rewards
+        ]
 
     def _resumable_tasks(self) -> Iterator[tuple[int, Resumable]]:
         for number, component in enumerate(self.components):

@@ -26,6 +26,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
+from strop.endings import Ending, find_ending
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.forks import run_in_one_process
 from strop.environments.handle import EnvironmentHandle, Grade, LocalEnvironment, Traits
@@ -70,9 +71,13 @@ CACHE_SIZE = 1024  # cached blocks per client, and cached tasks per server
 class EnvironmentServerDied(RuntimeError):
     """The process of an environment died. The message says which."""
 
+    ending = Ending.ENVIRONMENT
+
 
 class SessionLost(RuntimeError):
     """The session of an episode was lost with its process, or was closed."""
+
+    ending = Ending.ENVIRONMENT
 
 
 class RemoteEnvironmentError(Exception):
@@ -98,11 +103,12 @@ class CallResult:
     error_type: str = ""  # name of the exception's type; "" if the call succeeded
     message: str = ""
     traceback: str = ""
+    ending: Ending | None = None  # which the exception reports
 
     @staticmethod
     def from_exception(error: Exception) -> CallResult:
         text = shorten("".join(traceback.format_exception(error)), 4 * MAX_ERROR_TEXT)
-        return CallResult(None, type(error).__name__, describe_error(error).partition(": ")[2], text)
+        return CallResult(None, type(error).__name__, describe_error(error).partition(": ")[2], text, find_ending(error))
 
     def unwrap(self) -> Any:
         """Return the value, or raise the exception."""
@@ -111,6 +117,8 @@ class CallResult:
         known = {kind.__name__: kind for kind in (RewardError, EnvironmentConfigError, DataError, SessionLost)}
         kind = known.get(self.error_type) or type(self.error_type, (RemoteEnvironmentError,), {})
         error = kind(self.message)
+        if self.ending is not None:
+            error.ending = self.ending  # type: ignore[attr-defined]
         error.add_note(f"in the environment's process:\n{self.traceback}")
         raise error
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from strop.endings import Ending, failing_as
 from strop.gateway.completion_request import CompletionRequest, RequestReader
 from strop.gateway.exchange import Exchange
 from strop.gateway.gateway_config import GatewayConfig
@@ -26,7 +27,7 @@ from strop.safety.site_guard import BadRequest
 from strop.sampling import Sampling, mix_seed
 from strop.thoughts import split_thoughts
 from strop.tools.base import ParsedReply
-from strop.types import Branch, Ending, Message, Messages, Rollout, Turn, observation_turn
+from strop.types import Branch, Message, Messages, Rollout, Turn, observation_turn
 
 
 @dataclass(eq=False)
@@ -221,7 +222,8 @@ class AgentSession:
             for choice in range(asked.choices)
         ]
         try:
-            completions = await asyncio.gather(*sampled)
+            with failing_as(Ending.ENGINE):
+                completions = await asyncio.gather(*sampled)
         except InvalidRequest as error:
             raise self._refuse(error) from error
         except Exception as error:  # errors of the engine, not of the agent

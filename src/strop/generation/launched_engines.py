@@ -16,6 +16,7 @@ from strop.generation.generation_config import GenerationConfig
 from strop.generation.vllm.vllm_engine import VllmEngine
 from strop.gpus import VISIBLE
 from strop.models.vision.vision_processor import VisionProcessor
+from strop.openmp import openmp_variables
 
 
 def find_engine(config: GenerationConfig) -> type[LaunchedEngine]:
@@ -69,7 +70,7 @@ def _launch_each(
     """Return the launch of each engine of this process. Raises ValueError if there are too few GPUs."""
     options = launch.config.engine_options
     if launch.on_cpu:
-        own = {"OMP_NUM_THREADS": str(options.num_threads or threads or torch.get_num_threads())}
+        own = {"OMP_NUM_THREADS": str(options.num_threads or threads or torch.get_num_threads()), **openmp_variables()}
         environments = [own] * options.num_local_engines
     else:
         environments = [{VISIBLE: ",".join(gpus)} for gpus in choose_engine_gpus(launch.config, learner.index or 0)]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from strop.base_config import Device, PathText, Precision, follows, subsection
-from strop.data.packing_config import DynamicBatchingConfig, SequencePackingConfig
+from strop.data.packing_config import CPU_TOKENS, DynamicBatchingConfig, SequencePackingConfig, TokenBudget
 from strop.learner.learner_config import TORCH, WithLearner
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.torch.optimizer_config import EmaConfig, OptimizerConfig, SchedulerConfig
@@ -67,19 +67,23 @@ class ModelConfig(WithLearner):
         ge=1,
         description="Rollouts per optimizer step; null is the whole batch; of recorded data, at most 32 examples (rollouts).",
     )
-    train_micro_batch_size: int = Field(
-        4,
+    train_micro_batch_size: int | None = Field(
+        None,
         ge=1,
-        description="Sets the default token budget of a training micro-batch, with max_total_sequence_length (rollouts).",
+        description="Sets the default token budget of a training micro-batch, with max_total_sequence_length; null leaves it to the device "
+        "(rollouts).",
     )
-    logprob_batch_size: int = follows(
+    logprob_batch_size: int | None = follows(
         ".train_micro_batch_size",
-        standalone=4,
+        standalone=None,
         ge=1,
-        description="Sets the default token budget of a micro-batch scored without gradients (rollouts).",
+        description="Sets the default token budget of a micro-batch scored without gradients; null leaves it to the device (rollouts).",
     )
     logprob_chunk_size: int | None = Field(
-        1024, ge=1, description="Tokens with float32 logits in memory at once; null is all of a micro-batch (tokens)."
+        None,
+        ge=1,
+        description="Tokens with float32 logits in memory at once; null is 1024, and on a GPU as many as a 32nd of its memory holds, up to "
+        "8192, unless filters or soft caps need the slower path (tokens).",
     )
     attention_kernel: Literal["auto", "plain", "flash", "blockwise", "flex"] = Field(
         "auto",
@@ -131,6 +135,20 @@ class ModelConfig(WithLearner):
     def batching_key(self) -> str:
         """The name of that section."""
         return "sequence_packing" if self.sequence_packing.enabled else "dynamic_batching"
+
+    @property
+    def train_tokens(self) -> TokenBudget:
+        """Token budget of a training micro-batch. What is left to the device is that of a CPU (``with_gpu_budgets``)."""
+        return self.batching.train_mb_tokens or self._budget_of(self.train_micro_batch_size)
+
+    @property
+    def score_tokens(self) -> int:
+        """Token budget of a micro-batch scored without gradients."""
+        return self.batching.logprob_mb_tokens or self._budget_of(self.logprob_batch_size)
+
+    def _budget_of(self, rollouts: int | None) -> int:
+        length = self.max_total_sequence_length
+        return max(CPU_TOKENS, length) if rollouts is None else rollouts * length
 
     @property
     def adapter_rank(self) -> int | None:

@@ -27,6 +27,7 @@ from strop.models.layers.compiled_layers import CompiledLayers
 from strop.models.layers.fused_layers import FusedLayers, enable_fused_layers
 from strop.models.loading import is_vision_config
 from strop.models.logprobs.lm_head import LMHead, get_lm_head
+from strop.models.logprobs.logit_tiles import ROWS
 from strop.models.logprobs.token_logprobs import token_logprobs
 from strop.models.recorded_columns import RecordedColumn, Recorders
 from strop.models.routing.recorded_experts import ReplayedRoutes, RoutedLayers
@@ -99,7 +100,7 @@ class Network:
         model: Any,
         *,
         precision: torch.dtype = torch.float32,
-        chunk: int = 1024,
+        chunk: int | None = None,
         packed: bool | None = None,
         attention_kernel: AttentionKernel = "auto",
     ) -> None:
@@ -250,7 +251,7 @@ class Network:
             squares = SQUARED_PROBS in batch.columns
             if self.exact is not None:
                 return self.exact.token_logprobs(
-                    hidden, target, self.head, sampling, self.chunk, candidates, squared_probs=squares
+                    hidden, target, self.head, sampling, self.chunk or ROWS, candidates, squared_probs=squares
                 )
             outputs = token_logprobs(hidden, target, self.head, sampling, self.chunk, candidates, kept, squared_probs=squares)
         return self.token_sharding.gather_outputs(outputs, len(batch.target))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -72,10 +72,10 @@ class LoggerConfig(BaseConfig):
     monitor_gpus: bool = Field(
         True, description="Log the utilisation of each machine's GPUs, processors, memory, disk and network, as system/...."
     )
-    peak_tflops: Annotated[float, Field(gt=0)] | Literal["measure"] | None = Field(
+    peak_tflops: float | None = Field(
         None,
-        description="Peak arithmetic of one training device, for perf/mfu (10^12 FLOPs per second). null: from a table of GPUs; measure: "
-        "measure this machine's processors once, for about a second.",
+        gt=0,
+        description="Peak arithmetic of one training device, for perf/mfu (10^12 FLOPs per second). null: from a table of GPUs.",
     )
     tracked_samples: int = Field(
         8,

@@ -8,6 +8,7 @@ from typing import Any
 
 from strop import packages
 from strop.base_config import validate_section
+from strop.endings import Ending, failing_as
 from strop.environments.handle import EnvironmentHandle
 from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.base import Generator
@@ -16,7 +17,7 @@ from strop.packages import install_command
 from strop.rollouts.tool_turns import ToolTurns
 from strop.sampling import Sampling
 from strop.tools.toolbox import ToolOffer
-from strop.types import Ending, Rollout
+from strop.types import Rollout
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +37,11 @@ async def run_agent(
     tool_call_format: str | None,
     max_turns: int,
     max_length: int,
-) -> Rollout:
-    """Run the agent of a rollout. Its exceptions propagate, except those caused by a refused request: the rollout is then
-    truncated.
+) -> tuple[Rollout, Exception | None]:
+    """Run the agent of a rollout. Returns the rollout with what the policy wrote, and how the agent failed.
+
+    An exception caused by a refused request is no failure: the rollout is then truncated. One that reports no cause is a crash of the
+    agent, which the policy drives.
     """
     if not packages.is_installed("aiohttp"):
         raise ImportError(
@@ -58,23 +61,23 @@ async def run_agent(
         max_turns=max_turns,
         max_length=max_length,
     )
-    result = None
+    result, failure = None, None
     async with get_gateway(config).open(session) as endpoint:
         try:
-            result = await environment.run_agent(rollout.task, endpoint)
+            with failing_as(Ending.CRASH):
+                result = await environment.run_agent(rollout.task, endpoint)
         except Exception as error:
-            if session.failure is None and not (session.truncated and session.exchanges):
-                raise
-            log.debug("the agent of task %s ended after a refused request", rollout.task.id, exc_info=error)
+            log.debug("the agent of task %s failed", rollout.task.id, exc_info=error)
+            failure = error
     if session.failure is not None:
         raise session.failure
     if not session.exchanges:
-        raise AgentMadeNoRequest(session.prompt_error or _explain(environment, rollout))
+        raise failure or AgentMadeNoRequest(session.prompt_error or _explain(environment, rollout))
     finished = session.make_rollout()
     if result is None:
-        return finished
+        return finished, None if session.truncated else failure
     finished.metrics.update(result.metrics)
-    return replace(finished, output=result.output, ending=finished.ending or Ending.STOP)
+    return replace(finished, output=result.output, ending=finished.ending or Ending.STOP), None
 
 
 def _explain(environment: EnvironmentHandle[Any], rollout: Rollout) -> str:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from strop.endings import Ending, Who, failing_as, find_ending
 from strop.environments.forks import run_in_one_process
 from strop.environments.handle import EnvironmentHandle
 from strop.environments.policy_client import NoPolicyError, serve_policy
 from strop.environments.rewards import RewardResult
 from strop.gateway.gateway_config import GatewayConfig
-from strop.generation.base import Generator, PastGenerator, PastSelf, PastSelves
+from strop.generation.base import Generator, InvalidRequest, PastGenerator, PastSelf, PastSelves
 from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate
 from strop.models.vision.vision_processor import EncodedPrompt
 from strop.monitoring.waits import waiting
 from strop.rollouts.agent_episode import run_agent
+from strop.rollouts.in_flight import EpisodeGate, gather_until_lost, sample_until_counted
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
 from strop.rollouts.tool_turns import ToolTurns, make_reply_message
@@ -28,7 +31,7 @@ from strop.safety.exits import NotAnException, contain_cancellation, contain_exi
 from strop.sampling import Sampling, mix_seed
 from strop.tools.base import ParsedReply
 from strop.tools.toolbox import METRICS
-from strop.types import Ending, Group, Messages, Rollout, Task, assistant, observation_turn
+from strop.types import Group, Messages, Rollout, Task, assistant, observation_turn
 from strop.user_code import describe_error
 from strop.weight_sync.base import EngineDied
 
@@ -44,12 +47,16 @@ class EpisodeRules:
     max_prompt_length: int | None = None  # tokens of the first prompt; None: max_length - 1
     scaling: RewardScalingConfig | None = None
     penalties: RewardPenaltiesConfig | None = None
+    failed_reward: float | None = 0.0  # of a rollout that the policy made fail; None: the environment scores what there is
+    retries: int = 0  # of a rollout that failed by no fault of the policy
     tool_call_format: str | None = None  # None: the format of the chat template
     gateway: GatewayConfig | None = None  # for agents
 
 
 class PromptTooLong(ValueError):
     """The prompt of a task is too long. Its group is dropped and counted."""
+
+    ending = Ending.BROKEN_TASK
 
 
 async def run_group(
@@ -66,36 +73,47 @@ async def run_group(
     seed: int,
     greedy_baseline: bool = False,
     past: PastSelves | None = None,
+    gates: Sequence[EpisodeGate] = (),
+    is_lost: Callable[[Sequence[Rollout]], bool] | None = None,
 ) -> Group:
     """Run all rollouts of one task concurrently. An error of the environment or the engine is recorded on its rollout (law 7).
 
+    A rollout that failed by no fault of the policy is sampled again, at most ``rules.retries`` times, with the seed of
+    (run seed, task, sample, attempt); the group keeps its slot and its version.
+
     With ``greedy_baseline``, one more rollout is sampled greedily, as a baseline for the others. The rewards of the group see it too.
-    ``past``: earlier selves of the policy; all rollouts of the group play against the same one.
+    ``past``: earlier selves of the policy; all rollouts of the group play against the same one. ``gates`` decide when its episodes start.
+    Once ``is_lost`` is true of the rollouts that have ended, the others are cancelled.
     """
     version = generator.version
     compares = environment.traits.has_group_rewards
-    episodes = (
-        run_in_one_process(
+
+    async def run_sample(sample: int, attempt: int) -> Rollout:
+        return await run_in_one_process(
             run_episode,
             environment,
             task,
             sample,
-            mix_seed(seed, index, sample),
+            mix_seed(seed, index, sample, attempt) if attempt else mix_seed(seed, index, sample),
             generator=generator,
             template=template,
             sampling=replace(sampling, temperature=0.0) if sample == samples else sampling,
             rules=replace(rules, scaling=None) if compares else rules,
             version=version,
         )
-        for sample in range(samples + greedy_baseline)
-    )
+
     earlier = None if past is None else past.draw(mix_seed(seed, index))
     opponent = SampledPolicy(generator, template, sampling, rules.max_length, earlier)
     waits = waiting("generation", on=f"group {index}", detail=f"task {task.id} of {name}")
     with waits, serve_policy(opponent):
-        rollouts = await asyncio.gather(*episodes)
+        sampled = (
+            sample_until_counted(name, partial(run_sample, sample), retries=rules.retries, gates=gates)
+            for sample in range(samples + greedy_baseline)
+        )
+        gathered = await gather_until_lost([asyncio.ensure_future(each) for each in sampled], is_lost)
+        rollouts = [rollout or _abort(task, sample, version) for sample, rollout in enumerate(gathered)]
         if compares:
-            rollouts = await run_in_one_process(_score_group, environment, task, rollouts, rules.scaling)
+            rollouts = await run_in_one_process(_score_group, environment, task, rollouts, rules)
     if rules.penalties is not None:
         least = 0.0 if rules.scaling is None else rules.scaling(0.0)
         rollouts = [_penalize(rollout, rules.penalties, template, least) for rollout in rollouts]
@@ -103,22 +121,33 @@ async def run_group(
     return Group(index=index, environment=name, version=version, rollouts=tuple(rollouts[:samples]), baseline=baseline)
 
 
+def _abort(task: Task, sample: int, version: int) -> Rollout:
+    """Return a rollout that was cancelled."""
+    why = "cancelled, because its group could no longer be trained on"
+    prompt = torch.zeros(0, dtype=torch.int64)
+    return Rollout(
+        task=task, sample=sample, seed=0, messages=(), prompt=prompt, version=version, ending=Ending.ABORTED, error=why
+    )
+
+
 async def _score_group(
-    environment: EnvironmentHandle[Any], task: Task, rollouts: Sequence[Rollout], scaling: RewardScalingConfig | None
+    environment: EnvironmentHandle[Any], task: Task, rollouts: Sequence[Rollout], rules: EpisodeRules
 ) -> list[Rollout]:
-    """Return the rollouts with their group rewards. An error is recorded on each rollout that had no error before."""
-    valid = [rollout for rollout in rollouts if rollout.error is None]
+    """Return the rollouts with their group rewards, which compare those that have rewards of their own. An error is recorded on each of
+    them.
+    """
+    valid = [rollout for rollout in rollouts if rollout.error is None or (rules.failed_reward is None and rollout.counts)]
     try:
         where = f"environment {environment.traits.title}, rewards of the group"
         with contain_exits(), waiting(f"group of task {task.id}", on=where, kind="environment"):
             results = await contain_cancellation(environment.score_group(task, valid)) if valid else ()
-        scored = [_with_rewards(rollout, result, scaling) for rollout, result in zip(valid, results, strict=True)]
+        scored = [_with_rewards(rollout, result, rules.scaling) for rollout, result in zip(valid, results, strict=True)]
     except Exception as error:
         log.debug("the rewards of the group of task %s failed", task.id, exc_info=error)
-        message = describe_error(error)
-        scored = [
-            replace(rollout, ending=Ending.ERROR, error=message, reward=0.0, rewards={}, step_rewards=()) for rollout in valid
-        ]
+        scored = [fail(rollout, error, rules) for rollout in valid]
+    if rules.scaling is not None and rules.failed_reward is not None:
+        failed = (rollout for rollout in rollouts if rollout.error is not None and rollout.counts)
+        scored += [replace(rollout, reward=rules.scaling(rollout.reward)) for rollout in failed]
     by_sample = {rollout.sample: rollout for rollout in scored}
     return [by_sample.get(rollout.sample, rollout) for rollout in rollouts]
 
@@ -146,7 +175,7 @@ def make_failed_group(index: int, version: int, error: Exception) -> Group:
         seed=0,
         messages=(),
         prompt=torch.zeros(0, dtype=torch.int64),
-        ending=Ending.ERROR,
+        ending=find_ending(error) or Ending.BROKEN_TASK,
         error=f"the task at position {index} of the stream could not be created: {describe_error(error)}",
     )
     return Group(index=index, environment="", version=version, rollouts=(rollout,))
@@ -173,7 +202,23 @@ async def run_episode(
     try:
         return await contain_cancellation(_run_episode(environment, rollout, generator, template, sampling, rules))
     except NotAnException as error:
-        return replace(rollout, ending=Ending.ERROR, error=describe_error(error))
+        return fail(rollout, error, rules)
+
+
+def fail(rollout: Rollout, error: Exception, rules: EpisodeRules) -> Rollout:
+    """Return the rollout with the ending that an exception reports, and the reward of a failure if the policy can cause it.
+
+    What the policy did not write cannot be its failure, and is the code's.
+    """
+    ending = find_ending(error) or Ending.ERROR
+    if ending.who == Who.POLICY and not rollout.policy_turns:
+        ending = Ending.ERROR
+    reward = (rules.failed_reward or 0.0) if ending.who == Who.POLICY else 0.0
+    if ending.who == Who.POLICY and rules.scaling is not None:
+        reward = rules.scaling(reward)
+    return replace(
+        rollout, ending=ending, error=describe_error(error), reward=reward, rewards={}, step_rewards=(), turn_states=()
+    )
 
 
 async def _run_episode(
@@ -189,36 +234,47 @@ async def _run_episode(
     try:
         with contain_exits():
             async with _WatchedSession(environment, rollout):
-                tools = None
-                if environment.traits.is_agent:
-                    with _wait_for_environment(environment, rollout, "its agent"):
-                        rollout = await run_agent(
-                            environment,
-                            rollout,
-                            generator,
-                            template,
-                            sampling,
-                            config=rules.gateway,
-                            tool_call_format=rules.tool_call_format,
-                            max_turns=rules.max_turns,
-                            max_length=rules.max_length,
-                        )
-                else:
-                    offer = await environment.offer_tools()
-                    tools = None if offer is None else ToolTurns.make(offer, template, rules.tool_call_format)
-                    rollout.metrics.update(dict.fromkeys(() if tools is None else METRICS, 0.0))
-                    messages = _check_text(await environment.prompt(task), environment)
-                    rollout = _start_rollout(rollout, messages, template, rules, tools)
-                while rollout.ending is None:
-                    wanted = await _stop_where_asked(rollout, environment, sampling)
-                    rollout, reply = await _policy_turn(rollout, generator, template, wanted, rules, tools)
-                    if tools is not None and reply is not None and reply.asks_for_tools:
-                        rollout = await _tool_turn(rollout, environment, tools, reply, rules)
+                try:
+                    tools = None
+                    if environment.traits.is_agent:
+                        with _wait_for_environment(environment, rollout, "its agent"):
+                            rollout, error = await run_agent(
+                                environment,
+                                rollout,
+                                generator,
+                                template,
+                                sampling,
+                                config=rules.gateway,
+                                tool_call_format=rules.tool_call_format,
+                                max_turns=rules.max_turns,
+                                max_length=rules.max_length,
+                            )
+                        if error is not None:
+                            raise error
                     else:
-                        rollout = await _environment_turn(rollout, environment, template, rules)
-                with _wait_for_environment(environment, rollout, "rewards"):
-                    scored = await environment.score(task, rollout)
-        if scored is None:
+                        offer = await environment.offer_tools()
+                        tools = None if offer is None else ToolTurns.make(offer, template, rules.tool_call_format)
+                        rollout.metrics.update(dict.fromkeys(() if tools is None else METRICS, 0.0))
+                        messages = _check_text(await environment.prompt(task), environment)
+                        rollout = _start_rollout(rollout, messages, template, rules, tools)
+                    while rollout.ending is None:
+                        wanted = await _stop_where_asked(rollout, environment, sampling)
+                        rollout, reply = await _policy_turn(rollout, generator, template, wanted, rules, tools)
+                        if tools is not None and reply is not None and reply.asks_for_tools:
+                            rollout = await _tool_turn(rollout, environment, tools, reply, rules)
+                        else:
+                            rollout = await _environment_turn(rollout, environment, template, rules)
+                except EngineDied:
+                    raise
+                except Exception as error:
+                    failed = fail(rollout, error, rules)
+                    if not failed.counts:
+                        raise
+                    rollout = failed
+                if rollout.error is None or rules.failed_reward is None:
+                    with _wait_for_environment(environment, rollout, "rewards"):
+                        scored = await environment.score(task, rollout)
+        if scored is None and rollout.error is None:
             raise RuntimeError(
                 f"{environment.traits.title}.session swallowed an exception; let it propagate, so that it is recorded"
             )
@@ -226,8 +282,8 @@ async def _run_episode(
         raise  # the engine's restarts are used up. This is no fault of the rollout, which an evaluation would count as wrong
     except Exception as error:
         log.debug("task %s, sample %d failed", task.id, sample, exc_info=error)
-        return replace(rollout, ending=Ending.ERROR, error=describe_error(error))
-    return _with_rewards(rollout, scored, rules.scaling)
+        return fail(rollout, error, rules) if rollout.error is None else rollout
+    return rollout if scored is None else _with_rewards(rollout, scored, rules.scaling)
 
 
 class _WatchedSession:
@@ -310,7 +366,8 @@ async def _policy_turn(
     turn_number = len(rollout.policy_turns)
     shown = {"images": images} if (images := rollout.path_images) else {}
     context = rollout.tokens().tolist()
-    with waiting(f"sample {rollout.sample}", on=f"engine, turn {turn_number + 1}", kind="generation"):
+    waits = waiting(f"sample {rollout.sample}", on=f"engine, turn {turn_number + 1}", kind="generation")
+    with waits, failing_as(Ending.ENGINE, unless=(InvalidRequest,)):
         completion = await generator.generate(
             context,
             sampling=replace(sampling, max_new_tokens=min(sampling.max_new_tokens, remaining)),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from strop.data.messages import trim_after_last_reply
 from strop.data.recorded.examples import Conversation, Preference, UnpairedPreference
+from strop.endings import Ending
 from strop.lazy_torch import Tensor, torch
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.recorded_tokens import (
@@ -23,7 +24,7 @@ from strop.rollouts.recorded_tokens import (
     TokenizedConversation,
     tokenize_group,
 )
-from strop.types import Branch, Ending, Group, Message, Rollout, Task, Turn
+from strop.types import Branch, Group, Message, Rollout, Task, Turn
 
 log = logging.getLogger(__name__)
 

@@ -87,7 +87,7 @@ class LocalBackend:
 
     def make_untrained_policy(self) -> tuple[ScorerClient, str]:
         network = self.policy.network
-        scorer = NetworkScorer(network, self._sampling, self.config.policy.batching.logprob_mb_tokens)
+        scorer = NetworkScorer(network, self._sampling, self.config.policy.score_tokens)
         return ScorerClient(self.make_caller(scorer)), model_fingerprint(network.model)
 
     async def make_teachers(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import EvalRunConfig, RecordedRunConfig
@@ -25,7 +24,7 @@ from strop.monitoring.console import ConsoleKind, open_console
 from strop.rollouts.tool_turns import describe_tool_calls
 from strop.runs.exit_codes import run_command
 from strop.runs.jobs.evaluation_engines import OpenEngines, open_engines
-from strop.runs.jobs.evaluation_folder import OpenFolder, TaskLog, identify_entries, open_folder
+from strop.runs.jobs.evaluation_folder import TaskLog, identify_entries, open_folder
 from strop.runs.jobs.evaluation_job import (
     EvaluationJob,
     EvaluationSet,
@@ -176,25 +175,22 @@ async def evaluate_job(
         note(warning)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(open_resources(environments, note))
-        opened = stack.enter_context(open_folder(job, note))
-        folder = stack.enter_context(loadable_folder(job.model, note, shared=_shared_folder(job, opened)))
+        log = stack.enter_context(open_folder(job, note))
+        stored = None if log is None else log.folder
+        shared = stored if job.cluster.num_nodes > 1 else None  # for temporary weights that several nodes read
+        folder = stack.enter_context(loadable_folder(job.model, note, shared=shared))
         placed = job if folder == job.model.weights else job.with_model(folder)
-        engines = await stack.enter_async_context(
-            open_engines(placed, note, output_folder=None if opened is None else opened.path)
-        )
+        engines = await stack.enter_async_context(open_engines(placed, note, output_folder=stored))
         if said := describe_tool_calls(environments, engines.template, job.rules.tool_call_format):
             note(said)
-        evaluators = [
-            make_evaluator(job, each, source, engines, None if opened is None else opened.log)
-            for each, source in zip(job.sets, sources, strict=True)
-        ]
+        evaluators = [make_evaluator(job, each, source, engines, log) for each, source in zip(job.sets, sources, strict=True)]
         tracker = open_console(console)
         measured = [await evaluator.evaluate(job.model.step or 0, tracker) for evaluator in evaluators]
         results = [
             SetResult(each.name, strip_prefix(metrics), evaluator.last_tasks)
             for each, metrics, evaluator in zip(job.sets, measured, evaluators, strict=True)
         ]
-        report = make_report(results, model=job.model, folder=None if opened is None else opened.path)
+        report = make_report(results, model=job.model, folder=stored)
         if report.stored is not None:
             found = {name: value for name, value in report.metrics.items() if not name.endswith("seconds")}
             write_results(report.stored, job.model.step or 0, found, report.tasks, identity=identity)
@@ -234,11 +230,6 @@ def _choose_turns(job: EvaluationJob, source: Mixture) -> int:
     return job.rules.max_length if answers else 1
 
 
-def _shared_folder(job: EvaluationJob, opened: OpenFolder | None) -> Path | None:
-    """Return the folder for temporary weights that several nodes read."""
-    return opened.path if opened is not None and job.cluster.num_nodes > 1 else None
-
-
 def _name_headline(job: EvaluationJob, metrics: Mapping[str, float]) -> str:
     """Return the metric chosen by ``eval.metric``. Raises ValueError if it needs answers to vote on and the environment has none."""
     samples = {each.samples for each in job.sets}
@@ -246,6 +237,8 @@ def _name_headline(job: EvaluationJob, metrics: Mapping[str, float]) -> str:
         return "accuracy"  # the same metric for each set, for any n
     k = min(samples) if job.scoring.metric == "avg@n" else job.scoring.k_value
     name = f"{job.scoring.metric[:-1]}{k}"
+    if name not in metrics and "accuracy" not in metrics:
+        return "errors"  # every sample is missing
     if name not in metrics:
         raise ValueError(
             f"eval.metric: {job.scoring.metric} votes on final answers, and the environment defines no answer_key; set another metric"

@@ -18,6 +18,7 @@ from strop.checkpointing.base import Checkpointer
 from strop.checkpointing.folders import BackgroundCheckpointer, FolderCheckpointer
 from strop.config import TrainingRunConfig, dump_config
 from strop.config.load.auto_backend import resolve_auto_backend
+from strop.config.load.gpu_budgets import with_gpu_budgets
 from strop.determinism import set_deterministic
 from strop.distributed.base import Cluster
 from strop.monitoring.console import open_console
@@ -25,6 +26,7 @@ from strop.monitoring.trackers.background_tracker import BackgroundTracker
 from strop.monitoring.trackers.base import CompositeTracker, TrackedRun, Tracker
 from strop.monitoring.trackers.jsonl import JsonlTracker
 from strop.monitoring.watchdog import Watchdog, WatchdogTimeout, schedule_exit
+from strop.runs.local_device import resolve_device_name
 from strop.runs.run_contents import find_contents, write_contents
 from strop.runs.summary import summarize
 from strop.safety.printable import redact_secrets
@@ -113,7 +115,8 @@ def begin_run(config: TrainingRunConfig, algorithm: Algorithm, tracker: Tracker,
     set_deterministic(config.policy.deterministic)
     for line in summarize(config, algorithm, on_cpu=None if cluster is None else cluster.on_cpu).splitlines():
         tracker.note(line)
-    return config
+    on_cpu = resolve_device_name(config.policy.device) == "cpu" if cluster is None else cluster.on_cpu
+    return config if on_cpu else with_gpu_budgets(config)
 
 
 @asynccontextmanager

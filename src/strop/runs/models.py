@@ -228,7 +228,7 @@ def load_policy(config: ModelConfig, seed: int = 0, loader: ModelLoader = LOCAL_
     for name in disable_dropout(model):
         log.warning("dropout of %s is disabled: with it, generator and learner would compute different log-probabilities", name)
     tokenizer = load_tokenizer(config.tokenizer.name, chat_template=config.tokenizer.chat_template, key=tokenizer_key(config))
-    network = _make_network(Network, model, config, loader, chunk=config.logprob_chunk_size or 1 << 40)
+    network = _make_network(Network, model, config, loader, chunk=config.logprob_chunk_size)
     template = make_template(config, tokenizer, model.config)
     if template.vision is not None:
         network.enable_vision(template.vision)
@@ -392,7 +392,7 @@ def check_same_vocabulary(tokenizer: Any, name: str) -> None:
 
 def make_reference(policy: LoadedPolicy, config: PolicyConfig, sampling: Sampling) -> NetworkScorer:
     """Make the reference: the policy with its adapters disabled, or a frozen copy of it. Call it before a checkpoint is loaded."""
-    tokens = config.batching.logprob_mb_tokens
+    tokens = config.score_tokens
     if config.dtensor_cfg.lora_cfg.enabled:
         return NetworkScorer(policy.network, sampling, tokens, context=without_adapters(policy.network))
     network = copy_frozen(policy.network)

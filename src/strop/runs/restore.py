@@ -1,17 +1,21 @@
-"""Restore a run from its newest checkpoint, or begin a new one, and record the settings in effect from each step on."""
+"""Token budgets derived from memory (``train_mb_tokens: auto``): measured when a run begins, and saved in its checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strop.base_config import to_tree
 from strop.checkpointing.base import Checkpointer, Restorable, RunState
 from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
-from strop.config import TrainingRunConfig, dump_config
-from strop.config.schema.run_config import RecordedRunConfig
+from strop.config import RolloutRunConfig, TrainingRunConfig, dump_config
+from strop.config.policy_checks import shares_device
+from strop.config.schema.run_config import RecordedRunConfig, list_trained_models
+from strop.learner.budget.memory_probe import FoundBudget, MemoryProbe, choose_budget, count_later, format_bytes, needs_more
 from strop.learner.client import LearnerClient
+from strop.metrics import Metrics
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.run_starts import (
     HISTORY_FILE,
@@ -29,15 +33,141 @@ from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE
 from strop.rollouts.stream import StreamState
 from strop.runs.lifecycle import make_checkpoints, make_saver
+from strop.runs.local_device import resolve_device_name
 from strop.runs.models import TokenizerBundle
 from strop.runs.run_contents import CONTENTS_FILE, Content, find_contents, write_contents
 from strop.runs.run_folders import CONFIG_FILE, ResumePlan, check_checkpoint_space, plan_resume
-from strop.runs.token_budgets import make_token_budgets, settle_token_budgets
 from strop.safety.printable import describe_command, redact_secrets
 from strop.stopping import EarlyStop
 from strop.storage.files import StorageError, find_refusal
 from strop.storage.folder_lock import explain_folder
 from strop.trainer.run import TrainingRun
+from strop.weight_sync.base import WeightSync
+
+TOKEN_BUDGETS = "token_budgets"  # folder of a checkpoint
+_FILE = "token_budgets.json"
+
+
+class TokenBudgets:
+    """The token budgets of a run by learner, saved with it, so that a resumed run cuts its batches as before, regardless of free
+    memory.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, int] = {}
+
+    def stage(self, *, optimizer: bool = True) -> TokenBudgets:
+        copy = TokenBudgets()
+        copy.tokens = dict(self.tokens)
+        return copy
+
+    def save(self, folder: Path, *, optimizer: bool = True) -> None:
+        folder.mkdir(parents=True)
+        (folder / _FILE).write_text(json.dumps(self.tokens), encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        """Read the budgets. A checkpoint of a run with fixed budgets has none, and they are measured."""
+        if (folder / _FILE).exists():
+            self.tokens = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+
+
+def make_token_budgets(config: TrainingRunConfig) -> dict[str, TokenBudgets]:
+    """Return the component that saves a run's budgets, by its folder; empty if none is measured."""
+    return {TOKEN_BUDGETS: TokenBudgets()} if list_measured(config) else {}
+
+
+def list_measured(config: TrainingRunConfig) -> dict[str, str]:
+    """Return the key of each learner's budget that is measured."""
+    return {
+        name: f"{name}.{model.batching_key}.train_mb_tokens"
+        for name, model in list_trained_models(config)
+        if model.train_tokens == "auto"
+    }
+
+
+async def settle_token_budgets(
+    config: TrainingRunConfig, learners: Mapping[str, LearnerClient], parts: Mapping[str, object], tracker: Tracker
+) -> None:
+    """Set each learner's budget: the checkpoint's, or one measured now, with the engines that share its device asleep.
+
+    Raises MemoryTooSmall, DeviceMemoryFull.
+    """
+    budgets, keys, longest = parts.get(TOKEN_BUDGETS), list_measured(config), config.policy.max_total_sequence_length
+    if not isinstance(budgets, TokenBudgets):
+        return
+    known = {name: tokens for name, tokens in budgets.tokens.items() if name in keys and tokens >= longest}
+    for name, tokens in known.items():
+        tracker.note(f"{keys[name]}: auto is {tokens} tokens, as measured by the continued run")
+    for name in budgets.tokens.keys() & keys.keys() - known.keys():
+        tracker.note(
+            f"{keys[name]}: the continued run had measured {budgets.tokens[name]} tokens, fewer than policy.max_total_sequence_length = "
+            f"{longest} now: memory is measured again"
+        )
+    missing = {name: key for name, key in keys.items() if name not in known}
+    found = await find_budgets({name: learners[name] for name in missing}, keys, longest, reserve_engine_memory(config))
+    for name, budget in found.items():
+        tracker.note(format_found(keys[name], budget))
+    budgets.tokens = {**known, **{name: budget.tokens for name, budget in found.items()}}
+    for name, tokens in budgets.tokens.items():
+        await learners[name].set_train_tokens(tokens)
+
+
+class MeasuringWeights:
+    """A ``WeightSync`` of engines that share the learner's device: when they first sleep, it settles the token budgets."""
+
+    def __init__(self, weights: WeightSync, settle: Callable[[], Awaitable[None]]) -> None:
+        self.weights = weights
+        self._settle: Callable[[], Awaitable[None]] | None = settle
+
+    async def yield_device(self) -> None:
+        await self.weights.yield_device()
+        if self._settle is not None:
+            await self._settle()
+            self._settle = None
+
+    async def publish(self, version: int) -> Metrics:
+        return await self.weights.publish(version)
+
+
+async def find_budgets(
+    learners: Mapping[str, LearnerClient], keys: Mapping[str, str], longest: int, reserved_bytes: int
+) -> dict[str, FoundBudget]:
+    """Measure the passes of learners and return the budgets that fit. ``reserved_bytes``: memory that something else will use.
+    Raises MemoryTooSmall.
+    """
+    small: dict[str, MemoryProbe] = {name: await learner.probe_memory(1, longest) for name, learner in learners.items()}
+    found: dict[str, FoundBudget] = {}
+    for name, learner in learners.items():
+        later = count_later(name, small, reserved_bytes)
+        probes = [small[name]]
+        while needs_more(probes, later):
+            probes.append(await learner.probe_memory(2 ** len(probes), longest))
+        found[name] = choose_budget(probes, longest=longest, later_bytes=later, key=keys[name])
+    return found
+
+
+def reserve_engine_memory(config: TrainingRunConfig) -> int:
+    """Return the bytes that the embedded engine's cache will use on the learner's device."""
+    if (
+        not isinstance(config, RolloutRunConfig)
+        or config.policy.generation.uses_engines
+        or not config.policy.generation.colocated.enabled
+    ):
+        return 0
+    device, total = resolve_device_name(config.policy.device), None
+    if device != "cpu":
+        import torch
+
+        total = torch.get_device_module(device).get_device_properties(device).total_memory / 2**30
+    return int(config.policy.generation.torch_cfg.cache_memory_gb(total) * 2**30)
+
+
+def format_found(key: str, budget: FoundBudget) -> str:
+    return (
+        f"{key}: auto is {budget.tokens} tokens: a pass was measured to take {format_bytes(budget.bytes_per_token)} a token, and it may "
+        f"use {format_bytes(budget.usable_bytes)} of the {format_bytes(budget.free_bytes)} that are free"
+    )
+
 
 LIMITS_OF_ROLLOUTS = ("policy.generation.", "policy.max_total_sequence_length", "data.max_input_seq_length")
 RECORDS = (
@@ -70,15 +200,30 @@ async def restore_run(
     store: RolloutStore,
     tracker: Tracker,
 ) -> Restored:
-    """Load the newest checkpoint into learners and parts, in place, and set the learners' token budgets.
+    """Load the newest checkpoint into learners and parts, in place, and set the learners' token budgets; engines that share their device
+    have to sleep first (``measure_asleep``).
 
     Raises ResumeError, CheckpointError, StorageError, MemoryTooSmall."""
     parts = {**make_token_budgets(config), **parts}
     checkpoints = make_checkpoints(config, bundle.save)
     state = restore_checkpoint(config, checkpoints, {**learners, **parts}, tracker, store)
-    await settle_token_budgets(config, learners, parts, tracker)
+    if not shares_device(config):
+        await settle_token_budgets(config, learners, parts, tracker)
     check_checkpoint_space(config, learners, tracker)
     return Restored(state=state, parts=parts, checkpoints=make_saver(config, checkpoints))
+
+
+def measure_asleep(
+    config: TrainingRunConfig,
+    weights: WeightSync,
+    learners: Mapping[str, LearnerClient],
+    parts: Mapping[str, Restorable],
+    tracker: Tracker,
+) -> WeightSync:
+    """Return weights that settle the token budgets when the engines that share the learner's device first sleep, if any is measured."""
+    if not shares_device(config) or TOKEN_BUDGETS not in parts:
+        return weights
+    return MeasuringWeights(weights, lambda: settle_token_budgets(config, learners, parts, tracker))
 
 
 def restore_checkpoint(

@@ -26,6 +26,7 @@ from strop.models.chat_template import ChatTemplate
 from strop.monitoring.trackers.base import Tracker
 from strop.problems import raise_problems
 from strop.rollouts.episode import EpisodeRules, make_failed_group, run_group
+from strop.rollouts.in_flight import EpisodeGate, is_beyond_training
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.prompts_ahead import PromptsAhead
 from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
@@ -44,8 +45,8 @@ from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
 from strop.trainer.run import DATA, PAST_SELVES, DrainBefore, GroupSupply, TrainOptions
-from strop.types import Group
-from strop.weight_sync.snapshots import SnapshottedWeights
+from strop.types import Group, Rollout
+from strop.weight_sync.in_process import SnapshottedWeights
 
 UNFILTERED = 1 << 60  # group limit per step for an algorithm that drops none
 
@@ -61,6 +62,7 @@ class SampledSource:
     validation: Mixture | None = None
     options: TrainOptions = field(init=False)  # of the loop, once it is prepared
     selves: TorchPastSelves | None = None  # earlier selves of the policy, opponents in environments
+    gates: list[EpisodeGate] = field(default_factory=list)  # that episodes pass, in this order
 
     @property
     def environments(self) -> list[EnvironmentHandle[Any]]:
@@ -120,7 +122,7 @@ class SampledSource:
                 if each is not None:
                     stack.push_async_callback(each.close)
             baseline = self.algorithm.greedy_baseline
-            episodes = Episodes(config, self.train, synced.generator, template, self.sampling, baseline, selves)
+            episodes = Episodes(config, self.train, synced.generator, template, self.sampling, baseline, selves, self.gates)
             stream = make_rollout_stream(episodes, options, state, ahead)
             stack.push_async_callback(stream.close)
             yield GroupSupply(
@@ -164,6 +166,7 @@ class Episodes:
     sampling: Sampling
     greedy_baseline: bool = False
     past: PastSelves | None = None
+    gates: Sequence[EpisodeGate] = ()
 
     @cached_property
     def rules(self) -> EpisodeRules:
@@ -189,9 +192,23 @@ class Episodes:
                 seed=self.config.rollout_training.seed,
                 greedy_baseline=self.greedy_baseline,
                 past=self.past,
+                gates=self.gates,
+                is_lost=self._make_lost_check(),
             )
         self.source.observe(group)
         return group
+
+    def _make_lost_check(self) -> Callable[[Sequence[Rollout]], bool]:
+        """Return whether a group that starts now can no longer be trained on, given the rollouts that have ended."""
+        training, version = self.config.rollout_training, self.generator.version
+        drops_stale = training.async_config.order == "drop_too_old" and training.max_staleness > 0
+
+        def is_lost(ended: Sequence[Rollout]) -> bool:
+            if drops_stale and self.generator.version - version > training.max_staleness:
+                return True
+            return is_beyond_training(ended, training.num_generations_per_prompt, training.failures.min_rollouts)
+
+        return is_lost
 
 
 def make_rollout_stream(
@@ -359,6 +376,7 @@ def make_train_options(
         drain_before=choose_drain(config),
         max_groups_per_step=training.num_prompts_per_step * training.dynamic_sampling_max_gen_batches if filters else UNFILTERED,
         max_errors_in_a_row=training.max_errors_in_a_row,
+        min_rollouts=training.failures.min_rollouts,
         val_period=training.val_period,
         val_start_at=training.val_start_at,
         val_at_start=training.val_at_start,

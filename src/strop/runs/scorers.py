@@ -164,7 +164,7 @@ def make_teacher_sources(
     context: ScoringContext = nullcontext,
 ) -> dict[str, TeacherLogprobs | TeacherTopK]:
     """Create the sources of a loaded teacher by column. ``parallelism``: how it is sharded; None means a single device."""
-    tokens = config.all_teachers[key].logprob_mb_tokens
+    tokens = config.all_teachers[key].logprob_mb_tokens or config.policy.score_tokens
     scorer = NetworkScorer(loaded.network, unfiltered_sampling(sampling, columns), tokens, parallelism, context)
     return {column: make_source(column, scorer, config, loaded.vocab_size) for column in columns}
 
@@ -214,7 +214,7 @@ def make_source(
 
 def _make_self_scorer(teacher: TeacherConfig, network: Network, sampling: Sampling, learner: TorchLearner) -> NetworkScorer:
     """Make the scorer of a self-teacher: the policy with its current, averaged or initial weights."""
-    tokens = teacher.logprob_mb_tokens
+    tokens = teacher.logprob_mb_tokens or learner.config.score_tokens
     match teacher.self_weights:
         case "current":
             return NetworkScorer(network, sampling, tokens)

@@ -9,11 +9,11 @@ from strop.algorithm_factory import format_algorithm, format_changes
 from strop.algorithms.base import Algorithm
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.cluster_checks import count_devices
+from strop.config.load.gpu_budgets import describe_micro_batches
 from strop.config.policy_checks import check_chosen_device
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, environment_alias
 from strop.data.data_config import DataEntryConfig, EvalSetConfig
-from strop.data.packing_config import format_micro_batches
 from strop.data.sources.peek import format_rows
 from strop.generation.engine_gpus import choose_engine_gpus
 from strop.generation.generation_config import GenerationConfig
@@ -59,6 +59,7 @@ def summarize(
         f"policy      {_format_model(config.policy, devices)}",
         f"algorithm   {formatted}",
         *middle,
+        f"micro-batch {describe_micro_batches(config, on_gpu=devices.has_gpus)}",
         f"training    {_format_training(config.training, validates=bool(config.data.validation or config.data.validation_entries))}",
         *devices.lines,
         *(["repeats     to the last bit, in every process (policy.deterministic)"] if config.policy.deterministic else []),
@@ -78,6 +79,10 @@ class RunDevices:
     @property
     def kind(self) -> str:
         return self.name.partition(":")[0]
+
+    @property
+    def has_gpus(self) -> bool:
+        return self.on_cpu is False if self.is_distributed else self.name != "cpu"
 
     @property
     def is_distributed(self) -> bool:
@@ -101,18 +106,16 @@ def _find_devices(config: TrainingRunConfig, on_cpu: bool | None) -> RunDevices:
 def _summarize_recorded(config: RecordedRunConfig) -> Iterator[str]:
     policy = config.policy
     examples = policy.train_global_batch_size or "at most 32"
-    yield f"step        {examples} examples, {format_micro_batches(policy.batching.train_mb_tokens)}"
+    yield f"step        {examples} examples"
     yield f"data        {', '.join(_format_data(entry) for entry in config.data.train) or 'none'}"
     yield from _format_validation_data(config)
 
 
 def _summarize_rollouts(config: RolloutRunConfig, devices: RunDevices) -> Iterator[str]:
     training, generation = config.rollout_training, config.policy.generation
-    on_gpu = devices.on_cpu is False
-    if not devices.is_distributed:
-        on_gpu = devices.name != "cpu"
-        if devices.on_cpu is None and on_gpu and generation.uses_engines:
-            choose_engine_gpus(generation, int(devices.name.partition(":")[2] or 0))
+    on_gpu = devices.has_gpus
+    if not devices.is_distributed and devices.on_cpu is None and on_gpu and generation.uses_engines:
+        choose_engine_gpus(generation, int(devices.name.partition(":")[2] or 0))
     steps = count_steps_per_batch(config) * training.epochs_per_batch
     ahead = _format_staleness(training.async_config) if training.max_staleness else "synchronous"
     yield from _format_other_models(config, devices)

@@ -20,7 +20,7 @@ from strop.runs.exit_codes import run_command
 from strop.runs.lifecycle import begin_run, finish_at_end, make_early_stop, make_tracker, watch_run
 from strop.runs.monitors.run_listeners import RunSetup, attach_listeners, make_listeners, make_store
 from strop.runs.recorded_run import RecordedSource, read_recorded
-from strop.runs.restore import finish_run, restore_run, resume_run
+from strop.runs.restore import finish_run, measure_asleep, restore_run, resume_run
 from strop.runs.rollout_run import SampledSource, read_tasks
 from strop.runs.run_algorithm import make_run_algorithm
 from strop.runs.run_folders import lock_run_folders
@@ -62,7 +62,7 @@ async def open_run(
                 learners=learners,
                 parts=restored.parts,
                 columns=columns,
-                weights=supply.weights,
+                weights=measure_asleep(config, supply.weights, learners, restored.parts, tracker),
                 tracker=tracker,
                 evaluator=supply.evaluator,
                 early_stop=make_early_stop(config),

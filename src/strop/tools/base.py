@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from strop.endings import Ending, RolloutFailed
 from strop.types import ToolCall
 
 ToolSchema = Mapping[str, Any]
@@ -32,9 +33,11 @@ class ToolError(Exception):
     """A call failed; the message is shown to the policy. The episode goes on."""
 
 
-class InfrastructureError(RuntimeError):
+class InfrastructureError(RolloutFailed):
     """A sandbox, a service or another resource failed that tools and environments work with. The policy is not told, and the rollout has no
     reward; raised while a run starts, it ends the run. The message says what to do."""
+
+    ending = Ending.SERVICE
 
 
 class ToolSet(Protocol):

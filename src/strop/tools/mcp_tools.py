@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from strop.endings import Ending, RolloutFailed, failing_as
 from strop.packages import find_program, install_command, is_installed
 from strop.tools.base import Tool, ToolConfigError, ToolError
 from strop.user_code import describe_error
@@ -54,7 +55,9 @@ class McpServer:
         async def opened() -> AsyncIterator[Sequence[Tool]]:
             connection = _Connection(self)
             try:
-                yield await connection.connect()
+                with failing_as(Ending.TOOL_SERVER):
+                    tools = await connection.connect()
+                yield tools
             finally:
                 await connection.close()
 
@@ -139,14 +142,15 @@ class _Connection:
         return Tool(tool.name, tool.description or "", schema, call)
 
     async def _race(self, work: Awaitable[T]) -> T:
-        """Await an answer of the server. Raises ToolError if it dies first."""
+        """Await an answer of the server. Raises ToolError if it dies first, RolloutFailed if it serves other episodes too."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self._owner}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise ToolError("the tool's server has ended, and its tools with it")
+                lost = "the tool's server has ended, and its tools with it"
+                raise ToolError(lost) if self._server.command else RolloutFailed(lost, Ending.TOOL_SERVER)
             return task.result()
-        except ToolError:
+        except (ToolError, RolloutFailed):
             raise
         except Exception as error:
             raise ToolError(f"the tool's server answered with an error: {_describe(error)}") from error

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from strop.endings import RolloutFailed
 from strop.safety.exits import contain_exits
 from strop.safety.printable import shorten
-from strop.tools.base import InfrastructureError, ParsedReply, Tool, ToolError, ToolSchema, ToolSet
+from strop.tools.base import ParsedReply, Tool, ToolError, ToolSchema, ToolSet
 from strop.tools.call_reading import json_types
 from strop.types import Message, ToolCall
 from strop.user_code import describe_error, suggest_names
@@ -84,7 +85,7 @@ class Toolbox:
         return shorten(text, self.limits.max_result, around="\n"), failed
 
     async def _run(self, call: ToolCall) -> str:
-        """Return the result of a call. Raises ToolError for whatever goes wrong in it, InfrastructureError for a resource that failed."""
+        """Return the result of a call. Raises ToolError for whatever goes wrong in it, RolloutFailed for what ends the episode."""
         if (tool := self.tools.get(call.name)) is None:
             raise ToolError(f"there is no tool {call.name!r:.80}{suggest_names(call.name[:80], self.tools)}")
         check_arguments(tool, call.arguments)
@@ -96,7 +97,7 @@ class Toolbox:
                     else:
                         result = await run_in_daemon_thread(partial(tool.function, **call.arguments), call.name)
                         result = await result if inspect.isawaitable(result) else result
-        except (ToolError, InfrastructureError):
+        except (ToolError, RolloutFailed):
             raise
         except TimeoutError:
             raise ToolError(f"{call.name} did not answer within {self.limits.timeout_s:g} s") from None

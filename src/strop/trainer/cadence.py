@@ -73,11 +73,11 @@ async def log_step(run: TrainingRun, step: StepView) -> None:
 
 
 def count_sampled(run: TrainingRun, step: StepView) -> int | None:
-    """Count the tokens the engines sampled for a step, including dropped and unscored rollouts; None for recorded data."""
+    """Count the tokens the engines sampled for a step, including those dropped or left out; None for recorded data."""
     if run.algorithm.recorded_data:
         return None
-    unused = [rollout for group, _ in step.dropped for rollout in group.rollouts]
-    unused += [rollout for group in step.groups for rollout in group.unscored]
+    unused = [rollout for group, _ in step.dropped for rollout in group.every_rollout]
+    unused += [rollout for group in step.groups for rollout in group.left_out]
     return len(step.batch.target) + sum(rollout.sampled_tokens for rollout in unused)
 
 

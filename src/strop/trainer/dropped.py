@@ -9,13 +9,26 @@ from strop.types import Group
 
 def drop_reason(run: TrainingRun, group: Group) -> DropReason | None:
     """Return why a group is dropped; None if it is trained on."""
+    if run.options.drop_stale and run.step - group.version > run.options.max_staleness:
+        return "stale"
     if group.errors:
         return "error"
     if group.is_unscored:
         return "unscored"
-    if run.options.drop_stale and run.step - group.version > run.options.max_staleness:
-        return "stale"
+    failed = any(rollout.error is not None for rollout in group.left_out)
+    if failed and len(group.rollouts) < min(run.options.min_rollouts, len(group.every_rollout)):
+        return "too_few"
     return None if run.algorithm.keep(group) else "filtered"
+
+
+def count_failures(run: TrainingRun, group: Group, reason: DropReason | None) -> None:
+    """Count the groups in a row that were dropped for errors, or in which every rollout failed."""
+    if reason == "stale":
+        return
+    failed = all(rollout.error is not None for rollout in group.rollouts) or reason in ("unscored", "too_few", "error")
+    run.collected.errors_in_a_row = run.collected.errors_in_a_row + 1 if failed else 0
+    if failed:
+        run.collected.last_errors = tuple(each.error for each in group.every_rollout if each.error is not None)
 
 
 def check_drop_limits(run: TrainingRun, kept: int) -> None:
@@ -41,11 +54,13 @@ def describe_drops(run: TrainingRun) -> str:
 
     First the last three distinct errors, then the number of groups that no reward scored, that did not pass the filter, that were too old.
     """
-    errors = dict.fromkeys(error for group, reason in run.collected.dropped if reason == "error" for error in group.errors)
+    failed = (each for group, _ in run.collected.dropped for each in group.every_rollout)
+    errors = dict.fromkeys([*(each.error for each in failed if each.error is not None), *run.collected.last_errors])
     reasons = [reason for _, reason in run.collected.dropped]
     counts = {
         "have no reward: a reward returned None for every rollout": reasons.count("unscored"),
         "did not pass the algorithm's filter": reasons.count("filtered"),
+        "have fewer rollouts left than failures.min_rollouts": reasons.count("too_few"),
         "were too old": reasons.count("stale"),
     }
     lines = [*list(errors)[-3:], *(f"{count} {description}" for description, count in counts.items() if count)]

@@ -23,7 +23,7 @@ from strop.rollouts.episode import EpisodeRules, run_group
 from strop.safety.exits import contain_exits
 from strop.safety.printable import shorten
 from strop.sampling import Sampling, mix_seed
-from strop.statistics import TaskResult, summarize_results
+from strop.statistics import present_tasks, summarize_results
 from strop.storage.files import RecordFiles, atomic_write
 from strop.trainer.task_records import (
     FinishedTasks,
@@ -76,8 +76,9 @@ class Evaluator:
     last_tasks: list[dict[str, Any]] = field(default_factory=list)  # every task with its scores, as stored
 
     async def evaluate(self, step: int, tracker: Tracker | None = None) -> dict[str, float]:
-        """Return metrics under ``validation/``. Rollouts with errors count as wrong and are counted in ``validation/errors``, those
-        that cannot be scored in ``validation/unscored``."""
+        """Return metrics under ``validation/``. Rollouts with errors are counted in ``validation/errors``. Those that failed by no fault of
+        the policy are in no other metric, and counted in ``validation/missing`` too. Those that cannot be scored count as wrong and are
+        counted in ``validation/unscored``."""
         started = time.perf_counter()
         self.last_tasks = await self._evaluate_tasks(tracker)
         self.on_sampled()
@@ -98,12 +99,14 @@ class Evaluator:
         powers_of_two = tuple(1 << power for power in range(self.samples.bit_length())) if multiple else ()
         ks = powers_of_two if self.ks is None else self.ks
         voters = ((self.samples,) if multiple else ()) if self.voters is None else self.voters
-        results = [read_result(task) for task in tasks]
-        metrics = {**summarize_results(results, ks, voters, self.majorities), **summarize_samples(tasks)}
+        results = [read_result(task) for task in present_tasks(tasks)]
+        metrics = {**summarize_results(results, ks, voters, self.majorities, samples=self.samples), **summarize_samples(tasks)}
         if not any(environment.traits.declares_accuracy for environment in environments.values()):
-            metrics["score"] = metrics["accuracy"]  # the accuracy, where no reward is declared as accuracy
+            metrics |= {"score": metrics["accuracy"]} if results else {}  # the accuracy, where no reward is declared as accuracy
         for name in environments if len(environments) > 1 else ():
-            means = summarize_results([result for result in results if result.environment == name], ks, voters, self.majorities)
+            means = summarize_results(
+                [result for result in results if result.environment == name], ks, voters, self.majorities, samples=self.samples
+            )
             metrics |= {f"{name}/{key}": value for key, value in means.items()}
         return metrics | mean_metrics(tasks)
 
@@ -121,7 +124,8 @@ class Evaluator:
                 group, environment = await self._sample_group(index)
                 if self.folder is not None:
                     StoredImages(self.folder).write(list_images([group]), self.files)
-                task = make_task_record(group, await _grade_group(group, environment), keep_logprobs=self.keep_logprobs)
+                grades = await asyncio.gather(*(_grade(rollout, environment) for rollout in group.rollouts))
+                task = make_task_record(group, grades, keep_logprobs=self.keep_logprobs)
                 if self.name_set is not None:
                     task = {"task": task.pop("task"), "set": self.name_set(index), **task}
                 if self.finished is not None:
@@ -169,7 +173,8 @@ class Evaluator:
             score = "accuracy" if environment.traits.declares_accuracy else "reward"
             turns = f", {len(rollout.policy_turns)} turns" if len(rollout.policy_turns) > 1 else ""
             accuracy = self.last_tasks[index]["samples"][0]["accuracy"]
-            tracker.note(f"{_find_question(rollout)!r} -> {rollout.text!r} ({score} {accuracy:.4g}{turns})")
+            scored = "missing" if accuracy is None else f"{score} {accuracy:.4g}"
+            tracker.note(f"{_find_question(rollout)!r} -> {rollout.text!r} ({scored}{turns})")
 
 
 def write_results(
@@ -204,11 +209,9 @@ def _find_question(rollout: Rollout) -> str:
     return questions[-1] if questions else rollout.task.question
 
 
-async def _grade_group(group: Group, environment: EnvironmentHandle[Any]) -> TaskResult:
-    grades = await asyncio.gather(*(_grade(rollout, environment) for rollout in group.rollouts))
-    return TaskResult(group.environment, tuple(grade.accuracy for grade in grades), tuple(grade.answer for grade in grades))
-
-
-async def _grade(rollout: Rollout, environment: EnvironmentHandle[Any]) -> Grade:
-    failed = rollout.error is not None or rollout.unscored
+async def _grade(rollout: Rollout, environment: EnvironmentHandle[Any]) -> Grade | None:
+    """Return the grade of a rollout; None if it failed by no fault of the policy."""
+    if not (rollout.counts or rollout.unscored):
+        return None
+    failed = rollout.unscored or (rollout.error is not None and not rollout.rewards)
     return Grade(0.0, None) if failed else await environment.grade(rollout.task, rollout)

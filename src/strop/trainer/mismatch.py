@@ -9,6 +9,7 @@ of the newest weights in the batch: those of age 0, if there are any.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -146,7 +147,7 @@ class MismatchGuard(RunListener):
         outputs = step.result.old_outputs
         if not isinstance(outputs, TokenOutputs):
             return {}
-        self.report = measure_mismatch(step.batch, outputs.logprobs, step.step - 1)
+        self.report = await asyncio.to_thread(measure_mismatch, step.batch, outputs.logprobs, step.step - 1)
         return self.report.metrics()
 
     async def on_log(self, step: StepView) -> dict[str, float]:

@@ -52,6 +52,7 @@ class TrainOptions:
     drain_before: DrainBefore = "never"
     max_groups_per_step: int = 1_000_000  # groups that may be generated to find enough that pass the filter
     max_errors_in_a_row: int = 16
+    min_rollouts: int = 2  # of a group that others were left out of
     val_period: int = 0
     val_start_at: int = -1  # no periodic validation before this step
     val_at_start: bool = False
@@ -92,6 +93,7 @@ class Collected:
     stream: StreamState | None = None  # state at the beginning of the step
     dropped: list[tuple[Group, DropReason]] = field(default_factory=list)  # with the reason
     errors_in_a_row: int = 0  # failed groups in a row, across steps
+    last_errors: tuple[str, ...] = ()  # of the last failed group
 
 
 @dataclass(kw_only=True)

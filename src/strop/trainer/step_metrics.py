@@ -9,7 +9,8 @@ from torch import Tensor
 
 from strop.algorithms.base import Outputs, TokenOutputs
 from strop.algorithms.functional import varies
-from strop.types import Batch, Ending, Group
+from strop.endings import Ending
+from strop.types import Batch, Group
 
 
 def group_metrics(
@@ -20,11 +21,13 @@ def group_metrics(
     For ``recorded`` groups, metrics of rewards, endings and staleness are left out.
     """
     unscored = sum(rollout.unscored for group in (*kept, *(group for group, _ in dropped)) for rollout in group.every_rollout)
+    errors = sum(reason in ("error", "too_few") for _, reason in dropped)
     logged = {
         "train/groups_dropped": float(len(dropped)),
-        "train/groups_dropped_for_errors": float(sum(reason == "error" for _, reason in dropped)),
+        "train/groups_dropped_for_errors": float(errors),
         "train/groups_dropped_by_filter": float(sum(reason == "filtered" for _, reason in dropped)),
         **({"train/unscored": float(unscored)} if unscored else {}),
+        **failure_metrics((*kept, *(group for group, _ in dropped))),
         **({} if recorded else {"train/groups_dropped_stale": float(sum(reason == "stale" for _, reason in dropped))}),
     }
     if not kept or recorded:
@@ -56,6 +59,17 @@ def group_metrics(
         "train/staleness": sum(staleness) / len(staleness),
         "train/staleness_max": float(max(staleness)),
     }
+
+
+def failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return ``train/failures/CAUSE`` and ``train/environments/NAME/failures/CAUSE``: shares of all sampled rollouts, by ending."""
+    shares: dict[str, float] = {}
+    for where in ("train", *(f"train/environments/{name}" for name in sorted({group.environment for group in groups}))):
+        chosen = [group for group in groups if where in ("train", f"train/environments/{group.environment}")]
+        endings = [rollout.ending for group in chosen for rollout in group.every_rollout]
+        failed = sorted({ending for ending in endings if ending is not None and ending.is_failure})
+        shares |= {f"{where}/failures/{ending}": endings.count(ending) / len(endings) for ending in failed}
+    return shares
 
 
 def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:

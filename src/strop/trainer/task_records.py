@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from strop.environments.handle import Grade
 from strop.monitoring.rollout_store.rollout_record import list_prompt_images, storable_metrics
 from strop.monitoring.rollout_store.turn_record import make_turn_records
 from strop.statistics import TaskResult
@@ -23,8 +24,8 @@ class FinishedTasks(Protocol):
     def add(self, index: int, task: dict[str, Any]) -> None: ...
 
 
-def make_task_record(group: Group, result: TaskResult, *, keep_logprobs: bool = False) -> dict[str, Any]:
-    """Return a task with its samples in JSON form."""
+def make_task_record(group: Group, grades: Sequence[Grade | None], *, keep_logprobs: bool = False) -> dict[str, Any]:
+    """Return a task with its samples in JSON form. A sample without a grade is missing."""
     samples = [
         {
             "sample": rollout.sample,
@@ -32,8 +33,8 @@ def make_task_record(group: Group, result: TaskResult, *, keep_logprobs: bool = 
             **({"prompt_images": images} if (images := list_prompt_images(rollout)) else {}),
             "turns": [vars(turn) for turn in make_turn_records(rollout)],
             "completion": rollout.text,
-            "accuracy": accuracy,
-            "answer": answer,
+            "accuracy": None if grade is None else grade.accuracy,
+            "answer": None if grade is None else grade.answer,
             "reward": rollout.reward,
             "rewards": dict(rollout.rewards),
             "metrics": storable_metrics(rollout),
@@ -43,7 +44,7 @@ def make_task_record(group: Group, result: TaskResult, *, keep_logprobs: bool = 
             **({"unscored": True} if rollout.unscored else {}),
             **(_list_tokens(rollout) if keep_logprobs else {}),
         }
-        for rollout, accuracy, answer in zip(group.rollouts, result.accuracies, result.answers, strict=True)
+        for rollout, grade in zip(group.rollouts, grades, strict=True)
     ]
     task = group.task
     category = next((task.metadata[key] for key in CATEGORY_KEYS if isinstance(task.metadata.get(key), str)), None)
@@ -72,15 +73,20 @@ def read_result(task: Mapping[str, Any]) -> TaskResult:
 
 
 def summarize_samples(tasks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return means over all samples, and the number of errors."""
-    samples = [sample for task in tasks for sample in task["samples"]]
+    """Return means over all samples that are present, and the numbers of errors and of missing samples."""
+    every = [sample for task in tasks for sample in task["samples"]]
+    samples = [sample for sample in every if sample["accuracy"] is not None]
+    counts = {"errors": float(sum(sample["error"] is not None for sample in every))}
+    counts |= {"missing": float(len(every) - len(samples))} if len(samples) < len(every) else {}
+    if not samples:
+        return counts
     unscored = sum(sample.get("unscored", False) for sample in samples)
     return {
         **({"unscored": float(unscored)} if unscored else {}),
         "reward": sum(sample["reward"] for sample in samples) / len(samples),
         "avg_length": sum(sample["tokens"] for sample in samples) / len(samples),
         "truncated": sum(sample["ending"] in TRUNCATED for sample in samples) / len(samples),
-        "errors": float(sum(sample["error"] is not None for sample in samples)),
+        **counts,
     }
 
 

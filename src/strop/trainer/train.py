@@ -9,7 +9,7 @@ from __future__ import annotations
 from strop.data.packing import pack
 from strop.rollouts.stream import EndOfTasks
 from strop.trainer.cadence import after_step, finish_without_tasks, start
-from strop.trainer.dropped import check_drop_limits, drop_reason
+from strop.trainer.dropped import check_drop_limits, count_failures, drop_reason
 from strop.trainer.publish import publish, yield_device
 from strop.trainer.run import TrainingRun
 from strop.trainer.update import update
@@ -49,7 +49,7 @@ async def collect(run: TrainingRun) -> list[Group]:
         while len(kept) < run.options.groups_per_step:
             run.tracker.progress(f"{run.collecting}: {len(kept)} of {run.options.groups_per_step} groups")
             try:
-                group = (await run.stream.next()).leave_out_unscored()
+                group = (await run.stream.next()).leave_out_failed()
             except EndOfTasks:
                 break
             reason = drop_reason(run, group)
@@ -58,7 +58,7 @@ async def collect(run: TrainingRun) -> list[Group]:
             else:
                 run.collected.dropped.append((group, reason))
                 run.stream.release(1)
-            run.collected.errors_in_a_row = run.collected.errors_in_a_row + 1 if reason in ("error", "unscored") else 0
+            count_failures(run, group, reason)
             check_drop_limits(run, len(kept))
         staleness = max((run.step - group.version for group in kept), default=0)
         if staleness > run.options.max_staleness and not run.algorithm.recorded_data:

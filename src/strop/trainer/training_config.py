@@ -9,6 +9,7 @@ from pydantic import Field
 
 from strop.base_config import BaseConfig, follows, sets, subsection, validate_section
 from strop.problems import Problem
+from strop.rollouts.failures_config import FailuresConfig
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
 
 
@@ -151,6 +152,7 @@ class RolloutTrainingConfig(TrainingConfig):
         ge=1,
         description="Stop when one step has sampled this many batches of groups and still lacks groups to train on (batches).",
     )
+    failures: FailuresConfig = subsection(FailuresConfig)
     reward_scaling: RewardScalingConfig = subsection(RewardScalingConfig)
     reward_shaping: RewardShapingConfig = subsection(RewardShapingConfig)
 

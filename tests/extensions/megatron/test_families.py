@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file
 from tests.support.ranks import run_on_ranks
 
-from strop.extensions.megatron.families.architecture import rotary_of
+from strop.extensions.megatron.families.architecture import GatedOrder, QkvOrder, rotary_of
 from strop.extensions.megatron.families.find_family import find_family
-from strop.extensions.megatron.families.weight_rules import GatedOrder, QkvOrder
 from strop.models.classifiers import draw_score_weight
 from support.megatron_families import FAMILIES, make_config, make_model
 from support.megatron_parity import MegatronCase, case, compared_alone, train_cases_on_rank

@@ -19,11 +19,10 @@ from strop.config.load.recipe_library import translate_source
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig
 from strop.config.source.keys import iter_keys
 from strop.config.source.yaml_source import ConfigSource, merge_sections
-from strop.extensions.recipes import library_recipe
+from strop.extensions.recipes import library_recipe, translation
 from strop.extensions.recipes.library_recipe import ReadRecipe, RecipeFormat, find_format
-from strop.extensions.recipes.nemo_rl import nemo_rl_format
-from strop.extensions.recipes.nemo_rl.nemo_rl_format import is_recipe, translate_nemo_rl
 from strop.extensions.recipes.rules import Difference, Effect
+from strop.extensions.recipes.translation import is_recipe, translate_nemo_rl
 
 BASE = """
 policy:
@@ -181,7 +180,7 @@ def test_the_rules_have_nothing_to_say_of_what_is_no_recipe(kind: str, monkeypat
                 continue
             own += 1
             with monkeypatch.context() as patched:
-                patched.setattr(nemo_rl_format, "is_recipe", lambda source, root: True)
+                patched.setattr(translation, "is_recipe", lambda source, root: True)
                 translated = translate_nemo_rl(source, root)
                 assert translated is not None
             assert translated.source.values == tree and not translated.differences

@@ -85,7 +85,7 @@ def test_rollouts_that_cannot_be_scored_are_left_out_of_rebuilt_groups_too(tmp_p
     groups = [
         replace(
             group, rollouts=tuple(replace(each, unscored=each.sample in unscored.get(group.index, ())) for each in group.rollouts)
-        ).leave_out_unscored()
+        ).leave_out_failed()
         for group in made
     ]
     RolloutStore(tmp_path, "parquet").write(1, make_records(1, groups))
@@ -94,12 +94,12 @@ def test_rollouts_that_cannot_be_scored_are_left_out_of_rebuilt_groups_too(tmp_p
     assert_same(pack_grpo(groups), pack_grpo(step.groups))
     for found, wanted in zip(step.groups, groups, strict=True):
         assert [each.sample for each in found.rollouts] == [each.sample for each in wanted.rollouts]
-        assert [each.sample for each in found.unscored] == [each.sample for each in wanted.unscored]
+        assert [each.sample for each in found.left_out] == [each.sample for each in wanted.left_out]
 
 
 def test_a_dropped_group_with_rollouts_that_cannot_be_scored_is_one_group(tmp_path: Path) -> None:
     made = simple_groups((4, (3, 5, 1)), (2, (6, 2)), (3, (2, 2)))
-    partly = replace(made[0], rollouts=(replace(made[0].rollouts[0], unscored=True), *made[0].rollouts[1:])).leave_out_unscored()
+    partly = replace(made[0], rollouts=(replace(made[0].rollouts[0], unscored=True), *made[0].rollouts[1:])).leave_out_failed()
     wholly = replace(made[2], rollouts=tuple(replace(each, unscored=True) for each in made[2].rollouts))
     dropped = {0: "filtered", 2: "unscored"}
     RolloutStore(tmp_path, "parquet").write(1, make_records(1, [partly, made[1], wholly], dropped=dropped))  # type: ignore[arg-type]

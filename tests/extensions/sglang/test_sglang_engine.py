@@ -130,26 +130,6 @@ def test_the_server_answers_nobody_without_its_key(served: ServedModel) -> None:
 # --- weights --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["distributed", "tensors", "disk"])
-def test_weights_arrive_by_every_way_of_sglang_itself(room: BackgroundLoop, served: ServedModel, way: str) -> None:
-    engine: Any = served.engine
-    options = engine.config
-    try:
-        room.run(served.weights.channel.close())
-        engine.config = replace(options, weight_loading=way)
-        perturb(served.model, 31)
-        said = publish(room, served)
-        assert said["weights/tensors_not_read_back"] == 0 and disagreement(room, served) < 2e-4
-        perturb(served.model, 32)
-        publish(room, served)
-        assert disagreement(room, served) < 2e-4
-    finally:
-        engine._relay.close()
-        engine._relay, engine.config = None, options
-        room.run(served.weights.channel.close())
-    publish(room, served)
-
-
 @pytest.mark.parametrize(
     ("fault", "named"),
     [

@@ -68,11 +68,6 @@ def test_a_colocated_engine_on_a_gpu_gives_its_memory_up() -> None:
     assert not launch(on_cpu=False, **kept).sleeps
 
 
-def test_the_ways_of_sglang_itself_have_one_receiver_whatever_the_ranks() -> None:
-    assert launch(tp_size=2).receivers == 2
-    assert launch(tp_size=2, weight_loading="distributed").receivers == 1
-
-
 def test_the_interpreter_is_the_configured_one_or_the_environments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("STROP_SGLANG_PYTHON", raising=False)
     assert launch().python == sys.executable
@@ -198,7 +193,6 @@ def test_an_engine_for_adapters_starts_with_an_empty_one_of_their_shape(tmp_path
     [
         ([], True),
         (["weight_sync.adapters_alone=false"], False),
-        (["sglang_cfg.weight_loading=disk"], False),
         (["sglang_cfg.speculative_algorithm=NGRAM"], False),
     ],
 )

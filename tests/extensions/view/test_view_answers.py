@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from strop.endings import Ending
+from strop.extensions.view.saved_view import PAGE
 from strop.extensions.view.view_routes import ViewOptions, ViewServer
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
@@ -165,6 +169,33 @@ def test_tasks_are_counted_and_one_is_followed_over_the_steps(reader: Reader) ->
     answer = reader.client.get("/api/runs/a/tasks/sum%3A1%2Fa").json()
     assert [each["step"] for each in answer] == [1, 2, 3] and len(answer[0]["rollouts"]) == SAMPLES
     assert [each["step"] for each in reader.client.get("/api/runs/a/tasks/sum%3A1%2Fa?limit=2").json()] == [1, 3]
+
+
+def test_failures_are_counted_by_ending_with_the_worst_tasks(tmp_path: Path) -> None:
+    """A file of an earlier version has no endings but those that it had."""
+    folder = write_stored_run(tmp_path / "logs" / "a")
+    stored = RolloutStore(folder, "parquet")
+    failed = [
+        replace(record, ending="sandbox" if record.task_id.startswith("sum:1") or not record.sample else "crash", error="lost")
+        if record.task_id.startswith("sum:1") or record.sample < 2
+        else record
+        for record in stored.read(3)
+    ]
+    stored.write(3, failed)
+    reader = Reader(folder.parent)
+    try:
+        sandbox, crash = reader.get("runs/a/failures")
+    finally:
+        reader.close()
+    assert (sandbox["ending"], sandbox["who"], crash["ending"], crash["who"]) == ("sandbox", "infrastructure", "crash", "policy")
+    assert sandbox["worst"][0] == {"task": "sum:1/a", "failed": 3, "rollouts": 9} and "started" not in sandbox["meaning"]
+    assert sandbox["rollouts"] == 3 + GROUPS - 1 and crash["rollouts"] == GROUPS - 1
+    assert sandbox["share"] == pytest.approx(sandbox["rollouts"] / (3 * GROUPS * SAMPLES))
+
+
+def test_the_page_knows_every_ending() -> None:
+    known = (PAGE / "lib" / "rollouts.js").read_text().partition("ENDINGS = {")[2].partition("}")[0]
+    assert re.findall(r"^  (\w+): ", known, re.MULTILINE) == [ending.value for ending in Ending]
 
 
 def test_validations_have_their_metrics_and_samples(reader: Reader) -> None:

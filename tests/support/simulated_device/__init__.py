@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ NAMES = (
     "copied bytes",
 )
 
-__all__ = ["count_operators", "counting", "find_obstacle", "install"]
+__all__ = ["compiled_segments", "count_operators", "counting", "find_obstacle", "install"]
 
 
 @cache
@@ -81,6 +81,23 @@ def counting() -> Iterator[dict[str, int]]:
     yield counts
     counts.update(native.counts())
     counts["peak bytes"] = native.peak_bytes() - held
+
+
+@contextmanager
+def compiled_segments() -> Iterator[None]:
+    """Run what a GPU compiles of a layer as the launches that torch.compile makes of it: one, and one more to sum over rows."""
+    from strop.models.layers import segments
+    from support.simulated_device.flash_attention import as_kernel
+
+    def stand_in(function: Any, constants: Any) -> Any:
+        return as_kernel(install(), partial(function, constants), 2 if function.__name__ == "norm_gradients" else 1)
+
+    compile_segment, segments.compile_segment = segments.compile_segment, stand_in  # type: ignore[assignment]
+    try:
+        with segments.compiling_segments():
+            yield
+    finally:
+        segments.compile_segment = compile_segment
 
 
 def count_operators() -> dict[str, int]:

@@ -1,13 +1,17 @@
-"""torch's fused attention of sequences of different lengths, which the CPU does not have, with the checks of CUDA's kernel."""
+"""torch's fused attention of sequences of different lengths, which the CPU does not have, with the checks of CUDA's kernel; and the
+merge of its parts, one launch of a Triton kernel.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from strop.models.attention.merged_attention import merge_rows_by_operators
+from strop.packages import is_here
 
 _libraries: list[Any] = []  # alive as long as the process
 
@@ -15,16 +19,20 @@ _libraries: list[Any] = []  # alive as long as the process
 def register_flash_attention(native: Any) -> None:
     library = torch.library.Library("aten", "IMPL", "PrivateUse1")
     for name, function in (("forward", _forward), ("backward", _backward)):
-        library.impl(f"_flash_attention_{name}", _as_kernel(native, function), "PrivateUse1")
+        library.impl(f"_flash_attention_{name}", as_kernel(native, function), "PrivateUse1")
     _libraries.append(library)
+    if is_here("triton"):
+        from strop.models.attention import merge_kernel
+
+        merge_kernel.merge_rows_on_gpu = as_kernel(native, merge_rows_by_operators)
 
 
-def _as_kernel(native: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Count a call as one launch, and nothing that it does."""
+def as_kernel(native: Any, function: Callable[..., Any], launches: int = 1) -> Callable[..., Any]:
+    """Count a call as so many launches, and nothing that it does."""
 
-    @wraps(function)
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        native.count("launches")
+        for _ in range(launches):
+            native.count("launches")
         before = native.set_inside(True)
         try:
             return function(*args, **kwargs)

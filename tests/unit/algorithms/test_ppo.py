@@ -63,17 +63,6 @@ def test_the_critics_loss_is_half_the_larger_of_the_plain_and_the_clipped_square
     assert values.grad.tolist() == pytest.approx([-0.9, -1.5, 0.0]), "a value that has moved far enough is let go"
 
 
-def test_before_the_policys_first_step_only_the_critic_trains() -> None:
-    algorithm = PPO(policy_training_start_step=2)
-    assert [sorted(algorithm.losses(step)) for step in range(4)] == [
-        ["value"],
-        ["value"],
-        ["policy", "value"],
-        ["policy", "value"],
-    ]
-    assert sorted(PPO().losses(0)) == ["policy", "value"]
-
-
 def test_no_rollout_is_idle_for_the_critic() -> None:
     batch = PPO().token_credit(batch_of(PPO()))
     silent = replace(batch, advantages=batch.advantages * (batch.sequence != 0))

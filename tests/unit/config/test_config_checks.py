@@ -392,7 +392,10 @@ AUTO = "policy.sequence_packing.train_mb_tokens=auto"
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["cluster.backend=ray", "cluster.gpus_per_node=2"], "an engine in another process shares the learner's device"),
+        (
+            ["cluster.backend=ray", "cluster.gpus_per_node=2", "grpo.async_grpo.enabled=true"],
+            "an engine in another process shares the learner's device",
+        ),
         (
             ["cluster.backend=ray", "cluster.gpus_per_node=2", "policy.dtensor_cfg.pipeline_parallel_size=2"],
             "with pipeline stages several micro-batches are in memory at once",
@@ -407,6 +410,10 @@ def test_a_budget_that_cannot_be_measured_is_refused(overrides: list[str], reaso
 def test_a_budget_is_measured_where_the_engine_runs_the_learner_s_module() -> None:
     assert accepted(AUTO) == []
     assert "micro-batches" not in str(accepted(AUTO, "policy.sequence_packing.prefix_sharing=false"))
+
+
+def test_a_budget_is_measured_where_an_engine_sleeps_while_the_learner_trains() -> None:
+    assert accepted(AUTO, "cluster.backend=ray", "cluster.gpus_per_node=2") == []
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,10 @@ def test_defaults_may_be_one_path_and_may_inherit_further(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        ("${policy.train_micro_batch_size}", 4),
+        ("${policy.max_total_sequence_length}", 512),
         ("${.num_generations_per_prompt}", 16),
-        ("${..policy.train_micro_batch_size}", 4),
-        ("${mul:${policy.train_micro_batch_size}, ${mul:2,3}}", 24),
+        ("${..policy.max_total_sequence_length}", 512),
+        ("${mul:${policy.max_total_sequence_length}, ${mul:2,3}}", 3072),
         ("${div:${.num_generations_per_prompt}, 2}", 8),
         ("${add:1,2,3}", 6),
         ("${sub:5,2}", 3),
@@ -93,14 +93,13 @@ def test_followed_keys_have_the_value_of_the_key_they_follow(tmp_path: Path) -> 
     config = load(tmp_path, SMALL, "policy.max_total_sequence_length=100", "policy.generation.temperature=0.7").config
     assert config.policy.generation.max_new_tokens == 100
     assert config.policy.generation.val_temperature == 0.7
-    assert config.policy.sequence_packing.train_mb_tokens == 400
     assert config.data.max_input_seq_length == 100
     assert config.policy.tokenizer.name == "tiny"
 
 
 def test_null_asks_for_the_key_that_is_followed(tmp_path: Path) -> None:
-    config = load(tmp_path, SMALL, "policy.sequence_packing.train_mb_tokens=null").config
-    assert config.policy.sequence_packing.train_mb_tokens == 4 * 512
+    config = load(tmp_path, SMALL, "policy.generation.max_new_tokens=null").config
+    assert config.policy.generation.max_new_tokens == 512
 
 
 def test_followed_keys_are_filled_in_python_too() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from strop.distributed import ray as module
+from strop.distributed.base import serve_store
 from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.ray import connect
-from strop.distributed.rendezvous import serve_store
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from strop.data.sources.source import DataSource
+from strop.endings import Ending
 from strop.environments.compute_rewards import compute_group_rewards, compute_rewards
 from strop.environments.registry import make_environment
 from strop.types import Task
@@ -67,3 +68,19 @@ def test_the_multi_turn_example_answers_each_turn(example, wrote):
         assert (await compute_rewards(environment, task, rollout)).reward == pytest.approx(1.0 - 3 * 0.05)
 
     asyncio.run(play())
+
+
+def test_the_table_of_endings_is_that_of_the_code():
+    rows = re.findall(r"^\| `(\w+)` \| (policy|task|code|infrastructure) \| (.*) \|$", DOC.read_text(), re.MULTILINE)
+    assert rows == [(each.value, each.who.value, each.meaning) for each in Ending]
+
+
+@pytest.mark.parametrize(("status", "ending"), [(None, Ending.SERVICE), (-11, Ending.CRASH)])
+def test_the_example_that_raises_says_who_can_cause_it(status, ending):
+    names = {}
+    (source,) = (text for text in re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL) if "def check(" in text)
+    exec(source, names)
+    names["check"](0)
+    with pytest.raises(names["RolloutFailed"]) as raised:
+        names["check"](status)
+    assert raised.value.ending == ending

@@ -76,6 +76,7 @@ LOAD = """
 import torch
 from strop.config import ConfigError, GrpoRunConfig, load_config
 from strop.generation.launched_engines import find_engine, make_local_engines
+from strop.openmp import openmp_variables
 
 def load(*overrides, backend="toy"):
     base = ["policy.model_name=m", "data.train.env_name=arithmetic", "env.arithmetic={}", "policy.max_total_sequence_length=64"]
@@ -117,7 +118,7 @@ def test_a_package_brings_an_engine_with_its_section_its_rules_and_its_launch(tm
         assert any("torch does not read policy.generation.toy_cfg.size" in each for each in unread)
         first, second = make("policy.generation.toy_cfg.num_engines=2")
         assert (second.name, second.stop_ids, second.launch.receivers) == ("engine 1", (5,), 3)
-        assert second.launch.environment == {"OMP_NUM_THREADS": "2"}
+        assert second.launch.environment == {"OMP_NUM_THREADS": "2", **openmp_variables()}
         try:
             make("policy.generation.toy_kwargs={a: 1}")
         except ValueError as error:

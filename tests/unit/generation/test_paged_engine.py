@@ -12,7 +12,7 @@ import torch
 
 from strop.generation.torch.model_runner import CachedRunner, infer_cache_shape
 from strop.generation.torch.paged.paged_runner import PagedRunner
-from strop.generation.torch.paged.prompt_lookup import PromptLookup
+from strop.generation.torch.speculation import PromptLookup
 from strop.generation.torch.torch_engine import make_torch_engine
 from strop.models.network import Network
 from strop.sampling import Sampling, mix_seed

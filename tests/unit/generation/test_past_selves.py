@@ -11,7 +11,7 @@ import torch
 from strop.generation.torch.torch_past_selves import TorchPastSelves
 from strop.models.network import Network
 from strop.sampling import Sampling
-from strop.weight_sync.snapshots import SnapshotPool
+from strop.weight_sync.in_process import SnapshotPool
 from support.lora import build_with_adapters
 from support.models import build
 from support.torch_engine import Request, make_engine, make_runner, run_requests, token_lists

@@ -285,7 +285,7 @@ def test_the_gradient_with_a_rollout_that_cannot_be_scored_is_that_without_it_ho
     left_out = {0: {1}, 1: {0, 2}, 2: set()}  # of the first one of four, of the second all but one
     given = [
         replace(group, rollouts=tuple(replace(each, unscored=each.sample in left_out[group.index], reward=0.0)
-                                      if each.sample in left_out[group.index] else each for each in group.rollouts)).leave_out_unscored()
+                                      if each.sample in left_out[group.index] else each for each in group.rollouts)).leave_out_failed()
         for group in made
     ]  # fmt: skip
     alone = [

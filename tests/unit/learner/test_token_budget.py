@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,23 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from strop.data.packing_config import SequencePackingConfig
+from strop.data.packing_config import LARGEST_TOKENS, SequencePackingConfig
 from strop.learner.budget.free_memory import measure_free, measure_free_host
 from strop.learner.budget.full_rollouts import make_full_rollouts
 from strop.learner.budget.memory_probe import (
-    LARGEST_BUDGET,
     MemoryProbe,
     MemoryTooSmall,
     choose_budget,
     count_later,
     fit_memory,
     fits_twice,
+    needs_more,
     take_worst,
 )
 from strop.learner.budget.out_of_memory import DeviceMemoryFull
 from strop.learner.budget.peak_memory import measure_peak
 from strop.learner.torch.learner import TorchLearner
 from strop.models.network import Network
+from strop.runs.restore import MeasuringWeights, find_budgets
 from strop.sampling import Sampling
 from support.algorithms import grpo
 from support.learners import make_model_config
@@ -81,7 +83,7 @@ def test_a_budget_is_at_least_one_rollout_and_at_most_the_largest() -> None:
     probes = [probe_of(100, 1000, 2100), probe_of(200, 2000, 2100)]
     assert choose_budget(probes, longest=100, later_bytes=0, key=KEY).tokens == 100, "64 would be the rounded number"
     plenty = [replace(probe, free_bytes=1 << 50) for probe in probes]
-    assert choose_budget(plenty, longest=100, later_bytes=0, key=KEY).tokens == LARGEST_BUDGET
+    assert choose_budget(plenty, longest=100, later_bytes=0, key=KEY).tokens == LARGEST_TOKENS
 
 
 def test_too_little_memory_for_one_rollout_is_an_error_that_names_the_key_and_what_to_set() -> None:
@@ -202,3 +204,49 @@ def test_a_device_without_memory_says_what_to_set(monkeypatch: pytest.MonkeyPatc
         assert text in str(error.value)
     with pytest.raises(DeviceMemoryFull, match="logprob_mb_tokens"):
         learner.evaluate_loss(batch, grpo().loss)
+
+
+@pytest.mark.parametrize(("device", "wanted"), [("cpu", [1, 2]), ("cuda", [1, 2, 4, 8, 16])])
+def test_a_gpu_is_measured_up_to_8192_tokens_and_a_cpu_twice(device: str, wanted: list[int]) -> None:
+    probed: list[int] = []
+
+    class Learner:
+        async def probe_memory(self, rollouts: int, length: int) -> MemoryProbe:
+            probed.append(rollouts)
+            held = 10**6 * min(rollouts * length, 4096)  # the output layer's, which stops growing
+            return probe_of(rollouts * length, held + 1000 * rollouts * length, 1 << 40, device=device)
+
+    learners: Any = {"policy": Learner()}
+    found = asyncio.run(find_budgets(learners, {"policy": KEY}, 512, 0))["policy"]
+    assert probed == wanted
+    assert (found.bytes_per_token < 2000) == (device == "cuda")
+
+
+def test_twice_the_tokens_are_not_tried_on_a_gpu_where_they_would_not_fit() -> None:
+    probes = [probe_of(512, 1000, 10_000, device="cuda"), probe_of(1024, 2000, 10_000, device="cuda")]
+    assert needs_more(probes, 0) and not needs_more(probes, 5001)
+
+
+def test_a_budget_beside_an_engine_is_measured_once_when_it_first_sleeps() -> None:
+    events: list[str] = []
+
+    class Weights:
+        async def yield_device(self) -> None:
+            events.append("engines sleep, the learner returns")
+
+        async def publish(self, version: int) -> Any:
+            events.append(f"published {version}")
+            return {}
+
+    async def settle() -> None:
+        events.append("measured")
+
+    async def run() -> None:
+        weights = MeasuringWeights(Weights(), settle)
+        for version in range(3):
+            await weights.publish(version)
+            await weights.yield_device()
+
+    asyncio.run(run())
+    asleep = "engines sleep, the learner returns"
+    assert events == ["published 0", asleep, "measured", "published 1", asleep, "published 2", asleep]

@@ -258,7 +258,7 @@ def test_an_engine_that_raises_is_recorded():
             raise RuntimeError("out of memory")
 
     rollout = play(Talk(), Broken(TOKENIZER))
-    assert rollout.error == "RuntimeError: out of memory" and rollout.ending == Ending.ERROR
+    assert rollout.error == "RuntimeError: out of memory" and rollout.ending == Ending.ENGINE
 
 
 def test_an_engine_that_is_dead_for_good_is_raised_and_not_counted_as_a_wrong_answer():

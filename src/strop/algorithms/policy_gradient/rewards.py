@@ -9,6 +9,7 @@ from strop import metrics
 from strop.algorithms.functional import bounded_exp, logprobs_before_update, sequence_mean
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Shaping
+from strop.algorithms.policy_gradient.turns import indices_by_label
 from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch, Group, Rollout
@@ -53,8 +54,7 @@ def subtract_kl(kl: Kl, batch: Batch, advantage: Advantage) -> Batch:
     rewards = batch.rewards - kl.weight_in(batch) * kl.sum_per_rollout(batch)
     lengths = torch.bincount(batch.sequence, minlength=batch.num_sequences).double()
     advantages = torch.zeros_like(rewards)
-    for group in range(batch.num_groups):
-        members = batch.group == group
+    for members in indices_by_label(batch.group):
         advantages[members] = advantage.rollout_advantages(GroupRewards(rewards=rewards[members], lengths=lengths[members]))
     return replace(batch, rewards=rewards, advantages=advantages.float()[batch.sequence])
 

@@ -54,16 +54,15 @@ class StepRelative(Advantage):
     def token_advantages(self, batch: Batch) -> Tensor:
         outcome, advantages = batch.rewards - sum_of_steps(batch), batch.advantages.double()
         compared = {"leave_one_out": self.leave_one_out, "normalize": self.normalize}
-        of_groups = (outcome[batch.group == group] for group in range(batch.num_groups))
-        of_rollouts = torch.cat(
-            [group_advantages(rewards, leave_one_out=self.leave_one_out, normalize=self.normalize) for rewards in of_groups]
-        )
+        of_rollouts = torch.zeros_like(outcome)
+        for members in indices_by_label(batch.group):
+            of_rollouts[members] = group_advantages(outcome[members], leave_one_out=self.leave_one_out, normalize=self.normalize)
         advantages = advantages + of_rollouts[batch.sequence]
         if STEP_REWARDS not in batch.columns:
             return advantages.to(batch.advantages.dtype)
-        credit, group = torch.zeros_like(advantages), batch.group[batch.sequence]
-        for index in range(batch.num_groups):
-            steps = (batch.columns[STEP_ENDS] > 0) & (group == index)
+        credit, ends = torch.zeros_like(advantages), (batch.columns[STEP_ENDS] > 0).nonzero().squeeze(1)
+        for of_group in indices_by_label(batch.group[batch.sequence[ends]]):
+            steps = ends[of_group]
             credit[steps] = relative_steps(batch.columns[STEP_REWARDS][steps], batch.sequence[steps], **compared)
         return (advantages + sum_to_go(credit, batch)).to(batch.advantages.dtype)
 

@@ -52,8 +52,10 @@ def relative_steps(rewards: Tensor, rollout: Tensor, *, leave_one_out: bool, nor
         return torch.zeros_like(rewards)
     centred = rewards - rewards.mean()
     if leave_one_out:
-        means = torch.stack([rewards[rollout == one].mean() for one in rollout.unique()])
-        own = means[torch.searchsorted(rollout.unique(), rollout)]
+        _, own_index, counts = rollout.unique(return_inverse=True, return_counts=True)
+        by_rollout = rewards[own_index.argsort(stable=True)].split(counts.tolist())
+        means = torch.stack([steps.mean() for steps in by_rollout])
+        own = means[own_index]
         centred = rewards - (means.sum() - own) / (len(means) - 1) if len(means) > 1 else torch.zeros_like(rewards)
     return centred / (rewards.std(correction=0) + EPS) if normalize else centred
 
@@ -120,7 +122,7 @@ def discount_later_turns(values: Tensor, rollout: Tensor, decay: float) -> Tenso
 
 
 def indices_by_label(label: Tensor) -> list[Tensor]:
-    """Return, for each label, the indices of the turns that have it; turns labelled -1 are left out."""
+    """Return, for each label in order, the indices that have it, ascending; the label -1 is left out."""
     order = label.argsort(stable=True)
     order = order[label[order] >= 0]
     _, counts = label[order].unique_consecutive(return_counts=True)

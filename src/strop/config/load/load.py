@@ -31,7 +31,6 @@ from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig, GrpoRun
 from strop.config.source import keys, yaml_text
 from strop.config.source.interpolation import (
     UNSET_VARIABLE,
-    copy_values,
     escape_interpolations,
     find_named_files,
     iter_targets,
@@ -42,6 +41,7 @@ from strop.config.source.keys import find_nearest_keys, suggest_keys
 from strop.config.source.yaml_source import (
     ConfigSource,
     apply_overrides,
+    copy_values,
     delete_key,
     describe_type,
     get_at,
@@ -70,6 +70,9 @@ REMOVED_KEYS = (
     RemovedKey("*.async_*.answer_delay", 0, _REPLAY),
     RemovedKey("*.async_*.record_events", False, _REPLAY),
     RemovedKey("*.async_*.replay_events", None, _REPLAY),
+    RemovedKey(
+        "*.weight_loading", "direct", "Remove it: the processes that hold the model always receive the weights themselves."
+    ),
 )
 
 
@@ -404,9 +407,7 @@ def _suggest_target(source: ConfigSource, path: KeyPath, reason: str, root: type
     if UNSET_VARIABLE in reason:
         variable = reason.partition(f"{UNSET_VARIABLE} ")[2].split()[0]
         return f"Run export {variable}=..., or write a default: ${{oc.env:{variable},DEFAULT}}."
-    value: Any = source.values
-    for name in path:
-        value = value[int(name)] if isinstance(value, list) else value.get(name) if isinstance(value, Mapping) else None
+    value = get_at(source.values, path)
     names = referenced_keys(value) if isinstance(value, str) else ()
     missing = [target for target in names if keys.find_field(root, tuple(target.split("."))) is None]
     nearest = [key for target in missing for key in find_nearest_keys(target.split("."), root)[:1]]

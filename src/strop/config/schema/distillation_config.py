@@ -79,11 +79,11 @@ class TeacherConfig(WithLearner):
         standalone="bfloat16",
         description="Data type of its weights. float32 with precision bfloat16 rounds them in each forward pass, for twice the memory.",
     )
-    logprob_mb_tokens: int = follows(
+    logprob_mb_tokens: int | None = follows(
         "..policy.sequence_packing.logprob_mb_tokens",
-        standalone=2048,
+        standalone=None,
         ge=1,
-        description="Token budget of a micro-batch (tokens).",
+        description="Token budget of a micro-batch; null is the policy's (tokens).",
     )
     hosts: int = Field(
         0,

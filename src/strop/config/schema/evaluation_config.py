@@ -121,7 +121,7 @@ def assign_graders(
     grader's type. Otherwise a built-in set is graded as usually reported, with its grader's options overridden by those of an
     alias of the same type.
     """
-    from strop.data.builtin_sets import BUILTIN_DATASETS
+    from strop.data.builtin_sets import BUILTIN_DATASETS  # several hundred sets, of which a run rarely names one
 
     graded: list[Entry] = []
     known = dict(env)

@@ -6,7 +6,6 @@ where it is exact. ``${env:NAME}`` and ``${env:NAME,default}`` (or ``oc.env``) r
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import os
@@ -22,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from strop.base_config import NAMES_FILE, BaseConfig, KeyPath, fields_of, followed_keys, section_model
 from strop.config.source import keys
 from strop.config.source.keys import find_field
-from strop.config.source.yaml_source import ConfigSource, get_at, set_key
+from strop.config.source.yaml_source import ConfigSource, copy_values, get_at, set_key
 from strop.data.prompt_template import AUTO_PROMPT
 
 UNSET_VARIABLE = "the environment variable"
@@ -126,17 +125,6 @@ def _map_strings(value: Any, change: Any, path: KeyPath = ()) -> Any:
     if isinstance(value, list | tuple):
         return [_map_strings(inner, change, (*path, str(index))) for index, inner in enumerate(value)]
     return change(path, value) if isinstance(value, str) and "${" in value else value
-
-
-def copy_values(value: Any) -> Any:
-    """``copy.deepcopy`` for YAML values, whose texts and numbers need no copy."""
-    if type(value) in PLAIN or isinstance(value, str):
-        return value
-    if type(value) is dict:
-        return {key: copy_values(inner) for key, inner in value.items()}
-    if type(value) is list:
-        return [copy_values(inner) for inner in value]
-    return copy.deepcopy(value)
 
 
 def _keep_referenced(values: dict[str, Any]) -> dict[str, Any]:

@@ -118,9 +118,8 @@ def _default_values(model: type[BaseConfig]) -> Mapping[str, Any]:
 
 
 def follows_interpolation(field: FieldInfo) -> str | None:
-    """Return ``${..a}`` or ``${mul:${..a},${..b}}`` for a field that follows others, else None."""
-    parts = [f"${{{target}}}" for target in followed_keys(field)]
-    return f"${{mul:{','.join(parts)}}}" if len(parts) > 1 else (parts[0] if parts else None)
+    """Return ``${..a}`` for a field that follows another, else None."""
+    return next((f"${{{target}}}" for target in followed_keys(field)), None)
 
 
 def format_type(field: FieldInfo) -> str:

@@ -7,6 +7,7 @@ apply_overrides   apply ``a.b=c`` and other overrides from the command line
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strop.base_config import BaseConfig, KeyPath
+from strop.base_config import PLAIN, BaseConfig, KeyPath
 from strop.config.source import keys, yaml_text
 from strop.config.source.keys import is_misspelling
 from strop.problems import COMMAND_LINE, PYTHON, ConfigError, Origin, Problem
@@ -154,7 +155,7 @@ def _read_single_file(path: Path, inheriting: tuple[Path, ...]) -> tuple[ConfigS
 def parse_once(text: str) -> tuple[Any, dict[KeyPath, int]]:
     """Parse a file, cached, because many recipes of a folder inherit from the same few files."""
     values, lines = _parse(text)
-    return _copy_values(values), lines
+    return copy_values(values), lines
 
 
 _parse = functools.lru_cache(maxsize=64)(yaml_text.parse)
@@ -273,7 +274,7 @@ def _refuse_rest(text: str, value: Any) -> None:
 
 def set_key(source: ConfigSource, path: KeyPath, value: Any, origin: Origin) -> tuple[Problem | None, ConfigSource]:
     """Set one key, creating sections on the way; a mapping is merged into a section."""
-    values = _copy_values(source.values)
+    values = copy_values(source.values)
     target: Any = values
     created: list[KeyPath] = []
     for depth, name in enumerate(path[:-1], 1):
@@ -331,10 +332,15 @@ def without_key(tree: Any, path: KeyPath) -> Any:
     return kept
 
 
-def _copy_values(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _copy_values(inner) for key, inner in value.items()}
-    return [_copy_values(inner) for inner in value] if isinstance(value, list) else value
+def copy_values(value: Any) -> Any:
+    """``copy.deepcopy`` for YAML values, whose texts and numbers need no copy."""
+    if type(value) in PLAIN or isinstance(value, str):
+        return value
+    if type(value) is dict:
+        return {key: copy_values(inner) for key, inner in value.items()}
+    if type(value) is list:
+        return [copy_values(inner) for inner in value]
+    return copy.deepcopy(value)
 
 
 def _list_index(target: Any, name: str) -> int | None:

@@ -6,10 +6,10 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from strop.data.builtin_dataset import Purpose
-from strop.data.sources.records import DataError, Record, is_held_out
+from strop.data.sources.records import DataError, Indexed, Record, is_held_out
 from strop.sampling import mix_seed
 
 Kind = Literal["count", "number"]
@@ -161,7 +161,7 @@ def _draw_shape(draw: Any, kind: str, box: tuple[int, int, int, int], colour: tu
 DEFAULT_SIZE = 10_000
 
 
-class DrawnRows(Sequence[Record]):
+class DrawnRows(Indexed[Record]):
     """Rows with the columns image (a PNG file), problem and answer. ``dataset_kwargs`` are the options of ``Drawing``.
 
     Questions of validation and evaluation never occur in training, with any seed."""
@@ -192,12 +192,6 @@ class DrawnRows(Sequence[Record]):
     def __len__(self) -> int:
         return self._size
 
-    @overload
-    def __getitem__(self, index: int) -> Record: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Record]: ...
-    def __getitem__(self, index: int | slice) -> Record | Sequence[Record]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        drawn = self._drawing.draw(self._seed, range(len(self))[index], held_out=self._held_out)
+    def item(self, index: int) -> Record:
+        drawn = self._drawing.draw(self._seed, index, held_out=self._held_out)
         return {"image": {"bytes": drawn.content, "path": None}, "problem": drawn.question, "answer": drawn.answer}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from strop.data.builtin_dataset import BuiltinDataset
 from strop.data.messages import first_reply_index, join_text, last_message_text, parse_tools
@@ -25,7 +25,7 @@ from strop.data.recorded.layouts import (
 )
 from strop.data.recorded.raw_text import PackedTexts
 from strop.data.sources.image_columns import IMAGES
-from strop.data.sources.records import DataError, Record, Records
+from strop.data.sources.records import DataError, Indexed, Record, Records
 from strop.data.sources.row_readers import keeps_row, select_rows
 from strop.data.sources.shards import StreamedRecord
 from strop.data.sources.source import DataSource, validate_rows, warn_once
@@ -184,7 +184,7 @@ def _prompt_messages(conversation: MessageTuple) -> MessageTuple:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Examples(Sequence[TaskT]):
+class Examples(Indexed[TaskT]):
     """Examples by position, in record order, repeated ``repeat`` times."""
 
     read: Callable[[int], TaskT]  # the example of a record
@@ -195,18 +195,12 @@ class Examples(Sequence[TaskT]):
     def __len__(self) -> int:
         return len(self.indices) * self.repeat
 
-    @overload
-    def __getitem__(self, position: int) -> TaskT: ...
-    @overload
-    def __getitem__(self, position: slice) -> Sequence[TaskT]: ...
-    def __getitem__(self, position: int | slice) -> TaskT | Sequence[TaskT]:
-        if isinstance(position, slice):
-            return [self[i] for i in range(*position.indices(len(self)))]
-        return self.read(self.indices[range(len(self))[position] % len(self.indices)])
+    def item(self, index: int) -> TaskT:
+        return self.read(self.indices[index % len(self.indices)])
 
 
 @dataclass(frozen=True)
-class PairsAsUnpaired(Sequence[UnpairedPreference]):
+class PairsAsUnpaired(Indexed[UnpairedPreference]):
     """Preference pairs as unpaired preferences: position 2i is the chosen completion of pair i, 2i + 1 the rejected one."""
 
     pairs: Sequence[Preference]
@@ -214,15 +208,8 @@ class PairsAsUnpaired(Sequence[UnpairedPreference]):
     def __len__(self) -> int:
         return 2 * len(self.pairs)
 
-    @overload
-    def __getitem__(self, position: int) -> UnpairedPreference: ...
-    @overload
-    def __getitem__(self, position: slice) -> Sequence[UnpairedPreference]: ...
-    def __getitem__(self, position: int | slice) -> UnpairedPreference | Sequence[UnpairedPreference]:
-        if isinstance(position, slice):
-            return [self[i] for i in range(*position.indices(len(self)))]
-        index, side = divmod(range(len(self))[position], 2)
-        return take_side(self.pairs[index], side)
+    def item(self, index: int) -> UnpairedPreference:
+        return take_side(self.pairs[index // 2], index % 2)
 
 
 def take_side(pair: Preference, side: int) -> UnpairedPreference:

@@ -7,9 +7,10 @@ so that no column changes its meaning within a run.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from strop.data.builtin_dataset import BuiltinDataset
 from strop.data.builtin_sets import BUILTIN_DATASETS
@@ -22,39 +23,14 @@ from strop.data.messages import (
     trim_after_last_reply,
 )
 from strop.data.prompt_template import PromptTemplate
-from strop.data.recorded.raw_text import TextLayout
+from strop.data.recorded.raw_text import find_texts, is_text
 from strop.data.sources.image_columns import IMAGES
-from strop.data.sources.records import DataError, Record, Records, get_text, get_value, has_key
+from strop.data.sources.records import DataError, Record, Records, check_text, get_text, get_value, has_key
 from strop.data.sources.source import DataSource
-from strop.types import Message, system
+from strop.types import Message, assistant, system
 
 MessageTuple = tuple[Message, ...]
-PartsT = TypeVar("PartsT", covariant=True)
-
-
-class Layout(Protocol[PartsT]):
-    """Reads examples of the type ``PartsT`` from the columns of records."""
-
-    not_examples: ClassVar[str]  # reason given for skipped records
-
-    @property
-    def columns(self) -> frozenset[str]:
-        """The columns that are read; the others become metadata."""
-        ...
-
-    def read(self, record: Record, template: PromptTemplate, where: str) -> PartsT:
-        """Return the parts of a record. Errors (DataError) refer to ``where``."""
-        ...
-
-    def example_indices(self, records: Records) -> Sequence[int]:
-        """Return the indices of the records that are examples."""
-        ...
-
-    skips: ClassVar[bool]  # whether some records may not be examples
-
-    def is_example(self, record: Record, where: str) -> bool:
-        """Return whether a record is an example."""
-        ...
+PartsT = TypeVar("PartsT")
 
 
 @dataclass(frozen=True)
@@ -89,27 +65,56 @@ class ColumnKey:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ColumnLayout:
-    """Base class of layouts that read named columns. Every record is an example."""
+class Layout(ABC, Generic[PartsT]):
+    """Reads examples of the type ``PartsT`` from the columns that its fields name. Every record is one, unless a subclass skips some."""
 
-    not_examples: ClassVar[str] = "prefer neither response"
+    skips: ClassVar[bool] = False  # whether some records may not be examples
+    not_examples: ClassVar[str] = "prefer neither response"  # reason given for skipped records
 
     @property
     def columns(self) -> frozenset[str]:
+        """The columns that are read; the others become metadata."""
         used = (value for value in vars(self).values() if isinstance(value, ColumnKey))
         return frozenset(column.key.split(".")[0] for column in used)
 
+    @abstractmethod
+    def read(self, record: Record, template: PromptTemplate, where: str) -> PartsT:
+        """Return the parts of a record. Errors (DataError) refer to ``where``."""
+
     def example_indices(self, records: Records) -> Sequence[int]:
+        """Return the indices of the records that are examples."""
         return range(len(records))
 
-    skips: ClassVar[bool] = False
-
     def is_example(self, record: Record, where: str) -> bool:
+        """Return whether a record is an example."""
         return True
 
 
 @dataclass(frozen=True, kw_only=True)
-class MessagesLayout(_ColumnLayout):
+class TextLayout(Layout[MessageTuple]):
+    """A text in one column, trained on as it is. Records without text are skipped."""
+
+    skips: ClassVar[bool] = True
+    not_examples: ClassVar[str] = "have no text"
+
+    text: ColumnKey
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return frozenset({self.text.key})
+
+    def example_indices(self, records: Records) -> Sequence[int]:
+        return find_texts(records, self.text.key)
+
+    def is_example(self, record: Record, where: str) -> bool:
+        return is_text(record.get(self.text.key))
+
+    def read(self, record: Record, template: PromptTemplate, where: str) -> MessageTuple:
+        return (assistant(check_text(str(record[self.text.key]), self.text.key, where)),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessagesLayout(Layout[MessageTuple]):
     """A conversation in one column."""
 
     messages: ColumnKey
@@ -123,7 +128,7 @@ class MessagesLayout(_ColumnLayout):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuestionAnswerLayout(_ColumnLayout):
+class QuestionAnswerLayout(Layout[MessageTuple]):
     """A prompt and its completion in two columns."""
 
     question: ColumnKey
@@ -144,7 +149,7 @@ class QuestionAnswerLayout(_ColumnLayout):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SquadLayout(_ColumnLayout):
+class SquadLayout(Layout[MessageTuple]):
     """SQuAD (1606.05250): a passage as the system prompt, a question on it, and answer spans, of which the first is trained on."""
 
     context: ColumnKey = ColumnKey("context", "input_key")
@@ -163,7 +168,7 @@ class SquadLayout(_ColumnLayout):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChosenRejectedLayout(_ColumnLayout):
+class ChosenRejectedLayout(Layout[CompletionPair]):
     """The better and the worse completion, with the prompt in its own column, or as the common prefix of both."""
 
     prompt: ColumnKey | None
@@ -197,7 +202,7 @@ class ChosenRejectedLayout(_ColumnLayout):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankedCompletionsLayout(_ColumnLayout):
+class RankedCompletionsLayout(Layout[CompletionPair]):
     """Messages, and a list of two completions, each with its messages and its rank; the lower rank is the better one."""
 
     prompt: ColumnKey = ColumnKey("context", "input_key")
@@ -222,9 +227,10 @@ class RankedCompletionsLayout(_ColumnLayout):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HelpSteer3Layout(_ColumnLayout):
+class HelpSteer3Layout(Layout[CompletionPair]):
     """HelpSteer3 (2505.11475): two responses and a preference from -3 (the first is much better) to 3; 0 is a tie."""
 
+    skips: ClassVar[bool] = True
     prompt: ColumnKey = ColumnKey("context", "input_key")
     first: ColumnKey = ColumnKey("response1", "chosen_key")
     second: ColumnKey = ColumnKey("response2", "rejected_key")
@@ -234,8 +240,6 @@ class HelpSteer3Layout(_ColumnLayout):
         """Return the indices of records without a tie."""
         texts = records.iter_column(self.preference.key, self.preference.option)
         return [index for index, text in enumerate(texts) if self._parse_preference(text, records.location(index))]
-
-    skips: ClassVar[bool] = True
 
     def is_example(self, record: Record, where: str) -> bool:
         preference = get_value(record, self.preference.key, self.preference.option, where)
@@ -257,7 +261,7 @@ class HelpSteer3Layout(_ColumnLayout):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabeledCompletionLayout(_ColumnLayout):
+class LabeledCompletionLayout(Layout[UnpairedCompletion]):
     """A completion with a label. Without a prompt column, the completion column holds the whole conversation."""
 
     prompt: ColumnKey | None
@@ -291,7 +295,7 @@ def _read_system(column: ColumnKey | None, record: Record, where: str) -> Messag
 def find_conversation_layout(source: DataSource, builtin: BuiltinDataset, records: Records) -> Layout[MessageTuple]:
     """Find the layout of conversations from the keys that are set, else from the columns of the first record. Raises DataError."""
     if source.text_key is not None:
-        return TextLayout(key=source.text_key)
+        return TextLayout(text=ColumnKey(source.text_key, "text_key"))
     record = records[0]
     question = _question_column(source, builtin, record)
     answer = _answer_column(source, builtin, record)

@@ -3,35 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
-from strop.data.prompt_template import PromptTemplate
-from strop.data.sources.records import DataError, Record, Records, check_text, has_key
-from strop.types import Message, assistant
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextLayout:
-    """A text in one column. Records without text are skipped."""
-
-    not_examples: ClassVar[str] = "have no text"
-    skips: ClassVar[bool] = True
-
-    key: str
-
-    @property
-    def columns(self) -> frozenset[str]:
-        return frozenset({self.key})
-
-    def example_indices(self, records: Records) -> Sequence[int]:
-        return find_texts(records, self.key)
-
-    def is_example(self, record: Record, where: str) -> bool:
-        return _is_text(record.get(self.key))
-
-    def read(self, record: Record, template: PromptTemplate, where: str) -> tuple[Message, ...]:
-        return (assistant(check_text(str(record[self.key]), self.key, where)),)
+from strop.data.sources.records import DataError, Record, Records, has_key
 
 
 class PackedTexts(Records):
@@ -42,7 +15,7 @@ class PackedTexts(Records):
     def __init__(self, records: Records, key: str, characters: int) -> None:
         self.name, self._records, self._key = records.name, records, key
         find_texts(records, key)
-        lengths = {row: len(text) for row, (text,) in enumerate(records.iter_values((key,))) if _is_text(text)}
+        lengths = {row: len(text) for row, (text,) in enumerate(records.iter_values((key,))) if is_text(text)}
         self._texts, self._starts, length = tuple(lengths), [0], 0
         for position, characters_here in enumerate(lengths.values(), start=1):
             length += characters_here
@@ -70,7 +43,7 @@ def find_texts(records: Records, key: str) -> Sequence[int]:
         raise DataError(
             f"{records.location(0)} has no key {key!r}; its keys are {sorted(records[0])}. Set text_key to one of them"
         )
-    found = [index for index, (text,) in enumerate(records.iter_values((key,))) if _is_text(text)]
+    found = [index for index, (text,) in enumerate(records.iter_values((key,))) if is_text(text)]
     if not found:
         raise DataError(
             f"none of the {len(records)} records of {records.name!r} has a text under {key!r}. Set text_key to another"
@@ -78,5 +51,5 @@ def find_texts(records: Records, key: str) -> Sequence[int]:
     return found
 
 
-def _is_text(value: object) -> bool:
+def is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""

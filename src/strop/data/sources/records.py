@@ -8,17 +8,34 @@ import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from strop.problems import LONGEST_MESSAGE
 from strop.safety.printable import shorten
 
+T = TypeVar("T")
 Record = Mapping[str, Any]
 ReadText = Callable[[Record, str, str, str], str]
 """Reads a text: (record, key, the setting that names the key, location) -> text."""
 
 
-class Records(Sequence[Record]):
+class Indexed(Sequence[T]):
+    """A sequence whose items are made when they are read."""
+
+    @abstractmethod
+    def item(self, index: int) -> T:
+        """Return the item with an index in ``range(len(self))``."""
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        chosen = range(len(self))[index]
+        return self.item(chosen) if isinstance(chosen, int) else [self.item(each) for each in chosen]
+
+
+class Records(Indexed[Record]):
     """Records by index. ``location(i)`` locates a record for error messages, by line or row."""
 
     name: str
@@ -31,14 +48,8 @@ class Records(Sequence[Record]):
     @abstractmethod
     def location(self, index: int) -> str: ...
 
-    @overload
-    def __getitem__(self, index: int) -> Record: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Record]: ...
-    def __getitem__(self, index: int | slice) -> Record | Sequence[Record]:
-        if isinstance(index, slice):
-            return [self.read_record(i) for i in range(*index.indices(len(self)))]
-        return self.read_record(range(len(self))[index])
+    def item(self, index: int) -> Record:
+        return self.read_record(index)
 
     def iter_column(
         self, key: str, option: str, read: ReadText | None = None, indices: Sequence[int] | None = None

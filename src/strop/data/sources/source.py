@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from random import Random
 from string import ascii_uppercase
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar
 
 from strop.data.builtin_dataset import BuiltinDataset, Choices, Purpose
 from strop.data.builtin_sets import BUILTIN_DATASETS
@@ -31,6 +31,7 @@ from strop.data.sources.image_columns import IMAGES, ImageColumns, read_images
 from strop.data.sources.in_memory import open_rows
 from strop.data.sources.records import (
     DataError,
+    Indexed,
     Record,
     Records,
     get_text,
@@ -392,7 +393,7 @@ def warn_once(message: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows(Sequence[Row]):
+class Rows(Indexed[Row]):
     """Rows of ``records`` by position, in file order, repeated ``repeat`` times."""
 
     records: Records
@@ -403,14 +404,8 @@ class Rows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.indices) * self.repeat
 
-    @overload
-    def __getitem__(self, position: int) -> Row: ...
-    @overload
-    def __getitem__(self, position: slice) -> Sequence[Row]: ...
-    def __getitem__(self, position: int | slice) -> Row | Sequence[Row]:
-        if isinstance(position, slice):
-            return [self[i] for i in range(*position.indices(len(self)))]
-        index = self.indices[range(len(self))[position] % len(self.indices)]
+    def item(self, position: int) -> Row:
+        index = self.indices[position % len(self.indices)]
         # The id is the position in the unsplit data: the same in every run.
         return self.reader.read(self.records[index], f"{self.records.name}:{index}", self.records.location(index))
 

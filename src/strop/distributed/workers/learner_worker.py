@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.base import LossFn
+from strop.checkpointing.base import Saveable
 from strop.data.rollout_selector import SubBatch
 from strop.data.shares.batch_share import BatchShare
 from strop.data.shares.split_rule import ShareRequest
 from strop.data.splitting import select_rollouts
-from strop.distributed.rendezvous import serve_store
+from strop.distributed.base import serve_store
 from strop.learner.budget.memory_probe import MemoryProbe
 from strop.learner.parallel.micro_batch import MicroBatchOutputs
 from strop.learner.torch.tensor_offload import ModelOffload
@@ -108,12 +109,6 @@ class RankScorer(Protocol):
     def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs: ...
 
 
-class StagedState(Protocol):
-    """This rank's part of a learner's state at one moment, unaffected by further training."""
-
-    def save(self, folder: Path, *, optimizer: bool = True) -> None: ...
-
-
 class RankLearner(RankScorer, Protocol):
     """A learner's part on this rank. All ranks make the same calls in the same order."""
 
@@ -125,7 +120,7 @@ class RankLearner(RankScorer, Protocol):
 
     def save(self, folder: Path, optimizer: bool = True) -> None: ...
 
-    def stage(self, *, optimizer: bool = True) -> StagedState:
+    def stage(self, *, optimizer: bool = True) -> Saveable:
         """Copy the state to CPU memory."""
         ...
 
@@ -201,7 +196,7 @@ class LearnerWorker:
         self.busy_seconds = 0.0
         self._store: Any = None
         self._export: BlockingExporter | None = None
-        self._staged: dict[str, StagedState] = {}
+        self._staged: dict[str, Saveable] = {}
 
     # --- process group ----------------------------------------------------------------------------------------------------
 

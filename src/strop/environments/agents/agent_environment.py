@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from strop.endings import Ending
 from strop.environments.agents.agent_result import AgentResult
 from strop.environments.agents.endpoint import Endpoint
 from strop.environments.base import Environment, EnvironmentConfigError, TaskT
@@ -26,16 +27,20 @@ _result: ContextVar[AgentResult | None] = ContextVar("strop_agent_result", defau
 class AgentTimeout(TimeoutError):
     """An agent took too long."""
 
+    ending = Ending.TIME
+
 
 class AgentFailed(RuntimeError):
     """An agent did not return a usable result."""
+
+    ending = Ending.CRASH
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentEnvironment(Environment[TaskT]):
     """Base class of agent environments. A subclass defines ``tasks``, ``run`` and rewards."""
 
-    agent_timeout_s: float = 600.0  # wall time of an episode, after which the agent is terminated and the rollout gets an error
+    agent_timeout_s: float = 600.0  # wall time of an episode, after which the agent is terminated: a failure of the policy
 
     def __post_init__(self) -> None:
         super().__post_init__()

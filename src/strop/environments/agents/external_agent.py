@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from strop.endings import Ending, RolloutFailed
 from strop.environments.agents.agent_environment import AgentEnvironment, AgentFailed, current_result, read_result
 from strop.environments.agents.agent_guardian import guard_group
 from strop.environments.agents.agent_result import AgentResult
@@ -39,7 +40,7 @@ async def run_command_agent(
     try:
         process = await _start(command, environment, directory)
     except OSError as error:
-        raise AgentFailed(f"the agent {command[0]} cannot be started: {error.strerror or error}") from error
+        raise RolloutFailed(f"the agent {command[0]} cannot be started: {error.strerror or error}", Ending.ENVIRONMENT) from error
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     readers = [asyncio.ensure_future(_read_end(stream)) for stream in (process.stdout, process.stderr)]
     with guard_group(process.pid):

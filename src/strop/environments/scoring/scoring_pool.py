@@ -28,6 +28,7 @@ from pathlib import Path
 from queue import Empty, LifoQueue
 from typing import Any
 
+from strop.endings import Ending
 from strop.safety.confinement import isolate_command
 
 MAX_CACHED_RESULTS = 8192  # cached results: samples of a group often agree, and several rewards score the same answer
@@ -35,6 +36,14 @@ MAX_CACHED_RESULTS = 8192  # cached results: samples of a group often agree, and
 
 class ScoringError(RuntimeError):
     """Scoring fails for every answer: a library is missing, or the reference cannot be parsed."""
+
+    ending = Ending.GRADER
+
+
+class UnscorableTask(ScoringError):
+    """The reference of a task cannot be parsed."""
+
+    ending = Ending.BROKEN_TASK
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,7 @@ class ScoringPool:
         if "broken" in reply:
             raise ScoringError(f"{kind} cannot be used here: {reply['broken']}")
         if "refused" in reply:
-            raise ScoringError(f"{kind}: {reply['refused']}")
+            raise UnscorableTask(f"{kind}: {reply['refused']}")
         if reply.get("unconfined"):
             warnings.warn(f"answers are scored with limits on time and memory only: {reply['unconfined']}", stacklevel=2)
         value = reply.get("value")

@@ -15,6 +15,7 @@ from typing import Any
 
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
+from strop.endings import Ending, RolloutFailed, failing_as
 from strop.environments.agents.agent_environment import AgentEnvironment, AgentFailed, current_result
 from strop.environments.agents.agent_result import AgentResult
 from strop.environments.agents.endpoint import Endpoint
@@ -212,11 +213,13 @@ class _NemoGymEpisode:
         return await self._post(f"/{call['name']}", arguments, fails=False)
 
     async def _post(self, path: str, body: Any, *, fails: bool = True) -> str:
-        async with self._session.post(self._server.url.rstrip("/") + path, json=body) as answer:
-            text: str = await answer.text()
-            if fails and answer.status != 200:
-                raise AgentFailed(f"{self._server.url}{path} of NeMo-Gym answered with status {answer.status}: {text[:500]}")
-            return text
+        with failing_as(Ending.SERVICE):
+            async with self._session.post(self._server.url.rstrip("/") + path, json=body) as answer:
+                text: str = await answer.text()
+        if fails and answer.status != 200:
+            why = f"{self._server.url}{path} of NeMo-Gym answered with status {answer.status}: {text[:500]}"
+            raise RolloutFailed(why, Ending.ERROR if self._outputs else Ending.SERVICE)  # what the policy wrote may be why
+        return text
 
 
 def _read_verdict(answer: Mapping[str, Any]) -> AgentResult:
@@ -224,7 +227,8 @@ def _read_verdict(answer: Mapping[str, Any]) -> AgentResult:
         reason = f"NeMo-Gym could not score the rollout: {answer.get('failure_kind')} {answer.get('failure_reason')}"
         return AgentResult(unscored=True, output=reason)
     if (value := to_number(answer.get("reward"))) is None:
-        raise AgentFailed(f"the verifier of NeMo-Gym gave the reward {answer.get('reward')!r:.80}, not a finite number")
+        why = f"the verifier of NeMo-Gym gave the reward {answer.get('reward')!r:.80}, not a finite number"
+        raise RolloutFailed(why, Ending.ERROR)
     parts = answer.get("reward_components") or {}
     return AgentResult(reward=value, metrics={f"{COMPONENT}{name}": float(part) for name, part in parts.items()})
 
@@ -241,7 +245,8 @@ def _component(name: str, task: Task, rollout: Rollout) -> float | None:
         return 0.0
     if (part := result.metrics.get(f"{COMPONENT}{name}")) is None:
         known = ", ".join(key.removeprefix(COMPONENT) for key in result.metrics if key.startswith(COMPONENT)) or "none"
-        raise AgentFailed(f"the verifier of NeMo-Gym gave no component {name!r} of the reward; it gave {known} (components)")
+        why = f"the verifier of NeMo-Gym gave no component {name!r} of the reward; it gave {known} (components)"
+        raise RolloutFailed(why, Ending.ERROR)
     return part
 
 

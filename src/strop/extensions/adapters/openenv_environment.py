@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from strop.endings import Ending, RolloutFailed
 from strop.environments.answers import extract_last_tagged
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.rewards import to_number
@@ -23,7 +24,7 @@ from strop.user_code import suggest_names
 FIRST_WAIT, LONGEST_WAIT = 0.05, 2.0  # seconds between tries to get a session of a server that is full
 
 
-class OpenEnvError(RuntimeError):
+class OpenEnvError(RolloutFailed):
     """A server of OpenEnv failed, or cannot be reached."""
 
 
@@ -133,13 +134,15 @@ class _OpenEnvGame:
             try:
                 self._socket = await self._client.ws_connect(f"{self._options.base_url.rstrip('/')}/ws", max_msg_size=0)
             except aiohttp.ClientError as error:
-                raise OpenEnvError(f"the server at {self._options.base_url} cannot be reached: {error}") from error
+                raise OpenEnvError(
+                    f"the server at {self._options.base_url} cannot be reached: {error}", Ending.SERVICE
+                ) from error
             answer = await self._ask({"type": "reset", "data": {**self._options.reset, "seed": self._seed}})
             if answer["type"] != "error":
                 self._opening = answer["data"]
                 return
             if answer["data"].get("code") != "CAPACITY_REACHED" or time.monotonic() + wait > deadline:
-                raise OpenEnvError(self._describe_error(answer["data"]))
+                raise OpenEnvError(self._describe_error(answer["data"]), Ending.SERVICE)
             await self._socket.close()
             await asyncio.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT)

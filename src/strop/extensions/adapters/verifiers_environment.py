@@ -20,6 +20,7 @@ from typing import Any
 
 from strop.data.sources.records import is_held_out
 from strop.data.sources.source import DataSource
+from strop.endings import Ending, RolloutFailed
 from strop.environments.agents.agent_environment import AgentEnvironment, current_result
 from strop.environments.agents.agent_result import AgentResult
 from strop.environments.agents.endpoint import Endpoint
@@ -31,7 +32,7 @@ RUNNER = Path(__file__).with_name("verifiers_runner.py")
 KEPT_LINES = 30  # of what the process writes to standard error
 
 
-class VerifiersError(RuntimeError):
+class VerifiersError(RolloutFailed):
     """verifiers, or an environment of it, failed."""
 
 
@@ -119,7 +120,7 @@ class VerifiersProcess:
             if future is None or not future.set_running_or_notify_cancel():
                 continue
             if "error" in answer:
-                future.set_exception(VerifiersError(answer["error"]))
+                future.set_exception(VerifiersError(answer["error"], Ending.ERROR))
             else:
                 future.set_result(answer["value"])
         self._fail_all()
@@ -135,7 +136,9 @@ class VerifiersProcess:
         said = "".join(self._said).strip()[-1500:]
         for future in waiting.values():
             if future.set_running_or_notify_cancel():
-                future.set_exception(VerifiersError(f"the process of verifiers ended; it said last: {said or 'nothing'}"))
+                future.set_exception(
+                    VerifiersError(f"the process of verifiers ended; it said last: {said or 'nothing'}", Ending.ENVIRONMENT)
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from strop.endings import Ending
 from strop.environments.base import Environment
 from strop.environments.compute_rewards import compute_group_rewards
 from strop.environments.handle import LocalEnvironment
@@ -20,7 +21,7 @@ from strop.environments.policy_client import serve_policy
 from strop.environments.rewards import RewardResult
 from strop.extensions.checks.task_checks import CheckedTask, EnvironmentReport, PolicyScore, find_common_answer
 from strop.safety.exits import contain_exits
-from strop.types import Ending, Messages, Rollout, Task, Turn, assistant, observation_turn
+from strop.types import Messages, Rollout, Task, Turn, assistant, observation_turn
 from strop.user_code import describe_error
 
 CHARACTERS_PER_TOKEN = 4

@@ -27,7 +27,7 @@ from strop.extensions.comparison.paired_comparison import (
     forecast_more_tasks,
     sign_flip_p_value,
 )
-from strop.statistics import SHARE, Interval, NotComparable, TaskMetric, find_task_metric, list_task_metrics
+from strop.statistics import SHARE, Interval, NotComparable, TaskMetric, find_task_metric, list_task_metrics, present_tasks
 
 
 def describe_verdict(found: PairedComparison, metric: TaskMetric, margin: float | None = None) -> str:
@@ -186,7 +186,7 @@ def compare_evaluations(
 
     Raises NotComparable if the tasks are not the same, or do not have the metric.
     """
-    matched = match_tasks(a, b)
+    matched = match_tasks(present_tasks(a), present_tasks(b))
     both = [side for task in matched.tasks for side in (task.a, task.b)]
     chosen = check_options(metric, level, margin).fit(both)
     by_set: dict[str, list[MatchedTask]] = {}

@@ -26,6 +26,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strop.endings import Ending
 from strop.environments.base import EnvironmentConfigError
 from strop.extensions.judges.llm_endpoint import LlmEndpoint
 from strop.packages import install_command, is_installed
@@ -107,6 +108,7 @@ class ReplyCache:
 
 
 MAX_ERROR_BODY = 500  # characters of a server's answer that an error shows
+LIMITS = (402, 429)  # statuses of a quota and of a rate limit
 RETRIED = (408, 409, 425, 429)  # and 5xx
 FIRST_BACKOFF_S = 0.5
 CHARACTERS_PER_TOKEN = 4  # a guess, for the token limit, until the server has said how many tokens there were
@@ -115,13 +117,17 @@ CHARACTERS_PER_TOKEN = 4  # a guess, for the token limit, until the server has s
 class LlmError(RuntimeError):
     """An endpoint gave no reply. The message says which one and why."""
 
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.ending = Ending.PROVIDER_LIMIT if status in LIMITS else Ending.SERVICE
+
 
 class _Passing(Exception):
     """A failure that may pass; ``wait`` is what the server asked for."""
 
-    def __init__(self, text: str, wait: float | None = None) -> None:
+    def __init__(self, text: str, wait: float | None = None, status: int | None = None) -> None:
         super().__init__(text)
-        self.wait = wait
+        self.wait, self.status = wait, status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +241,7 @@ class LlmClient:
                     self._not_before = max(self._not_before, time.monotonic() + min(wait, self.endpoint.max_backoff_s))
                 if attempt == self.endpoint.max_retries or wait > self.endpoint.max_backoff_s:
                     self._count(failures=1)
-                    raise LlmError(self._describe_failure(str(error), attempt + 1, wait)) from error
+                    raise LlmError(self._describe_failure(str(error), attempt + 1, wait), error.status) from error
                 self._count(retries=1)
                 log.debug("%s: %s; asking again in %.1f s", self.endpoint.url, error, wait)
                 await asyncio.sleep(wait)
@@ -292,14 +298,15 @@ class LlmClient:
         text = f"status {status}: {self._without_key(shorten(body, MAX_ERROR_BODY))}"
         passing = (status in RETRIED or status >= 500) and "insufficient_quota" not in body
         if passing:
-            return _Passing(text, read_retry_after(headers))
+            return _Passing(text, read_retry_after(headers), status)
         advice = {
             401: "; set api_key_env to the variable that holds its key",
             403: "; set api_key_env to the variable that holds a key with access",
             404: "; check base_url, which usually ends with /v1, and model",
         }
         moved = f" to {headers.get('Location', '')}; set base_url to that address" if 300 <= status < 400 else ""
-        return LlmError(f"{self.endpoint.model} at {self.endpoint.base_url} refused: {text}{moved}{advice.get(status, '')}")
+        refused = f"{self.endpoint.model} at {self.endpoint.base_url} refused: {text}{moved}{advice.get(status, '')}"
+        return LlmError(refused, 429 if "insufficient_quota" in body else status)
 
     def _read_reply(self, body: str) -> LlmReply:
         try:

@@ -119,26 +119,26 @@ class MegatronLearner:
 
     def share_requests(self) -> dict[str, ShareRequest]:
         """Return, for each pass over a batch, the share that this rank reads."""
-        batching, whole = self.config.batching, self.whole_groups
+        whole = self.whole_groups
         request = partial(self.network.share_request, read_columns=True)
         return {
-            "score": request(batching.logprob_mb_tokens),
-            "forward_backward": request(require_number(batching.train_mb_tokens), whole_groups=whole),
-            "evaluate_loss": request(batching.logprob_mb_tokens, whole_groups=whole),
+            "score": request(self.config.score_tokens),
+            "forward_backward": request(require_number(self.config.train_tokens), whole_groups=whole),
+            "evaluate_loss": request(self.config.score_tokens, whole_groups=whole),
         }
 
     def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs:
         """Score this rank's micro-batches."""
         with self.weight_offload.on_device():  # a canary may run while the learner is offloaded
-            tokens = self.config.batching.logprob_mb_tokens
+            tokens = self.config.score_tokens
             return MegatronScorer(self.network, self.sampling, tokens, replays=True).score_local(batch)
 
     def forward_backward_local(self, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs:
         """Accumulate the gradient of the batch's loss; return the results of this rank's micro-batches."""
-        return self._run_micro_batches(batch, loss, require_number(self.config.batching.train_mb_tokens), backward=True)
+        return self._run_micro_batches(batch, loss, require_number(self.config.train_tokens), backward=True)
 
     def evaluate_loss_local(self, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs:
-        return self._run_micro_batches(batch, loss, self.config.batching.logprob_mb_tokens, backward=False)
+        return self._run_micro_batches(batch, loss, self.config.score_tokens, backward=False)
 
     def _run_micro_batches(
         self, batch: Batch | BatchShare, loss: LossFn, token_budget: int, *, backward: bool

@@ -38,6 +38,7 @@ from strop.learner.torch.teacher import shared_vocabulary_size
 from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
 from strop.models.loading import ModelNotFound, load_tokenizer
 from strop.models.local_files import ModelShape
+from strop.models.logprobs.logit_tiles import ROWS
 from strop.problems import raise_problems
 from strop.runs.cluster.torch_rank_builders import keeps_reference, load_rank_teachers
 from strop.runs.models import PRECISIONS, check_same_vocabulary, make_each_learner
@@ -150,7 +151,7 @@ class NetworkLoader:
             adapters = None
             if config.peft.enabled and adapter_seed is not None:
                 adapters = StageAdapters(stages, files.config, config.peft, base=files.name, seed=adapter_seed, key=f"{key}.peft")
-        return MegatronNetwork(stages, files.config, layout, chunk=chunk or 1 << 40, adapters=adapters)
+        return MegatronNetwork(stages, files.config, layout, chunk=chunk or ROWS, adapters=adapters)
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def build_megatron_rank_models(
         network.publishes_draft = config.policy.sends_draft
         policy.draft.head = network.draft
     networks = {"policy": network}
-    tokens = config.policy.batching.logprob_mb_tokens
+    tokens = config.policy.score_tokens
     scorers: dict[str, RankScorer] = {"untrained": MegatronScorer(network, sampling, tokens)}
     frozen: list[TensorOffload] = []
     if keeps_reference(config, algorithm) and network.adapters is not None:
@@ -287,7 +288,12 @@ def _load_teachers(
         shared = shared_vocabulary_size(policy.vocab_size, files.vocab_size, tokenizers)
         layout = loader.make_layout(section, files, f"{key}.megatron_cfg")
         network = loader.load(files, section, layout, dtype=PRECISIONS[teacher.precision], chunk=1024)
-        found = _freeze(network, unfiltered_sampling(sampling, wanted), teacher.logprob_mb_tokens, offload=teacher.offload)
+        found = _freeze(
+            network,
+            unfiltered_sampling(sampling, wanted),
+            teacher.logprob_mb_tokens or config.policy.score_tokens,
+            offload=teacher.offload,
+        )
         frozen.append(found.offload)
         columns |= {(key, column): make_source(column, found.scorer, config, shared) for column in wanted}
     others = {key: teacher for key, teacher in config.all_teachers.items() if teacher.uses_torch}

@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from strop.extensions.megatron.families.architecture import Piece, WeightRule
 from strop.extensions.megatron.families.find_family import find_family
-from strop.extensions.megatron.families.weight_rules import Piece, WeightRule
 from strop.extensions.megatron.models.gpt_stage import GptStage, Head
 from strop.models.classifiers import draw_score_weight
 from strop.models.export import describe_model

@@ -150,6 +150,7 @@ class ModelSize:
 
 
 FLOAT32, BFLOAT16 = 4, 2  # bytes
+LOGIT_ROWS, GPU_LOGIT_ROWS = 1024, 4096  # at a time by default; a 32nd of 80 GB holds the second of 150,000 columns
 MOST_KEPT_LOGITS = 512 * 2**20  # as models.logprobs.tiled_logprobs keeps for the backward pass
 TILE_ROWS, TILE_COLUMNS = 512, 2048  # of logits on a CPU
 PLAIN_SCORES = {FLOAT32: 1 << 20, BFLOAT16: 1 << 22}  # up to which a CPU computes attention by plain products
@@ -176,7 +177,7 @@ class LearnerSetup:
     checkpointed_share: float = 0.0  # of the layers, which compute their activations again
     offloads_activations: bool = False
     offloads_weights: bool = False  # weights and optimizer stay in CPU memory
-    logit_rows: int = 1024  # policy.logprob_chunk_size
+    logit_rows: int = LOGIT_ROWS  # policy.logprob_chunk_size
     micro_batches: int = 2  # of an optimizer step
     sharding: Sharding = field(default_factory=Sharding)
 

@@ -14,7 +14,16 @@ from strop.config.schema.recorded_config import MOST_EXAMPLES
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig
 from strop.distributed.placement import DevicePlan, plan_devices
 from strop.extensions.megatron.megatron_config import MegatronConfig
-from strop.extensions.planning.learner_memory import BFLOAT16, FLOAT32, LearnerSetup, ModelSize, ParallelSizes, Sharding
+from strop.extensions.planning.learner_memory import (
+    BFLOAT16,
+    FLOAT32,
+    GPU_LOGIT_ROWS,
+    LOGIT_ROWS,
+    LearnerSetup,
+    ModelSize,
+    ParallelSizes,
+    Sharding,
+)
 from strop.extensions.planning.plan_inputs import (
     BesideModel,
     CheckpointSetup,
@@ -38,7 +47,7 @@ ADAPTER_SHARE = 0.01  # share of the weights trained by adapters
 
 def read_learner(policy: ModelConfig, device: PlannedDevice, dims: LearnerDims | None) -> LearnerSetup:
     """Return the learner of a model, the policy or a critic."""
-    own, moves, tokens = policy.dtensor_cfg, policy.uses_torch, _read_tokens(policy)
+    own, moves, tokens = policy.dtensor_cfg, policy.uses_torch, _read_tokens(policy, device)
     learner = policy.learner
     checkpointed = (learner if isinstance(learner, MegatronConfig) else own).activation_checkpointing
     return LearnerSetup(
@@ -53,7 +62,7 @@ def read_learner(policy: ModelConfig, device: PlannedDevice, dims: LearnerDims |
         checkpointed_share=float(checkpointed),
         offloads_activations=moves and own.activation_offload,
         offloads_weights=moves and own.cpu_offload,
-        logit_rows=policy.logprob_chunk_size or tokens,
+        logit_rows=policy.logprob_chunk_size or (LOGIT_ROWS if device.on_cpu else GPU_LOGIT_ROWS),
         micro_batches=2,
         sharding=Sharding() if dims is None else read_sharding(learner, dims.world_size),
     )
@@ -72,10 +81,13 @@ def read_sharding(learner: LearnerSection, world: int) -> Sharding:
     raise ValueError(f"the memory of {learner.title} is not known: nothing is planned for this learner")
 
 
-def _read_tokens(policy: ModelConfig) -> int:
-    """Return the tokens of a micro-batch."""
-    budget = policy.batching.train_mb_tokens
-    return policy.train_micro_batch_size * policy.max_total_sequence_length if budget == "auto" else budget
+def _read_tokens(policy: ModelConfig, device: PlannedDevice) -> int:
+    """Return the tokens of a micro-batch; of a measured one, the least that it may have."""
+    budget = policy.train_tokens
+    measured = policy.batching.train_mb_tokens is None and policy.train_micro_batch_size is None and not device.on_cpu
+    if budget == "auto" or measured:
+        return (policy.train_micro_batch_size or 1) * policy.max_total_sequence_length
+    return budget
 
 
 def _read_megatron_sizes(sizes: MegatronConfig) -> ParallelSizes:
@@ -159,14 +171,15 @@ def _read_teacher(config: TrainingRunConfig, teacher: TeacherConfig, device: Pla
     sharding = Sharding()
     if world is not None:
         sharding = read_sharding(teacher.learner, world)
+    tokens = teacher.logprob_mb_tokens or config.policy.score_tokens
     return LearnerSetup(
-        tokens=teacher.logprob_mb_tokens,
-        longest=min(teacher.logprob_mb_tokens, config.policy.max_total_sequence_length),
+        tokens=tokens,
+        longest=min(tokens, config.policy.max_total_sequence_length),
         on_cpu=device.on_cpu,
         compute_bytes=BFLOAT16 if own.precision == "bfloat16" else FLOAT32,
         weight_bytes=BFLOAT16 if own.weights_dtype == "bfloat16" else FLOAT32,
         trained_share=0.0,
-        logit_rows=config.policy.logprob_chunk_size or teacher.logprob_mb_tokens,
+        logit_rows=config.policy.logprob_chunk_size or LOGIT_ROWS,
         sharding=sharding,
     )
 

@@ -17,12 +17,12 @@ class NemoRl(RecipeLibrary):
     """NeMo-RL, whose keys are mostly Strop's, so that they may stand in any configuration."""
 
     def translate(self, source: ConfigSource, root: type[BaseConfig]) -> Translation | None:
-        from strop.extensions.recipes.nemo_rl.nemo_rl_format import translate_nemo_rl
+        from strop.extensions.recipes.translation import translate_nemo_rl
 
         return translate_nemo_rl(source, root)
 
     def list_formats(self) -> Sequence[RecipeFormat]:
-        from strop.extensions.recipes.nemo_rl.nemo_rl_format import FORMAT
+        from strop.extensions.recipes.nemo_rl.nemo_rl_rules import FORMAT
 
         return (FORMAT,)
 

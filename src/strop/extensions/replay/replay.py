@@ -39,10 +39,10 @@ from strop.runs.backend import make_backend
 from strop.runs.dry_run.examined_models import find_optimizer_problems
 from strop.runs.lifecycle import make_checkpoints, seed_everything
 from strop.runs.recorded_run import RecordedSource, make_recorded_stream, read_examples
+from strop.runs.restore import make_token_budgets, settle_token_budgets
 from strop.runs.rollout_run import SampledSource
 from strop.runs.scorers import make_columns
 from strop.runs.tasks import make_training_tasks
-from strop.runs.token_budgets import make_token_budgets, settle_token_budgets
 from strop.safety.printable import make_printable
 from strop.safety.remote_code import trust_remote_code
 from strop.storage.files import atomic_write, clean_json

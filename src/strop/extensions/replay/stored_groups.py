@@ -11,12 +11,13 @@ from typing import Literal
 import torch
 
 from strop.columns import Columns, TokenColumn
+from strop.endings import Ending
 from strop.extensions.replay.replay_plan import ReplayError
 from strop.monitoring.rollout_store.learner_inputs import PROMPT, read_column
-from strop.monitoring.rollout_store.rollout_record import DropReason, RolloutRecord
+from strop.monitoring.rollout_store.rollout_record import LEFT_OUT, DropReason, RolloutRecord
 from strop.monitoring.rollout_store.stored_images import StoredImages, image_name
 from strop.monitoring.rollout_store.turn_record import TurnRecord
-from strop.types import Branch, Ending, Group, PromptImage, Rollout, StepReward, Task, Turn
+from strop.types import Branch, Group, PromptImage, Rollout, StepReward, Task, Turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +52,7 @@ class GroupBuilder:
         for record in records:
             members.setdefault(_group_key(record), []).append(record)
         for rollouts in members.values():
-            group = self._build_group(rollouts).leave_out_unscored()
+            group = self._build_group(rollouts).leave_out_failed()
             if rollouts[0].dropped_because is None:
                 kept.append(group)
             else:
@@ -130,8 +131,8 @@ class GroupBuilder:
 
 
 def _group_key(record: RolloutRecord) -> tuple[int, bool]:
-    """Return what the records of one group share. Rollouts that could not be scored are stored behind all that were trained on."""
-    return record.group, record.kept or record.dropped_because == "unscored"
+    """Return what the records of one group share. Rollouts that were left out are stored behind all that were trained on."""
+    return record.group, record.kept or record.dropped_because in LEFT_OUT
 
 
 def rebuild_groups(

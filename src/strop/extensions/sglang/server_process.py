@@ -127,9 +127,8 @@ class SglangLaunch(EngineLaunch):
 
     @property
     def receivers(self) -> int:
-        """The number of processes that receive weights from the learner: the ranks, or this one for SGLang's own ways."""
-        options = self.options
-        return options.engine_size if options.weight_loading == "direct" else 1
+        """The number of processes that receive weights from the learner: the ranks."""
+        return self.options.engine_size
 
     def check(self) -> None:
         make_server_arguments(self, port=0, key="")

@@ -79,11 +79,6 @@ class SglangConfig(EngineConfig):
         description="strop: Strop's filters and the seed of each request; sglang: its own kernels, without seeds, and with the log-"
         "probabilities over the tokens that its filters kept.",
     )
-    weight_loading: Literal["direct", "distributed", "tensors", "disk"] = Field(
-        "direct",
-        description="direct: the model's processes receive weights over weight_sync.transport; the others hand them over by SGLang's "
-        "update_weights_from_distributed, _from_tensor or _from_disk.",
-    )
     mem_fraction_static: float | None = Field(
         None, gt=0, lt=1, description="Share of a GPU's memory for weights and KV cache; null is SGLang's choice (fraction)."
     )
@@ -151,7 +146,7 @@ class SglangConfig(EngineConfig):
     @property
     def takes_adapters(self) -> bool:
         """Whether the engine can be sent only LoRA adapters: they are written in place, and SGLang's drafts know none."""
-        return self.weight_loading == "direct" and self.speculative_algorithm is None
+        return self.speculative_algorithm is None
 
     @property
     def draft_method(self) -> str | None:
@@ -250,13 +245,6 @@ class SglangConfig(EngineConfig):
                 f"found {self.python}, which is not a file",
                 "Set it to the interpreter of an environment with SGLang.",
             )
-        if self.weight_loading != "direct" and self.speculative_algorithm is not None:
-            yield Problem(
-                f"{key}.weight_loading",
-                f"found {self.weight_loading}, but with {key}.speculative_algorithm={self.speculative_algorithm} the draft shares weights, "
-                "which only direct loads",
-                "Set it to direct.",
-            )
 
     def _check_deterministic(self, key: str, policy: PolicyConfig) -> Iterator[Problem]:
         if policy.deterministic and not self.enable_deterministic_inference:
@@ -279,11 +267,10 @@ class SglangConfig(EngineConfig):
 
     def _warn_merged_adapters(self, key: str, policy: PolicyConfig) -> Iterator[Problem]:
         if policy.adapter_rank is not None and policy.generation.weight_sync.adapters_alone and not self.takes_adapters:
-            option = "speculative_algorithm" if self.weight_loading == "direct" else "weight_loading"
             yield Problem(
                 "policy.generation.weight_sync.adapters_alone",
                 "it has no effect: SGLang's engines get merged weights, as large as the model, at every publish, because "
-                f"{key}.{option} is {getattr(self, option)}",
+                f"{key}.speculative_algorithm is {self.speculative_algorithm}",
                 "Set it to false.",
             )
 

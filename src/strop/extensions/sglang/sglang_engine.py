@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from strop.extensions.sglang.relayed_weights import RelayedWeights
 from strop.extensions.sglang.server.engine_calls import decode_answers, encode_call
 from strop.extensions.sglang.server_process import ADAPTER_NAME, ServerClient, ServerError, ServerProcess, SglangLaunch
 from strop.extensions.sglang.sglang_requests import SharedPixels, to_completion, to_request
@@ -67,7 +66,6 @@ class SglangEngine:
         self._server: ServerProcess | None = None
         self._client: ServerClient | None = None
         self._pixels: SharedPixels | None = None
-        self._relay: RelayedWeights | None = None
         self._request_ids = itertools.count()
         self._counters = SglangCounters()
         self._aborts: set[asyncio.Task[Any]] = set()
@@ -106,9 +104,6 @@ class SglangEngine:
         self.version = self._loaded_version = NO_VERSION
         server, self._server = self._server, None
         client, self._client = self._client, None
-        relay, self._relay = self._relay, None
-        if relay is not None:
-            relay.close()
         if client is not None:
             await client.close()
         if server is not None:
@@ -211,12 +206,7 @@ class SglangEngine:
     # --- weights ----------------------------------------------------------------------------------------------------------
 
     async def connect(self, address: ChannelAddress, first: int) -> None:
-        if self.config.weight_loading == "direct":
-            await self._call("connect", address, first)
-            return
-        if self._relay is None:
-            self._relay = RelayedWeights(self.config, self._post)
-        await asyncio.to_thread(self._relay.connect, address, first)
+        await self._call("connect", address, first)
 
     async def pause(self, *, keep_running: bool) -> None:
         self._resumed.clear()
@@ -231,13 +221,9 @@ class SglangEngine:
     async def load(self, manifest: Manifest, version: int) -> LoadReceipt:
         self.version = self._loaded_version = NO_VERSION
         self._loads += 1
-        if self._relay is None:
-            answers = await self._call("load", manifest)
-            fingerprints = {name: tuple(arrived[name] for arrived, _ in answers) for name in manifest.names}
-            seconds = max(seconds for _, seconds in answers)
-        else:
-            arrived, seconds = await self._relay.load(manifest)
-            fingerprints = {name: (arrived[name],) for name in manifest.names}
+        answers = await self._call("load", manifest)
+        fingerprints = {name: tuple(arrived[name] for arrived, _ in answers) for name in manifest.names}
+        seconds = max(seconds for _, seconds in answers)
         return LoadReceipt(version=await self._set_version(version), fingerprints=fingerprints, seconds=seconds)
 
     async def load_adapter(self, adapter: AdapterFiles, version: int) -> LoadReceipt:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from strop.endings import Ending
 from strop.extensions.view.rollout_answer import (
     GROUP_TEXT,
     count_tokens,
@@ -38,6 +39,8 @@ MOST_ROWS = 500  # of a page
 FOUND_KEPT = 4  # results of filters that are kept, each about 8 bytes for each rollout
 SEARCHES_KEPT = 8
 STEPS_OF_A_TASK = 60
+FAILURES = frozenset(ending.value for ending in Ending if ending.is_failure)
+WORST_TASKS = 5
 STEPS_AT_ONCE = 20  # that an answer waits for; others are indexed in the background
 Row = tuple[StepScalars, int]
 
@@ -296,6 +299,34 @@ class RolloutBrowser:
         with self._lock:
             self._tasks = (version, counts)
         return counts
+
+    def list_failures(self) -> list[dict[str, Any]]:
+        """Return the endings of the indexed rollouts that are failures, the most frequent first, with the tasks that failed most often."""
+        found: dict[str, Counter[str]] = defaultdict(Counter)
+        for segment in self._index.segments():
+            scalars = segment.scalars
+            endings, tasks = scalars.words["ending"], scalars.words["task_id"]
+            pairs = np.stack([scalars.codes["ending"], scalars.codes["task_id"]]).astype(np.int64)
+            places, counts = np.unique(pairs, axis=1, return_counts=True)
+            for ending, task, count in zip(*places.tolist(), counts.tolist(), strict=True):
+                if endings[ending] in FAILURES:
+                    found[endings[ending]][tasks[task]] += count
+        sampled = self._count_tasks()
+        total = sum(int(counts[0]) for counts in sampled.values())
+        return [
+            {
+                "ending": ending,
+                "who": Ending(ending).who,
+                "meaning": Ending(ending).meaning,
+                "rollouts": failed.total(),
+                "share": failed.total() / total,
+                "worst": [
+                    {"task": make_printable(task), "failed": count, "rollouts": int(sampled[task][0])}
+                    for task, count in failed.most_common(WORST_TASKS)
+                ],
+            }
+            for ending, failed in sorted(found.items(), key=lambda each: -each[1].total())
+        ]
 
     def follow_task(self, task: str, limit: int) -> list[dict[str, Any]]:
         """Return the rollouts of a task by step: of at most ``limit`` steps, spread over all that have it."""

@@ -119,6 +119,7 @@ def _collect_rollouts(run: ViewedRun, steps: list[int], texts: TokenTexts, about
     for task, answered in tasks.items():
         yield f"{about}/tasks/{task}", answered
     listed = [_describe_task(task, answered) for task, answered in sorted(tasks.items())]
+    yield f"{about}/failures", browser.list_failures()
     yield f"{about}/tasks", {"total": len(listed), "rows": listed}
 
 

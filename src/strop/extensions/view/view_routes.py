@@ -174,6 +174,7 @@ class ViewRoutes:
             f"/api/runs/{{run}}/rollouts/{place}": self.rollout,
             f"/api/runs/{{run}}/groups/{step}/{group}": self.group,
             "/api/runs/{run}/tasks": self.tasks,
+            "/api/runs/{run}/failures": self.failures,
             r"/api/runs/{run}/tasks/{task:[\s\S]*}": self.task,
             "/api/runs/{run}/validation": self.validations,
             f"/api/runs/{{run}}/validation/{step}": self.validation,
@@ -269,6 +270,11 @@ class ViewRoutes:
         return self.browsers(self.run(request))[0].list_tasks(
             text, read_count(request, "from", 0), read_count(request, "limit", 50)
         )
+
+    def failures(self, request: web.Request) -> Any:
+        rollouts = self.browsers(self.run(request))[0]
+        rollouts.prepare(RolloutFilter())
+        return rollouts.list_failures()
 
     def task(self, request: web.Request) -> Any:
         return self.browsers(self.run(request))[0].follow_task(request.match_info["task"], read_count(request, "limit", 60))

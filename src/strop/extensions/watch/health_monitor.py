@@ -13,6 +13,7 @@ from pathlib import Path
 
 from strop.algorithms.policy_gradient.group_credit import DecoupledRewards
 from strop.config import RolloutRunConfig
+from strop.endings import Ending, Who
 from strop.environments.rewards import RewardMark
 from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
@@ -79,6 +80,11 @@ def has_no_signal(step_metrics: StepMetrics) -> bool:
 def skips_all_steps(step_metrics: StepMetrics) -> bool:
     """Whether a learner skipped all its optimizer steps."""
     return any(_value(step_metrics, f"{learner}steps_skipped_for_nonfinite_gradient") == 1 for learner in ("", "value_"))
+
+
+def sum_failures(step_metrics: StepMetrics, who: Who) -> float:
+    """Return the share of the rollouts that failed, of those failures that ``who`` can cause."""
+    return sum(step_metrics.get(f"train/failures/{ending}", 0.0) for ending in Ending if ending.who == who)
 
 
 def has_many_metrics(step_metrics: StepMetrics) -> bool:
@@ -152,6 +158,20 @@ RULES = (
         message="more than half of the rollouts have been cut off by a length limit for {steps} steps, now {m[train/truncated]:.0%}. Raise "
         "policy.generation.max_new_tokens, or set {section}.overlong_filtering=true, which leaves them out of the loss",
         judges_rewards=True,
+    ),
+    HealthRule(
+        name="infrastructure_fails",
+        steps=3,
+        condition=lambda step: sum_failures(step, Who.INFRASTRUCTURE) > 0.1,
+        message="more than 10 % of the rollouts of {steps} steps failed by no fault of the policy, and were left out "
+        "(train/failures/ENDING has the causes). Mend what fails, or run fewer episodes at a time",
+    ),
+    HealthRule(
+        name="policy_fails",
+        steps=5,
+        condition=lambda step: sum_failures(step, Who.POLICY) > 0.5,
+        message="more than half of the rollouts of {steps} steps crashed or ran out of time, which counts as the policy's failure "
+        "(train/failures/crash, train/failures/time). If the agent or its machine is at fault, mend that, or raise its time limit",
     ),
     HealthRule(
         name="many_metrics",

@@ -753,19 +753,6 @@ void attend_pages(const T* query, const Cache& cache, const int32_t* table, int6
     }
 }
 
-template <class T>
-void write_pages(const T* key, const T* value, const float* cosines, const float* sines, const int64_t* positions, const Cache& cache,
-                 const int32_t* table, int64_t width, int64_t batch) {
-    for (int64_t row = 0; row < batch; ++row)
-        for (int64_t head = 0; head < cache.heads; ++head) {
-            const int64_t position = positions[row], size = cache.size, offset = (row * cache.heads + head) * size;
-            const int64_t page = table[row * width + position / cache.page], slot = position % cache.page;
-            rotate<T>(key + offset, nullptr, 0, false, cosines + position * size, sines + position * size, size, 1.0f,
-                      cache.at<T>(cache.keys, page, head, slot));
-            std::memcpy(cache.at<T>(cache.values, page, head, slot), value + offset, size * sizeof(T));
-        }
-}
-
 // ---------------------------------------------------------------------------------------------------------------- sampling
 
 constexpr int SEARCH_BLOCK = 256;  // as in sampler.py
@@ -902,14 +889,6 @@ void strop_attend_pages(const void* query, void* keys, void* values, const int32
     const Options options{scale, softcap, window};
     if (half) attend_pages((const bfloat16*)query, cache, table, width, lengths, batch, heads, options, threads, (bfloat16*)out);
     else attend_pages((const float*)query, cache, table, width, lengths, batch, heads, options, threads, (float*)out);
-}
-
-void strop_write_pages(const void* key, const void* value, const float* cosines, const float* sines, const int64_t* positions, void* keys,
-                       void* values, const int32_t* table, int64_t batch, int64_t width, int64_t kv_heads, int64_t page, int64_t size,
-                       int half) {
-    const Cache cache{keys, values, page, kv_heads, size};
-    if (half) write_pages((const bfloat16*)key, (const bfloat16*)value, cosines, sines, positions, cache, table, width, batch);
-    else write_pages((const float*)key, (const float*)value, cosines, sines, positions, cache, table, width, batch);
 }
 
 void strop_sample(const void* logits, int64_t rows, int64_t count, float temperature, const float* uniforms, int threads, int half,

@@ -164,24 +164,6 @@ class DecodeKernels:
         _call(self.library.strop_attend_pages, *addresses, *shape, *options, torch.get_num_threads(), half, out.data_ptr())
         return out
 
-    def write_pages(
-        self,
-        key: Tensor,
-        value: Tensor,
-        cosines: Tensor,
-        sines: Tensor,
-        positions: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        table: Tensor,
-    ) -> None:
-        """Rotate one key per sequence and write key and value into its page."""
-        key, value = key.contiguous(), value.contiguous()
-        tensors = (key, value, cosines, sines, positions, keys, values, table)
-        _, kv_heads, page, size = keys.shape
-        shape = (len(key), table.shape[1], kv_heads, page, size)
-        _call(self.library.strop_write_pages, *(tensor.data_ptr() for tensor in tensors), *shape, key.dtype == torch.bfloat16)
-
     def sample(self, logits: Tensor, temperature: float, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sample from the softmax of logits [B, V] / temperature, one uniform number [B] in float32 for each row.
 
@@ -279,7 +261,6 @@ _SIGNATURES: dict[str, Sequence[Any]] = {
     "strop_unpack": (_POINTER, c_int64, c_int64, _POINTER, c_int, c_int),
     "strop_linear": (_POINTER, _POINTER, c_int64, _POINTER, c_int, c_int),
     "strop_attend_pages": (*[_POINTER] * 5, *[c_int64] * 6, c_float, c_int64, c_float, c_int, c_int, _POINTER),
-    "strop_write_pages": (*[_POINTER] * 8, *[c_int64] * 5, c_int),
     "strop_sample": (_POINTER, c_int64, c_int64, c_float, _POINTER, c_int, c_int, *[_POINTER] * 3),
 }
 

@@ -36,9 +36,8 @@ from strop.generation.torch.model_runner import (
 )
 from strop.generation.torch.paged.paged_cache import choose_page
 from strop.generation.torch.paged.paged_runner import PagedRunner
-from strop.generation.torch.paged.prompt_lookup import PromptLookup, PromptSamples
 from strop.generation.torch.sampler import SampledTokens, sample_tokens
-from strop.generation.torch.speculation import Drafter
+from strop.generation.torch.speculation import Drafter, PromptLookup, PromptSamples
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.fixed_order import FixedOrder
 from strop.models.network import Network

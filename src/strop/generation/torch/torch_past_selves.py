@@ -17,7 +17,7 @@ from strop.generation.torch.torch_engine import TorchEngine
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import PromptImage
-from strop.weight_sync.snapshots import Snapshot, SnapshotPool
+from strop.weight_sync.in_process import Snapshot, SnapshotPool
 
 
 @dataclass(eq=False)

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from strop.data.packing_config import LARGEST_TOKENS
+
 # Share of the free memory that a micro-batch may use. The rest covers what a probe does not measure: fragmentation, loss columns,
 # rollouts of unequal length and, on a CPU, other processes.
-USABLE_SHARE = {"cpu": 0.5, "cuda": 0.8}
-LARGEST_BUDGET = 1 << 17  # tokens: a longer pass is not faster
+USABLE_SHARE = {"cpu": 0.5}
+USABLE_SHARE_OF_GPU = 0.8
+PROBED_TOKENS = (
+    8192  # on a GPU: with fewer, what the output layer holds for its first rows would count as growing with the tokens
+)
 ROUNDED_TO = 64  # tokens
 
 
@@ -59,8 +64,8 @@ def take_worst(probes: Sequence[MemoryProbe]) -> MemoryProbe:
 
 
 def fit_memory(probes: Sequence[MemoryProbe]) -> MemoryFit:
-    """Fit a line through one or two probes, with a slope and offset of at least zero."""
-    small, large = probes[0], probes[-1]
+    """Fit a line through the last two probes, or the only one, with a slope and offset of at least zero."""
+    small, large = probes[-2:][0], probes[-1]
     slope = (large.peak_bytes - small.peak_bytes) / (large.tokens - small.tokens) if large.tokens > small.tokens else 0.0
     if slope <= 0:
         return MemoryFit(0.0, max(probe.peak_bytes / probe.tokens for probe in probes))
@@ -68,16 +73,27 @@ def fit_memory(probes: Sequence[MemoryProbe]) -> MemoryFit:
     return MemoryFit(fixed, slope) if fixed >= 0 else MemoryFit(0.0, large.peak_bytes / large.tokens)
 
 
+def needs_more(probes: Sequence[MemoryProbe], later_bytes: int) -> bool:
+    """Return whether a pass over twice the tokens would tell more, and can be tried."""
+    last = probes[-1]
+    enough = len(probes) > 1 and (last.device == "cpu" or last.tokens >= PROBED_TOKENS)
+    return not enough and fits_twice(last, later_bytes)
+
+
+def _usable_share(device: str) -> float:
+    return USABLE_SHARE.get(device, USABLE_SHARE_OF_GPU)
+
+
 def count_usable(probe: MemoryProbe, later_bytes: int) -> tuple[int, int]:
     """Return the free memory minus ``later_bytes`` of later allocations, and the part of it that a micro-batch may use (bytes)."""
     free = max(0, probe.free_bytes - later_bytes)
-    return free, int(free * USABLE_SHARE[probe.device])
+    return free, int(free * _usable_share(probe.device))
 
 
 def choose_budget(probes: Sequence[MemoryProbe], *, longest: int, later_bytes: int, key: str) -> FoundBudget:
     """Return the largest token budget that fits, at least one rollout of ``longest`` tokens.
 
-    ``probes``: of one learner, the smallest pass first; the second is missing if it would not have fitted. ``later_bytes``: later
+    ``probes``: of one learner, each of twice the tokens of the one before; the first fits. ``later_bytes``: later
     allocations of optimizer states, other learners and an engine.
 
     Raises MemoryTooSmall, whose message names ``key``.
@@ -88,11 +104,11 @@ def choose_budget(probes: Sequence[MemoryProbe], *, longest: int, later_bytes: i
     if needed > usable:
         raise MemoryTooSmall(
             f"{key}: found auto, but a micro-batch of one rollout of max_total_sequence_length = {longest} tokens takes "
-            f"{format_bytes(needed)}, but only {format_bytes(usable)} may be used: {USABLE_SHARE[probes[0].device]:.0%} of the "
+            f"{format_bytes(needed)}, but only {format_bytes(usable)} may be used: {_usable_share(probes[0].device):.0%} of the "
             f"{format_bytes(free)} left by weights, gradients and optimizer state. Set dtensor_cfg.activation_checkpointing=true, lower "
             "logprob_chunk_size or policy.max_total_sequence_length, or set the key to a number of tokens to try it anyway"
         )
-    tokens = min(LARGEST_BUDGET, int((usable - fit.fixed_bytes) / fit.bytes_per_token))
+    tokens = min(LARGEST_TOKENS, int((usable - fit.fixed_bytes) / fit.bytes_per_token))
     return FoundBudget(max(longest, tokens // ROUNDED_TO * ROUNDED_TO), fit.bytes_per_token, free, usable)
 
 

@@ -27,6 +27,12 @@ class DtensorConfig(LearnerSection):
     cpu_offload: bool = Field(
         False, description="Keep parameters, gradients and optimizer state in CPU memory; needs several ranks."
     )
+    reshard_after_forward: Literal["auto"] | bool = Field(
+        "auto",
+        description="Free gathered weights after each layer's forward pass, and reduce gradients in every micro-batch. false keeps whole "
+        "weights and whole float32 gradients on each rank until the last micro-batch of a step, and communicates once: 6 bytes a weight in "
+        "bfloat16. auto is false on GPUs of which that is at most a quarter. Pipeline stages always reduce in every micro-batch.",
+    )
     sequence_parallel: bool = Field(False, description="Split activations between tensor-parallel ranks along the sequence.")
     activation_checkpointing: bool | Annotated[float, Field(ge=0, le=1)] = Field(
         False,

@@ -57,13 +57,17 @@ def run_in_turn(
     loss: Callable[[MicroBatch, OutputsT], Tensor] | None,
     *,
     backward: bool,
+    before_last: Callable[[], None] = lambda: None,
 ) -> LocalOutputs[OutputsT]:
     """Run the passes of ``Parallelism.run_passes`` on a device with all layers: one micro-batch after another.
 
-    The host does not wait for a GPU until the last micro-batch.
+    The host does not wait for a GPU until the last micro-batch. ``before_last`` is called before the last one that has a backward pass.
     """
     results = []
-    for micro_batch in (send_to(network, each) for each in micro_batches):
+    last = max((index for index, each in enumerate(micro_batches) if backward and not each.zero_gradient), default=None)
+    for index, micro_batch in enumerate(send_to(network, each) for each in micro_batches):
+        if index == last:
+            before_last()
         trained = backward and not micro_batch.zero_gradient
         with RECORDER.span("learner", "forward"), torch.set_grad_enabled(trained):
             outputs = compute(micro_batch.sub_batch.batch)

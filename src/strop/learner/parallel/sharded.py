@@ -6,12 +6,13 @@ local shards: plain tensors that share the memory of FSDP's DTensors.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from strop import metrics
 from strop.data.shares.batch_share import BatchShare
 from strop.data.shares.divide_batch import take_share
 from strop.data.shares.split_rule import ShareRequest, SplitRule
+from strop.device_copies import is_gpu
 from strop.learner.parallel import sharded_checkpoint
 from strop.learner.parallel.context.sample_sharding import SampleSharding
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, make_dummy, run_in_turn, tensor_fields
@@ -41,6 +43,9 @@ from strop.models.value_network import ValueHead
 from strop.types import Batch
 
 dist: Any = torch.distributed
+log = logging.getLogger(__name__)
+
+WHOLE_SHARE = 0.25  # of a GPU's memory that whole weights and gradients may take between the micro-batches of a step
 
 # Elementwise optimizers, by the name of the class or a base class.
 ELEMENTWISE_OPTIMIZERS = frozenset(
@@ -50,33 +55,29 @@ ELEMENTWISE_OPTIMIZERS = frozenset(
 QUANTIZED_STATE_SUFFIXES = ("8bit", "4bit", "Fp8")
 
 
-def parallelize_network(
-    network: Network,
-    meshes: DeviceMeshes,
-    *,
-    weights_dtype: torch.dtype | None = None,
-    cpu_offload: bool = False,
-    tensor_plan: Mapping[str, str] | None = None,
-) -> Sharded:
+def parallelize_network(network: Network, meshes: DeviceMeshes, **options: Any) -> Sharded:
     """Shard a network over the ranks of ``meshes``, in place. Pipeline stages are handled by ``parallelize_stages``.
 
     All ranks must call it with the same full network, which may be on the meta device on all but the first rank (``load_on_rank_zero``).
-    Freeze parameters before the call. ``weights_dtype`` is the dtype of the computation: trained weights are float32 shards that are cast
-    when they are gathered, frozen weights are cast once; None keeps all dtypes. ``cpu_offload`` keeps shards, gradients and the optimizer
-    state in CPU memory. ``tensor_plan`` replaces the model's own tensor-parallel plan. Raises ValueError for a network that cannot be
-    sharded this way.
+    Freeze parameters before the call. ``options``: those of ``ShardingOptions``. Raises ValueError for a network that cannot be sharded
+    this way.
     """
-    options = ShardingOptions(weights_dtype, cpu_offload, tensor_plan)
-    return Sharded(network, meshes, shard_network(network, meshes, options))
+    return Sharded(network, meshes, shard_network(network, meshes, ShardingOptions(**options)))
 
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """Options of ``parallelize_network``."""
+    """Options of ``parallelize_network`` and ``parallelize_stages``."""
 
-    weights_dtype: torch.dtype | None = None
-    cpu_offload: bool = False
-    tensor_plan: Mapping[str, str] | None = None
+    weights_dtype: torch.dtype | None = (
+        None  # of weights as they are saved and sent; trained ones are float32 shards; None: their own
+    )
+    gather_dtype: torch.dtype | None = None  # of float32 shards when they are gathered; None: weights_dtype
+    cpu_offload: bool = False  # keep shards, gradients and the optimizer state in CPU memory
+    tensor_plan: Mapping[str, str] | None = None  # replaces the model's own tensor-parallel plan
+    reshard_after_forward: Literal["auto"] | bool = (
+        True  # false: weights and gradients stay whole until a step's last micro-batch
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +86,9 @@ class ShardedModel:
 
     root: Any  # FSDP's root module
     partial: frozenset[str]  # parameters whose gradients are partial sums on tensor ranks
-    param_dtype: torch.dtype | None
+    param_dtype: torch.dtype | None  # of trained weights as they are saved and sent; None: that of the shards
+    gather_dtype: torch.dtype | None  # of trained weights in the passes; None: that of the shards
+    stays_whole: bool = False  # weights and gradients between the micro-batches of a step
 
 
 def shard_network(
@@ -95,16 +98,16 @@ def shard_network(
     device as descriptions."""
     check_parallelizable(network, meshes.dims)
     model: nn.Module = network.model
-    weights_dtype, cpu_offload, tensor_plan = options.weights_dtype, options.cpu_offload, options.tensor_plan
-    policy = _apply_weights_dtype(model, weights_dtype)
+    policy = _apply_dtypes(model, options.weights_dtype, options.gather_dtype)
     any_meta = any_rank(is_meta_model(model))
     weights = to_meta(model) if any_meta and not is_meta_model(model) else {}
     if not any_meta and meshes.dims.tensor * meshes.dims.expert > 1:
         model.to(_local_device(meshes))  # tensor and expert shards must be on the device of their mesh
     if not any_meta:
         to_meta(model, elsewhere)
-    partial, experts = _shard_layers(model, meshes, tensor_plan)
-    offload = CPUOffloadPolicy() if cpu_offload and meshes.dense.device_type != "cpu" else OffloadPolicy()
+    partial, experts = _shard_layers(model, meshes, options.tensor_plan)
+    stays_whole = _stays_whole(model, meshes, options, policy)
+    offload = CPUOffloadPolicy() if options.cpu_offload and meshes.dense.device_type != "cpu" else OffloadPolicy()
     fsdp_options: dict[str, Any] = {
         "mp_policy": policy,
         "offload_policy": offload,
@@ -119,6 +122,8 @@ def shard_network(
             _fully_shard(layer, meshes.fsdp, fsdp_options)
     fsdp_options |= {"mp_policy": replace(policy, cast_forward_inputs=False), "ignored_params": ignored}
     root = _fully_shard(FsdpRoot(model), meshes.fsdp, fsdp_options)
+    if stays_whole:
+        root.set_reshard_after_forward(False)
     if network.vision is not None and meshes.dims.sample * meshes.dims.pipeline * meshes.dims.tensor > 1:
         network.disable_vision(
             "its tokens or layers are divided: set tensor, context and pipeline parallel sizes to 1 to read images"
@@ -129,7 +134,8 @@ def shard_network(
     if any_meta:
         shard_device = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else network.device
         broadcast_weights(root, model, weights, network.device, shard_device, elsewhere)
-    return ShardedModel(root, partial, policy.param_dtype)
+    saved_dtype = None if options.weights_dtype is None else policy.param_dtype
+    return ShardedModel(root, partial, saved_dtype, policy.param_dtype, stays_whole)
 
 
 def parallelize_head(head: ValueHead, trunk: Sharded) -> Sharded:
@@ -147,7 +153,7 @@ def parallelize_head(head: ValueHead, trunk: Sharded) -> Sharded:
     root = _fully_shard(FsdpRoot(head.model), meshes.fsdp, {})
     head.compute_hidden = trunk.hidden
     partial = frozenset(name for name, _ in head.model.named_parameters() if meshes.dims.tensor > 1)
-    return Sharded(head, meshes, ShardedModel(root, partial, None), trunk=trunk)
+    return Sharded(head, meshes, ShardedModel(root, partial, None, None, trunk.stays_whole), trunk=trunk)
 
 
 def check_parallelizable(network: Network, dims: ParallelDims) -> None:
@@ -159,29 +165,67 @@ def check_parallelizable(network: Network, dims: ParallelDims) -> None:
         )
 
 
-def _apply_weights_dtype(model: nn.Module, weights_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+def _apply_dtypes(model: nn.Module, weights_dtype: torch.dtype | None, gather_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
     """Cast the weights to the dtypes of their shards and return the policy for gathering them."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if weights_dtype is None and (low_precision := {parameter.dtype for parameter in trained} & {torch.bfloat16, torch.float16}):
+        raise ValueError(
+            f"trained weights are {low_precision.pop()}: an optimizer would lose small updates; pass that dtype as weights_dtype"
+        )
+    float32_names = sorted(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if weights_dtype is None:
-        if low_precision := {parameter.dtype for parameter in trained} & {torch.bfloat16, torch.float16}:
-            raise ValueError(
-                f"trained weights are {low_precision.pop()}: an optimizer would lose small updates; pass that dtype as weights_dtype"
-            )
+        if gather_dtype is None or not float32_names:
+            return MixedPrecisionPolicy(param_dtype=gather_dtype, reduce_dtype=torch.float32 if gather_dtype else None)
+        log.info("%s requires %s in float32: all weights are gathered in float32", type(model).__name__, float32_names)
         return MixedPrecisionPolicy()
     if lora_layers(model) or not trained:
         for name, parameter in model.named_parameters():  # adapters are float32, and so is their computation
             if not parameter.requires_grad and parameter.is_floating_point() and ".lora_" not in name:
                 parameter.data = parameter.data.to(weights_dtype)
         return MixedPrecisionPolicy()
-    if float32_names := getattr(model, "_keep_in_fp32_modules_strict", None):
+    if float32_names:
         raise ValueError(
-            f"{type(model).__name__} requires {sorted(float32_names)} in float32, and shards are gathered in one dtype: set "
-            "weights_dtype=float32"
+            f"{type(model).__name__} requires {float32_names} in float32, and shards are gathered in one dtype: set weights_dtype=float32"
         )
     cast_weights(model, weights_dtype)
     for parameter in model.parameters():  # frozen ones too, because a group's weights are gathered in one dtype
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     return MixedPrecisionPolicy(param_dtype=weights_dtype, reduce_dtype=torch.float32)
+
+
+def _stays_whole(model: nn.Module, meshes: DeviceMeshes, options: ShardingOptions, policy: MixedPrecisionPolicy) -> bool:
+    """Return whether whole weights and gradients stay on each rank until the last micro-batch of a step.
+
+    FSDP then gathers weights and reduces gradients once per step. Gradients are summed in the dtype of the reduction.
+    """
+    device = _local_device(meshes)
+    if meshes.dims.pipeline > 1:
+        return False
+    if options.reshard_after_forward != "auto":
+        return not options.reshard_after_forward
+    if not is_gpu(device) or options.cpu_offload:
+        return False
+    needed = count_whole_bytes(model, policy)
+    total = int(torch.get_device_module(device).get_device_properties(device).total_memory)
+    fits = needed <= WHOLE_SHARE * total
+    log.info(
+        "weights are gathered and gradients reduced %s: whole ones take %.1f GiB of this GPU's %.0f GiB (at most %.0f%% are used so)",
+        "once per optimizer step" if fits else "in every micro-batch",
+        needed / 2**30,
+        total / 2**30,
+        100 * WHOLE_SHARE,
+    )
+    return fits
+
+
+def count_whole_bytes(model: nn.Module, policy: MixedPrecisionPolicy) -> int:
+    """Return the bytes of a model's gathered weights and of their unreduced gradients, on one tensor- and expert-parallel rank."""
+    total = 0
+    for parameter in model.parameters():
+        count = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+        total += count * (policy.param_dtype or parameter.dtype).itemsize
+        total += count * (policy.reduce_dtype or parameter.dtype).itemsize if parameter.requires_grad else 0
+    return total
 
 
 def _shard_layers(
@@ -258,6 +302,8 @@ class Sharded:
         self.is_leader = meshes.is_leader
         self.root = model.root
         self.param_dtype = model.param_dtype
+        self.gather_dtype = model.gather_dtype
+        self.stays_whole = model.stays_whole
         self.device: torch.device = network.device
         self.sharded: Mapping[str, Any] = {  # DTensors of the trained parameters by name
             name: parameter
@@ -325,12 +371,27 @@ class Sharded:
         *,
         backward: bool = False,
     ) -> LocalOutputs[OutputsT]:
+        self._reduce_gradients(False)
         with use_fused_layers(self.network, keep_copies=False):  # copies would keep the gathered weights of all layers
             results = run_in_turn(
-                self.network, micro_batches, lambda batch: self._run(partial(compute, batch)), loss, backward=backward
+                self.network,
+                micro_batches,
+                lambda batch: self._run(partial(compute, batch)),
+                loss,
+                backward=backward,
+                before_last=lambda: self._reduce_gradients(True),
             )
         self._finish_passes()
         return results if self.is_leader else ()
+
+    def _reduce_gradients(self, due: bool) -> None:
+        """Set whether the next backward pass reduces all gradients so far and frees gathered weights. Without effect unless they stay."""
+        if not self.stays_whole:
+            return
+        self.root.set_requires_gradient_sync(due)
+        self.root.set_reshard_after_backward(due)
+        if self.trunk is not None:
+            self.trunk._reduce_gradients(due)
 
     def _run(self, compute: Callable[[], OutputsT]) -> OutputsT:
         """Return ``compute()``, with the network's weights gathered."""

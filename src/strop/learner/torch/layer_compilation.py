@@ -17,7 +17,7 @@ from strop.device_copies import is_gpu
 from strop.models.adapters import lora_layers
 from strop.models.attention.tree_plan import TreePlan
 from strop.models.layers.compiled_layers import CompiledLayers
-from strop.models.layers.fused_layers import find_unknown_part
+from strop.models.layers.fused_layers import find_fused_layers, find_unknown_part
 from strop.models.layers.known_code import decoder_layers
 from strop.models.layers.rounded_layers import find_rounded
 from strop.models.network import Network
@@ -97,7 +97,7 @@ def find_obstacle(network: Network, *, sharded: bool, known_only: bool) -> str |
         return "the layers have adapters, which the reference policy switches off, and compiled layers may ignore that"
     if any(module._forward_hooks or module._forward_pre_hooks for layer in layers for module in layer.modules()):
         return "its modules have hooks, which compiled layers ignore"
-    if not layers or any("forward" in vars(layer) for layer in layers):
+    if not layers or (find_fused_layers(layers) is None and any("forward" in vars(layer) for layer in layers)):
         return f"{type(network.decoder).__name__} has no layers with their own forward pass"
     if known_only and (part := next(filter(None, map(find_unknown_part, layers)), None)):  # the choice of experts, for one
         return f"{part} may have steps that are compiled again for each batch; policy.compile=true tries it"
@@ -169,7 +169,7 @@ def _compare(calls: Sequence[LayerCall], compiled: CompiledLayers) -> list[float
     compiled too.
     """
     plain = [call.run_both_passes() for call in calls]
-    with compiled.use():
+    with compiled.use(keep_copies=True):
         found = [call.run_both_passes() for call in calls]
         with torch.no_grad():
             scored = [call.run() for call in calls]
@@ -201,7 +201,7 @@ def _check(call: LayerCall, difference: float, network: Network) -> None:
 def _log_saving(network: Network, compiled: CompiledLayers, call: LayerCall, said: str) -> None:
     """Alternately measure both passes of a layer, compiled and as the learner would otherwise run it."""
     contexts: tuple[Callable[[], AbstractContextManager[None]], ...] = (
-        compiled.use,
+        lambda: compiled.use(keep_copies=True),
         lambda: network.fused_layers.use(keep_copies=True),
     )
     seconds: tuple[list[float], ...] = ([], [])

@@ -106,7 +106,7 @@ class TorchLearner:
         self.sampling = sampling
         self.config = config
         self.whole_groups = whole_groups
-        budget = config.batching.train_mb_tokens
+        budget = config.train_tokens
         self._budget_key = f"{section}.{config.batching_key}"
         self._train_tokens: int | None = None if budget == "auto" else budget  # None: until ``set_train_tokens``
         self.model: nn.Module = network.model
@@ -206,12 +206,12 @@ class TorchLearner:
 
     def share_requests(self) -> dict[str, ShareRequest]:
         """Return, for each pass over a batch, the share that this rank reads."""
-        batching, whole = self.config.batching, self.whole_groups
+        score_tokens, whole = self.config.score_tokens, self.whole_groups
         request = partial(self.parallelism.share_request, read_columns=True)
         trained = {} if self._train_tokens is None else {"forward_backward": request(self._train_tokens, whole_groups=whole)}
         return {
-            "score": request(batching.logprob_mb_tokens),
-            "evaluate_loss": request(batching.logprob_mb_tokens, whole_groups=whole),
+            "score": request(score_tokens),
+            "evaluate_loss": request(score_tokens, whole_groups=whole),
             **trained,
         }
 
@@ -260,7 +260,7 @@ class TorchLearner:
     def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs:
         """Score this rank's micro-batches: the full batch on a single device."""
         with self.weight_offload.on_device():  # a canary may run while the learner is offloaded
-            return score_local(self.parallelism, batch, self.sampling, self.config.batching.logprob_mb_tokens)
+            return score_local(self.parallelism, batch, self.sampling, self.config.score_tokens)
 
     def forward_backward_local(self, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs:
         """Accumulate the gradient of the batch's loss; return the results of this rank's micro-batches."""
@@ -275,7 +275,7 @@ class TorchLearner:
         return result
 
     def evaluate_loss_local(self, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs:
-        return self._run_micro_batches(batch, loss, self.config.batching.logprob_mb_tokens, backward=False)
+        return self._run_micro_batches(batch, loss, self.config.score_tokens, backward=False)
 
     def _run_micro_batches(
         self, batch: Batch | BatchShare, loss: LossFn, token_budget: int, *, backward: bool

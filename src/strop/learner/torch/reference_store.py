@@ -84,9 +84,8 @@ async def load_or_compute_reference(
     for chunk in _chunks((group for group in groups if not group.errors), GROUPS_PER_PACK):
         batch = pack(chunk, algorithm.group_credit(chunk), share_prefixes=share_prefixes)
         logprobs = require_token_outputs(await scorer.score(batch)).logprobs
-        lengths = torch.bincount(batch.sequence, minlength=batch.num_sequences).tolist()
         rollouts = ((group, rollout) for group in chunk for rollout in group.rollouts)
-        for (group, rollout), values in zip(rollouts, logprobs.split(lengths), strict=True):
+        for (group, rollout), values in zip(rollouts, batch.split(logprobs), strict=True):
             if (key := (_hash(_rollout_name(group, rollout)), rollout_fingerprint(rollout))) not in spans:
                 spans[key] = (end, end + len(values))
                 columns.append(values)

@@ -26,7 +26,9 @@ class BlockwiseKernel:
     queries: int = 256  # of a block
     keys: int = 256
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, levels: Levels, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, levels: Levels, spec: AttentionSpec, *, final: bool = False
+    ) -> tuple[Tensor, Tensor]:
         queries, keys, values = _split_heads(query * spec.scale, key.shape[1]), _by_head(key), _by_head(value)
         output = at_least_float32(query.new_zeros(*queries.shape[:3], value.shape[2]))  # [kv_heads, T, group, V]
         lse = at_least_float32(query.new_full(queries.shape[:3], float("-inf")))
@@ -42,7 +44,15 @@ class BlockwiseKernel:
         return _join_heads(output), _join_heads(lse)
 
     def backward(
-        self, rows: Gradients, output: Tensor, lse: Tensor, grad: Tensor, levels: Levels, spec: AttentionSpec
+        self,
+        rows: Gradients,
+        output: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        levels: Levels,
+        spec: AttentionSpec,
+        *,
+        final: bool = False,
     ) -> Gradients:
         query, key, value = rows
         groups = key.shape[1]

@@ -7,7 +7,7 @@ on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Any
@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from strop.device_copies import is_gpu, move_fields
 from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.attention.merged_attention import Gradients, merge_part
+from strop.models.attention.merged_attention import Gradients, merge_part, merge_rows
 from strop.models.attention.tree_pieces import AttentionPiece, Levels
 from strop.sampling import at_least_float32
 
@@ -63,7 +63,9 @@ class _Call:
 class CpuFlashKernel:
     """A ``PieceKernel`` (strop.models.attention.merged_attention) for pieces that are causal squares or have no mask."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, levels: Levels, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, levels: Levels, spec: AttentionSpec, *, final: bool
+    ) -> tuple[Tensor, Tensor]:
         values = pad(value, (0, query.shape[2] - value.shape[2]))
         output = at_least_float32(query.new_zeros(query.shape))
         lse = at_least_float32(query.new_full(query.shape[:2], float("-inf")))
@@ -78,7 +80,7 @@ class CpuFlashKernel:
         return output[..., : value.shape[2]], lse
 
     def backward(
-        self, rows: Gradients, output: Tensor, lse: Tensor, grad: Tensor, levels: Levels, spec: AttentionSpec
+        self, rows: Gradients, output: Tensor, lse: Tensor, grad: Tensor, levels: Levels, spec: AttentionSpec, *, final: bool
     ) -> Gradients:
         query, key, value = rows
         missing = query.shape[2] - value.shape[2]
@@ -154,71 +156,108 @@ class _VarlenLevel:
     key_ends: Tensor
     longest: tuple[int, int]
     causal: bool
+    covered: int  # rows of the queries, each in one sequence
+    repeats: bool  # a key is in several sequences
+
+
+@dataclass(frozen=True, eq=False)
+class _VarlenCalls:
+    """All calls of a row, made once for all layers and both passes."""
+
+    levels: Levels
+    calls: Sequence[_VarlenLevel]
+    no_dropout: tuple[Tensor, Tensor]  # arguments of the backward pass: a random state that is not read
+
+    def rounds_once(self, final: bool) -> bool:
+        """Return whether at most two numbers are added, so that the sum needs no wider dtype than its result."""
+        return final and len(self.calls) <= 2 and not any(call.repeats for call in self.calls)
 
 
 class VarlenFlashKernel:
     """A ``PieceKernel`` (strop.models.attention.merged_attention) on a GPU, for pieces that are causal squares or have no mask."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[Levels, list[_VarlenLevel]]] = {}  # by the id of the levels, which all layers share
+        self._made: dict[int, _VarlenCalls] = {}  # by the id of the levels, which all layers share
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, levels: Levels, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        output = at_least_float32(query.new_zeros(*query.shape[:2], value.shape[2]))
-        lse = at_least_float32(query.new_full(query.shape[:2], float("-inf")))
-        for level in self._calls(levels, query.device):
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, levels: Levels, spec: AttentionSpec, *, final: bool
+    ) -> tuple[Tensor, Tensor]:
+        made = self._calls(levels, query.device)
+        output: Tensor | None = None
+        for call in made.calls:
+            rows = (_take(query, call.rows), _take(key, call.columns), _take(value, call.columns))
             part, part_lse, *_ = aten._flash_attention_forward(
-                query[level.rows],
-                key[level.columns],
-                value[level.columns],
-                level.query_ends,
-                level.key_ends,
-                *level.longest,
-                0.0,
-                level.causal,
-                False,
-                scale=spec.scale,
+                *rows, call.query_ends, call.key_ends, *call.longest, 0.0, call.causal, False, scale=spec.scale
             )
-            merged, merged_lse = output[level.rows], lse[level.rows]  # views, or copies where rows are indices
-            merge_part(merged, merged_lse, part, part_lse.transpose(0, 1))
-            if isinstance(level.rows, Tensor):
-                output[level.rows], lse[level.rows] = merged, merged_lse
-        return output, lse
+            if output is None:
+                part = part if made.rounds_once(final) else at_least_float32(part)
+                output, lse = _place(part, part_lse, call, len(query))
+            else:
+                merge_rows(output, lse, part, part_lse, call.rows)
+        assert output is not None, "attention without keys"
+        return output, lse.t()
 
     def backward(
-        self, rows: Gradients, output: Tensor, lse: Tensor, grad: Tensor, levels: Levels, spec: AttentionSpec
+        self, rows: Gradients, output: Tensor, lse: Tensor, grad: Tensor, levels: Levels, spec: AttentionSpec, *, final: bool
     ) -> Gradients:
-        query, key, value = rows
-        grads = tuple(at_least_float32(torch.zeros_like(tensor)) for tensor in rows)
-        for level in self._calls(levels, query.device):
+        made, totals = self._calls(levels, grad.device), lse.t()
+        grads: Gradients | None = None
+        for call in made.calls:
+            places = (call.rows, call.columns, call.columns)
             parts = aten._flash_attention_backward(
-                grad[level.rows],
-                query[level.rows],
-                key[level.columns],
-                value[level.columns],
-                output[level.rows],
-                lse[level.rows].transpose(0, 1).contiguous(),
-                level.query_ends,
-                level.key_ends,
-                *level.longest,
+                _take(grad, call.rows),
+                *(_take(row, place) for row, place in zip(rows, places, strict=True)),
+                _take(output, call.rows),
+                _take(totals, call.rows, 1).contiguous(),
+                call.query_ends,
+                call.key_ends,
+                *call.longest,
                 0.0,
-                level.causal,
-                torch.zeros(2, dtype=torch.uint64, device=query.device),
-                torch.empty(0, device=query.device),
+                call.causal,
+                *made.no_dropout,
                 scale=spec.scale,
             )
-            for whole, part, place in zip(grads, parts, (level.rows, level.columns, level.columns), strict=True):
+            if grads is None and all(_is_whole(place, row) for place, row in zip(places, rows, strict=True)):
+                grads = tuple(part if made.rounds_once(final) else at_least_float32(part) for part in parts)
+                continue
+            grads = grads or tuple(at_least_float32(torch.zeros_like(row)) for row in rows)
+            for whole, part, place in zip(grads, parts, places, strict=True):
                 _add_rows(whole, part, place)
-        return grads[0], grads[1], grads[2]
+        assert grads is not None, "attention without keys"
+        return grads
 
-    def _calls(self, levels: Levels, device: torch.device) -> list[_VarlenLevel]:
+    def _calls(self, levels: Levels, device: torch.device) -> _VarlenCalls:
         if id(levels) not in self._made:
             calls = [
                 _make_varlen(list(pieces), causal)
                 for level in levels
                 for causal, pieces in groupby(level, lambda piece: piece.causal)
             ]
-            self._made[id(levels)] = (levels, move_fields(calls, device))
-        return self._made[id(levels)][1]
+            no_dropout = (torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device))
+            self._made[id(levels)] = _VarlenCalls(levels, move_fields(calls, device), no_dropout)
+        return self._made[id(levels)]
+
+
+def _take(tensor: Tensor, place: Tensor | slice, dimension: int = 0) -> Tensor:
+    """Return some rows: all of them are no launch, and neither are consecutive ones."""
+    if isinstance(place, Tensor):
+        return tensor.index_select(dimension, place)
+    return tensor[place] if dimension == 0 else tensor[:, place]
+
+
+def _is_whole(place: Tensor | slice, tensor: Tensor) -> bool:
+    return isinstance(place, slice) and place.stop - place.start == len(tensor)
+
+
+def _place(part: Tensor, lse: Tensor, call: _VarlenLevel, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the first part of [rows, heads, V] and [heads, rows]: nothing is copied if it is in order, and all of it."""
+    if _is_whole(call.rows, part) and call.covered == rows:
+        return part, lse
+    blank = call.covered < rows
+    output = part.new_zeros(rows, *part.shape[1:]) if blank else part.new_empty(rows, *part.shape[1:])
+    whole = lse.new_full((len(lse), rows), float("-inf")) if blank else lse.new_empty(len(lse), rows)
+    output[call.rows], whole[:, call.rows] = part, lse
+    return output, whole
 
 
 def _add_rows(whole: Tensor, part: Tensor, place: Tensor | slice) -> None:
@@ -234,7 +273,8 @@ def _make_varlen(pieces: list[AttentionPiece], causal: bool) -> _VarlenLevel:
     ends = [torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32) for sizes in (queries, keys)]
     rows = _gather([(piece.query, piece.queries) for piece in pieces])
     columns = _gather([(piece.key, piece.keys) for piece in pieces])
-    return _VarlenLevel(rows, columns, ends[0], ends[1], (max(queries), max(keys)), causal)
+    repeats = not isinstance(columns, slice) and len(columns.unique()) < len(columns)
+    return _VarlenLevel(rows, columns, ends[0], ends[1], (max(queries), max(keys)), causal, sum(queries), repeats)
 
 
 def _gather(ranges: list[tuple[int, int]]) -> Tensor | slice:

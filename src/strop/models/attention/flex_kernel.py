@@ -44,14 +44,24 @@ class FlexKernel:
             output, _ = weigh_sinks(at_least_float32(output), lse, spec.sinks)
         return output.to(query.dtype)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, levels: Levels, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, levels: Levels, spec: AttentionSpec, *, final: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """The forward pass on a CPU."""
         query, key, value = query.detach(), key.detach(), value.detach()
         output, _ = self._call(query, key, value, spec, needs_lse=False)
         return at_least_float32(output), self.blockwise.forward(query, key, value[..., :0], levels, spec)[1]
 
     def backward(
-        self, rows: Gradients, output: Tensor, lse: Tensor, grad: Tensor, levels: Levels, spec: AttentionSpec
+        self,
+        rows: Gradients,
+        output: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        levels: Levels,
+        spec: AttentionSpec,
+        *,
+        final: bool = False,
     ) -> Gradients:
         return self.blockwise.backward(rows, output, lse, grad, levels, spec)
 

@@ -1,5 +1,8 @@
 """Decoder layers compiled by torch.compile, each class of layer once, attention left out.
 
+Of layers that are fused as a whole (``fused_block``) only the segments between their products are compiled: the host then has two nodes a
+layer, and few checks. Other layers are compiled before and after attention, as they are.
+
 The layers of a model share their compiled code, for rows of all lengths: the number of tokens is dynamic. Attention follows the
 plan of a call, which cannot be compiled, and has its own kernels; a layer is compiled before and after it. The code is cached on
 disk between runs. Outside ``CompiledLayers.use`` the layers run as before, because an engine on the same modules has other shapes.
@@ -7,10 +10,11 @@ disk between runs. Outside ``CompiledLayers.use`` the layers run as before, beca
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
@@ -19,7 +23,8 @@ import torch
 from torch import nn
 
 from strop.models.attention.attention_interface import keep_attention_uncompiled
-from strop.models.layers.fused_layers import use_fused_layers
+from strop.models.layers.fused_layers import find_fused_layers, use_fused_layers
+from strop.models.layers.segments import OPTIONS, compiling_segments
 from strop.storage.files import user_cache_folder
 
 log = logging.getLogger(__name__)
@@ -27,10 +32,6 @@ log = logging.getLogger(__name__)
 _STATE = "_strop_compiled"
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 CODES_OF_A_CLASS = 64  # policy, critic and reference of one family, with and without gradients; torch stops compiling at 8
-
-# Values are rounded where the modules round them: keeping float32 in between would move the learner away from the sampler.
-# Autotuning that changes results is off: a resumed run must compile the same code.
-OPTIONS: Mapping[str, Any] = {"emulate_precision_casts": True, "deterministic": True}
 
 
 class CompiledLayers:
@@ -41,23 +42,34 @@ class CompiledLayers:
         self.active = False
         self.compiled = 0  # parts of layers, with their backward passes; a layer has several
         self.seconds = 0.0  # that compiling them took
-        self._functions = {type(layer): _compile(type(layer)) for layer in layers}
+        keep_cache()
+        settings: Any = torch._dynamo.config
+        settings.recompile_limit = max(settings.recompile_limit, CODES_OF_A_CLASS)
+        self._fused = find_fused_layers(
+            layers
+        )  # of layers that are fused as a whole: only what is between their products is compiled
+        self._functions = {type(layer): _compile(type(layer)) for layer in layers if self._fused is None}
         self._layers = tuple(layers)
         self._began = 0.0
         for layer in layers:
             layer.__dict__[_STATE] = self
-            layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
+            if self._fused is None:
+                layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledLayers:
         """The copy of a model shares the code, but tracks separately whether it is in use."""
         twin = memo[id(self)] = CompiledLayers.__new__(CompiledLayers)
         twin.active, twin.compiled, twin.seconds, twin._began = False, 0, 0.0, 0.0
         twin._functions, twin._layers = self._functions, ()  # the layers of the copy hold their state
+        twin._fused = copy.deepcopy(self._fused, memo)
         return twin
 
     @contextmanager
-    def use(self) -> Iterator[None]:
-        """Use the compiled layers, including in backward passes that recompute. Logs what was compiled."""
+    def use(self, *, keep_copies: bool) -> Iterator[None]:
+        """Use the compiled layers, including in backward passes that recompute. Logs what was compiled.
+
+        ``keep_copies``: as in ``FusedLayers.use``.
+        """
         from torch._dynamo.callback import callback_handler  # imported late, because it takes a second
 
         if self.active:
@@ -68,8 +80,10 @@ class CompiledLayers:
         begin, end = self._begin, self._end
         callback_handler.register_start_callback(begin)
         callback_handler.register_end_callback(end)
+        fused = nullcontext() if self._fused is None else self._fused.use(keep_copies=keep_copies)
         try:
-            yield
+            with fused, compiling_segments(self._fused is not None):
+                yield
         finally:
             self.active = False
             callback_handler.remove_start_callback(begin)
@@ -85,7 +99,9 @@ class CompiledLayers:
     def remove(self) -> None:
         """Restore the layers' own forward passes."""
         for layer in self._layers:
-            del layer.__dict__[_STATE], layer.__dict__["forward"]
+            del layer.__dict__[_STATE]
+            if self._fused is None:
+                del layer.__dict__["forward"]
 
     def run(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         function = self._functions[type(layer)] if self.active else type(layer).forward
@@ -112,15 +128,12 @@ def use_learner_layers(network: object, *, keep_copies: bool) -> AbstractContext
     compiled: CompiledLayers | None = getattr(network, "compiled_layers", None)
     if compiled is None:
         return use_fused_layers(network, keep_copies=keep_copies)
-    return nullcontext() if getattr(network, "exact", None) is not None else compiled.use()
+    return nullcontext() if getattr(network, "exact", None) is not None else compiled.use(keep_copies=keep_copies)
 
 
 def _compile(kind: type[nn.Module]) -> Callable[..., Any]:
     """Return the forward pass of a class of layers, compiled for any number of tokens."""
-    keep_cache()
     keep_attention_uncompiled()
-    settings: Any = torch._dynamo.config
-    settings.recompile_limit = max(settings.recompile_limit, CODES_OF_A_CLASS)
     function: Callable[..., Any] = torch.compile(kind.forward, dynamic=True, options=dict(OPTIONS))
     return function
 

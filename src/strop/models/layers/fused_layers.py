@@ -17,10 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 
+from strop.models.attention.attention_interface import IMPLEMENTATION
+from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.layers.fused_block import AfterAttention, BeforeAttention, after_attention, before_attention
+from strop.models.layers.fused_functions import (
+    GELU_TANH,
+    SILU,
+    gated_activation,
+    joined_linear,
+    linear_parameters,
+    rotate,
+)
 from strop.models.layers.known_code import RmsNormSpec, find_form, rms_norm, rms_norm_spec
-from strop.models.layers.weight_copies import LinearWeights, WeightCopies
+from strop.models.layers.weight_copies import WeightCopies
 
 
 def are_plain(linears: Sequence[object]) -> bool:
@@ -36,41 +46,6 @@ def are_plain(linears: Sequence[object]) -> bool:
     )
 
 
-def joined_linear(x: Tensor, linears: Sequence[nn.Linear], weights: LinearWeights) -> tuple[Tensor, ...]:
-    """[T, K] -> [T, N] of each layer. ``weights`` are those of ``linears`` in the dtype of ``x``; the gradients go to ``linears``."""
-    parameters = [linear.weight for linear in linears]
-    if linears[0].bias is not None:
-        parameters += [linear.bias for linear in linears]
-    apply: Any = _JoinedLinear.apply
-    outputs: tuple[Tensor, ...] = apply(x, weights, len(linears), *parameters)
-    return outputs
-
-
-class _JoinedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: LinearWeights, count: int, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x)
-        ctx.weights = weights
-        ctx.count = count
-        ctx.dtypes = [parameter.dtype for parameter in parameters]
-        return weights.project(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        weights: LinearWeights = ctx.weights
-        needed, count = ctx.needs_input_grad, ctx.count
-        columns = weights.join_columns(grads)
-        grad_x = weights.project_back(columns) if needed[0] else None
-        gradients: list[Tensor | None] = [None] * len(ctx.dtypes)
-        if any(needed[3 : 3 + count]):
-            gradients[:count] = weights.gradients(x, columns)
-        if any(needed[3 + count :]):
-            gradients[count:] = [grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
-        typed = (None if grad is None else grad.to(dtype) for grad, dtype in zip(gradients, ctx.dtypes, strict=True))
-        return grad_x, None, None, *typed
-
-
 # Forms of attention by the options that they pass to the attention function, which are attributes of theirs.
 _WINDOW = {"sliding_window": "sliding_window"}
 _ATTENTION: Mapping[str, Mapping[str, str]] = {
@@ -83,10 +58,10 @@ _ATTENTION: Mapping[str, Mapping[str, str]] = {
 }
 _MLPS = ("llama.LlamaMLP",)
 # Layers whose norms are read only by attention and the MLP: one norm before each, or one before and one after.
-_LAYERS = ("llama.LlamaDecoderLayer", "gemma2.Gemma2DecoderLayer")
+_BLOCK = "llama.LlamaDecoderLayer"
+_LAYERS = (_BLOCK, "gemma2.Gemma2DecoderLayer")
 _OTHER_LAYERS = ("granite.GraniteDecoderLayer", "mixtral.MixtralDecoderLayer")
 _STATE = "_strop_fused"
-SILU, GELU_TANH, GELU = "silu", "tanh", "none"  # the last two as the argument ``approximate`` of torch's GELU
 
 
 class FusedLayers:
@@ -148,6 +123,13 @@ class FusedAttention:
 
 
 @dataclass(frozen=True, eq=False)
+class FusedBlock:
+    """How to compute a decoder layer."""
+
+    layers: FusedLayers
+
+
+@dataclass(frozen=True, eq=False)
 class FusedMlp:
     """How to compute a gated MLP."""
 
@@ -164,6 +146,7 @@ def enable_fused_layers(model: nn.Module) -> FusedLayers:
     layers = FusedLayers(model)
     for module in model.modules():
         _connect_norms(module)
+        _fuse_block(module, layers)
     return layers
 
 
@@ -172,6 +155,12 @@ def use_fused_layers(network: object, *, keep_copies: bool) -> AbstractContextMa
     layers: FusedLayers | None = getattr(network, "fused_layers", None)
     exact = getattr(network, "exact", None) is not None
     return nullcontext() if layers is None or exact else layers.use(keep_copies=keep_copies)
+
+
+def find_fused_layers(layers: Sequence[nn.Module]) -> FusedLayers | None:
+    """Return what fuses decoder layers as a whole; None if one of them is not fused so."""
+    states = [layer.__dict__.get(_STATE) for layer in layers]
+    return states[0].layers if states and all(isinstance(state, FusedBlock) for state in states) else None  # type: ignore[union-attr]
 
 
 def find_unknown_part(layer: nn.Module) -> str | None:
@@ -210,6 +199,87 @@ def _connect_norms(layer: nn.Module) -> None:
         if known and find_form(type(layer), _LAYERS + _OTHER_LAYERS) is not None:
             readers = tuple(getattr(reader, linear) for linear in linears)
             norm.__dict__[_STATE] = FusedNorm(state.layers, state.spec, readers)  # type: ignore[union-attr]
+
+
+def _fuse_block(layer: nn.Module, layers: FusedLayers) -> None:
+    """Replace the forward pass of a decoder layer that has Llama's code, and parts whose code is known."""
+    if find_unknown_part(layer) is None and find_form(type(layer), _LAYERS) == _BLOCK and "forward" not in layer.__dict__:
+        layer.__dict__[_STATE] = FusedBlock(layers)
+        layer.forward = MethodType(_block_forward, layer)  # type: ignore[method-assign]
+
+
+def _block_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    layers: FusedLayers = layer.__dict__[_STATE].layers
+    attention, plan = layer.self_attn, kwargs.get("plan")
+    dtype = _product_dtype(hidden_states) or hidden_states.dtype
+    if not layers.active or plan is None or args or not _is_block(layer, hidden_states, dtype):
+        return type(layer).forward(layer, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
+    mlp, state = layer.mlp, attention.__dict__[_STATE]
+    groups = (
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        (attention.o_proj,),
+        (mlp.gate_proj, mlp.up_proj),
+        (mlp.down_proj,),
+    )
+    weights = [layers.copies.get(group, dtype, keep=layers.keep_copies) for group in groups]
+    parameters = [linear_parameters(group) for group in groups]
+    norms = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
+    cos, sin = (angles[0].unsqueeze(1) for angles in kwargs["position_embeddings"])
+    wide = torch.promote_types(dtype, norms[0].weight.dtype) if norms and norm_spec(norms[0]).rounds_first else dtype
+    before = BeforeAttention(
+        norm_spec(layer.input_layernorm),
+        tuple(map(norm_spec, norms)),
+        wide,
+        weights[0],
+        attention.head_dim,
+        dtype,
+        _product_dtype(hidden_states) or torch.promote_types(wide, cos.dtype),
+    )
+    scales = [norm.weight for norm in norms]
+    rows = before_attention(hidden_states, cos, sin, before, layer.input_layernorm.weight, scales, parameters[0])
+    options = {name: _get(attention, path) for name, path in state.options.items()}
+    spec = AttentionSpec(attention.layer_idx, attention.scaling, options.get("sliding_window"), options.get("softcap"))
+    attended = plan.attend(*rows, spec)
+    counts = tuple(map(len, parameters[1:]))
+    after = AfterAttention(norm_spec(layer.post_attention_layernorm), weights[1:], counts, mlp.__dict__[_STATE].activation, dtype)
+    others = [parameter for group in parameters[1:] for parameter in group]
+    return after_attention(hidden_states, attended, after, layer.post_attention_layernorm.weight, others)
+
+
+def norm_spec(norm: Any) -> RmsNormSpec:
+    state: FusedNorm = norm.__dict__[_STATE]
+    return state.spec
+
+
+def _is_block(layer: Any, x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all parts of a layer are as they were when they were fused: no hooks, adapters, shards or other forward passes."""
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = (
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        (attention.o_proj,),
+        (mlp.gate_proj, mlp.up_proj),
+        (mlp.down_proj,),
+    )
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
+    parts = (*((norm, _norm_forward) for norm in norms), (attention, _attention_forward), (mlp, _mlp_forward))
+    return (
+        x.dtype != torch.float64
+        and torch.promote_types(x.dtype, dtype) == x.dtype
+        and not isinstance(x, DTensor)
+        and not attention.attention_dropout
+        and attention.config._attn_implementation == IMPLEMENTATION
+        and all(map(are_plain, linears))
+        and all(_runs(module, forward) for module, forward in parts)
+        and not any(isinstance(norm.weight, DTensor) for norm in norms)
+        and (_product_dtype(x) is not None or all(group[0].weight.dtype == dtype for group in linears))
+        and (_product_dtype(x) is not None or all(norm.weight.dtype == dtype for norm in norms))
+    )
+
+
+def _runs(module: Any, forward: Callable[..., Any]) -> bool:
+    own = module.__dict__.get("forward")
+    return getattr(own, "__func__", None) is forward and not module._forward_hooks and not module._forward_pre_hooks
 
 
 def _norm_forward(module: Any, x: Tensor) -> Tensor:
@@ -296,65 +366,3 @@ def activation_kind(module: object) -> str | None:
     if name == "GELUTanh" and getattr(module, "act", None) is not None:
         return GELU_TANH
     return None
-
-
-def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """activation(gate) * up, as SwiGLU and GeGLU (arXiv 2002.05202): [T, I] and [T, I] -> [T, I], with the roundings of both operators."""
-    apply: Any = _GatedActivation.apply
-    result: Tensor = apply(gate, up, kind)
-    return result
-
-
-class _GatedActivation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
-        activated = _activate(gate, kind)
-        ctx.save_for_backward(gate, up, activated)
-        ctx.kind = kind
-        return activated * up
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        gate, up, activated = ctx.saved_tensors
-        grad_up = activated * grad
-        outer = grad * up
-        if ctx.kind == SILU:
-            return torch.ops.aten.silu_backward(outer, gate), grad_up, None
-        return torch.ops.aten.gelu_backward(outer, gate, approximate=ctx.kind), grad_up, None
-
-
-def _activate(gate: Tensor, kind: str) -> Tensor:
-    return F.silu(gate) if kind == SILU else F.gelu(gate, approximate=kind)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rotary position embedding (arXiv 2104.09864) that saves only the angles: rotate [..., T, D] by those of [..., T, D].
-
-    Computed in the dtype of the angles, which need no gradient; returns ``dtype``. As in Transformers, entry i < D / 2 is paired
-    with entry i + D / 2, which has the same angle.
-    """
-    apply: Any = _Rotate.apply
-    rotated: Tensor = apply(x, cos, sin, dtype)
-    return rotated
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.dtype = x.dtype
-        return _turn(x, cos, sin, 1.0).to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, sin, -1.0).to(ctx.dtype), None, None, None  # the other way round
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
-    half = x.shape[-1] // 2
-    turned = wide * cos
-    turned[..., :half].sub_(wide[..., half:] * sin[..., :half], alpha=sign)  # rounds the product first, as Transformers does
-    turned[..., half:].add_(wide[..., :half] * sin[..., half:], alpha=sign)
-    return turned

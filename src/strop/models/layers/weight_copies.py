@@ -32,8 +32,8 @@ class LinearWeights(Protocol):
         """Return the gradient of the input, [T, K]."""
         ...
 
-    def gradients(self, x: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradient of each weight, [N, K], given the input ``x`` [T, K]."""
+    def gradients(self, x: Tensor, grads: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Return the gradient of each weight, [N, K] in ``dtype``, given the input ``x`` [T, K]."""
         ...
 
 
@@ -59,8 +59,8 @@ class SeparateWeights:
             total = total.addmm_(grad, weight) if total.dtype == grad.dtype else total.add_(grad @ weight)
         return total.to(result.dtype)
 
-    def gradients(self, x: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
-        return [grad.t() @ x for grad in grads]
+    def gradients(self, x: Tensor, grads: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        return [(grad.t() @ x).to(dtype) for grad in grads]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +86,8 @@ class JoinedWeights:
         (grad,) = grads
         return grad @ self.weight
 
-    def gradients(self, x: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
-        return list((grads[0].t() @ x).split(self.sizes))
+    def gradients(self, x: Tensor, grads: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        return list((grads[0].t() @ x).to(dtype).split(self.sizes))
 
 
 class WeightCopies:

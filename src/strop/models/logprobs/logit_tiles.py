@@ -10,11 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from strop.device_copies import is_gpu
+
+ROWS = 1024  # of logits at a time where policy.logprob_chunk_size is not set
+LARGEST_ROWS = 8192  # of a tile on a GPU: products of more are no faster
+SHARE_OF_GPU = 32  # a tile of logits with its gradient takes at most one part in this many, and so do kept logits
+MOST_KEPT_LOGITS = 512 * 2**20  # bytes, elsewhere and where policy.logprob_chunk_size is set
 CPU_ROWS, CPU_COLUMNS = 512, 2048  # 4 MiB of float32; larger tiles leave the cache, smaller ones slow the products down
 
 
@@ -100,11 +107,29 @@ class TorchTiles:
         return held[: like.numel()].view(like.shape)
 
 
-def choose_tile_shape(device: torch.device, vocabulary: int, chunk: int) -> TileShape:
-    """Return the tile shape for a device: whole rows on a GPU, where tiles need not fit a cache; ``chunk`` rows at most."""
+def choose_tile_shape(device: torch.device, vocabulary: int, chunk: int | None) -> TileShape:
+    """Return the tile shape for a device: whole rows on a GPU, where tiles need not fit a cache; ``chunk`` rows at most.
+
+    None leaves the rows to the device: on a GPU as many as a 32nd of its memory holds, 1,024 to 8,192.
+    """
     if device.type == "cpu":
-        return TileShape(min(chunk, CPU_ROWS), CPU_COLUMNS)
-    return TileShape(chunk, max(vocabulary, 1))
+        return TileShape(min(chunk or ROWS, CPU_ROWS), CPU_COLUMNS)
+    return TileShape(chunk or count_rows(vocabulary, logit_bytes(device)), max(vocabulary, 1))
+
+
+def count_rows(vocabulary: int, available: int) -> int:
+    """Return how many rows of logits fit into a number of bytes: in bfloat16, with their gradients."""
+    fitting = available // (4 * max(vocabulary, 1)) // 256 * 256
+    return max(ROWS, min(LARGEST_ROWS, fitting))
+
+
+@cache
+def logit_bytes(device: torch.device) -> int:
+    """Return the bytes of logits that may be held on a device at a time."""
+    if not is_gpu(device):
+        return MOST_KEPT_LOGITS
+    total = int(torch.get_device_module(device).get_device_properties(device).total_memory)
+    return total // SHARE_OF_GPU
 
 
 def tile_slices(total: int, size: int) -> Iterator[slice]:

@@ -20,33 +20,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.device_copies import is_gpu
 from strop.models.logprobs.logit_tiles import (
+    MOST_KEPT_LOGITS,
     RowSlopes,
     TileOperations,
     TileShape,
     TorchTiles,
     choose_tile_shape,
+    logit_bytes,
     tile_slices,
 )
 from strop.sampling import at_least_float32
 
 log = logging.getLogger(__name__)
 
-MOST_KEPT_LOGITS = 512 * 2**20  # bytes
 LEAST_ROWS = 16  # of a product: with fewer rows, libraries use other kernels, and a row's last bit would depend on its neighbours
 
 
 def tiled_logprobs(
-    hidden: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, chunk: int
+    hidden: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, chunk: int | None
 ) -> tuple[Tensor, Tensor]:
     """hidden [N, H], target [N], weight [V, H], bias [V] -> log softmax(W h / temperature)[target] and its entropy in nats, [N] each.
 
     Differentiable in hidden, weight and bias. The products are computed in the autocast dtype, or that of ``hidden``. If a
     backward pass will follow, the logits of the first rows are kept for it: up to the size of ``chunk`` rows in float32, 512 MiB
-    at most. The others are recomputed, bit-identically.
+    at most, or on a GPU without ``chunk`` a 32nd of its memory. The others are recomputed, bit-identically.
     """
     layer = _OutputLayer(temperature, choose_tile_shape(hidden.device, len(weight), chunk))
-    kept = min(MOST_KEPT_LOGITS, 4 * chunk * len(weight)) if torch.is_grad_enabled() else 0
+    most = logit_bytes(hidden.device) if chunk is None else MOST_KEPT_LOGITS
+    kept = min(most, 4 * (chunk or layer.tiles.rows) * len(weight)) if torch.is_grad_enabled() else 0
     apply: Any = _TiledLogprobs.apply
     outputs: tuple[Tensor, Tensor] = apply(hidden, weight, bias, target, layer, kept)
     return outputs
@@ -213,7 +216,10 @@ class _GradientSums:
     def __init__(self, rows: _Rows, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
         self.rows = rows
         self.hidden = at_least_float32(rows.hidden.new_empty(0)).new_zeros(hidden.shape) if needed[0] else None
-        self.weight = torch.zeros_like(weight) if needed[1] else None
+        summed = needed[1] and sums_in_products(weight.device, rows.hidden.dtype)
+        self.in_product = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if summed else None
+        self.weight = torch.zeros_like(weight) if needed[1] and not summed else None
+        self.weight_dtype = weight.dtype
         self.bias = torch.zeros_like(bias) if bias is not None and needed[2] else None
         self.columns: list[Tensor] = []  # of this tile's rows of the weight, and of the bias
         self.last = max((each.start for each in rows.row_slices()), default=0)
@@ -221,6 +227,9 @@ class _GradientSums:
     def add(self, row: slice, column: slice, gradient: Tensor) -> None:
         if self.hidden is not None:
             self.hidden[row] += gradient @ self.rows.weight[column]
+        if (total := self.in_product) is not None:
+            part = total[column]
+            torch.addmm(part, gradient.t(), self.rows.hidden[row], out_dtype=total.dtype, out=part)
         found = [] if self.weight is None else [gradient.t() @ self.rows.hidden[row]]
         found += [] if self.bias is None else [gradient.sum(0, dtype=at_least_float32(gradient.new_empty(0)).dtype)]
         if row.start == 0:
@@ -232,4 +241,21 @@ class _GradientSums:
                 whole[column] = part.to(whole.dtype)
 
     def gradients(self, hidden: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return None if self.hidden is None else self.hidden.to(hidden.dtype), self.weight, self.bias
+        weight = self.weight if self.in_product is None else self.in_product.to(self.weight_dtype)
+        return None if self.hidden is None else self.hidden.to(hidden.dtype), weight, self.bias
+
+
+@cache
+def sums_in_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a device adds products of low-precision matrices to a float32 sum, without rounding and storing them first."""
+    if not is_gpu(device) or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    total, ones = (
+        torch.zeros(LEAST_ROWS, LEAST_ROWS, device=device),
+        torch.ones(LEAST_ROWS, LEAST_ROWS, dtype=dtype, device=device),
+    )
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except (NotImplementedError, RuntimeError, TypeError):  # no such kernel, or a torch without the argument
+        return False
+    return True

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from strop.algorithms.base import TokenOutputs
 from strop.models.logprobs.lm_head import LMHead
+from strop.models.logprobs.logit_tiles import ROWS
 from strop.models.logprobs.row_chunks import map_chunks
 from strop.models.logprobs.tiled_logprobs import tiled_logprobs
 from strop.sampling import Sampling, filtered_logits, kept_logits
@@ -24,7 +25,7 @@ def token_logprobs(
     target: Tensor,
     head: LMHead,
     sampling: Sampling,
-    chunk: int,
+    chunk: int | None,
     candidates: Tensor | None = None,
     kept: Tensor | None = None,
     *,
@@ -35,8 +36,8 @@ def token_logprobs(
     ``candidates`` [N, K] are further token ids to return log-probabilities of. ``kept`` [N, K], padded with -1, are the ids that each
     target was sampled from: the distribution is then over these ids rather than those kept by the sampling filters for these logits.
     ``squared_probs``: also return the log of the sum over the vocabulary of p^2, without gradient. At most ``chunk`` rows of float32
-    logits exist at a time, and fewer where tiles are used. All other outputs are differentiable; gradients that are not needed cost
-    nothing. No rows give no outputs, and gradients of zero.
+    logits exist at a time, and fewer where tiles are used; None is 1,024, and for tiles the device's choice. All other outputs are
+    differentiable; gradients that are not needed cost nothing. No rows give no outputs, and gradients of zero.
     """
 
     if head.is_linear and candidates is None and kept is None and not sampling.filtered and not squared_probs:
@@ -45,7 +46,7 @@ def token_logprobs(
     def compute(rows: Tensor, targets: Tensor, candidates: Tensor | None, kept: Tensor | None) -> tuple[Tensor, ...]:
         return _chunk_outputs(rows, targets, head, sampling, candidates, kept, squared_probs)
 
-    return map_chunks(compute, hidden, target, chunk, candidates, kept, squared_probs=squared_probs)
+    return map_chunks(compute, hidden, target, chunk or ROWS, candidates, kept, squared_probs=squared_probs)
 
 
 def _chunk_outputs(

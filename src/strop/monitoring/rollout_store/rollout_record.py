@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy
 
 from strop.monitoring.rollout_store.learner_inputs import (
     ImagePlace,
@@ -15,6 +17,7 @@ from strop.monitoring.rollout_store.learner_inputs import (
     make_baseline,
 )
 from strop.monitoring.rollout_store.stored_images import image_name
+from strop.monitoring.rollout_store.token_values import TokenValues
 from strop.monitoring.rollout_store.turn_record import TurnRecord, make_turn_records
 
 if TYPE_CHECKING:
@@ -23,13 +26,16 @@ if TYPE_CHECKING:
     from strop.columns import TokenColumn
     from strop.types import Batch, Group, Message, PromptImage, Rollout
 
-DropReason = Literal["filtered", "error", "stale", "unscored"]
+DropReason = Literal["filtered", "error", "stale", "unscored", "too_few", "failed"]
+LEFT_OUT = ("unscored", "failed")  # reasons of single rollouts of a group that is trained on
 RolloutKey = tuple[int, int]  # (group index, sample): identifies a rollout in a run
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRecord:
-    """One rollout. Per-token columns cover the conversation after the prompt, including the environment's turns; then each branch."""
+    """One rollout. Per-token columns cover the conversation after the prompt, including the environment's turns; then each branch.
+    They are tuples, and arrays (``TokenValues``) in a record that was made and not read.
+    """
 
     step: int
     group: int
@@ -38,12 +44,12 @@ class RolloutRecord:
     sample: int
     prompt: str
     completion: str
-    prompt_tokens: tuple[int, ...]
-    tokens: tuple[int, ...]
-    sampled: tuple[bool, ...]  # True: by the policy; False: from the environment
-    sampler_logprobs: tuple[float, ...]  # 0 for tokens of the environment
-    learner_logprobs: tuple[float, ...] | None  # likewise; None if the learner did not score the rollout
-    versions: tuple[int, ...]  # weights version that sampled the token; -1 for tokens of the environment
+    prompt_tokens: Sequence[int]
+    tokens: Sequence[int]
+    sampled: Sequence[bool]  # True: by the policy; False: from the environment
+    sampler_logprobs: Sequence[float]  # 0 for tokens of the environment
+    learner_logprobs: Sequence[float] | None  # likewise; None if the learner did not score the rollout
+    versions: Sequence[int]  # weights version that sampled the token; -1 for tokens of the environment
     advantage: float | None  # None for a dropped group
     reward: float
     rewards: Mapping[str, float]
@@ -92,7 +98,7 @@ def make_records(
     decode: Callable[[list[int]], str] | None = None,
     stores: Callable[[TokenColumn], bool] = lambda column: column.stored is True,
 ) -> list[RolloutRecord]:
-    """Build the records of a step's groups, including dropped ones. Unscored rollouts of a group come last, so that trained
+    """Build the records of a step's groups, including dropped ones. Rollouts left out of a group come last, so that trained
     rollouts come first, in packing order.
 
     ``advantages`` and ``learner_logprobs`` are keyed by (group.index, rollout.sample) and omit dropped rollouts. The
@@ -104,6 +110,7 @@ def make_records(
     placed = [(group, rollout) for group in groups for rollout in group.rollouts]
     columns = _list_recorded([rollout for _, rollout in placed], stores)
     placed += [(group, rollout) for group in groups for rollout in group.unscored]
+    prompts = {group.index: _Prompts(decode) for group in groups}
     return [
         _make_record(
             step,
@@ -112,7 +119,7 @@ def make_records(
             advantage=advantages.get((group.index, rollout.sample)),
             learner=learner_logprobs.get((group.index, rollout.sample)),
             dropped=dropped.get(group.index, "unscored" if rollout.unscored else None),
-            prompt=decode(rollout.prompt.tolist()) if decode else _format_prompt(rollout),
+            prompts=prompts[group.index],
             columns=columns,
         )
         for group, rollout in placed
@@ -143,8 +150,23 @@ def split_by_rollout(column: Tensor, batch: Batch, groups: Sequence[Group]) -> d
         raise ValueError(
             f"the batch has {batch.num_sequences} rollouts and the groups {len(keys)}: pass the groups that it was packed from"
         )
-    sequence, column = batch.sequence.cpu(), column.detach().cpu()
-    return {key: column[sequence == index] for index, key in enumerate(keys)}
+    return dict(zip(keys, batch.split(column.detach().cpu()), strict=True))
+
+
+class _Prompts:
+    """The prompt of a group as text and tokens, made once for rollouts that have the same one."""
+
+    def __init__(self, decode: Callable[[list[int]], str] | None) -> None:
+        self.decode = decode
+        self._last: tuple[Tensor, tuple[str, TokenValues]] | None = None
+
+    def of(self, rollout: Rollout) -> tuple[str, TokenValues]:
+        tokens = rollout.prompt.numpy()
+        if self.decode is None:
+            return _format_prompt(rollout), TokenValues(tokens)
+        if self._last is None or not self._last[0].equal(rollout.prompt):
+            self._last = rollout.prompt, (self.decode(tokens.tolist()), TokenValues(tokens))
+        return self._last[1]
 
 
 def _make_record(
@@ -155,11 +177,12 @@ def _make_record(
     advantage: float | None,
     learner: Tensor | None,
     dropped: DropReason | None,
-    prompt: str,
+    prompts: _Prompts,
     columns: Sequence[TokenColumn],
 ) -> RolloutRecord:
     turns = (*rollout.turns, *(turn for branch in rollout.branches for turn in branch.turns))
-    sampled = tuple(turn.sampled for turn in turns for _ in range(len(turn.tokens)))
+    sampled = numpy.repeat([turn.sampled for turn in turns], [len(turn.tokens) for turn in turns]).astype(bool)
+    prompt, prompt_tokens = prompts.of(rollout)
     return RolloutRecord(
         step=step,
         group=group.index,
@@ -168,12 +191,12 @@ def _make_record(
         sample=rollout.sample,
         prompt=prompt,
         completion="".join(turn.text for turn in rollout.turns),
-        prompt_tokens=tuple(rollout.prompt.tolist()),
-        tokens=tuple(token for turn in turns for token in turn.tokens.tolist()),
-        sampled=sampled,
-        sampler_logprobs=tuple(value for turn in turns for value in turn.logprobs.tolist()),
+        prompt_tokens=prompt_tokens,
+        tokens=TokenValues.join((turn.tokens for turn in turns), numpy.int64),
+        sampled=TokenValues(sampled),
+        sampler_logprobs=TokenValues.join((turn.logprobs for turn in turns), numpy.float32),
         learner_logprobs=None if learner is None else _expand_to_all_tokens(learner, sampled),
-        versions=tuple(version for turn in turns for version in turn.versions.tolist()),
+        versions=TokenValues.join((turn.versions for turn in turns), numpy.int32),
         advantage=None if advantage is None else float(advantage),
         reward=float(rollout.reward),
         rewards={name: float(value) for name, value in rollout.rewards.items()},
@@ -209,17 +232,18 @@ def storable_metrics(rollout: Rollout) -> dict[str, float]:
     return {str(name): float(value) for name, value in numbers.items() if str(name).isprintable() and -(2**63) < value < 2**63}
 
 
-def _expand_to_all_tokens(logprobs: Tensor, sampled: tuple[bool, ...]) -> tuple[float, ...]:
-    values = logprobs.tolist()
+def _expand_to_all_tokens(logprobs: Tensor, sampled: Any) -> TokenValues:
+    values = (logprobs if logprobs.itemsize > 2 else logprobs.float()).numpy()
     if len(values) == len(sampled):
-        return tuple(values)
-    if len(values) != sum(sampled):
+        return TokenValues(values)
+    if len(values) != sampled.sum():
         raise ValueError(
-            f"{len(values)} learner log-probs for a rollout of {len(sampled)} tokens, {sum(sampled)} of them sampled: "
+            f"{len(values)} learner log-probs for a rollout of {len(sampled)} tokens, {sampled.sum()} of them sampled: "
             "give one for each sampled token, or one for each token"
         )
-    remaining = iter(values)
-    return tuple(next(remaining) if is_sampled else 0.0 for is_sampled in sampled)
+    expanded = numpy.zeros(len(sampled), dtype=values.dtype)
+    expanded[sampled] = values
+    return TokenValues(expanded)
 
 
 def _store_message(message: Message) -> dict[str, str]:

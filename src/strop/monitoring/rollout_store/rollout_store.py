@@ -33,6 +33,7 @@ from strop.monitoring.rollout_store.token_arrays import make_arrow_columns
 from strop.monitoring.rollout_store.token_columns import BY_TERM, FLAGS, FLOATS, TokenColumns
 from strop.monitoring.rollout_store.token_columns import NAMES as LEDGER
 from strop.monitoring.rollout_store.token_ratios import Decode, TokenRatio, encode_ratios, find_largest_ratios, read_ratios
+from strop.monitoring.rollout_store.token_values import TokenValues, make_list_column
 from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.storage.files import RecordFiles
 
@@ -47,6 +48,7 @@ StoreFormat = Literal["parquet", "jsonl", "none"]
 
 ROLLOUTS_FOLDER = "rollouts"
 _FILE_PATTERN = re.compile(r"step_(\d+)\.(parquet|jsonl)")
+OF_TOKENS = ("prompt_tokens", "tokens", "sampled", "sampler_logprobs", "learner_logprobs", "versions")
 _BESIDE_PATTERN = re.compile(r"step_(\d+)_(?:ratios|flags)\.jsonl")
 
 
@@ -76,9 +78,8 @@ class RolloutStore:
         records = self._replace_surrogates(step, records)
         path = self.folder / f"step_{step:06d}.{self.format}"
         self._files.write(path, (_encode_parquet if self.format == "parquet" else _encode_jsonl)(records, tokens))
-        for other in self._files_by_step().get(step, ()):
-            if other != path:  # the format changed between two attempts of the run
-                other.unlink()
+        other = path.with_suffix(".jsonl" if self.format == "parquet" else ".parquet")
+        other.unlink(missing_ok=True)  # the format changed between two attempts of the run
         self._write_ratios(step, records)
         return path
 
@@ -207,6 +208,7 @@ def _encode_parquet(records: Sequence[RolloutRecord], tokens: TokenColumns | Non
     rows = [
         {
             **to_row(replace(record, columns={name: each for name, each in record.columns.items() if name not in ragged})),
+            **dict.fromkeys(OF_TOKENS),
             "rewards": list(record.rewards.items()),
             **{name: list(getattr(record, name).items()) for name in ("metrics", *BY_TERM)},
             "prompt_images": [{"message": message, "image": image} for message, image in record.prompt_images],
@@ -215,7 +217,11 @@ def _encode_parquet(records: Sequence[RolloutRecord], tokens: TokenColumns | Non
         for record in records
     ]
     content = io.BytesIO()
-    table = pa.Table.from_pylist(rows, schema=_build_schema(pa, [name for name in names if name not in ragged]))
+    schema = _build_schema(pa, [name for name in names if name not in ragged])
+    table = pa.Table.from_pylist(rows, schema=schema)
+    for name in OF_TOKENS:
+        column = make_list_column([getattr(record, name) for record in records], schema.field(name).type.value_type)
+        table = table.set_column(schema.get_field_index(name), schema.field(name), column)
     if tokens is not None:
         for name, column in make_arrow_columns(tokens, [record.sampled for record in records]).items():
             table = table.set_column(table.column_names.index(name), name, column)
@@ -342,7 +348,11 @@ def to_row(record: RolloutRecord) -> dict[str, Any]:
     lists = {name: each for name, each in record.columns.items() if not isinstance(each, StoredSets)}
     lists |= {name: getattr(record, name) for name in ("turns", "image_places")}
     return {
-        **{name: value for name, value in vars(record).items() if name != "columns"},
+        **{
+            name: tuple(value) if isinstance(value, TokenValues) else value
+            for name, value in vars(record).items()
+            if name != "columns"
+        },
         **{name: None if each is None else [dict(vars(item)) for item in each] for name, each in lists.items()},
         "baseline": None if record.baseline is None else dict(vars(record.baseline)),
         **sets,

@@ -55,7 +55,7 @@ class _Layout:
 
     def __init__(self, tokens: TokenColumns, sampled: Sequence[Sequence[bool]], lengths: Sequence[int]) -> None:
         self.at_end = tokens.at_end
-        self.sampled = numpy.array([each for rollout in sampled for each in rollout], dtype=bool)
+        self.sampled = numpy.concatenate([numpy.zeros(0, dtype=bool), *(numpy.asarray(each, dtype=bool) for each in sampled)])
         self.kept: Any = slice(None)  # of the predicted tokens; all, unless a rollout has no own token to attach to
         places = self.sampled.nonzero()[0]
         if tokens.at_end:

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy
 
 if TYPE_CHECKING:
     from strop.monitoring.rollout_store.rollout_record import RolloutRecord
@@ -43,20 +44,26 @@ class TokenRatio:
 
 def find_largest_ratios(records: Sequence[RolloutRecord], decode: Decode, count: int = MAX_TOKENS) -> list[TokenRatio]:
     """Return the ``count`` tokens with the largest |log ratio| among rollouts that the learner scored. NaN ranks above all numbers."""
-    ranked = heapq.nlargest(count, _iter_differences(records))
-    return [_token_ratio(records[-record], -index, decode) for _, record, index in ranked]
+    found = [_find_differences(record) for record in records]
+    sizes = numpy.concatenate([numpy.zeros(0), *(sizes for _, sizes in found)])
+    owners = numpy.repeat(numpy.arange(len(records)), [len(places) for places, _ in found])
+    tokens = numpy.concatenate([numpy.zeros(0, dtype=numpy.int64), *(places for places, _ in found)])
+    if len(sizes) > count:  # among equal ratios the first token ranks first
+        kept = sizes >= numpy.partition(sizes, -count)[-count]
+        sizes, owners, tokens = sizes[kept], owners[kept], tokens[kept]
+    ranked = (-sizes).argsort(kind="stable")[:count].tolist()
+    return [_token_ratio(records[int(owners[place])], int(tokens[place]), decode) for place in ranked]
 
 
-def _iter_differences(records: Sequence[RolloutRecord]) -> Iterator[tuple[float, int, int]]:
-    """Yield (|log ratio|, -record index, -token index), so that among equal ratios the first token ranks first."""
-    for record_index, record in enumerate(records):
-        if record.learner_logprobs is None:
-            continue
-        pairs = zip(record.sampled, record.sampler_logprobs, record.learner_logprobs, strict=True)
-        for index, (sampled, sampler, learner) in enumerate(pairs):
-            if sampled and sampler != learner:
-                size = abs(learner - sampler)
-                yield (math.inf if math.isnan(size) else size, -record_index, -index)
+def _find_differences(record: RolloutRecord) -> tuple[Any, Any]:
+    """Return the indices of sampled tokens on which sampler and learner differ, and their |log ratio|: NaN counts as infinite."""
+    if record.learner_logprobs is None:
+        return numpy.zeros(0, dtype=numpy.int64), numpy.zeros(0)
+    sampler, learner = (numpy.asarray(each, dtype=numpy.float64) for each in (record.sampler_logprobs, record.learner_logprobs))
+    places = (numpy.asarray(record.sampled, dtype=bool) & (sampler != learner)).nonzero()[0]
+    with numpy.errstate(invalid="ignore"):
+        sizes = numpy.abs(learner[places] - sampler[places])
+    return places, numpy.where(numpy.isnan(sizes), numpy.inf, sizes)
 
 
 def _token_ratio(record: RolloutRecord, index: int, decode: Decode) -> TokenRatio:

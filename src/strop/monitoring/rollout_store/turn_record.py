@@ -48,7 +48,7 @@ def make_turn_records(rollout: Rollout) -> tuple[TurnRecord, ...]:
             )
             for message in messages
         ]
-        versions = tuple(dict.fromkeys(turn.versions.tolist())) if turn.sampled else ()
+        versions = tuple(dict.fromkeys(turn.versions.unique_consecutive().tolist())) if turn.sampled else ()
         end = start + len(turn.tokens)
         reward = _sum_steps(rollout, first, first + len(turn.tokens)) if turn.sampled else None
         common: dict[str, Any] = {

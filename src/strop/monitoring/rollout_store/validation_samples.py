@@ -45,7 +45,7 @@ class ValidationSamples:
 def _read_tasks(step: int, tasks: Sequence[Mapping[str, Any]]) -> Iterator[RolloutRecord]:
     for group, task in enumerate(tasks):
         for index, sample in enumerate(task["samples"]):
-            turns = _read_turns(sample)
+            turns, missing = _read_turns(sample), sample["accuracy"] is None
             yield RolloutRecord(
                 step=step,
                 group=group,
@@ -65,13 +65,13 @@ def _read_tasks(step: int, tasks: Sequence[Mapping[str, Any]]) -> Iterator[Rollo
                 rewards=sample["rewards"],
                 ending=sample["ending"] or "",
                 error=sample["error"],
-                kept=True,
-                dropped_because=None,
+                kept=not missing,
+                dropped_because="failed" if missing else None,
                 answer=task["answer"],
                 prompt_messages=tuple(map(_read_message, sample["messages"][: len(sample["messages"]) - len(turns)])),
                 turns=turns,
                 prompt_images=tuple((message, image) for message, image in sample.get("prompt_images", ())),
-                metrics={"accuracy": float(sample["accuracy"]), **sample.get("metrics", {})},
+                metrics={**({} if missing else {"accuracy": float(sample["accuracy"])}), **sample.get("metrics", {})},
             )
 
 

@@ -52,7 +52,7 @@ def _make_histograms(records: Sequence[RolloutRecord]) -> Iterator[MetricHistogr
     trained = [record for record in records if record.kept]
     values = {
         "reward": tuple(record.reward for record in trained),
-        "length": tuple(float(sum(record.sampled)) for record in trained),
+        "length": tuple(float(np.asarray(record.sampled).sum()) for record in trained),
         "advantage": tuple(record.advantage for record in trained if record.advantage is not None),
         "log_ratio": _log_ratios(trained),
     }
@@ -66,7 +66,9 @@ def _log_ratios(records: Sequence[RolloutRecord]) -> tuple[float, ...]:
     scored = [record for record in records if record.learner_logprobs is not None]
     every = 1 + sum(len(record.tokens) for record in scored) // MOST_TOKENS
     found = [
-        (np.asarray(record.learner_logprobs) - np.asarray(record.sampler_logprobs))[np.asarray(record.sampled, dtype=bool)]
+        (np.asarray(record.learner_logprobs, float) - np.asarray(record.sampler_logprobs, float))[
+            np.asarray(record.sampled, bool)
+        ]
         for record in scored[::every]
     ]
     return tuple(np.concatenate(found).tolist()) if found else ()

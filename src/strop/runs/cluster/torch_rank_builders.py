@@ -12,6 +12,7 @@ from strop.config import TrainingRunConfig
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, PpoRunConfig
+from strop.device_copies import is_gpu
 from strop.distributed.workers.learner_worker import RankColumns, RankModels
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
@@ -91,11 +92,11 @@ def keeps_reference(config: TrainingRunConfig, algorithm: Algorithm) -> bool:
 
 
 def _parallelize(network: Network, config: ModelConfig, device: str, world: int, *, cpu_offload: bool = False) -> Sharded:
-    return _parallelize_as(network, config.dtensor_cfg, _sharded_dtype(config), device, world, cpu_offload=cpu_offload)
+    return _parallelize_as(network, config, config.dtensor_cfg, device, world, cpu_offload=cpu_offload)
 
 
 def _parallelize_as(
-    network: Network, config: DtensorConfig, weights_dtype: torch.dtype | None, device: str, world: int, *, cpu_offload: bool
+    network: Network, model: ModelConfig | TeacherConfig, config: DtensorConfig, device: str, world: int, *, cpu_offload: bool
 ) -> Sharded:
     """Shard a network over all ranks according to its section, on separate meshes."""
     meshes = DeviceMeshes(ParallelDims.from_config(config, world), device)
@@ -106,14 +107,21 @@ def _parallelize_as(
     return parallelize(
         network,
         meshes,
-        weights_dtype=weights_dtype,
+        weights_dtype=torch.bfloat16 if model.weights_dtype == "bfloat16" else None,
+        gather_dtype=choose_gather_dtype(model.precision, meshes.dense.device_type),
         cpu_offload=cpu_offload or config.cpu_offload,
         tensor_plan=plan,
+        reshard_after_forward=config.reshard_after_forward,
     )
 
 
-def _sharded_dtype(config: ModelConfig | TeacherConfig) -> torch.dtype | None:
-    return torch.bfloat16 if config.weights_dtype == "bfloat16" else None
+def choose_gather_dtype(precision: str, device: str) -> torch.dtype | None:
+    """Return the dtype in which ranks gather weights, if it is not that of the shards: on GPUs, that of the computation.
+
+    Gathered in float32 they would be twice the bytes, and autocast would round each of them in every micro-batch. CPUs compute in
+    bfloat16 at no higher speed than they convert it.
+    """
+    return torch.bfloat16 if precision == "bfloat16" and is_gpu(torch.device(device)) else None
 
 
 def _make_rank_scorers(
@@ -125,7 +133,7 @@ def _make_rank_scorers(
     device: str,
     world: int,
 ) -> dict[str, NetworkScorer]:
-    tokens = config.batching.logprob_mb_tokens
+    tokens = config.score_tokens
     scorers: dict[str, NetworkScorer] = {"untrained": NetworkScorer(network, sampling, tokens, parallelism)}
     if lora_layers(network.model):
         scorers["reference"] = NetworkScorer(network, sampling, tokens, parallelism, context=without_adapters(network))
@@ -155,7 +163,7 @@ def load_rank_teachers(
         loaded = load_teacher_network(key, config, student, RankZeroLoader())
         try:
             parallelism = _parallelize_as(
-                loaded.network, teacher.dtensor_cfg, _sharded_dtype(teacher), device, world, cpu_offload=teacher.offload
+                loaded.network, teacher, teacher.dtensor_cfg, device, world, cpu_offload=teacher.offload
             )
         except ValueError as error:
             raise ValueError(f"{key}.dtensor_cfg: {error}") from error

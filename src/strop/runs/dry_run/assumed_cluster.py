@@ -8,7 +8,6 @@ from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.cluster_checks import count_devices
 from strop.config.schema.recorded_config import MOST_EXAMPLES
 from strop.config.schema.run_config import PpoRunConfig
-from strop.data.packing_config import format_micro_batches
 from strop.distributed.placement import DevicePlan, plan_devices
 from strop.runs.learner_backend import choose_dims
 from strop.runs.run_algorithm import count_steps_per_batch
@@ -106,12 +105,11 @@ def _format_shares(config: TrainingRunConfig, plan: DevicePlan) -> str:
         total = config.rollout_training.rollouts_per_step // count_steps_per_batch(config)
     elif isinstance(config, RecordedRunConfig):
         noun = "examples"
-    tokens = format_micro_batches(config.policy.batching.train_mb_tokens)
     if total is None:
-        return f"at most {MOST_EXAMPLES} {noun} an optimizer step over {_count(ranks, 'data rank')}, {tokens}"
+        return f"at most {MOST_EXAMPLES} {noun} an optimizer step over {_count(ranks, 'data rank')}"
     shares = f"{total // ranks} each" if total % ranks == 0 else f"{total / ranks:.1f} each on average, balanced by tokens"
     idle = f"; {ranks - total} ranks get none: raise the batch, or shard less" if total < ranks else ""
-    return f"{total} {noun} an optimizer step over {_count(ranks, 'data rank')}: {shares}{idle}, {tokens}"
+    return f"{total} {noun} an optimizer step over {_count(ranks, 'data rank')}: {shares}{idle}"
 
 
 def _format_transport(config: RolloutRunConfig, plan: DevicePlan) -> str:

@@ -33,7 +33,7 @@ from strop.generation.base import Generator
 from strop.generation.engine_launch import EngineLaunch, NodeRanks
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.launched_engines import find_engine, make_launched_engine, make_local_engines
-from strop.generation.pool import ServingEngine, start_serving_pool
+from strop.generation.pool import start_serving_pool
 from strop.generation.torch.torch_engine import make_torch_engine
 from strop.gpus import has_gpu, visible_gpus
 from strop.models.adapters import adapter_folder
@@ -182,15 +182,13 @@ async def _open_on_cluster(job: EvaluationJob, stack: AsyncExitStack, note: Note
     if generation.uses_engines and cluster.on_cpu and (own := generation.engine_options.num_threads):
         threads = {"OMP_NUM_THREADS": str(own)}
     weights = _find_weights(job, stack, note, parent=output_folder) if generation.uses_engines else job.policy.model_name
-    choose = _make_engine if generation.uses_engines else _make_torch_engine
-    make = partial(choose, job, cluster, bundle, weights, threads)
-    engines = [make(number, slot) for number, slot in enumerate(plan.generation)]
+    engines = [_open_engine(job, cluster, bundle, weights, threads, *found) for found in enumerate(plan.generation)]
     count = f"{len(engines)} {'engine' if len(engines) == 1 else 'engines'}"
     note(f"cluster: {cluster.num_nodes} {'node' if cluster.num_nodes == 1 else 'nodes'}, {count} share the tasks")
     return await _start(job, stack, engines, bundle)
 
 
-def _make_engine(
+def _open_engine(
     job: EvaluationJob,
     cluster: Cluster,
     bundle: TokenizerBundle,
@@ -198,58 +196,26 @@ def _make_engine(
     threads: Mapping[str, str],
     number: int,
     slot: DeviceSlot,
-) -> ServingEngine:
-    launch = _make_launch(
-        bundle,
-        config=job.generation,
-        model=weights,
-        tokenizer=locate_model(job.policy.tokenizer.name)[0],
-        on_cpu=cluster.on_cpu,
-        environment=threads,
-        nodes=tuple(_locate_ranks(cluster, part) for part in slot.parts) if slot.further else (),
-        ray_address=cluster.address if slot.further else "",
-    )
-    make = partial(
-        make_launched_engine,
-        f"engine {number}",
-        launch,
-        bundle.tokenizer,
-        stop_ids=bundle.stop_ids,
-        vision=bundle.template.vision,
-    )
-    return _make_actor(job, cluster, number, slot, threads, launch.receivers, make)
-
-
-def _locate_ranks(cluster: Cluster, part: DeviceSlot) -> NodeRanks:
-    node, gpus = cluster.locate(part.node, part.devices)
-    return NodeRanks(node, len(part.devices), gpus)
-
-
-def _make_torch_engine(
-    job: EvaluationJob,
-    cluster: Cluster,
-    bundle: TokenizerBundle,
-    weights: str,
-    threads: Mapping[str, str],
-    number: int,
-    slot: DeviceSlot,
-) -> ServingEngine:
-    policy = replace(job.policy, num_threads=None)  # set by the process's environment variables
-    make = partial(
-        build_serving_torch_engine, f"engine {number}", policy, job.generation.torch_cfg, job.rules.max_length, bundle.stop_ids
-    )
-    return _make_actor(job, cluster, number, slot, threads, 1, make)
-
-
-def _make_actor(
-    job: EvaluationJob,
-    cluster: Cluster,
-    number: int,
-    slot: DeviceSlot,
-    threads: Mapping[str, str],
-    receivers: int,
-    make: Callable[[], Any],
 ) -> RemoteEngine:
+    name, receivers = f"engine {number}", 1
+    make: Callable[[], Any]
+    if job.generation.uses_engines:
+        launch = _make_launch(
+            bundle,
+            config=job.generation,
+            model=weights,
+            tokenizer=locate_model(job.policy.tokenizer.name)[0],
+            on_cpu=cluster.on_cpu,
+            environment=threads,
+            nodes=tuple(_locate_ranks(cluster, part) for part in slot.parts) if slot.further else (),
+            ray_address=cluster.address if slot.further else "",
+        )
+        receivers, vision = launch.receivers, bundle.template.vision
+        make = partial(make_launched_engine, name, launch, bundle.tokenizer, stop_ids=bundle.stop_ids, vision=vision)
+    else:
+        policy = replace(job.policy, num_threads=None)  # set by the process's environment variables
+        length = job.rules.max_length
+        make = partial(build_serving_torch_engine, name, policy, job.generation.torch_cfg, length, bundle.stop_ids)
     options = ActorOptions(
         name=f"engine-{number}",
         role=job.cluster.roles.generator,
@@ -259,7 +225,12 @@ def _make_actor(
         kind="async",
         environment=threads,
     )
-    return RemoteEngine(f"engine {number}", receivers, RestartableActor(cluster, options, make))
+    return RemoteEngine(name, receivers, RestartableActor(cluster, options, make))
+
+
+def _locate_ranks(cluster: Cluster, part: DeviceSlot) -> NodeRanks:
+    node, gpus = cluster.locate(part.node, part.devices)
+    return NodeRanks(node, len(part.devices), gpus)
 
 
 # --- weights for vLLM ----------------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ class TaskLog:
 
     def __init__(self, folder: Path, identity: EvaluationIdentity) -> None:
         """Read the finished tasks, and move those with other settings aside. ``changes`` describes the differences."""
-        self.path = folder / TASKS_FILE
+        self.folder, self.path = folder, folder / TASKS_FILE
         self.changes: list[str] = []
         header = {"version": VERSION, **identity.to_json()}
         self._tasks: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in identity.sets}
@@ -286,16 +286,8 @@ def _shorten(value: Any) -> str:
 AUTO, DEFAULT_PARENT = "auto", Path("results/evals")
 
 
-@dataclass(frozen=True)
-class OpenFolder:
-    """An evaluation's locked folder, and its finished tasks."""
-
-    path: Path
-    log: TaskLog
-
-
 @contextmanager
-def open_folder(job: EvaluationJob, note: Callable[[str], object]) -> Iterator[OpenFolder | None]:
+def open_folder(job: EvaluationJob, note: Callable[[str], object]) -> Iterator[TaskLog | None]:
     """Lock an evaluation's folder, and read its finished tasks; None if nothing is to be stored.
 
     Raises FolderLocked, StorageError.
@@ -318,7 +310,7 @@ def open_folder(job: EvaluationJob, note: Callable[[str], object]) -> Iterator[O
         if log.count:
             note(f"continuing the evaluation in {folder}: {log.count} {'task is' if log.count == 1 else 'tasks are'} finished")
         try:
-            yield OpenFolder(folder, log)
+            yield log
         except BaseException:
             log.close(complete=False)
             raise

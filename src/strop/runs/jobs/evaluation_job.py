@@ -224,6 +224,8 @@ def make_episode_rules(config: RolloutRunConfig) -> EpisodeRules:
         max_length=config.policy.max_total_sequence_length,
         max_prompt_length=config.data.max_input_seq_length,
         scaling=scaling if scaling.enabled else None,
+        failed_reward=config.rollout_training.failures.reward,
+        retries=config.rollout_training.failures.retries,
         penalties=penalties if penalties is not None and penalties.enabled else None,
         gateway=config.gateway,
         tool_call_format=config.policy.tokenizer.tool_call_format,

@@ -11,12 +11,12 @@ from typing import Any
 
 from strop.checkpointing.saved_model import SavedModel
 from strop.safety.printable import make_printable
-from strop.statistics import Interval, confidence_interval, pass_at_k, standard_error
+from strop.statistics import Interval, confidence_interval, pass_at_k, present_tasks, standard_error
 from strop.trainer.task_records import TRUNCATED, read_result
 
 SAMPLES_SHOWN, TEXT_SHOWN, ERROR_SHOWN = 3, 160, 400
 SHARES = ("accuracy", "avg", "pass", "cons", "maj", "truncated")  # metrics that usually lie between 0 and 1
-SUMS = ("errors", "seconds")
+SUMS = ("errors", "missing", "seconds")
 NORMAL_95 = 1.959963984540054
 
 
@@ -56,7 +56,13 @@ class EvaluationReport:
         if not (failures := self.failures):
             return ""
         samples = _count(self._count_samples(), "sample")
-        return f"{len(failures)} of {samples} failed and count as wrong; the first: {_one_line(failures[0])}"
+        left_out = f", {self.missing} by no fault of the policy, which the scores leave out" if self.missing else ""
+        return f"{len(failures)} of {samples} failed{left_out}; the first: {_one_line(failures[0])}"
+
+    @property
+    def missing(self) -> int:
+        """The number of samples that failed by no fault of the policy. The scores are those of the others."""
+        return sum(sample["accuracy"] is None for task in self.tasks for sample in task["samples"])
 
     @property
     def says_nothing(self) -> bool:
@@ -113,7 +119,7 @@ class EvaluationReport:
 
     def _format_value(self, name: str) -> str:
         value = self.metrics[name]
-        if name.endswith("errors") or name.startswith("examples"):
+        if name.endswith(("errors", "missing")) or name.startswith("examples"):
             return f"{value:.0f}"
         error, interval = self.standard_errors.get(name), self.intervals.get(name)
         text = f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
@@ -170,7 +176,6 @@ def _join(reports: Mapping[str, EvaluationReport]) -> EvaluationReport:
     for name in shared:
         values = [each.metrics[name] for each in reports.values()]
         if name in SUMS:
-            metrics[name] = sum(values)
             continue
         metrics[name] = sum(values) / count
         known = [each.standard_errors[name] for each in reports.values() if name in each.standard_errors]
@@ -179,6 +184,9 @@ def _join(reports: Mapping[str, EvaluationReport]) -> EvaluationReport:
             intervals[name] = _join_intervals(
                 metrics[name], values, [each.intervals.get(name) for each in reports.values()], errors[name]
             )
+    for name in SUMS:
+        if values := [each.metrics[name] for each in reports.values() if name in each.metrics]:
+            metrics[name] = sum(values)
     for set_name, report in reports.items():
         metrics |= {f"{set_name}/{name}": value for name, value in report.metrics.items()}
         errors |= {f"{set_name}/{name}": value for name, value in report.standard_errors.items()}
@@ -200,7 +208,7 @@ def _join_intervals(mean: float, values: Sequence[float], intervals: Sequence[In
 def _find_categories(tasks: Sequence[Mapping[str, Any]]) -> dict[str, CategoryResult]:
     """Return the accuracy by category; empty unless the tasks have several."""
     values: dict[str, list[float]] = {}
-    for task in tasks:
+    for task in present_tasks(tasks):
         if "category" in task:
             values.setdefault(task["category"], []).append(_mean(sample["accuracy"] for sample in task["samples"]))
     found = {name: CategoryResult(sum(values[name]) / len(values[name]), len(values[name])) for name in sorted(values)}
@@ -237,10 +245,13 @@ def compute_intervals(tasks: Sequence[Mapping[str, Any]], names: Sequence[str]) 
 def _measure(tasks: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[float]]:
     """Return each task's contribution to the metrics that are means over tasks, by name."""
     measured: dict[str, list[float]] = {}
+    tasks = present_tasks(tasks)
     environments = {task["environment"] for task in tasks}
     for name in names:
         environment, slash, metric = name.rpartition("/")
         chosen = [task for task in tasks if not slash or task["environment"] == environment]
+        if metric.startswith(("pass@", "maj@")):
+            chosen = [task for task in chosen if len(task["samples"]) >= int(metric.partition("@")[2])]
         measure = _find_measure(metric) if not slash or environment in environments else None
         if measure is not None and chosen:
             measured[name] = [measure(task) for task in chosen]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.columns import TokenColumn
@@ -12,6 +13,7 @@ from strop.learner.throughput import Throughput, TrainingPasses
 from strop.monitoring.machine_monitor import SystemMonitor
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, list_images, make_records, split_by_rollout
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.trackers.base import StepMedia
 from strop.monitoring.trackers.rollout_media import make_step_media
 from strop.runs.monitors.token_trace import trace_tokens
 from strop.trainer.listeners import RunListener
@@ -21,7 +23,11 @@ from strop.trainer.step_view import StepView
 
 @dataclass(kw_only=True)
 class RolloutRecorder(RunListener):
-    """Stores the rollouts of each step, and passes samples to the services."""
+    """Stores the rollouts of each step, and passes samples to the services.
+
+    A step is stored in a thread, so that requests in flight go on, while the other listeners see it and the run validates. It is on disk
+    before the step is saved or logged.
+    """
 
     name = "rollouts"
     store: RolloutStore
@@ -31,18 +37,41 @@ class RolloutRecorder(RunListener):
     token_columns: bool = False  # store per-token results of the update, also for recorded data
     tracked_samples: int | None = None  # rollouts of a step shown in services; None: there is no service
     tracked_samples_period: int = 10  # steps
+    _storing: asyncio.Future[StepMedia | None] | None = field(default=None, init=False)
 
     async def on_step(self, step: StepView) -> dict[str, float]:
+        self._storing = asyncio.ensure_future(asyncio.to_thread(self._store, step))
+        return {}
+
+    async def on_log(self, step: StepView) -> dict[str, float]:
+        media = await self._finish()
+        if media is not None:
+            step.tracker.log_media(step.step, media)
+        return {}
+
+    async def state_dict(self) -> None:
+        if self._storing is not None:
+            await asyncio.wait([self._storing])
+
+    async def on_end(self) -> None:
+        await self._finish()
+
+    async def _finish(self) -> StepMedia | None:
+        """Wait until the step is stored. Return its media; raise what its writer raised."""
+        storing, self._storing = self._storing, None
+        return None if storing is None else await storing
+
+    def _store(self, step: StepView) -> StepMedia | None:
         algorithm, recorded = self.algorithm, bool(self.algorithm.recorded_data)
         tokens = trace_tokens(algorithm, step.batch, step.result.passes, step.tracker.note) if self.token_columns else None
         groups = [*step.groups, *(group for group, _ in step.dropped)]
         self.store.write_images(() if recorded else list_images(groups))
         records = [] if recorded and tokens is None else self.make_records(step)  # recorded data is already stored
         self.store.write(step.step, records, tokens)
-        if records and not recorded and self.tracked_samples is not None:
-            samples = self.tracked_samples if step.step % self.tracked_samples_period == 0 or step.step == 1 else 0
-            step.tracker.log_media(step.step, make_step_media(records, self.store.images, samples=samples))
-        return {}
+        if not records or recorded or self.tracked_samples is None:
+            return None
+        shown = step.step % self.tracked_samples_period == 0 or step.step == 1
+        return make_step_media(records, self.store.images, samples=self.tracked_samples if shown else 0)
 
     def make_records(self, step: StepView) -> list[RolloutRecord]:
         """Create the records of a step's rollouts, including dropped ones."""

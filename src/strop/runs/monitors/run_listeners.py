@@ -1,24 +1,28 @@
-"""The configured listeners of a run, and the monitors of its machines: one in this process and one on every other node."""
+"""The configured listeners of a run, the monitors of its machines, and the inputs of its throughput rates."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from strop import plugins
 from strop.algorithms.base import Algorithm
 from strop.config import RolloutRunConfig, TrainingRunConfig
+from strop.config.cluster_checks import count_devices
 from strop.distributed.base import ActorOptions, Cluster, RemoteActor
+from strop.hardware import DecoderDimensions, find_device
 from strop.learner.policy_extension import fixes_order
+from strop.learner.throughput import Throughput
+from strop.models.decoder_dimensions import UnknownDimensions, dimensions_of
+from strop.models.loading import read_model_config
 from strop.monitoring.machine_monitor import MachineMonitor, SystemMonitor
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.local_device import resolve_device_name
 from strop.runs.monitors.instruments import MachineWatch, RolloutRecorder, ThroughputMeter
-from strop.runs.monitors.run_throughput import make_throughput
 from strop.runs.recorded_run import RecordedSource
 from strop.runs.rollout_run import SampledSource
 from strop.trainer.listeners import Listeners, RunListener
@@ -27,6 +31,74 @@ from strop.trainer.run import TrainOptions
 from strop.user_code import UserCodeError, describe_error, describe_value, import_attribute
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DevicePeak:
+    """The peak of one training device, and its source."""
+
+    flops: float  # a second
+    source: str
+
+
+def make_throughput(
+    config: TrainingRunConfig, gpu_names: Sequence[str], note: Callable[[str], object], *, on_cpu: bool
+) -> Throughput:
+    """Return the throughput of a run on processors, or on GPUs with these NVML names; empty names: unknown.
+
+    ``note`` receives the peak that ``perf/mfu`` refers to.
+    """
+    counts, policy = count_devices(config), config.policy
+    training = counts.learner_devices
+    generating = 0 if counts.colocated or not counts.uses_ray else counts.generating_nodes * counts.generating_per_node
+    model = read_dimensions(policy.model_name)
+    peak = None if model is None else find_peak(config, gpu_names, on_cpu=on_cpu)
+    if peak is not None:
+        each = f"each of {training} devices that train" if training > 1 else "the device that trains"
+        note(f"perf/mfu: of {peak.flops / 1e12:.4g} TFLOP/s in {_precision(config)}, the peak of {each} ({peak.source})")
+    return Throughput(
+        devices=training + generating,
+        training_devices=training,
+        model=model,
+        peak_flops=None if peak is None else peak.flops,
+        frozen=policy.adapter_rank is not None,
+    )
+
+
+def read_dimensions(name: str) -> DecoderDimensions | None:
+    """Return the dimensions of a model; None, with a log message, if its layers are unknown or it cannot be read."""
+    try:
+        return dimensions_of(read_model_config(name).to_dict())
+    except UnknownDimensions as error:
+        log.info("perf/mfu and perf/model_tflops_per_gpu are not logged: %s", error)
+    except Exception as error:  # the driver of a cluster may lack the model's files
+        log.info("perf/mfu and perf/model_tflops_per_gpu are not logged: %s cannot be read here: %s", name, error)
+    return None
+
+
+def find_peak(config: TrainingRunConfig, gpu_names: Sequence[str], *, on_cpu: bool) -> DevicePeak | None:
+    """Return the peak of one training device: the user's value, or that of the table of GPUs."""
+    if config.logger.peak_tflops is not None:
+        return DevicePeak(config.logger.peak_tflops * 1e12, "logger.peak_tflops")
+    if on_cpu:
+        log.info("perf/mfu is not logged: the peak of processors is not known; set logger.peak_tflops")
+        return None
+    return _find_in_table(gpu_names[0] if gpu_names else "a GPU whose name is not known", _precision(config))
+
+
+def _precision(config: TrainingRunConfig) -> str:
+    return "fp8" if config.policy.fp8.enabled else config.policy.precision
+
+
+def _find_in_table(gpu: str, precision: str) -> DevicePeak | None:
+    device = find_device(gpu)
+    if device is None:
+        log.info("perf/mfu is not logged: the peak rate of %s is not in the device table", gpu)
+        return None
+    try:
+        return DevicePeak(device.peak_flops(precision), f"{device.name}, from the table of devices")
+    except ValueError:  # FP8 weights on a device without FP8 arithmetic
+        return DevicePeak(device.peak_flops("bfloat16"), f"{device.name}, from the table of devices, in bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)

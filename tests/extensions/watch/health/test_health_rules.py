@@ -41,6 +41,8 @@ WRONG: dict[str, StepMetrics] = {
     "kl_exploded": {"train/kl_penalty": 4.0},
     "all_truncated": {"train/truncated": 1.0},
     "mostly_truncated": {"train/truncated": 0.9},
+    "infrastructure_fails": {"train/failures/sandbox": 0.06, "train/failures/engine": 0.06, "train/failures/crash": 0.2},
+    "policy_fails": {"train/failures/crash": 0.3, "train/failures/time": 0.3, "train/failures/sandbox": 0.05},
     "many_metrics": {f"train/environments/mine/task_{number}": 1.0 for number in range(1001)},
 }
 

@@ -27,6 +27,7 @@ FLOAT32 = Differences(loss=2e-5, norm=1e-5, outputs=1e-5, weights=1e-5, metrics=
 BFLOAT16 = Differences(loss=3e-2, norm=3e-2, outputs=3e-2, weights=1e-2, metrics=1.0)
 
 BF16: dict[str, Any] = {"dtype": torch.float32, "weights_dtype": torch.bfloat16, "precision": torch.bfloat16, "rate": 1e-3}
+GATHERED: dict[str, Any] = {"dtype": torch.float32, "gather_dtype": torch.bfloat16, "precision": torch.bfloat16, "rate": 1e-3}
 CASES: dict[str, Case] = {
     "fsdp 2": Case(sizes=ParallelDims(shard=2)),
     "fsdp 2, checkpointing, few groups": Case(sizes=ParallelDims(shard=2), shapes=FEW, checkpointing=True),
@@ -45,6 +46,14 @@ CASES: dict[str, Case] = {
     "fsdp 2, experts, replayed, padded rows": Case(sizes=ParallelDims(shard=2), family="qwen3_moe", replayed=True, packed=False),
     "stages 2, experts, replayed": Case(sizes=ParallelDims(pipeline=2), family="qwen3_moe", replayed=True, checkpointing=True),
     "stages 2, tensor 2, experts, replayed": Case(sizes=ParallelDims(pipeline=2, tensor=2), family="qwen3_moe", replayed=True),
+    "fsdp 2, whole until the last micro-batch, checkpointing": Case(
+        sizes=ParallelDims(shard=2), reshard=False, checkpointing=True
+    ),
+    "fsdp 2, whole, experts 2, replayed": Case(
+        sizes=ParallelDims(shard=2, expert=2), reshard=False, family="qwen3_moe", replayed=True
+    ),
+    "fsdp 2, whole, critic on the policy": Case(sizes=ParallelDims(shard=2), reshard=False, head=True),
+    "fsdp 2, whole, lora": Case(sizes=ParallelDims(shard=2), reshard=False, lora=True, rate=1e-3),
     "fsdp 2, padded rows": Case(sizes=ParallelDims(shard=2), packed=False),
     "fsdp 2, branches": Case(sizes=ParallelDims(shard=2), branches=True),
     "fsdp 2, branches, padded rows": Case(sizes=ParallelDims(shard=2), branches=True, packed=False),
@@ -69,6 +78,8 @@ CASES: dict[str, Case] = {
     "fsdp 4, fewer pairs than ranks": Case(sizes=ParallelDims(shard=4), shapes=MANY[:3], algorithm="dpo"),
     "fsdp 4, critic": Case(sizes=ParallelDims(shard=4), value=True),
     "hsdp 2 x 2, checkpointing": Case(sizes=ParallelDims(replicate=2, shard=2), checkpointing=True),
+    "hsdp 2 x 2, whole until the last micro-batch": Case(sizes=ParallelDims(replicate=2, shard=2), reshard=False),
+    "fsdp 2, tensor 2, whole, tied": Case(sizes=ParallelDims(shard=2, tensor=2), reshard=False, family="qwen2"),
     "fsdp 2, context 2": Case(sizes=ParallelDims(shard=2, context=2), algorithm="gspo"),
     "fsdp 2, context 2, tied, checkpointing": Case(sizes=ParallelDims(shard=2, context=2), family="qwen2", checkpointing=True),
     "context 3, ring, branches, tied, checkpointing": Case(
@@ -108,6 +119,16 @@ COARSE: dict[str, tuple[Case, Differences]] = {
         Case(sizes=ParallelDims(shard=2), rank_zero_loading=True, steps=2, **BF16),
         BFLOAT16,
     ),
+    "fsdp 2, gathered in bfloat16": (
+        Case(sizes=ParallelDims(shard=2), steps=2, **GATHERED),
+        BFLOAT16,
+    ),
+    "fsdp 2, gathered in bfloat16, whole": (
+        Case(sizes=ParallelDims(shard=2), reshard=False, steps=2, **GATHERED),
+        BFLOAT16,
+    ),
+    "fsdp 2, lora gathered in bfloat16": (Case(sizes=ParallelDims(shard=2), lora=True, steps=1, **GATHERED), BFLOAT16),
+    "stages 2, gathered in bfloat16": (Case(sizes=ParallelDims(pipeline=2), steps=1, **GATHERED), BFLOAT16),
     "fsdp 2, lora on bfloat16": (Case(sizes=ParallelDims(shard=2), lora=True, steps=1, **BF16), BFLOAT16),
 }
 BOUNDS = {**{name: (case, EXACT) for name, case in CASES.items()}, **COARSE}
@@ -127,6 +148,9 @@ KEPT = (  # each way of dividing, each kind of model and of loss at least once
     "hsdp 2 x 2, checkpointing",
     "fsdp 2, tensor 2, experts 4, loaded once",
     "fsdp 2, bfloat16 weights, loaded once",
+    "fsdp 2, whole, critic on the policy",
+    "hsdp 2 x 2, whole until the last micro-batch",
+    "fsdp 2, gathered in bfloat16, whole",
 )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strop.models.logprobs import tiled_logprobs as module
-from strop.models.logprobs.logit_tiles import CPU_COLUMNS, CPU_ROWS, TileShape, choose_tile_shape
+from strop.models.logprobs.logit_tiles import CPU_COLUMNS, CPU_ROWS, TileShape, choose_tile_shape, count_rows
 from strop.models.logprobs.tiled_logprobs import tiled_logprobs
 
 EXACT = 1e-12  # float64, the order of additions; relative to numbers of about 1
@@ -192,3 +192,60 @@ def test_tiles_depend_on_the_device_and_the_chunk_alone() -> None:
     assert choose_tile_shape(cpu, 151_936, 1024) == TileShape(CPU_ROWS, CPU_COLUMNS)
     assert choose_tile_shape(cpu, 151_936, 64) == TileShape(64, CPU_COLUMNS)
     assert choose_tile_shape(cuda, 151_936, 1024) == TileShape(1024, 151_936)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "gibibytes", "rows"),
+    [
+        (151_936, 80, 4352),
+        (128_256, 80, 5120),
+        (128_256, 141, 8192),
+        (32_000, 80, 8192),
+        (151_936, 24, 1280),
+        (262_144, 24, 1024),
+    ],
+)
+def test_a_gpu_reads_as_many_rows_as_a_32nd_of_its_memory_holds(vocabulary: int, gibibytes: int, rows: int) -> None:
+    assert count_rows(vocabulary, gibibytes * 2**30 // 32) == rows
+    assert rows == 1024 or 4 * rows * vocabulary <= gibibytes * 2**30 / 32
+
+
+def test_a_configured_chunk_is_the_rows_of_every_device() -> None:
+    assert choose_tile_shape(torch.device("cuda"), 100, 77) == TileShape(77, 100)
+    assert choose_tile_shape(torch.device("cpu"), 100, 77) == TileShape(77, CPU_COLUMNS)
+    assert choose_tile_shape(torch.device("cpu"), 100, None) == TileShape(CPU_ROWS, CPU_COLUMNS)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_products_that_add_to_a_sum_give_its_gradient_with_less_rounding(
+    weight_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As GPUs compute: here ``torch.addmm`` with float32 sums of bfloat16 products is float32 arithmetic."""
+    added, addmm = [], torch.addmm
+
+    def sum_in_product(total: Tensor, left: Tensor, right: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        assert out_dtype == total.dtype == torch.float32 and left.dtype == right.dtype == torch.bfloat16 and out is total
+        added.append(left.shape[1])
+        return out.copy_(addmm(total, left.float(), right.float()))
+
+    whole = make_problem(40, 50, 6, bias=False)
+    hidden, weight = whole.hidden.detach().bfloat16(), whole.weight.detach().to(weight_dtype)
+    gradients = []
+    for in_product in (False, True):
+        use_tiles(monkeypatch, 16, 50)
+        with monkeypatch.context() as patch:
+            if in_product:
+                patch.setattr(module, "sums_in_products", lambda device, dtype: True)
+                patch.setattr(torch, "addmm", sum_in_product)
+            own = weight.clone().requires_grad_()
+            logprobs, _ = tiled_logprobs(hidden, whole.target, own, None, 1.0, NO_CHUNKS)
+            logprobs.backward(whole.mix[0].float())
+        assert own.grad is not None and own.grad.dtype == weight_dtype
+        gradients.append(own.grad.double())
+    assert added == [16, 16, 8]
+    exact = whole.weight.detach().to(weight_dtype).bfloat16().double().requires_grad_()
+    logs = (hidden.double() @ exact.t()).log_softmax(-1).gather(1, whole.target[:, None]).squeeze(1)
+    logs.backward(whole.mix[0])
+    assert exact.grad is not None
+    errors = [float((each - exact.grad).norm() / exact.grad.norm()) for each in gradients]
+    assert errors[1] <= errors[0] * 1.02 and errors[0] < 0.02

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from strop.endings import Ending
 from strop.tools.base import InfrastructureError
 
 
@@ -65,6 +66,8 @@ class RunResult:
 
 class SandboxError(InfrastructureError):
     """The sandbox itself failed; no fault of a program. The message says what to do."""
+
+    ending = Ending.SANDBOX
 
 
 class SandboxFull(SandboxError):

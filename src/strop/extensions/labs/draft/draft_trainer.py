@@ -33,6 +33,7 @@ from strop.models.attention.kernel_choice import AttentionKernel
 from strop.models.attention.tree_plan import TreePlan
 from strop.models.draft_head import FOLDER, WEIGHTS
 from strop.models.logprobs.lm_head import LMHead
+from strop.models.logprobs.logit_tiles import ROWS
 from strop.sampling import Sampling, at_least_float32
 from strop.types import Batch
 
@@ -40,7 +41,7 @@ from strop.types import Batch
 class DraftedPolicy(Protocol):
     """A policy whose passes a head learns from. ``strop.models.network.Network`` is one."""
 
-    chunk: int  # rows of logits that exist at a time
+    chunk: int | None  # rows of logits that exist at a time; None: ROWS
     attention_kernel: AttentionKernel
 
     @property
@@ -245,7 +246,7 @@ class DraftPass:
                 weight * (self.loss_weight / max(batch.totals.tokens, 1)),
                 self.sampling.temperature or 1.0,
                 self.head.token_ids if self.head.reduced else None,
-                max(16, min(self.policy.chunk, 1 << 20) // 4),
+                max(16, (self.policy.chunk or ROWS) // 4),
             )
             torch.autograd.backward([normed, self.head.lm_head.weight], [fit.grad_hidden, fit.grad_weight])
         count = float(weight.sum())

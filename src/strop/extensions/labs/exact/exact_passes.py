@@ -3,23 +3,232 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from strop.algorithms.base import TokenOutputs
 from strop.extensions.labs.exact.exact_attention import KEY_BLOCK, ExactTree, attend_cached
-from strop.extensions.labs.exact.exact_modules import ExactMode, make_exact, restore_modules
-from strop.extensions.labs.exact.row_products import NotExactError, PackedWeights, exact_linear
+from strop.extensions.labs.exact.row_products import NotExactError, PackedWeights, apply_whole_vectors, exact_linear
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.loading import is_vision_config
 from strop.models.logprobs.lm_head import LMHead
 from strop.models.network import Network
 from strop.sampling import Sampling, filtered_logits
+
+_active = threading.local()
+
+_NAMES = ("sigmoid", "rsqrt", "tanh", "exp", "cos", "sin", "log", "erf", "pow", "sqrt", "log1p", "expm1", "reciprocal")
+ELEMENTWISE: frozenset[Any] = frozenset(
+    {
+        *(getattr(torch, name) for name in _NAMES),
+        *(getattr(Tensor, name) for name in _NAMES),
+        *(F.silu, F.gelu, F.mish, F.hardswish, F.hardsigmoid, F.softplus, F.elu, F.selu, F.celu, F.sigmoid, F.tanh, F.logsigmoid),
+        *(torch.float_power, Tensor.__pow__, torch.sinh, torch.cosh),
+    }
+)
+MATMULS: frozenset[Any] = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm})
+REFUSED: frozenset[Any] = frozenset(
+    {
+        *(torch.einsum, torch.baddbmm, Tensor.baddbmm, torch.addbmm, Tensor.addmm, torch.mv, Tensor.mv, torch.dot),
+        *(F.scaled_dot_product_attention, F.bilinear, F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d),
+        *(getattr(F, "grouped_mm", torch.einsum), getattr(torch, "_grouped_mm", torch.einsum)),
+    }
+)
+SENSITIVE = ELEMENTWISE | MATMULS | REFUSED | {F.linear, torch.addmm}
+
+
+class ExactMode(TorchFunctionMode):
+    """Exchanges sensitive functions. Entered again inside itself, it has no effect."""
+
+    def __init__(self, weights: PackedWeights) -> None:
+        super().__init__()
+        self.weights = weights
+        self.outer = False
+
+    def __enter__(self) -> Any:
+        self.outer = getattr(_active, "on", False)
+        _active.on = True
+        return self if self.outer else super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        _active.on = self.outer
+        if not self.outer:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func not in SENSITIVE:
+            return func(*args, **options)
+        if func in ELEMENTWISE:
+            return _apply_elementwise(func, args, options)
+        if func is F.linear:
+            return self._linear(*args, **options)
+        if func is torch.addmm:
+            return self._addmm(*args, **options)
+        if func in MATMULS:
+            return self._matmul(func, *args)
+        raise _refuse(func)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return exact_linear(input, weight, bias, self.weights)
+
+    def _addmm(self, bias: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+        return exact_linear(rows, weight.t(), bias, self.weights)
+
+    def _matmul(self, func: Any, left: Tensor, right: Tensor) -> Tensor:
+        if left.shape[-1] == 1:  # one product, nothing is added
+            return left * right
+        if right.dim() == 2:
+            return exact_linear(left, right.t(), None, self.weights)
+        raise _refuse(func)
+
+
+def _apply_elementwise(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    if "input" in options:
+        args = (options.pop("input"), *args)
+    values, rest = args[0], args[1:]
+    options.pop("inplace", None)
+    if not isinstance(values, Tensor) or any(isinstance(part, Tensor) for part in rest) or options.get("out") is not None:
+        return func(*args, **options)
+    return apply_whole_vectors(lambda part: func(part, *rest, **options), values)
+
+
+def _refuse(func: Any) -> NotExactError:
+    name = getattr(func, "__name__", str(func))
+    return NotExactError(f"it calls torch's {name}, for which there is no way of computing that is the same at every shape")
+
+
+# Find the modules of a model whose bits would depend on the shape of a pass, and make their forward pass exact, in place.
+
+_WEIGHTS = "exact_weights"  # attributes of an exact module
+_ORDINARY = "ordinary_forward"  # where its forward pass had been replaced before
+
+
+def make_exact(decoder: Any, vocabulary: int) -> PackedWeights:
+    """Make a decoder's modules exact and return the copies of weights that they read. Raises NotExactError, with the decoder as before."""
+    weights = PackedWeights()
+    if hasattr(decoder, "set_experts_implementation"):
+        decoder.set_experts_implementation("eager")  # one product for each expert; the grouped ones have no fixed shape
+    tokens = torch.arange(24, device=next(decoder.parameters()).device) * 7919 % vocabulary
+    sensitive = _find_sensitive(decoder, tokens)
+    try:
+        for module in sensitive:
+            _make_module_exact(module, weights)
+        _check_rows(decoder, tokens)
+    except NotExactError as error:
+        restore_modules(decoder)
+        raise NotExactError(
+            f"policy.exact_on_policy: {type(decoder).__name__} cannot be exact: {error}; set it to false"
+        ) from error
+    return weights
+
+
+def restore_modules(model: nn.Module) -> None:
+    """Undo ``make_exact``, also in a copy of the model."""
+    for module in model.modules():
+        if _WEIGHTS in module.__dict__:
+            del module.__dict__[_WEIGHTS], module.__dict__["forward"]
+            if _ORDINARY in module.__dict__:
+                module.__dict__["forward"] = module.__dict__.pop(_ORDINARY)
+
+
+def _make_module_exact(module: Any, weights: PackedWeights) -> None:
+    replaced = module.__dict__.get("forward")
+    if replaced is not None:
+        module.__dict__[_ORDINARY] = replaced
+    module.__dict__[_WEIGHTS] = weights
+    plain = type(module) is nn.Linear and replaced is None
+    module.forward = MethodType(_linear_forward if plain else _exact_forward, module)
+
+
+def _linear_forward(module: Any, inputs: Tensor) -> Tensor:
+    return exact_linear(inputs, module.weight, module.bias, module.exact_weights)
+
+
+def _exact_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    with ExactMode(module.exact_weights):
+        replaced = module.__dict__.get(_ORDINARY)
+        return type(module).forward(module, *args, **kwargs) if replaced is None else replaced(*args, **kwargs)
+
+
+class _PassValues:
+    """An attention plan that computes nothing."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+
+
+@torch.no_grad()
+def _find_sensitive(decoder: nn.Module, tokens: Tensor) -> list[nn.Module]:
+    """Return the innermost modules that call a function whose bits depend on its shape."""
+    running: list[nn.Module] = []
+    found: dict[nn.Module, None] = {}
+
+    def enter(module: nn.Module, _: Any) -> None:
+        running.append(module)
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            if func in SENSITIVE and running:
+                found[running[-1]] = None
+            return func(*args, **(kwargs or {}))
+
+    hooks = [
+        nn.modules.module.register_module_forward_pre_hook(enter),
+        nn.modules.module.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        with Watch():
+            _read(decoder, tokens, torch.arange(len(tokens)), _PassValues())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(found)
+
+
+def _read(decoder: Any, tokens: Tensor, positions: Tensor, plan: Any) -> Tensor:
+    output = decoder(input_ids=tokens[None], position_ids=positions[None].to(tokens.device), plan=plan, use_cache=False)
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
+
+
+def _make_rows(lengths: Sequence[int], tokens: Tensor) -> ExactTree:
+    """Return the plan of a row of sequences without a common prefix."""
+    column = torch.tensor(lengths)
+    return ExactTree(column.cumsum(0) - column, column, torch.full_like(column, -1), tokens.device)
+
+
+@torch.no_grad()
+def _check_rows(decoder: nn.Module, tokens: Tensor) -> None:
+    """Compare a row of one sequence with a row of several. Raises NotExactError if the bits differ."""
+    lengths = [len(tokens), 5, 1, 13]
+    row = torch.cat([tokens[:length] for length in lengths])
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    together = _read(decoder, row, positions, _make_rows(lengths, tokens)).split(lengths)
+    for length, several in zip(lengths, together, strict=True):
+        alone = _read(decoder, tokens[:length], torch.arange(length), _make_rows([length], tokens))
+        if not torch.equal(alone, several):
+            raise NotExactError(
+                f"a sequence of {length} tokens has other hidden states alone than among others (by "
+                f"{(alone - several).abs().max().item():.2g})"
+            )
+
 
 log = logging.getLogger(__name__)
 

@@ -7,19 +7,23 @@ from typing import Any, ClassVar
 
 import torch
 
-from strop.extensions.megatron.families.architecture import Architecture, LayerDesign, rotary_of
-from strop.extensions.megatron.families.dense import (
+from strop.extensions.megatron.families.architecture import (
+    Architecture,
+    LayerDesign,
+    WeightRule,
     activation,
     attention_rules,
     dense_architecture,
     dense_fields,
     dense_rules,
+    expert_rules,
+    glu_rules,
     head_size,
     norm_rules,
     outer_rules,
+    rotary_of,
     windowed_layers,
 )
-from strop.extensions.megatron.families.weight_rules import WeightRule, expert_rules, glu_rules
 
 
 class Llama:

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar, Protocol
 
-from strop.extensions.megatron.families.architecture import Architecture
+from strop.extensions.megatron.families.architecture import Architecture, WeightRule
 from strop.extensions.megatron.families.decoders import DeepSeek, Gemma, Gemma2, Llama, Mistral, Mixtral, Nemotron, Qwen, QwenMoe
-from strop.extensions.megatron.families.weight_rules import WeightRule
 from strop.extensions.megatron.megatron_config import MegatronConfig
 from strop.packages import is_installed
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from strop.config.source.yaml_source import read_config_file
+from strop.extensions.recipes.library_recipe import DEFAULT, ReadRecipe, RecipeFormat
 from strop.extensions.recipes.nemo_rl.data_rules import DATA_RULES
 from strop.extensions.recipes.nemo_rl.environment_rules import ENVIRONMENT_RULES, UNSUPPORTED_RULES, explain_learner
 from strop.extensions.recipes.nemo_rl.generation_rules import GENERATION_RULES, MEDIA_RULES
@@ -34,3 +40,19 @@ NEMO_RL_RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     explain_learner,
 )
+
+
+KINDS = ("eval", "distillation", "ppo", "grpo", "sft", "dpo", "rm")  # a file of the first ones may have sections of the others
+
+
+def find_kind(values: Mapping[str, Any]) -> str | None:
+    """Return the kind of run that the sections of a configuration make; None if it is no run's."""
+    return next((kind for kind in KINDS if kind in values), None)
+
+
+def read_nemo_rl(path: Path) -> ReadRecipe:
+    source = read_config_file(path)
+    return ReadRecipe(find_kind(source.values), source)
+
+
+FORMAT = RecipeFormat(DEFAULT, lambda values: find_kind(values) is not None, read_nemo_rl)

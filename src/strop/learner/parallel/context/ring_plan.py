@@ -101,7 +101,7 @@ class _RingAttention(torch.autograd.Function):
             passing = ring.start_passing(held) if step + 1 < ring.world_size else None
             if levels := ring.pieces(ring.source(step), len(query), spec.window):
                 keys, values = held.split([key.shape[2], value.shape[2]], dim=-1)
-                merge_part(output, lse, *kernel.forward(query, keys, values, levels, spec))
+                merge_part(output, lse, *kernel.forward(query, keys, values, levels, spec, final=False))
             held = held if passing is None else passing.wait()
         if sinks is not None:
             output, lse = weigh_sinks(output, lse, sinks)
@@ -123,7 +123,7 @@ class _RingAttention(torch.autograd.Function):
             passing = ring.start_passing(held) if step + 1 < ring.world_size else None
             if levels := ring.pieces(ring.source(step), len(query), ctx.spec.window):
                 rows = (query, *held.split(sizes, dim=-1))
-                own, *others = ctx.kernel.backward(rows, output, lse, grad, levels, ctx.spec)
+                own, *others = ctx.kernel.backward(rows, output, lse, grad, levels, ctx.spec, final=False)
                 query_grad += own
                 held_grad += torch.cat(others, dim=-1)
             held = held if passing is None else passing.wait()

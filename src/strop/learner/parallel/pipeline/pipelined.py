@@ -9,7 +9,7 @@ A tied embedding is on the first and the last stage, which add their gradients b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,14 +33,7 @@ from strop.types import Batch
 dist: Any = torch.distributed
 
 
-def parallelize_stages(
-    network: Network,
-    meshes: DeviceMeshes,
-    *,
-    weights_dtype: torch.dtype | None = None,
-    cpu_offload: bool = False,
-    tensor_plan: Mapping[str, str] | None = None,
-) -> Pipelined:
+def parallelize_stages(network: Network, meshes: DeviceMeshes, **options: Any) -> Pipelined:
     """Cut a network into pipeline stages and shard each over its ranks, in place, as ``parallelize_network`` does.
 
     Raises ValueError for a network that cannot be cut or sharded.
@@ -48,8 +41,7 @@ def parallelize_stages(
     stages = PipelineStages(network, meshes.dims)
     ranks = stages.parameter_ranks()
     elsewhere = frozenset(name for name, having in ranks.items() if meshes.pipeline_rank not in having)
-    options = ShardingOptions(weights_dtype, cpu_offload, tensor_plan)
-    model = shard_network(network, meshes, options, elsewhere)
+    model = shard_network(network, meshes, ShardingOptions(**options), elsewhere)
     stages.check_passing(2 * meshes.dims.sample)
     shared = [name for name, having in ranks.items() if len(having) > 1 and meshes.pipeline_rank in having]
     return Pipelined(network, meshes, model, stages, shared)
@@ -213,7 +205,7 @@ class Pipelined(Sharded):
     @property
     def _hidden_dtype(self) -> torch.dtype:
         dtype: torch.dtype = self.stages.embedding.weight.dtype
-        return self.param_dtype or dtype
+        return self.gather_dtype or dtype
 
     # --- gradients and weights -------------------------------------------------------------------------------------------
 

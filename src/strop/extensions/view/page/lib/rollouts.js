@@ -9,7 +9,17 @@ export const ENDINGS = {
   context: "the conversation no longer fits",
   turns: "the limit of turns",
   tool_calls: "the limit of tool calls",
-  error: "it failed",
+  time: "the time limit of the episode",
+  crash: "the agent or the policy's program crashed",
+  broken_task: "the task cannot be sampled or scored",
+  error: "the code of the environment raised an exception",
+  engine: "an engine failed",
+  environment: "a process of the environment died",
+  sandbox: "a sandbox failed",
+  tool_server: "a server of tools failed",
+  grader: "the process that scores failed",
+  provider_limit: "the limit of a provider",
+  service: "another service failed",
 };
 
 export const KEPT = [["", "all"], ["1", "trained on"], ["0", "dropped"]];

@@ -1,7 +1,7 @@
 // The tasks that the run has trained on.
 import { html, useEffect, useState } from "../lib/ui.js";
-import { fetchJson } from "../lib/api.js";
-import { formatCount, formatNumber } from "../lib/format.js";
+import { fetchJson, useApi } from "../lib/api.js";
+import { formatCount, formatNumber, formatShare } from "../lib/format.js";
 import { oneLine, taskLink } from "../lib/rollouts.js";
 import { setParams } from "../lib/route.js";
 import { Empty } from "../parts/notice.js";
@@ -18,6 +18,15 @@ const COLUMNS = [
   { title: "mean reward", width: "7rem", isNumber: true, cell: (row) => formatNumber(row.reward, 3) },
 ];
 
+function Failures({ run }) {
+  const failures = useApi(["runs", run.id, "failures"], {}, { poll: run.live }).data ?? [];
+  return failures.length > 0 && html`<h2>Failures</h2>
+    <div class="scroll"><table><thead><tr><th>ending</th><th>who can cause it</th><th class="number">rollouts</th><th class="number">share</th><th>worst tasks</th></tr></thead><tbody>
+      ${failures.map((each) => html`<tr><td title=${each.meaning}>${each.ending}</td><td>${each.who}</td><td class="number">${formatCount(each.rollouts)}</td><td class="number">${formatShare(each.share)}</td>
+        <td>${each.worst.map(({ task, failed, rollouts }, index) => html`${index ? ", " : ""}<a href=${taskLink(task)}>${oneLine(task, 40)}</a> (${formatCount(failed)} of ${formatCount(rollouts)})`)}</td></tr>`)}
+    </tbody></table></div>`;
+}
+
 export function TasksView({ runs, run, params }) {
   const [text, setText] = useState(params.text ?? "");
   useEffect(() => {
@@ -31,7 +40,7 @@ export function TasksView({ runs, run, params }) {
   };
   return html`<${Title} text=${`Tasks: ${run.name}`} note="how a task was answered over the run"><${RunSelect} runs=${runs} /><//>
     ${run.has_rollouts
-      ? html`<div class="toolbar" role="search"><label class="wide"><input type="search" placeholder="find tasks" aria-label="Find tasks" value=${text} onInput=${(event) => setText(event.target.value)} /></label></div>
+      ? html`<${Failures} run=${run} /><div class="toolbar" role="search"><label class="wide"><input type="search" placeholder="find tasks" aria-label="Find tasks" value=${text} onInput=${(event) => setText(event.target.value)} /></label></div>
           <${VirtualRows} source=${JSON.stringify([run.id, find])} label="Tasks" what="tasks" columns=${COLUMNS} fetchPage=${fetchPage} isLive=${run.live} href=${(row) => taskLink(row.task)}
             emptyText=${find ? `No task has "${oneLine(find, 40)}" in its name.` : "No rollout names a task."} />`
       : html`<${Empty}>No rollouts are stored, so tasks are not known.<//>`}`;

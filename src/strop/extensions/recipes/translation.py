@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from strop.base_config import BaseConfig, KeyPath, fields_of, section_model
 from strop.config.load.recipe_library import Translation
 from strop.config.source.interpolation import resolve_source
 from strop.config.source.keys import entry_model, find_field
-from strop.config.source.yaml_source import ConfigSource, get_at, read_config_file
-from strop.extensions.recipes.library_recipe import DEFAULT, ReadRecipe, RecipeFormat
-from strop.extensions.recipes.rules import Effect
+from strop.config.source.yaml_source import ConfigSource, get_at
 from strop.problems import Problem
 
 MOST_NAMED = 8  # unused keys in a warning
@@ -29,7 +26,7 @@ def translate_nemo_rl(source: ConfigSource, root: type[BaseConfig]) -> Translati
     if not is_recipe(source, root):
         return None
     from strop.extensions.recipes.nemo_rl.nemo_rl_rules import NEMO_RL_RULES
-    from strop.extensions.recipes.rules import Recipe, matches_any
+    from strop.extensions.recipes.rules import Effect, Recipe, matches_any
 
     recipe = Recipe(source, root)
     for rule in NEMO_RL_RULES:
@@ -118,19 +115,3 @@ VALUES: Mapping[str, Sequence[str]] = {  # last name of a key, or last two -> pa
         "TwinkStart/MMAU",
     ),
 }  # fmt: skip
-
-
-KINDS = ("eval", "distillation", "ppo", "grpo", "sft", "dpo", "rm")  # a file of the first ones may have sections of the others
-
-
-def find_kind(values: Mapping[str, Any]) -> str | None:
-    """Return the kind of run that the sections of a configuration make; None if it is no run's."""
-    return next((kind for kind in KINDS if kind in values), None)
-
-
-def read_nemo_rl(path: Path) -> ReadRecipe:
-    source = read_config_file(path)
-    return ReadRecipe(find_kind(source.values), source)
-
-
-FORMAT = RecipeFormat(DEFAULT, lambda values: find_kind(values) is not None, read_nemo_rl)
