@@ -247,8 +247,7 @@ def make_canary_scorer(compute_logprobs: ComputeLogprobs, *, share_prefixes: boo
     async def score(prompts: Sequence[Sequence[int]], samples: Sequence[CanarySample]) -> list[Tensor]:
         groups = [_to_group(index, *pair) for index, pair in enumerate(zip(prompts, samples, strict=True))]
         batch = pack(groups, share_prefixes=share_prefixes)
-        logprobs = (await compute_logprobs(batch)).float().cpu()
-        return [logprobs[batch.sequence == index] for index in range(len(groups))]
+        return list(batch.split((await compute_logprobs(batch)).float().cpu()))
 
     return score
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,8 @@ from strop.generation.torch.decode_kernels import (
     matrix_struct,
 )
 from strop.generation.torch.fast_linears import FastLinears
-from strop.generation.torch.kv_cache import CacheShape
+from strop.generation.torch.kv_cache import SlotCache
+from strop.generation.torch.paged.paged_cache import PagedCache
 from strop.models.adapters import lora_layers
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.layers.fused_layers import find_unknown_part
@@ -36,14 +37,6 @@ from strop.models.network import Network
 from strop.models.quantization.float8_training import is_float8
 
 log = logging.getLogger(__name__)
-
-
-class PageTensors(Protocol):
-    """A cache used by the kernels: pages of keys and values, [layers, pages, heads, page, D]."""
-
-    shape: CacheShape
-    keys: Tensor
-    values: Tensor
 
 
 # Decoders that do nothing beyond their layers, norm and rotary embedding.
@@ -144,7 +137,7 @@ class FastLayers:
         self._norms: dict[str, Tensor] = {}  # [hidden] or [D] in float32, by module name
         self._biases: list[Tensor] = []  # referenced by the structures
         self._model: ModelStruct | None = None
-        self._cache: PageTensors | None = None  # referenced by the structures
+        self._cache: SlotCache | PagedCache | None = None  # referenced by the structures
         self._rotary = self._compute_rotary()
 
     @torch.no_grad()
@@ -165,7 +158,7 @@ class FastLayers:
         tokens: Tensor,
         positions: Tensor,
         table: Tensor,
-        cache: PageTensors,
+        cache: SlotCache | PagedCache,
         captured: Tensor | None = None,
         states: Tensor | None = None,
     ) -> Tensor:
@@ -200,7 +193,7 @@ class FastLayers:
     def _prefix(self) -> str:
         return next((f"{name}." for name, module in self.network.model.named_modules() if module is self.network.decoder), "")
 
-    def _describe(self, cache: PageTensors) -> ModelStruct:
+    def _describe(self, cache: SlotCache | PagedCache) -> ModelStruct:
         decoder: Any = self.network.decoder
         config = decoder.config
         self._biases.clear()
@@ -224,7 +217,7 @@ class FastLayers:
             activation=ACTIVATIONS[_activation(config)],
         )
 
-    def _describe_layer(self, index: int, layer: Any, cache: PageTensors) -> LayerStruct:
+    def _describe_layer(self, index: int, layer: Any, cache: SlotCache | PagedCache) -> LayerStruct:
         attention, mlp, spec = layer.self_attn, layer.mlp, self.specs[index]
         modules = {"query": attention.q_proj, "key": attention.k_proj, "value": attention.v_proj, "output": attention.o_proj}
         modules |= {"gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj}

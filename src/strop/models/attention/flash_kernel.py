@@ -262,7 +262,7 @@ def _place(part: Tensor, lse: Tensor, call: _VarlenLevel, rows: int) -> tuple[Te
 
 def _add_rows(whole: Tensor, part: Tensor, place: Tensor | slice) -> None:
     if isinstance(place, slice):
-        whole[place] += part
+        whole[place].add_(part)  # += would also copy the sum to where it is
     else:
         whole.index_add_(0, place, part.to(whole.dtype))
 

@@ -27,9 +27,10 @@ from strop.models.layers.fused_functions import (
     gated_activation,
     joined_linear,
     linear_parameters,
+    rms_norm,
     rotate,
 )
-from strop.models.layers.known_code import RmsNormSpec, find_form, rms_norm, rms_norm_spec
+from strop.models.layers.known_code import RmsNormSpec, find_form, rms_norm_spec
 from strop.models.layers.weight_copies import WeightCopies
 
 

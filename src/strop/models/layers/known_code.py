@@ -1,4 +1,4 @@
-"""Forms of a decoder's layers that are known by their code: where they are, and RMS norms."""
+"""Forms of a decoder's layers that are known by their code: where they are, and what RMS norms they have."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from importlib import import_module
 from types import CodeType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
@@ -96,47 +95,3 @@ def rms_norm_spec(module: nn.Module) -> RmsNormSpec | None:
     if form == LLAMA:
         return RmsNormSpec(float(eps), 0.0, True)
     return RmsNormSpec(float(eps), 1.0, False) if form == GEMMA else None
-
-
-def rms_norm(x: Tensor, weight: Tensor, spec: RmsNormSpec, dtype: torch.dtype) -> Tensor:
-    """[..., H] and [H] -> [..., H] in ``dtype``. Computed in float32, or in float64 for an input of that dtype."""
-    apply: Any = _RmsNorm.apply
-    result: Tensor = apply(x, weight, spec, dtype)
-    return result
-
-
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, spec: RmsNormSpec, dtype: torch.dtype) -> Tensor:
-        wide = _widen(x)
-        scale = wide.square().mean(-1, keepdim=True).add_(spec.eps).rsqrt_()  # [..., 1]
-        ctx.save_for_backward(x, scale, weight)
-        ctx.spec = spec
-        normed = wide * scale
-        if spec.rounds_first and normed.dtype != x.dtype:
-            normed = normed.to(x.dtype).to(normed.dtype)
-        return normed.mul_(_factor(weight, spec, normed.dtype)).to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, scale, weight = ctx.saved_tensors
-        wide = _widen(x)
-        normed = wide * scale
-        grad = grad.to(normed.dtype)
-        weighted = grad * normed  # d weight is its sum over rows; its product with the weight is what x / rms(x) projects out
-        factor = _factor(weight, ctx.spec, normed.dtype)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            mean = (weighted @ factor).unsqueeze(-1).mul_(1 / x.shape[-1])
-            grad_x = (grad * factor).addcmul_(normed, mean, value=-1.0).mul_(scale).to(x.dtype)
-        grad_weight = weighted.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None, None
-
-
-def _widen(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _factor(weight: Tensor, spec: RmsNormSpec, dtype: torch.dtype) -> Tensor:
-    factor = weight.to(dtype)
-    return factor + spec.offset if spec.offset else factor

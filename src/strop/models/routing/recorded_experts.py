@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -52,14 +52,6 @@ class RoutedLayers:
 
     def record(self) -> RecordedRoutes:
         return RecordedRoutes(self)
-
-
-class Routes(Protocol):
-    """Passed to the routers with the tokens of one forward pass."""
-
-    def choose(self, layer: int, own: Tensor) -> Tensor | None:
-        """Return the experts [n, k] that a layer uses for its n tokens, given its own choice; None: its own."""
-        ...
 
 
 class RecordedRoutes:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from strop.models.routing.recorded_experts import RoutedLayers, Routes
+from strop.models.routing.recorded_experts import RecordedRoutes, ReplayedRoutes, RoutedLayers
 
 TOPK = (torch.topk, torch.Tensor.topk)
 MASKED_FILL = (torch.masked_fill, torch.Tensor.masked_fill)
@@ -78,7 +78,7 @@ class ReplayableRouter(nn.Module):
     """Mixin for the class of a router."""
 
     layer: int
-    routes: Routes | None
+    routes: RecordedRoutes | ReplayedRoutes | None  # of the tokens of one forward pass
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.routes is None:

@@ -109,7 +109,7 @@ def make_records(
     advantages, learner_logprobs, dropped = advantages or {}, learner_logprobs or {}, dropped or {}
     placed = [(group, rollout) for group in groups for rollout in group.rollouts]
     columns = _list_recorded([rollout for _, rollout in placed], stores)
-    placed += [(group, rollout) for group in groups for rollout in group.unscored]
+    placed += [(group, rollout) for group in groups for rollout in group.left_out]
     prompts = {group.index: _Prompts(decode) for group in groups}
     return [
         _make_record(
@@ -118,7 +118,7 @@ def make_records(
             rollout,
             advantage=advantages.get((group.index, rollout.sample)),
             learner=learner_logprobs.get((group.index, rollout.sample)),
-            dropped=dropped.get(group.index, "unscored" if rollout.unscored else None),
+            dropped=dropped.get(group.index, "unscored" if rollout.unscored else None if rollout.counts else "failed"),
             prompts=prompts[group.index],
             columns=columns,
         )

@@ -6,7 +6,6 @@ from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,14 +15,6 @@ from strop.generation.torch.kv_cache import CacheShape
 from strop.models.recorded_columns import RecordedColumn, allocate_columns
 
 
-class PageOwner(Protocol):
-    """An owner, which refers to pages by number."""
-
-    def renumber_page(self, old: int, new: int) -> None:
-        """Called when a page has moved."""
-        ...
-
-
 class PagePool:
     """Pages 0 to ``size`` - 1: the stack, held pages, and free ones."""
 
@@ -31,11 +22,11 @@ class PagePool:
         """``copy_page(source, target)`` copies the contents of a page."""
         self.size = size
         self.copy_page = copy_page
-        self.stack: list[PageOwner] = []  # owner of each page of the stack
-        self.held: dict[int, PageOwner] = {}
+        self.stack: list[PrefixNode | PagedSequence] = []  # owner of each page of the stack
+        self.held: dict[int, PrefixNode | PagedSequence] = {}
         self.free = list(range(size))  # ascending
 
-    def push(self, owner: PageOwner) -> int | None:
+    def push(self, owner: PrefixNode | PagedSequence) -> int | None:
         """Push a page onto the stack and return its number; None if no page is free."""
         if not self.free:
             return None
@@ -64,7 +55,7 @@ class PagePool:
         self.stack.pop()
         self.free.insert(0, last)
 
-    def hold(self, owner: PageOwner) -> int | None:
+    def hold(self, owner: PrefixNode | PagedSequence) -> int | None:
         """Hold the highest free page and return its number; None if no page is free."""
         if not self.free:
             return None
