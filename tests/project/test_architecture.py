@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2] / "src"
 
 # Who may import whom: a room imports from earlier lines only. (docs/architecture.md draws the same picture.)
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("lazy_torch", "safety", "thoughts", "device_copies", "determinism", "openmp"),
+    ("endings", "lazy_torch", "safety", "thoughts", "device_copies", "determinism", "openmp"),
     ("columns",),
     (
         "types",
@@ -385,6 +385,7 @@ PARTS = (
 # Modules under 60 lines whose only importer is in their own folder, each with the reason why it is a file of its own.
 SHORT = {
     "extensions.adapters.reasoning_gym_datasets": "what a process that scores imports, without the environment",
+    "extensions.watch.pacing.pacing_config": "read with every configuration",
     "extensions.profiling.profile_config": "read with every configuration, without the recorder",
     "extensions.labs.draft.drafting_config": "keys of the engine, which are read before those of the policy",
     "environments.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
