@@ -11,8 +11,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from strop.extensions.code.code_problem import AssertTest, CallTest, CodeProblem, StdioTest, Test
 from strop.extensions.code.grade_code import CodeGrade, GradingRules, grade_code
+from strop.extensions.code.problem_rows import AssertTest, CallTest, CodeProblem, StdioTest, Test
 from strop.extensions.code.sandbox.base import Limits
 from strop.extensions.code.sandbox.sandbox_pool import get_sandbox
 

@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 from common import MODEL, spread, table
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 
 from strop.algorithms.base import TokenOutputs
+from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.data.packing import pack
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import NullTracker

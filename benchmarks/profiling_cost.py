@@ -19,8 +19,8 @@ from statistics import median
 from common import MODEL
 
 from strop import cli
-from strop.monitoring.profiling.span_recorder import RECORDER
-from strop.monitoring.watchdog.waits import waiting
+from strop.monitoring.process_profile import RECORDER
+from strop.monitoring.waits import waiting
 
 CONFIG = Path(__file__).parents[1] / "examples" / "configs" / "quickstart.yaml"
 REPEATS, CALLS = 15, 5000

@@ -13,9 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from strop.hardware.devices import device_named
-from strop.hardware.flops import PassCounts, training_flops
-from strop.hardware.model_dimensions import DecoderDimensions
+from strop.hardware import DecoderDimensions, PassCounts, device_named, training_flops
 from strop.models.decoder_dimensions import dimensions_of
 
 PRODUCTS = 700e12  # FLOP/s of large products in bfloat16

@@ -10,7 +10,7 @@ strop`` is fast.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 __version__ = "0.1.0"
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from strop.problems import ConfigError as ConfigError
     from strop.results import Evaluation as Evaluation
     from strop.results import Run as Run
-    from strop.statistics.evaluation_comparison import Comparison as Comparison
     from strop.stopping import RunStopped as RunStopped
     from strop.types import Batch as Batch
     from strop.types import Group as Group
@@ -35,10 +34,11 @@ if TYPE_CHECKING:
     from strop.types import Rollout as Rollout
     from strop.types import Task as Task
 
+    Comparison: TypeAlias = Any  # of an extension
+
 _MODULES = {  # name -> the module that defines it
     "Algorithm": "strop.algorithms.base",
     "Batch": "strop.types",
-    "Comparison": "strop.statistics.evaluation_comparison",
     "ConfigError": "strop.problems",
     "DataSource": "strop.data.sources.source",
     "Environment": "strop.environments.base",
@@ -56,10 +56,12 @@ _MODULES = {  # name -> the module that defines it
     "reward": "strop.environments.base",
     "train": "strop.api",
 }
-__all__ = ["__version__", *_MODULES]
+__all__ = ["Comparison", "__version__", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Comparison":
+        return import_module("strop.plugins").load("functions", name)
     if name not in _MODULES:
         raise AttributeError(f"module 'strop' has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

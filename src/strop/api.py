@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from strop.environments.base import Environment
     from strop.environments.environment_config import EnvironmentConfig
     from strop.runs.evaluate import CheckpointEvaluation
-    from strop.statistics.evaluation_comparison import Comparison
 
 Settings: TypeAlias = "Mapping[str, Any]"
 Data: TypeAlias = "str | Path | Sequence[Mapping[str, Any]] | datasets.Dataset | Settings"
@@ -148,8 +147,8 @@ def compare(
     step: int | None = None,
     config: str | Path | None = None,
     **settings: Any,
-) -> Comparison:
-    """Say whether ``b`` is better than ``a`` on the same tasks, as ``strop compare`` does.
+) -> Any:
+    """Return the ``Comparison`` (docs/compare.md) of ``b`` with ``a`` on the same tasks, as ``strop compare`` makes it.
 
     Args:
         a, b: What ``evaluate`` returned; an evaluation's file or folder; or a run, a checkpoint or a model, whose stored evaluations are
@@ -163,16 +162,15 @@ def compare(
     Raises ValueError for what cannot be compared, ConfigError for settings that cannot work, and the errors of an evaluation.
     """
     if isinstance(a, Evaluation) and isinstance(b, Evaluation):
-        from strop.statistics.evaluation_comparison import compare_evaluations
-
         if not a.tasks or not b.tasks:
             raise ValueError("an evaluation on recorded data has a loss and no samples to compare")
         known = None if a.identity is None and b.identity is None else (a.identity, b.identity)
+        compare_evaluations = plugins.load("functions", "compare_evaluations")
         return compare_evaluations(a.tasks, b.tasks, metric=metric, level=level, margin=margin, identities=known)
     if isinstance(a, Evaluation) or isinstance(b, Evaluation):
         raise ValueError("found an Evaluation and a name; evaluate both, or give both by name")
     first, second = (str(each.folder if isinstance(each, Run) else each) for each in (a, b))
-    comparison: Coroutine[Any, Any, Comparison] = plugins.load("functions", "compare")(
+    comparison: Coroutine[Any, Any, Any] = plugins.load("functions", "compare")(
         first,
         second,
         step=step,

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.safety.printable import shorten
-from strop.safety.redaction import redact_text
+from strop.safety.printable import redact_text, shorten
 
 COMMAND_LINE, PYTHON = "command line", "Python"
 LONGEST_MESSAGE, LONGEST_FIX, MOST_LISTED = 2_000, 900, 30  # characters of a message and of a fix; problems listed by an error

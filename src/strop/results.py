@@ -118,7 +118,7 @@ class Run:
     @cached_property
     def timing(self) -> pandas.DataFrame:
         """The seconds of each phase, one row for each logged step: generation, policy_training, weight_sync, ..., total_step_time."""
-        from strop.monitoring.console.columns import PHASE_PREFIX
+        from strop.monitoring.console_columns import PHASE_PREFIX
 
         columns = [name for name in self.metrics.columns if name.startswith(PHASE_PREFIX)]
         return self.metrics[columns].dropna(how="all").rename(columns=lambda name: name.removeprefix(PHASE_PREFIX))
@@ -249,9 +249,7 @@ def _read_steps(store: RolloutStore | ValidationSamples) -> Iterator[RolloutReco
 def _read_interval(folder: Path, step: int) -> tuple[float, float, int] | None:
     """Return the ends of the 95 % interval of a validation's accuracy, and its tasks; None where they cannot be read."""
     from strop.monitoring.rollout_store.validation_samples import VALIDATION_FOLDER
-    from strop.statistics.intervals import confidence_interval
-    from strop.statistics.task_metrics import find_task_metric
-    from strop.statistics.task_results import present_tasks
+    from strop.statistics import confidence_interval, find_task_metric, present_tasks
 
     try:
         content = json.loads((folder / VALIDATION_FOLDER / f"step_{step:06d}.json").read_text(encoding="utf-8"))

@@ -470,7 +470,8 @@ class Batch:
         """Split a column [N, ...] by rollout: S parts, each with the rollout's tokens in their order."""
         lengths = torch.bincount(self.sequence, minlength=self.num_sequences).tolist()
         ascending = bool((self.sequence.diff() >= 0).all())
-        return (column if ascending else column[self.sequence.argsort(stable=True)]).split(lengths)
+        parts: tuple[Tensor, ...] = (column if ascending else column[self.sequence.argsort(stable=True)]).split(lengths)
+        return parts
 
     def column(self, name: str) -> Tensor:  # [N]
         """Return the column ``name``. Raises KeyError, listing the existing columns, if there is none."""

@@ -16,7 +16,7 @@ from strop.data.sources.source import DataSource
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.registry import environment_class, make_environment
 from strop.environments.verifier_registry import list_verifiers, make_verifier
-from strop.extensions.judges.judge_prompt import _read_template
+from strop.extensions.judges.judge import _read_template
 from strop.runs.run_algorithm import make_run_algorithm
 
 CHATS = """

@@ -27,7 +27,7 @@ class StuckAt:
     how: Literal["waits", "blocks", "in a thread"]
 
     def __call__(self) -> None:
-        from strop.monitoring.watchdog import watchdog
+        from strop.monitoring import watchdog
 
         watchdog.SHUTDOWN_SECONDS = 1.0
         replace_function(POINTS[self.point], self._around)

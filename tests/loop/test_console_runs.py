@@ -12,7 +12,7 @@ import pytest
 
 from loop.kinds import train_to_end
 from loop.runs import grpo, metrics_of
-from strop.monitoring.trackers.aliases import TRL, VERL
+from strop.extensions.trackers.aliases import TRL, VERL
 
 pytestmark = pytest.mark.slow
 

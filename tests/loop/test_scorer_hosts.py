@@ -1,4 +1,4 @@
-"""Runs over Ray whose teachers and reward models have processes of their own: the curve of one process."""
+"""Runs over Ray whose teachers have processes of their own: the curve of one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from loop.kinds import SUMS, sampling_config, write_rows
+from loop.kinds import sampling_config
 from loop.runs import Environ, metrics_of, overrides, start
 from loop.test_cluster_runs import RAY, curves_agree
 from loop.tiny import build_tiny
@@ -24,7 +24,6 @@ from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.base import ActorOptions
 from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.workers.teacher_worker import spawn_teachers
-from strop.models.classifiers import load_classifier
 from strop.models.loading import load_tokenizer
 from strop.runs.scorers import StudentInfo, load_teacher
 from strop.sampling import Sampling
@@ -81,42 +80,6 @@ def test_teachers_with_and_without_processes_of_their_own_are_mixed_as_in_one_pr
     distil(tiny, other, tmp_path / "one", asked)
     distil(tiny, other, tmp_path / "apart", {**asked, **apart})
     curves_agree(tmp_path / "one", tmp_path / "apart", steps=STEPS)
-
-
-@pytest.mark.exhaustive
-def test_a_reward_model_in_a_process_of_its_own_gives_the_curve_of_one_process(tiny: Path, tmp_path: Path) -> None:
-    judge = reward_model(tmp_path / "judge", tiny)
-    rows = write_rows(tmp_path / "rows.jsonl", [{"problem": f"{a}+{b}=", "answer": ""} for a, b in SUMS])
-    settings = {
-        **sampling_config("grpo", tiny),
-        "grpo.max_num_steps": STEPS,
-        "grpo.val_period": 0,
-        "checkpointing.enabled": False,
-        "data.train.dataset_name": str(rows),
-        "data.train.env_name": "judged",
-        "data.validation.dataset_name": str(rows),
-        "data.validation.env_name": "judged",
-        "env.judged.type": "reward_model",
-        "env.judged.model_name": str(judge),
-        "env.judged.precision": "float32",
-    }
-    for name, more in (("one", {}), ("apart", {**RAY, "cluster.environment_hosts": 1})):
-        outcome = start(
-            ["grpo", *overrides({**settings, **more})], tmp_path / name, before=Environ({MARK: str(tmp_path)})
-        ).finish(300)
-        assert outcome.code == 0, outcome.err + outcome.out
-    curves_agree(tmp_path / "one", tmp_path / "apart", steps=STEPS)
-    metrics = metrics_of(tmp_path / "one" / "logs")[STEPS]
-    assert metrics["train/reward"] != 0.0 and metrics["train/grad_norm"] > 0.0
-    assert find_processes(str(tmp_path)) == []
-
-
-def reward_model(folder: Path, tiny: Path) -> Path:
-    """As ``strop rm`` saves one, untrained: another tokenizer than the policy's is not needed for this."""
-    tokenizer, model = load_tokenizer(str(tiny)), load_classifier(str(tiny), seed=2, init_std=0.5)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.exhaustive

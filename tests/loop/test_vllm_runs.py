@@ -16,8 +16,8 @@ import pytest
 from loop.killing import Kill
 from loop.runs import Outcome, Running, heed_interrupts, metrics_of, overrides, start, tiny_config
 from loop.tiny import build_tiny
+from strop.monitoring.doctor import diagnose
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.watchdog.doctor import diagnose
 from support.forks import fork_own_server, with_vllm
 from support.needs import needs_vllm
 from support.sweep import sweep

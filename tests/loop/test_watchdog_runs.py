@@ -15,7 +15,7 @@ import pytest
 
 from loop.runs import Running, grpo, heed_interrupts, overrides, start, strop, tiny_config
 from loop.stuck import SamplerOff, StuckAt
-from strop.monitoring.watchdog.status import Status, read_status
+from strop.monitoring.waits import Status, read_status
 
 pytestmark = pytest.mark.slow
 

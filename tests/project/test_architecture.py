@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2] / "src"
 
 # Who may import whom: a room imports from earlier lines only. (docs/architecture.md draws the same picture.)
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("lazy_torch", "endings", "safety", "thoughts", "device_copies", "determinism", "openmp"),
+    ("endings", "lazy_torch", "safety", "thoughts", "device_copies", "determinism", "openmp"),
     ("columns",),
     (
         "types",
@@ -71,15 +71,15 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "datasets": ("data/", "api.py"),  # api.py names its type
     "pandas": ("monitoring/", "results.py", "data/"),
     "rich": ("monitoring/", "extensions/checks/"),
-    "wandb": ("monitoring/",),
-    "tensorboard": ("monitoring/",),
-    "torch.utils.tensorboard": ("monitoring/",),
-    "mlflow": ("monitoring/",),
-    "swanlab": ("monitoring/",),
-    "trackio": ("monitoring/",),
+    "wandb": ("extensions/trackers/",),
+    "tensorboard": ("extensions/trackers/",),
+    "torch.utils.tensorboard": ("extensions/trackers/",),
+    "mlflow": ("extensions/trackers/",),
+    "swanlab": ("extensions/trackers/",),
+    "trackio": ("extensions/trackers/",),
     "pynvml": ("monitoring/",),
-    "matplotlib": ("monitoring/", "results.py"),  # results.py names its type
-    "pyarrow": ("monitoring/", "data/", "extensions/view/rollout_index/", "extensions/replay/"),
+    "matplotlib": ("monitoring/", "extensions/trackers/", "results.py"),  # results.py names its type
+    "pyarrow": ("monitoring/", "data/", "extensions/view/", "extensions/replay/"),
     "math_verify": ("environments/",),
     "reasoning_gym": ("extensions/adapters/",),
     "gymnasium": ("extensions/adapters/",),
@@ -90,7 +90,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "pydantic": (
         "*_config.py",
         "config/",
-        "environments/verifiers/options.py",
+        "environments/verifiers/base.py",
         "algorithm_factory.py",
         "tools/function_tool.py",
         "tools/tool_options.py",
@@ -380,18 +380,17 @@ PARTS = (
     "extensions.recipes.nemo_rl",
     "extensions.games",
     "extensions.megatron.families",
-    "monitoring.trackers",
-    "tools.formats",
+    "extensions.trackers",
 )
 # Modules under 60 lines whose only importer is in their own folder, each with the reason why it is a file of its own.
 SHORT = {
     "extensions.adapters.reasoning_gym_datasets": "what a process that scores imports, without the environment",
+    "extensions.watch.pacing_config": "read with every configuration",
+    "extensions.profiling.profile_config": "read with every configuration, without the recorder",
     "extensions.labs.draft.drafting_config": "keys of the engine, which are read before those of the policy",
     "environments.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
     "monitoring.notebook_figure": "it inherits from matplotlib, which is imported where something is drawn",
     "rollouts.tokenizing_worker": "a process of its own",
-    "extensions.watch.pacing.pacing_config": "keys, which are read without the listener",
-    "extensions.view.view_server": "heavy, and imported when the command runs",
     "trainer.publish": "a stage of the loop",
 }
 
@@ -438,7 +437,7 @@ def test_an_algorithm_is_short() -> None:
 
 def test_nothing_but_the_command_line_and_the_console_prints() -> None:
     """Under ``if __name__ == "__main__"`` a file is a command too."""
-    allowed = ("cli/", "runs/", "extensions/", "monitoring/console/console.py")
+    allowed = ("cli/", "runs/", "extensions/", "monitoring/console.py")
     wrong = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path, tree in sources().items()

@@ -30,16 +30,16 @@ from strop.data.curriculum.base import Curriculum
 from strop.data.splitting import split_micro_batches
 from strop.environments.base import Environment
 from strop.environments.verifiers.base import Verifier
-from strop.extensions.checks.data.data_command import make_data_parser
-from strop.extensions.checks.environments import env_command
+from strop.extensions.checks import env_command
+from strop.extensions.checks.data_command import make_data_parser
 from strop.extensions.code.sandbox.sandbox_command import make_sandbox_parser
 from strop.extensions.comparison.compare_command import make_compare_parser
+from strop.extensions.comparison.evaluation_comparison import check_options
 from strop.extensions.planning import plan_command
 from strop.extensions.recipes import translate_command
-from strop.extensions.replay import ledger_command, replay_command
-from strop.extensions.view import report_command, view_command
+from strop.extensions.replay import replay_commands
+from strop.extensions.view import view_command
 from strop.runs.run_algorithm import make_rollout_algorithm
-from strop.statistics.evaluation_comparison import check_options
 from strop.types import Group, Rollout, Task, Turn
 from strop.user_code import import_attribute
 from support.each import each
@@ -212,10 +212,10 @@ def test_commands_name_configurations_that_load(
 ) -> None:
     monkeypatch.chdir(workplace)
     parsers = {
-        "ledger": ledger_command.make_parser,
+        "ledger": replay_commands.make_ledger_parser,
         "plot": make_plot_parser,
-        "replay": replay_command.make_parser,
-        "report": report_command.make_parser,
+        "replay": replay_commands.make_parser,
+        "report": view_command.make_report_parser,
         "rollouts": make_rollouts_parser,
         "translate": translate_command.make_parser,
         "view": view_command.make_parser,

@@ -22,7 +22,7 @@ from strop.config.source.interpolation import RESOLVERS
 from strop.data.prompt_template import parse_prompt_template
 from strop.models.chat_template import ChatTemplate
 from strop.problems import Problem
-from strop.safety.redaction import REDACTED, describe_command, redact_arguments, redact_secrets, redact_yaml
+from strop.safety.printable import REDACTED, describe_command, redact_arguments, redact_secrets, redact_yaml
 from strop.storage.folder_lock import make_holder
 from strop.types import user
 from support.source_trees import PACKAGE, dotted, parse_package, walk, without_collecting
@@ -61,7 +61,8 @@ ALLOWED: dict[str, dict[str, str]] = {
         "weight_sync/transports/broadcast.py": "asks for this machine's address, sends nothing",
     },
     "socket.create_server": {
-        "extensions/view/view_server.py": "strop view: loopback unless --host is given, a token unless --no-token",
+        "extensions/sglang/relayed_weights.py": "loopback",
+        "extensions/view/view_routes.py": "strop view: loopback unless --host is given, a token unless --no-token",
         "weight_sync/transports/secret_store.py": "one address, a secret per sender",
         "distributed/base.py": "one address",
     },
@@ -93,7 +94,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "runs/jobs/serve_model.py": "strop serve: loopback unless --host is given",
         "extensions/code/sandbox/sandbox_server.py": "strop sandbox serve: loopback unless --host is given, always with a key",
         "gateway/gateway.py": "for agents: loopback unless gateway.host is set, and a key for each episode",
-        "extensions/view/view_server.py": "strop view: loopback unless --host is given, a token unless --no-token",
+        "extensions/view/view_routes.py": "strop view: loopback unless --host is given, a token unless --no-token",
     },
 }
 

@@ -52,12 +52,6 @@ class DrawnInOrder(Sound):
         return GeneratedTasks(64, make)
 
 
-class HashSeeded(Sound):
-    def make(self, index: int, data: DataSource) -> Task:
-        word = sorted({f"w{index}a", f"w{index}b", f"w{index}c", f"w{index}d"}, key=hash)[0]
-        return Task(id=f"{data.held_out}:{index}", question=f"Repeat {word}, twice.", answer=f"{word} {word}")
-
-
 class EmptyPrompts(Sound):
     def make(self, index: int, data: DataSource) -> Task:
         return Task(
@@ -255,4 +249,3 @@ FAULTS: dict[type[Sound], str] = {
     RespondsAtRandom: "reward_deterministic",
     RemembersRespond: "reward_deterministic",
 }
-ELSEWHERE = {HashSeeded: "tasks_same"}  # only seen from another process

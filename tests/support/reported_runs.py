@@ -7,11 +7,10 @@ from pathlib import Path
 
 import torch
 
-from strop.monitoring.config_history import record_finish, record_start
 from strop.monitoring.rollout_store.rollout_record import make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.run_starts import RunStart, record_run_start
-from strop.monitoring.watchdog.status import LogEntry, Status, write_status
+from strop.monitoring.run_starts import RunStart, record_finish, record_run_start, record_start
+from strop.monitoring.waits import LogEntry, Status, write_status
 from strop.types import Group, Message, Rollout, Task
 from support.rollouts import sampled_turn
 from support.saved_runs import CONFIG

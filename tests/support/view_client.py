@@ -9,7 +9,7 @@ from threading import Thread
 
 import httpx
 
-from strop.extensions.view.view_server import ViewServer
+from strop.extensions.view.view_routes import ViewServer
 
 
 @contextmanager

@@ -19,8 +19,7 @@ from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.stored_images import image_name
 from strop.monitoring.rollout_store.turn_record import TurnRecord
-from strop.monitoring.watchdog.status import LogEntry, Status, write_status
-from strop.monitoring.watchdog.waits import Wait
+from strop.monitoring.waits import LogEntry, Status, Wait, write_status
 
 STEPS, GROUPS, SAMPLES = 24, 3, 4
 PROMPT = "What is it?"

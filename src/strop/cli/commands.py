@@ -18,7 +18,7 @@ from typing import Any
 
 from strop import __version__, plugins
 from strop.cli.train_command import TRAINING
-from strop.monitoring.console.message_style import discard_output
+from strop.monitoring.message_style import discard_output
 from strop.openmp import openmp_variables
 from strop.user_code import UserCodeError, import_attribute, suggest_names
 

@@ -21,7 +21,7 @@ def doctor(arguments: Sequence[str], command_line: str) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run, or a configuration (its logger.log_dir)")
     parser.add_argument("--json", action="store_true", help="print the report as a JSON object")
     options = parser.parse_args(arguments)
-    from strop.monitoring.watchdog.doctor import RunNotFound, diagnose, format_diagnosis
+    from strop.monitoring.doctor import RunNotFound, diagnose, format_diagnosis
 
     try:
         diagnosis = diagnose(find_log_folder(options.run))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from strop.cli.output import USAGE_ERROR, find_log_folder, removed_option
 
 if TYPE_CHECKING:
-    from strop.monitoring.rollout_view.rollout_selection import SelectedRollouts
+    from strop.monitoring.rollout_view import SelectedRollouts
 
 
 TEXT_LIMIT = 1500  # characters of a message, unless --full
@@ -64,7 +64,7 @@ def _count(text: str) -> int:
 def _show(options: argparse.Namespace) -> int:
     from strop.monitoring.rollout_store.rollout_store import RolloutStore
     from strop.monitoring.rollout_store.validation_samples import ValidationSamples
-    from strop.monitoring.rollout_view.rollout_selection import NoRollouts, RolloutSelection, select_rollouts
+    from strop.monitoring.rollout_view import NoRollouts, RolloutSelection, select_rollouts
     from strop.safety.printable import make_printable
 
     try:
@@ -110,8 +110,7 @@ def _format_json(selected: SelectedRollouts) -> Iterator[str]:
 
 
 def _format_text(selected: SelectedRollouts, options: argparse.Namespace) -> Iterator[str]:
-    from strop.monitoring.rollout_view.rollout_text import format_rollout
-    from strop.monitoring.rollout_view.shown_rollout import show_rollout
+    from strop.monitoring.rollout_view import format_rollout, show_rollout
     from strop.safety.printable import make_printable
 
     terminal = sys.stdout.isatty()
@@ -190,7 +189,7 @@ def _draw(options: argparse.Namespace) -> Path:
 def _read_settings(folder: Path) -> Mapping[str, Any]:
     """Return the settings of a run by dotted keys; none if it has no configuration that can be read."""
     from strop.config.source import yaml_text
-    from strop.monitoring.run_lines import flatten_settings
+    from strop.monitoring.plot import flatten_settings
 
     try:
         values = yaml_text.parse_value((folder / "config.yaml").read_text(encoding="utf-8"))

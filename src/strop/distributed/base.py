@@ -74,7 +74,7 @@ class RemoteActor(Protocol):
         ...
 
     def control_profile(self, what: str, operators: bool = False) -> Awaitable[Any]:
-        """Call ``strop.monitoring.profiling.process_profile.control_profile`` there, concurrently with other calls."""
+        """Call ``strop.monitoring.process_profile.control_profile`` there, concurrently with other calls."""
         ...
 
     async def kill(self) -> None:

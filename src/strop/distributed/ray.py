@@ -36,8 +36,7 @@ from strop.distributed.base import ActorDied, ActorOptions, NodeLost, RemoteActo
 from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.guardian import Guardian
 from strop.distributed.placement import Node, PlacementError, choose_nodes, find_domain
-from strop.monitoring.profiling.process_profile import control_profile
-from strop.monitoring.profiling.span_recorder import RECORDER
+from strop.monitoring.process_profile import RECORDER, control_profile
 from strop.openmp import openmp_variables
 from strop.safety.remote_code import TRUST_VARIABLE, trusts_remote_code
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from strop.environments.base import Environment, TaskT
 from strop.environments.rewards import RewardError, RewardFunction, RewardResult, to_number
-from strop.environments.verifiers.gate import Gate, find_closed_gate, multiply_gates
+from strop.environments.verifiers.composition import Gate, find_closed_gate, multiply_gates
 from strop.safety.exits import contain_exits
 from strop.types import Rollout, StepReward, Task
 from strop.user_code import describe_error, describe_value

@@ -10,19 +10,15 @@ from typing import Any
 from strop import plugins
 from strop.environments.base import Environment, EnvironmentConfigError, import_user_code
 from strop.environments.rewards import RewardMark
-from strop.environments.verifiers.options import build_from_options
+from strop.environments.verifiers.base import build_from_options
 from strop.user_code import suggest_names
 
 ENVIRONMENTS = {
     "agent": "strop.environments.agents.external_agent:ExternalAgent",
     "arithmetic": "strop.environments.arithmetic:Arithmetic",
-    "drawn_images": "strop.environments.images.drawn_images:DrawnImages",
-    "ifeval": "strop.environments.instructions.instruction_following:InstructionFollowing",
     "math": "strop.environments.math:MathEnvironment",
-    "math_multi_reward": "strop.environments.math_multi_reward:MathMultiReward",
+    "math_multi_reward": "strop.environments.math:MathMultiReward",
     "reward_function": "strop.environments.function_environment:FunctionEnvironment",
-    "reward_model": "strop.environments.reward_model_environment:RewardModelEnvironment",
-    "vlm": "strop.environments.images.vlm_environment:VlmEnvironment",
 }
 
 

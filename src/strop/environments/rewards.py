@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeVar
 
-from strop.environments.verifiers.gate import Gate
-from strop.environments.verifiers.weight_schedule import WeightSchedule
+from strop.environments.verifiers.composition import Gate, WeightSchedule
 from strop.types import StepReward
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])

@@ -8,25 +8,22 @@ from typing import Any
 
 from strop import plugins
 from strop.environments.base import EnvironmentConfigError, import_user_code
-from strop.environments.verifiers.base import Score, Scored, Verifier, call_score, read_reply, read_turns, score_turns
-from strop.environments.verifiers.options import build_from_options
+from strop.environments.verifiers.base import (
+    Score,
+    Scored,
+    Verifier,
+    build_from_options,
+    call_score,
+    read_reply,
+    read_turns,
+    score_turns,
+)
 from strop.types import Rollout, Task
 from strop.user_code import suggest_names
 
 VERIFIERS = {
-    "citation": "strop.environments.verifiers.citation:CitationVerifier",
-    "exact_match": "strop.environments.verifiers.match:ExactMatchVerifier",
-    "f1": "strop.environments.verifiers.match:F1Verifier",
-    "fuzzy_match": "strop.environments.verifiers.match:FuzzyMatchVerifier",
-    "ifeval": "strop.environments.instructions.instruction_verifier:InstructionVerifier",
-    "json_schema": "strop.environments.verifiers.json_schema:JsonSchemaVerifier",
-    "length": "strop.environments.verifiers.length:LengthVerifier",
     "math": "strop.environments.verifiers.math_verifier:MathVerifier",
-    "multiple_choice": "strop.environments.verifiers.multiple_choice:MultipleChoiceVerifier",
-    "regex": "strop.environments.verifiers.pattern:PatternVerifier",
-    "retrieval_hit": "strop.environments.verifiers.citation:RetrievalHitVerifier",
-    "reward_model": "strop.environments.verifiers.reward_model_verifier:RewardModelVerifier",
-    "tags": "strop.environments.verifiers.tags:TagsVerifier",
+    "multiple_choice": "strop.environments.verifiers.math_verifier:MultipleChoiceVerifier",
 }
 
 

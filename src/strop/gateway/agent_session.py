@@ -22,7 +22,7 @@ from strop.gateway.streamed_text import cut_at_stop
 from strop.generation.base import Completion, Generator, InvalidRequest, RequestTooLong
 from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate
-from strop.monitoring.watchdog.waits import waiting
+from strop.monitoring.waits import waiting
 from strop.safety.site_guard import BadRequest
 from strop.sampling import Sampling, mix_seed
 from strop.thoughts import split_thoughts

@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 from strop.generation.base import Completion, Engine, Generator
 from strop.generation.generation_config import GenerationConfig
 from strop.metrics import Metric, Metrics
-from strop.monitoring.watchdog.waits import waiting
+from strop.monitoring.waits import waiting
 from strop.sampling import Sampling
 from strop.types import PromptImage
 from strop.weight_sync.base import EngineDied, EngineLost, LearnerMemory, UpdatableEngine, WeightSync

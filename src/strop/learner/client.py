@@ -21,7 +21,7 @@ from strop.learner.base import BackwardResult, WeightSource, require_token_outpu
 from strop.learner.budget.memory_probe import MemoryProbe
 from strop.learner.learner_thread import LearnerThread
 from strop.metrics import Metrics
-from strop.monitoring.profiling.span_recorder import RECORDER
+from strop.monitoring.process_profile import RECORDER
 from strop.types import Batch, Group
 
 POLICY_ENTROPY = "policy_entropy"  # a batch column, [N]: entropy of the policy before the update

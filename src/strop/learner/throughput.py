@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from strop.hardware.flops import PassCounts, forward_flops, training_flops, windows_of
-from strop.hardware.model_dimensions import DecoderDimensions
+from strop.hardware import DecoderDimensions, PassCounts, forward_flops, training_flops, windows_of
 from strop.types import Batch
 
 

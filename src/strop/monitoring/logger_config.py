@@ -2,105 +2,28 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
-from strop import packages
 from strop.base_config import BaseConfig, PathText, fields_of, subsection
-from strop.monitoring.profiling.profile_config import ProfileConfig
-from strop.packages import install_command
 from strop.problems import Problem
 from strop.user_code import UserCodeError, import_attribute
 
-SWANLAB_PROJECT = r"[0-9a-zA-Z_\-+.]{1,100}"
-SERVICES = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")  # also the names of their packages
 
-
-class WandbConfig(BaseConfig):
-    """Weights & Biases."""
+class TrackerSection(BaseConfig):
+    """The section of a tracker, attached to ``LoggerConfig`` under the tracker's name. ``logger.NAME_enabled`` switches it on."""
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
-    project: str | None = Field(None, min_length=1, description="Project name; null is WANDB_PROJECT, or else strop.")
-    entity: str | None = Field(None, description="Team or user that the project belongs to; null is the one that is logged in.")
-    name: str | None = Field(None, description="Run name; null is run_name, and without one Weights & Biases chooses.")
-    group: str | None = Field(None, description="Group of runs that belong together, such as the seeds of one experiment.")
-    tags: list[str] = Field(default_factory=list, description="Words to find the run by.")
-    notes: str | None = Field(None, description="A longer description, like a commit message.")
-    job_type: str | None = Field(None, description="Kind of run within the group, such as train.")
-    mode: Literal["online", "offline", "disabled"] | None = Field(
-        None, description="offline keeps the run on this machine for a later wandb sync; null is WANDB_MODE, or else online."
-    )
-    dir: PathText | None = Field(None, description="Folder of its wandb folder; null is the run's log folder.")
+    def closing_hints(self, log_dir: str) -> Iterator[str]:
+        """Yield what the last lines of a run with this tracker tell besides its results."""
+        return iter(())
 
 
-class TensorboardConfig(BaseConfig):
-    """TensorBoard."""
-
-    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
-
-    log_dir: PathText | None = Field(None, description="Folder of the event files; null is tensorboard in the run's log folder.")
-
-
-class MlflowConfig(BaseConfig):
-    """MLflow."""
-
-    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
-
-    experiment_name: str | None = Field(
-        None,
-        min_length=1,
-        description="Experiment, created if it does not exist; null is MLFLOW_EXPERIMENT_NAME, or else strop.",
-    )
-    run_name: str | None = Field(None, description="Run name; null is run_name, and without one MLflow chooses.")
-    run_id: str | None = Field(
-        None, description="A run that exists, to log into; null is that of the log folder, MLFLOW_RUN_ID or a new one."
-    )
-    tracking_uri: str | None = Field(
-        None, description="Server or database; null is MLFLOW_TRACKING_URI, or else mlflow.db in the run's log folder."
-    )
-    artifact_location: str | None = Field(None, description="Artifact location of a new experiment; null: the server decides.")
-    tags: dict[str, str] = Field(default_factory=dict, description="Tags of the run.")
-
-
-class SwanlabConfig(BaseConfig):
-    """SwanLab."""
-
-    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
-
-    project: str | None = Field(None, min_length=1, description="Project name; null is SWANLAB_PROJ_NAME, or else strop.")
-    name: str | None = Field(None, description="Run name; null is run_name, and without one SwanLab chooses.")
-    workspace: str | None = Field(
-        None, description="Team or user that the project belongs to; null is the one that is logged in."
-    )
-    group: str | None = Field(None, description="Group of runs that belong together.")
-    tags: list[str] = Field(default_factory=list, description="Words to find the run by.")
-    notes: str | None = Field(None, description="A longer description.")
-    mode: Literal["online", "offline", "local", "disabled"] | None = Field(
-        None, description="offline keeps the run on this machine for a later swanlab sync; null is SWANLAB_MODE, or else online."
-    )
-
-
-class TrackioConfig(BaseConfig):
-    """Trackio."""
-
-    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
-
-    project: str = Field("strop", min_length=1, description="Project name.")
-    name: str | None = Field(None, description="Run name, to which an id is added; null is run_name.")
-    group: str | None = Field(None, description="Group of runs that belong together.")
-    space_id: str | None = Field(
-        None, description="Space of the Hugging Face hub that gets the run too, as user/space; null: none."
-    )
-
-
-class TrackerConfig(BaseConfig):
-    """The section of a tracker added by an extension, which attaches a subclass to ``LoggerConfig`` under the tracker's name."""
-
-    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
+class TrackerConfig(TrackerSection):
+    """The section of a tracker that is switched on by a key of its own."""
 
     enabled: bool = Field(False, description="Log to it.")
 
@@ -146,11 +69,6 @@ class LoggerConfig(BaseConfig):
         description="Store the experts of each token with the rollouts, with policy.router_replay, so that `strop replay` can train a "
         "step again: a byte per token, layer and chosen expert, or two with more than 128 experts.",
     )
-    wandb_enabled: bool = Field(False, description="Log to Weights & Biases.")
-    tensorboard_enabled: bool = Field(False, description="Log to TensorBoard.")
-    mlflow_enabled: bool = Field(False, description="Log to MLflow.")
-    swanlab_enabled: bool = Field(False, description="Log to SwanLab.")
-    trackio_enabled: bool = Field(False, description="Log to Trackio.")
     monitor_gpus: bool = Field(
         True, description="Log the utilisation of each machine's GPUs, processors, memory, disk and network, as system/...."
     )
@@ -169,23 +87,23 @@ class LoggerConfig(BaseConfig):
         "none", description="Checkpoints in Weights & Biases and MLflow: none, only their location, or their files."
     )
     close_timeout: float = Field(60, gt=0, description="How long the end of a run waits for each service (s).")
-    metric_aliases: bool = Field(
-        True, description="Log metrics to these two under the names of TRL and verl too, such as train/completions/mean_length."
-    )
-    wandb: WandbConfig = subsection(WandbConfig)
-    tensorboard: TensorboardConfig = subsection(TensorboardConfig)
-    profile: ProfileConfig = subsection(ProfileConfig)
-    mlflow: MlflowConfig = subsection(MlflowConfig)
-    swanlab: SwanlabConfig = subsection(SwanlabConfig)
-    trackio: TrackioConfig = subsection(TrackioConfig)
     gpu_monitoring: GpuMonitoringConfig = subsection(GpuMonitoringConfig)
 
     @property
     def services(self) -> tuple[str, ...]:
-        """The enabled services, those of extensions last."""
-        own = [name for name in SERVICES if getattr(self, f"{name}_enabled")]
-        attached = [(name, getattr(self, name)) for name in fields_of(type(self))]
-        return (*own, *(name for name, section in attached if isinstance(section, TrackerConfig) and section.enabled))
+        """The names of the enabled trackers."""
+        return tuple(self.trackers)
+
+    @property
+    def trackers(self) -> Mapping[str, TrackerSection]:
+        """The sections of the enabled trackers."""
+        attached = {name: getattr(self, name) for name in fields_of(type(self))}
+        sections = {name: section for name, section in attached.items() if isinstance(section, TrackerSection)}
+        return {
+            name: section
+            for name, section in sections.items()
+            if (section.enabled if isinstance(section, TrackerConfig) else getattr(self, f"{name}_enabled"))
+        }
 
     @property
     def shown_samples(self) -> int | None:
@@ -193,23 +111,50 @@ class LoggerConfig(BaseConfig):
         return self.tracked_samples if self.services and self.tracked_samples else None
 
     def examine(self, key: str, environments: Mapping[str, Any]) -> Iterator[Problem]:
+        yield from super().examine(key, environments)
         for path in self.listeners:
             try:
                 import_attribute(path)
             except UserCodeError as error:
                 yield Problem(f"{key}.listeners", str(error))
 
-    def errors(self, key: str) -> Iterator[Problem]:
-        for name in SERVICES:
-            if getattr(self, f"{name}_enabled") and not packages.is_installed(name):
-                yield Problem(
-                    f"{key}.{name}_enabled",
-                    f"found true, but the package {name} is not installed",
-                    f"Run {install_command(name)}, or set {key}.{name}_enabled=false.",
-                )
-        if self.swanlab_enabled and self.swanlab.project and not re.fullmatch(SWANLAB_PROJECT, self.swanlab.project):
-            yield Problem(
-                f"{key}.swanlab.project",
-                f"found {self.swanlab.project!r:.120}, but SwanLab takes at most 100 letters, digits and _ - + .",
-                "Take another name.",
+
+class WatchdogConfig(BaseConfig):
+    """How long the parts of a run may wait for each other. A wait over its limit appears in the log and in status.json; 0 means
+    no limit.
+    """
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
+
+    enabled: bool = Field(True, description="Watch the run, and write status.json into its log folder.")
+    environment_seconds: float = Field(
+        600.0, ge=0, description="One call of an environment: open, turn, rewards or close (seconds)."
+    )
+    generation_seconds: float = Field(
+        1800.0, ge=0, description="One completion, including its time in the engine's queue (seconds)."
+    )
+    training_seconds: float = Field(3600.0, ge=0, description="The update of one step, or filling its columns (seconds).")
+    weight_sync_seconds: float = Field(600.0, ge=0, description="Publishing one step's weights (seconds).")
+    checkpoint_seconds: float = Field(1800.0, ge=0, description="Saving one checkpoint (seconds).")
+    event_loop_seconds: float = Field(300.0, ge=0, description="A blocked process, in a wait without its own limit (seconds).")
+    interval_seconds: float = Field(5.0, gt=0, description="How often the watchdog checks and rewrites status.json (seconds).")
+    stop_after_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="End the run with exit code 1 when a wait is over its limit and has lasted this long; null never does "
+        "(seconds).",
+    )
+
+    @field_validator("stop_after_seconds")
+    @classmethod
+    def _check_enabled(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("enabled") is False:
+            raise ValueError(
+                "watchdog.enabled is false, so nothing would stop the run; set watchdog.enabled=true, or stop_after_seconds=null"
             )
+        return value
+
+    def by_kind(self) -> dict[str, float]:
+        """Return the limit of each kind of wait, in seconds."""
+        names = ("environment", "generation", "training", "weight_sync", "checkpoint")
+        return {name: getattr(self, f"{name}_seconds") for name in names}

@@ -21,7 +21,7 @@ from strop.generation.base import Generator, InvalidRequest, PastGenerator, Past
 from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate
 from strop.models.vision.image_files import EncodedPrompt
-from strop.monitoring.watchdog.waits import waiting
+from strop.monitoring.waits import waiting
 from strop.rollouts.agent_episode import run_agent
 from strop.rollouts.in_flight import EpisodeGate, gather_until_lost, sample_until_counted
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig

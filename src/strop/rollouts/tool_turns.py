@@ -13,7 +13,7 @@ from strop.models.chat_template import ChatTemplate
 from strop.models.vision.image_files import EncodedPrompt
 from strop.sampling import Sampling
 from strop.tools.base import ParsedReply, ToolCallFormat, ToolConfigError
-from strop.tools.formats.choose_format import choose_format
+from strop.tools.call_formats import choose_format
 from strop.tools.toolbox import ToolOffer
 from strop.types import Message, Messages, ToolCall, Turn
 

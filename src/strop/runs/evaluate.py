@@ -20,7 +20,7 @@ from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, is_local
 from strop.environments.mixture import Mixture
 from strop.environments.resources import configure_resources, open_resources
-from strop.monitoring.console.console import ConsoleKind, open_console
+from strop.monitoring.console import ConsoleKind, open_console
 from strop.rollouts.tool_turns import describe_tool_calls
 from strop.runs.exit_codes import run_command
 from strop.runs.jobs.evaluation_engines import OpenEngines, open_engines

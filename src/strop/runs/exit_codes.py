@@ -14,7 +14,7 @@ from strop.distributed.base import ActorDied
 from strop.environments.base import EnvironmentConfigError
 from strop.learner.budget.out_of_memory import DeviceMemoryFull
 from strop.models.loading import ModelNotFound
-from strop.monitoring.console.message_style import configure_messages, discard_output, reader_is_gone
+from strop.monitoring.message_style import configure_messages, discard_output, reader_is_gone
 from strop.safety.exits import RunExited, run_coroutine
 from strop.safety.printable import make_printable
 from strop.stopping import EndRun

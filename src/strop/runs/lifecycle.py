@@ -21,15 +21,15 @@ from strop.config.load.auto_backend import resolve_auto_backend
 from strop.config.load.gpu_budgets import with_gpu_budgets
 from strop.determinism import set_deterministic
 from strop.distributed.base import Cluster
-from strop.monitoring.console.console import open_console
+from strop.monitoring.console import open_console
 from strop.monitoring.trackers.background_tracker import BackgroundTracker
 from strop.monitoring.trackers.base import CompositeTracker, TrackedRun, Tracker
 from strop.monitoring.trackers.jsonl import JsonlTracker
-from strop.monitoring.watchdog.watchdog import Watchdog, WatchdogTimeout, schedule_exit
+from strop.monitoring.watchdog import Watchdog, WatchdogTimeout, schedule_exit
 from strop.runs.local_device import resolve_device_name
 from strop.runs.run_contents import find_contents, write_contents
 from strop.runs.summary import summarize
-from strop.safety.redaction import redact_secrets
+from strop.safety.printable import redact_secrets
 from strop.stopping import EarlyStop
 from strop.trainer.cadence import announce_checkpoint
 from strop.trainer.run import TrainingRun

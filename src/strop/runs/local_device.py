@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from strop import gpus
 from strop.config import TrainingRunConfig
 from strop.gpus import describe_visible, has_gpu, visible_gpus
 from strop.problems import Problem
-from strop.storage.folder_lock import explain_folder
+from strop.storage.folder_lock import find_folder_problem
 
 
 def resolve_device_name(device: str) -> str:
@@ -51,8 +50,6 @@ def list_folders(config: TrainingRunConfig) -> dict[str, Path]:
     folders = {LOG_DIR: Path(config.logger.log_dir).absolute()}
     if config.checkpointing.saving_enabled:
         folders[CHECKPOINT_DIR] = Path(config.checkpointing.checkpoint_dir).absolute()
-    if config.logger.tensorboard_enabled and config.logger.tensorboard.log_dir:
-        folders["logger.tensorboard.log_dir"] = Path(config.logger.tensorboard.log_dir).absolute()
     generation = getattr(config.policy, "generation", None)
     weights = getattr(generation, "weight_sync", None)
     if weights is not None and weights.folder is not None:
@@ -63,13 +60,5 @@ def list_folders(config: TrainingRunConfig) -> dict[str, Path]:
 def find_folder_problems(config: TrainingRunConfig) -> Iterator[Problem]:
     """Yield a problem for each key whose folder can neither be written nor created."""
     for key, folder in list_folders(config).items():
-        try:
-            with tempfile.TemporaryDirectory(prefix=".strop_probe_", dir=_find_existing(folder)):
-                pass
-        except OSError as error:
-            yield Problem(key, explain_folder(folder, error))
-
-
-def _find_existing(folder: Path) -> Path:
-    """Return the folder, or its closest existing parent. A file or a dangling link counts, because nothing can be created there."""
-    return next(path for path in (folder, *folder.parents) if path.is_symlink() or path.exists())
+        if problem := find_folder_problem(folder):
+            yield Problem(key, problem)

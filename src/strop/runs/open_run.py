@@ -32,7 +32,7 @@ async def open_run(
     else:
         source = read_recorded(config, algorithm, tracker)
     async with open_resources(source.environments, tracker.note, tracker.progress):
-        setup = RunSetup(config=config, algorithm=algorithm, source=source, store=make_store(config))
+        setup = RunSetup(config=config, algorithm=algorithm, source=source, store=make_store(config), cluster=cluster)
         attached = attach_listeners(setup)
         backend = await make_backend(config, cluster, tracker)
         options = source.prepare(backend)
@@ -55,7 +55,7 @@ async def open_run(
                 evaluator=supply.evaluator,
                 early_stop=make_early_stop(config),
                 checkpoints=restored.checkpoints,
-                listeners=await make_listeners(setup, options, attached, cluster, tracker),
+                listeners=await make_listeners(setup, options, attached, tracker),
             )
             resume_run(run, restored.state)
             async with finish_at_end(run):

@@ -24,7 +24,7 @@ from strop.data.sources.source import DataSource, Part
 from strop.data.sources.streamed import count_items, has_item, is_streamed
 from strop.learner.client import LearnerClient
 from strop.learner.parallel.single_device import load_weights
-from strop.monitoring.console.console import open_console
+from strop.monitoring.console import open_console
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import make_failed_group
 from strop.rollouts.groups_ahead import GroupsAhead

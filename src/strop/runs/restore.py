@@ -16,10 +16,19 @@ from strop.config.schema.run_config import RecordedRunConfig, list_trained_model
 from strop.learner.budget.memory_probe import FoundBudget, MemoryProbe, choose_budget, count_later, format_bytes, needs_more
 from strop.learner.client import LearnerClient
 from strop.metrics import Metrics
-from strop.monitoring.config_history import HISTORY_FILE, End, record_finish, record_start
-from strop.monitoring.profiling.step_profiler import PROFILES_FOLDER
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.run_starts import STARTS_FILE, RunStart, describe_hardware, find_versions, format_now, record_run_start
+from strop.monitoring.run_starts import (
+    HISTORY_FILE,
+    STARTS_FILE,
+    End,
+    RunStart,
+    describe_hardware,
+    find_versions,
+    format_now,
+    record_finish,
+    record_run_start,
+    record_start,
+)
 from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE
 from strop.rollouts.stream import StreamState
@@ -28,7 +37,7 @@ from strop.runs.local_device import resolve_device_name
 from strop.runs.models import TokenizerBundle
 from strop.runs.run_contents import CONTENTS_FILE, Content, find_contents, write_contents
 from strop.runs.run_folders import CONFIG_FILE, ResumePlan, check_checkpoint_space, plan_resume
-from strop.safety.redaction import describe_command, redact_secrets
+from strop.safety.printable import describe_command, redact_secrets
 from strop.stopping import EarlyStop
 from strop.storage.files import StorageError, find_refusal
 from strop.storage.folder_lock import explain_folder
@@ -169,7 +178,7 @@ RECORDS = (
     CONTENTS_FILE,
     HISTORY_FILE,
     STARTS_FILE,
-    PROFILES_FOLDER,
+    "profiles",  # of steps
     "curves.png",
 )
 

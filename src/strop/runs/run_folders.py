@@ -15,7 +15,7 @@ from strop.config.source import yaml_text
 from strop.config.source.keys import Change, find_changes
 from strop.learner.client import InlineCaller, LearnerClient
 from strop.learner.torch.learner import TorchLearner
-from strop.monitoring.config_history import FinishedRun, read_finish
+from strop.monitoring.run_starts import FinishedRun, read_finish
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.local_device import CHECKPOINT_DIR, LOG_DIR, list_folders
 from strop.runs.run_contents import CONTENTS_FILE, ContentChange, compare_contents, find_contents, read_contents

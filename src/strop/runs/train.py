@@ -9,8 +9,7 @@ from pathlib import Path
 
 from strop.checkpointing.saved_model import list_steps
 from strop.config import RolloutRunConfig, TrainingRunConfig
-from strop.monitoring.console.closing import Closing
-from strop.monitoring.trackers.wandb import is_wandb_offline
+from strop.monitoring.console import Closing
 from strop.runs.cluster.cluster_run import Restarts, open_cluster
 from strop.runs.exit_codes import run_command
 from strop.runs.lifecycle import make_tracker, watch_run
@@ -74,12 +73,5 @@ def make_closing(config: TrainingRunConfig, run: TrainingRun, failures: Sequence
         tokens=run.last_metrics.get("train/total_tokens", 0.0),
         warnings=[warning for each in run.listeners.attached for warning in each.warnings],
         failed_trackers=failures,
-        hints=[describe_offline(config)] if config.logger.wandb_enabled and is_wandb_offline(config.logger.wandb.mode) else [],
+        hints=[hint for each in config.logger.trackers.values() for hint in each.closing_hints(config.logger.log_dir)],
     )
-
-
-def describe_offline(config: TrainingRunConfig) -> str:
-    section = config.logger.wandb
-    folder = Path(section.dir or config.logger.log_dir) / "wandb" / "offline-run-*"
-    why = "WANDB_MODE" if section.mode is None else f"logger.wandb.mode={section.mode}"
-    return f"Weights & Biases is offline ({why}): nothing is sent; to send it later: wandb sync {folder}"

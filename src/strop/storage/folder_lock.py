@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import socket
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from strop.safety.redaction import describe_command
+from strop.safety.printable import describe_command
 from strop.storage.files import StorageError, find_refusal, format_bytes, free_bytes, shorten_path
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,17 @@ def probe_folder(key: str, folder: Path) -> None:
             probe.unlink(missing_ok=True)
     except OSError as error:
         raise StorageError(f"{key}: {explain_folder(folder, error)}") from error
+
+
+def find_folder_problem(folder: Path) -> str | None:
+    """Return why a folder can neither be written nor created; None if it can. Nothing is left in it."""
+    # A file or a dangling link counts as existing, because nothing can be created there.
+    existing = next(path for path in (folder, *folder.parents) if path.is_symlink() or path.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".strop_probe_", dir=existing):
+            return None
+    except OSError as error:
+        return explain_folder(folder, error)
 
 
 def explain_folder(folder: Path, error: OSError) -> str:

@@ -17,7 +17,7 @@ from strop.endings import RolloutFailed
 from strop.safety.exits import contain_exits
 from strop.safety.printable import shorten
 from strop.tools.base import ParsedReply, Tool, ToolError, ToolSchema, ToolSet
-from strop.tools.formats.reading import json_types
+from strop.tools.call_reading import json_types
 from strop.types import Message, ToolCall
 from strop.user_code import describe_error, suggest_names
 

@@ -12,7 +12,7 @@ from strop import metrics
 from strop.checkpointing.base import RunState
 from strop.learner.client import InlineCaller
 from strop.metrics import Metrics
-from strop.monitoring.trackers.media import SavedCheckpoint
+from strop.monitoring.trackers.base import SavedCheckpoint
 from strop.rollouts.stream import StreamState
 from strop.storage.files import StorageError
 from strop.trainer.dropped import describe_drops

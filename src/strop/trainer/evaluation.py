@@ -23,7 +23,7 @@ from strop.rollouts.episode import EpisodeRules, run_group
 from strop.safety.exits import contain_exits
 from strop.safety.printable import shorten
 from strop.sampling import Sampling, mix_seed
-from strop.statistics.task_results import present_tasks, summarize_results
+from strop.statistics import present_tasks, summarize_results
 from strop.storage.files import RecordFiles, atomic_write
 from strop.trainer.task_records import (
     FinishedTasks,

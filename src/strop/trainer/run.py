@@ -10,8 +10,7 @@ from strop.algorithms.base import Algorithm
 from strop.checkpointing.base import Checkpointer, Restorable
 from strop.learner.client import LearnerClient
 from strop.monitoring.rollout_store.rollout_record import DropReason
-from strop.monitoring.trackers.base import Tracker
-from strop.monitoring.trackers.media import SavedCheckpoint
+from strop.monitoring.trackers.base import SavedCheckpoint, Tracker
 from strop.rollouts.stream import GroupStream, StreamState
 from strop.stopping import EarlyStop, RunEnding, StopRequest
 from strop.trainer.column_sources import ColumnSources

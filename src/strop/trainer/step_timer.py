@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from strop.monitoring.profiling.span_recorder import RECORDER
-from strop.monitoring.watchdog.waits import WaitKind, waiting
+from strop.monitoring.process_profile import RECORDER
+from strop.monitoring.waits import WaitKind, waiting
 
 # The watchdog limit that applies to each phase. Other phases have no limit, or contain waits with their own limits.
 PHASE_KINDS: Mapping[str, WaitKind] = {

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from strop.environments.handle import Grade
 from strop.monitoring.rollout_store.rollout_record import list_prompt_images, storable_metrics
 from strop.monitoring.rollout_store.turn_record import make_turn_records
-from strop.statistics.task_results import TaskResult
+from strop.statistics import TaskResult
 from strop.types import Group, Message, Rollout
 
 CATEGORY_KEYS = ("category", "subject", "Subject")  # columns that say what a question is about

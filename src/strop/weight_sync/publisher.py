@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 
 from strop import metrics
 from strop.metrics import Metrics
-from strop.monitoring.watchdog.waits import waiting
+from strop.monitoring.waits import waiting
 from strop.weight_sync.base import EngineDied, EngineLost, UpdatableEngine
 from strop.weight_sync.exporter import Exporter, TransferContent
 from strop.weight_sync.in_process import TimedMemory

@@ -10,7 +10,7 @@ from strop.data.sources.source import DataSource
 from strop.environments.base import EnvironmentConfigError, PromptedTask
 from strop.environments.compute_rewards import compute_rewards
 from strop.extensions.code.code_interpreter import CodeInterpreter
-from strop.extensions.code.code_jaccard import CodeJaccard, compare_words
+from strop.extensions.code.extract_code import CodeJaccard, compare_words
 
 TASK = PromptedTask(id="t", answer="42", messages=())
 

@@ -9,8 +9,8 @@ import pytest
 
 from strop.environments.compute_rewards import compute_rewards
 from strop.extensions.code.code_environment import CodeEnvironment
-from strop.extensions.code.code_problem import AssertTest, CallTest, CodeProblem, CodeTask, StdioTest
 from strop.extensions.code.grade_code import CodeGrade, CodeTestError, GradingRules, grade_code
+from strop.extensions.code.problem_rows import AssertTest, CallTest, CodeProblem, CodeTask, StdioTest
 from strop.extensions.code.sandbox.base import Limits
 from strop.extensions.code.sandbox.sandbox_pool import get_sandbox
 from support.sweep import sweep

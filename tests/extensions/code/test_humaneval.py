@@ -10,7 +10,7 @@ import pytest
 from strop.data.sources.source import DataSource
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.compute_rewards import compute_rewards
-from strop.extensions.code.humaneval import HumanEval, read_human_eval
+from strop.extensions.code.code_environment import HumanEval, read_human_eval
 
 PROBLEMS = read_human_eval()
 SAMPLE = ["HumanEval/0", "HumanEval/32", "HumanEval/38", "HumanEval/50", "HumanEval/53"]  # helpers, random tests, one line

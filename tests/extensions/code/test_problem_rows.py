@@ -14,8 +14,7 @@ from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.base import EnvironmentConfigError
 from strop.extensions.code.code_environment import CodeEnvironment
-from strop.extensions.code.code_problem import AssertTest, CallTest, StdioTest
-from strop.extensions.code.problem_rows import unpack_private_tests
+from strop.extensions.code.problem_rows import AssertTest, CallTest, StdioTest, unpack_private_tests
 
 MBPP = {
     "task_id": 11,

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from strop.extensions.code.python_tool import PythonTool
+from strop.extensions.code.code_interpreter import PythonTool
 from strop.extensions.code.sandbox.sandbox_pool import get_sandbox
 from strop.tools.base import ParsedReply, ToolConfigError
 from strop.tools.shorten_middle import shorten_middle
@@ -52,7 +52,7 @@ def test_forged_results_change_nothing_but_their_own() -> None:
 
 
 def test_an_episode_that_calls_nothing_opens_no_interpreter(monkeypatch) -> None:
-    monkeypatch.setattr("strop.extensions.code.python_tool.get_sandbox", lambda: 1 / 0)
+    monkeypatch.setattr("strop.extensions.code.code_interpreter.get_sandbox", lambda: 1 / 0)
     assert call() == []
 
 

@@ -11,9 +11,8 @@ import pytest
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.base import EnvironmentConfigError
-from strop.extensions.games.number_guessing import NumberGuessing
 from strop.extensions.games.text_adventure import AdventureState, TextAdventure, obey, solve
-from strop.extensions.games.text_game import read_tag
+from strop.extensions.games.text_game import NumberGuessing, read_tag
 from strop.types import Task
 from support.each import each
 from support.games import played, see

@@ -12,10 +12,7 @@ from strop.data.sources.source import DataSource
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.policy_client import NoPolicyError, get_policy
 from strop.environments.remote import EnvironmentDescription, connect
-from strop.extensions.games.two_player.grid_game import ConnectFour, TicTacToe
-from strop.extensions.games.two_player.nim import Heaps, Nim
-from strop.extensions.games.two_player.two_player import PositionTask, TwoPlayer
-from strop.extensions.games.two_player.two_player_game import best_moves, value_of
+from strop.extensions.games.two_player import ConnectFour, Heaps, Nim, PositionTask, TicTacToe, TwoPlayer, best_moves, value_of
 from strop.generation.base import PastSelf
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group

@@ -14,7 +14,7 @@ from strop.environments.function_environment import FunctionEnvironment
 from strop.environments.rewards import RewardError
 from strop.environments.verifier_registry import make_verifier
 from strop.extensions.judges import llm_client
-from strop.extensions.judges.judge_prompt import JudgePrompt, UnreadableVerdict, find_verdict, read_scores
+from strop.extensions.judges.judge import JudgePrompt, UnreadableVerdict, find_verdict, read_scores
 from strop.types import Task
 from support.llm_server import llm_server
 

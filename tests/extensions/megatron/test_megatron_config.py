@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from project.test_example_configs import CONFIGS, section_of
+from project.test_example_configs import in_the_repository as in_the_repository
+from project.test_example_configs import test_a_documented_command_is_understood as understand
 from strop import cli
 from strop.config import ConfigError, load_config
 from strop.config.schema.run_config import TRAINING_RUNS, PpoRunConfig
@@ -21,9 +24,6 @@ from unit.cli.test_dry_run import RUN as DRY_RUN
 from unit.cli.test_dry_run import dry_run
 from unit.cli.test_dry_run_of_models import refuse, write_config
 from unit.config.test_config_checks import AUTO, accepted, refusal
-from unit.config.test_example_configs import CONFIGS, section_of
-from unit.config.test_example_configs import in_the_repository as in_the_repository
-from unit.config.test_example_configs import test_a_documented_command_is_understood as understand
 from unit.runs.test_local_device import TWO_NODES, lines
 
 M = "policy.megatron_cfg"

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from strop.extensions.replay import compared_metrics
-from strop.extensions.replay.compared_metrics import EqualPasses, compare_metrics, compare_passes, passes_may_differ
+from strop.extensions.replay import replayed_step
+from strop.extensions.replay.replayed_step import EqualPasses, compare_metrics, compare_passes, passes_may_differ
 
 FIRST = {"loss": 0.5, "grad_norm": 1.50, "entropy": 2.0, "reward": 1.0}
 SECOND = {"loss": 0.5001, "grad_norm": 1.53, "entropy": 2.0, "reward": 1.0}
@@ -34,7 +34,7 @@ def test_where_passes_are_equal_every_difference_counts() -> None:
 
 
 def test_equal_passes_differ_on_gpus_alone_and_not_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compared_metrics, "resolve_device", torch.device)
+    monkeypatch.setattr(replayed_step, "resolve_device", torch.device)
 
     def may_differ(device: str, *, deterministic: bool) -> bool:
         policy = SimpleNamespace(device=device, deterministic=deterministic)

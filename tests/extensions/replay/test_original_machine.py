@@ -1,15 +1,14 @@
-"""A replay computes with the threads that the step ran with, and says what else is different where it runs."""
+"""A replay computes with the threads that the step ran with."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from strop.config import GrpoRunConfig, load_config
-from strop.extensions.replay.replay import find_start, keep_threads, list_differences, use_threads
-from strop.monitoring.run_starts import RunStart, describe_hardware, find_versions, record_run_start
+from strop.extensions.replay.replay import find_start, keep_threads, use_threads
+from strop.monitoring.run_starts import RunStart, record_run_start
 
 
 def test_a_step_is_of_the_last_start_before_it(tmp_path: Path) -> None:
@@ -34,10 +33,3 @@ def test_the_threads_of_the_start_are_used_unless_the_configuration_says_how_man
         use_threads(start, free)
         assert torch.get_num_threads() == before + 1
     assert torch.get_num_threads() == before
-
-
-def test_what_is_different_here_is_listed() -> None:
-    here = RunStart(after_step=0, versions=find_versions(), hardware=describe_hardware())
-    assert list_differences(here) == () == list_differences(RunStart(after_step=0))
-    other = replace(here, versions={**here.versions, "torch": "2.0"}, hardware={**here.hardware, "processor": "another"})
-    assert list_differences(other) == (f"torch 2.0 -> {torch.__version__}", f"processor another -> {here.hardware['processor']}")

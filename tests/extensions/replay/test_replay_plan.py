@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.extensions.replay.replay_plan import ReplayError, ReplayPlan, find_earlier_settings, plan_replay
-from strop.monitoring.config_history import record_start
-from strop.monitoring.run_starts import RunStart, record_run_start
+from strop.extensions.replay.replay_plan import ReplayError, find_earlier_settings, plan_replay
+from strop.monitoring.run_starts import RunStart, record_run_start, record_start
 
 STEPS = 8
 
@@ -37,21 +36,15 @@ def write_run(
     return logs
 
 
-def begins(plan: ReplayPlan) -> tuple[str, bool]:
-    return plan.source, plan.exact
-
-
 def test_a_step_begins_with_the_checkpoint_of_the_step_before(tmp_path: Path) -> None:
     logs = write_run(tmp_path, checkpoints=(2, 5))
-    assert begins(plan_replay(logs, 1)) == ("the initial model", True)
-    assert begins(plan_replay(logs, 3)) == ("step_2", True)
+    assert plan_replay(logs, 1).source == "the initial model"
+    assert plan_replay(logs, 3).source == "step_2"
     with pytest.raises(
         ReplayError,
-        match=r"weights of step 7, and there is no checkpoint of them.*exactly: 1, 3, 6, or --weights nearest begins with",
+        match=r"weights of step 7, and there is no checkpoint of them.*exactly: 1, 3, 6$",
     ):
         plan_replay(logs, 8)
-    assert begins(plan_replay(logs, 8, "nearest")) == ("step_5", False)
-    assert begins(plan_replay(logs, 6, "nearest")) == ("step_5", True)
 
 
 def test_a_step_without_rollouts_is_named(tmp_path: Path) -> None:
@@ -60,22 +53,19 @@ def test_a_step_without_rollouts_is_named(tmp_path: Path) -> None:
         plan_replay(logs, 3)
 
 
-def test_recorded_data_needs_no_stored_rollouts_and_has_no_nearest_weights(tmp_path: Path) -> None:
+def test_recorded_data_needs_no_stored_rollouts(tmp_path: Path) -> None:
     logs = write_run(tmp_path, section="sft", checkpoints=(3,), without_rollouts=range(1, STEPS + 1))
-    assert begins(plan_replay(logs, 4)) == ("step_3", True)
-    with pytest.raises(ReplayError, match="--weights nearest: the run reads recorded data from the place that goes with its"):
-        plan_replay(logs, 6, "nearest")
+    assert plan_replay(logs, 4).source == "step_3"
     with pytest.raises(ReplayError, match=r"exactly: 1, 4$"):
         plan_replay(logs, 6)
 
 
 def test_a_checkpoint_without_the_optimizer_is_passed_over_unless_the_run_went_on_from_it(tmp_path: Path) -> None:
     logs = write_run(tmp_path, checkpoints=(2, 5), save_optimizer=False)
-    with pytest.raises(ReplayError, match="exactly: 1, or"):
+    with pytest.raises(ReplayError, match=r"exactly: 1$"):
         plan_replay(logs, 6)
-    assert begins(plan_replay(logs, 6, "nearest")) == ("step_5", False)
     record_run_start(logs, RunStart(after_step=5))
-    assert begins(plan_replay(logs, 6)) == ("step_5", True)
+    assert plan_replay(logs, 6).source == "step_5"
 
 
 def test_a_step_has_the_settings_that_held_when_it_was_trained(tmp_path: Path) -> None:

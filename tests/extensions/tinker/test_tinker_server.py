@@ -16,7 +16,7 @@ import torch
 
 from loop.tiny import build_tiny
 from strop.extensions.tinker.tinker_server import TinkerServer
-from strop.extensions.tinker.weight_folders import WeightFolders
+from strop.extensions.tinker.wire import WeightFolders
 from strop.models.loading import load_model
 from strop.safety.http_server import listening
 from strop.user_code import import_attribute

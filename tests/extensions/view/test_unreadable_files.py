@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from httpx import Client
 
-from strop.extensions.view.rollout_index.stored_rows import read_rows, read_values
-from strop.extensions.view.view_server import ViewOptions, ViewServer
+from strop.extensions.view.rollout_index import read_rows, read_values
+from strop.extensions.view.view_routes import ViewOptions, ViewServer
 from strop.extensions.view.viewed_run import ViewedRun
 from strop.monitoring.rollout_store import inflated_files
 from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts

@@ -11,8 +11,7 @@ from httpx import Client
 
 from strop.cli import main
 from strop.extensions.view.access_guard import AccessGuard
-from strop.extensions.view.view_routes import read_page_file
-from strop.extensions.view.view_server import ViewOptions, ViewServer
+from strop.extensions.view.view_routes import ViewOptions, ViewServer, read_page_file
 from support.each import each
 from support.stored_steps import HTML, write_stored_run
 from support.view_client import asking

@@ -16,7 +16,7 @@ import pytest
 
 from strop.endings import Ending
 from strop.extensions.view.saved_view import PAGE
-from strop.extensions.view.view_server import ViewOptions, ViewServer
+from strop.extensions.view.view_routes import ViewOptions, ViewServer
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.turn_record import TurnRecord

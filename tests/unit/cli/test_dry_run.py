@@ -119,23 +119,16 @@ def test_a_dataset_of_the_hub_that_is_not_cached_is_named_as_not_looked_at(
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "more"),
-    [
-        ("grpo", "policy.model_name", []),
-        ("ppo", "value.model_name", []),
-        ("distillation", "teacher.model_name", []),
-        ("grpo", "env.judge.model_name",
-         ["env={judge: {type: reward_model}}", "data.train={env_name: judge, dataset_name: gsm8k}"]),
-    ],
-)  # fmt: skip
+    ("section", "key"),
+    [("grpo", "policy.model_name"), ("ppo", "value.model_name"), ("distillation", "teacher.model_name")],
+)
 def test_a_folder_without_a_model_is_named_by_its_own_key(
-    section: str, key: str, more: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+    section: str, key: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
         *ARITHMETIC,
         f"{section}.val_period=0",
         "checkpointing.metric_name=null",
-        *more,
         f"{key}=results/rm/step_9/policy/weights",
     ]
     words += ["teacher.model_name=results/rm/step_9/policy/weights"] if section == "distillation" else []

@@ -142,12 +142,6 @@ def test_all_refusals_are_reported_together() -> None:
     assert len(said.problems) == 3
 
 
-def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "is_installed", lambda package: False)
-    assert "wandb is not installed" in str(refusal("logger.wandb_enabled=true"))
-    assert "tensorboard is not installed" in str(refusal("logger.tensorboard_enabled=true"))
-
-
 def test_adapters_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = "policy.dtensor_cfg.lora_cfg.enabled=true"
     assert accepted(asked) == []

@@ -86,7 +86,7 @@ def test_interpolations_refer_to_any_key_and_calculate(tmp_path: Path, written: 
 
 def test_an_environment_variable_is_read_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STROP_TEST_NAME", "seven")
-    assert load(tmp_path, SMALL, "logger.wandb.name=${env:STROP_TEST_NAME}").config.logger.wandb.name == "seven"
+    assert load(tmp_path, SMALL, "logger.log_dir=${env:STROP_TEST_NAME}").config.logger.log_dir == "seven"
 
 
 def test_followed_keys_have_the_value_of_the_key_they_follow(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_mapping_is_merged_into_a_section(file: Path) -> None:
 
 
 def test_a_number_is_a_text_where_a_text_is_wanted(file: Path) -> None:
-    assert load_config(file, ["logger.wandb.name=0042"], root=GrpoRunConfig).config.logger.wandb.name == "0042"
+    assert load_config(file, ["logger.log_dir=0042"], root=GrpoRunConfig).config.logger.log_dir == "0042"
 
 
 @pytest.mark.parametrize("key", ["data.train.size", "data.train.0.size"])

@@ -43,8 +43,6 @@ MEANT = {
     "checkpointing.save_perod": "checkpointing.save_period",
     "data.train.datset_name": "data.train.dataset_name",
     "data.dataset_name": "data.train.dataset_name",
-    "logger.wandb.enable": "logger.wandb_enabled",
-    "logger.wandb_enable": "logger.wandb_enabled",
     "cluster.gpu_per_node": "cluster.gpus_per_node",
     "val_period": "grpo.val_period",
     "polcy": "policy",

@@ -15,8 +15,7 @@ from strop.environments.answers import extract_last_boxed, extract_last_boxes, e
 from strop.environments.scoring.scoring_pool import ScoringResult
 from strop.environments.scoring.scoring_worker import SCORER_LOADERS
 from strop.environments.verifiers import math_verifier
-from strop.environments.verifiers.math_verifier import find_math_answer, verify_math
-from strop.environments.verifiers.multiple_choice import extract_stated_choice
+from strop.environments.verifiers.math_verifier import extract_stated_choice, find_math_answer, verify_math
 from support.answer_pairs import (
     LIBRARIES,
     OURS,

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from strop.hardware.flops import PassCounts, training_flops, windows_of
+from strop.hardware import PassCounts, training_flops, windows_of
 from strop.models.decoder_dimensions import UnknownDimensions, dimensions_of
 
 SIZES = {

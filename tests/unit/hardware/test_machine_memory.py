@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from strop.hardware.machine_memory import total_memory
+from strop.hardware import total_memory
 
 
 def machine(folder: Path, limit: str) -> tuple[Path, Path]:

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 import pytest
 
 from strop.monitoring.trackers.background_tracker import BackgroundTracker
-from strop.monitoring.trackers.base import CompositeTracker, NullTracker
-from strop.monitoring.trackers.media import StepMedia
+from strop.monitoring.trackers.base import CompositeTracker, NullTracker, StepMedia
 
 
 class Recorder(NullTracker):

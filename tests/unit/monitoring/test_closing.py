@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.monitoring.console.closing import Closing
+from strop.monitoring.console import Closing
 
 GRPO = Closing(section="grpo", log_dir=Path("logs/x"), stores_rollouts=True, checkpoint=None, seconds=754, tokens=1234567)
 

@@ -10,14 +10,14 @@ import sys
 import pytest
 from rich.console import Console
 
-from strop.monitoring.console.columns import (
+from strop.monitoring.console import PlainConsole, open_console
+from strop.monitoring.console_columns import (
     COLUMNS_BY_SECTION,
+    Progress,
+    StepTable,
     format_fixed,
 )
-from strop.monitoring.console.console import PlainConsole, open_console
-from strop.monitoring.console.live import LiveConsole
-from strop.monitoring.console.progress import Progress
-from strop.monitoring.console.step_table import StepTable
+from strop.monitoring.live_console import LiveConsole
 from strop.monitoring.trackers.base import NullTracker
 
 METRICS = {

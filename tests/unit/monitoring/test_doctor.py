@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 
 from strop import cli
+from strop.monitoring.doctor import RunNotFound, diagnose, find_run, format_diagnosis
 from strop.monitoring.rollout_store.rollout_record import make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.jsonl import JsonlTracker
-from strop.monitoring.watchdog.doctor import RunNotFound, diagnose, find_run, format_diagnosis
-from strop.monitoring.watchdog.status import LogEntry, Status, process_start_time, read_status, write_status
-from strop.monitoring.watchdog.waits import Wait
+from strop.monitoring.waits import LogEntry, Status, Wait, process_start_time, read_status, write_status
 from strop.storage.folder_lock import FolderLock
 from support.rollouts import make_group, make_rollout, sampled_turn
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.monitoring.trackers.media import MetricHistogram
+from strop.monitoring.trackers.base import MetricHistogram
 
 
 def count(*values: float) -> tuple[tuple[float, ...], tuple[int, ...]]:

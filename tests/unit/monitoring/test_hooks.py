@@ -14,7 +14,7 @@ from loop.fakes import FakeLearner, Letters, make_run, run_virtually, stored_rol
 from loop.tiny import tiny_tokenizer
 from strop.environments.base import reward
 from strop.generation.generation_config import MismatchConfig
-from strop.monitoring.watchdog.waits import describe_wait, snapshot_waits
+from strop.monitoring.waits import describe_wait, snapshot_waits
 from strop.trainer.mismatch import MismatchGuard, MismatchTooLarge
 from strop.trainer.run import TrainOptions
 from strop.trainer.step_timer import PHASE_KINDS, StepTimer

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from strop.monitoring.console.message_style import MessageHandler, show_warning
+from strop.monitoring.message_style import MessageHandler, show_warning
 
 
 @pytest.fixture

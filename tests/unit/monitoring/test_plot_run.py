@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.monitoring.console.columns import format_number
-from strop.monitoring.plot import NothingToPlot, find_metrics, make_run_figure, plot_run
-from strop.monitoring.run_lines import SMOOTH_ABOVE
+from strop.monitoring.console_columns import format_number
+from strop.monitoring.plot import SMOOTH_ABOVE, NothingToPlot, find_metrics, make_run_figure, plot_run
 from strop.monitoring.trackers.jsonl import JsonlTracker
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from strop.monitoring.plot import NothingToPlot, plot_runs
-from strop.monitoring.run_lines import BandPoint, LoggedRun, make_lines
+from strop.monitoring.plot import BandPoint, LoggedRun, NothingToPlot, make_lines, plot_runs
 from strop.monitoring.trackers.jsonl import encode_line
 
 PNG = b"\x89PNG\r\n\x1a\n"

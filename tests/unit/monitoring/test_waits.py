@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from strop.monitoring.watchdog.waits import Wait, describe_wait, snapshot_waits, wait_chain, waiting
+from strop.monitoring.waits import Wait, describe_wait, snapshot_waits, wait_chain, waiting
 
 
 def named(on: str) -> Wait:

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from strop.monitoring.watchdog.stalls import find_stalls, format_report, select_longest_waits
-from strop.monitoring.watchdog.status import read_status
-from strop.monitoring.watchdog.waits import Wait, waiting
-from strop.monitoring.watchdog.watchdog import Backoff, Watchdog, WatchdogTimeout
-from strop.monitoring.watchdog.watchdog_config import WatchdogConfig
+from strop.monitoring.logger_config import WatchdogConfig
+from strop.monitoring.waits import Wait, read_status, waiting
+from strop.monitoring.watchdog import Backoff, Watchdog, WatchdogTimeout, find_stalls, format_report, select_longest_waits
 
 LOOP = 1
 

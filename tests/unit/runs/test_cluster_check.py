@@ -17,7 +17,7 @@ from strop.config import load_config
 from strop.config.schema.run_config import SftRunConfig
 from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.ray import connect, is_process_alive
-from strop.monitoring.machine.system_monitor import SystemMonitor
+from strop.monitoring.machine_monitor import SystemMonitor
 from strop.runs.monitors.run_listeners import watch_machines
 
 pytestmark = pytest.mark.usefixtures("workers_are_forks")

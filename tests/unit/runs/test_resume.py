@@ -19,8 +19,8 @@ from strop.checkpointing.folders import CheckpointError
 from strop.config import TRAINING_RUNS, ConfigError, TrainingRunConfig, load_config
 from strop.config.load.reference import iter_sections
 from strop.config.source.keys import Change, entry_model, find_field, iter_keys, role_of
-from strop.monitoring.config_history import HISTORY_FILE, record_finish
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.run_starts import HISTORY_FILE, record_finish
 from strop.rollouts.stream import StreamState
 from strop.runs.lifecycle import make_checkpoints
 from strop.runs.restore import restore_checkpoint, resume_run

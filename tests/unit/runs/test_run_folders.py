@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from loop.runs import overrides, tiny_config
 from loop.tiny import build_tiny
-from strop.config import TRAINING_RUNS, GrpoRunConfig, TrainingRunConfig, load_config
+from strop.config import TRAINING_RUNS, TrainingRunConfig, load_config
 from strop.learner.client import InlineCaller, LearnerClient
 from strop.models.loading import load_model
 from strop.models.network import Network
 from strop.monitoring.trackers.base import NullTracker
 from strop.runs.exit_codes import run_command
 from strop.runs.run_folders import _checkpoint_bytes, _estimate_checkpoint, check_checkpoint_space, lock_run_folders
-from strop.runs.train import make_closing
 from strop.sampling import Sampling
 from strop.storage.files import StorageError
 from strop.storage.folder_lock import FolderLocked
-from strop.trainer.listeners import Listeners
 from support.learners import make_torch_learner
 
 
@@ -90,18 +86,6 @@ def test_with_the_models_the_size_of_a_checkpoint_is_known(
     monkeypatch.setattr("strop.storage.folder_lock.free_bytes", lambda _: saved // 2)
     with pytest.raises(StorageError, match="one checkpoint needs"):
         check_checkpoint_space(config, {"policy": client}, notes)
-
-
-@pytest.mark.parametrize(("mode", "said"), [("offline", True), ("online", False)])
-def test_a_run_whose_tracker_sends_nothing_says_how_to_send_it_later(
-    mode: str, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", mode)
-    monkeypatch.chdir(tmp_path)
-    keys = ["policy.model_name=m", "env.arithmetic={}", "logger.wandb_enabled=true", "logger.log_dir=logs/x"]
-    config = load_config(None, keys, root=GrpoRunConfig, check=False).config
-    run: Any = SimpleNamespace(last_metrics={}, listeners=Listeners())
-    assert ("wandb sync logs/x/wandb/offline-run-*" in str(make_closing(config, run, [], 1.0))) == said
 
 
 @pytest.mark.parametrize(("error", "said"), [(TimeoutError(), "TimeoutError"), (OSError("no room"), "no room")])

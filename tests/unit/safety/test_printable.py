@@ -7,7 +7,7 @@ import io
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.monitoring.console.console import PlainConsole
+from strop.monitoring.console import PlainConsole
 from strop.safety.printable import make_printable, shorten
 
 

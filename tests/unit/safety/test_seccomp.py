@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the filter is L
 
 CONFINED = """
 import os, socket, signal, sys
-from strop.safety.seccomp import confine
+from strop.safety.confinement import confine
 confine()
 try:
     {action}

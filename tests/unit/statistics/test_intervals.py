@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.statistics.intervals import confidence_interval, standard_error
+from strop.statistics import confidence_interval, standard_error
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 SHARE = (0.0, 1.0)

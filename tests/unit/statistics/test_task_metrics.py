@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from strop.statistics.evaluation_comparison import compare_evaluations
-from strop.statistics.not_comparable import NotComparable
-from strop.statistics.task_metrics import find_task_metric, list_task_metrics
+from strop.statistics import NotComparable, find_task_metric, list_task_metrics
 
 
 def make_task(accuracies: list[float], **changes: Any) -> dict[str, Any]:
@@ -61,34 +59,3 @@ def test_other_names_are_refused(name: str) -> None:
 def test_metrics_that_the_samples_do_not_give_are_refused(name: str) -> None:
     with pytest.raises(NotComparable, match="2"):
         find_task_metric(name).value(make_task([1.0, 0.0]))
-
-
-def test_scores_of_another_scale_are_no_shares() -> None:
-    a = [make_task([float(index)], task=str(index)) for index in range(10)]
-    b = [make_task([float(index) + 3], task=str(index)) for index in range(10)]
-    found = compare_evaluations(a, b)
-    assert found.verdict.startswith("B is better: +3, 95 % interval +") and "points" not in found.verdict
-
-
-def test_repeated_tasks_are_clusters() -> None:
-    """Eight copies of three problems are three problems, and the mean is over all rows, as an evaluation has it."""
-    a = [make_task([0.0], task=str(index % 3)) for index in range(24)]
-    b = [make_task([1.0], task=str(index % 3)) for index in range(24)]
-    found = compare_evaluations(a, b)
-    assert found.total.tasks == 24 and found.total.p_value == 0.25 and found.better is None
-
-
-def test_sets_of_one_name_in_one_file_only_do_not_matter() -> None:
-    a, b = [make_task([1.0], set="gsm8k")], [make_task([1.0])]
-    assert compare_evaluations(a, b).total.tasks == 1
-    with pytest.raises(NotComparable, match="no task is in both"):
-        compare_evaluations(a, [make_task([1.0], set="math500")])
-
-
-def test_fewer_truncated_answers_are_better() -> None:
-    a = [make_task([1.0], task=str(index)) for index in range(20)]
-    b = [make_task([1.0], task=str(index)) for index in range(20)]
-    for task in b:
-        task["samples"][0]["ending"] = "stop"
-    found = compare_evaluations(a, b, metric="truncated")
-    assert found.better == "b" and found.verdict.startswith("B is better in truncated: -100.0 points") and len(found.won) == 3

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.statistics.task_results import TaskResult, summarize_results
+from strop.statistics import TaskResult, summarize_results
 
 
 def vote_of_every_choice(result: TaskResult, k: int) -> float:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from strop import plugins
 from strop.tools.base import ParsedReply, ToolConfigError
-from strop.tools.formats.choose_format import FORMATS, choose_format
+from strop.tools.call_formats import FORMATS, choose_format
 from strop.types import ToolCall
 
 SCHEMA = {

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from strop.tools.formats.choose_format import FORMATS
+from strop.tools.call_formats import FORMATS
 from support.tool_families import TOOL_FAMILIES
 from unit.tools.test_formats import MALFORMED, READ, SCHEMA
 

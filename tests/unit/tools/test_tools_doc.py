@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.environments.registry import make_environment
-from strop.tools.formats.choose_format import FORMATS
+from strop.tools.call_formats import FORMATS
 from strop.tools.tool_options import ToolOptions
 
 PAGE = (Path(__file__).parents[3] / "docs" / "tools.md").read_text("utf-8")

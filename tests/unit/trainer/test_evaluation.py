@@ -18,7 +18,7 @@ from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.validation_samples import ValidationSamples
 from strop.rollouts.episode import EpisodeRules
 from strop.sampling import Sampling
-from strop.statistics.task_results import TaskResult, pass_at_k, summarize_results
+from strop.statistics import TaskResult, pass_at_k, summarize_results
 from strop.trainer.evaluation import Evaluator
 from strop.types import Rollout, Task, user
 

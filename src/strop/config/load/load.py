@@ -53,7 +53,7 @@ from strop.config.source.yaml_source import (
     without_key,
 )
 from strop.problems import ConfigError, Origin, Problem
-from strop.safety.redaction import REDACTED, redact_secrets
+from strop.safety.printable import REDACTED, redact_secrets
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,7 @@ from strop.environments.environment_config import EnvironmentConfig
 from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
-from strop.monitoring.logger_config import LoggerConfig
-from strop.monitoring.watchdog.watchdog_config import WatchdogConfig
+from strop.monitoring.logger_config import LoggerConfig, WatchdogConfig
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
 from strop.trainer.training_config import RecordedTrainingConfig, RolloutTrainingConfig, TrainingConfig
 

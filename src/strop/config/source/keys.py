@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from strop.base_config import BaseConfig, KeyPath, default_of_field, fields_of, followed_keys, section_model, to_tree
 from strop.learner.torch.optimizer_config import SchedulerConfig
-from strop.safety.redaction import redact_secrets
+from strop.safety.printable import redact_secrets
 
 TYPE_NAMES = {int: "int", float: "float", str: "str", bool: "true or false", type(None): "null"}
 LIMIT_SIGNS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))

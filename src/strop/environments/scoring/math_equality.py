@@ -91,11 +91,6 @@ def are_equal(reference: str, answer: str) -> bool:
     return not symbolic and verify(expected, given)
 
 
-def score_reading(reference: str) -> float:
-    """1 if a reference is compared by value, 0 if it is compared as text."""
-    return float(bool(parse(prepare(reference))))
-
-
 def prepare(text: str) -> str:
     """Rewrite notation that math-verify would misread: Unicode signs, mixed numbers, repeating decimals, e for a power of ten."""
     text = _LITTLE.sub("", text.translate(_SIGNS).replace("\\$", "")).strip().removesuffix(".").strip()

@@ -29,7 +29,7 @@ from queue import Empty, LifoQueue
 from typing import Any
 
 from strop.endings import Ending
-from strop.safety.bubblewrap import isolate_command
+from strop.safety.confinement import isolate_command
 
 MAX_CACHED_RESULTS = 8192  # cached results: samples of a group often agree, and several rewards score the same answer
 

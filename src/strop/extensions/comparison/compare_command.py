@@ -86,10 +86,9 @@ def make_compare_parser() -> argparse.ArgumentParser:
 def _run(job: ComparisonJob, *, as_json: bool) -> int:
     """Compare and print. Raises ValueError for what cannot be compared."""
     from strop.config import ConfigError
-    from strop.extensions.comparison.compare_models import compare_models
-    from strop.extensions.comparison.comparison_report import format_comparison
+    from strop.extensions.comparison.compare_models import compare_models, format_comparison
     from strop.runs.exit_codes import run_command
-    from strop.statistics.not_comparable import NotComparable
+    from strop.statistics import NotComparable
 
     refused: list[NotComparable | ConfigError] = []
 

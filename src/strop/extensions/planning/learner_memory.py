@@ -12,7 +12,7 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from strop.hardware.model_dimensions import DecoderDimensions
+from strop.hardware import DecoderDimensions
 from strop.models.decoder_dimensions import UnknownDimensions, dimensions_of, read_config
 
 

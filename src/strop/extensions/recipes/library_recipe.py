@@ -15,7 +15,7 @@ from strop.config.schema.run_config import TRAINING_RUNS
 from strop.config.source import keys, yaml_text
 from strop.config.source.yaml_source import ConfigSource, delete_key, get_at, parse_once, set_key
 from strop.extensions.recipes.rules import Difference, Effect, describe, is_switched_off
-from strop.monitoring.logger_config import SERVICES
+from strop.extensions.trackers.trackers_config import SERVICES
 from strop.problems import Origin
 
 DEFAULT = "nemo-rl"  # whose keys are Strop's

@@ -19,18 +19,20 @@ from strop import plugins
 from strop.algorithms.base import Algorithm
 from strop.config import ConfigError, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.determinism import set_deterministic
-from strop.extensions.replay.compared_metrics import (
+from strop.extensions.replay.replay_plan import Configured, ReplayError, ReplayPlan, plan_replay
+from strop.extensions.replay.replayed_step import (
     ComparedMetrics,
     EqualPasses,
+    MovedRollout,
+    ReplayedStep,
     compare_metrics,
     compare_passes,
     passes_may_differ,
+    replay_step,
 )
-from strop.extensions.replay.replay_plan import Configured, ReplayError, ReplayPlan, Weights, plan_replay
-from strop.extensions.replay.replayed_step import MovedRollout, ReplayedStep, replay_step
 from strop.extensions.replay.stored_groups import LearnerReads, StoredStep, rebuild_groups
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.run_starts import RunStart, describe_hardware, find_versions, read_run_starts
+from strop.monitoring.run_starts import RunStart, read_run_starts
 from strop.monitoring.trackers.base import NullTracker, Tracker
 from strop.rollouts.stream import RolloutStream
 from strop.runs.backend import make_backend
@@ -41,17 +43,13 @@ from strop.runs.restore import make_token_budgets, settle_token_budgets
 from strop.runs.rollout_run import SampledSource
 from strop.runs.scorers import make_columns
 from strop.runs.tasks import make_training_tasks
+from strop.safety.printable import make_printable
 from strop.safety.remote_code import trust_remote_code
 from strop.storage.files import atomic_write, clean_json
 from strop.trainer.run import TrainingRun
 from strop.trainer.train import collect
 from strop.types import Group
 from strop.weight_sync.in_process import InProcessWeights
-
-log = logging.getLogger(__name__)
-
-PACKAGES = ("strop", "torch", "transformers", "numpy", "megatron-core", "triton", "torchao", "peft")
-HARDWARE = ("processor", "threads", "GPUs")
 
 
 def find_start(folder: Path, step: int) -> RunStart:
@@ -74,14 +72,6 @@ def keep_threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def list_differences(start: RunStart) -> tuple[str, ...]:
-    """Return what is different in this process from where a run was started: ``torch 2.12.0 -> 2.13.0``."""
-    versions, hardware = find_versions(), describe_hardware()
-    pairs = [(name, start.versions.get(name, ""), versions.get(name, "none")) for name in PACKAGES]
-    pairs += [(name, start.hardware.get(name, ""), hardware.get(name, "none")) for name in HARDWARE]
-    return tuple(f"{name} {then} -> {now}" for name, then, now in pairs if then and then != now)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +169,8 @@ def find_reads(config: RolloutRunConfig, algorithm: Algorithm) -> LearnerReads:
     )
 
 
+log = logging.getLogger(__name__)
+
 Note = Callable[[str], object]
 REPLAYS_FOLDER = "replays"  # in the log folder of the run
 LISTED = 10  # rollouts that moved most
@@ -203,7 +195,6 @@ class ReplayResult:
     run: str  # its log folder
     step: int
     weights: str  # with which the step begins: step_N, or the initial model
-    exact: bool  # whether these are the weights that it began with, to the last bit
     overrides: Sequence[str]
     reproduction: ComparedMetrics
     as_it_was: StepOutcome
@@ -212,7 +203,6 @@ class ReplayResult:
     change_cosine: float | None = None  # of what the whole step changes in the weights
     change_ratio: float | None = None  # norm of that change with the overrides / as it was
     passes: EqualPasses | None = None  # the step trained twice as it was, where equal passes may differ; None: they are equal
-    elsewhere: Sequence[str] = ()  # what is different here from where the step ran, such as "torch 2.12.0 -> 2.13.0"
     time: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def to_dict(self) -> dict[str, Any]:
@@ -224,8 +214,8 @@ class ReplayResult:
 
     @property
     def failed(self) -> bool:
-        """Whether the run could not be reproduced, though no other weights were requested, by more than equal passes differ here."""
-        return self.exact and bool(self.unexplained)
+        """Whether the run could not be reproduced, by more than equal passes differ here."""
+        return bool(self.unexplained)
 
     @property
     def unexplained(self) -> Sequence[str]:
@@ -238,14 +228,13 @@ async def replay(
     step: int,
     overrides: Sequence[str] = (),
     *,
-    weights: Weights = "exact",
     note: Note = log.info,
 ) -> ReplayResult:
     """Replay a step of the run in ``folder`` from the checkpoint of the step before. Nothing of the run is changed.
 
     Raises ReplayError, which says which steps can be replayed, ConfigError, CheckpointError, ModelNotFound, StorageError.
     """
-    plan = plan_replay(folder, step, weights)
+    plan = plan_replay(folder, step)
     configured = plan.load()
     changed_config = plan.load(overrides) if overrides else None
     _check(plan, [configured] if changed_config is None else [configured, changed_config])
@@ -263,8 +252,7 @@ async def replay(
             )
             passes = compare_passes(step, base.metrics, (await train(configured)).metrics)
         changed = None if changed_config is None else await train(changed_config)
-        elsewhere = list_differences(find_start(folder, step))
-    return replace(_compare(plan, overrides, base, changed), elsewhere=elsewhere, passes=passes)
+    return replace(_compare(plan, overrides, base, changed), passes=passes)
 
 
 def _check(plan: ReplayPlan, at_step: Sequence[Configured]) -> None:
@@ -297,7 +285,6 @@ def _compare(
         run=str(plan.folder),
         step=plan.step,
         weights=plan.source,
-        exact=plan.exact,
         overrides=tuple(overrides),
         reproduction=compare_metrics(plan.step, plan.logged[plan.step], base.metrics),
         as_it_was=_summarize(base),
@@ -334,3 +321,76 @@ def _ratio(first: Tensor, second: Tensor) -> float | None:
 
 def _degrees(cosine: float | None) -> float | None:
     return None if cosine is None else math.degrees(math.acos(cosine))
+
+
+METRICS = (  # of a step, as far as it has them
+    "train/loss", "train/grad_norm", "train/lr", "train/ratio_clipped", "train/ratio_outside_clip", "train/probs_ratio",
+    "train/kl_penalty", "train/entropy", "train/value_loss", "train/value_grad_norm", "train/preference_loss", "train/accuracy",
+    "train/margin", "train/nll", "train/advantages_abs",
+)  # fmt: skip
+
+
+def format_replay(result: ReplayResult) -> Iterator[str]:
+    """Yield the lines of a table of what a replay found."""
+    yield f"step {result.step} of {result.run}, from {result.weights}"
+    yield from _format_reproduction(result)
+    yield ""
+    headings = ["as it was", *(["with the overrides"] if result.changed else [])]
+    outcomes = [result.as_it_was, *([result.changed] if result.changed else [])]
+    yield f"{'':<28}" + "".join(f"{heading:>22}" for heading in headings)
+    for name in METRICS:
+        if any(name in outcome.metrics for outcome in outcomes):
+            yield f"{name:<28}" + "".join(f"{_number(outcome.metrics.get(name)):>22}" for outcome in outcomes)
+    yield f"{'clipped tokens':<28}" + "".join(f"{_clipped(outcome):>22}" for outcome in outcomes)
+    if result.changed is not None:
+        yield ""
+        yield f"overrides: {' '.join(result.overrides)}"
+        yield f"angle between the gradients (first optimizer step): {_angle(result.gradient_cosine)}"
+        ratio = "unknown" if result.change_ratio is None else f"{result.change_ratio:.4g} times as far"
+        yield f"angle between the changes of the weights: {_angle(result.change_cosine)}; they would have moved {ratio}"
+    for heading, outcome in zip(headings, outcomes, strict=True):
+        yield ""
+        yield from _format_moved(heading, outcome)
+
+
+def _format_reproduction(result: ReplayResult) -> Iterator[str]:
+    found = result.reproduction
+    if not found.different:
+        others = f"{len(found.not_compared)} more, such as times, are not computed by a replay"
+        yield f"{found.compared} logged metrics are reproduced to the last digit; {others}"
+        return
+    yield f"{len(found.different)} of {found.compared} logged metrics differ:"
+    if (passes := result.passes) is not None:
+        yield (
+            f"  two equal passes differ in {len(passes.different)} of {passes.compared} here (a GPU, policy.deterministic=false); "
+            + (
+                f"by more than that differ: {', '.join(result.unexplained)}"
+                if result.unexplained
+                else "none differs by more than that"
+            )
+        )
+    for name, (logged, replayed) in sorted(found.different.items()):
+        yield f"  {name}: logged {logged!r}, replayed {replayed!r}"
+
+
+def _format_moved(heading: str, outcome: StepOutcome) -> Iterator[str]:
+    yield f"rollouts that moved most, {heading} (nats of log-probability, after less before):"
+    yield f"  {'rollout':<10}{'moved':>12}{'advantage':>12}{'reward':>10}{'tokens':>8}{'clipped':>9}{'gradient':>12}  task"
+    for each in outcome.moved_most:
+        name = f"{each.group}/{each.sample}"
+        yield (
+            f"  {name:<10}{each.moved:>12.4g}{each.advantage:>12.4g}{each.reward:>10.4g}{each.tokens:>8}{each.clipped:>9}"
+            f"{each.gradient:>12.4g}  {make_printable(each.task_id)}"
+        )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.9g}"
+
+
+def _clipped(outcome: StepOutcome) -> str:
+    return "no clip" if outcome.clipped_tokens is None else f"{outcome.clipped_tokens} of {outcome.tokens}"
+
+
+def _angle(cosine: float | None) -> str:
+    return "unknown (one is zero)" if cosine is None else f"{math.degrees(math.acos(cosine)):.2f} degrees (cosine {cosine:.6f})"

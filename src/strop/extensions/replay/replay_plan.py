@@ -6,16 +6,15 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from strop.algorithms.base import Algorithm
 from strop.checkpointing.saved_model import find_checkpoints, list_steps
 from strop.config import TRAINING_RUNS, RolloutRunConfig, TrainingRunConfig, load_config
 from strop.config.source import yaml_text
 from strop.config.source.keys import flatten
-from strop.monitoring.config_history import read_changes, read_first_config
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.run_starts import read_run_starts
+from strop.monitoring.run_starts import read_changes, read_first_config, read_run_starts
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 from strop.runs.run_algorithm import make_run_algorithm
 
@@ -24,7 +23,6 @@ class ReplayError(ValueError):
     """A step cannot be replayed. The message says why, and which steps can."""
 
 
-Weights = Literal["exact", "nearest"]
 Configured = tuple[TrainingRunConfig, Algorithm]
 FIXED = (  # what a step was made with before it was trained on
     "policy.model_name", "policy.tokenizer", "policy.generation", "policy.max_total_sequence_length", "policy.dtensor_cfg.lora_cfg",
@@ -41,7 +39,6 @@ class ReplayPlan:
     step: int
     section: str
     checkpoint: Path | None  # to begin with; None: the initial model
-    exact: bool  # these are the weights that the step began with
     logged: Mapping[int, Mapping[str, float]]  # what each step logged
 
     @property
@@ -65,7 +62,7 @@ class ReplayPlan:
         return config, make_run_algorithm(config)
 
 
-def plan_replay(folder: Path, step: int, weights: Weights = "exact") -> ReplayPlan:
+def plan_replay(folder: Path, step: int) -> ReplayPlan:
     """Find what a replay of ``step`` needs. Raises ReplayError, which says which steps can be replayed."""
     try:
         values, _ = yaml_text.parse((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -79,25 +76,16 @@ def plan_replay(folder: Path, step: int, weights: Weights = "exact") -> ReplayPl
         trained = sorted(logged for logged in metrics if logged > 0)
         raise ReplayError(f"the run has not trained step {step}; {_describe(trained, 'it trained')}")
     saved = find_checkpoints(folder, values)
-    steps = list_steps(saved)
-    beginnings = _Beginnings(
-        saved=(0, *steps),
-        exact=_find_exact(folder, values, steps),
-        readable=frozenset(RolloutStore(folder, "none").steps() if _samples(section) else metrics),
-    )
-    begin = beginnings.choose(step, weights, recorded=not _samples(section))
+    sampled = issubclass(TRAINING_RUNS[section], RolloutRunConfig)
+    readable = RolloutStore(folder, "none").steps() if sampled else sorted(metrics)
+    _check_beginning(step, _find_exact(folder, values, list_steps(saved)), readable)
     return ReplayPlan(
         folder=folder,
         step=step,
         section=section,
-        checkpoint=None if begin == 0 else saved / f"step_{begin}",
-        exact=begin == step - 1 and begin in beginnings.exact,
+        checkpoint=None if step == 1 else saved / f"step_{step - 1}",
         logged=metrics,
     )
-
-
-def _samples(section: str) -> bool:
-    return issubclass(TRAINING_RUNS[section], RolloutRunConfig)
 
 
 def _find_exact(folder: Path, values: Mapping[str, Any], saved: Sequence[int]) -> frozenset[int]:
@@ -108,33 +96,16 @@ def _find_exact(folder: Path, values: Mapping[str, Any], saved: Sequence[int]) -
     return frozenset({0, *saved} & {0, *(start.after_step for start in read_run_starts(folder))})
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Beginnings:
-    """The weights that a replay may begin with, each named by the step before it; 0 is the initial model."""
-
-    saved: Sequence[int]
-    exact: Collection[int]  # of these, the ones with which training goes on as it did
-    readable: Collection[int]  # steps whose rollouts, or data, can be read again
-
-    def choose(self, step: int, weights: Weights, *, recorded: bool) -> int:
-        """Return the weights to begin with. Raises ReplayError."""
-        can = _describe([each for each in sorted(self.readable) if each - 1 in self.exact])
-        if step not in self.readable:
-            raise ReplayError(f"step {step} stored no rollouts (logger.rollouts), and they cannot be sampled again; {can}")
-        nearest = max(each for each in self.saved if each < step)
-        if weights == "nearest" and recorded and nearest != step - 1:
-            raise ReplayError(
-                f"--weights nearest: the run reads recorded data from the place that goes with its weights, and there is no checkpoint "
-                f"of step {step - 1}; {can}"
-            )
-        if weights == "exact" and step - 1 not in self.exact:
-            name = f"the checkpoint of step {nearest}" if nearest else "the initial model"
-            offer = "" if recorded else f", or --weights nearest begins with {name}, with which nothing is as it was"
-            raise ReplayError(
-                f"step {step} began with the weights of step {step - 1}, and there is no checkpoint of them, or none with the optimizer "
-                f"(checkpointing.save_period, keep_top_k, save_optimizer); {can}{offer}"
-            )
-        return nearest
+def _check_beginning(step: int, exact: Collection[int], readable: Sequence[int]) -> None:
+    """Raise ReplayError unless the weights before the step, and what it trained on, can be read. ``exact``: steps with such weights."""
+    can = _describe([each for each in sorted(readable) if each - 1 in exact])
+    if step not in readable:
+        raise ReplayError(f"step {step} stored no rollouts (logger.rollouts), and they cannot be sampled again; {can}")
+    if step - 1 not in exact:
+        raise ReplayError(
+            f"step {step} began with the weights of step {step - 1}, and there is no checkpoint of them, or none with the optimizer "
+            f"(checkpointing.save_period, keep_top_k, save_optimizer); {can}"
+        )
 
 
 def _describe(steps: Sequence[int], what: str = "steps that can be replayed exactly:") -> str:

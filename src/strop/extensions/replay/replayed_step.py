@@ -1,20 +1,24 @@
-"""One step of a replayed run: its metrics, its gradient, how far the weights and the rollouts moved."""
+"""One step of a replayed run: its metrics compared with the logged ones, its gradient, how far weights and rollouts moved."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from strop.algorithms.base import Outputs, TokenOutputs
+from strop.config import TrainingRunConfig
 from strop.data.packing import pack
 from strop.extensions.replay.replay_plan import ReplayError
 from strop.extensions.replay.stored_groups import StoredStep
 from strop.learner.client import LearnerClient
 from strop.metrics import Metrics
+from strop.runs.models import resolve_device
 from strop.runs.monitors.token_trace import trace_tokens
 from strop.trainer.mismatch import measure_mismatch
 from strop.trainer.run import TrainingRun
@@ -22,6 +26,71 @@ from strop.trainer.step_metrics import group_metrics, progress_metrics
 from strop.trainer.step_view import UpdateResult
 from strop.trainer.update import update
 from strop.types import Batch, Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedMetrics:
+    """How the metrics of a step compare with those that the run logged."""
+
+    step: int
+    compared: int
+    different: Mapping[str, tuple[float, float]]  # name -> (logged, replayed)
+    not_compared: Sequence[str]  # logged by the run and not computed by a replay: times, validation, weights sent
+
+    @property
+    def equal(self) -> bool:
+        return bool(self.compared) and not self.different
+
+
+def compare_metrics(step: int, logged: Mapping[str, float], computed: Mapping[str, float]) -> ComparedMetrics:
+    """Compare what a step computed with what it logged, to the last digit."""
+    known = {name: value for name, value in logged.items() if name in computed}
+    return ComparedMetrics(
+        step=step,
+        compared=len(known),
+        different={name: (value, computed[name]) for name, value in known.items() if not _same(value, computed[name])},
+        not_compared=sorted(set(logged) - set(computed)),
+    )
+
+
+def _same(first: float, second: float) -> bool:
+    return first == second or (math.isnan(first) and math.isnan(second))
+
+
+FACTOR = 10.0  # how many times the difference of one pair of passes another pair may differ by
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualPasses:
+    """A step that was trained twice as it was, from the same weights."""
+
+    compared: int
+    different: Mapping[str, tuple[float, float]]  # metric -> (first pass, second pass)
+
+    def explains(self, name: str, logged: float, replayed: float) -> bool:
+        """Whether a metric of the run and of a replay differ by no more than equal passes may.
+
+        Two passes may have one metric in common by chance, so each may differ by as much of its size as metrics usually do."""
+        first, second = self.different.get(name, (replayed, replayed))
+        usual = (
+            median(abs(one - other) / max(abs(one), abs(other)) for one, other in self.different.values())
+            if self.different
+            else 0.0
+        )
+        return abs(logged - replayed) <= FACTOR * max(abs(first - second), usual * max(abs(first), abs(second)))
+
+    def unexplained(self, found: ComparedMetrics) -> list[str]:
+        """Return the metrics that differ from what was logged by more than that."""
+        return [name for name, pair in sorted(found.different.items()) if not self.explains(name, *pair)]
+
+
+def passes_may_differ(config: TrainingRunConfig) -> bool:
+    return not config.policy.deterministic and resolve_device(config.policy.device).type != "cpu"
+
+
+def compare_passes(step: int, first: Mapping[str, float], second: Mapping[str, float]) -> EqualPasses:
+    found = compare_metrics(step, first, second)
+    return EqualPasses(compared=found.compared, different=found.different)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -41,7 +41,7 @@ class TinkerService:
 
     def make_app(self, job: ServeJob, model: dict[str, Any], length: int) -> tuple[Any, str]:
         from strop.extensions.tinker.tinker_server import TinkerServer
-        from strop.extensions.tinker.weight_folders import WeightFolders
+        from strop.extensions.tinker.wire import WeightFolders
 
         server = TinkerServer(
             name=job.name,

@@ -1,9 +1,13 @@
-"""The messages of the Tinker SDK that are protobuf. Their classes are those of the package ``tinker``; everything else is JSON."""
+"""What the Tinker SDK sends and gets: its protobuf messages, its data as a batch, and its names of saved weights."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -11,8 +15,82 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped,u
 from tinker.proto import tinker_public_pb2 as wire
 from torch import Tensor
 
-from strop.extensions.tinker.datum_batch import ForwardBackwardCall, TinkerRequestError, TrainingDatum
 from strop.generation.base import Completion
+from strop.types import Batch, Totals
+
+TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
+
+
+class TinkerRequestError(ValueError):
+    """A request that cannot be served as it is. The message says why, and what can."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingDatum:
+    """One sequence: the tokens that the model reads, and for each of them what is predicted after it."""
+
+    tokens: Tensor  # [T] int64
+    inputs: Mapping[str, Tensor]  # name -> [T], among them TARGETS, the token predicted after each
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ForwardBackwardCall:
+    """A call of ``forward`` or ``forward_backward``."""
+
+    model_id: str
+    seq_id: int  # its place among the calls of this model
+    data: Sequence[TrainingDatum]
+    loss: str
+    options: Mapping[str, float | str] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+def make_batch(data: Sequence[TrainingDatum], needed: Sequence[str]) -> Batch:
+    """Put the data side by side; every token predicts its target. Raises TinkerRequestError if an input is missing or does not fit."""
+    if not data:
+        raise TinkerRequestError("forward_backward needs at least one datum")
+    for index, datum in enumerate(data):
+        for name in (TARGETS, *needed):
+            _check_input(index, datum, name)
+    lengths = torch.tensor([len(datum.tokens) for datum in data])
+    columns = {name: torch.cat([datum.inputs[name].float() for datum in data]) for name in needed}
+    zeros = torch.zeros(int(lengths.sum()))
+    return Batch(
+        tokens=torch.cat([datum.tokens for datum in data]),
+        positions=torch.cat([torch.arange(len(datum.tokens)) for datum in data]),
+        segment_start=lengths.cumsum(0) - lengths,
+        segment_parent=torch.full((len(data),), -1),
+        source=torch.arange(len(zeros)),
+        target=torch.cat([datum.inputs[TARGETS].long() for datum in data]),
+        sequence=torch.arange(len(data)).repeat_interleave(lengths),
+        rollout_logprobs=columns.get(LOGPROBS, zeros),
+        versions=torch.zeros(len(zeros), dtype=torch.int32),
+        advantages=columns.get(ADVANTAGES, zeros),
+        mask=torch.ones(len(zeros)),
+        leaf=torch.arange(len(data)),
+        group=torch.arange(len(data)),
+        rewards=torch.zeros(len(data), dtype=torch.float64),
+        totals=Totals(len(zeros), len(data), len(data)),
+        columns={WEIGHTS: columns[WEIGHTS]} if WEIGHTS in columns else {},
+    )
+
+
+def _check_input(index: int, datum: TrainingDatum, name: str) -> None:
+    given = datum.inputs.get(name)
+    if given is None:
+        raise TinkerRequestError(
+            f"datum {index} has no loss_fn_inputs[{name!r}]; it has {', '.join(sorted(datum.inputs)) or 'none'}"
+        )
+    if given.dim() != 1:
+        raise TinkerRequestError(
+            f"loss_fn_inputs[{name!r}] of datum {index} has {given.dim()} dimensions; several targets of one position are not served here"
+        )
+    if len(given) != len(datum.tokens):
+        raise TinkerRequestError(
+            f"loss_fn_inputs[{name!r}] of datum {index} has {len(given)} entries and its model_input {len(datum.tokens)} tokens; both "
+            "need one for each position"
+        )
+
 
 CONTENT_TYPE = "application/x-protobuf"
 _DTYPES = {wire.DTYPE_FLOAT32: np.float32, wire.DTYPE_INT64: np.int64, wire.DTYPE_INT32: np.int32}
@@ -92,3 +170,56 @@ def write_samples(completions: Sequence[Completion], prompt_logprobs: Tensor | N
         message.prompt_logprobs = prompt_logprobs.float().numpy().tobytes()
     body: bytes = message.SerializeToString()
     return body
+
+
+Kind = Literal["weights", "sampler_weights"]
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
+_ADDRESS = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
+_ABOUT = "tinker.json"
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """The adapters of a model."""
+
+    rank: int
+    seed: int = 0
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+@dataclass(frozen=True)
+class WeightFolders:
+    """The folders of saved weights under ``root``."""
+
+    root: Path
+
+    def new(self, model: str, kind: Kind, name: str, shape: AdapterShape, *, overwrite: bool = False) -> tuple[str, Path]:
+        """Make a folder. Return its address and itself. Raises TinkerRequestError for a name that is taken or cannot be one of a folder."""
+        folder = self._folder(model, kind, name)
+        if folder.exists() and not overwrite:
+            raise TinkerRequestError(f"there are {kind} named {name!r} already; use another name, or overwrite=True")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _ABOUT).write_text(json.dumps(asdict(shape)))
+        return f"tinker://{model}/{kind}/{name}", folder
+
+    def find(self, address: str) -> tuple[Path, AdapterShape]:
+        """Return the folder of an address. Raises TinkerRequestError if nothing is saved there."""
+        match = _ADDRESS.fullmatch(address)
+        if match is None:
+            raise TinkerRequestError(
+                f"{address!r} is no address of weights: tinker://MODEL/weights/NAME or .../sampler_weights/NAME"
+            )
+        folder = self._folder(match[1], match[2], match[3])
+        if not (folder / _ABOUT).is_file():
+            raise TinkerRequestError(f"nothing is saved as {address}")
+        return folder, AdapterShape(**json.loads((folder / _ABOUT).read_text()))
+
+    def _folder(self, *names: str) -> Path:
+        for name in names:
+            if not _NAME.fullmatch(name):
+                raise TinkerRequestError(
+                    f"{name!r} cannot be the name of weights: use letters, digits, dots, dashes and underscores"
+                )
+        return self.root.joinpath(*names)

@@ -1,4 +1,4 @@
-"""``strop view``."""
+"""``strop view`` and ``strop report``."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _find_places(runs: Sequence[Path]) -> list[Path]:
 def _serve(options: argparse.Namespace, places: Sequence[Path]) -> int:
     import asyncio
 
-    from strop.extensions.view.view_server import ViewOptions, ViewServer
+    from strop.extensions.view.view_routes import ViewOptions, ViewServer
 
     view_options = ViewOptions(host=options.host, port=options.port, **({"token": None} if options.no_token else {}))
     try:
@@ -108,3 +108,41 @@ def _parse_yaml(text: str) -> Any:
 
 
 VIEW = Command(view, "show runs in the browser: curves, rollouts, tokens", group="look")
+
+
+def report(arguments: Sequence[str], command_line: str) -> int:
+    """Run ``strop report``. Return its exit code."""
+    parser = make_report_parser()
+    options, others = parser.parse_known_args(arguments)
+    if others and not any(other.startswith("-") or "=" in other for other in others):
+        parser.error(f"a report is of one run, found {others[0]} too: strop compare A B compares two")
+    parser.parse_args(arguments)
+    from strop.config.source import yaml_text
+    from strop.extensions.view.saved_view import save_view
+    from strop.extensions.view.viewed_run import ViewError
+
+    try:
+        print(save_view(find_log_folder(options.run), options.output, yaml_text.parse_value))
+    except (ViewError, ValueError, LookupError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except OSError as error:
+        named = f"{error.filename} cannot be written: {error.strerror}" if error.filename and error.strerror else str(error)
+        print(f"error: {named}", file=sys.stderr)
+        return USAGE_ERROR
+    return 0
+
+
+def make_report_parser() -> argparse.ArgumentParser:
+    parser = RunParser(
+        prog="strop report",
+        description="Save the view of a run as one HTML file that needs no server and no network: curves, times, configuration, incidents, "
+        "what it ran on, and the rollouts and samples of its first and last step.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run, a checkpoint folder or a configuration")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the file to write (default: report.html in the log folder)")
+    return parser
+
+
+REPORT = Command(report, "write a report of a run as one HTML file", group="look")

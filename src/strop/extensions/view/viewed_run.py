@@ -16,19 +16,34 @@ from typing import Any
 
 import numpy as np
 
-from strop.extensions.view.rollout_index.rollout_index import RolloutIndex
-from strop.extensions.view.view_error import ViewError
-from strop.monitoring.config_history import HISTORY_FILE, read_finish
+from strop.extensions.view.rollout_index import RolloutIndex
+from strop.monitoring.doctor import ALIVE, find_verdict
 from strop.monitoring.rollout_store.rollout_store import ROLLOUTS_FOLDER
 from strop.monitoring.rollout_store.stored_images import StoredImages
 from strop.monitoring.rollout_store.validation_samples import ValidationSamples
+from strop.monitoring.run_starts import HISTORY_FILE, read_finish
 from strop.monitoring.trackers.jsonl import METRICS_FILE
-from strop.monitoring.watchdog.doctor import ALIVE, find_verdict
-from strop.monitoring.watchdog.status import Status, read_status
-from strop.safety.printable import make_printable
-from strop.safety.redaction import redact_arguments, redact_secrets, redact_yaml
+from strop.monitoring.waits import Status, read_status
+from strop.safety.printable import make_printable, redact_arguments, redact_secrets, redact_yaml
 from strop.sampling import is_finite
 from strop.storage.files import clean_json
+
+
+class ViewError(Exception):
+    """A request that cannot be answered. The message is shown on the page."""
+
+    def __init__(self, message: str, status: int = 404) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def clean_number(value: Any) -> float | None:
+    """Return a finite number, or None: JSON has no others."""
+    if value is None:
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
+
 
 STEP_TIME = "timing/train/total_step_time"
 LAST_BYTES = 65_536  # of the file, in which the last step is looked for

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.monitoring.profiling.span_recorder import RECORDER
+from strop.monitoring.process_profile import RECORDER
 from strop.storage.files import user_cache_folder
 
 log = logging.getLogger(__name__)

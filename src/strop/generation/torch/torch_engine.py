@@ -41,7 +41,7 @@ from strop.generation.torch.speculation import Drafter, PromptLookup, PromptSamp
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.fixed_order import FixedOrder
 from strop.models.network import Network
-from strop.monitoring.profiling.span_recorder import RECORDER
+from strop.monitoring.process_profile import RECORDER
 from strop.sampling import KEPT, Sampling, pad_kept_tokens, uniform
 from strop.types import PromptImage
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from strop.device_copies import is_gpu
-from strop.hardware.machine_memory import CGROUPS, PROC, iter_limits, read_meminfo
+from strop.hardware import CGROUPS, PROC, iter_limits, read_meminfo
 
 
 def measure_free(device: torch.device) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from strop.device_copies import is_gpu
-from strop.monitoring.profiling.quiet_profiler import quiet_profiler
+from strop.monitoring.process_profile import quiet_profiler
 
 
 def measure_peak(work: Callable[[], object], device: torch.device) -> int:

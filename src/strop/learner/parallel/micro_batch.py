@@ -15,7 +15,7 @@ from strop.data.rollout_selector import SubBatch
 from strop.device_copies import move, move_fields
 from strop.learner.base import BackwardResult
 from strop.metrics import Metrics
-from strop.monitoring.profiling.span_recorder import RECORDER
+from strop.monitoring.process_profile import RECORDER
 from strop.types import Batch
 
 OutputsT = TypeVar("OutputsT")  # a dataclass of tensors

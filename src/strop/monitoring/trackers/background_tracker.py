@@ -11,9 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from strop.monitoring.trackers.base import NullTracker, Tracker
-from strop.monitoring.trackers.media import SavedCheckpoint, StepMedia
-from strop.monitoring.trackers.tracker_error import describe_error
+from strop.monitoring.trackers.base import NullTracker, SavedCheckpoint, StepMedia, Tracker, describe_error
 from strop.storage.files import is_out_of_space
 
 logger = logging.getLogger(__name__)

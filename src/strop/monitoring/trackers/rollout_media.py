@@ -9,8 +9,8 @@ import numpy as np
 
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.stored_images import StoredImages
-from strop.monitoring.rollout_view.marked_turns import join_turns
-from strop.monitoring.trackers.media import MetricHistogram, SampleImage, SampleRow, SampleTable, StepMedia
+from strop.monitoring.rollout_store.turn_record import TurnRecord
+from strop.monitoring.trackers.base import MetricHistogram, SampleImage, SampleRow, SampleTable, StepMedia
 from strop.safety.printable import make_printable, shorten
 
 LONGEST_TEXT = 4000  # characters of a prompt or completion in a table; rollouts/ has all of it
@@ -114,3 +114,20 @@ def _find_images(records: Sequence[RolloutRecord], images: StoredImages, name: s
         for _, image in record.prompt_images:
             if (path := images.find(image)) is not None:
                 yield SampleImage(name=name, caption=f"{_text(record.task_id)}, reward {record.reward:.4g}", path=path)
+
+
+def join_turns(turns: Sequence[TurnRecord | Mapping[str, Any]] | None, completion: str | None) -> str:
+    """Return the main path: ``I ask [tool calculator] 4 [assistant] It is 4``, one turn per line.
+
+    ``turns`` are records or rows of a file; without any, as in files of earlier versions, ``completion`` is used."""
+    rows = [vars(turn) if isinstance(turn, TurnRecord) else turn for turn in turns or ()]
+    main = [row for row in rows if not row.get("path")]
+    if not main:
+        return completion or ""
+    first, *rest = main
+    opened = "" if first.get("sampled") else f"{_mark(first)} "
+    return "\n".join([f"{opened}{first.get('text') or ''}", *(f"{_mark(row)} {row.get('text') or ''}" for row in rest)])
+
+
+def _mark(row: Mapping[str, Any]) -> str:
+    return f"[{' '.join(filter(None, (row.get('role'), row.get('tool'))))}]"

@@ -29,7 +29,7 @@ from strop.models.model_sizes import read_model_sizes, read_tokenizer_files
 from strop.models.tokenizer_config import TokenizerConfig, read_chat_template
 from strop.problems import Problem
 from strop.runs.learner_backend import load_backend
-from strop.tools.formats.choose_format import FORMATS
+from strop.tools.call_formats import FORMATS
 from strop.user_code import describe_error, suggest_names
 
 Check = Callable[[Any], object]  # takes a Network, and raises ValueError

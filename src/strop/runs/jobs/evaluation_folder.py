@@ -25,7 +25,7 @@ from strop.monitoring.rollout_store.rollout_record import encodable
 from strop.runs.jobs.evaluation_job import EvaluationJob
 from strop.runs.run_folders import lock_evaluation_folder
 from strop.runs.tasks import name_data, resolve_alias
-from strop.safety.redaction import redact_secrets
+from strop.safety.printable import redact_secrets
 from strop.storage.files import atomic_write
 from strop.storage.folder_lock import FolderLocked
 

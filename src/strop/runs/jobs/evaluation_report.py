@@ -11,8 +11,7 @@ from typing import Any
 
 from strop.checkpointing.saved_model import SavedModel
 from strop.safety.printable import make_printable
-from strop.statistics.intervals import Interval, confidence_interval, standard_error
-from strop.statistics.task_results import pass_at_k, present_tasks
+from strop.statistics import Interval, confidence_interval, pass_at_k, present_tasks, standard_error
 from strop.trainer.task_records import TRUNCATED, read_result
 
 SAMPLES_SHOWN, TEXT_SHOWN, ERROR_SHOWN = 3, 160, 400

@@ -1,4 +1,4 @@
-"""The instruments of a run as listeners: stored rollouts, throughput, machines and profiles."""
+"""The instruments of a run as listeners: stored rollouts, throughput and machines."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.columns import TokenColumn
 from strop.learner.base import require_token_outputs
 from strop.learner.throughput import Throughput, TrainingPasses
-from strop.monitoring.machine.system_monitor import SystemMonitor
-from strop.monitoring.profiling.step_profiler import StepProfiler
+from strop.monitoring.machine_monitor import SystemMonitor
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, list_images, make_records, split_by_rollout
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.trackers.base import Tracker
-from strop.monitoring.trackers.media import StepMedia
+from strop.monitoring.trackers.base import StepMedia
 from strop.monitoring.trackers.rollout_media import make_step_media
 from strop.openmp import call_in_thread
 from strop.runs.monitors.token_trace import trace_tokens
@@ -126,22 +124,3 @@ class MachineWatch(RunListener):
 
     async def on_end(self) -> None:
         self.monitor.stop()
-
-
-@dataclass(kw_only=True)
-class ProfileRecorder(RunListener):
-    """Profiles the requested steps."""
-
-    name = "profile"
-    profiler: StepProfiler
-
-    async def on_start(self, step: int, tracker: Tracker) -> None:
-        await self.profiler.begin(step + 1)
-
-    async def on_log(self, step: StepView) -> dict[str, float]:
-        await self.profiler.finish(step.step, step.timer.started, step.timer.ended)
-        await self.profiler.begin(step.step + 1)
-        return {}
-
-    async def on_end(self) -> None:
-        self.profiler.close()

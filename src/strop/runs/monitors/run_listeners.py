@@ -13,19 +13,16 @@ from strop.algorithms.base import Algorithm
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.cluster_checks import count_devices
 from strop.distributed.base import ActorOptions, Cluster, RemoteActor
-from strop.hardware.devices import find_device
-from strop.hardware.model_dimensions import DecoderDimensions
+from strop.hardware import DecoderDimensions, find_device
 from strop.learner.policy_extension import fixes_order
 from strop.learner.throughput import Throughput
 from strop.models.decoder_dimensions import UnknownDimensions, dimensions_of
 from strop.models.loading import read_model_config
-from strop.monitoring.machine.machine_monitor import MachineMonitor
-from strop.monitoring.machine.system_monitor import SystemMonitor
-from strop.monitoring.profiling.step_profiler import ProfiledProcess, StepProfiler
+from strop.monitoring.machine_monitor import MachineMonitor, SystemMonitor
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.local_device import resolve_device_name
-from strop.runs.monitors.instruments import MachineWatch, ProfileRecorder, RolloutRecorder, ThroughputMeter
+from strop.runs.monitors.instruments import MachineWatch, RolloutRecorder, ThroughputMeter
 from strop.runs.recorded_run import RecordedSource
 from strop.runs.rollout_run import SampledSource
 from strop.trainer.listeners import Listeners, RunListener
@@ -112,6 +109,7 @@ class RunSetup:
     algorithm: Algorithm
     source: SampledSource | RecordedSource  # its ``options`` are known once the run starts
     store: RolloutStore
+    cluster: Cluster | None = None  # None: all is in this process
 
 
 ListenerFactory = Callable[[RunSetup], RunListener | None]
@@ -137,11 +135,9 @@ def _make(name: str, make: ListenerFactory, setup: RunSetup) -> RunListener | No
     return listener
 
 
-async def make_listeners(
-    setup: RunSetup, options: TrainOptions, attached: Iterable[RunListener], cluster: Cluster | None, tracker: Tracker
-) -> Listeners:
+async def make_listeners(setup: RunSetup, options: TrainOptions, attached: Iterable[RunListener], tracker: Tracker) -> Listeners:
     """Make the listeners of a run, in the order in which they see a step: those that are attached read the mismatch."""
-    config = setup.config
+    config, cluster = setup.config, setup.cluster
     machines = await watch_machines(config, cluster)
     on_cpu = resolve_device_name(config.policy.device) == "cpu" if cluster is None else cluster.on_cpu
     throughput = make_throughput(config, machines.gpu_names, tracker.note, on_cpu=on_cpu)
@@ -152,7 +148,6 @@ async def make_listeners(
             *attached,
             ThroughputMeter(throughput=throughput, algorithm=setup.algorithm, options=options),
             MachineWatch(monitor=machines),
-            ProfileRecorder(profiler=make_profiler(config, tracker, cluster)),
         ]
     )
 
@@ -182,23 +177,6 @@ def make_recorder(config: TrainingRunConfig, algorithm: Algorithm, store: Rollou
         tracked_samples=logger.shown_samples,
         tracked_samples_period=logger.tracked_samples_period,
     )
-
-
-def make_profiler(config: TrainingRunConfig, tracker: Tracker, cluster: Cluster | None) -> StepProfiler:
-    """Create the recorder of time lines for the steps in ``logger.profile``, in this process and in those of ``cluster``."""
-    profile = config.logger.profile
-    return StepProfiler(
-        folder=Path(config.logger.log_dir).absolute(),
-        steps=frozenset(profile.steps),
-        operators=profile.operators,
-        note=tracker.note,
-        processes=(lambda: _list_working(cluster)) if cluster is not None else tuple,
-    )
-
-
-def _list_working(cluster: Cluster) -> list[ProfiledProcess]:
-    """Return the processes that take part in a run's steps, that is, all except machine monitors."""
-    return [process for process in cluster.list_processes() if not process.name.startswith("monitor-")]
 
 
 async def watch_machines(config: TrainingRunConfig, cluster: Cluster | None) -> SystemMonitor:

@@ -11,9 +11,8 @@ import pytest
 
 from strop.config import EvalRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
-from strop.extensions.checks.data.data_check import DataCheckOptions, check_data
-from strop.extensions.checks.data.data_report import DataReport
-from strop.extensions.checks.data.report_text import format_report
+from strop.extensions.checks.data_check import DataCheckOptions, check_data
+from strop.extensions.checks.data_report import DataReport, format_report
 from support.vision_models import draw_image, save_vision_model
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "data_check.txt"
@@ -133,8 +132,6 @@ NAMING = (
     "{{ message['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LONG = "word " * 500
-CHOICE = ("env.math.verifier=english_multichoice",)
-OPTIONS = "Which is the largest?\nA) 1\nB) 2\nC) 3\n(number {})"
 NO_TESTS = {"text": "Write a function that adds.", "test_list": [], "test_setup_code": ""}
 TESTS = [{"text": f"Add {n}.", "test_list": [f"assert add(1) == {n + 1}"], "test_setup_code": ""} for n in range(5)]
 
@@ -161,16 +158,6 @@ FAULTS: Mapping[str, tuple[str, list[Row | str], tuple[str, ...], dict[str, int]
     "an empty reply": ("sft", [*chats(5), chat("Hi", "", "Are you there?", "Yes")], (), {"empty": 1}, "a reply is empty"),
     "an empty completion": ("dpo", [*pairs(5), {"prompt": "Hi", "chosen": "", "rejected": "a"}], (), {"empty": 1}, "a reply is empty"),
     "no reference answer": ("grpo", [*problems(5), {"problem": "2+2?", "answer": ""}], (), {"answer": 1}, "there is no reference answer"),
-    "an answer that the grader cannot read": (
-        "grpo", [*problems(5), {"problem": "1/2?", "answer": "$$"}], (), {"answer": 1}, "the grader cannot read the reference answer"
-    ),
-    "an answer that is compared as a text": (
-        "grpo", [*problems(5), {"problem": "x?", "answer": "x \\equiv 3 \\pmod 7"}], (), {"as_text": 1}, "at most a part"
-    ),
-    "a letter that is no option": (
-        "grpo", [*({"problem": OPTIONS.format(n), "answer": "CBA"[n]} for n in range(3)), {"problem": OPTIONS.format(4), "answer": "E"}],
-        CHOICE, {"answer": 1}, "none of the options"
-    ),
     "a reply that the template opens otherwise than it renders it": (
         "sft", [*chats(5), {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "name": "Bo", "content": "Hello"}]}],
         (f"policy.tokenizer.chat_template={json.dumps(NAMING)}",), {"template": 1}, "opens message 2 with"
@@ -200,7 +187,7 @@ def test_a_planted_fault_is_found_and_nothing_else(check: Check, planted: str) -
     if len(rows) == 6:  # the last one was planted
         assert all(finding.examples[0].location == "train.jsonl:6" for finding in report.findings)
     lost = sum(finding.count for finding in report.findings if finding.severity == "error" and finding.check != "template")
-    assert report.entries[0].usable <= len(rows) - (0 if "options" in words or "the grader" in words else lost)
+    assert report.entries[0].usable <= len(rows) - lost
 
 
 def test_a_thought_that_the_template_drops_later_is_no_fault(check: Check) -> None:

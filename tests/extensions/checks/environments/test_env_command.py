@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from strop.cli import main
-from strop.extensions.checks.environments.check_report import CHECKS
+from strop.extensions.checks.task_checks import CHECKS
 
 FAST = ("--tasks", "6", "--skip", "tasks_same")
 

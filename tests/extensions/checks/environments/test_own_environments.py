@@ -14,8 +14,8 @@ import pytest
 from strop.config import GrpoRunConfig, load_config
 from strop.data.sources.source import DataSource
 from strop.environments.registry import make_environment
-from strop.extensions.checks.environments.environment_check import EnvironmentCheckOptions, check_environments
-from strop.extensions.checks.environments.scripted_episode import play
+from strop.extensions.checks.environment_check import EnvironmentCheckOptions, check_environments
+from strop.extensions.checks.reward_checks import play
 from strop.types import Ending
 
 ROOT = Path(__file__).parents[4]

@@ -17,7 +17,7 @@ from strop.extensions.code.sandbox.base import Limits
 from strop.extensions.code.sandbox.launcher import SandboxWorker
 from strop.extensions.code.sandbox.sandbox_check import PROMISES
 from strop.extensions.code.sandbox.sandbox_config import SandboxConfig
-from strop.safety.bubblewrap import isolate_command
+from strop.safety.confinement import isolate_command
 
 PAGE = (Path(__file__).parents[4] / "docs" / "security.md").read_text(encoding="utf-8")
 

@@ -19,7 +19,7 @@ import pytest
 
 from strop.environments.remote import EnvironmentDescription, EnvironmentServer
 from strop.environments.resources import configure_resources
-from strop.extensions.code.sandbox import cgroups, launcher
+from strop.extensions.code.sandbox import launcher
 from strop.extensions.code.sandbox.base import ExitReason, Limits, Program, RunResult, SandboxError
 from strop.extensions.code.sandbox.sandbox_check import check_sandbox
 from strop.extensions.code.sandbox.sandbox_config import SandboxConfig
@@ -248,7 +248,7 @@ def test_closing_a_pool_ends_what_runs_and_leaves_no_process_and_no_group() -> N
 
 
 def list_groups() -> Iterator[str]:
-    parents = cgroups.find_parents()
+    parents = launcher.find_parents()
     if parents is not None:
         yield from (path.name for folder in {parents.memory, parents.pids} for path in folder.iterdir())
 
@@ -369,12 +369,12 @@ def test_the_sandbox_of_a_process_is_the_configured_one() -> None:
 
 
 def test_groups_of_processes_that_were_killed_are_removed() -> None:
-    parents = cgroups.find_parents()
+    parents = launcher.find_parents()
     if parents is None:  # nothing to remove
         return
     left = parents.memory / "strop_sandbox_999999999_0"
     left.mkdir()
-    cgroups._remove_left_over.cache_clear()
+    launcher._remove_left_over.cache_clear()
     use(lambda pool: pool.run(Program(source="")), workers=1)
     assert not left.exists()
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from strop.base_config import validate_section
-from strop.extensions.watch.hacking import monitor_config
-from strop.extensions.watch.hacking.hacking_monitor import DETECTORS, EProcess, Grader, HackingMonitor, RewardHacked
+from strop.extensions.watch import monitor_config
+from strop.extensions.watch.hacking_monitor import DETECTORS, EProcess, Grader, HackingMonitor, RewardHacked
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.trackers.base import NullTracker
 from strop.types import Group, Rollout, Task

@@ -10,7 +10,7 @@ import pytest
 
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.verifier_registry import list_verifiers
-from strop.extensions.watch.hacking.held_out_grader import make_grader
+from strop.extensions.watch.watched_rollout import make_grader
 from strop.types import Task
 from support.llm_server import llm_server
 

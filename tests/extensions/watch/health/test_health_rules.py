@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.extensions.watch.health.health_monitor import HealthMonitor, TooManySkipped
-from strop.extensions.watch.health.health_rules import RULES, StepMetrics
+from strop.extensions.watch.health_monitor import RULES, HealthMonitor, StepMetrics, TooManySkipped
 from strop.monitoring.trackers.base import CompositeTracker, NullTracker
 
 PAGE = Path(__file__).parents[4] / "docs" / "troubleshooting.md"

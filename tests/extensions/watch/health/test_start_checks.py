@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strop.environments.registry import list_marks
-from strop.extensions.watch.health.health_monitor import check_epochs, check_reward_weights, check_validation
+from strop.extensions.watch.health_monitor import check_epochs, check_reward_weights, check_validation
 from strop.trainer.run import TrainOptions
 
 

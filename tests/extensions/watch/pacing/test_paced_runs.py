@@ -18,7 +18,7 @@ from strop.data.sources.source import DataSource
 from strop.endings import Ending, RolloutFailed
 from strop.environments.base import reward
 from strop.environments.handle import LocalEnvironment
-from strop.extensions.watch.pacing.concurrency import AdaptiveConcurrency
+from strop.extensions.watch.pacing import AdaptiveConcurrency
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.in_flight import EpisodeGate, is_beyond_training

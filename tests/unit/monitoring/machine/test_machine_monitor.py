@@ -15,8 +15,14 @@ import pytest
 from strop.config import load_config
 from strop.config.schema.run_config import SftRunConfig
 from strop.distributed.base import ActorOptions
-from strop.monitoring.machine.machine_monitor import GpuReading, MachineMonitor, MachineReader, MachineReading, describe_machine
-from strop.monitoring.machine.system_monitor import SystemMonitor
+from strop.monitoring.machine_monitor import (
+    GpuReading,
+    MachineMonitor,
+    MachineReader,
+    MachineReading,
+    SystemMonitor,
+    describe_machine,
+)
 from strop.runs.monitors.run_listeners import watch_machines
 
 

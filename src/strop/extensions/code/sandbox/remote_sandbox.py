@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from strop.extensions.code.sandbox.base import ExitReason, Limits, Program, RunResult, SandboxError
-from strop.safety.redaction import redact_text
+from strop.safety.printable import redact_text
 
 log = logging.getLogger(__name__)
 

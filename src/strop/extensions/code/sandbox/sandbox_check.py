@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strop.extensions.code.sandbox.base import ExitReason, Limits, Program, SandboxError
-from strop.extensions.code.sandbox.cgroups import find_parents
-from strop.extensions.code.sandbox.launcher import LANGUAGES, PACKAGES
+from strop.extensions.code.sandbox.launcher import LANGUAGES, PACKAGES, find_parents
 from strop.extensions.code.sandbox.sandbox_config import SandboxConfig, SandboxLevel, find_missing
 from strop.extensions.code.sandbox.sandbox_pool import SandboxPool
 

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 from strop import packages
 from strop.base_config import BaseConfig
 from strop.problems import Problem
-from strop.safety.seccomp import build_program_filter
+from strop.safety.confinement import build_program_filter
 
 SandboxLevel = Literal["namespaces", "seccomp", "limits"]
 

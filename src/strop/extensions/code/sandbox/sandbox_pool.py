@@ -23,8 +23,8 @@ from strop.environments.resources import find_section
 from strop.extensions.code.sandbox.base import ExitReason, Limits, Program, RunResult, Sandbox, SandboxError, SandboxFull
 from strop.extensions.code.sandbox.launcher import LANGUAGES, PACKAGES, SandboxWorker, WorkerDied, check_level, find_commands
 from strop.extensions.code.sandbox.sandbox_config import SandboxConfig, SandboxLevel
-from strop.hardware.machine_memory import total_memory
-from strop.safety.redaction import redact_text
+from strop.hardware import total_memory
+from strop.safety.printable import redact_text
 
 GRACE_S = 20.0  # after a program's limits, for a busy machine and a compiler
 DEFAULT_LIMITS = Limits()

@@ -30,7 +30,7 @@ from strop.extensions.recipes.trl.trl_optimizer import (
     translate_schedule,
     translate_validation,
 )
-from strop.monitoring.logger_config import SERVICES
+from strop.extensions.trackers.trackers_config import SERVICES
 
 OPTIONS_OF_SERVICES: Mapping[str, Mapping[str, str]] = {
     "trackio": {"project": "logger.trackio.project", "trackio_space_id": "logger.trackio.space_id"},

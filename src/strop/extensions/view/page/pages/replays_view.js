@@ -25,7 +25,6 @@ function Replay({ name, replay }) {
   return html`<section class="card"><header>
       <h2>Step ${step} ${overrides.length ? html`with <code>${printable(overrides.join(" "))}</code>` : "without overrides"}</h2>
       <span class="pale">${replay.time ? formatTime(toSeconds(replay.time)) : printable(name)} <a href=${linkTo(["rollouts", String(step)])}>its rollouts</a></span></header>
-    ${replay.exact === false && html`<p class="notice mild">It begins with the weights of ${printable(replay.weights)}, which are not those that the step began with.</p>`}
     <${Reproduction} found=${replay.reproduction} />
     ${outcomes.length > 0 && html`<${Outcomes} outcomes=${outcomes} replay=${replay} />`}
     ${outcomes.map(([title, outcome]) => html`<${Moved} title=${title} step=${step} rollouts=${outcome.moved_most ?? []} />`)}

@@ -1,1 +1,0 @@
-"""Questions about images: rewards of answers in tags, and questions about drawn images."""

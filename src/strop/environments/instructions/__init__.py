@@ -1,1 +1,0 @@
-"""Instructions that can be checked by a program."""

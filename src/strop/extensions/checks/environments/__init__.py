@@ -1,1 +1,0 @@
-"""``strop env check``: what is wrong with an environment, found without a model."""

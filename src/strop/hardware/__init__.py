@@ -1,1 +1,0 @@
-"""Device performance, and model costs: no torch, no network."""

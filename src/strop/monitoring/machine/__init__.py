@@ -1,1 +1,0 @@
-"""Monitoring of a run's machines: GPUs, processors, memory, disk and network."""

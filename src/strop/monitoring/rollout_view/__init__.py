@@ -1,1 +1,0 @@
-"""Stored rollouts for display: selection, and formatting as terminal text."""

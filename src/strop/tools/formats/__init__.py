@@ -1,1 +1,0 @@
-"""How models write tool calls: one file per format."""
