@@ -63,9 +63,10 @@ def make_pacing(setup: RunSetup) -> Pacing | None:
 
 
 class AdaptiveConcurrency:
-    """Additive increase, multiplicative decrease (Chiu and Jain, 1989), as in TCP: admits at most ``limit`` episodes at once, in the order in which they asked.
+    """Admits at most ``limit`` episodes at once, in the order in which they asked.
 
-    The limit is halved at a sign of overload, at most once per round of episodes, and grows by one for each round without one.
+    Additive increase, multiplicative decrease (Chiu and Jain, 1989), as in TCP: the limit is halved at a sign of overload, at most once
+    for each round of episodes, and grows by one for each round without one.
     """
 
     def __init__(self, most: int) -> None:
