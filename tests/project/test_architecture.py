@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2] / "src"
 
 # Who may import whom: a room imports from earlier lines only. (docs/architecture.md draws the same picture.)
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("lazy_torch", "endings", "safety", "thoughts", "device_copies", "determinism", "openmp"),
-    ("columns",),
+    ("lazy_torch", "safety", "thoughts", "device_copies", "determinism", "openmp"),
+    ("columns", "endings"),
     (
         "types",
         "metrics",
@@ -390,7 +390,7 @@ SHORT = {
     "environments.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
     "monitoring.notebook_figure": "it inherits from matplotlib, which is imported where something is drawn",
     "rollouts.tokenizing_worker": "a process of its own",
-    "extensions.watch.pacing.pacing_config": "keys, which are read without the listener",
+    "extensions.watch.pacing.pacing_config": "keys, which are read without torch",
     "extensions.view.view_server": "heavy, and imported when the command runs",
     "trainer.publish": "a stage of the loop",
 }

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from strop.endings import Ending
 from strop.environments.base import EnvironmentConfigError
 from strop.extensions.judges import llm_client
 from strop.extensions.judges.llm_client import LlmClient, LlmError, get_llm_client, read_retry_after
@@ -74,8 +75,9 @@ def test_what_may_pass_is_asked_again_and_what_may_not_is_not():
         (302, {"Location": "/x"}, ""),
     ):
         with llm_server(lambda request, number, refused=refused: refused) as server:
-            with pytest.raises(LlmError, match=f"refused: status {refused[0]}"):
+            with pytest.raises(LlmError, match=f"refused: status {refused[0]}") as caught:
                 ask(LlmClient(LlmEndpoint(base_url=server.base_url, model="m")))
+            assert caught.value.ending == (Ending.PROVIDER_LIMIT if refused[0] == 429 else Ending.SERVICE)
             assert len(server.requests) == 1
 
 
@@ -85,16 +87,18 @@ def test_a_server_that_stays_broken_silent_or_away_is_an_error_that_says_so():
         with pytest.raises(LlmError, match="out of memory; 3 attempts failed"):
             ask(client)
         assert client.usage.failures == 1 and len(server.requests) == 3
-    with pytest.raises(LlmError, match="gave no reply: Client"):
+    with pytest.raises(LlmError, match="gave no reply: Client") as caught:
         ask(LlmClient(LlmEndpoint(base_url=server.base_url, model="m", max_retries=1)))
+    assert caught.value.ending == Ending.SERVICE
     with llm_server(lambda request, number: "late", delay=1.0) as server, pytest.raises(LlmError, match=r"timeout_s \(0.1 s\)"):
         ask(LlmClient(LlmEndpoint(base_url=server.base_url, model="m", max_retries=0, timeout_s=0.1)))
     tomorrow = (429, {"Retry-After": "3600"}, "tomorrow")
     with (
         llm_server(lambda request, number: tomorrow) as server,
-        pytest.raises(LlmError, match="3600 s, which is more than max_backoff_s"),
+        pytest.raises(LlmError, match="3600 s, which is more than max_backoff_s") as caught,
     ):
         ask(LlmClient(LlmEndpoint(base_url=server.base_url, model="m")))
+    assert caught.value.ending == Ending.PROVIDER_LIMIT
 
 
 def test_a_server_that_asks_to_wait_is_left_alone_by_everybody():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,12 +80,18 @@ def test_dropped_groups_stand_apart(tmp_path: Path) -> None:
     assert [(group.index, reason) for group, reason in step.dropped] == [(groups[1].index, "filtered")]
 
 
+@pytest.mark.parametrize("change", [{"unscored": True}, {"error": "it is gone", "ending": Ending.SANDBOX}])
 @pytest.mark.parametrize("unscored", [{0: {0}}, {0: {1, 2}, 2: {0}}, {0: {2}, 1: {0}, 2: {1}}])
-def test_rollouts_that_cannot_be_scored_are_left_out_of_rebuilt_groups_too(tmp_path: Path, unscored: dict[int, set[int]]) -> None:
+def test_rollouts_that_cannot_be_scored_are_left_out_of_rebuilt_groups_too(
+    tmp_path: Path, unscored: dict[int, set[int]], change: dict[str, Any]
+) -> None:
     made = simple_groups((4, (3, 5, 1)), (2, (6, 2)), (3, (2, 2, 2)))
     groups = [
         replace(
-            group, rollouts=tuple(replace(each, unscored=each.sample in unscored.get(group.index, ())) for each in group.rollouts)
+            group,
+            rollouts=tuple(
+                replace(each, **change) if each.sample in unscored.get(group.index, ()) else each for each in group.rollouts
+            ),
         ).leave_out_failed()
         for group in made
     ]

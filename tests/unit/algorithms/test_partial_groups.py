@@ -78,7 +78,7 @@ def credit(advantage: Advantage, groups: list[Group]) -> tuple[torch.Tensor, tor
     algorithm = REINFORCE(advantage=advantage)
     batch = pack(groups, algorithm.group_credit(groups), share_prefixes=True)
     if POLICY_SQUARES in advantage.requires:
-        squares = torch.full_like(batch.rollout_logprobs, P**2 + (1 - P) ** 2)
+        squares = torch.full_like(batch.rollout_logprobs, math.log(P**2 + (1 - P) ** 2))
         batch = replace(batch, columns={**batch.columns, POLICY_LOGPROBS: batch.rollout_logprobs, POLICY_SQUARES: squares})
     batch = algorithm.token_credit(batch)
     return batch.advantages.double(), batch.target - 4

@@ -16,6 +16,7 @@ from loop.fakes import FakeGenerator, Request
 from loop.tiny import tiny_tokenizer
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
+from strop.endings import Ending
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment
@@ -332,6 +333,7 @@ def test_a_host_that_dies_again_at_once_is_an_error_of_the_rollout(threads: list
     threads[0].deaths += ["score", "score"]
     group = asyncio.run(group_of(there, 4, samples=1))
     assert group.errors == ("EnvironmentServerDied: the server died in score",)
+    assert group.rollouts[0].ending == Ending.ENVIRONMENT
 
 
 @pytest.mark.parametrize("method", ["prompt", "respond", "score"])
@@ -345,6 +347,7 @@ def test_a_session_that_was_open_is_lost_with_its_host_and_the_rollout_says_so(
     group = asyncio.run(group_of(there, task, samples=3))
     assert any("died during an episode's session" in error for error in group.errors)
     assert group.errors and all(error.startswith("SessionLost: ") for error in group.errors)
+    assert {rollout.ending for rollout in group.rollouts if rollout.error} == {Ending.ENVIRONMENT}
     assert asyncio.run(group_of(there, task)).errors == ()
 
 

@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from strop.models.attention.tree_plan import TreePlan
+from strop.models.layers import segments
 from strop.models.layers.fused_layers import _ATTENTION, FusedLayers, enable_fused_layers
 from strop.models.layers.known_code import find_form, rms_norm_spec
+from strop.models.layers.segments import compiling_segments
 from strop.models.network import Network, probe_batch
 from strop.sampling import Sampling
 from strop.types import Batch
@@ -219,3 +223,74 @@ def test_frozen_weights_get_no_gradient() -> None:
     expected = run(network, fused=False)[1]
     assert largest_difference(gradients, expected) < 5e-6
     assert network.model.model.layers[0].mlp.up_proj.weight.grad is None
+
+
+def nodes(outputs: Tensor) -> list[str]:
+    """The names of the nodes of a gradient's graph."""
+    found, waiting = {}, [outputs.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found[node] = node.name()
+            waiting += [each for each, _ in node.next_functions]
+    return list(found.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma"])
+def test_a_layer_with_llamas_code_is_two_nodes_around_attention(family: str) -> None:
+    network = Network(build(family), packed=True)
+
+    def names() -> list[str]:
+        with network.fused_layers.use(keep_copies=True):
+            return nodes(network.outputs(make_batch(), Sampling()).logprobs)
+
+    assert names().count("_BeforeBackward") == names().count("_AfterBackward") == 2
+    layers: Any = network.decoder.layers
+    layers[0].mlp.register_forward_hook(lambda *_: None)
+    layers[1].self_attn.o_proj.forward = lambda x: x
+    assert not {"_BeforeBackward", "_AfterBackward"} & set(names()), "what the module calls is not skipped"
+
+
+class Count(TorchDispatchMode):
+    """Counts the operators that are dispatched, views too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("compiled", "most"), [(False, 0.8), (True, 0.45)])
+def test_a_layer_dispatches_fewer_operators_than_that_of_transformers(compiled: bool, most: float) -> None:
+    """Both passes under autocast, attention left out: what a host has to do for a layer, whatever a machine computes.
+
+    A segment that is compiled counts as one.
+    """
+
+    def compile_segment(function: Any, constants: Any) -> Any:
+        def run(*tensors: Tensor) -> Any:
+            counted.count += 1
+            with _disable_current_modes():
+                return function(constants, *tensors)
+
+        return run
+
+    def count(layers: int, *, fused: bool) -> int:
+        network = Network(build("llama", layers=layers), precision=torch.bfloat16, packed=True)
+        used = network.fused_layers if fused else FusedLayers(nn.Module())
+        with pytest.MonkeyPatch.context() as patch, used.use(keep_copies=True), compiling_segments(compiled):
+            patch.setattr(TreePlan, "attend", lambda plan, query, key, value, spec: query)
+            patch.setattr(segments, "compile_segment", compile_segment)
+            network.outputs(make_batch(), Sampling()).logprobs.sum().backward()
+            network.model.zero_grad(set_to_none=True)
+            counted.count = 0
+            with counted:
+                network.outputs(make_batch(), Sampling()).logprobs.sum().backward()
+        return counted.count
+
+    counted = Count()
+    ours, theirs = ((count(3, fused=fused) - count(1, fused=fused)) / 2 for fused in (True, False))
+    assert ours <= most * theirs, (ours, theirs)

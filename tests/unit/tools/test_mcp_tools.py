@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from strop.endings import Ending, find_ending
 from strop.tools.base import ParsedReply, ToolConfigError
 from strop.tools.mcp_tools import McpServer
 from strop.tools.toolbox import ToolLimits, open_toolbox
@@ -118,8 +119,9 @@ def test_a_server_at_an_address_is_asked_with_the_token(tmp_path: Path, monkeypa
             assert process.poll() is None
         url = f"http://127.0.0.1:{port}/mcp"
         assert ask(McpServer(url=url, token_env="DEMO_TOKEN"), [("add", {"a": 1, "b": 2})]) == ["3"]
-        with pytest.raises(ToolConfigError, match="cannot be reached"):
+        with pytest.raises(ToolConfigError, match="cannot be reached") as caught:
             ask(McpServer(url=url), [("add", {"a": 1, "b": 2})])
+        assert find_ending(caught.value) == Ending.TOOL_SERVER
     finally:
         process.kill()
         process.wait()

@@ -30,7 +30,7 @@ class MegatronDraftedPolicy:
 
     def __init__(self, network: MegatronNetwork) -> None:
         self.network = network
-        self.chunk: int | None = network.chunk  # as `DraftedPolicy` declares it
+        self.chunk: int | None = network.chunk
 
     @property
     def decoder(self) -> nn.Module:

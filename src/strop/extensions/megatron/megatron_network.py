@@ -25,6 +25,7 @@ from strop.extensions.megatron.vocab_parallel import VocabParallelHead, vocab_pa
 from strop.learner.parallel.micro_batch import MicroBatch, MicroBatchOutputs, OutputsT, detach_to_cpu
 from strop.learner.torch.top_tokens import TopTokens, find_top_tokens
 from strop.models.logprobs.lm_head import make_lm_head
+from strop.models.logprobs.logit_tiles import ROWS
 from strop.models.routing.recorded_experts import ReplayedRoutes, RoutedLayers
 from strop.models.value_network import apply_score_layer
 from strop.sampling import KEPT_TOKENS, Sampling
@@ -42,10 +43,10 @@ class MegatronNetwork:
         hf_config: Any,
         layout: MegatronLayout,
         *,
-        chunk: int | None = 1024,
+        chunk: int | None = None,
         adapters: StageAdapters | None = None,
     ) -> None:
-        """``chunk``: at most this many rows of float32 logits exist at a time; None is all. ``adapters``: what is trained, if not all."""
+        """``chunk``: at most this many rows of float32 logits exist at a time; None is 1,024. ``adapters``: what is trained, if not all."""
         self.stages = list(stages)
         self.chunks: list[Any] = list(
             stages
@@ -53,7 +54,7 @@ class MegatronNetwork:
         self.hf_config = hf_config
         self.layout = layout
         self.adapters = adapters
-        self.chunk = chunk or 1 << 40
+        self.chunk = chunk or ROWS
         fp8: Any = stages[0].config.fp8
         self.sharding = RowSharding(layout, 1 if not fp8 else get_fp8_align_size(stages[0].config.fp8_recipe))
         self.device = layout.device

@@ -38,7 +38,6 @@ from strop.learner.torch.teacher import shared_vocabulary_size
 from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
 from strop.models.loading import ModelNotFound, load_tokenizer
 from strop.models.local_files import ModelShape
-from strop.models.logprobs.logit_tiles import ROWS
 from strop.problems import raise_problems
 from strop.runs.cluster.torch_rank_builders import keeps_reference, load_rank_teachers
 from strop.runs.models import PRECISIONS, check_same_vocabulary, make_each_learner
@@ -151,7 +150,7 @@ class NetworkLoader:
             adapters = None
             if config.peft.enabled and adapter_seed is not None:
                 adapters = StageAdapters(stages, files.config, config.peft, base=files.name, seed=adapter_seed, key=f"{key}.peft")
-        return MegatronNetwork(stages, files.config, layout, chunk=chunk or ROWS, adapters=adapters)
+        return MegatronNetwork(stages, files.config, layout, chunk=chunk, adapters=adapters)
 
 
 @dataclass(frozen=True)

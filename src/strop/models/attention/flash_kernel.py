@@ -201,7 +201,7 @@ class VarlenFlashKernel:
         self, rows: Gradients, output: Tensor, lse: Tensor, grad: Tensor, levels: Levels, spec: AttentionSpec, *, final: bool
     ) -> Gradients:
         made, totals = self._calls(levels, grad.device), lse.t()
-        grads: Gradients | None = None
+        grads: Sequence[Tensor] = ()
         for call in made.calls:
             places = (call.rows, call.columns, call.columns)
             parts = aten._flash_attention_backward(
@@ -217,14 +217,14 @@ class VarlenFlashKernel:
                 *made.no_dropout,
                 scale=spec.scale,
             )
-            if grads is None and all(_is_whole(place, row) for place, row in zip(places, rows, strict=True)):
+            if not grads and all(_is_whole(place, row) for place, row in zip(places, rows, strict=True)):
                 grads = tuple(part if made.rounds_once(final) else at_least_float32(part) for part in parts)
                 continue
             grads = grads or tuple(at_least_float32(torch.zeros_like(row)) for row in rows)
             for whole, part, place in zip(grads, parts, places, strict=True):
                 _add_rows(whole, part, place)
-        assert grads is not None, "attention without keys"
-        return grads
+        assert grads, "attention without keys"
+        return grads[0], grads[1], grads[2]
 
     def _calls(self, levels: Levels, device: torch.device) -> _VarlenCalls:
         if id(levels) not in self._made:

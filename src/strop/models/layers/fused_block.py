@@ -99,6 +99,9 @@ def _norm_gradients(tape: Any, grad: Tensor) -> tuple[Any, Tensor | None]:
     return of_rows, of_weight
 
 
+_products_backward: Any = JoinedLinear.backward  # the gradient of the input is always asked for
+
+
 class _Before(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -130,7 +133,7 @@ class _Before(torch.autograd.Function):
         for place, tape in enumerate(head_norms):
             arriving[place], own = _norm_gradients(tape, arriving[place])
             of_norms.append(own)
-        rows, _, _, *of_weights = JoinedLinear.backward(product, *(grad.flatten(1) for grad in arriving))
+        rows, _, _, *of_weights = _products_backward(product, *(grad.flatten(1) for grad in arriving))
         of_x, of_norm = _norm_gradients(norm, rows)
         of_x = None if of_x is None else of_x.view(ctx.shape)
         return of_x, None, None, None, of_norm, None, *of_norms, *of_weights
@@ -157,18 +160,19 @@ class _After(torch.autograd.Function):
         _save(ctx, *tapes, normed, activated)
         ctx.dtype, ctx.activation = part.dtype, part.activation
         ctx.attended = (attended.shape, attended.dtype)
-        return (hidden + down).view(x.shape)
+        output: Tensor = hidden + down
+        return output.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         projection, gates, downs, normed, activated = _restore(ctx)
         arriving = grad.reshape(-1, grad.shape[-1])
-        inner, _, _, *of_down = JoinedLinear.backward(downs, arriving.to(ctx.dtype))
+        inner, _, _, *of_down = _products_backward(downs, arriving.to(ctx.dtype))
         gate, up = run_segment(gated_gradients, ctx.activation, inner, *activated.saved_tensors)
-        rows, _, _, *of_gates = JoinedLinear.backward(gates, gate, up)
+        rows, _, _, *of_gates = _products_backward(gates, gate, up)
         constants = (normed.constants, *normed.needs_input_grad, ctx.dtype)
         of_hidden, of_norm, arriving = run_segment(norm_gradients_and_sum, constants, rows, *normed.saved_tensors, arriving)
-        of_rows, _, _, *of_projection = JoinedLinear.backward(projection, arriving)
+        of_rows, _, _, *of_projection = _products_backward(projection, arriving)
         shape, dtype = ctx.attended
         weights = (*of_projection, *of_gates, *of_down)
         return of_hidden.view(grad.shape), of_rows.view(shape).to(dtype), None, of_norm, *weights

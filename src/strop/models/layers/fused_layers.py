@@ -263,7 +263,8 @@ def _is_block(layer: Any, x: Tensor, dtype: torch.dtype) -> bool:
     )
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-    parts = (*((norm, _norm_forward) for norm in norms), (attention, _attention_forward), (mlp, _mlp_forward))
+    parts: list[tuple[Any, Callable[..., Any]]] = [(norm, _norm_forward) for norm in norms]
+    parts += [(attention, _attention_forward), (mlp, _mlp_forward)]
     return (
         x.dtype != torch.float64
         and torch.promote_types(x.dtype, dtype) == x.dtype

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+from strop.endings import Ending
 from strop.extensions.code.sandbox import remote_sandbox
 from strop.extensions.code.sandbox.base import ExitReason, Limits, Program, RunResult, SandboxError
 from strop.extensions.code.sandbox.remote_sandbox import RemoteSandbox
@@ -114,7 +115,7 @@ def test_a_dead_service_is_skipped_and_a_session_in_it_begins_anew(service: Serv
         dying.process.wait()
         found = await asyncio.gather(one.run("x"), two.run("x"), return_exceptions=True)
         (kept,), (lost,) = ([each for each in found if isinstance(each, kind)] for kind in (RunResult, SandboxError))
-        assert kept.stdout == "1\n" and str(lost) == remote_sandbox.LOST
+        assert kept.stdout == "1\n" and str(lost) == remote_sandbox.LOST and lost.ending == Ending.SANDBOX
         again = await asyncio.gather(one.run("2"), two.run("2"))
         assert [result.stdout for result in again] == ["2\n", "2\n"]
         assert all(result.succeeded for result in await asyncio.gather(*(sandbox.run(Program(source="")) for _ in range(6))))
@@ -135,7 +136,11 @@ def test_no_service_at_all_is_told_once_and_an_error_after_a_while(
         return await asyncio.gather(*(sandbox.run(Program(source="")) for _ in range(4)), return_exceptions=True)
 
     for error in asyncio.run(work()):
-        assert isinstance(error, SandboxError) and "no service of sandbox.url has answered for 0.5 s" in str(error)
+        assert (
+            isinstance(error, SandboxError)
+            and "no service of sandbox.url has answered for 0.5 s" in str(error)
+            and error.ending == Ending.SANDBOX
+        )
     (told,) = caplog.messages
     assert "programs wait. The last: http://127.0.0.1:9: ConnectionRefusedError" in told
 

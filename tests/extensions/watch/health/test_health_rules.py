@@ -25,6 +25,8 @@ SOUND = {
     "train/entropy": 0.8,
     "train/kl_penalty": 0.01,
     "train/truncated": 0.1,
+    "train/failures/aborted": 0.3,
+    "train/failures/sandbox": 0.02,
 }
 CONSTANT = {
     "train/reward": 0.0,

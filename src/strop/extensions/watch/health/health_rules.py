@@ -69,8 +69,9 @@ def skips_all_steps(step_metrics: StepMetrics) -> bool:
 
 
 def sum_failures(step_metrics: StepMetrics, who: Who) -> float:
-    """Return the share of the rollouts that failed, of those failures that ``who`` can cause."""
-    return sum(step_metrics.get(f"train/failures/{ending}", 0.0) for ending in Ending if ending.who == who)
+    """Return the share of the rollouts that failed, of those failures that ``who`` can cause. Cancelled ones did not fail."""
+    endings = [ending for ending in Ending if ending.who == who and ending != Ending.ABORTED]
+    return sum(step_metrics.get(f"train/failures/{ending}", 0.0) for ending in endings)
 
 
 def has_many_metrics(step_metrics: StepMetrics) -> bool:

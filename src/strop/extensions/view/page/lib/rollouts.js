@@ -19,6 +19,7 @@ export const ENDINGS = {
   tool_server: "a server of tools failed",
   grader: "the process that scores failed",
   provider_limit: "the limit of a provider",
+  aborted: "its group could no longer be trained on",
   service: "another service failed",
 };
 
