@@ -31,7 +31,7 @@ from strop.learner.client import InlineCaller, ThreadCaller
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.rollouts.order import DropTooOld, Fifo, Windowed
 from strop.rollouts.stream import StreamState
-from strop.runs import rollout_run, train
+from strop.runs import open_run, rollout_run
 from strop.runs.backend import LocalBackend
 from strop.runs.dry_run.examine import find_single_turns
 from strop.runs.engines import offloads_learner
@@ -86,7 +86,7 @@ def test_the_loop_is_set_as_the_configuration_says():
 
 
 async def opened(config: GrpoRunConfig, tracker: Any) -> None:
-    async with train.open_run(config, make_rollout_algorithm(config), tracker):
+    async with open_run.open_run(config, make_rollout_algorithm(config), tracker):
         pass
 
 
@@ -94,7 +94,7 @@ def test_options_of_an_environment_are_checked_before_a_model_is_loaded(monkeypa
     async def load(*_: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(train, "make_backend", load)
+    monkeypatch.setattr(open_run, "make_backend", load)
     tracker = SimpleNamespace(progress=lambda _: None, note=lambda _: None)
     for option in ("{max_operandd: 3}", "{max_operand: many}"):
         wrong = config(f"env.arithmetic={option}")
