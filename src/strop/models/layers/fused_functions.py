@@ -133,12 +133,12 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, spec: RmsNormSpec, dtype: torch.dtype) -> Tensor:
     """[..., H] and [H] -> [..., H] in ``dtype``. Computed in float32, or in float64 for an input of that dtype."""
-    apply: Any = RmsNorm.apply
+    apply: Any = _RmsNorm.apply
     result: Tensor = apply(x, weight, spec, dtype)
     return result
 
 
-class RmsNorm(torch.autograd.Function):
+class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, spec: RmsNormSpec, dtype: torch.dtype) -> Tensor:
         normed, scale = normalize((spec, dtype), x, weight)
