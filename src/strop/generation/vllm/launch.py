@@ -16,11 +16,9 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -29,55 +27,7 @@ from strop.weight_sync.transports.connection import is_process_alive
 
 log = logging.getLogger(__name__)
 
-MODULES = [
-    "strop.models.import_hooks",
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.layers.quantization.online.base",
-    "vllm.model_executor.models.llama",
-    "strop.weight_sync.fingerprints",
-    "torch._inductor.compile_fx",
-]
-
-
-def ask_compiler() -> None:
-    """Let torch's compiler detect the machine. Does nothing without a compiler: code that compiles detects again, and reports
-    what is missing.
-    """
-    from torch._inductor.codecache import CacheBase, torch_key
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-
-    for ask in (pick_vec_isa, CacheBase.get_system, torch_key):
-        with suppress(Exception):
-            ask()
-
-
-def replace_kernels() -> None:
-    """Replace Triton's kernels by vLLM's own functions here rather than in each worker, because it searches through every module."""
-    try:
-        from vllm.platforms import current_platform
-
-        replaces = type(current_platform)
-        with warnings.catch_warnings(action="ignore"):  # warnings from the other modules it searches
-            replaces.register_triton_kernel_overrides()
-        replaces.register_triton_kernel_overrides = classmethod(lambda platform: None)
-    except (ImportError, AttributeError, ValueError) as error:
-        log.warning("This vLLM replaces Triton's kernels in each worker, which slows down its start: %s", error)
-
-
-gc.disable()  # otherwise it would repeatedly traverse a million permanent objects
-for name in MODULES:
-    with suppress(ImportError):  # code that needs it imports it again, and reports what is missing
-        import_module(name)
-ask_compiler()
-replace_kernels()
-gc.enable()
-gc.collect()
-gc.freeze()  # so that forks neither collect these objects nor copy their pages
-
-
-PRELOAD = ["strop.generation.vllm.launch"]
+PRELOAD = ["strop.generation.vllm.engine_preload"]
 DRIVER_PID_VARIABLE = "STROP_DRIVER"  # environment variable: pid of the process that started the engine
 DRIVER_POLL_SECONDS = 1.0  # between two checks of the driver
 SPIN_SECONDS = 0.05  # how long a waiting process of an engine keeps its core; vLLM's default is 1 s

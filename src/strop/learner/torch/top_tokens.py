@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from strop.models.logprobs.logit_tiles import ROWS
 from strop.models.network import Network
 from strop.sampling import Sampling, filtered_logits
 from strop.types import Batch
@@ -25,7 +26,7 @@ def compute_top_tokens(network: Network, batch: Batch, sampling: Sampling, count
     """Return the ``count`` most likely of the first ``vocabulary`` token ids; equal on all devices that share the batch's tokens."""
     head = network.head
     with network.autocast():
-        chunks = network.hidden(batch).split(network.chunk)  # one chunk of float32 logits at a time
+        chunks = network.hidden(batch).split(network.chunk or ROWS)  # one chunk of float32 logits at a time
         found = [find_top_tokens(head.compute_logits(rows), sampling, count, vocabulary) for rows in chunks]
     top = TopTokens(torch.cat([each.ids for each in found]), torch.cat([each.logprobs for each in found]))
     return network.token_sharding.gather_outputs(top, len(batch.target))
