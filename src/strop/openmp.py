@@ -1,4 +1,4 @@
-"""How long threads of OpenMP wait awake, in the processes that Strop starts, and work in threads beside them.
+"""How long threads of OpenMP wait awake, in the processes that Strop starts, and work in separate threads.
 
 Torch's operators and the compiled kernels meet at a barrier after every parallel loop. By default threads of libgomp spin there for
 300,000 rounds before they sleep. If another process takes the core of one of them (another terminal, container, service or job of
@@ -10,10 +10,8 @@ libgomp reads the variables once, when it is loaded: before that they have to be
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -33,6 +31,9 @@ async def call_in_thread(function: Callable[..., Result], *arguments: Any) -> Re
     A thread that stays would keep OpenMP threads of its own. libgomp then counts more threads than cores, and those of this thread sleep at
     each barrier.
     """
+    import asyncio  # here, since every command imports this module
+    from concurrent.futures import ThreadPoolExecutor
+
     pool = ThreadPoolExecutor(max_workers=1)
     called = asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
     pool.shutdown(wait=False)

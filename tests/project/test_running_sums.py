@@ -16,12 +16,11 @@ def test_no_running_sum_of_floats_is_left_that_torch_would_refuse() -> None:
         "model_runner",
         "paged_runner",
         "reference_store",
-        "draft_pass",
-        "exact_modules",
+        "draft_trainer",
+        "exact_passes",
         "referenced",
-        "turns",
     )
-    on_the_cpu = ("kl", "steps", "m2po", "optimal_token_baseline")  # columns of whole steps
+    on_the_cpu = ("kl", "turns", "token_objectives", "baselines")  # columns of whole steps
     files = [source / "sampling.py"]
     for folder in ("generation/torch", "learner", "models", "algorithms", "extensions/labs"):
         files += (source / folder).rglob("*.py")

@@ -61,7 +61,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "weight_sync/transports/broadcast.py": "asks for this machine's address, sends nothing",
     },
     "socket.create_server": {
-        "extensions/sglang/relayed_weights.py": "loopback",
         "extensions/view/view_routes.py": "strop view: loopback unless --host is given, a token unless --no-token",
         "weight_sync/transports/secret_store.py": "one address, a secret per sender",
         "distributed/base.py": "one address",

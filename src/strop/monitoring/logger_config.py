@@ -23,7 +23,7 @@ class TrackerSection(BaseConfig):
 
 
 class TrackerConfig(TrackerSection):
-    """The section of a tracker that is switched on by a key of its own."""
+    """The section of a tracker that is switched on by its key ``enabled``."""
 
     enabled: bool = Field(False, description="Log to it.")
 

@@ -1,4 +1,4 @@
-"""How models write calls of tools, a class per form, and the choice of the form by the chat template."""
+"""How models write tool calls, a class per form, and the choice of the form by the chat template."""
 
 from __future__ import annotations
 

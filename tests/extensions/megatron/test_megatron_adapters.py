@@ -24,6 +24,7 @@ from support.models import build
 from support.needs import needs_megatron
 from support.parity import Case, Differences, compare, make_batch, shorter, train
 from support.sweep import sweep
+from unit.models.test_lora_beside_experts import train as train_saved
 
 needs_megatron()
 pytestmark = pytest.mark.slow
@@ -192,7 +193,7 @@ def _down(name: str, layer: int = 0) -> str:
 
 
 def test_megatron_learners_write_the_same_names(tmp_path: Path) -> None:
-    model = train(tmp_path, "deepseek_v3")
+    model = train_saved(tmp_path, "deepseek_v3")
     layers = [layer.name for layer in lora_layers(model)]
     others = {f"model.layers.1.mlp.experts.{number}" for number in range(4)}
     made = make_peft_config(layers, others, base="base", model_type="deepseek_v3", dim=8, alpha=32, dropout=0.1)
