@@ -199,7 +199,7 @@ def test_a_run_whose_tracker_sends_nothing_says_how_to_send_it_later(
 def test_a_run_leaves_tensorboard_events_and_an_offline_run_of_weights_and_biases(
     tiny_model_folder: Path, tmp_path: Path
 ) -> None:
-    keys = {"logger.tensorboard_enabled": True, "logger.wandb_enabled": True, "grpo.max_num_steps": 2}
+    keys = {"logger.tensorboard_enabled": True, "logger.wandb_enabled": True, "grpo.max_num_steps": 2, "logger.console": "plain"}
     outcome = grpo(tiny_model_folder, tmp_path, before=Environ({"WANDB_MODE": "offline", "WANDB_SILENT": "true"}), **keys)
     text = outcome.out + outcome.err
     assert outcome.code == 0, text
