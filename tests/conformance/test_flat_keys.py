@@ -22,7 +22,7 @@ SECTIONS = ("grpo", "loss_fn", "ppo", "value_loss_fn", "distillation", "dpo", "r
 KINDS = ("grpo", "ppo", "distillation", "dpo", "rm")
 NOT_OF_A_LOSS = (  # keys of these sections that are about the run
     "val_", "stop_at_", "max_", "num_", "async_", "seed", "reward_scaling", "update_epochs", "ppo_epochs", "topk_logits_k",
-    "precompute_reference", "dynamic_sampling_max_gen_batches",
+    "precompute_reference", "dynamic_sampling_max_gen_batches", "failures.",
 )  # fmt: skip
 
 

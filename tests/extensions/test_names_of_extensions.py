@@ -48,9 +48,10 @@ def test_what_cannot_be_made_is_an_error_that_helps(name: str, options: dict[str
         make_environment(name, options)
 
 
-@pytest.mark.parametrize("name", ["code", "nemo_gym"])
+@pytest.mark.parametrize("name", ["code", "ifeval", "nemo_gym"])
 def test_an_environment_that_needs_the_number_of_rows_refuses_a_stream(name: str, tmp_path: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "f"}], "problem": "f", "answer": "", "tests": ["assert f() == 1"]}
+    row |= {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps({**row, 'responses_create_params': {'input': 'f'}})}\n" * 3)
     source = DataSource(dataset_name=str(tmp_path / "rows.jsonl"), streaming=True)
     options = {"servers": {"one": {"url": "http://127.0.0.1:1"}}} if name == "nemo_gym" else {}

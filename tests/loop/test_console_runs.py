@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from loop.kinds import train_to_end
 from loop.runs import grpo, metrics_of
-from strop.extensions.trackers.aliases import TRL, VERL
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_says_what_it_does_and_logs_what_other_libraries_call_its_metrics(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_says_what_it_does_and_logs_how_far_it_is(tiny: Path, tmp_path: Path) -> None:
     changes = {
         "logger.console": "plain",
         "grpo.max_num_steps": 2,
@@ -37,14 +34,6 @@ def test_a_run_says_what_it_does_and_logs_what_other_libraries_call_its_metrics(
     ):
         assert any(line.startswith(said) for line in lines), said
     assert run_unread("doctor", str(tmp_path / "logs")) == 141
-    for name in ("ppo", "dpo"):
-        train_to_end(name, tiny, tmp_path / name, **{f"{name}.max_num_steps": 1})
-    folders = (tmp_path, tmp_path / "ppo", tmp_path / "dpo")
-    names = {name for folder in folders for line in metrics_of(folder / "logs").values() for name in line}
-    pattern = {name: re.escape(name).replace(r"\{name\}", "[^/]+") for name in {*TRL, *VERL}}
-    assert not [name for name in pattern if not any(re.fullmatch(pattern[name], logged) for logged in names)], (
-        "aliases of nothing"
-    )
 
 
 def run_unread(*command: str) -> int:

@@ -334,6 +334,12 @@ def test_types_and_algorithms_load_without_the_rest() -> None:
     assert _loaded_after(statement, "transformers", "pydantic", "datasets", "rich") == []
 
 
+@pytest.mark.slow
+def test_runs_load_without_the_engines_and_clusters_that_they_do_not_use() -> None:
+    statement = "import strop.runs.train, strop.runs.evaluate, strop.cli"
+    assert _loaded_after(statement, "vllm", "ray", "sglang", "megatron") == []
+
+
 def _run_python(*arguments: str) -> tuple[int, float]:
     """Return the exit code, and the seconds of a processor that it took: those that others had do not count."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # the first one compiles Strop, as an installation does

@@ -14,12 +14,14 @@ from strop.config import ConfigError, EvalRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.config.source.yaml_source import read_config_file
 from strop.data.data_config import DataEntryConfig
+from support.micro_batches import assert_micro_batch_is_named
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
 TRAINING = sorted(path for path in CONFIGS.glob("*.yaml") if not path.stem.endswith("_megatron"))  # those are of an extension
 ARITHMETIC = sorted((CONFIGS / "arithmetic").glob("*.yaml"))
 DRAWN = sorted((CONFIGS / "drawn_images").glob("*.yaml"))
+EVERY_TRAINING = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "evals")
 EVALUATION = sorted((CONFIGS / "evals").glob("*.yaml"))
 
 
@@ -50,6 +52,11 @@ def test_a_training_example_loads(path: Path) -> None:
 def test_an_example_on_drawn_images_loads_without_a_warning(path: Path) -> None:
     loaded = load_config(path, root=TRAINING_RUNS[section_of(path)])
     assert loaded.warnings == () and path.stem == section_of(path)
+
+
+@pytest.mark.parametrize("path", EVERY_TRAINING, ids=lambda path: str(path.relative_to(CONFIGS)))
+def test_every_example_names_its_micro_batch_on_a_gpu_and_why(path: Path) -> None:
+    assert_micro_batch_is_named(load_config(path, root=TRAINING_RUNS[section_of(path)], check=False).config)
 
 
 @pytest.mark.parametrize("path", EVALUATION, ids=lambda path: path.stem)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import strop
 from strop.extensions.comparison.evaluation_comparison import compare_evaluations
 from strop.statistics import NotComparable
 
@@ -55,3 +56,12 @@ def test_fewer_truncated_answers_are_better() -> None:
         task["samples"][0]["ending"] = "stop"
     found = compare_evaluations(a, b, metric="truncated")
     assert found.better == "b" and found.verdict.startswith("B is better in truncated: -100.0 points") and len(found.won) == 3
+
+
+def test_evaluations_are_compared_in_memory() -> None:
+    def make(right: int) -> strop.Evaluation:
+        tasks = [make_task([float(index < right)], task=str(index)) for index in range(20)]
+        return strop.Evaluation({}, [], tasks=tasks)
+
+    found = strop.compare(make(5), make(15))
+    assert found.better == "b" and found.total.difference == 0.5 and found.verdict.startswith("B is better: +50.0 points")

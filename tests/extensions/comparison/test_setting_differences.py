@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from strop import cli
+from strop.checkpointing.saved_model import SavedModel
+from strop.config import GrpoRunConfig, load_config
 from strop.extensions.comparison.matched_tasks import list_setting_differences
+from strop.runs.jobs.evaluation_folder import identify_entries
+from strop.runs.jobs.evaluation_job import make_validation_job
+from support.saved_runs import save_run
 
 IDENTITY: dict[str, Any] = {
     "settings": {
@@ -77,3 +85,16 @@ def test_one_set_of_each_is_compared_whatever_its_name_and_several_are_named() -
     changed["sets"]["gpqa"]["temperature"] = 0.5
     assert [each.key for each in list_setting_differences(several, changed)] == ["gpqa: temperature"]
     assert not list_setting_differences(several, IDENTITY)
+
+
+def test_an_evaluation_of_a_run_differs_from_its_validation_in_nothing_but_what_is_asked_for(
+    tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    logs = save_run(tmp_path, tiny_model_folder).relative_to(tmp_path)
+    config = load_config(logs / "config.yaml", root=GrpoRunConfig).config
+    validation = identify_entries(make_validation_job(config, SavedModel(str(logs)))).to_json()
+    for asked, said in (([], []), (["generation.temperature=0.5"], ["temperature: 1.0 in A, 0.5 in B"])):
+        assert cli.main(["eval", "--json", str(logs), *asked]) == 0
+        found = json.loads(Path(json.loads(capsys.readouterr().out)["stored_in"]).read_text())["identity"]
+        assert [str(each) for each in list_setting_differences(validation, found)] == said

@@ -217,3 +217,15 @@ def test_values_and_scales_are_sent_only_to_engines_with_layers_for_them() -> No
     for given in (["vllm_cfg.precision=fp8"], ["quantization.format=fp8_block", "quantization.emulate=true"]):
         with pytest.raises(ConfigError, match=r"send_quantized.*no engine of this run accepts values and scales"):
             load_config(None, [*BASE, *changes, *(f"{KEY}.{each}" for each in given)], root=GrpoRunConfig)
+
+
+def test_a_way_of_loading_weights_that_is_gone_is_refused_with_what_to_do_instead() -> None:
+    key = "policy.generation.sglang_cfg.weight_loading"
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*RUN, f"{key}=7"], root=GrpoRunConfig)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.message) == (key, "found 7, and this key is gone")
+    assert problem.fix == "Remove it: the processes that hold the model always receive the weights themselves."
+    unset = load_config(None, [*RUN, f"{key}=direct"], root=GrpoRunConfig).config
+    assert unset == load_config(None, RUN, root=GrpoRunConfig).config
+    load_config(None, [*RUN, f"{key}=7"], root=GrpoRunConfig, check=False)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
+from loop.kinds import train_to_end
+from loop.runs import grpo, metrics_of
 from strop.extensions.trackers.aliases import TRL, VERL, add_aliases
 
 PAGE = Path(__file__).parents[3] / "docs" / "tracking.md"
@@ -25,3 +29,17 @@ def test_the_page_lists_the_same_names() -> None:
     rows = re.findall(r"^\| `([^`]+)` \| (.*?) \| (.*?) \|$", PAGE.read_text(encoding="utf-8"), re.M)
     listed = {name: (trl.strip("`"), verl.strip("`")) for name, trl, verl in rows if name in {*TRL, *VERL}}
     assert listed == {name: (TRL.get(name, ""), VERL.get(name, "")) for name in {*TRL, *VERL}}
+
+
+@pytest.mark.slow
+def test_every_metric_with_an_alias_is_logged_by_a_run(tiny: Path, tmp_path: Path) -> None:
+    changes = {"grpo.max_num_steps": 2, "loss_fn.reference_policy_kl_penalty": 0.01}
+    assert (outcome := grpo(tiny, tmp_path, **changes)).code == 0, outcome.err
+    for name in ("ppo", "dpo"):
+        train_to_end(name, tiny, tmp_path / name, **{f"{name}.max_num_steps": 1})
+    folders = (tmp_path, tmp_path / "ppo", tmp_path / "dpo")
+    names = {name for folder in folders for line in metrics_of(folder / "logs").values() for name in line}
+    pattern = {name: re.escape(name).replace(r"\{name\}", "[^/]+") for name in {*TRL, *VERL}}
+    assert not [name for name in pattern if not any(re.fullmatch(pattern[name], logged) for logged in names)], (
+        "aliases of nothing"
+    )

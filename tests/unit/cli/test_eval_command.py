@@ -56,6 +56,9 @@ def test_a_run_is_evaluated_on_what_it_validates_on_without_any_key(logs: Path, 
     assert f"every sample is in {stored}" in out and len(json.loads(stored.read_text())["tasks"]) == 6
 
 
+OF_THE_MODEL = {"model", "model files", "step", "tokenizer"}  # of a checkpoint and of its run
+
+
 def changed_settings(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
     assert {**one, "settings": None} == {**other, "settings": None}
     return {name for name in one["settings"] | other["settings"] if one["settings"].get(name) != other["settings"].get(name)}
@@ -68,10 +71,13 @@ def test_an_evaluation_of_a_run_is_sampled_and_scored_as_its_validation_says(
     assert isinstance(config, RolloutRunConfig)
     validation = identify_entries(make_validation_job(config, SavedModel(str(logs)))).to_json()
     found = json.loads(Path(evaluate(capsys, str(logs))["stored_in"]).read_text())["identity"]
-    assert changed_settings(validation, found) == {"step"} and found["settings"]["step"] == 4
+    assert changed_settings(validation, found) == OF_THE_MODEL and found["settings"]["step"] == 4
+    tokenizers = [each["settings"]["tokenizer"] for each in (validation, found)]
+    assert tokenizers[1] == {**tokenizers[0], "name": found["settings"]["model"]}, "the one that is saved with the model"
     assert validation["settings"]["model files"] == [], "they change from step to step"
     other = json.loads(Path(evaluate(capsys, str(logs), "generation.temperature=0.5")["stored_in"]).read_text())["identity"]
-    assert changed_settings(validation, other) == {"step", "temperature"} and other["settings"]["temperature"] == 0.5
+    found["sets"]["arithmetic"]["temperature"] = 0.5
+    assert other == found
 
 
 @pytest.mark.parametrize("layout", ["shards", "adapters"])

@@ -9,42 +9,26 @@ import pytest
 
 from strop.config import load_config
 from strop.config.load.gpu_budgets import describe_micro_batches, with_gpu_budgets
-from strop.config.schema.run_config import TRAINING_RUNS, list_trained_models
-from strop.data.packing_config import CPU_TOKENS, GPU_TOKENS, LARGEST_TOKENS
+from strop.config.schema.run_config import TRAINING_RUNS
+from strop.data.packing_config import CPU_TOKENS, GPU_TOKENS
+from support.micro_batches import assert_micro_batch_is_named
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
-EXAMPLES = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "evals")
+EXAMPLES = {"quickstart": "grpo", "grpo_math_1B": "grpo", "ppo_math_1B": "ppo", "sft": "sft", "distillation_math": "distillation"}
 ARITHMETIC = ("policy.model_name=m", "env.arithmetic={}", "data.train.env_name=arithmetic")
 PACKING = "policy.sequence_packing"
 
 
-def load(*words: str, path: Path | None = None, **options: Any) -> Any:
-    overrides = [*words] if path else [*ARITHMETIC, "grpo.val_period=0", "checkpointing.metric_name=null", *words]
-    section = "grpo" if path is None else next(name for name in TRAINING_RUNS if f"\n{name}:" in "\n" + _texts(path))
-    return load_config(path, overrides, root=TRAINING_RUNS[section], **options).config
+def load(*words: str, **options: Any) -> Any:
+    overrides = [*ARITHMETIC, "grpo.val_period=0", "checkpointing.metric_name=null", *words]
+    return load_config(None, overrides, root=TRAINING_RUNS["grpo"], **options).config
 
 
-def _texts(path: Path) -> str:
-    """The text of an example, after those that it builds on."""
-    text = path.read_text()
-    base = next((line.split(":")[1].split("#")[0].strip() for line in text.splitlines() if line.startswith("defaults:")), None)
-    return (_texts(path.parent / base) if base else "") + "\n" + text
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(CONFIGS)))
-def test_every_example_names_its_micro_batch_on_a_gpu_and_why(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load(path=path, check=False)
-    said = describe_micro_batches(config, on_gpu=True)
-    assert any(reason in said for reason in ("(default on a GPU)", "policy.train_micro_batch_size = ", ".train_mb_tokens"))
-    if "default on a GPU" not in said:
-        return
-    assert said.removesuffix(" (default on a GPU)") in describe_micro_batches(config, on_gpu=False)
-    for _, model in list_trained_models(with_gpu_budgets(config)):
-        longest = model.max_total_sequence_length
-        assert model.train_tokens == "auto" or model.train_tokens >= max(GPU_TOKENS, longest)
-        assert model.score_tokens >= max(GPU_TOKENS, longest)
-    measured = with_gpu_budgets(config).policy.train_tokens == "auto"
-    assert f"at most {max(LARGEST_TOKENS if measured else GPU_TOKENS, config.policy.max_total_sequence_length)}" in said
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_names_its_micro_batch_on_a_gpu_and_why(name: str) -> None:
+    """Those with keys of extensions too in tests/project/test_example_configs.py."""
+    config = load_config(CONFIGS / f"{name}.yaml", root=TRAINING_RUNS[EXAMPLES[name]], check=False).config
+    assert_micro_batch_is_named(config)
 
 
 def test_a_budget_that_is_set_is_that_of_every_device() -> None:

@@ -104,7 +104,7 @@ def test_names_are_compared_word_by_word(name: str, other: str, close: bool) -> 
 
 
 def key_of(removed: RemovedKey) -> str:
-    return removed.pattern.replace("*.async_*", "grpo.async_grpo").replace("*.", "policy.generation.sglang_cfg.")
+    return removed.pattern.replace("*.async_*", "grpo.async_grpo").replace("*.", "policy.generation.vllm_cfg.")
 
 
 @pytest.mark.parametrize("removed", REMOVED_KEYS, ids=lambda removed: removed.pattern)

@@ -17,9 +17,7 @@ from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.data.sources.streamed import Streamed
-from strop.environments.base import Environment
 from strop.environments.math import MathEnvironment
-from strop.environments.registry import make_environment
 from strop.environments.remote import EnvironmentDescription, connect
 from support.environment_servers import EnvironmentServerThread
 
@@ -192,28 +190,12 @@ def test_iterating_over_a_stream_ends_with_its_epoch(tmp_path: Path) -> None:
     assert rows.state()["reached"] == 0, "a run that goes on has not come further"
 
 
-PROBLEM = {
-    "prompt": [{"role": "user", "content": "Write f."}],
-    "problem": "Write f.",
-    "answer": "",
-    "instruction_id_list": ["punctuation:no_comma"],
-    "kwargs": [{}],
-}
-
-
-@pytest.mark.parametrize("name", ["ifeval", "remote"])
-def test_an_environment_that_needs_the_number_of_rows_refuses_a_stream(name: str, tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "rows.jsonl", [PROBLEM] * 3)
+def test_an_environment_that_needs_the_number_of_rows_refuses_a_stream(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [{"problem": "Write f.", "answer": ""}] * 3)
     source = DataSource(dataset_name=str(tmp_path / "rows.jsonl"), streaming=True)
+    served = EnvironmentServerThread(EnvironmentDescription(alias="mine", name="math", sources=(source,)))
     with pytest.raises(DataError, match=r"is streamed, .* its number of rows, which is needed here, is unknown"):
-        make_unstreamable(name, source).tasks(source)
-
-
-def make_unstreamable(name: str, source: DataSource) -> Environment[Any]:
-    if name == "remote":
-        served = EnvironmentServerThread(EnvironmentDescription(alias="mine", name="math", sources=(source,)))
-        return connect(served.description, [served.transport])
-    return make_environment(name, {})
+        connect(served.description, [served.transport]).tasks(source)
 
 
 RECORDED: Mapping[str, Callable[[int], Mapping[str, Any]]] = {

@@ -77,7 +77,7 @@ def test_a_data_file_in_another_encoding_is_called_that(suffix: str, tmp_path: P
 def test_every_path_of_a_configuration_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     keys = [
-        *("checkpointing.checkpoint_dir", "logger.log_dir", "logger.wandb.dir", "policy.model_name", "policy.tokenizer.name"),
+        *("checkpointing.checkpoint_dir", "logger.log_dir", "policy.model_name", "policy.tokenizer.name"),
         *("data.train.dataset_name", "data.train.prompt_file", "data.train.system_prompt_file", "data.train.media_data_dir"),
         *("policy.generation.weight_sync.folder", "env.mine.reward", "env.mine.type"),
     ]
