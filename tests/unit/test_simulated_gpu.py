@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from support.simulated_device import find_obstacle
+from support.simulated_device import find_obstacle, refuse_replaced_functions
 from support.simulated_device.in_process import ROOT, run_tests
 from support.simulated_device.not_simulated import REASONS
 
@@ -44,3 +45,11 @@ def test_the_list_of_what_cannot_be_simulated_names_tests_that_exist() -> None:
         file, _, test = key.partition("::")
         assert file in FILES, key
         assert re.search(rf"^def {test.partition('[')[0]}", (ROOT / "tests/gpu" / file).read_text(), re.M), key
+
+
+def test_it_is_refused_where_a_library_has_replaced_what_it_is_told_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM does, once a module that imports its worker for a CPU is imported by what all forks share."""
+    refuse_replaced_functions()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    with pytest.raises(RuntimeError, match=f"torch.Tensor.pin_memory was replaced by {__name__}"):
+        refuse_replaced_functions()

@@ -62,6 +62,7 @@ def install() -> Any:
     from support.simulated_device.flash_attention import register_flash_attention
     from support.simulated_device.module import make_module
 
+    refuse_replaced_functions()
     native = load()
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", make_module(native))
@@ -69,6 +70,18 @@ def install() -> Any:
     native.register_hooks()
     register_flash_attention(native)
     return native
+
+
+def refuse_replaced_functions() -> None:
+    """Once imported, vLLM's worker for a CPU has torch neither pin memory nor wait: copies would stay NaN, and nothing say why."""
+    functions = {
+        "torch.Tensor.pin_memory": torch.Tensor.pin_memory,
+        "torch.accelerator.synchronize": torch.accelerator.synchronize,
+    }
+    for name, function in functions.items():
+        module = getattr(function, "__module__", None) or "torch"  # a method of torch's own has none
+        if not module.startswith("torch"):
+            raise RuntimeError(f"{name} was replaced by {module}, which this process should not have imported")
 
 
 @contextmanager

@@ -63,8 +63,8 @@ def compare(network: Network, bound: float) -> CompiledLayers:
     return compiled
 
 
-@pytest.mark.slow
-def test_traced_layers_compute_what_the_modules_compute_for_rows_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are traced, divided and run as they are compiled, by torch's own operators."""
     compile_with = torch.compile
 
@@ -72,7 +72,35 @@ def test_traced_layers_compute_what_the_modules_compute_for_rows_of_any_length(m
         return compile_with(function, dynamic=dynamic, backend="eager")
 
     monkeypatch.setattr(torch, "compile", trace)
+
+
+@pytest.mark.slow
+def test_traced_layers_compute_what_the_modules_compute_for_rows_of_any_length(traced: None) -> None:
     compare(Network(build("llama", layers=1), packed=True), 2e-5)
+
+
+def check_replacement(family: str) -> None:
+    """What an engine or a user replaces is seen, in a layer that is compiled as it is and in a fused one. Its passes compile nothing."""
+    network = Network(build(family, layers=1), packed=True)
+    compiled = compare(network, 2e-5)
+    parts, before = compiled.compiled, run(network, compiled=True)
+    mlp = network.decoder.layers[0].mlp  # type: ignore[union-attr, index]
+    up = mlp.up_proj.forward  # type: ignore[union-attr]
+    mlp.up_proj.forward = lambda x: up(x) + 1  # type: ignore[union-attr, operator]
+    plain = run(network, compiled=False)
+    assert compiled.compiled == parts
+    found = run(network, compiled=True)
+    torch.testing.assert_close(found[0], plain[0], rtol=0, atol=2e-5)
+    assert largest_difference(found[1], plain[1]) < 2e-5
+    assert float((found[0] - before[0]).abs().max()) > 1e-2 and largest_difference(found[1], before[1]) > 1e-2
+    del mlp.up_proj.forward  # type: ignore[union-attr]
+    assert torch.equal(run(network, compiled=True)[0], before[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_traced_layers_see_what_an_engine_replaces_and_its_passes_do_not_compile(family: str, traced: None) -> None:
+    check_replacement(family)
 
 
 @needs_compiler
@@ -89,14 +117,7 @@ def test_compiled_layers_compute_what_the_modules_compute_for_rows_of_any_length
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_compiled_layers_see_what_an_engine_replaces_and_its_passes_do_not_compile() -> None:
-    network = Network(build("llama"), packed=True)
-    compiled = compare(network, 2e-5)
-    parts = compiled.compiled
-    network.decoder.layers[1].mlp.up_proj.forward = lambda x: x.new_zeros(*x.shape[:-1], 48)  # type: ignore[union-attr, index]
-    plain = run(network, compiled=False)
-    assert compiled.compiled == parts  # an engine's passes do not compile
-    found = run(network, compiled=True)  # what an engine replaces is seen
-    torch.testing.assert_close(found[0], plain[0], rtol=0, atol=2e-5)
+    check_replacement("llama")
 
 
 @needs_compiler

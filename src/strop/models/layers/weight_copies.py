@@ -91,26 +91,48 @@ class JoinedWeights:
 
 
 class WeightCopies:
-    """Converts the weights of a model's linear layers for their products, and keeps the copies until ``clear``."""
+    """Converts the weights of a model's linear layers for their products, and keeps the copies until ``clear``.
+
+    A copy is used again only while the layers' parameters are in the same memory and autograd has counted no change of them.
+    It does not count what a fused step of an optimizer, or ``parameter.data``, changes in place: ``clear`` before the next pass.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[int, LinearWeights] = {}
+        self._kept: dict[int, _Copy] = {}
 
     def clear(self) -> None:
-        """Drop the copies. Between two calls, the weights must not change."""
+        """Drop the copies."""
         self._kept.clear()
 
-    @torch.no_grad()
     def get(self, linears: Sequence[nn.Linear], dtype: torch.dtype, *, keep: bool) -> LinearWeights:
         """Return the weights of linear layers in ``dtype``, kept copies if there are any."""
         kept = self._kept.get(id(linears[0]))
-        if kept is None:
-            kept = _prepare(linears, dtype)
-            if keep:
-                self._kept[id(linears[0])] = kept
-        return kept
+        parameters = [tensor for linear in linears for tensor in (linear.weight, linear.bias) if tensor is not None]
+        if kept is not None and kept.dtype == dtype and kept.state == _state(parameters):
+            return kept.weights
+        weights = _prepare(linears, dtype)
+        if keep:
+            memory = [parameter.detach() for parameter in parameters]
+            self._kept[id(linears[0])] = _Copy(weights, dtype, _state(parameters), memory)
+        return weights
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Copy:
+    """Copies of weights, and what they were made of."""
+
+    weights: LinearWeights
+    dtype: torch.dtype
+    state: list[int]
+    memory: list[Tensor]  # of the parameters: while it is referred to, no other has its address
+
+
+def _state(parameters: list[Tensor]) -> list[int]:
+    state = [parameter.data_ptr() for parameter in parameters]
+    return state + [0 if parameter.is_inference() else parameter._version for parameter in parameters]
+
+
+@torch.no_grad()
 def _prepare(linears: Sequence[nn.Linear], dtype: torch.dtype) -> LinearWeights:
     weights = tuple(linear.weight.detach() for linear in linears)
     biases = tuple(None if linear.bias is None else linear.bias.detach() for linear in linears)
