@@ -30,6 +30,7 @@ StepMetrics = Mapping[str, float]
 
 LOW_ENTROPY = 0.01  # nats per token
 LARGE_KL = 1.0  # nats per token
+USUAL_FAILURES = "usual_failures"  # the share of failures in earlier steps, which the monitor adds to the metrics that rules see
 MOST_METRICS = 1000  # names of environments, in one step
 TROUBLESHOOTING = "docs/troubleshooting.md"
 
@@ -86,6 +87,20 @@ def sum_failures(step_metrics: StepMetrics, who: Who) -> float:
     """Return the share of the rollouts that failed, of those failures that ``who`` can cause. Cancelled ones did not fail."""
     endings = [ending for ending in Ending if ending.who == who and ending != Ending.ABORTED]
     return sum(step_metrics.get(f"train/failures/{ending}", 0.0) for ending in endings)
+
+
+def fails_often(step_metrics: StepMetrics) -> bool:
+    """Whether a share of failures is high, whatever it was before."""
+    return sum_failures(step_metrics, Who.INFRASTRUCTURE) > 0.1 or sum_failures(step_metrics, Who.POLICY) > 0.5
+
+
+def failures_rise(step_metrics: StepMetrics) -> bool:
+    """Whether more than 5 % of the rollouts failed, and more than three times as many as in earlier steps."""
+    return not fails_often(step_metrics) and share_of_failures(step_metrics) > max(0.05, 3 * step_metrics[USUAL_FAILURES])
+
+
+def share_of_failures(step_metrics: StepMetrics) -> float:
+    return sum(sum_failures(step_metrics, who) for who in Who)
 
 
 def has_many_metrics(step_metrics: StepMetrics) -> bool:
@@ -173,6 +188,13 @@ RULES = (
         condition=lambda step: sum_failures(step, Who.POLICY) > 0.5,
         message="more than half of the rollouts of {steps} steps crashed or ran out of time, which counts as the policy's failure "
         "(train/failures/crash, train/failures/time). If the agent or its machine is at fault, mend that, or raise its time limit",
+    ),
+    HealthRule(
+        name="failures_rise",
+        steps=3,
+        condition=failures_rise,
+        message="for {steps} steps more than three times as many rollouts failed as before, where {m[usual_failures]:.1%} did. "
+        "train/failures/ENDING has the causes, and strop view the tasks",
     ),
     HealthRule(
         name="many_metrics",
@@ -280,6 +302,7 @@ class HealthMonitor(RunListener):
     findings: list[HealthFinding] = field(default_factory=list)  # everything that was said
     streaks: dict[str, int] = field(default_factory=dict)  # for how many steps in a row each condition has held
     skipped: int = 0  # steps in a row without any optimizer step
+    usual_failures: float | None = None  # share of rollouts, averaged over about 20 steps
 
     @property
     def warnings(self) -> Sequence[str]:  # type: ignore[override]
@@ -314,7 +337,7 @@ class HealthMonitor(RunListener):
 
     def check(self, step_metrics: StepMetrics, tracker: Tracker) -> dict[str, float]:
         """Take in a step and say what has become wrong. Return ``health/NAME`` = 1 for every rule that holds."""
-        self._count(step_metrics)
+        step_metrics = self._count(step_metrics)
         holding = [rule for rule in self.rules if self.streaks[rule.name] >= rule.steps]
         for rule in holding:
             self._say(rule.describe(step_metrics, self.section), tracker)
@@ -331,10 +354,16 @@ class HealthMonitor(RunListener):
                 "a checkpoint before that, whose weights are sound"
             )
 
-    def _count(self, step_metrics: StepMetrics) -> None:
+    def _count(self, step_metrics: StepMetrics) -> StepMetrics:
+        """Count for how long conditions have held. Return the metrics that they are about."""
+        share = share_of_failures(step_metrics)
+        usual = share if self.usual_failures is None else self.usual_failures
+        self.usual_failures = usual + 0.05 * (share - usual)
+        step_metrics = {**step_metrics, USUAL_FAILURES: usual}
         for rule in self.rules:
             self.streaks[rule.name] = self.streaks.get(rule.name, 0) + 1 if rule.condition(step_metrics) else 0
         self.skipped = self.skipped + 1 if skips_all_steps(step_metrics) else 0
+        return step_metrics
 
     def _say(self, finding: HealthFinding, tracker: Tracker) -> None:
         if finding.name not in {said.name for said in self.findings}:

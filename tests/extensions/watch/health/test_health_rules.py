@@ -45,6 +45,7 @@ WRONG: dict[str, StepMetrics] = {
     "mostly_truncated": {"train/truncated": 0.9},
     "infrastructure_fails": {"train/failures/sandbox": 0.06, "train/failures/engine": 0.06, "train/failures/crash": 0.2},
     "policy_fails": {"train/failures/crash": 0.3, "train/failures/time": 0.3, "train/failures/sandbox": 0.05},
+    "failures_rise": {"train/failures/crash": 0.08, "train/failures/error": 0.04},
     "many_metrics": {f"train/environments/mine/task_{number}": 1.0 for number in range(1001)},
 }
 
@@ -78,6 +79,15 @@ def test_a_sound_step_in_between_starts_the_count_again(name: str) -> None:
     (steps,) = [rule.steps for rule in RULES if rule.name == name]
     logged, said = watch(*([wrong] * (steps - 1) + [SOUND]) * 3)
     assert not any(logged) and not said
+
+
+def test_failures_that_rise_are_told_from_failures_that_are_usual() -> None:
+    usual = {**SOUND, "train/failures/crash": 0.2}
+    logged, said = watch(*[usual] * 30, *[{**SOUND, "train/failures/crash": 0.3}] * 10)
+    assert not any(logged) and not said
+    logged, said = watch(*[SOUND] * 5, *[usual] * 60)
+    assert logged[7] == {"health/failures_rise": 1.0} and not any(logged[30:]) and len(said) == 1, "until it is usual"
+    assert "4.0% did" in said[0]
 
 
 def test_every_rule_has_a_section_in_the_troubleshooting_page_and_a_test() -> None:
