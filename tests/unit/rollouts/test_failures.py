@@ -52,7 +52,7 @@ class Faulty(Letters):
     def _visit(self, place: str, rollout: Rollout | None = None) -> None:
         fails = rollout is None or random.Random(rollout.seed).random() < self.part
         if place == self.place and fails:
-            raise self.error
+            raise self.error.with_traceback(None)  # which grows with each raise of one instance
 
     def prompt(self, task: Task) -> Messages:
         self._visit("prompt")
