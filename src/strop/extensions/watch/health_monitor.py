@@ -89,14 +89,21 @@ def sum_failures(step_metrics: StepMetrics, who: Who) -> float:
     return sum(step_metrics.get(f"train/failures/{ending}", 0.0) for ending in endings)
 
 
-def fails_often(step_metrics: StepMetrics) -> bool:
-    """Whether a share of failures is high, whatever it was before."""
-    return sum_failures(step_metrics, Who.INFRASTRUCTURE) > 0.1 or sum_failures(step_metrics, Who.POLICY) > 0.5
+def infrastructure_fails(step_metrics: StepMetrics) -> bool:
+    return sum_failures(step_metrics, Who.INFRASTRUCTURE) > 0.1
+
+
+def policy_fails(step_metrics: StepMetrics) -> bool:
+    return sum_failures(step_metrics, Who.POLICY) > 0.5
 
 
 def failures_rise(step_metrics: StepMetrics) -> bool:
-    """Whether more than 5 % of the rollouts failed, and more than three times as many as in earlier steps."""
-    return not fails_often(step_metrics) and share_of_failures(step_metrics) > max(0.05, 3 * step_metrics[USUAL_FAILURES])
+    """Whether more than 5 % of the rollouts failed, and more than three times as many as in earlier steps; a rate that is high in any case
+    has a rule of its kind.
+    """
+    if infrastructure_fails(step_metrics) or policy_fails(step_metrics):
+        return False
+    return share_of_failures(step_metrics) > max(0.05, 3 * step_metrics[USUAL_FAILURES])
 
 
 def share_of_failures(step_metrics: StepMetrics) -> float:
@@ -178,14 +185,14 @@ RULES = (
     HealthRule(
         name="infrastructure_fails",
         steps=3,
-        condition=lambda step: sum_failures(step, Who.INFRASTRUCTURE) > 0.1,
+        condition=infrastructure_fails,
         message="more than 10 % of the rollouts of {steps} steps failed by no fault of the policy, and were left out "
         "(train/failures/ENDING has the causes). Mend what fails, or run fewer episodes at a time",
     ),
     HealthRule(
         name="policy_fails",
         steps=5,
-        condition=lambda step: sum_failures(step, Who.POLICY) > 0.5,
+        condition=policy_fails,
         message="more than half of the rollouts of {steps} steps crashed or ran out of time, which counts as the policy's failure "
         "(train/failures/crash, train/failures/time). If the agent or its machine is at fault, mend that, or raise its time limit",
     ),

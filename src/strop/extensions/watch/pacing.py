@@ -58,8 +58,9 @@ def make_pacing(setup: RunSetup) -> Pacing | None:
     if section.pause_above is not None:
         pause = 60 * section.max_pause_minutes
         breaker = CircuitBreaker(share=section.pause_above, max_pause=pause, note=source.tracker.note)
-    source.gates += [gate for gate in (breaker, concurrency) if gate is not None]
-    return Pacing(concurrency=concurrency, breaker=breaker) if source.gates else None
+    gates = [gate for gate in (breaker, concurrency) if gate is not None]
+    source.gates += gates
+    return Pacing(concurrency=concurrency, breaker=breaker) if gates else None
 
 
 class AdaptiveConcurrency:
