@@ -129,9 +129,8 @@ class Run:
         A notebook displays it; ``figure.savefig(file)`` saves it. Raises NothingToPlot, a ValueError, if there is no data or a
         metric does not exist.
         """
-        from strop.monitoring.plot import find_metrics, make_run_figure
-
-        return make_run_figure(find_metrics(self.folder), metrics)
+        figure: Figure = plugins.load("functions", "plot")(self.folder, metrics)
+        return figure
 
     def report(self, file: str | Path | None = None) -> Path:
         """Save the run's view as one HTML file, as ``strop report`` does: ``report.html`` in its folder. Return the path.

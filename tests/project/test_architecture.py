@@ -70,7 +70,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("models/", "data/", "extensions/labs/"),
     "datasets": ("data/", "api.py"),  # api.py names its type
     "pandas": ("monitoring/", "results.py", "data/"),
-    "rich": ("monitoring/", "extensions/checks/"),
+    "rich": ("monitoring/", "extensions/checks/", "extensions/reading/"),
     "wandb": ("extensions/trackers/",),
     "tensorboard": ("extensions/trackers/",),
     "torch.utils.tensorboard": ("extensions/trackers/",),
@@ -78,7 +78,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "swanlab": ("extensions/trackers/",),
     "trackio": ("extensions/trackers/",),
     "pynvml": ("monitoring/",),
-    "matplotlib": ("monitoring/", "extensions/trackers/", "results.py"),  # results.py names its type
+    "matplotlib": ("extensions/reading/", "extensions/trackers/", "results.py"),  # results.py names its type
     "pyarrow": ("monitoring/", "data/", "extensions/view/", "extensions/replay/"),
     "math_verify": ("environments/",),
     "reasoning_gym": ("extensions/adapters/",),
@@ -395,7 +395,6 @@ SHORT = {
     "extensions.profiling.profile_config": "read with every configuration, without the recorder",
     "extensions.labs.draft.drafting_config": "keys of the engine, which are read before those of the policy",
     "environments.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
-    "monitoring.notebook_figure": "it inherits from matplotlib, which is imported where something is drawn",
     "rollouts.tokenizing_worker": "a process of its own",
     "trainer.publish": "a stage of the loop",
 }

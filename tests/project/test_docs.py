@@ -22,7 +22,6 @@ from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.cli.eval_command import is_model_name, make_eval_parser
 from strop.cli.export_command import make_export_parser, make_serve_parser
-from strop.cli.rollouts_command import make_plot_parser, make_rollouts_parser
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
 from strop.config.load.evaluated_run import translate_overrides
 from strop.config.load.load import load_any_kind
@@ -36,6 +35,7 @@ from strop.extensions.code.sandbox.sandbox_command import make_sandbox_parser
 from strop.extensions.comparison.compare_command import make_compare_parser
 from strop.extensions.comparison.evaluation_comparison import check_options
 from strop.extensions.planning import plan_command
+from strop.extensions.reading.reading_commands import make_plot_parser, make_rollouts_parser
 from strop.extensions.recipes import translate_command
 from strop.extensions.replay import replay_commands
 from strop.extensions.view import view_command

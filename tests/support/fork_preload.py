@@ -37,14 +37,13 @@ STROP = [
     "strop.cli",
     "strop.config",
     "strop.environments.arithmetic",
-    "strop.monitoring.plot",
     "strop.monitoring.trackers.jsonl",
 ]
 OF_EACH_RUN = ("listeners", "resources")  # what extensions bring
 
 
 # with hypothesis; what ranks of processes train, of which some are of Megatron Core
-HELPERS = ["support.parity"] if find_spec("strop.extensions") else []
+HELPERS = ["support.parity", "strop.extensions.reading.plot"] if find_spec("strop.extensions") else []
 
 
 def list_algorithms() -> list[str]:

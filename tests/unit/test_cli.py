@@ -63,12 +63,6 @@ def test_an_option_that_is_none_is_answered_with_what_was_meant(
     assert said in capsys.readouterr().err
 
 
-def test_the_cluster_command_asks_only_for_its_action(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["cluster"])
-    assert capsys.readouterr().err.rstrip().endswith("required: check")
-
-
 @pytest.mark.parametrize("place", range(4))
 def test_options_and_overrides_stand_in_any_order(assembly: SimpleNamespace, tmp_path: Path, place: int) -> None:
     path = tmp_path / "run.yaml"
@@ -184,31 +178,3 @@ def test_a_dry_run_on_a_cluster_says_who_is_where(capsys: pytest.CaptureFixture[
     output = capsys.readouterr().out
     assert "learner     8 ranks on 2 nodes: 1 copy x 4 shards x 2 context x 1 tensor" in output
     assert "engines     1 engine of 1 device on node 0" in output and "warning" not in output
-
-
-@pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The configurations that a cluster was checked for, by a stand-in that finds problems."""
-    configs: list[Any] = []
-    module: Any = ModuleType("strop.runs.cluster.cluster_run")
-    module.check_cluster = lambda config: configs.append(config) or 1
-    monkeypatch.setitem(sys.modules, "strop.runs.cluster.cluster_run", module)
-    return configs
-
-
-def test_a_cluster_is_checked_for_a_file_or_for_a_few_keys(checked: list[Any], tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("sft: {seed: 5, val_period: 0}\npolicy: {model_name: m}\ndata: {train: {dataset_name: squad}}\n")
-    assert cli.main(["cluster", "check", *CLUSTER]) == 1
-    assert cli.main(["cluster", "check", "cluster.num_nodes=3", "--config", str(path)]) == 1
-    assert [type(config).section for config in checked] == ["grpo", "sft"]
-    assert [config.cluster.num_nodes for config in checked] == [2, 3]
-
-
-def test_a_mistake_about_the_machines_is_found_before_they_are_asked(
-    checked: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["cluster", "check", "cluster.num_node=2"]) == 2
-    assert "Did you mean cluster.num_nodes?" in capsys.readouterr().err
-    assert cli.main(["cluster", "check", *CLUSTER, "policy.dtensor_cfg.tensor_parallel_size=3"]) == 2
-    assert checked == []

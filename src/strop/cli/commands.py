@@ -52,19 +52,13 @@ GROUPS: dict[str, dict[str, Command]] = {
     "train": {
         section: Command("strop.cli.train_command:train_run", meaning, (section,)) for section, meaning in TRAINING.items()
     },
-    "look": {
-        "rollouts": Command("strop.cli.rollouts_command:rollouts", "read what a run sampled, turn by turn, with rewards"),
-        "plot": Command("strop.cli.rollouts_command:plot", "draw the metrics of one run or several"),
-    },
+    "look": {},
     "use": {
         "eval": Command("strop.cli.eval_command:evaluate", "evaluate a run, a checkpoint or a model"),
         "export": Command("strop.cli.export_command:export", "write a checkpoint as a Hugging Face folder"),
         "serve": Command("strop.cli.export_command:serve", "answer OpenAI's HTTP API with a checkpoint"),
     },
-    "check": {
-        "doctor": Command("strop.cli.doctor_command:doctor", "say whether a run is alive, and what went wrong"),
-        "cluster": Command("strop.cli.doctor_command:cluster", "check the nodes before a run: strop cluster check"),
-    },
+    "check": {},
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 

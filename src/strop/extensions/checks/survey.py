@@ -15,7 +15,8 @@ from strop.distributed.actor_group import ActorGroup, ActorGroupDied
 from strop.distributed.base import ActorDied, ActorOptions
 from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.placement import Node, PlacementError
-from strop.distributed.preflight import (
+from strop.distributed.ray import RayCluster, connect, list_nodes, run_on_every_node
+from strop.extensions.checks.preflight import (
     TOKEN_FILE,
     AllReduceProbe,
     AllReduceSpeed,
@@ -27,7 +28,6 @@ from strop.distributed.preflight import (
     get_versions,
     probe_node,
 )
-from strop.distributed.ray import RayCluster, connect, list_nodes, run_on_every_node
 
 FOLDER_TIMEOUT = 10.0  # until a file written by another node must be visible
 ALL_REDUCE_TIMEOUT = 120.0

@@ -1,4 +1,4 @@
-"""``strop rollouts`` and ``strop plot``."""
+"""``strop rollouts``, ``strop plot`` and ``strop doctor``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strop.cli.commands import Command
 from strop.cli.output import USAGE_ERROR, find_log_folder, removed_option
 
 if TYPE_CHECKING:
-    from strop.monitoring.rollout_view import SelectedRollouts
+    from strop.extensions.reading.rollout_view import SelectedRollouts
 
 
 TEXT_LIMIT = 1500  # characters of a message, unless --full
@@ -62,9 +63,9 @@ def _count(text: str) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
+    from strop.extensions.reading.rollout_view import NoRollouts, RolloutSelection, select_rollouts
     from strop.monitoring.rollout_store.rollout_store import RolloutStore
     from strop.monitoring.rollout_store.validation_samples import ValidationSamples
-    from strop.monitoring.rollout_view import NoRollouts, RolloutSelection, select_rollouts
     from strop.safety.printable import make_printable
 
     try:
@@ -110,7 +111,7 @@ def _format_json(selected: SelectedRollouts) -> Iterator[str]:
 
 
 def _format_text(selected: SelectedRollouts, options: argparse.Namespace) -> Iterator[str]:
-    from strop.monitoring.rollout_view import format_rollout, show_rollout
+    from strop.extensions.reading.rollout_view import format_rollout, show_rollout
     from strop.safety.printable import make_printable
 
     terminal = sys.stdout.isatty()
@@ -176,10 +177,10 @@ def make_plot_parser() -> argparse.ArgumentParser:
 def _draw(options: argparse.Namespace) -> Path:
     folders = [find_log_folder(run) for run in options.runs]
     if len(folders) == 1 and not options.metric:
-        from strop.monitoring.plot import plot_run
+        from strop.extensions.reading.plot import plot_run
 
         return plot_run(folders[0], options.output)
-    from strop.monitoring.plot import find_metrics, plot_runs
+    from strop.extensions.reading.plot import find_metrics, plot_runs
 
     default = find_metrics(folders[0]).parent / "curves.png" if len(folders) == 1 else COMPARISON
     settings = [_read_settings(find_metrics(folder).parent) for folder in folders]
@@ -189,7 +190,7 @@ def _draw(options: argparse.Namespace) -> Path:
 def _read_settings(folder: Path) -> Mapping[str, Any]:
     """Return the settings of a run by dotted keys; none if it has no configuration that can be read."""
     from strop.config.source import yaml_text
-    from strop.monitoring.plot import flatten_settings
+    from strop.extensions.reading.plot import flatten_settings
 
     try:
         values = yaml_text.parse_value((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -204,3 +205,36 @@ def _list_beside(run: Path) -> str:
 
     runs = [path.parent.name for path in run.parent.glob("*/metrics.jsonl")] if run.parent.is_dir() else []
     return suggest_names(run.name, runs) if runs else ""
+
+
+def doctor(arguments: Sequence[str], command_line: str) -> int:
+    """Run ``strop doctor``. Return 0 if the run is healthy, 1 if not, 2 if there is no such run."""
+    parser = argparse.ArgumentParser(
+        prog="strop doctor",
+        description="Diagnose a run: whether it is alive, what waits for what and for how long, what went wrong, and how to fix it.",
+        epilog="Exit codes: 0 running or finished, 1 there are problems, 2 there is no such run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run, or a configuration (its logger.log_dir)")
+    parser.add_argument("--json", action="store_true", help="print the report as a JSON object")
+    options = parser.parse_args(arguments)
+    from strop.extensions.reading.doctor import RunNotFound, diagnose, format_diagnosis
+
+    try:
+        diagnosis = diagnose(find_log_folder(options.run))
+    except (RunNotFound, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    if options.json:
+        import dataclasses
+        import json
+
+        print(json.dumps(dataclasses.asdict(diagnosis), indent=1, ensure_ascii=False))
+    else:
+        print(format_diagnosis(diagnosis))
+    return 0 if diagnosis.healthy else 1
+
+
+ROLLOUTS = Command(rollouts, "read what a run sampled, turn by turn, with rewards", group="look")
+PLOT = Command(plot, "draw the metrics of one run or several", group="look")
+DOCTOR = Command(doctor, "say whether a run is alive, and what went wrong", group="check")

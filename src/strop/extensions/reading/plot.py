@@ -8,6 +8,7 @@ their mean, in a band from the lowest to the highest.
 
 from __future__ import annotations
 
+import io
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,13 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
 from strop.monitoring.console_columns import PHASE_PREFIX, TOTAL_TIME, format_number, phase_times
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 from strop.user_code import suggest_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 Steps = Sequence[tuple[int, Mapping[str, float]]]
@@ -195,8 +198,9 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
     return target
 
 
-def make_run_figure(source: Path, metrics: Sequence[str] = ()) -> Figure:
-    """Return the figure of a metrics.jsonl: the usual curves and the time of the steps, or only these metrics. Raises NothingToPlot."""
+def make_run_figure(run: Path, metrics: Sequence[str] = ()) -> Figure:
+    """Return the figure of a run: the usual curves and the time of the steps, or only these metrics. Raises NothingToPlot."""
+    source = find_metrics(run)
     steps = read_metrics(source)
     if not steps:
         raise NothingToPlot(f"{source} is empty: the run has not finished its first step")
@@ -339,12 +343,20 @@ def _plot_lines(curves: Sequence[Curve], lines: Sequence[RunLine], steps: Steps)
     return figure
 
 
+class NotebookFigure(Figure):  # type: ignore[misc]
+    """A figure that any notebook backend displays as a cell's last value, without pyplot and its global state."""
+
+    def _repr_png_(self) -> bytes:
+        content = io.BytesIO()
+        self.savefig(content, format="png", dpi=100)
+        return content.getvalue()
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return {"image/png": self._repr_png_(), "text/plain": repr(self)}
+
+
 def _make_panels(panels: int, title: str) -> tuple[Figure, list[Axes]]:
     """Return a figure and its panels, in rows of at most three."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    from strop.monitoring.notebook_figure import NotebookFigure
-
     num_columns = min(panels, 3)
     num_rows = -(-panels // num_columns)
     figure = NotebookFigure(figsize=(max(4.4 * num_columns, 6.0), 2.9 * num_rows + 0.5))

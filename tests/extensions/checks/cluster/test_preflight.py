@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from strop.distributed.preflight import (
+from strop.extensions.checks.preflight import (
     TOKEN_FILE,
     AllReduceSpeed,
     ClusterSurvey,
@@ -136,7 +136,7 @@ def test_a_node_says_what_it_is(tmp_path: Path) -> None:
 def test_a_folder_of_the_same_name_elsewhere_is_not_taken_for_the_drivers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("strop.distributed.preflight.FOLDER_TIMEOUT", 0.1)
+    monkeypatch.setattr("strop.extensions.checks.preflight.FOLDER_TIMEOUT", 0.1)
     assert not check_folder(tmp_path, "token").shared
     assert "no such folder" in check_folder(tmp_path / "none", "token").error
     assert list(tmp_path.iterdir()) == [], "nothing is left in a folder that is somebody else's"

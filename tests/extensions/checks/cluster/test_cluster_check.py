@@ -77,7 +77,7 @@ def test_a_folder_that_other_nodes_do_not_see_is_a_problem(
     two_nodes: Any, room: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a node with a disk of its own would: what the driver leaves in the folder is moved away before the nodes look."""
-    from strop.distributed import survey
+    from strop.extensions.checks import survey
 
     asked = survey._probe_nodes
 
@@ -96,8 +96,8 @@ def test_a_folder_that_other_nodes_do_not_see_is_a_problem(
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_interrupting_a_check_leaves_no_process(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from strop.distributed import survey
     from strop.distributed.ray import run_on_every_node
+    from strop.extensions.checks import survey
 
     processes: list[int] = []
 

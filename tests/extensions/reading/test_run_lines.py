@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from strop.monitoring.plot import BandPoint, LoggedRun, NothingToPlot, make_lines, plot_runs
+from strop.extensions.reading.plot import BandPoint, LoggedRun, NothingToPlot, make_lines, plot_runs
 from strop.monitoring.trackers.jsonl import encode_line
 
 PNG = b"\x89PNG\r\n\x1a\n"

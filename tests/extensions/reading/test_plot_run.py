@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import strop
+from strop.extensions.reading.plot import SMOOTH_ABOVE, NothingToPlot, find_metrics, make_run_figure, plot_run
 from strop.monitoring.console_columns import format_number
-from strop.monitoring.plot import SMOOTH_ABOVE, NothingToPlot, find_metrics, make_run_figure, plot_run
 from strop.monitoring.trackers.jsonl import JsonlTracker
+from support.reported_runs import write_run
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -82,3 +84,11 @@ def test_a_folder_of_several_runs_asks_which(tmp_path: Path) -> None:
     a_run(tmp_path / "two", steps=1)
     with pytest.raises(NothingToPlot, match=r"2 runs \(one, two\)"):
         plot_run(tmp_path)
+
+
+def test_the_curves_are_a_figure_and_a_metric_that_is_not_there_is_said(tmp_path: Path) -> None:
+    run = strop.Run(write_run(tmp_path / "mine"))
+    assert run.plot()._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+    assert len(run.plot("train/reward", "train/entropy").axes) == 2
+    with pytest.raises(ValueError, match="did you mean 'train/reward'"):
+        run.plot("train/rewrd")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from strop import cli
-from strop.monitoring.doctor import RunNotFound, diagnose, find_run, format_diagnosis
+from strop.extensions.reading.doctor import RunNotFound, diagnose, find_run, format_diagnosis
 from strop.monitoring.rollout_store.rollout_record import make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.jsonl import JsonlTracker
