@@ -336,7 +336,7 @@ def test_types_and_algorithms_load_without_the_rest() -> None:
 
 @pytest.mark.slow
 def test_runs_load_without_the_engines_and_clusters_that_they_do_not_use() -> None:
-    statement = "import strop.runs.train, strop.runs.evaluate, strop.cli"
+    statement = "import strop.runs.train, strop.extensions.evaluation.evaluate, strop.cli"
     assert _loaded_after(statement, "vllm", "ray", "sglang", "megatron") == []
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def assembly(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A stand-in that notes what it was asked to run."""
-    calls = SimpleNamespace(grpo=[], evaluation=[], raises=None)
+    calls = SimpleNamespace(grpo=[], raises=None)
 
     def run_training(config: Any) -> int:
         calls.grpo.append(config)
@@ -30,14 +30,9 @@ def assembly(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             raise calls.raises
         return 0
 
-    def run_evaluation(config: Any, as_json: bool) -> int:
-        calls.evaluation.append(config)
-        return 0
-
-    training, evaluation = ModuleType("strop.runs.train"), ModuleType("strop.runs.evaluate")
-    training.run_training, evaluation.run_evaluation = run_training, run_evaluation  # type: ignore[attr-defined]
-    for module in (training, evaluation):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    training: Any = ModuleType("strop.runs.train")
+    training.run_training = run_training
+    monkeypatch.setitem(sys.modules, training.__name__, training)
     yield calls
 
 
@@ -158,16 +153,6 @@ def test_a_training_script_is_strop_grpo_with_a_configuration(
     (config,) = assembly.grpo
     assert isinstance(config, GrpoRunConfig)
     assert (config.policy.model_name, config.grpo.seed) == ("Qwen/Qwen2.5-1.5B", 3)
-
-
-def test_the_evaluation_script_is_strop_eval_with_a_configuration(
-    assembly: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["examples/run_eval.py"])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_path("examples/run_eval.py", run_name="__main__")
-    assert assembly.evaluation[0].data.dataset_name == "AIME2024"
 
 
 CLUSTER = ["cluster.num_nodes=2", "cluster.gpus_per_node=4", "policy.device=cpu"]

@@ -54,7 +54,6 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "look": {},
     "use": {
-        "eval": Command("strop.cli.eval_command:evaluate", "evaluate a run, a checkpoint or a model"),
         "export": Command("strop.cli.export_command:export", "write a checkpoint as a Hugging Face folder"),
         "serve": Command("strop.cli.export_command:serve", "answer OpenAI's HTTP API with a checkpoint"),
     },
@@ -116,7 +115,9 @@ def run_script(command: str, default_config: Path) -> int:
     os.environ.update(openmp_variables())
     arguments = sys.argv[1:]
     typed = f"python {shlex.join([sys.argv[0], *arguments])}"
-    return _heed_broken_pipe(lambda: COMMANDS[command].run(arguments, typed, default_config))
+    found = find_command(command)
+    assert found is not None
+    return _heed_broken_pipe(lambda: found.run(arguments, typed, default_config))
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ from loop.runs import Outcome, overrides, start
 from loop.tiny import build_tiny
 from strop.cli import run_script
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.timeout(600)]
 
 SETTINGS: dict[str, Any] = {

@@ -8,36 +8,40 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
+from strop.checkpointing.convert import loadable_folder
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import EvalRunConfig, RecordedRunConfig
-from strop.config.load.evaluated_run import EvaluatedRun
 from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.data_config import DataEntryConfig
-from strop.data.overlap import OverlapReport, find_overlaps
 from strop.data.sources.local_copies import find_copy
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, is_local
 from strop.environments.mixture import Mixture
 from strop.environments.resources import configure_resources, open_resources
+from strop.extensions.evaluation.evaluated_run import EvaluatedRun
+from strop.extensions.evaluation.evaluation_engines import OpenEngines, open_engines
+from strop.extensions.evaluation.evaluation_folder import TaskLog, open_folder
+from strop.extensions.evaluation.evaluation_jobs import make_evaluation_job, make_run_evaluation_job
+from strop.extensions.evaluation.evaluation_report import EvaluationReport, SetResult, make_report, strip_prefix
+from strop.extensions.evaluation.overlap import OverlapReport, find_overlaps
+from strop.learner.parallel.single_device import load_weights
 from strop.monitoring.console import ConsoleKind, open_console
 from strop.rollouts.tool_turns import describe_tool_calls
+from strop.runs.backend import LocalBackend
 from strop.runs.exit_codes import run_command
-from strop.runs.jobs.evaluation_engines import OpenEngines, open_engines
-from strop.runs.jobs.evaluation_folder import TaskLog, identify_entries, open_folder
-from strop.runs.jobs.evaluation_job import (
-    EvaluationJob,
-    EvaluationSet,
-    loadable_folder,
-    make_evaluation_job,
-    make_run_evaluation_job,
-)
-from strop.runs.jobs.evaluation_report import EvaluationReport, SetResult, make_report, strip_prefix
-from strop.runs.models import resolve_device
+from strop.runs.jobs.evaluation_job import EvaluationJob, EvaluationSet, identify_entries
+from strop.runs.models import load_training_policy, resolve_device
+from strop.runs.recorded_run import make_validation_groups, read_validation_examples
+from strop.runs.run_algorithm import make_recorded_algorithm
+from strop.runs.scorers import make_columns
 from strop.runs.summary import format_auto_engine, summarize
 from strop.runs.tasks import make_mixture
 from strop.safety.printable import shorten
+from strop.sampling import Sampling
 from strop.trainer.evaluation import Evaluator, write_results
+from strop.trainer.loss_validation import LossValidator
 
 
 @dataclass(frozen=True)
@@ -96,9 +100,7 @@ async def evaluate_any(
     if isinstance(evaluation, EvalRunConfig):
         return await evaluate_job(make_evaluation_job(evaluation), note, console=console)
     if isinstance(evaluation.run.config, RecordedRunConfig):
-        from strop.runs.recorded_run import evaluate_loss
-
-        return await evaluate_loss(evaluation.run.config, evaluation.model, note)
+        return await _evaluate_loss(evaluation.run.config, evaluation.model)
     return await evaluate_job(make_run_evaluation_job(evaluation.run, evaluation.model), note, console=console)
 
 
@@ -250,3 +252,31 @@ def _list_rows(entries: Sequence[DataEntryConfig], seed: int) -> Iterator[tuple[
                 yield row.id, row.question
         except (DataError, OSError):
             continue  # data moved since then: nothing is known about it
+
+
+async def _evaluate_loss(config: RecordedRunConfig, model: SavedModel) -> EvaluationReport:
+    """Compute the same as the run's validation, with the weights of a checkpoint. Raises ValueError without usable data."""
+    algorithm = make_recorded_algorithm(config)
+    config = replace(config, policy=replace(config.policy, ema=replace(config.policy.ema, enabled=False)))
+    parts = read_validation_examples(config, algorithm)
+    backend = LocalBackend(config, load_training_policy(config))
+    tracker = open_console("none")
+    groups = make_validation_groups(config, parts, algorithm, backend.bundle, tracker)
+    learners = await backend.build_learners(algorithm, Sampling(), None)
+    backend.learners["policy"].masters.release()
+    columns = await make_columns(config, backend, algorithm, learners, tracker)  # of the model before training
+    load_weights(backend.policy.network.model, Path(model.weights))
+    validator = LossValidator(
+        groups=groups,
+        algorithm=algorithm,
+        learner=learners["policy"],
+        columns=columns,
+        share_prefixes=config.policy.sequence_packing.prefix_sharing and backend.packed,
+    )
+    metrics = await validator.evaluate(0)
+    return EvaluationReport(
+        metrics={name.removeprefix("validation/"): value for name, value in metrics.items()},
+        examples=len(validator.usable_groups),
+        model=model.weights,
+        step=model.step,
+    )

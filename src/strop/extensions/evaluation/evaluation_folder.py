@@ -1,169 +1,23 @@
-"""The folder of an evaluation: what identifies its samples and scores, and its finished tasks, from which it continues."""
+"""The folder of an evaluation, with its finished tasks, from which it continues."""
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from strop.base_config import to_tree
-from strop.checkpointing.saved_model import RUN_CONFIG, SavedModel
-from strop.data.data_config import DataEntryConfig
-from strop.data.sources.local_copies import find_copy
-from strop.data.sources.records import DataError
-from strop.data.sources.source import DataSource
-from strop.models.loading import find_commit
+from strop.checkpointing.saved_model import SavedModel
 from strop.monitoring.rollout_store.rollout_record import encodable
-from strop.runs.jobs.evaluation_job import EvaluationJob
+from strop.runs.jobs.evaluation_job import EvaluationIdentity, EvaluationJob, identify
 from strop.runs.run_folders import lock_evaluation_folder
-from strop.runs.tasks import name_data, resolve_alias
-from strop.safety.printable import redact_secrets
 from strop.storage.files import atomic_write
 from strop.storage.folder_lock import FolderLocked
-
-if TYPE_CHECKING:
-    from strop.runs.jobs.evaluation_job import EvaluationSet
-
-
-# keys of an entry that do not affect its samples, or are listed separately
-WITHOUT_INFLUENCE = ("weight", "dataset_name", "name", "num_tests_per_prompt", "sets", "max_input_seq_length")
-NOT_SAMPLED = ("entropy", "record_sampling_mask")  # of Sampling: what an engine reports in addition to the samples
-
-Settings = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class EvaluationIdentity:
-    """The settings that affect an evaluation's samples: common ones, and those of each set by its name."""
-
-    settings: Settings
-    sets: Mapping[str, Settings]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the value as JSON would read it back."""
-        read: dict[str, Any] = json.loads(json.dumps({"settings": self.settings, "sets": self.sets}, default=_name))
-        return read
-
-
-def identify(job: EvaluationJob) -> EvaluationIdentity:
-    """Return the settings that affect an evaluation's samples, excluding the number of engines and the order of sampling."""
-    generation, policy = job.generation, job.policy
-    rules = {key: value for key, value in asdict(replace(job.rules, gateway=None)).items() if key != "max_turns"}
-    settings = {
-        "model": job.model.weights,
-        "model files": _describe_model(job.model.weights),
-        "step": job.model.step,
-        "tokenizer": to_tree(policy.tokenizer),
-        "hf_config_overrides": policy.hf_config_overrides,
-        "engine": generation.launched or "torch",
-        "precision": generation.engine_options.dtype if generation.uses_engines else [policy.precision, policy.weights_dtype],
-        "vllm_kwargs": generation.vllm_kwargs,
-        **({f"{generation.launched}_kwargs": generation.engine_kwargs} if generation.uses_engines else {}),
-        "rules": {**rules, "max_turns": job.max_turns},
-        "gateway": None if job.rules.gateway is None else to_tree(job.rules.gateway),
-        "seeds": [job.seed, job.task_seed],
-        "purpose": job.purpose,
-        "save_logprobs": job.scoring.save_logprobs,
-    }
-    return EvaluationIdentity(redact_secrets(settings), {each.name: _identify_set(job, each) for each in job.sets})
-
-
-def identify_entries(job: EvaluationJob) -> EvaluationIdentity:
-    """Return the identity stored with the results, separately for each entry, under the name in its tasks' ``set``."""
-    sets: dict[str, Settings] = {}
-    for each in job.sets:
-        for entry in each.entries:
-            name = each.name if len(each.entries) == 1 else name_data(entry) or resolve_alias(entry, job.env)
-            sets.setdefault(name, _identify_set(job, replace(each, entries=[entry])))
-    return replace(identify(job), sets=sets)
-
-
-def _identify_set(job: EvaluationJob, each: EvaluationSet) -> dict[str, Any]:
-    sampling = {key: value for key, value in asdict(each.sampling).items() if key not in NOT_SAMPLED}
-    found: dict[str, Any] = {"samples": each.samples, **sampling}
-    for number, entry in enumerate(each.entries):
-        where = "" if len(each.entries) == 1 else f"{number}."
-        found |= {f"{where}{key}": value for key, value in _identify_entry(entry).items() if f"{where}{key}" not in sampling}
-    aliases = {entry.env_name for entry in each.entries}
-    for alias, section in job.env.items():
-        if alias in aliases or None in aliases:
-            found |= {f"env.{alias}": to_tree(section), f"env.{alias} code": _describe_code(section.options)}
-    return {key: redact_secrets(value) for key, value in found.items()}
-
-
-def _identify_entry(entry: DataEntryConfig) -> dict[str, Any]:
-    found = {key: value for key, value in to_tree(entry).items() if key not in WITHOUT_INFLUENCE}
-    with suppress(DataError):  # which the evaluation reports
-        template = DataSource.from_entry(entry, seed=0, part="validation").load_template()
-        found |= {"prompt": f"{template.prefix}{{question}}{template.suffix}", "system prompt": template.system}
-    found["data"] = entry.data_name if entry.rows is None else _identify_rows(entry.rows)
-    found["data file"] = _describe_data(entry)
-    return found
-
-
-def _describe_data(entry: DataEntryConfig) -> list[Any]:
-    name = entry.dataset_name
-    if name is None:
-        return []
-    if entry.is_file:
-        return _describe_files(Path(name))
-    with suppress(DataError):
-        copy = find_copy(name)
-        return [] if copy is None else _describe_files(copy, "**/*")
-    return []
-
-
-def _identify_rows(rows: Any) -> Any:
-    fingerprint = getattr(rows, "_fingerprint", None)  # of a datasets.Dataset
-    return f"{len(rows)} rows, {fingerprint or _hash(list(rows))}"
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, default=str, sort_keys=True).encode(errors="replace")).hexdigest()[:16]
-
-
-def _name(value: Any) -> str:
-    """Return a name for a value that JSON cannot hold; for a user's function, the same in every process."""
-    return f"{value.__module__}.{value.__qualname__}" if inspect.isroutine(value) or inspect.isclass(value) else str(value)
-
-
-def _describe_model(name: str) -> list[Any]:
-    """Return the files of a folder, or the commit of a hub model; nothing for a run, whose weights change from step to step."""
-    if (Path(name) / RUN_CONFIG).is_file():
-        return []
-    return _describe_files(Path(name)) if Path(name).exists() else [find_commit(name)]
-
-
-def _describe_files(path: Path, pattern: str = "*") -> list[Any]:
-    """Return name, size and time of a file, or of the files in a folder; empty if it is not on this machine."""
-    files: Sequence[Path] = [path] if path.is_file() else sorted(each for each in path.glob(pattern) if each.is_file())
-    return [[each.name, each.stat().st_size, each.stat().st_mtime_ns] for each in files if not each.name.startswith(".")]
-
-
-def _describe_code(options: Any) -> list[Any]:
-    """Return the user's code named by an environment: files, and the source of functions."""
-    if isinstance(options, Mapping):
-        return [found for value in options.values() for found in _describe_code(value)]
-    if isinstance(options, list | tuple):
-        return [found for value in options for found in _describe_code(value)]
-    if callable(options):
-        with suppress(OSError, TypeError):
-            return [_hash(inspect.getsource(options))]
-        return []
-    if isinstance(options, str) and ".py:" in options:
-        file = Path(options.rpartition(":")[0])
-        with suppress(OSError):
-            return [[file.name, _hash(file.read_text(encoding="utf-8", errors="replace"))]]
-    return []
-
 
 TASKS_FILE, PREVIOUS_FILE, VERSION = "tasks.jsonl", "tasks.previous.jsonl", 1
 MOST_NAMED = 4  # changed settings in a message

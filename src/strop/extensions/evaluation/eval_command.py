@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strop.cli.commands import Command
 from strop.cli.export_command import add_choice_of_weights
 from strop.cli.output import (
     USAGE_ERROR,
@@ -94,12 +95,12 @@ def _gives_environment(model: SavedModel, overrides: Sequence[str]) -> bool:
 
 def _evaluate_run(model: SavedModel, options: argparse.Namespace) -> int:
     from strop.config import dump_config
-    from strop.config.load.evaluated_run import load_evaluated_run
+    from strop.extensions.evaluation.evaluated_run import load_evaluated_run
 
     assert model.config_file is not None
     run = load_evaluated_run(model.config_file, options.overrides, root=model.run_root, file=options.config)
     _print_notes(run.notes)
-    from strop.runs.evaluate import CheckpointEvaluation, run_evaluation, summarize_evaluation
+    from strop.extensions.evaluation.evaluate import CheckpointEvaluation, run_evaluation, summarize_evaluation
 
     evaluation = CheckpointEvaluation(model, run)
     if options.dry_run:
@@ -129,7 +130,7 @@ def _examine_tasks(config: TrainingRunConfig) -> DataExamination:
 
 def _evaluate_model(model: SavedModel | None, options: argparse.Namespace) -> int:
     from strop.config import EvalRunConfig, load_config
-    from strop.config.load.evaluated_run import translate_overrides
+    from strop.extensions.evaluation.evaluated_run import translate_overrides
 
     translated = translate_overrides(options.overrides, section=None)
     values: dict[str, Any] = {}
@@ -144,7 +145,7 @@ def _evaluate_model(model: SavedModel | None, options: argparse.Namespace) -> in
         examination = examine_loaded(loaded, data=options.dry_run)
     if options.dry_run:
         return print_dry_run(loaded.config, examination, verbose=options.verbose)
-    from strop.runs.evaluate import run_evaluation
+    from strop.extensions.evaluation.evaluate import run_evaluation
 
     return run_evaluation(loaded.config, as_json=options.json)
 
@@ -158,3 +159,6 @@ def _chat_template(model: SavedModel) -> dict[str, Any]:
 def _print_notes(notes: Sequence[str]) -> None:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
+
+
+EVAL = Command(evaluate, "evaluate a run, a checkpoint or a model", group="use")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.data.overlap import BATCH_TOKENS, OverlapReport, QuestionIndex, find_overlaps, normalize_text
+from strop.extensions.evaluation.overlap import BATCH_TOKENS, OverlapReport, QuestionIndex, find_overlaps, normalize_text
 
 EGGS = "Janet's ducks lay 16 eggs per day. She eats three for breakfast and bakes muffins with four. How many are left?"
 PRIMES = "Find the number of primes p below 1,000 such that $p^2 + 2$ is prime as well, and give the largest of them."
@@ -113,12 +113,12 @@ def test_shares_are_those_of_sets_of_ngrams(questions: list[list[str]], texts: l
 def test_batches_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [EGGS, f"{PRIMES} Hm. {EGGS}", "nothing", *[f"row {index}" for index in range(50)], PRIMES]
     whole = search(*texts)
-    monkeypatch.setattr("strop.data.overlap.BATCH_TOKENS", 1)
+    monkeypatch.setattr("strop.extensions.evaluation.overlap.BATCH_TOKENS", 1)
     assert search(*texts) == whole and found(whole) == {"eval:0": (1, 1), "eval:1": (1, 1)}
 
 
 def test_memory_does_not_grow_with_the_training_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strop.data.overlap.BATCH_TOKENS", BATCH_TOKENS // 8)
+    monkeypatch.setattr("strop.extensions.evaluation.overlap.BATCH_TOKENS", BATCH_TOKENS // 8)
     random_words = [f"w{number}" for number in random.Random(0).choices(range(5000), k=20_000)]
 
     def rows(count: int) -> Iterator[tuple[str, str]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ import pytest
 
 from strop import cli
 from strop.checkpointing.saved_model import SavedModel
-from strop.config import RolloutRunConfig, load_config
+from strop.config import EvalRunConfig, RolloutRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
-from strop.runs.jobs.evaluation_folder import TaskLog, identify_entries
-from strop.runs.jobs.evaluation_job import make_validation_job
+from strop.extensions.evaluation import evaluate as evaluate_module
+from strop.extensions.evaluation.evaluated_run import load_evaluated_run
+from strop.extensions.evaluation.evaluation_folder import TaskLog
+from strop.runs.jobs.evaluation_job import identify_entries, make_validation_job
 from support.saved_runs import CONFIG, save_run
 
 RECORDED = """
@@ -380,3 +384,25 @@ def test_an_environment_that_answers_the_policy_is_played_to_its_end(
     assert max(turns) == 3
     limited = evaluate_sets(capsys, *given, "eval.max_rollout_turns=1")
     assert limited["metrics"]["reward"] <= 1.0
+
+
+def test_other_data_of_a_run_are_asked_as_they_are_reported_unless_the_run_has_a_prompt_file(tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("{question}")
+    for given, expected in (("null", "auto"), (str(prompt), str(prompt))):
+        file = tmp_path / "config.yaml"
+        train = f"{{dataset_name: gsm8k, prompt_file: {given}}}"
+        sizes = "grpo: {num_prompts_per_step: 2, num_generations_per_prompt: 2}\npolicy: {model_name: m, train_global_batch_size: 4}\n"
+        file.write_text(f"{sizes}data: {{train: {train}}}\nenv: {{math: {{}}}}\n")
+        (entry,) = load_evaluated_run(file, ["data.dataset_name=math500"]).config.data.validation_entries
+        assert (entry.dataset_name, entry.prompt_file, entry.env_name) == ("math500", expected, "math500")
+
+
+def test_the_script_of_examples_is_strop_eval_with_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[EvalRunConfig] = []
+    monkeypatch.setattr(evaluate_module, "run_evaluation", lambda config, as_json: asked.append(config) or 0)
+    monkeypatch.chdir(Path(__file__).parents[3])
+    monkeypatch.setattr(sys, "argv", ["examples/run_eval.py"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path("examples/run_eval.py", run_name="__main__")
+    assert asked[0].data.dataset_name == "AIME2024"
