@@ -95,7 +95,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "tools/function_tool.py",
         "tools/tool_options.py",
     ),
-    "mcp": ("tools/mcp_tools.py",),
+    "mcp": ("extensions/tools/mcp_tools.py",),
 }
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from strop.extensions.code.code_interpreter import PythonTool
 from strop.extensions.code.sandbox.sandbox_pool import get_sandbox
+from strop.extensions.tools.shorten_middle import shorten_middle
 from strop.tools.base import ParsedReply, ToolConfigError
-from strop.tools.shorten_middle import shorten_middle
 from strop.tools.tool_options import make_tool_sets
 from strop.tools.toolbox import ToolLimits, open_toolbox
 from strop.types import ToolCall

@@ -53,11 +53,6 @@ def test_options_reach_the_dataclass():
         ("agent", {"command": "node agent.js"}, r"it must be a list, such as \[node, agent.js\]"),
         ("agent", {"command": ["no_such_program"]}, "command starts 'no_such_program', but there is no such program here"),
         ("agent", {"command": ["./run.sh"], "directory": "/no_such"}, "directory is '/no_such', and there is no such folder"),
-        (
-            "arithmetic",
-            {"tools": [{"mcp": {"command": ["no_such_program"]}}]},
-            "mcp.command starts 'no_such_program', but there is no",
-        ),
         ("no.such.module:Thing", {}, "importing 'no.such.module' failed"),
         ("strop.types:Task", {}, "not a subclass"),
         ("strop.environments.arithmetic:Arithmetics", {}, "did you mean 'Arithmetic'"),

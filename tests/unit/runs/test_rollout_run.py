@@ -351,7 +351,11 @@ def test_an_environment_that_answers_needs_more_than_one_turn() -> None:
 
 
 def test_tools_and_agents_need_more_than_one_turn() -> None:
-    made = {"sums": Arithmetic(tools="calculator"), "agent": ExternalAgent(agent=print)}
+    def negate(number: int) -> int:
+        """Change the sign."""
+        return -number
+
+    made = {"sums": Arithmetic(tools=negate), "agent": ExternalAgent(agent=print)}
     environments = {name: LocalEnvironment(environment) for name, environment in made.items()}
     tools, agent = find_single_turns(environments, 1, "grpo")
     assert tools.startswith("env.sums: Arithmetic has tools, but grpo.max_rollout_turns is 1")

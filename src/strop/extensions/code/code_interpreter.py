@@ -14,8 +14,8 @@ from typing import ClassVar
 from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask, reward
 from strop.extensions.code.sandbox.base import ExitReason, Limits, SandboxSession
 from strop.extensions.code.sandbox.sandbox_pool import get_sandbox
+from strop.extensions.tools.shorten_middle import shorten_middle
 from strop.tools.base import Tool
-from strop.tools.shorten_middle import shorten_middle
 from strop.types import Message, Messages, Rollout
 
 # Runs in the sandbox, in the session's own variables; the last line of its output is what it found. A program can write such a line itself:

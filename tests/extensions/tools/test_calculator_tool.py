@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strop.extensions.tools.calculator_tool import CALCULATOR, LONGEST, calculate
 from strop.tools.base import ToolError
-from strop.tools.calculator_tool import CALCULATOR, LONGEST, calculate
 
 
 def value(expression: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.tools.search_tool import SearchTool, cut_snippet, list_citations, load_index
+from strop.extensions.tools.search_tool import SearchTool, cut_snippet, list_citations, load_index
 
 ROWS = [
     {"id": "fr", "title": "France", "text": "Paris is the capital of France. " + "It lies on the Seine. " * 60},
@@ -77,7 +77,7 @@ def test_a_corpus_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch) -
     (tmp_path / "bad.jsonl").write_text('{"words": 1}')
     with pytest.raises(ValueError, match="line 1 of the corpus is no JSON object with a key 'text'"):
         ask(SearchTool(corpus=str(tmp_path / "bad.jsonl")), "x")
-    monkeypatch.setattr("strop.tools.search_tool.is_installed", lambda package: False)
+    monkeypatch.setattr("strop.extensions.tools.search_tool.is_installed", lambda package: False)
     with pytest.raises(ValueError, match=r"pip install -e '\.\[search\]'"):
         SearchTool(corpus=str(tmp_path))
 

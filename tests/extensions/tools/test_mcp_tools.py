@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from strop.endings import Ending, find_ending
+from strop.extensions.tools.mcp_tools import McpServer
 from strop.tools.base import ParsedReply, ToolConfigError
-from strop.tools.mcp_tools import McpServer
 from strop.tools.toolbox import ToolLimits, open_toolbox
 from strop.types import ToolCall
 

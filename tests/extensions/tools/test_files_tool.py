@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from strop.extensions.tools.files_tool import FilesTool, ScratchFolder, clean_path
 from strop.tools.base import ToolError
-from strop.tools.files_tool import FilesTool, ScratchFolder, clean_path
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from strop.extensions.tools.shorten_middle import shorten_middle
 from strop.tools.base import Tool, ToolError
-from strop.tools.shorten_middle import shorten_middle
 
 
 @dataclass(frozen=True, kw_only=True)
