@@ -382,7 +382,7 @@ def _lines(tree: ast.Module, name: str) -> int:
 # Folders of parts that are found by their file name, or listed by the one module that knows them all: a file a part.
 PARTS = (
     "algorithms",
-    "cli.starters",
+    "extensions.starters.files",
     "extensions.recipes.nemo_rl",
     "extensions.games",
     "extensions.megatron.families",

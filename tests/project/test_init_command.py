@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from strop.cli import main
-from strop.cli.init_command import FOLDER, STARTERS
 from strop.config import TRAINING_RUNS, EvalRunConfig, load_config
+from strop.extensions.starters.init_command import FOLDER, STARTERS
 
 ROOT = Path(__file__).parents[2]
 ENV_FILES = {"grpo": "reward.py", "multi-turn": "calculator.py", "tools": "tools.py", "agent": "agent.py", "eval": "reward.py"}
@@ -66,4 +66,4 @@ def test_the_starters_of_the_examples_are_those_of_the_package_and_are_shipped()
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["strop"]
     named = {name for starter in STARTERS.values() for name in starter.files}
     assert named == {path.name for path in FOLDER.iterdir() if path.is_file()}
-    assert all(any(fnmatch(f"cli/starters/{name}", pattern) for pattern in patterns) for name in named)
+    assert all(any(fnmatch(f"extensions/starters/files/{name}", pattern) for pattern in patterns) for name in named)

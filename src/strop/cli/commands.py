@@ -46,7 +46,6 @@ class Command:
 
 GROUPS: dict[str, dict[str, Command]] = {
     "start": {
-        "init": Command("strop.cli.init_command:init", "write a starter: configuration, sample data, a reward or a tool"),
         "config": Command("strop.cli.train_command:config", "list every key with its default and what it does"),
     },
     "train": {

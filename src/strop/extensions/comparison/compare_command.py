@@ -87,8 +87,8 @@ def _run(job: ComparisonJob, *, as_json: bool) -> int:
     """Compare and print. Raises ValueError for what cannot be compared."""
     from strop.config import ConfigError
     from strop.extensions.comparison.compare_models import compare_models, format_comparison
+    from strop.extensions.evaluation.statistics import NotComparable
     from strop.runs.exit_codes import run_command
-    from strop.statistics import NotComparable
 
     refused: list[NotComparable | ConfigError] = []
 

@@ -18,9 +18,9 @@ from strop.extensions.comparison.matched_tasks import Identity, OtherTasks, list
 from strop.extensions.comparison.paired_comparison import PairedComparison
 from strop.extensions.evaluation.evaluate import CheckpointEvaluation, evaluate_any
 from strop.extensions.evaluation.evaluated_run import EvaluatedRun, load_evaluated_run, translate_overrides
+from strop.extensions.evaluation.statistics import NotComparable, TaskMetric
 from strop.monitoring.console import ConsoleKind
 from strop.safety.printable import make_printable
-from strop.statistics import NotComparable, TaskMetric
 
 STEP_FILE = re.compile(r"step_(\d+)\.json")
 UNFINISHED = "tasks.jsonl"  # what an evaluation that was interrupted leaves

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from strop.checkpointing.saved_model import SavedModel
+from strop.extensions.evaluation.statistics import Interval, confidence_interval, standard_error
 from strop.safety.printable import make_printable
-from strop.statistics import Interval, confidence_interval, pass_at_k, present_tasks, standard_error
+from strop.statistics import pass_at_k, present_tasks
 from strop.trainer.task_records import TRUNCATED, read_result
 
 SAMPLES_SHOWN, TEXT_SHOWN, ERROR_SHOWN = 3, 160, 400

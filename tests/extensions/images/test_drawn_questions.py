@@ -6,13 +6,13 @@ import io
 
 import pytest
 
-from strop.data.images.drawn_rows import COLOURS, Drawing, DrawnRows
 from strop.data.recorded.examples import conversations
 from strop.data.sources.image_columns import write_data_url
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
+from strop.extensions.images.drawn_rows import COLOURS, Drawing, DrawnRows
 
-ROWS = "strop.data.images.drawn_rows.DrawnRows"
+ROWS = "strop.extensions.images.drawn_rows.DrawnRows"
 
 
 def count_regions(content: bytes) -> int:

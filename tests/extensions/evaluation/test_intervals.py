@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.statistics import confidence_interval, standard_error
+import strop
+from strop.extensions.evaluation.statistics import confidence_interval, standard_error
+from support.reported_runs import STEPS, write_run
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 SHARE = (0.0, 1.0)
@@ -112,3 +115,25 @@ REGIMES = {
 def test_it_covers_the_truth(name: str) -> None:
     draw, tasks, truth = REGIMES[name]
     assert coverage(draw, tasks, truth, bounds=SHARE, times=1000) >= 0.95 - 2.6 * math.sqrt(0.95 * 0.05 / 1000)
+
+
+def test_validations_have_their_intervals_and_samples_their_texts(tmp_path: Path) -> None:
+    run = strop.Run(write_run(tmp_path / "mine"))
+    metrics = run.folder / "metrics.jsonl"
+    metrics.write_text('{"step": 0, "validation/accuracy": 0.2}\n' + metrics.read_text())
+    table = strop.Run(run.folder).validations
+    assert list(table.columns) == ["accuracy", "low", "high", "tasks"] and list(table.index) == [0]
+    assert table["low"][0] < 0.2 < table["high"][0] and table["tasks"][0] == 20
+    samples = run.samples
+    assert (
+        len(samples) == 40 and set(samples["step"]) == {0, STEPS} and not {"tokens", "entropy", "clipped"} & set(samples.columns)
+    )
+    assert samples.query("step == 0")["accuracy"].mean() == 0.2 and samples["turns"][0][0]["text"] == "an answer 0"
+
+
+def test_a_validation_without_stored_samples_has_no_interval(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "mine", steps=2)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "validation/accuracy": 0.5}\n')
+    table = strop.Run(folder).validations
+    assert table["accuracy"][3] == 0.5 and math.isnan(table["low"][3])

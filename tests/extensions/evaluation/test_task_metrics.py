@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from strop.statistics import NotComparable, find_task_metric, list_task_metrics
+from strop.extensions.evaluation.statistics import NotComparable, find_task_metric, list_task_metrics
 
 
 def make_task(accuracies: list[float], **changes: Any) -> dict[str, Any]:

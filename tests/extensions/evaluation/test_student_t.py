@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from strop.statistics import student_t_cdf, student_t_quantile
+from strop.extensions.evaluation.statistics import student_t_cdf, student_t_quantile
 
 # 97.5 % and 99.5 % points, as printed in tables of the distribution.
 TABLE = {

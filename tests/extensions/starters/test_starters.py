@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from loop.runs import metrics_of, strop
-from strop.cli.init_command import FOLDER
 from strop.data.sources.source import DataSource
 from strop.environments.compute_rewards import compute_rewards
 from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment
+from strop.extensions.starters.init_command import FOLDER
 from strop.tools.base import ParsedReply
 from strop.tools.toolbox import METRICS
 from strop.types import Rollout, ToolCall, Turn

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from strop.cli.commands import Command
 from strop.cli.output import USAGE_ERROR
 from strop.user_code import suggest_names
 
-FOLDER = Path(__file__).with_name("starters")  # examples/starters in the repository
+FOLDER = Path(__file__).with_name("files")  # examples/starters in the repository
 
 
 @dataclass(frozen=True)
@@ -107,3 +108,6 @@ def _describe(starter: Starter, folder: Path) -> str:
     commands = "\n".join(f"  {command}" for command in (*enter, *starter.commands))
     where = "this folder" if folder == Path(".") else folder
     return f"{', '.join(starter.files)} are in {where}.\nNext:\n{commands}\nThen put your own in place of {', '.join(starter.files[1:])}."
+
+
+INIT = Command(init, "write a starter: configuration, sample data, a reward or a tool", group="start")
