@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from strop.data.curriculum.curriculum_config import CurriculumConfig, DifficultyConfig, SuccessRateConfig
 from strop.data.data_state import DataState
 from strop.environments.arithmetic import Arithmetic
 from strop.environments.handle import LocalEnvironment
 from strop.environments.mixture import Component, Mixture
+from strop.extensions.curriculum.curriculum_config import CurriculumConfig, DifficultyConfig, SuccessRateConfig
 from strop.rollouts.episode import make_failed_group
 from strop.trainer.step_metrics import environment_metrics
 from strop.types import Group, Rollout, Task
@@ -37,7 +37,7 @@ def component(name: str, size: int, weight: float | None = None, environment: An
 
 def mixture(*components: Component, slots: int = 4, groups: int = 4, **options: Any) -> Mixture:
     config = CurriculumConfig(**{"name": "success_rate", **options})
-    return Mixture(components, seed=3).with_curriculum(config, slots=slots, groups_per_step=groups)
+    return Mixture(components, seed=3).with_order(config, {}, slots=slots, groups_per_step=groups)
 
 
 def group(source: Mixture, index: int, *rewards: float | None, name: str = "correct") -> Group:

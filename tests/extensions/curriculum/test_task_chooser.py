@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.data.curriculum.base import Choice, Curriculum, Draw, TaskOutcome
-from strop.data.curriculum.curricula import SuccessRateCurriculum
-from strop.data.curriculum.curriculum_config import SuccessRateConfig
-from strop.data.curriculum.task_chooser import KEPT, TaskChooser
 from strop.data.interleaving import Interleaving
 from strop.data.sources.records import DataError
+from strop.extensions.curriculum.base import Choice, Curriculum, Draw, TaskOutcome
+from strop.extensions.curriculum.curricula import SuccessRateCurriculum
+from strop.extensions.curriculum.curriculum_config import SuccessRateConfig
+from strop.extensions.curriculum.task_chooser import KEPT, CurriculumChooser
 from strop.rollouts.order import DropTooOld, GroupOrder, Windowed
 from strop.rollouts.stream import EndOfTasks, RolloutStream, StreamState
 from strop.sampling import mix_seed, uniform
@@ -29,10 +29,10 @@ SIZES = (9, 5)
 
 def chooser(
     slots: int = 6, groups: int = 3, sizes: tuple[int, ...] = SIZES, epochs: int | None = None, **options: Any
-) -> TaskChooser:
+) -> CurriculumChooser:
     curricula = [SuccessRateCurriculum(size, SuccessRateConfig(**options)) for size in sizes]
     interleaving = Interleaving(sizes=sizes, weights=(None,) * len(sizes), seed=5, max_epochs=epochs)
-    return TaskChooser("success_rate", curricula, interleaving, seed=5, slots=slots, groups_per_step=groups)
+    return CurriculumChooser("success_rate", curricula, interleaving, seed=5, slots=slots, groups_per_step=groups)
 
 
 def result(position: int, place: tuple[int, int]) -> list[float]:
@@ -44,7 +44,7 @@ def result(position: int, place: tuple[int, int]) -> list[float]:
 
 
 def play(
-    tasks: TaskChooser,
+    tasks: CurriculumChooser,
     wait: Callable[[int], int],
     *,
     slots: int = 6,
@@ -123,9 +123,9 @@ class Recorder(Curriculum):
         self.seen.append(outcome)
 
 
-def recorded(slots: int, size: int = 7) -> tuple[Recorder, TaskChooser]:
+def recorded(slots: int, size: int = 7) -> tuple[Recorder, CurriculumChooser]:
     recorder, interleaving = Recorder(), Interleaving(sizes=(size,), weights=(None,), seed=3)
-    return recorder, TaskChooser("own", [recorder], interleaving, seed=3, slots=slots, groups_per_step=2)
+    return recorder, CurriculumChooser("own", [recorder], interleaving, seed=3, slots=slots, groups_per_step=2)
 
 
 @settings(max_examples=30, deadline=None)

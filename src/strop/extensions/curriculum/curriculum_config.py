@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from strop.base_config import BaseConfig, changed_keys, subsection
+from strop.data.task_order import TaskOrder
 from strop.problems import Problem
 from strop.user_code import suggest_names
+
+if TYPE_CHECKING:
+    from strop.environments.mixture import Mixture
+    from strop.extensions.curriculum.task_chooser import CurriculumChooser
 
 NO_CURRICULUM = "none"
 BUILT_IN = ("difficulty", "success_rate")
@@ -59,14 +64,14 @@ class SuccessRateConfig(BaseConfig):
     )
 
 
-class CurriculumConfig(BaseConfig):
+class CurriculumConfig(TaskOrder):
     """The order of the training tasks of each entry; an entry's share of the stream is set by its weight."""
 
     name: str = Field(
         NO_CURRICULUM,
         description="none is the shuffled order; difficulty, success_rate, or file.py:Class, a subclass of "
-        "strop.data.curriculum.base.Curriculum. With a curriculum, tasks are drawn with replacement, and an epoch has as many draws as "
-        "there are tasks.",
+        "strop.extensions.curriculum.base.Curriculum. With a curriculum, tasks are drawn with replacement, and an epoch has as many "
+        "draws as there are tasks.",
         examples=[NO_CURRICULUM, *BUILT_IN],
     )
     reward: str | None = Field(
@@ -80,6 +85,26 @@ class CurriculumConfig(BaseConfig):
     @property
     def enabled(self) -> bool:
         return self.name != NO_CURRICULUM
+
+    def describe(self) -> str:
+        return f"the curriculum {self.name} draws them with replacement, and an epoch is as many draws as there are tasks"
+
+    def make_chooser(
+        self, mixture: Mixture, rewards: Mapping[str, Sequence[str]], *, slots: int, groups_per_step: int
+    ) -> CurriculumChooser:
+        from strop.extensions.curriculum.task_chooser import make_chooser
+
+        return make_chooser(self, mixture, rewards, slots=slots, groups_per_step=groups_per_step)
+
+    def errors_of_run(self, key: str, config: Any) -> Iterator[Problem]:
+        from strop.config.schema.run_config import RecordedRunConfig
+
+        if self.enabled and isinstance(config, RecordedRunConfig):
+            yield Problem(
+                f"{key}.name",
+                f"found {self.name}, but a curriculum chooses tasks to sample, and {config.section} reads recorded data",
+                "Set it to none; data.shuffle=false keeps the order of the rows.",
+            )
 
     def errors(self, key: str) -> Iterator[Problem]:
         if self.enabled and self.name not in BUILT_IN and ":" not in self.name:

@@ -16,10 +16,18 @@ from numbers import Integral
 from random import Random
 from typing import Any
 
-from strop.data.curriculum.base import Choice, Curriculum, Draw, TaskOutcome
 from strop.data.interleaving import Interleaving
 from strop.data.sources.records import DataError
+from strop.environments.base import EnvironmentConfigError
+from strop.environments.handle import EnvironmentHandle
+from strop.environments.mixture import Mixture
+from strop.extensions.curriculum.base import Choice, Curriculum, Draw, TaskOutcome
+from strop.extensions.curriculum.curricula import make_curriculum
+from strop.extensions.curriculum.curriculum_config import CurriculumConfig
+from strop.safety.exits import contain_exits
 from strop.sampling import mix_seed
+from strop.types import Group, Rollout
+from strop.user_code import suggest_names
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +43,7 @@ class ChosenTask:
     metrics: Mapping[str, float]
 
 
-class TaskChooser:
+class CurriculumChooser:
     """Chooses (entry, task) of each position: the entry by the interleaving, the task by the curriculum of the entry."""
 
     def __init__(
@@ -47,9 +55,14 @@ class TaskChooser:
         seed: int,
         slots: int,
         groups_per_step: int,
+        environments: Sequence[EnvironmentHandle[Any]] = (),
+        scored_by: str | None = None,
     ) -> None:
-        """``name`` is the curriculum's name in the configuration; ``slots`` are the slots of the stream."""
+        """``name`` is the curriculum's name in the configuration, ``slots`` are the slots of the stream, ``environments`` those of the
+        entries, and ``scored_by`` is the reward that counts; None: the accuracy.
+        """
         self.name = name
+        self.scored_by, self._environments = scored_by, environments
         self._curricula, self._interleaving, self._seed = curricula, interleaving, seed
         self._slots, self._groups_per_step = slots, groups_per_step
         self._next: int | None = None  # the first position without a task; None: nothing was chosen yet
@@ -68,6 +81,29 @@ class TaskChooser:
     def find(self, position: int) -> ChosenTask | None:
         """Return the task of a position; None if it has none, or was forgotten."""
         return self._placed.get(position)
+
+    def observe(self, group: Group) -> None:
+        """Record a group's outcome, and add the metrics of the choice to the rollouts' metrics."""
+        placed = self.find(group.index)
+        if placed is None:
+            return
+        counting = [rollout for rollout in group.rollouts if rollout.counts]
+        for rollout in group.rollouts:
+            rollout.metrics.update({f"curriculum/{name}": value for name, value in placed.metrics.items()})
+        self.record(group.index, self._score(self._environments[placed.entry], counting))
+
+    def _score(self, environment: EnvironmentHandle[Any], rollouts: Sequence[Rollout]) -> list[float]:
+        """Return the score of each rollout; empty if the environment cannot score them."""
+        try:
+            with contain_exits():
+                if self.scored_by is None:
+                    return [0.0 if rollout.error else float(environment.accuracy(rollout)) for rollout in rollouts]
+        except Exception as error:  # a user's environment may override it
+            log.warning("the curriculum has no result of a group: %s.accuracy raised %r", environment.traits.title, error)
+            return []
+        return [
+            rollout.rewards.get(self.scored_by, 0.0) for rollout in rollouts if rollout.error or self.scored_by in rollout.rewards
+        ]
 
     def record(self, position: int, scores: Sequence[float]) -> None:
         """Record the scores of the group at a position, from its rollouts without errors."""
@@ -149,3 +185,24 @@ class TaskChooser:
         self._open = {position: None if scores is None else tuple(scores) for position, scores in state["open"]}
         for curriculum, saved in zip(self._curricula, state["entries"], strict=True):
             curriculum.load_state(saved)
+
+
+def make_chooser(
+    config: CurriculumConfig, mixture: Mixture, rewards: Mapping[str, Sequence[str]], *, slots: int, groups_per_step: int
+) -> CurriculumChooser:
+    """Make a curriculum for each component of a mixture. Raises EnvironmentConfigError, DataError."""
+    for alias, names in rewards.items():
+        if config.reward is not None and config.reward not in names:
+            raise EnvironmentConfigError(
+                f"data.curriculum.reward is {config.reward!r}, and env.{alias} has no such reward{suggest_names(config.reward, names)}"
+            )
+    return CurriculumChooser(
+        config.name,
+        [make_curriculum(config, each.tasks, each.name, mixture.seed) for each in mixture.components],
+        mixture.interleaving,
+        seed=mixture.seed,
+        slots=slots,
+        groups_per_step=groups_per_step,
+        environments=[each.environment for each in mixture.components],
+        scored_by=config.reward,
+    )

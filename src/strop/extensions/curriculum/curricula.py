@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strop.data.curriculum.base import Choice, Curriculum, Draw, TaskOutcome
-from strop.data.curriculum.curriculum_config import CurriculumConfig, DifficultyConfig, SuccessRateConfig
 from strop.data.sources.records import DataError
+from strop.extensions.curriculum.base import Choice, Curriculum, Draw, TaskOutcome
+from strop.extensions.curriculum.curriculum_config import CurriculumConfig, DifficultyConfig, SuccessRateConfig
 from strop.safety.exits import contain_exits
 from strop.types import Task
 from strop.user_code import UserCodeError, describe_error, describe_value, import_attribute
@@ -268,7 +268,7 @@ def _make_own(config: CurriculumConfig, tasks: Sequence[Task]) -> Curriculum:
     kind = _import(config.name, f"{KEY}.name")
     if not (isinstance(kind, type) and issubclass(kind, Curriculum)):
         raise DataError(
-            f"{KEY}.name: {config.name} is {describe_value(kind)}, not a subclass of strop.data.curriculum.base.Curriculum"
+            f"{KEY}.name: {config.name} is {describe_value(kind)}, not a subclass of strop.extensions.curriculum.base.Curriculum"
         )
     try:
         with contain_exits():

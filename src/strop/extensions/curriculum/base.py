@@ -1,7 +1,7 @@
 """The interface of a curriculum, which chooses the next task of a data entry from the results so far.
 
 A curriculum receives results in stream order, and only once they are final for every position that may depend on them
-(``strop.data.curriculum.task_chooser``). If it depends on nothing else and draws only from ``Draw.random``, a repeated or resumed
+(``strop.extensions.curriculum.task_chooser``). If it depends on nothing else and draws only from ``Draw.random``, a repeated or resumed
 run gets exactly the same tasks.
 """
 

@@ -11,9 +11,9 @@ from random import Random
 
 import pytest
 
-from strop.data.curriculum.base import Choice, Draw, TaskOutcome
-from strop.data.curriculum.curricula import SuccessRateCurriculum
-from strop.data.curriculum.curriculum_config import SuccessRateConfig
+from strop.extensions.curriculum.base import Choice, Draw, TaskOutcome
+from strop.extensions.curriculum.curricula import SuccessRateCurriculum
+from strop.extensions.curriculum.curriculum_config import SuccessRateConfig
 
 
 def draw(seed: int, *, in_flight: frozenset[int] = frozenset()) -> Draw:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from strop.data.curriculum.base import Draw, TaskOutcome
-from strop.data.curriculum.curricula import DifficultyCurriculum, compute_window, make_curriculum, read_difficulties
-from strop.data.curriculum.curriculum_config import CurriculumConfig, DifficultyConfig
 from strop.data.sources.records import DataError
+from strop.extensions.curriculum.base import Draw, TaskOutcome
+from strop.extensions.curriculum.curricula import DifficultyCurriculum, compute_window, make_curriculum, read_difficulties
+from strop.extensions.curriculum.curriculum_config import CurriculumConfig, DifficultyConfig
 from strop.types import Task
 
 
@@ -96,7 +96,7 @@ def test_what_is_no_number_is_an_error_that_names_the_task(metadata: dict[str, A
 
 
 OWN = """
-from strop.data.curriculum.base import Choice, Curriculum
+from strop.extensions.curriculum.base import Choice, Curriculum
 
 class Backwards(Curriculum):
     def __init__(self, tasks, jump=1):
@@ -116,7 +116,7 @@ def test_a_class_of_ones_own_is_made_with_the_tasks_and_its_options(tmp_path: Pa
     assert make_curriculum(config, ROWS, "math", 1).choose(draw(1, 0)).task == 0
     for name, kwargs, said in (
         ("Backwards", {"jmup": 2}, "own.py:Backwards(tasks=..., jmup=...) raised TypeError"),
-        ("NotOne", {}, "not a subclass of strop.data.curriculum.base.Curriculum"),
+        ("NotOne", {}, "not a subclass of strop.extensions.curriculum.base.Curriculum"),
         ("Missing", {}, "has no 'Missing'"),
     ):
         with pytest.raises(DataError) as caught:
@@ -125,7 +125,7 @@ def test_a_class_of_ones_own_is_made_with_the_tasks_and_its_options(tmp_path: Pa
 
 
 def test_the_class_of_the_page_goes_backwards_and_repeats_what_was_never_solved(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[4] / "docs" / "curriculum.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "curriculum.md").read_text()
     (tmp_path / "order.py").write_text(page.partition("```python\n")[2].partition("```")[0])
     curriculum = make_curriculum(CurriculumConfig(name=f"{tmp_path}/order.py:Backwards", kwargs={"again": 2}), ROWS, "math", 1)
     assert [curriculum.choose(draw(place, 0)).task for place in range(4)] == [2, 1, 0, 2]
