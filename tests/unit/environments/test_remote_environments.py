@@ -436,6 +436,7 @@ def test_another_process_that_is_killed_in_the_middle_is_replaced(notes: str) ->
     finally:
         process.close()
 
+
 DRIVEN = '''
 import torch
 from contextvars import ContextVar
@@ -463,7 +464,7 @@ class Driven(Environment[Task]):
         result.set(len(task.question) + len(ask))
         return "ran " + task.id
 
-    @reward
+    @reward()
     def length(self, task, rollout):
         return result.get()
 
@@ -489,10 +490,12 @@ def test_an_environment_brings_the_function_that_runs_its_episodes(
     """It runs in this process, with the generator, and the environment may be in another."""
     (tmp_path / "driven.py").write_text(DRIVEN)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "driven", raising=False)
     here = asyncio.run(group_of(LocalEnvironment(make_environment("driven:Driven", {"fails": fails})), 3))
     there = asyncio.run(group_of(remote(threads, "driven:Driven", fails=fails), 3))
-    assert seen(there) == seen(here) and not here.errors
-    for rollout in here.rollouts:
+    assert [each[:-1] for each in seen(there)] == [each[:-1] for each in seen(here)] and not here.errors
+    for rollout in (*here.rollouts, *there.rollouts):
+        assert (rollout.error or "").startswith("KeyError: 'the agent lost its way'" if fails else "")
         assert len(rollout.policy_turns) == 1 and rollout.output == ("" if fails else "ran 3")
         assert rollout.ending == (Ending.CRASH if fails else Ending.STOP)
         assert rollout.reward == (0.0 if fails else 2 + len(rollout.text))
