@@ -54,7 +54,6 @@ GROUPS: dict[str, dict[str, Command]] = {
     "look": {},
     "use": {
         "export": Command("strop.cli.export_command:export", "write a checkpoint as a Hugging Face folder"),
-        "serve": Command("strop.cli.export_command:serve", "answer OpenAI's HTTP API with a checkpoint"),
     },
     "check": {},
 }

@@ -160,6 +160,7 @@ def test_tools_are_named_in_every_environment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"tools": ["calculater"]}, "there is no tool 'calculater'"),
         ({"tools": [{"a": {}, "b": {}}]}, "is written {NAME: {OPTION: VALUE}}"),
         ({"tools": ["os:path"]}, "no function, no Tool and no ToolSet"),
         ({"tools": 3}, "not a list of tools"),

@@ -38,7 +38,6 @@ def make_evaluation_job(config: EvalRunConfig) -> EvaluationJob:
         rules=EpisodeRules(
             max_length=length,
             max_prompt_length=config.data.max_input_seq_length,
-            gateway=config.gateway,
             tool_call_format=config.tokenizer.tool_call_format,
         ),
         max_turns=config.eval.max_rollout_turns,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from strop.extensions.tools.shorten_middle import shorten_middle
+from strop.safety.printable import shorten
 from strop.tools.base import Tool, ToolError
 
 
@@ -61,7 +61,7 @@ class ScratchFolder:
         if first_line > 1 or lines is not None:
             end = None if lines is None else first_line - 1 + lines
             text = "".join(text.splitlines(keepends=True)[first_line - 1 : end])
-        return shorten_middle(text, self.rules.max_output_chars) or "(empty)"
+        return shorten(text, self.rules.max_output_chars, around="\n") or "(empty)"
 
     def write(self, path: str, content: str) -> str:
         name = clean_path(path)

@@ -6,7 +6,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from strop import Task
-from strop.environments.agents.endpoint import Endpoint
+from strop.extensions.agents.endpoint import Endpoint
 
 
 async def solve(task: Task, endpoint: Endpoint) -> dict[str, Any]:

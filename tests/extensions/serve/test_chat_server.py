@@ -16,12 +16,12 @@ import pytest
 
 from loop.tiny import build_tiny
 from strop.base_config import validate_section
-from strop.gateway.completion_request import RequestReader
-from strop.gateway.streamed_text import StreamedText
+from strop.extensions.serve.chat_server import ChatServer
+from strop.extensions.serve.completion_request import RequestReader
+from strop.extensions.serve.streamed_text import StreamedText
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import make_torch_engine
 from strop.learner.model_config import ModelConfig
-from strop.runs.jobs.chat_server import ChatServer
 from strop.runs.models import load_policy
 from strop.safety.http_server import listening
 from support.hostile_bodies import REFUSED, send

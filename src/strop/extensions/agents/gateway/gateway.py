@@ -15,11 +15,12 @@ from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
-from strop.environments.agents.endpoint import MODEL, Endpoint
-from strop.gateway.agent_session import AgentSession
-from strop.gateway.answer import Answer
-from strop.gateway.gateway_config import GatewayConfig
-from strop.gateway.http_api import (
+from strop.extensions.agents.endpoint import MODEL, Endpoint
+from strop.extensions.agents.gateway.agent_session import AgentSession
+from strop.extensions.agents.gateway.gateway_config import GatewayConfig
+from strop.extensions.agents.gateway.responses_api import ResponseAnswer, make_chat_body, number_events
+from strop.extensions.serve.answer import Answer
+from strop.extensions.serve.http_api import (
     add_routes,
     answer_error,
     format_error,
@@ -29,7 +30,6 @@ from strop.gateway.http_api import (
     send_event,
     stream_completions,
 )
-from strop.gateway.responses_api import ResponseAnswer, make_chat_body, number_events
 from strop.safety.http_server import Handler, bearer_key, check_sender, listening, make_app, make_local, parse_json, read_body
 from strop.safety.site_guard import BadRequest
 

@@ -173,8 +173,8 @@ def _run_vllm(job: ServeJob, folder: str, *, is_temporary: bool) -> int:
 
 async def _serve_torch(job: ServeJob, folder: str) -> None:
     """Serve until a stop signal. Raises ValueError, OSError."""
-    from strop.gateway.completion_request import RequestReader
-    from strop.runs.jobs.chat_server import ChatServer
+    from strop.extensions.serve.chat_server import ChatServer
+    from strop.extensions.serve.completion_request import RequestReader
 
     _say(f"loading {job.model.description}")
     policy = _load(job, folder)

@@ -15,7 +15,7 @@ from strop import Run
 
 pytestmark = pytest.mark.slow
 
-DOC = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+DOC = (Path(__file__).parents[3] / "docs" / "agents.md").read_text()
 EXAMPLES = {block.splitlines()[0].split()[-1]: block for block in re.findall(r"```(?:python|js)\n(.*?)```", DOC, re.DOTALL)}
 LEARNER = """
 import asyncio

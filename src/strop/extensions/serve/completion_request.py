@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from strop.gateway.chat_message import read_messages, read_tools
+from strop.extensions.serve.chat_message import read_messages, read_tools
 from strop.models.chat_template import ChatTemplate
 from strop.safety.site_guard import BadRequest
 from strop.sampling import Sampling, is_encodable, is_finite, is_whole, shown

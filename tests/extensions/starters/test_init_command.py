@@ -12,7 +12,7 @@ from strop.cli import main
 from strop.config import TRAINING_RUNS, EvalRunConfig, load_config
 from strop.extensions.starters.init_command import FOLDER, STARTERS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ENV_FILES = {"grpo": "reward.py", "multi-turn": "calculator.py", "tools": "tools.py", "agent": "agent.py", "eval": "reward.py"}
 
 

@@ -11,9 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loop.fakes import FakeGenerator
-from strop.gateway.agent_session import count_common
+from strop.data.packing import pack
+from strop.extensions.agents.gateway.agent_session import add_turns, count_common
+from strop.extensions.agents.gateway.exchange import Exchange
+from strop.models.routing.router_config import ROUTES
 from strop.types import Rollout
 from support.agents import END, TOKENIZER, Recorder, check_tree, ids, list_contexts, make_session
+from support.packed import check_routes, routed_turn
+from support.rollouts import make_group, make_rollout
 
 WORDS = ("the", "in", "12", " ", "a", "34")
 
@@ -85,3 +90,17 @@ def test_the_common_beginning_is_counted(left: list[int], right: list[int]) -> N
     count = count_common(left, right)
     assert left[:count] == right[:count]
     assert count == min(len(left), len(right)) or left[count] != right[count]
+
+
+def test_requests_of_an_agent_keep_only_the_experts_that_earlier_ones_lack() -> None:
+    def exchange(number: int, context: tuple[int, ...], tokens: tuple[int, ...]) -> Exchange:
+        turn = routed_turn(context, tokens)
+        return Exchange(number=number, context=context, turn=turn)
+
+    first = exchange(0, (5, 6, 7), (8, 9))
+    branch, main = exchange(1, (5, 6, 20), (21, 22)), exchange(2, (5, 6, 7, 8, 9, 10), (11, 12))
+    rollout = add_turns(make_rollout([]), [first, branch, main])
+    assert [len(turn.columns[ROUTES]) for turn in rollout.policy_turns] == [4, 3, 3]
+    batch = pack([make_group(rollout)])
+    check_routes(batch)
+    assert bool((batch.read_columns["routes"] >= 0).all())

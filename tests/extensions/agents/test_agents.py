@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 
 from strop.base_config import validate_section
-from strop.environments.agents.agent_environment import current_result, read_result
-from strop.environments.agents.endpoint import Endpoint
-from strop.environments.agents.external_agent import ExternalAgent, run_command_agent
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.environment_config import EnvironmentConfig
+from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import list_marks, make_environment
+from strop.extensions.agents.agent_environment import current_result, read_result
+from strop.extensions.agents.endpoint import Endpoint
+from strop.extensions.agents.external_agent import ExternalAgent, run_command_agent
+from strop.runs.dry_run.examine import find_single_turns
 from strop.types import Ending, Rollout
 from support.agents import TASK, Recorder, check_tree, play, play_async
 
@@ -226,7 +228,7 @@ def test_a_cancelled_episode_ends_its_command_and_its_key(tmp_path: Path) -> Non
 def test_commands_end_with_a_run_that_is_killed() -> None:
     run = """
 import subprocess, sys, time
-from strop.environments.agents.agent_guardian import guard_group
+from strop.extensions.agents.agent_guardian import guard_group
 
 ended, left = (subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2))
 with guard_group(left.pid):
@@ -298,3 +300,10 @@ def test_a_command_that_is_cancelled_while_it_starts_is_ended_and_the_cancellati
 
     for steps in range(1, 9):
         asyncio.run(cancel_after(steps))
+
+
+def test_an_agent_needs_more_than_one_turn() -> None:
+    environments = {"agent": LocalEnvironment(ExternalAgent(agent=print))}
+    (found,) = find_single_turns(environments, 1, "grpo")
+    assert found.startswith("env.agent: ExternalAgent runs an agent") and "after the first is refused" in found
+    assert not list(find_single_turns(environments, 2, "grpo"))

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from strop.gateway.chat_message import dump_arguments, format_reply, read_content
+from strop.extensions.serve.chat_message import dump_arguments, format_reply, read_content
 from strop.generation.base import Completion
 from strop.safety.site_guard import BadRequest
 from strop.tools.base import ParsedReply

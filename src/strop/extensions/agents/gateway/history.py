@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from strop.gateway.exchange import Exchange
+from strop.extensions.agents.gateway.exchange import Exchange
 from strop.models.chat_template import ChatTemplate, ConversationError
 from strop.types import Message, Messages
 

@@ -7,9 +7,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from strop.gateway.chat_message import format_calls, format_reply
-from strop.gateway.completion_request import CompletionRequest
-from strop.gateway.streamed_text import cut_at_stop
+from strop.extensions.serve.chat_message import format_calls, format_reply
+from strop.extensions.serve.completion_request import CompletionRequest
+from strop.extensions.serve.streamed_text import cut_at_stop
 from strop.generation.base import Completion
 from strop.tools.base import ParsedReply
 

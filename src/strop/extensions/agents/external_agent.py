@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from strop.endings import Ending, RolloutFailed
-from strop.environments.agents.agent_environment import AgentEnvironment, AgentFailed, current_result, read_result
-from strop.environments.agents.agent_guardian import guard_group
-from strop.environments.agents.agent_result import AgentResult
-from strop.environments.agents.endpoint import Endpoint
 from strop.environments.base import EnvironmentConfigError, PromptedTask, import_user_code
 from strop.environments.function_environment import FunctionEnvironment
 from strop.environments.rewards import RewardFunction, RewardMark
+from strop.extensions.agents.agent_environment import AgentEnvironment, AgentFailed, AgentResult, current_result, read_result
+from strop.extensions.agents.agent_guardian import guard_group
+from strop.extensions.agents.endpoint import Endpoint
 from strop.packages import find_program
 from strop.safety.printable import shorten
 from strop.types import Rollout, Task
@@ -162,7 +161,7 @@ def score(task: Task, rollout: Rollout) -> float | None:
 @dataclass(frozen=True, kw_only=True)
 class ExternalAgent(FunctionEnvironment, AgentEnvironment[PromptedTask]):
     """Rows of a dataset, each handled by an agent. The reward is the agent's result or comes from functions (``reward``,
-    ``rewards``), which read the agent's result from ``strop.environments.agents.agent_environment.current_result()``."""
+    ``rewards``), which read the agent's result from ``strop.extensions.agents.agent_environment.current_result()``."""
 
     agent: Any = None  # file.py:function or module:function of (task, endpoint), async or not
     command: list[str] | None = None  # a program and its arguments

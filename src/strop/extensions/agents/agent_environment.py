@@ -11,15 +11,25 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from strop.endings import Ending
-from strop.environments.agents.agent_result import AgentResult
-from strop.environments.agents.endpoint import Endpoint
 from strop.environments.base import Environment, EnvironmentConfigError, TaskT
 from strop.environments.rewards import to_number
+from strop.extensions.agents.endpoint import Endpoint
 from strop.user_code import describe_value
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentResult:
+    """The result of one episode."""
+
+    reward: float | None = None  # None: rewards come only from functions
+    unscored: bool = False  # the episode cannot be scored: the agent's reward is None
+    output: str = ""  # printed or returned text; stored with the rollout
+    metrics: Mapping[str, float] = field(default_factory=dict)  # logged with the rollout's
+
 
 _result: ContextVar[AgentResult | None] = ContextVar("strop_agent_result", default=None)
 
@@ -39,6 +49,9 @@ class AgentFailed(RuntimeError):
 @dataclass(frozen=True, kw_only=True)
 class AgentEnvironment(Environment[TaskT]):
     """Base class of agent environments. A subclass defines ``tasks``, ``run`` and rewards."""
+
+    episode_runner: ClassVar[str] = "strop.extensions.agents.agent_episode:run_agent"
+    needed_resources: ClassVar[tuple[str, ...]] = ("gateway",)
 
     agent_timeout_s: float = 600.0  # wall time of an episode, after which the agent is terminated: a failure of the policy
 

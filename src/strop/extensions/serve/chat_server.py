@@ -9,10 +9,18 @@ from typing import Any
 
 from aiohttp import web
 
-from strop.gateway.answer import Answer
-from strop.gateway.completion_request import CompletionRequest, RequestReader
-from strop.gateway.http_api import MAX_BODY, add_routes, answer_error, list_models, read_beside, send_event, stream_completions
-from strop.gateway.streamed_text import StreamedText
+from strop.extensions.serve.answer import Answer
+from strop.extensions.serve.completion_request import CompletionRequest, RequestReader
+from strop.extensions.serve.http_api import (
+    MAX_BODY,
+    add_routes,
+    answer_error,
+    list_models,
+    read_beside,
+    send_event,
+    stream_completions,
+)
+from strop.extensions.serve.streamed_text import StreamedText
 from strop.generation.base import Completion
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.safety.http_server import bearer_key, check_sender, make_app, parse_json, read_body

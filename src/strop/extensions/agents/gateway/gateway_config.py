@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,6 +14,8 @@ from strop.safety.site_guard import is_loopback
 
 class GatewayConfig(BaseConfig):
     """The OpenAI-compatible server for agents (environments of type agent)."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("host", "port", "url")
 
     host: str = Field("127.0.0.1", min_length=1, description="Address that the gateway listens on.")
     port: int = Field(0, ge=0, le=65535, description="Port that the gateway listens on; 0 takes a free one.")

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from loop.fakes import FakeGenerator
-from strop.environments.agents.external_agent import ExternalAgent
 from strop.environments.handle import LocalEnvironment
+from strop.extensions.agents.external_agent import ExternalAgent
 from strop.rollouts.episode import EpisodeRules, run_episode
 from strop.sampling import Sampling
 from strop.types import Rollout, ToolCall

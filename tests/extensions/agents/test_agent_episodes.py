@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from strop.data.sources.source import DataSource
-from strop.environments.agents.external_agent import ExternalAgent
 from strop.environments.registry import make_environment
 from strop.environments.remote import EnvironmentDescription, connect
+from strop.extensions.agents.external_agent import ExternalAgent
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.sampling import Sampling
 from strop.types import Group, Rollout

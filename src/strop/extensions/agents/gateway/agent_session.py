@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import torch
 
 from strop.endings import Ending, failing_as
-from strop.gateway.completion_request import CompletionRequest, RequestReader
-from strop.gateway.exchange import Exchange
-from strop.gateway.gateway_config import GatewayConfig
-from strop.gateway.history import EncodedRequest, History
-from strop.gateway.streamed_text import cut_at_stop
+from strop.extensions.agents.gateway.exchange import Exchange
+from strop.extensions.agents.gateway.gateway_config import GatewayConfig
+from strop.extensions.agents.gateway.history import EncodedRequest, History
+from strop.extensions.serve.completion_request import CompletionRequest, RequestReader
+from strop.extensions.serve.streamed_text import cut_at_stop
 from strop.generation.base import Completion, Generator, InvalidRequest, RequestTooLong
 from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loop.tiny import tiny_model
-from strop.gateway.chat_message import read_content
-from strop.gateway.responses_api import make_chat_body
+from strop.extensions.agents.gateway.responses_api import make_chat_body
+from strop.extensions.serve.chat_message import read_content
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.models.network import Network
 from strop.safety.site_guard import BadRequest
