@@ -177,14 +177,12 @@ class Run:
 
     def _convert_shards(self, saved: SavedModel) -> Path:
         """Convert shards, reusing an earlier conversion if the checkpoint has not been written again since."""
-        from strop.checkpointing.convert import convert_model
-
         folder = self.folder / "exported" / f"step_{saved.step}"
         if folder.is_dir() and folder.stat().st_mtime < Path(saved.weights).stat().st_mtime:
             shutil.rmtree(folder)
         if not folder.is_dir():
             folder.parent.mkdir(exist_ok=True)
-            convert_model(saved, folder, model_name=self.config["policy"]["model_name"])
+            plugins.load("functions", "convert")(saved, folder, model_name=self.config["policy"]["model_name"])
         return folder
 
     def export(self, folder: str | Path, *, step: int | None = None, merge: bool = False, dtype: str | None = None) -> Path:
@@ -193,11 +191,8 @@ class Run:
         As ``strop export``: ``merge`` merges LoRA adapters into their base, and ``dtype`` is bfloat16, float16 or float32.
         """
         from strop.checkpointing.saved_model import find_saved_model
-        from strop.models.export import ExportFormat
-        from strop.runs.jobs.export_model import ExportJob, export_model
 
-        source = find_saved_model(self.folder, step=step)
-        export_model(ExportJob(source=source, target=Path(folder), form=ExportFormat(dtype), merge=merge))
+        plugins.load("functions", "export")(find_saved_model(self.folder, step=step), Path(folder), dtype=dtype, merge=merge)
         return Path(folder)
 
     def _repr_html_(self) -> str:
