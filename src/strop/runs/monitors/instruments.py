@@ -1,16 +1,14 @@
-"""The instruments of a run as listeners: stored rollouts, throughput and machines."""
+"""The listener that stores rollouts."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.columns import TokenColumn
 from strop.learner.base import require_token_outputs
-from strop.learner.throughput import Throughput, TrainingPasses
-from strop.monitoring.machine_monitor import SystemMonitor
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, list_images, make_records, split_by_rollout
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import StepMedia
@@ -18,7 +16,6 @@ from strop.monitoring.trackers.rollout_media import make_step_media
 from strop.openmp import call_in_thread
 from strop.runs.monitors.token_trace import trace_tokens
 from strop.trainer.listeners import RunListener
-from strop.trainer.run import TrainOptions
 from strop.trainer.step_view import StepView
 
 
@@ -88,39 +85,3 @@ class RolloutRecorder(RunListener):
             decode=self.decode,
             stores=self.stores,
         )
-
-
-@dataclass(kw_only=True)
-class ThroughputMeter(RunListener):
-    """Logs ``perf/...``: tokens per second per device, and hardware utilisation."""
-
-    name = "throughput"
-    throughput: Throughput
-    algorithm: Algorithm
-    options: TrainOptions
-
-    async def on_log(self, step: StepView) -> dict[str, float]:
-        return self.throughput.metrics(step.batch, self.describe_passes(step), step.metrics)
-
-    def describe_passes(self, step: StepView) -> TrainingPasses:
-        """Describe the update's passes over the batch, which include a forward pass before several optimizer steps."""
-        options, trained = self.options, "policy" in self.algorithm.losses(step.step - 1)
-        return TrainingPasses(
-            epochs=options.update_epochs if trained else 0,
-            scored_before=not trained or options.steps_per_batch * options.update_epochs > 1,
-            zero_gradient=self.algorithm.zero_gradient(step.batch, "policy"),
-        )
-
-
-@dataclass(kw_only=True)
-class MachineWatch(RunListener):
-    """Logs the machines' activity since the last step."""
-
-    name = "machines"
-    monitor: SystemMonitor
-
-    async def on_log(self, step: StepView) -> Mapping[str, float]:
-        return self.monitor.metrics()
-
-    async def on_end(self) -> None:
-        self.monitor.stop()

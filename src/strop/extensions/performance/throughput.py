@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from strop.hardware import DecoderDimensions, PassCounts, forward_flops, training_flops, windows_of
+from strop.extensions.performance.devices import DecoderDimensions, PassCounts, forward_flops, training_flops, windows_of
 from strop.types import Batch
 
 
