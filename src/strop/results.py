@@ -193,11 +193,9 @@ class Run:
         As ``strop export``: ``merge`` merges LoRA adapters into their base, and ``dtype`` is bfloat16, float16 or float32.
         """
         from strop.checkpointing.saved_model import find_saved_model
-        from strop.models.export import ExportFormat
-        from strop.runs.jobs.export_model import ExportJob, export_model
 
         source = find_saved_model(self.folder, step=step)
-        export_model(ExportJob(source=source, target=Path(folder), form=ExportFormat(dtype), merge=merge))
+        plugins.load("functions", "export")(source, Path(folder), dtype=dtype, merge=merge)
         return Path(folder)
 
     def _repr_html_(self) -> str:

@@ -20,7 +20,6 @@ import torch
 
 from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
-from strop.cli.export_command import make_export_parser, make_serve_parser
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
 from strop.config.load.load import load_any_kind
 from strop.data.splitting import split_micro_batches
@@ -34,10 +33,12 @@ from strop.extensions.comparison.evaluation_comparison import check_options
 from strop.extensions.curriculum.base import Curriculum
 from strop.extensions.evaluation.eval_command import is_model_name, make_eval_parser
 from strop.extensions.evaluation.evaluated_run import translate_overrides
+from strop.extensions.export.export_command import make_export_parser
 from strop.extensions.planning import plan_command
 from strop.extensions.reading.reading_commands import make_plot_parser, make_rollouts_parser
 from strop.extensions.recipes import translate_command
 from strop.extensions.replay import replay_commands
+from strop.extensions.serve.serve_command import make_serve_parser
 from strop.extensions.view import view_command
 from strop.runs.run_algorithm import make_rollout_algorithm
 from strop.types import Group, Rollout, Task, Turn

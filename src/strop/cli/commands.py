@@ -52,9 +52,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         section: Command("strop.cli.train_command:train_run", meaning, (section,)) for section, meaning in TRAINING.items()
     },
     "look": {},
-    "use": {
-        "export": Command("strop.cli.export_command:export", "write a checkpoint as a Hugging Face folder"),
-    },
+    "use": {},
     "check": {},
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

@@ -309,7 +309,11 @@ def test_an_environment_that_answers_needs_more_than_one_turn() -> None:
 
 
 def test_tools_need_more_than_one_turn() -> None:
-    environments = {"sums": LocalEnvironment(Arithmetic(tools=len))}
+    def negate(number: int) -> int:
+        """Change the sign."""
+        return -number
+
+    environments = {"sums": LocalEnvironment(Arithmetic(tools=negate))}
     (found,) = find_single_turns(environments, 1, "grpo")
     assert found.startswith("env.sums: Arithmetic has tools, but grpo.max_rollout_turns is 1")
     assert not list(find_single_turns(environments, 2, "grpo"))

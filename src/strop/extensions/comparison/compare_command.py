@@ -10,8 +10,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from strop.cli.commands import Command
-from strop.cli.export_command import add_choice_of_weights
-from strop.cli.output import USAGE_ERROR, make_run_parser, plain_warnings, print_config_error, print_interrupted, removed_option
+from strop.cli.output import (
+    USAGE_ERROR,
+    add_choice_of_weights,
+    make_run_parser,
+    plain_warnings,
+    print_config_error,
+    print_interrupted,
+    removed_option,
+)
 from strop.extensions.evaluation.eval_command import is_model_name
 
 if TYPE_CHECKING:

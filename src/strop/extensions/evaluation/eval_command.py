@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.cli.commands import Command
-from strop.cli.export_command import add_choice_of_weights
 from strop.cli.output import (
     USAGE_ERROR,
+    add_choice_of_weights,
     make_run_parser,
     plain_warnings,
     print_config_error,

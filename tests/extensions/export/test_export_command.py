@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from strop import cli
+from strop.results import Run
 from support.saved_runs import load, save_policy, save_run
 
 
@@ -149,7 +150,7 @@ def test_a_failure_in_the_middle_leaves_nothing_behind(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("strop.runs.jobs.export_model.format_model_card", full)
+    monkeypatch.setattr("strop.extensions.export.export_model.format_model_card", full)
     assert cli.main(["export", str(logs), str(tmp_path / "out")]) == 1
     assert "out cannot be written: No space left on device; nothing was left behind" in capsys.readouterr().err
     assert not (tmp_path / "out").exists() and not (tmp_path / ".tmp_out").exists()
@@ -178,3 +179,8 @@ def test_the_folder_is_uploaded_to_the_hub(
     assert cli.main(["export", str(logs), str(tmp_path / "again"), "--push", "me/broken"]) == 1
     assert "was written and not uploaded to me/broken: the hub returned ConnectionError: no network" in capsys.readouterr().err
     assert (tmp_path / "again/config.json").exists()
+
+
+def test_a_run_exports_its_checkpoint(logs: Path, tmp_path: Path) -> None:
+    folder = Run(logs).export(tmp_path / "out", dtype="bfloat16")
+    assert folder == tmp_path / "out" and (folder / "README.md").exists()

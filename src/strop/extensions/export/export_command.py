@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from strop.cli.output import USAGE_ERROR, print_interrupted
+from strop.cli.commands import Command
+from strop.cli.output import USAGE_ERROR, add_choice_of_weights, print_interrupted
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -23,15 +24,10 @@ def export(arguments: Sequence[str], command_line: str) -> int:
         source = find_saved_model(
             options.checkpoint, step=options.step, best=options.best, ema=options.ema, critic=options.critic
         )
-        from strop.models.export import ExportFormat
-        from strop.runs.jobs.export_model import ExportJob, run_export
+        from strop.extensions.export.export_model import run_export
 
-        form = ExportFormat(options.dtype, options.max_shard_size)
-        return run_export(
-            ExportJob(
-                source=source, target=options.out, form=form, merge=options.merge, push=options.push, private=options.private
-            )
-        )
+        names = ("merge", "push", "private", "dtype", "max_shard_size")
+        return run_export(source, options.out, **{name: getattr(options, name) for name in names})
     except SavedModelNotFound as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -59,15 +55,10 @@ def make_export_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_choice_of_weights(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose a checkpoint of a run."""
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N of a run (default: the newest)")
-    which.add_argument("--best", action="store_true", help="the checkpoint with the best value of checkpointing.metric_name")
-    parser.add_argument("--ema", action="store_true", help="the averaged weights (policy.ema.enabled)")
-
-
 def _size(text: str) -> str:
     if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B", text, re.IGNORECASE):
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write a number and a unit, such as 5GB or 500MB")
     return text.replace(" ", "").upper().replace("IB", "iB")
+
+
+EXPORT = Command(export, "write a checkpoint as a Hugging Face folder", group="use")
