@@ -102,7 +102,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "tools/function_tool.py",
         "tools/tool_options.py",
     ),
-    "mcp": ("extensions/tools/",),
+    "mcp": ("extensions/tools/mcp_tools.py",),
 }
 
 
@@ -389,9 +389,9 @@ def _lines(tree: ast.Module, name: str) -> int:
 # Folders of parts that are found by their file name, or listed by the one module that knows them all: a file a part.
 PARTS = (
     "algorithms",
+    "extensions.starters.files",
     "extensions.recipes.nemo_rl",
     "extensions.games",
-    "extensions.starters",
     "extensions.megatron.families",
     "extensions.trackers",
 )

@@ -23,7 +23,7 @@ from strop.data.sources.streamed import count_items, has_item, is_streamed
 from strop.learner.client import LearnerClient
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import make_failed_group
-from strop.rollouts.groups_ahead import GroupsAhead
+from strop.rollouts.prepared_ahead import GroupsAhead
 from strop.rollouts.recorded import PlannedGroup, make_group, plan_demonstration, plan_preference, plan_unpaired_preference
 from strop.rollouts.recorded_tokens import ExampleTooLong, RecordedRules
 from strop.rollouts.stream import RolloutStream, StreamState

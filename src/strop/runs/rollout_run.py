@@ -29,7 +29,7 @@ from strop.problems import raise_problems
 from strop.rollouts.episode import EpisodeRules, make_failed_group, run_group
 from strop.rollouts.in_flight import EpisodeGate, is_beyond_training
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
-from strop.rollouts.prompts_ahead import PromptsAhead
+from strop.rollouts.prepared_ahead import PromptsAhead
 from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
 from strop.rollouts.tool_turns import describe_tool_calls
 from strop.runs.backend import Backend, LocalBackend

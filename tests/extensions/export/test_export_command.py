@@ -13,6 +13,7 @@ import torch
 from strop import cli
 from strop.models.adapters import save_adapters
 from strop.models.loading import load_model, load_tokenizer
+from strop.results import Run
 from support.lora import with_random_adapters
 from support.models import build
 from support.saved_runs import load, save_policy, save_run
@@ -199,3 +200,8 @@ def test_a_folder_of_adapters_becomes_an_ordinary_one(tmp_path: Path) -> None:
     assert {name for name, _ in merged.named_parameters()} == {name for name, _ in build("llama").named_parameters()}
     assert not list((tmp_path / "merged").glob("adapter*"))
     assert load_tokenizer(str(tmp_path / "merged")).encode("stop") == load_tokenizer(str(tmp_path / "adapters")).encode("stop")
+
+
+def test_a_run_exports_its_checkpoint(logs: Path, tmp_path: Path) -> None:
+    folder = Run(logs).export(tmp_path / "out", dtype="bfloat16")
+    assert folder == tmp_path / "out" and (folder / "README.md").exists()
