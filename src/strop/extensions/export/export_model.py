@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from strop import __version__
-from strop.checkpointing.convert import convert_model
 from strop.checkpointing.saved_model import ATTACHED_CONFIG, SavedModel, is_hub_name
 from strop.config import TRAINING_RUNS
 from strop.config.source import yaml_text
 from strop.data.sources.hub import require_token, upload_folder
+from strop.extensions.export.convert import convert_model
+from strop.extensions.export.model_folder import ConversionError, ExportFormat
 from strop.models.draft_head import FOLDER, WEIGHTS
-from strop.models.export import ConversionError, ExportFormat
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 from strop.runs.exit_codes import run_command
 
