@@ -63,7 +63,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "vllm": ("generation/vllm/",),
     "sglang": ("extensions/sglang/",),
     "megatron": ("extensions/megatron/",),
-    "transformers": ("models/", "extensions/labs/"),
+    "transformers": ("models/", "extensions/export/", "extensions/labs/"),
     "torchao": ("models/quantization/",),
     "safetensors": ("models/", "learner/", "checkpointing/", "weight_sync/", "extensions/megatron/", "extensions/labs/"),
     "huggingface_hub": ("models/", "data/", "extensions/labs/"),

@@ -8,8 +8,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 from strop.base_config import BaseConfig, iter_sections
 
 if TYPE_CHECKING:
-    from strop.environments.mixture import Mixture
+    from strop.data.interleaving import Interleaving
     from strop.types import Group
+
+
+class OrderedTasks(Protocol):
+    """A mixture of tasks, as a chooser needs it (``strop.environments.mixture.Mixture``)."""
+
+    @property
+    def components(self) -> Sequence[Any]: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def interleaving(self) -> Interleaving: ...
 
 
 class TaskChooser(Protocol):
@@ -44,7 +57,7 @@ class TaskOrder(BaseConfig):
         return ""
 
     def make_chooser(
-        self, mixture: Mixture, rewards: Mapping[str, Sequence[str]], *, slots: int, groups_per_step: int
+        self, mixture: OrderedTasks, rewards: Mapping[str, Sequence[str]], *, slots: int, groups_per_step: int
     ) -> TaskChooser:
         """Make the chooser for a mixture. ``rewards``: the names of each environment's rewards, by alias; ``slots``: those of
         the stream. Raises EnvironmentConfigError, DataError.

@@ -16,7 +16,8 @@ from strop.data.data_state import DataState
 from strop.environments.arithmetic import Arithmetic
 from strop.environments.handle import LocalEnvironment
 from strop.environments.mixture import Component, Mixture
-from strop.extensions.curriculum.curriculum_config import CurriculumConfig, DifficultyConfig, SuccessRateConfig
+from strop.extensions.curriculum.curriculum_config import CurriculumConfig
+from strop.extensions.curriculum.curriculum_keys_config import DifficultyConfig, SuccessRateConfig
 from strop.rollouts.episode import make_failed_group
 from strop.trainer.step_metrics import environment_metrics
 from strop.types import Group, Rollout, Task

@@ -11,7 +11,8 @@ import pytest
 from strop.data.sources.records import DataError
 from strop.extensions.curriculum.base import Draw, TaskOutcome
 from strop.extensions.curriculum.curricula import DifficultyCurriculum, compute_window, make_curriculum, read_difficulties
-from strop.extensions.curriculum.curriculum_config import CurriculumConfig, DifficultyConfig
+from strop.extensions.curriculum.curriculum_config import CurriculumConfig
+from strop.extensions.curriculum.curriculum_keys_config import DifficultyConfig
 from strop.types import Task
 
 

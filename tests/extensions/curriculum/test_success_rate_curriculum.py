@@ -13,7 +13,7 @@ import pytest
 
 from strop.extensions.curriculum.base import Choice, Draw, TaskOutcome
 from strop.extensions.curriculum.curricula import SuccessRateCurriculum
-from strop.extensions.curriculum.curriculum_config import SuccessRateConfig
+from strop.extensions.curriculum.curriculum_keys_config import SuccessRateConfig
 
 
 def draw(seed: int, *, in_flight: frozenset[int] = frozenset()) -> Draw:

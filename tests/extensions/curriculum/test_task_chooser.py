@@ -18,7 +18,7 @@ from strop.data.interleaving import Interleaving
 from strop.data.sources.records import DataError
 from strop.extensions.curriculum.base import Choice, Curriculum, Draw, TaskOutcome
 from strop.extensions.curriculum.curricula import SuccessRateCurriculum
-from strop.extensions.curriculum.curriculum_config import SuccessRateConfig
+from strop.extensions.curriculum.curriculum_keys_config import SuccessRateConfig
 from strop.extensions.curriculum.task_chooser import KEPT, CurriculumChooser
 from strop.rollouts.order import DropTooOld, GroupOrder, Windowed
 from strop.rollouts.stream import EndOfTasks, RolloutStream, StreamState

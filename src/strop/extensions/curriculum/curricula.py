@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from strop.data.sources.records import DataError
 from strop.extensions.curriculum.base import Choice, Curriculum, Draw, TaskOutcome
-from strop.extensions.curriculum.curriculum_config import CurriculumConfig, DifficultyConfig, SuccessRateConfig
+from strop.extensions.curriculum.curriculum_keys_config import CurriculumKeys, DifficultyConfig, SuccessRateConfig
 from strop.safety.exits import contain_exits
 from strop.types import Task
 from strop.user_code import UserCodeError, describe_error, describe_value, import_attribute
@@ -201,7 +201,7 @@ class SuccessRateCurriculum(Curriculum):
 KEY = "data.curriculum"
 
 
-def make_curriculum(config: CurriculumConfig, tasks: Sequence[Task], entry: str, seed: int) -> Curriculum:
+def make_curriculum(config: CurriculumKeys, tasks: Sequence[Task], entry: str, seed: int) -> Curriculum:
     """Create the curriculum for an entry's tasks. ``entry`` names the entry in messages. Raises DataError."""
     if hasattr(tasks, "load_state"):
         raise DataError(
@@ -264,7 +264,7 @@ def _import_function(path: str) -> Callable[[Task], Any]:
     return measure
 
 
-def _make_own(config: CurriculumConfig, tasks: Sequence[Task]) -> Curriculum:
+def _make_own(config: CurriculumKeys, tasks: Sequence[Task]) -> Curriculum:
     kind = _import(config.name, f"{KEY}.name")
     if not (isinstance(kind, type) and issubclass(kind, Curriculum)):
         raise DataError(

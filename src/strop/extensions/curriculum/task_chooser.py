@@ -18,12 +18,12 @@ from typing import Any
 
 from strop.data.interleaving import Interleaving
 from strop.data.sources.records import DataError
+from strop.data.task_order import OrderedTasks
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.handle import EnvironmentHandle
-from strop.environments.mixture import Mixture
 from strop.extensions.curriculum.base import Choice, Curriculum, Draw, TaskOutcome
 from strop.extensions.curriculum.curricula import make_curriculum
-from strop.extensions.curriculum.curriculum_config import CurriculumConfig
+from strop.extensions.curriculum.curriculum_keys_config import CurriculumKeys
 from strop.safety.exits import contain_exits
 from strop.sampling import mix_seed
 from strop.types import Group, Rollout
@@ -188,7 +188,7 @@ class CurriculumChooser:
 
 
 def make_chooser(
-    config: CurriculumConfig, mixture: Mixture, rewards: Mapping[str, Sequence[str]], *, slots: int, groups_per_step: int
+    config: CurriculumKeys, mixture: OrderedTasks, rewards: Mapping[str, Sequence[str]], *, slots: int, groups_per_step: int
 ) -> CurriculumChooser:
     """Make a curriculum for each component of a mixture. Raises EnvironmentConfigError, DataError."""
     for alias, names in rewards.items():
