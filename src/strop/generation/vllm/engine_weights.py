@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.models.export import describe_model, load_model_config
+from strop.models.export import CheckpointNames
 from strop.models.quantization.number_format import QuantizedTensor, encode_e8m0, quantize
 from strop.models.quantization.quantization_plan import EXPERTS, QuantizationPlan, unpack
 
@@ -18,45 +18,6 @@ from strop.models.quantization.quantization_plan import EXPERTS, QuantizationPla
 _LOADED_AS = ((".router.layer.", ".gate."), (".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias"))
 _CANONICAL = ((".routed_experts", ""),)  # parts of vLLM's module paths -> those of Transformers
 _CANONICAL_GPT_OSS = ((".attn.", ".self_attn."), ("model.embedding.", "model.embed_tokens."))
-
-
-class CheckpointNames:
-    """The names of a model's weights in its checkpoints, which vLLM loads, and how Transformers splits weights to save them."""
-
-    def __init__(self, skeleton: Any | None) -> None:
-        """``skeleton``: the Transformers model on the meta device; None: weights are named and stored as in the checkpoints."""
-        self._skeleton = skeleton
-        self._specs: dict[str, Tensor] = {} if skeleton is None else skeleton.state_dict()
-        self._parts: dict[str, dict[str, Tensor]] = {}
-
-    @classmethod
-    def of(cls, folder: str) -> CheckpointNames:
-        """Return those of a model, given a folder with its configuration. Models with code of their own are not converted."""
-        config = load_model_config(folder)
-        return cls(None if getattr(config, "auto_map", None) else describe_model(config))
-
-    def stored_names(self, name: str) -> list[str]:
-        return list(self._find_parts(name)) or [name]
-
-    def convert(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield a weight as a checkpoint has it, which may be in several parts."""
-        parts = self._find_parts(name)
-        if all(part is self._specs[name] for part in parts.values()):  # at most renamed
-            yield self.stored_names(name)[0], tensor
-        else:
-            yield from self._revert(name, tensor).items()
-
-    def _find_parts(self, name: str) -> dict[str, Tensor]:
-        """Return a weight's parts in a checkpoint, on the meta device; empty for other tensors."""
-        if name not in self._parts:
-            self._parts[name] = self._revert(name, self._specs[name]) if name in self._specs else {}
-        return self._parts[name]
-
-    def _revert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        reverted: dict[str, Tensor] = revert_weight_conversion(self._skeleton, {name: tensor})
-        return reverted
 
 
 def rename_for_engine(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.generation.vllm.engine_weights import CheckpointNames, KeptSinks, map_names, quantize_arriving, rename_for_engine
+from strop.generation.vllm.engine_weights import KeptSinks, map_names, quantize_arriving, rename_for_engine
 from strop.generation.vllm.launch import exit_with_driver
 from strop.generation.vllm.vllm_patches import apply_patches
 from strop.generation.vllm.weight_readback import (
@@ -26,6 +26,7 @@ from strop.generation.vllm.weight_readback import (
     recover_log,
     refresh_packed_copies,
 )
+from strop.models.export import CheckpointNames
 from strop.models.quantization.quantization_plan import QuantizationPlan
 from strop.weight_sync.base import ChannelAddress, Manifest, Receiver, TensorFingerprint
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
