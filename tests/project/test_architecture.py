@@ -45,7 +45,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models", "monitoring", "tools"),
     ("environments", "weight_sync"),
     ("learner", "generation"),
-    ("gateway",),
     ("rollouts",),
     ("checkpointing",),
     ("trainer",),
@@ -70,7 +69,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("models/", "data/", "extensions/labs/"),
     "datasets": ("data/", "api.py"),  # api.py names its type
     "pandas": ("monitoring/", "results.py", "data/"),
-    "rich": ("monitoring/", "extensions/checks/"),
+    "rich": ("monitoring/", "extensions/checks/", "extensions/reading/"),
     "wandb": ("extensions/trackers/",),
     "tensorboard": ("extensions/trackers/",),
     "torch.utils.tensorboard": ("extensions/trackers/",),
@@ -78,7 +77,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "swanlab": ("extensions/trackers/",),
     "trackio": ("extensions/trackers/",),
     "pynvml": ("monitoring/",),
-    "matplotlib": ("monitoring/", "extensions/trackers/", "results.py"),  # results.py names its type
+    "matplotlib": ("extensions/reading/", "extensions/trackers/", "results.py"),  # results.py names its type
     "pyarrow": ("monitoring/", "data/", "extensions/view/", "extensions/replay/"),
     "math_verify": ("environments/",),
     "reasoning_gym": ("extensions/adapters/",),
@@ -95,7 +94,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "tools/function_tool.py",
         "tools/tool_options.py",
     ),
-    "mcp": ("tools/mcp_tools.py",),
+    "mcp": ("extensions/tools/mcp_tools.py",),
 }
 
 
@@ -336,7 +335,7 @@ def test_types_and_algorithms_load_without_the_rest() -> None:
 
 @pytest.mark.slow
 def test_runs_load_without_the_engines_and_clusters_that_they_do_not_use() -> None:
-    statement = "import strop.runs.train, strop.runs.evaluate, strop.cli"
+    statement = "import strop.runs.train, strop.extensions.evaluation.evaluate, strop.cli"
     assert _loaded_after(statement, "vllm", "ray", "sglang", "megatron") == []
 
 
@@ -382,7 +381,7 @@ def _lines(tree: ast.Module, name: str) -> int:
 # Folders of parts that are found by their file name, or listed by the one module that knows them all: a file a part.
 PARTS = (
     "algorithms",
-    "cli.starters",
+    "extensions.starters.files",
     "extensions.recipes.nemo_rl",
     "extensions.games",
     "extensions.megatron.families",
@@ -394,8 +393,7 @@ SHORT = {
     "extensions.watch.pacing_config": "read with every configuration",
     "extensions.profiling.profile_config": "read with every configuration, without the recorder",
     "extensions.labs.draft.drafting_config": "keys of the engine, which are read before those of the policy",
-    "environments.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
-    "monitoring.notebook_figure": "it inherits from matplotlib, which is imported where something is drawn",
+    "extensions.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
     "rollouts.tokenizing_worker": "a process of its own",
     "trainer.publish": "a stage of the loop",
 }
