@@ -46,7 +46,7 @@ def serve_family(name: str, model: Any, folder: Path, *, precision: str = "float
     """Serve a model of a family by an engine that gets its weights as a run sends them."""
     tokenizer = build_tokenizer()
     save_model_folder(model, tokenizer, folder)
-    keys = {"max_model_len": LONGEST, "precision": precision, "enable_prefix_caching": name not in STATES}
+    keys: dict[str, Any] = {"max_model_len": LONGEST, "precision": precision, "enable_prefix_caching": name not in STATES}
     engine = VllmEngine("engine 0", make_launch(folder, **keys, **options), tokenizer, stop_ids=(2,))
     return serve(model, tokenizer, [engine], tolerance=CANARY_TOLERANCE[precision])
 

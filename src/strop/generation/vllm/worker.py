@@ -82,7 +82,8 @@ class StropWorker:
         fingerprints: dict[str, int] = {}
         incoming = self._strop_receiver.receive(expected)
         on_cpu = self.device.type == "cpu"
-        self._strop_logs = logs = {}
+        logs: dict[str, torch.Tensor] = {}
+        self._strop_logs = logs
         tensors = _copy_and_fingerprint(incoming, fingerprints, logs)
         tensors = list(tensors) if on_cpu else tensors
         quantization: QuantizationPlan | None = pickle.loads(plan)
