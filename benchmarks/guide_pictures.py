@@ -37,7 +37,7 @@ RUNS = (
     "dpo --config dpo.yaml policy.model_name=results/sft/step_21/policy/weights",
     f"grpo --config grpo.yaml {CHAIN}",
     "grpo --config grpo.yaml logger.log_dir=logs/direct checkpointing.checkpoint_dir=results/direct",
-    "grpo --config multi_turn.yaml",
+    "grpo --config multi_turn.yaml grpo.max_num_steps=3",
 )
 TRL = "model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct\ndataset_name: train.jsonl\nreward_funcs: [accuracy_reward]\nbeta: 0.01\n"
 DRY_RUN = "grpo --config grpo.yaml --dry-run run_name=new"
