@@ -45,7 +45,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models", "monitoring", "tools"),
     ("environments", "weight_sync"),
     ("learner", "generation"),
-    ("gateway",),
     ("rollouts",),
     ("checkpointing",),
     ("trainer",),
@@ -95,7 +94,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "tools/function_tool.py",
         "tools/tool_options.py",
     ),
-    "mcp": ("tools/mcp_tools.py",),
+    "mcp": ("extensions/tools/",),
 }
 
 
@@ -382,9 +381,9 @@ def _lines(tree: ast.Module, name: str) -> int:
 # Folders of parts that are found by their file name, or listed by the one module that knows them all: a file a part.
 PARTS = (
     "algorithms",
-    "cli.starters",
     "extensions.recipes.nemo_rl",
     "extensions.games",
+    "extensions.starters",
     "extensions.megatron.families",
     "extensions.trackers",
 )
@@ -394,7 +393,7 @@ SHORT = {
     "extensions.watch.pacing_config": "read with every configuration",
     "extensions.profiling.profile_config": "read with every configuration, without the recorder",
     "extensions.labs.draft.drafting_config": "keys of the engine, which are read before those of the policy",
-    "environments.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
+    "extensions.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
     "monitoring.notebook_figure": "it inherits from matplotlib, which is imported where something is drawn",
     "rollouts.tokenizing_worker": "a process of its own",
     "trainer.publish": "a stage of the loop",

@@ -46,7 +46,6 @@ class Command:
 
 GROUPS: dict[str, dict[str, Command]] = {
     "start": {
-        "init": Command("strop.cli.init_command:init", "write a starter: configuration, sample data, a reward or a tool"),
         "config": Command("strop.cli.train_command:config", "list every key with its default and what it does"),
     },
     "train": {
@@ -59,7 +58,6 @@ GROUPS: dict[str, dict[str, Command]] = {
     "use": {
         "eval": Command("strop.cli.eval_command:evaluate", "evaluate a run, a checkpoint or a model"),
         "export": Command("strop.cli.export_command:export", "write a checkpoint as a Hugging Face folder"),
-        "serve": Command("strop.cli.export_command:serve", "answer OpenAI's HTTP API with a checkpoint"),
     },
     "check": {
         "doctor": Command("strop.cli.doctor_command:doctor", "say whether a run is alive, and what went wrong"),

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.base_config import to_tree
+from strop.base_config import BaseConfig, to_tree
 from strop.checkpointing.saved_model import RUN_CONFIG, SavedModel
 from strop.data.data_config import DataEntryConfig
 from strop.data.sources.local_copies import find_copy
@@ -56,7 +56,7 @@ class EvaluationIdentity:
 def identify(job: EvaluationJob) -> EvaluationIdentity:
     """Return the settings that affect an evaluation's samples, excluding the number of engines and the order of sampling."""
     generation, policy = job.generation, job.policy
-    rules = {key: value for key, value in asdict(replace(job.rules, gateway=None)).items() if key != "max_turns"}
+    rules = {key: value for key, value in asdict(job.rules).items() if key != "max_turns"}
     settings = {
         "model": job.model.weights,
         "model files": _describe_model(job.model.weights),
@@ -68,12 +68,16 @@ def identify(job: EvaluationJob) -> EvaluationIdentity:
         "vllm_kwargs": generation.vllm_kwargs,
         **({f"{generation.launched}_kwargs": generation.engine_kwargs} if generation.uses_engines else {}),
         "rules": {**rules, "max_turns": job.max_turns},
-        "gateway": None if job.rules.gateway is None else to_tree(job.rules.gateway),
+        **{name: _drop_unrelated(section) for name, section in job.resources.items()},
         "seeds": [job.seed, job.task_seed],
         "purpose": job.purpose,
         "save_logprobs": job.scoring.save_logprobs,
     }
     return EvaluationIdentity(redact_secrets(settings), {each.name: _identify_set(job, each) for each in job.sets})
+
+
+def _drop_unrelated(section: BaseConfig) -> dict[str, Any]:
+    return {key: value for key, value in to_tree(section).items() if key not in section.unrelated_keys}
 
 
 def identify_entries(job: EvaluationJob) -> EvaluationIdentity:

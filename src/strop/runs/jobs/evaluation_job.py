@@ -87,7 +87,6 @@ def make_evaluation_job(config: EvalRunConfig) -> EvaluationJob:
         rules=EpisodeRules(
             max_length=length,
             max_prompt_length=config.data.max_input_seq_length,
-            gateway=config.gateway,
             tool_call_format=config.tokenizer.tool_call_format,
         ),
         max_turns=config.eval.max_rollout_turns,
@@ -227,6 +226,5 @@ def make_episode_rules(config: RolloutRunConfig) -> EpisodeRules:
         failed_reward=config.rollout_training.failures.reward,
         retries=config.rollout_training.failures.retries,
         penalties=penalties if penalties is not None and penalties.enabled else None,
-        gateway=config.gateway,
         tool_call_format=config.policy.tokenizer.tool_call_format,
     )
