@@ -65,7 +65,7 @@ def draw_terminal(name: str, command: str, folder: Path, lines: int = 26) -> Non
     """Draw a command and the beginning of its output, without fonts from elsewhere."""
     shown = run(command, folder).strip("\n").splitlines()
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    console.print(Text(f"$ strop {command.replace(' run_name=new', '')}\n", style="bold"))
+    console.print(Text(f"$ strop {command}\n", style="bold"))
     console.print(Text.from_ansi("\n".join(shown[:lines] + ["..."] * (len(shown) > lines))), soft_wrap=False)
     picture = re.sub(r"@font-face \{.*?\}", "", console.export_svg(title=""), flags=re.DOTALL)
     (PICTURES / f"{name}.svg").write_text(re.sub(r"\n\s*\n", "\n", picture), encoding="utf-8")
