@@ -69,7 +69,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("models/", "data/", "extensions/labs/"),
     "datasets": ("data/", "api.py"),  # api.py names its type
     "pandas": ("monitoring/", "results.py", "data/"),
-    "rich": ("monitoring/", "extensions/checks/"),
+    "rich": ("monitoring/", "extensions/checks/", "extensions/reading/"),
     "wandb": ("extensions/trackers/",),
     "tensorboard": ("extensions/trackers/",),
     "torch.utils.tensorboard": ("extensions/trackers/",),
@@ -77,7 +77,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "swanlab": ("extensions/trackers/",),
     "trackio": ("extensions/trackers/",),
     "pynvml": ("monitoring/",),
-    "matplotlib": ("monitoring/", "extensions/trackers/", "results.py"),  # results.py names its type
+    "matplotlib": ("extensions/reading/", "extensions/trackers/", "results.py"),  # results.py names its type
     "pyarrow": ("monitoring/", "data/", "extensions/view/", "extensions/replay/"),
     "math_verify": ("environments/",),
     "reasoning_gym": ("extensions/adapters/",),
@@ -94,7 +94,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "tools/function_tool.py",
         "tools/tool_options.py",
     ),
-    "mcp": ("extensions/tools/",),
+    "mcp": ("extensions/tools/mcp_tools.py",),
 }
 
 
@@ -335,7 +335,7 @@ def test_types_and_algorithms_load_without_the_rest() -> None:
 
 @pytest.mark.slow
 def test_runs_load_without_the_engines_and_clusters_that_they_do_not_use() -> None:
-    statement = "import strop.runs.train, strop.runs.evaluate, strop.cli"
+    statement = "import strop.runs.train, strop.extensions.evaluation.evaluate, strop.cli"
     assert _loaded_after(statement, "vllm", "ray", "sglang", "megatron") == []
 
 
@@ -381,9 +381,9 @@ def _lines(tree: ast.Module, name: str) -> int:
 # Folders of parts that are found by their file name, or listed by the one module that knows them all: a file a part.
 PARTS = (
     "algorithms",
+    "extensions.starters.files",
     "extensions.recipes.nemo_rl",
     "extensions.games",
-    "extensions.starters",
     "extensions.megatron.families",
     "extensions.trackers",
 )
@@ -394,7 +394,6 @@ SHORT = {
     "extensions.profiling.profile_config": "read with every configuration, without the recorder",
     "extensions.labs.draft.drafting_config": "keys of the engine, which are read before those of the policy",
     "extensions.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
-    "monitoring.notebook_figure": "it inherits from matplotlib, which is imported where something is drawn",
     "rollouts.tokenizing_worker": "a process of its own",
     "trainer.publish": "a stage of the loop",
 }

@@ -86,7 +86,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "dist.TCPStore": {
         "distributed/workers/learner_worker.py": "a client",
     },
-    "distributed.TCPStore": {"distributed/preflight.py": "a client", "distributed/base.py": "on a socket of one address"},
+    "distributed.TCPStore": {"extensions/checks/preflight.py": "a client", "distributed/base.py": "on a socket of one address"},
     "web.TCPSite": {"safety/http_server.py": "in listening"},
     "web.SockSite": {"safety/http_server.py": "in listening"},
     "listening": {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from asyncio import run
 from dataclasses import replace
 from pathlib import Path
@@ -104,13 +103,3 @@ def test_the_calculator_of_the_starter_answers_between_the_turns() -> None:
     assert run(environment.respond(task, done)) is None
     result = run(compute_rewards(environment, task, done))
     assert result.rewards == {"correct": 1.0, "asked": 1.0} and result.reward == 1.2
-
-
-def test_the_evaluation_starter_scores_every_task_and_keeps_the_samples(tiny: Path, tmp_path: Path) -> None:
-    assert strop("init", "eval", "--model", str(tiny), folder=tmp_path).code == 0
-    changes = ["data.size=3", "generation.max_new_tokens=4", "generation.vllm_cfg.max_model_len=400", "generation.device=cpu"]
-    outcome = strop("eval", "--config", "eval.yaml", *changes, folder=tmp_path)
-    assert outcome.code == 0, outcome.err
-    assert "pass@4" in outcome.out
-    (saved,) = (tmp_path / "results" / "eval").rglob("*.json")
-    assert len(json.loads(saved.read_text())["tasks"]) == 3

@@ -42,6 +42,11 @@ def test_ready_tools_answer_the_calls_of_a_turn(tmp_path: Path) -> None:
         ([{"files": {"start": "/no/such/folder"}}], "the tool files: start is"),
         ([{"files": {"max_fils": 3}}], "did you mean 'max_files'"),
         ([{"calculator": {"digits": 3}}], "takes no options"),
+        (["calculater"], "did you mean 'calculator'"),
+        ([{"mcp": {"comand": ["x"]}}], "no option 'comand'; did you mean 'command'"),
+        ([{"mcp": {}}], "mcp needs command"),
+        ([{"mcp": {"command": "server"}}], "the option command of the tool mcp"),
+        ([{"mcp": {"command": ["no_such_program"]}}], "mcp.command starts 'no_such_program', but there is no"),
     ],
 )
 def test_options_that_cannot_work_are_errors(tools: list[object], words: str) -> None:

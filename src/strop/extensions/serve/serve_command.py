@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from strop import plugins
 from strop.cli.commands import Command
-from strop.cli.export_command import add_choice_of_weights
-from strop.cli.output import USAGE_ERROR, print_interrupted
+from strop.cli.output import USAGE_ERROR, add_choice_of_weights, print_interrupted
 
 if TYPE_CHECKING:
     from strop.extensions.serve.serve_model import ModelService

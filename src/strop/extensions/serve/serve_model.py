@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from strop import packages
 from strop.base_config import validate_section
+from strop.checkpointing.convert import loadable_folder
 from strop.checkpointing.saved_model import SavedModel
 from strop.device_copies import is_gpu
 from strop.generation.torch.torch_config import TorchGenerationConfig
@@ -23,7 +24,6 @@ from strop.learner.model_config import ModelConfig
 from strop.models.adapters import base_model_name, read_adapter_config
 from strop.packages import install_command
 from strop.runs.exit_codes import run_command
-from strop.runs.jobs.evaluation_job import loadable_folder
 from strop.runs.models import LoadedPolicy, load_policy, resolve_device
 from strop.safety.site_guard import is_loopback
 
