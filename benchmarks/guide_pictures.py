@@ -46,7 +46,7 @@ TERMINALS = {
     "model": f"{DRY_RUN} policy.precision=bfloat16",
     "multi_turn": "rollouts logs/multi_turn --best 1",
     "many_gpus": f"{DRY_RUN} --assume-gpus 8 cluster.gpus_per_node=8",
-    "evaluate_export_serve": "compare results/direct results/grpo",
+    "evaluate_export_serve": "compare logs/direct logs/grpo --step 10",
     "coming_from": "translate --from trl-grpo trl.yaml --gpus 8",
 }
 
