@@ -1,6 +1,6 @@
 """Where the time of a micro-batch goes on one GPU, by arithmetic: forward and backward, by kind of kernel.
 
-    python benchmarks/roofline.py            # the table of docs/performance.md
+    python benchmarks/roofline.py            # the table that docs/performance.md speaks of
     python benchmarks/roofline.py --host 10  # microseconds that the host takes for a launch
 
 Each kind takes the longer of its arithmetic and its memory traffic, at the rates below; nothing overlaps, but the host with all of it.
