@@ -17,7 +17,7 @@ from strop.extensions.view import saved_view
 from strop.monitoring.run_starts import describe_hardware, find_versions, read_run_starts
 from support.html_pages import check_page
 from support.reported_runs import HOSTILE, STEPS, write_run
-from support.viewed_runs import write_runs
+from support.viewed_runs import write_runs, write_tokenizer
 
 
 def make_page(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> str:
@@ -59,7 +59,7 @@ def test_a_report_holds_what_the_page_asks_a_server(tmp_path: Path, capsys: pyte
 def test_images_are_in_the_file_as_far_as_there_is_room(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_runs(tmp_path)
+    write_runs(tmp_path, write_tokenizer(tmp_path))
     images = saved_in(make_page(capsys, tmp_path / "quickstart"))["images"]
     assert images and all(each.startswith("data:image/png;base64,iVBOR") for each in images.values())
     monkeypatch.setattr(saved_view, "LARGEST_IMAGES", 100)
@@ -75,7 +75,7 @@ def test_a_long_curve_keeps_the_range_of_what_is_left_out(tmp_path: Path, capsys
 
 
 def test_what_cannot_be_read_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_run(tmp_path / "mine")
+    run = write_run(tmp_path / "mine", model=str(write_tokenizer(tmp_path)))
     (run / "validation" / "step_000000.json").write_bytes(b"{")
     (run / "rollouts" / f"step_{STEPS:06d}.parquet").write_bytes(b"")
     for name in ("starts.jsonl", "config_history.jsonl"):
