@@ -132,10 +132,7 @@ TEACHERS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    sweep(TEACHERS, "which is the policy's average"),
-)
+@pytest.mark.parametrize("name", sweep(TEACHERS, "which is the policy's average"))
 def test_a_run_with_a_teacher_says_how_far_the_student_is_from_it(name: str, tiny: Path, teacher: Path, tmp_path: Path) -> None:
     said = train_to_end("distillation", tiny, tmp_path, **{"teacher.model_name": str(teacher), **TEACHERS[name]})
     logged = metrics_of(tmp_path / "logs")

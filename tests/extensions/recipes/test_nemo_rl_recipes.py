@@ -245,9 +245,6 @@ env: {math: {num_workers: 8}}
     assert "policy.generation.vllm_kwargs.speculative_config" in changed
     with pytest.raises(ConfigError, match=r"which policy\.generation\.vllm_cfg\.speculation does not have"):
         load_config(path, ["policy.generation.vllm_kwargs.speculative_config.tree=1"], root=TRAINING_RUNS["grpo"])
-    mtp = [
-        "policy.draft.enabled=false",
-        "policy.generation.vllm_kwargs.speculative_config={method: mtp, model: null}",
-    ]
+    mtp = ["policy.draft.enabled=false", "policy.generation.vllm_kwargs.speculative_config={method: mtp, model: null}"]
     found = load_config(path, mtp, root=TRAINING_RUNS["grpo"]).config.policy.generation.vllm_cfg.speculation
     assert (found.method, found.model_name) == ("mtp", "m")

@@ -91,10 +91,7 @@ def test_checkpoints_against_faults_are_saved_as_often(saved: int, often: int, e
     keys = (f"checkpointing.save_period={saved}", f"checkpointing.ft_save_period={often}", "checkpointing.ft_keep_latest_k=1")
     loaded = load(*keys)
     assert loaded.config.checkpointing.save_period == every
-    assert effects(loaded) == {
-        "checkpointing.ft_save_period": Effect.CHANGED,
-        "checkpointing.ft_keep_latest_k": Effect.UNUSED,
-    }
+    assert effects(loaded) == {"checkpointing.ft_save_period": Effect.CHANGED, "checkpointing.ft_keep_latest_k": Effect.UNUSED}
 
 
 def test_the_fused_adam_of_transformer_engine_is_the_one_of_torch() -> None:

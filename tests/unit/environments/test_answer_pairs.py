@@ -16,15 +16,7 @@ from strop.environments.scoring.scoring_pool import ScoringResult
 from strop.environments.scoring.scoring_worker import SCORER_LOADERS
 from strop.environments.verifiers import math_verifier
 from strop.environments.verifiers.math_verifier import extract_stated_choice, find_math_answer, verify_math
-from support.answer_pairs import (
-    LIBRARIES,
-    OURS,
-    AnswerPair,
-    make_lm_eval,
-    make_math_verify,
-    make_simple_evals,
-    read_answer_pairs,
-)
+from support.answer_pairs import LIBRARIES, OURS, AnswerPair, make_lm_eval, make_math_verify, make_simple_evals, read_answer_pairs
 from support.sweep import one_in, sweep
 
 PAIRS, REASONS = read_answer_pairs()
