@@ -45,7 +45,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models", "monitoring", "tools"),
     ("environments", "weight_sync"),
     ("learner", "generation"),
-    ("gateway",),
     ("rollouts",),
     ("checkpointing",),
     ("trainer",),
@@ -70,7 +69,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("models/", "data/", "extensions/labs/"),
     "datasets": ("data/", "api.py"),  # api.py names its type
     "pandas": ("monitoring/", "results.py", "data/"),
-    "rich": ("monitoring/", "extensions/checks/"),
+    "rich": ("monitoring/", "extensions/checks/", "extensions/reading/"),
     "wandb": ("extensions/trackers/",),
     "tensorboard": ("extensions/trackers/",),
     "torch.utils.tensorboard": ("extensions/trackers/",),
@@ -78,7 +77,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "swanlab": ("extensions/trackers/",),
     "trackio": ("extensions/trackers/",),
     "pynvml": ("monitoring/",),
-    "matplotlib": ("monitoring/", "extensions/trackers/", "results.py"),  # results.py names its type
+    "matplotlib": ("extensions/reading/", "extensions/trackers/", "results.py"),  # results.py names its type
     "pyarrow": ("monitoring/", "data/", "extensions/view/", "extensions/replay/"),
     "math_verify": ("environments/",),
     "reasoning_gym": ("extensions/adapters/",),
@@ -95,7 +94,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "tools/function_tool.py",
         "tools/tool_options.py",
     ),
-    "mcp": ("tools/mcp_tools.py",),
+    "mcp": ("extensions/tools/mcp_tools.py",),
 }
 
 
@@ -311,7 +310,7 @@ IMPORTED = (
     ),
     (
         ("strop.types, strop.algorithms.policy_gradient.grpo", ("transformers", "pydantic", "datasets", "rich")),
-        ("strop.runs.train, strop.runs.evaluate, strop.cli", ("vllm", "ray", "sglang", "megatron")),
+        ("strop.runs.train, strop.extensions.evaluation.evaluate, strop.cli", ("vllm", "ray", "sglang", "megatron")),
     ),
 )  # fmt: skip
 
@@ -368,7 +367,7 @@ def _lines(tree: ast.Module, name: str) -> int:
 # Folders of parts that are found by their file name, or listed by the one module that knows them all: a file a part.
 PARTS = (
     "algorithms",
-    "cli.starters",
+    "extensions.starters.files",
     "extensions.recipes.nemo_rl",
     "extensions.games",
     "extensions.megatron.families",
@@ -380,8 +379,7 @@ SHORT = {
     "extensions.watch.pacing_config": "read with every configuration",
     "extensions.profiling.profile_config": "read with every configuration, without the recorder",
     "extensions.labs.draft.drafting_config": "keys of the engine, which are read before those of the policy",
-    "environments.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
-    "monitoring.notebook_figure": "it inherits from matplotlib, which is imported where something is drawn",
+    "extensions.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
     "rollouts.tokenizing_worker": "a process of its own",
     "trainer.publish": "a stage of the loop",
 }

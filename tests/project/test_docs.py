@@ -20,13 +20,8 @@ import torch
 
 from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
-from strop.cli.eval_command import is_model_name, make_eval_parser
-from strop.cli.export_command import make_export_parser, make_serve_parser
-from strop.cli.rollouts_command import make_plot_parser, make_rollouts_parser
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
-from strop.config.load.evaluated_run import translate_overrides
 from strop.config.load.load import load_any_kind
-from strop.data.curriculum.base import Curriculum
 from strop.data.splitting import split_micro_batches
 from strop.environments.base import Environment
 from strop.environments.verifiers.base import Verifier
@@ -35,9 +30,15 @@ from strop.extensions.checks.data_command import make_data_parser
 from strop.extensions.code.sandbox.sandbox_command import make_sandbox_parser
 from strop.extensions.comparison.compare_command import make_compare_parser
 from strop.extensions.comparison.evaluation_comparison import check_options
+from strop.extensions.curriculum.base import Curriculum
+from strop.extensions.evaluation.eval_command import is_model_name, make_eval_parser
+from strop.extensions.evaluation.evaluated_run import translate_overrides
+from strop.extensions.export.export_command import make_export_parser
 from strop.extensions.planning import plan_command
+from strop.extensions.reading.reading_commands import make_plot_parser, make_rollouts_parser
 from strop.extensions.recipes import translate_command
 from strop.extensions.replay import replay_commands
+from strop.extensions.serve.serve_command import make_serve_parser
 from strop.extensions.view import view_command
 from strop.runs.run_algorithm import make_rollout_algorithm
 from strop.types import Group, Rollout, Task, Turn

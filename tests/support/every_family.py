@@ -86,6 +86,11 @@ FAMILIES: dict[str, Family] = {
         "Qwen3NextConfig", (), experts=True, **LINEAR, **EXPERTS, shared_expert_intermediate_size=16, decoder_sparse_step=1
     ),
     "qwen3_5": family("Qwen3_5TextConfig", (), **LINEAR),
+    "olmo_hybrid": family("OlmoHybridConfig", (), **LINEAR),
+    "kimi_linear": family(
+        "KimiLinearConfig", (), experts=True, **FOUR, **{**ROUTED, "num_key_value_heads": 4}, linear_num_heads=4, linear_head_dim=8,
+        q_lora_rank=None, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, num_experts=4, n_group=1, topk_group=1,
+    ),
     "gemma2": family(
         "Gemma2Config", **HEADS, **WINDOW, attn_logit_softcapping=5.0, final_logit_softcapping=3.0, query_pre_attn_scalar=8
     ),
@@ -218,7 +223,7 @@ Sequences = list[tuple[list[int], int]]  # the tokens of each rollout, and how m
 
 def sample(network: Network, sampling: Sampling, *, paged: bool = False) -> tuple[Batch, Sequences]:
     """Rollouts on both sides of the original length, as the embedded engine samples them."""
-    if not network.packed:
+    if not network.supports_attention_plans():
         runner: Any = RecomputeRunner(network, max_slots=3, length=LONGEST)
     else:
         runner = (make_paged_runner if paged else make_runner)(network, length=LONGEST)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -212,3 +213,24 @@ def read_model_name(config_file: Path) -> str | None:
         raise ConversionError(str(error)) from error
     name = (found.get("policy") or {}).get("model_name")
     return str(name) if name else None
+
+
+@contextmanager
+def loadable_folder(
+    model: SavedModel, note: Callable[[str], object], *, merge: bool = False, shared: Path | None = None
+) -> Iterator[str]:
+    """Yield a folder from which models can be loaded: the model's own, or a temporary one for shards of several ranks and for
+    adapters to merge. ``shared``: its parent folder, visible to several nodes.
+    """
+    if not model.needs_conversion and not (merge and model.layout == "adapters"):
+        yield model.weights
+        return
+    folder = Path(tempfile.mkdtemp(prefix="strop-model-", dir=shared)).resolve()
+    try:
+        work = "merging the adapters" if merge else "the checkpoint has shards of several ranks; converting them"
+        note(f"{work} to a temporary folder, {folder}")
+        base = model.run_values.get("policy", {}).get("model_name")
+        convert_model(model, folder / "model", merge=merge, model_name=base)
+        yield str(folder / "model")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

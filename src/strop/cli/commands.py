@@ -46,25 +46,14 @@ class Command:
 
 GROUPS: dict[str, dict[str, Command]] = {
     "start": {
-        "init": Command("strop.cli.init_command:init", "write a starter: configuration, sample data, a reward or a tool"),
         "config": Command("strop.cli.train_command:config", "list every key with its default and what it does"),
     },
     "train": {
         section: Command("strop.cli.train_command:train_run", meaning, (section,)) for section, meaning in TRAINING.items()
     },
-    "look": {
-        "rollouts": Command("strop.cli.rollouts_command:rollouts", "read what a run sampled, turn by turn, with rewards"),
-        "plot": Command("strop.cli.rollouts_command:plot", "draw the metrics of one run or several"),
-    },
-    "use": {
-        "eval": Command("strop.cli.eval_command:evaluate", "evaluate a run, a checkpoint or a model"),
-        "export": Command("strop.cli.export_command:export", "write a checkpoint as a Hugging Face folder"),
-        "serve": Command("strop.cli.export_command:serve", "answer OpenAI's HTTP API with a checkpoint"),
-    },
-    "check": {
-        "doctor": Command("strop.cli.doctor_command:doctor", "say whether a run is alive, and what went wrong"),
-        "cluster": Command("strop.cli.doctor_command:cluster", "check the nodes before a run: strop cluster check"),
-    },
+    "look": {},
+    "use": {},
+    "check": {},
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
@@ -122,7 +111,9 @@ def run_script(command: str, default_config: Path) -> int:
     os.environ.update(openmp_variables())
     arguments = sys.argv[1:]
     typed = f"python {shlex.join([sys.argv[0], *arguments])}"
-    return _heed_broken_pipe(lambda: COMMANDS[command].run(arguments, typed, default_config))
+    found = find_command(command)
+    assert found is not None
+    return _heed_broken_pipe(lambda: found.run(arguments, typed, default_config))
 
 
 def _make_parser() -> argparse.ArgumentParser:

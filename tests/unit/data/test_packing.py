@@ -10,19 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from strop.data.packing import pack
 from strop.data.shares.divide_batch import divide_batch
 from strop.data.shares.split_rule import SplitRule
 from strop.data.splitting import select_rollouts, split_micro_batches, split_mini_batches
-from strop.gateway.agent_session import add_turns
-from strop.gateway.exchange import Exchange
 from strop.models.routing.router_config import NO_ROUTE, ROUTES
 from strop.sampling import KEPT, KEPT_TOKENS, pad_kept_tokens
 from strop.types import Batch, Branch, Group, PromptImage, Rollout, RolloutCredit, Task, Totals, Turn, observation_turn
 from support.algorithms import grpo
-from support.packed import described, expected, history
+from support.packed import check_routes, described, expected, history, routed_turn
 from support.rollouts import (
     GroupShape,
     batch_shapes,
@@ -250,24 +247,6 @@ def test_an_image_past_the_end_of_a_batch_is_an_error() -> None:
 # --- Recorded experts in a packed batch: each token that is read has those of the turn that read it first -------------------------
 
 
-def routes_of(tokens: Sequence[int], experts: int = 8) -> Tensor:
-    """[n, 2, 2]: experts that a token has by what is before it, as a model chooses them."""
-    sums = torch.tensor(list(tokens)).cumsum(0)
-    first = torch.stack([sums % experts, sums // 3 % experts], 1)
-    return torch.stack([first, (first + 1) % experts], -1).to(torch.int8)
-
-
-def engine_turn(context: Sequence[int], tokens: Sequence[int]) -> Turn:
-    """A turn with the experts of everything that the engine read for it."""
-    return replace(sampled_turn(tokens), columns={ROUTES: routes_of([*context, *tokens][:-1])})
-
-
-def check(batch: Batch) -> None:
-    """Every predicted token's source has the experts of its history."""
-    for place, source in enumerate(batch.source.tolist()):
-        assert torch.equal(batch.read_columns["routes"][source], routes_of(history(batch, place))[-1]), place
-
-
 def with_routes(group: Group) -> Group:
     """The group, as if an engine had sampled every policy turn of every path."""
 
@@ -280,7 +259,7 @@ def with_routes(group: Group) -> Group:
             tokens = context if place == 0 else full[rollout.branches[place - 1].parent][: rollout.branches[place - 1].start]
             found = []
             for turn in turns:
-                found.append(replace(turn, columns=engine_turn(tokens, turn.tokens.tolist()).columns) if turn.sampled else turn)
+                found.append(replace(turn, columns=routed_turn(tokens, turn.tokens.tolist()).columns) if turn.sampled else turn)
                 tokens = [*tokens, *turn.tokens.tolist()]
             full.append(tokens)
             paths.append(tuple(found))
@@ -294,37 +273,23 @@ def with_routes(group: Group) -> Group:
 def test_every_token_read_has_its_experts(share: bool) -> None:
     """Shared prompts, several turns, and branches that leave prompts and turns anywhere."""
     batch = pack(list(map(with_routes, make_agent_groups())), share_prefixes=share)
-    check(batch)
+    check_routes(batch)
     routes = batch.read_columns["routes"]
     assert bool((routes >= 0).all()) and routes.dtype == torch.int8
-    check(select_rollouts(batch, [0, 2]).batch)
+    check_routes(select_rollouts(batch, [0, 2]).batch)
     for part in split_micro_batches(batch, 12):
-        check(part.batch)
+        check_routes(part.batch)
 
 
 def test_turns_keep_only_the_experts_that_earlier_ones_lack() -> None:
     rollout = make_rollout([5, 6, 7])
     for answer, observed in (((8, 9), (10, 11)), ((12, 13, 14), ())):
-        rollout = rollout.with_turn(engine_turn(rollout.tokens().tolist(), answer))
+        rollout = rollout.with_turn(routed_turn(rollout.tokens().tolist(), answer))
         rollout = rollout.with_turn(observation_turn(observed, "")) if observed else rollout
     first, second = rollout.policy_turns
     lengths = len(first.columns[ROUTES]), len(second.columns[ROUTES])
     assert lengths == (3 + 1, 1 + 2 + 2)  # the last of the first turn, the observation, its own
-    check(pack([make_group(rollout)]))
-
-
-def test_requests_of_an_agent_keep_only_the_experts_that_earlier_ones_lack() -> None:
-    def exchange(number: int, context: tuple[int, ...], tokens: tuple[int, ...]) -> Exchange:
-        turn = engine_turn(context, tokens)
-        return Exchange(number=number, context=context, turn=turn)
-
-    first = exchange(0, (5, 6, 7), (8, 9))
-    branch, main = exchange(1, (5, 6, 20), (21, 22)), exchange(2, (5, 6, 7, 8, 9, 10), (11, 12))
-    rollout = add_turns(make_rollout([]), [first, branch, main])
-    assert [len(turn.columns[ROUTES]) for turn in rollout.policy_turns] == [4, 3, 3]
-    batch = pack([make_group(rollout)])
-    check(batch)
-    assert bool((batch.read_columns["routes"] >= 0).all())
+    check_routes(pack([make_group(rollout)]))
 
 
 def test_tokens_that_nobody_recorded_have_no_route() -> None:

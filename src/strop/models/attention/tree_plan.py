@@ -14,7 +14,9 @@ from strop.models.attention.flex_kernel import FlexKernel
 from strop.models.attention.kernel_choice import AttentionKernel, AttentionKernelName, choose_kernel
 from strop.models.attention.merged_attention import PieceKernel, attend_in_pieces
 from strop.models.attention.padded_families import PaddedFamilies
+from strop.models.attention.tree_mixing import TreeMixing
 from strop.models.attention.tree_pieces import Levels, TreeSegments
+from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 
 
 class TreePlan:
@@ -44,6 +46,10 @@ class TreePlan:
         return PaddedFamilies(self.segments, self.device)
 
     @cached_property
+    def mixing(self) -> TreeMixing:
+        return TreeMixing(self.segments, self.device)
+
+    @cached_property
     def longest(self) -> int:
         """The largest number of tokens on a path."""
         return max(position + self.segments.lengths[segment] for segment, _, position in self.segments.walk())
@@ -68,6 +74,14 @@ class TreePlan:
             return self.flex.attend(query, key, value, spec)
         pieces = self.flex if kernel == "flex" else self.piece_kernel(kernel, query.device)
         return attend_in_pieces(query, key, value, pieces, self.levels(spec.window), spec)
+
+    def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, spec: MixerSpec) -> Tensor:
+        """Causal depthwise convolution along each path: [T, C] and weight [C, k] -> [T, C]."""
+        return self.mixing.convolve(inputs, weight, bias)
+
+    def scan(self, recurrence: Recurrence, rows: Rows, spec: MixerSpec) -> Tensor:
+        """A recurrence along each path; a segment starts from the last state of its parent."""
+        return self.mixing.scan(recurrence, rows)
 
     def piece_kernel(self, name: AttentionKernelName, device: torch.device) -> PieceKernel:
         """Return the kernel that computes pieces of a row, ``flash`` or ``blockwise``; the same one for each layer."""

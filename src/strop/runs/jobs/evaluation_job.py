@@ -1,35 +1,43 @@
-"""The inputs of an evaluation, from the configuration of an evaluation or of a run."""
+"""How a run validates, or an evaluation samples and scores: the inputs, and the settings that identify the results."""
 
 from __future__ import annotations
 
-import itertools
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from strop.base_config import validate_section
-from strop.checkpointing.convert import convert_model
-from strop.checkpointing.saved_model import SavedModel
-from strop.config import EvalRunConfig, RolloutRunConfig
-from strop.config.load.evaluated_run import EvaluatedRun
+from strop.base_config import BaseConfig, to_tree, validate_section
+from strop.checkpointing.saved_model import RUN_CONFIG, SavedModel
+from strop.config import RolloutRunConfig
 from strop.config.schema.evaluation_config import EvalConfig
 from strop.config.schema.run_config import GrpoRunConfig
 from strop.data.builtin_dataset import Purpose
-from strop.data.data_config import DataEntryConfig, EvalSetConfig
+from strop.data.data_config import DataEntryConfig
+from strop.data.sources.local_copies import find_copy
+from strop.data.sources.records import DataError
+from strop.data.sources.source import DataSource
 from strop.distributed.cluster_config import ClusterConfig
 from strop.environments.environment_config import EnvironmentConfig
 from strop.environments.resources import ResourceSections, read_sections
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
+from strop.models.loading import find_commit
 from strop.models.lora_config import LoraConfig
 from strop.rollouts.episode import EpisodeRules
 from strop.runs.tasks import name_data, resolve_alias
+from strop.safety.printable import redact_secrets
 from strop.sampling import Sampling
 
-PYTHON_REWARD = "python:reward"  # in the configuration of a run with a Python function as reward (strop.train)
+# keys of an entry that do not affect its samples, or are listed separately
+WITHOUT_INFLUENCE = ("weight", "dataset_name", "name", "num_tests_per_prompt", "sets", "max_input_seq_length")
+NOT_SAMPLED = ("entropy", "record_sampling_mask")  # of Sampling: what an engine reports in addition to the samples
+
+Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,81 +79,6 @@ class EvaluationJob:
         return replace(self, policy=replace(self.policy, model_name=folder, tokenizer=tokenizer))
 
 
-def make_evaluation_job(config: EvalRunConfig) -> EvaluationJob:
-    config = config.with_graders()
-    generation = config.generation
-    model = {name: getattr(generation, name) for name in ("model_name", "device", "num_threads", "precision")}
-    length = generation.max_total_sequence_length
-    return EvaluationJob(
-        model=SavedModel(generation.model_name),
-        policy=validate_section(
-            ModelConfig,
-            {**model, "tokenizer": config.tokenizer, "max_total_sequence_length": length, "dequantize_base_checkpoint": True},
-        ),
-        generation=generation,
-        cluster=config.cluster,
-        rules=EpisodeRules(
-            max_length=length,
-            max_prompt_length=config.data.max_input_seq_length,
-            gateway=config.gateway,
-            tool_call_format=config.tokenizer.tool_call_format,
-        ),
-        max_turns=config.eval.max_rollout_turns,
-        sets=_name_apart([_make_set(config, entry) for entry in config.data.entries]),
-        env=config.env,
-        resources=read_sections(config),
-        task_seed=config.eval.seed,
-        seed=config.eval.seed,
-        max_tasks=config.eval.max_val_samples,
-        scoring=config.eval,
-        concurrent_tasks=_count_concurrent(config),
-    )
-
-
-def _make_set(config: EvalRunConfig, entry: DataEntryConfig) -> EvaluationSet:
-    own = entry if isinstance(entry, EvalSetConfig) else None
-    sampling = Sampling(**config.generation.sampling_options())
-    if own is not None and own.temperature is not None:
-        sampling = replace(sampling, temperature=own.temperature)
-    return EvaluationSet(
-        name=(own and own.name) or name_data(entry) or resolve_alias(entry, config.env),
-        entries=[entry],
-        samples=(own and own.num_tests_per_prompt) or config.eval.num_tests_per_prompt,
-        sampling=sampling,
-    )
-
-
-def _name_apart(sets: Sequence[EvaluationSet]) -> list[EvaluationSet]:
-    """Return the sets with distinct names: sets of one dataset are named by their subsets, otherwise by numbers."""
-    names: list[str] = []
-    for each in sets:
-        name, subset = each.name, each.entries[0].subset
-        if subset is not None and [other.name for other in sets].count(name) > 1:
-            name = f"{name}-{subset}"
-        number = next(number for number in itertools.count(1) if (name if number == 1 else f"{name}-{number}") not in names)
-        names.append(name if number == 1 else f"{name}-{number}")
-    return [replace(each, name=name) for each, name in zip(sets, names, strict=True)]
-
-
-def make_run_evaluation_job(run: EvaluatedRun, model: SavedModel) -> EvaluationJob:
-    """Create the evaluation of a checkpoint on its run's validation data. Raises ValueError."""
-    config = run.config
-    assert isinstance(config, RolloutRunConfig)
-    _check_rewards(config.env)
-    job = make_validation_job(config, model)
-    (together,) = job.sets
-    several = [replace(together, name=name_data(entry), entries=[entry]) for entry in together.entries]
-    return replace(
-        job,
-        sets=_name_apart(several) if run.several_sets else job.sets,
-        seed=run.seed,
-        scoring=run.evaluation.eval,
-        purpose=run.purpose,
-        trained_on=config.data.train if _is_of_run(model, config) else (),
-        concurrent_tasks=_count_concurrent(run.evaluation),
-    ).with_model(model.weights)
-
-
 def make_validation_job(config: RolloutRunConfig, model: SavedModel) -> EvaluationJob:
     """Create an evaluation equal to a run's validation."""
     training, generation = config.rollout_training, config.policy.generation
@@ -175,46 +108,6 @@ def make_validation_job(config: RolloutRunConfig, model: SavedModel) -> Evaluati
     )
 
 
-def _is_of_run(model: SavedModel, config: RolloutRunConfig) -> bool:
-    """Whether the run trained the model: a comparison evaluates other models on the run's validation data."""
-    return bool(model.run_values.get("logger", {}).get("log_dir") == config.logger.log_dir)
-
-
-@contextmanager
-def loadable_folder(
-    model: SavedModel, note: Callable[[str], object], *, merge: bool = False, shared: Path | None = None
-) -> Iterator[str]:
-    """Yield a folder from which models can be loaded: the model's own, or a temporary one for shards of several ranks and for
-    adapters to merge. ``shared``: its parent folder, visible to several nodes.
-    """
-    if not model.needs_conversion and not (merge and model.layout == "adapters"):
-        yield model.weights
-        return
-    folder = Path(tempfile.mkdtemp(prefix="strop-model-", dir=shared)).resolve()
-    try:
-        work = "merging the adapters" if merge else "the checkpoint has shards of several ranks; converting them"
-        note(f"{work} to a temporary folder, {folder}")
-        base = model.run_values.get("policy", {}).get("model_name")
-        convert_model(model, folder / "model", merge=merge, model_name=base)
-        yield str(folder / "model")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _count_concurrent(config: EvalRunConfig) -> int | None:
-    count = config.generation.num_prompts_per_step
-    return count if count > 0 else None
-
-
-def _check_rewards(env: Mapping[str, EnvironmentConfig]) -> None:
-    for alias, options in env.items():
-        if options.options.get("reward") == PYTHON_REWARD:
-            raise ValueError(
-                f"env.{alias}: the reward of this run was a function given in Python, which its configuration cannot hold; give it again: "
-                f"strop.evaluate(run, reward=...), or on the command line env.{alias}.reward=FILE.py:FUNCTION"
-            )
-
-
 def make_episode_rules(config: RolloutRunConfig) -> EpisodeRules:
     """Create the rules of a run's episodes."""
     scaling = config.rollout_training.reward_scaling
@@ -227,6 +120,134 @@ def make_episode_rules(config: RolloutRunConfig) -> EpisodeRules:
         failed_reward=config.rollout_training.failures.reward,
         retries=config.rollout_training.failures.retries,
         penalties=penalties if penalties is not None and penalties.enabled else None,
-        gateway=config.gateway,
         tool_call_format=config.policy.tokenizer.tool_call_format,
     )
+
+
+@dataclass(frozen=True)
+class EvaluationIdentity:
+    """The settings that affect an evaluation's samples: common ones, and those of each set by its name."""
+
+    settings: Settings
+    sets: Mapping[str, Settings]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the value as JSON would read it back."""
+        read: dict[str, Any] = json.loads(json.dumps({"settings": self.settings, "sets": self.sets}, default=_name))
+        return read
+
+
+def identify(job: EvaluationJob) -> EvaluationIdentity:
+    """Return the settings that affect an evaluation's samples, excluding the number of engines and the order of sampling."""
+    generation, policy = job.generation, job.policy
+    rules = {key: value for key, value in asdict(job.rules).items() if key != "max_turns"}
+    settings = {
+        "model": job.model.weights,
+        "model files": _describe_model(job.model.weights),
+        "step": job.model.step,
+        "tokenizer": to_tree(policy.tokenizer),
+        "hf_config_overrides": policy.hf_config_overrides,
+        "engine": generation.launched or "torch",
+        "precision": generation.engine_options.dtype if generation.uses_engines else [policy.precision, policy.weights_dtype],
+        "vllm_kwargs": generation.vllm_kwargs,
+        **({f"{generation.launched}_kwargs": generation.engine_kwargs} if generation.uses_engines else {}),
+        "rules": {**rules, "max_turns": job.max_turns},
+        **{name: _drop_unrelated(section) for name, section in job.resources.items()},
+        "seeds": [job.seed, job.task_seed],
+        "purpose": job.purpose,
+        "save_logprobs": job.scoring.save_logprobs,
+    }
+    return EvaluationIdentity(redact_secrets(settings), {each.name: _identify_set(job, each) for each in job.sets})
+
+
+def _drop_unrelated(section: BaseConfig) -> dict[str, Any]:
+    return {key: value for key, value in to_tree(section).items() if key not in section.unrelated_keys}
+
+
+def identify_entries(job: EvaluationJob) -> EvaluationIdentity:
+    """Return the identity stored with the results, separately for each entry, under the name in its tasks' ``set``."""
+    sets: dict[str, Settings] = {}
+    for each in job.sets:
+        for entry in each.entries:
+            name = each.name if len(each.entries) == 1 else name_data(entry) or resolve_alias(entry, job.env)
+            sets.setdefault(name, _identify_set(job, replace(each, entries=[entry])))
+    return replace(identify(job), sets=sets)
+
+
+def _identify_set(job: EvaluationJob, each: EvaluationSet) -> dict[str, Any]:
+    sampling = {key: value for key, value in asdict(each.sampling).items() if key not in NOT_SAMPLED}
+    found: dict[str, Any] = {"samples": each.samples, **sampling}
+    for number, entry in enumerate(each.entries):
+        where = "" if len(each.entries) == 1 else f"{number}."
+        found |= {f"{where}{key}": value for key, value in _identify_entry(entry).items() if f"{where}{key}" not in sampling}
+    aliases = {entry.env_name for entry in each.entries}
+    for alias, section in job.env.items():
+        if alias in aliases or None in aliases:
+            found |= {f"env.{alias}": to_tree(section), f"env.{alias} code": _describe_code(section.options)}
+    return {key: redact_secrets(value) for key, value in found.items()}
+
+
+def _identify_entry(entry: DataEntryConfig) -> dict[str, Any]:
+    found = {key: value for key, value in to_tree(entry).items() if key not in WITHOUT_INFLUENCE}
+    with suppress(DataError):  # which the evaluation reports
+        template = DataSource.from_entry(entry, seed=0, part="validation").load_template()
+        found |= {"prompt": f"{template.prefix}{{question}}{template.suffix}", "system prompt": template.system}
+    found["data"] = entry.data_name if entry.rows is None else _identify_rows(entry.rows)
+    found["data file"] = _describe_data(entry)
+    return found
+
+
+def _describe_data(entry: DataEntryConfig) -> list[Any]:
+    name = entry.dataset_name
+    if name is None:
+        return []
+    if entry.is_file:
+        return _describe_files(Path(name))
+    with suppress(DataError):
+        copy = find_copy(name)
+        return [] if copy is None else _describe_files(copy, "**/*")
+    return []
+
+
+def _identify_rows(rows: Any) -> Any:
+    fingerprint = getattr(rows, "_fingerprint", None)  # of a datasets.Dataset
+    return f"{len(rows)} rows, {fingerprint or _hash(list(rows))}"
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, default=str, sort_keys=True).encode(errors="replace")).hexdigest()[:16]
+
+
+def _name(value: Any) -> str:
+    """Return a name for a value that JSON cannot hold; for a user's function, the same in every process."""
+    return f"{value.__module__}.{value.__qualname__}" if inspect.isroutine(value) or inspect.isclass(value) else str(value)
+
+
+def _describe_model(name: str) -> list[Any]:
+    """Return the files of a folder, or the commit of a hub model; nothing for a run, whose weights change from step to step."""
+    if (Path(name) / RUN_CONFIG).is_file():
+        return []
+    return _describe_files(Path(name)) if Path(name).exists() else [find_commit(name)]
+
+
+def _describe_files(path: Path, pattern: str = "*") -> list[Any]:
+    """Return name, size and time of a file, or of the files in a folder; empty if it is not on this machine."""
+    files: Sequence[Path] = [path] if path.is_file() else sorted(each for each in path.glob(pattern) if each.is_file())
+    return [[each.name, each.stat().st_size, each.stat().st_mtime_ns] for each in files if not each.name.startswith(".")]
+
+
+def _describe_code(options: Any) -> list[Any]:
+    """Return the user's code named by an environment: files, and the source of functions."""
+    if isinstance(options, Mapping):
+        return [found for value in options.values() for found in _describe_code(value)]
+    if isinstance(options, list | tuple):
+        return [found for value in options for found in _describe_code(value)]
+    if callable(options):
+        with suppress(OSError, TypeError):
+            return [_hash(inspect.getsource(options))]
+        return []
+    if isinstance(options, str) and ".py:" in options:
+        file = Path(options.rpartition(":")[0])
+        with suppress(OSError):
+            return [[file.name, _hash(file.read_text(encoding="utf-8", errors="replace"))]]
+    return []
