@@ -372,10 +372,7 @@ def test_a_classifier_trains_and_saves_its_score_layer_beside_the_adapters(famil
     assert (
         read_adapter_config(tmp_path / "adapters")["task_type"],
         read_adapter_config(tmp_path / "adapters")["modules_to_save"],
-    ) == (
-        "SEQ_CLS",
-        ["score"],
-    )
+    ) == ("SEQ_CLS", ["score"])
     loaded = PeftModel.from_pretrained(load_classifier(str(tmp_path / "base"), seed=2), str(tmp_path / "adapters"))
     model.set_attn_implementation("sdpa")
     assert torch.equal(logits(loaded), logits(model))
