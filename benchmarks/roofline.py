@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from strop.hardware import DecoderDimensions, PassCounts, device_named, training_flops
-from strop.models.decoder_dimensions import dimensions_of
+from strop.extensions.performance.decoder_dimensions import dimensions_of
+from strop.extensions.performance.devices import DecoderDimensions, PassCounts, device_named, training_flops
 
 PRODUCTS = 700e12  # FLOP/s of large products in bfloat16
 ATTENTION = {"FlashAttention 2": 223e12, "cuDNN": 451e12}  # FLOP/s both ways

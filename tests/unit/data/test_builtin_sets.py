@@ -129,10 +129,7 @@ THOUGHT = assistant("<think>3 * 3 is 9.</think>\\boxed{3}")
         ("Nemotron-Cascade-2-SFT-Math", [(system("You are a helpful assistant."), user(PROBLEM), THOUGHT)]),
         ("Nemotron-Post-Training-Dataset-v1", [(user(PROBLEM), assistant(SOLUTION))] * 4),
         ("Nemotron-Post-Training-Dataset-v2", [(user(PROBLEM), assistant(SOLUTION))] * 4),
-        (
-            "Llama-Nemotron-Post-Training-Dataset",
-            [(system("detailed thinking off"), user(PROBLEM), assistant(SOLUTION))] * 5,
-        ),
+        ("Llama-Nemotron-Post-Training-Dataset", [(system("detailed thinking off"), user(PROBLEM), assistant(SOLUTION))] * 5),
         ("ultrachat_200k", [TURNS]),
         ("Capybara", [TURNS]),
         ("smoltalk", [TURNS]),
