@@ -63,9 +63,17 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "vllm": ("generation/vllm/",),
     "sglang": ("extensions/sglang/",),
     "megatron": ("extensions/megatron/",),
-    "transformers": ("models/", "extensions/labs/"),
+    "transformers": ("models/", "extensions/export/", "extensions/labs/", "extensions/performance/"),
     "torchao": ("models/quantization/",),
-    "safetensors": ("models/", "learner/", "checkpointing/", "weight_sync/", "extensions/megatron/", "extensions/labs/"),
+    "safetensors": (
+        "models/",
+        "learner/",
+        "checkpointing/",
+        "weight_sync/",
+        "extensions/export/",
+        "extensions/megatron/",
+        "extensions/labs/",
+    ),
     "huggingface_hub": ("models/", "data/", "extensions/labs/"),
     "datasets": ("data/", "api.py"),  # api.py names its type
     "pandas": ("monitoring/", "results.py", "data/"),
@@ -76,7 +84,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "mlflow": ("extensions/trackers/",),
     "swanlab": ("extensions/trackers/",),
     "trackio": ("extensions/trackers/",),
-    "pynvml": ("monitoring/",),
+    "pynvml": ("extensions/performance/",),
     "matplotlib": ("extensions/reading/", "extensions/trackers/", "results.py"),  # results.py names its type
     "pyarrow": ("monitoring/", "data/", "extensions/view/", "extensions/replay/"),
     "math_verify": ("environments/",),
@@ -377,6 +385,7 @@ PARTS = (
 SHORT = {
     "extensions.adapters.reasoning_gym_datasets": "what a process that scores imports, without the environment",
     "extensions.watch.pacing_config": "read with every configuration",
+    "extensions.performance.performance_config": "read with every configuration",
     "extensions.profiling.profile_config": "read with every configuration, without the recorder",
     "extensions.labs.draft.drafting_config": "keys of the engine, which are read before those of the policy",
     "extensions.agents.agent_guardian": "a process of its own, which imports nothing of Strop",

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 
 from strop.checkpointing.saved_model import SavedModel, SavedModelNotFound, read_yaml
-from strop.learner.parallel.shard_files import METADATA, SafetensorsReader, TensorReader, is_sharded
-from strop.models.adapters import adapter_folder
-from strop.models.export import (
+from strop.extensions.export.model_folder import (
     AS_THEY_ARE,
     ConversionError,
     ExportFormat,
@@ -31,6 +29,8 @@ from strop.models.export import (
     new_folder,
     save_model,
 )
+from strop.learner.parallel.shard_files import METADATA, SafetensorsReader, TensorReader, is_sharded
+from strop.models.adapters import adapter_folder
 from strop.models.load_report import DamagedWeights, naming_damaged_weights
 from strop.models.loading import ModelNotFound, load_tokenizer
 from strop.models.rank_shards import find_shards
@@ -126,7 +126,7 @@ def _check_shards(source: Path, target: Path) -> None:
     if adapter_folder(str(source)) is not None:
         raise ConversionError(
             f"{source} holds LoRA adapters in PEFT's format, not a whole model; merge them into their base: "
-            f"python -m strop.models.lora merge {source} {target}"
+            f"strop export {source} {target} --merge"
         )
     if find_shards(source) is None:
         inner = next((path for path in (source / "weights", source / "policy" / "weights") if is_sharded(path)), None)

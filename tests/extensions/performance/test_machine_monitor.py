@@ -15,7 +15,7 @@ import pytest
 from strop.config import load_config
 from strop.config.schema.run_config import SftRunConfig
 from strop.distributed.base import ActorOptions
-from strop.monitoring.machine_monitor import (
+from strop.extensions.performance.machine_monitor import (
     GpuReading,
     MachineMonitor,
     MachineReader,
@@ -23,7 +23,7 @@ from strop.monitoring.machine_monitor import (
     SystemMonitor,
     describe_machine,
 )
-from strop.runs.monitors.run_listeners import watch_machines
+from strop.extensions.performance.performance import watch_machines
 
 
 class FakeNvml(SimpleNamespace):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from strop.hardware import DecoderDimensions, LayerDimensions
+from strop.extensions.performance.devices import DecoderDimensions, LayerDimensions
 from strop.models.layers.known_code import decoder_layers
 from strop.models.loading import quiet_transformers
 

@@ -8,7 +8,7 @@ import pytest
 
 from strop.config import ConfigError, load_config
 from strop.config.schema.run_config import SftRunConfig
-from strop.runs.monitors.run_listeners import DevicePeak, find_peak
+from strop.extensions.performance.performance import DevicePeak, find_peak
 
 KEYS = ["policy.model_name=m", "policy.precision=float32"]
 

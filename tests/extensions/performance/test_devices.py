@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strop.hardware import device_named, find_device
+from strop.extensions.performance.devices import device_named, find_device
 
 
 @pytest.mark.parametrize(

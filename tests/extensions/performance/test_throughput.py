@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from strop.hardware import DecoderDimensions, LayerDimensions, PassCounts, forward_flops, training_flops
-from strop.learner.throughput import Throughput, TrainingPasses, count_batch
+from strop.extensions.performance.devices import DecoderDimensions, LayerDimensions, PassCounts, forward_flops, training_flops
+from strop.extensions.performance.performance import Throughput, TrainingPasses, count_batch
 
 LAYER = LayerDimensions(attention=400, mlp=600, resident=600, query_width=8, value_width=8, cache_width=16)
 MODEL = DecoderDimensions(hidden=10, vocabulary=50, tied=True, layers=(LAYER, LAYER))
