@@ -5,16 +5,19 @@ ring.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from strop.learner.parallel.collectives import all_gather, local_rows
 from strop.learner.parallel.context.ring_plan import RingPlan
 from strop.learner.parallel.context.ulysses_plan import UlyssesPlan
 from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
 from strop.models.attention.tree_plan import TreePlan
+from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 
 log = logging.getLogger(__name__)
 dist: Any = torch.distributed
@@ -30,6 +33,7 @@ class ContextPlan:
         self.heads_exchanged = UlyssesPlan(plan, group, length)
         self.plan = plan
         self.group = group
+        self.length = length
 
     @cached_property
     def ring(self) -> RingPlan:
@@ -43,6 +47,25 @@ class ContextPlan:
             return self.heads_exchanged.attend(query, key, value, spec)
         _log_once(query.shape[1], ranks)
         return self.ring.attend(query, key, value, spec)
+
+    def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, spec: MixerSpec) -> Tensor:
+        """Convolution of this rank's rows, [t, C] -> [t, C]."""
+        if inputs.shape[1] % self.heads_exchanged.world_size == 0:
+            return self.heads_exchanged.convolve(inputs, weight, bias, spec)
+        return self._of_all_rows(lambda rows: self.heads_exchanged.plan.convolve(rows[0], weight, bias, spec), [inputs])
+
+    def scan(self, recurrence: Recurrence, rows: Rows, spec: MixerSpec) -> Tensor:
+        """A recurrence of this rank's rows: of all tokens and some heads on each rank if its states are those of heads."""
+        if not recurrence.constants and recurrence.state_shape[0] % self.heads_exchanged.world_size == 0:
+            return self.heads_exchanged.scan(recurrence, rows, spec)
+        return self._of_all_rows(lambda gathered: self.heads_exchanged.plan.scan(recurrence, gathered, spec), rows)
+
+    def _of_all_rows(self, compute: Callable[[Rows], Tensor], rows: Rows) -> Tensor:
+        """Compute outputs of all tokens on each rank, and return those of this rank's."""
+        gathered = [all_gather(each, self.group)[: self.length] for each in rows]
+        outputs = compute(gathered)
+        missing = len(rows[0]) * self.heads_exchanged.world_size - self.length
+        return local_rows(torch.cat([outputs, outputs.new_zeros(missing, *outputs.shape[1:])]), self.group)
 
 
 _logged: set[tuple[int, int]] = set()
