@@ -32,8 +32,9 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 HEADS = {"head_dim": 8}
 FOUR = {"num_hidden_layers": 4}
-LINEAR = {
-    **HEADS, **FOUR, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+LINEAR: dict[str, Any] = {
+    "spread": 0.08, **HEADS, **FOUR, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2}
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -65,11 +66,20 @@ class Family:
     scalings: tuple[str, ...] = ALL  # that Transformers takes for it
     experts: bool = False
     usual: bool = True  # False: the options are all there are
+    spread: float = 0.15  # of the weights: a delta rule amplifies what rounds in sums near zero
     cached: bool = True  # False: the embedded engine refuses it, since its keys and values differ in shape
 
 
-def family(config: str, scalings: tuple[str, ...] = ALL, *, experts: bool = False, cached: bool = True, **options: Any) -> Family:
-    return Family(config, options, scalings, experts, cached=cached)
+def family(
+    config: str,
+    scalings: tuple[str, ...] = ALL,
+    *,
+    experts: bool = False,
+    cached: bool = True,
+    spread: float = 0.15,
+    **options: Any,
+) -> Family:
+    return Family(config, options, scalings, experts, cached=cached, spread=spread)
 
 
 def own(config: str, **options: Any) -> Family:
@@ -86,6 +96,11 @@ FAMILIES: dict[str, Family] = {
         "Qwen3NextConfig", (), experts=True, **LINEAR, **EXPERTS, shared_expert_intermediate_size=16, decoder_sparse_step=1
     ),
     "qwen3_5": family("Qwen3_5TextConfig", (), **LINEAR),
+    "olmo_hybrid": family("OlmoHybridConfig", (), **LINEAR),
+    "kimi_linear": family(
+        "KimiLinearConfig", (), experts=True, **FOUR, **{**ROUTED, "num_key_value_heads": 4}, linear_num_heads=4, linear_head_dim=8,
+        q_lora_rank=None, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, num_experts=4, n_group=1, topk_group=1,
+    ),
     "gemma2": family(
         "Gemma2Config", **HEADS, **WINDOW, attn_logit_softcapping=5.0, final_logit_softcapping=3.0, query_pre_attn_scalar=8
     ),
@@ -112,7 +127,9 @@ FAMILIES: dict[str, Family] = {
         layer_types=["mamba", "attention"], position_embedding_type="nope",
     ),
     "falcon_h1": family("FalconH1Config", (), **MAMBA, mamba_d_ssm=64),
-    "nemotron_h": family("NemotronHConfig", (), **HEADS, **FOUR, mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=16, n_groups=1),
+    "nemotron_h": family(
+        "NemotronHConfig", (), experts=True, **HEADS, **FOUR, mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=16, n_groups=1
+    ),
     "nemotron": family("NemotronConfig"),
     "lfm2": family("Lfm2Config", (), layer_types=["conv", "full_attention"], block_multiple_of=8),
     "cohere2": family("Cohere2Config", **FOUR, **WINDOW, logit_scale=0.25),
@@ -199,7 +216,7 @@ def build(name: str, scaling: str = "default", **changes: Any) -> Any:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() >= 2:
-                    parameter.normal_(0, 0.15)
+                    parameter.normal_(0, FAMILIES[name].spread)
     model.tie_weights()
     return model
 
@@ -218,7 +235,7 @@ Sequences = list[tuple[list[int], int]]  # the tokens of each rollout, and how m
 
 def sample(network: Network, sampling: Sampling, *, paged: bool = False) -> tuple[Batch, Sequences]:
     """Rollouts on both sides of the original length, as the embedded engine samples them."""
-    if not network.packed:
+    if not network.supports_attention_plans():
         runner: Any = RecomputeRunner(network, max_slots=3, length=LONGEST)
     else:
         runner = (make_paged_runner if paged else make_runner)(network, length=LONGEST)

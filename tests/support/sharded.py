@@ -20,7 +20,7 @@ from support.models import CONFIGS, VOCABULARY, build
 dist: Any = torch.distributed
 
 
-class _Float64Torch:
+class Float64Torch:
     """A stand-in for torch that provides float64 where modelling code requests float32."""
 
     float32 = float = torch.float64
@@ -42,7 +42,7 @@ class _Float64Norm(nn.Module):
 
 def use_float64(family: str) -> None:
     """Make the family's modelling code use float64 instead of float32, for the rest of this process."""
-    vars(modeling_code(family))["torch"] = _Float64Torch()
+    vars(modeling_code(family))["torch"] = Float64Torch()
 
 
 def modeling_code(family: str) -> Any:

@@ -1,7 +1,7 @@
 """A causal language model as used by the learner: hidden states at the positions that predict a batch's tokens.
 
-A model that follows Transformers' attention interface reads packed rows with shared prefixes. A probe detects a model that cannot
-(recurrent layers, custom attention); it reads padded rows instead, one rollout per row, with a warning.
+A model whose layers follow a plan (attention through Transformers' interface, known mixers) reads packed rows with shared
+prefixes. A probe detects a model that cannot; it reads padded rows instead, one rollout per row, with a warning.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from strop.models.loading import is_vision_config
 from strop.models.logprobs.lm_head import LMHead, get_lm_head
 from strop.models.logprobs.logit_tiles import ROWS
 from strop.models.logprobs.token_logprobs import token_logprobs
+from strop.models.mixers.mixer_interface import install_mixers
+from strop.models.packing_probe import CannotPack, LayerProbe, check_structure
 from strop.models.recorded_columns import RecordedColumn, Recorders
 from strop.models.routing.recorded_experts import ReplayedRoutes, RoutedLayers
 from strop.models.routing.router_config import RouterLossConfig
@@ -122,12 +124,13 @@ class Network:
         self.no_vision = ""  # why a model with a vision tower reads no images
         self.received: Tensor | None = None  # [t, H], from the previous pipeline stage: this one does not embed the tokens
         self.fallback: str | None = None  # why the model cannot read packed rows
+        self.recurrent = install_mixers(self.model)  # whether layers carry a state from token to token
         self.packed = self._probe() if packed is None else packed
         self.use_learner_attention()
 
     def supports_attention_plans(self) -> bool:
         """Return whether the model's attention follows a plan, which the engine's cache requires."""
-        return self.packed or (self.fallback is None and self._probe())
+        return not self.recurrent and (self.packed or (self.fallback is None and self._probe()))
 
     def use_plan_attention(self) -> None:
         """Follow the attention plan of each call, for an engine."""
@@ -318,21 +321,27 @@ class Network:
     def _probe(self) -> bool:
         """Return whether packed rows yield the same log-probabilities as single sequences with the model's native attention."""
         batch = probe_batch(int(self.model.get_input_embeddings().weight.shape[0]))
-        native = _native_attention(self.model)
+        native, probe = _native_attention(self.model), LayerProbe(self.decoder, places_of_tokens(batch))
         try:
             set_attention(self.model, native)
             expected = _compute_logprobs(self, self._hidden_padded(batch), batch, direct=True)
-            padded = _compute_logprobs(self, self._hidden_padded(batch), batch)
+            with probe.read_alone():
+                padded = _compute_logprobs(self, self._hidden_padded(batch), batch)
             if not torch.allclose(padded, expected, atol=1e-3, rtol=1e-3):
                 raise ValueError(
                     f"{type(self.model).__name__} transforms its logits after the output layer in a way that Strop does not support"
                 )
+            check_structure(self.decoder)
             set_attention(self.model, IMPLEMENTATION)
-            packed = _compute_logprobs(self, self._hidden_packed(batch), batch)
+            with probe.read_together():
+                packed = _compute_logprobs(self, self._hidden_packed(batch), batch)
+            probe.check()
             error = (packed - padded).abs().max().item()
             if error < 1e-3:
                 return True
             self.fallback = f"its log-probabilities differ by {error:.2g} when sequences share a row"
+        except CannotPack as reason:
+            self.fallback = str(reason)
         except (TypeError, RuntimeError, KeyError, AttributeError, IndexError, AssertionError) as error:
             self.fallback = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         warnings.warn(
@@ -358,6 +367,11 @@ def _read_rows(batch: Batch, column: Tensor) -> list[Tensor]:
     """Return the rows of a column [T, ...], one per path of the rollouts."""
     segments = column.split(batch.segment_length.tolist())
     return [torch.cat([segments[segment] for segment in path]) for paths in batch.rollout_paths() for path in paths]
+
+
+def places_of_tokens(batch: Batch) -> Tensor:
+    """[R, L] int64: the token of a packed row that is at each place of the padded rows; -1: padding."""
+    return pad_sequence(_read_rows(batch, torch.arange(len(batch.tokens))), batch_first=True, padding_value=-1)
 
 
 def _source_rows(batch: Batch) -> Tensor:  # [N] int64

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from strop.algorithms.base import ValueOutputs
 from strop.models.layers.compiled_layers import CompiledLayers
 from strop.models.layers.fused_layers import FusedLayers
-from strop.models.network import Network, probe_batch
+from strop.models.network import Network, places_of_tokens, probe_batch
+from strop.models.packing_probe import CannotPack, LayerProbe, check_structure
 from strop.sampling import Sampling, at_least_float32
 from strop.types import Batch
 
@@ -42,11 +43,18 @@ class ValueNetwork(Network):
     def _probe(self) -> bool:
         """Return whether packed rows yield the same hidden states as single sequences with the model's native attention."""
         batch = probe_batch(int(self.model.get_input_embeddings().weight.shape[0]))
+        probe = LayerProbe(self.decoder, places_of_tokens(batch))
         self.use_native_attention()
-        expected = self._hidden_padded(batch)
+        with probe.read_alone():
+            expected = self._hidden_padded(batch)
         self.use_plan_attention()
         try:
-            packed = self._hidden_packed(batch)
+            check_structure(self.decoder)
+            with probe.read_together():
+                packed = self._hidden_packed(batch)
+            probe.check()
+        except CannotPack as reason:
+            self.fallback = str(reason)
         except (TypeError, RuntimeError, KeyError, AttributeError, IndexError, AssertionError) as error:
             self.fallback = f"{type(error).__name__}: {error}"
         else:

@@ -14,7 +14,9 @@ from strop.models.attention.flex_kernel import FlexKernel
 from strop.models.attention.kernel_choice import AttentionKernel, AttentionKernelName, choose_kernel
 from strop.models.attention.merged_attention import PieceKernel, attend_in_pieces
 from strop.models.attention.padded_families import PaddedFamilies
+from strop.models.attention.tree_mixing import TreeMixing
 from strop.models.attention.tree_pieces import Levels, TreeSegments
+from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 
 LAUNCHES = 8_000_000  # numbers of a level that take a GPU as long as the ten launches that gather rows of several families
 
@@ -45,6 +47,10 @@ class TreePlan:
     @cached_property
     def families(self) -> PaddedFamilies:
         return PaddedFamilies(self.segments, self.device)
+
+    @cached_property
+    def mixing(self) -> TreeMixing:
+        return TreeMixing(self.segments, self.device)
 
     @cached_property
     def longest(self) -> int:
@@ -95,6 +101,14 @@ class TreePlan:
         """The rows of queries that are merged level by level, those of keys that are gathered in one call, and the families."""
         upper = [piece for level in self.levels(None)[1:] for piece in level]
         return sum(piece.queries for piece in upper), sum(piece.keys for piece in self.paths(None)[0]), len(upper)
+
+    def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, spec: MixerSpec) -> Tensor:
+        """Causal depthwise convolution along each path: [T, C] and weight [C, k] -> [T, C]."""
+        return self.mixing.convolve(inputs, weight, bias)
+
+    def scan(self, recurrence: Recurrence, rows: Rows, spec: MixerSpec) -> Tensor:
+        """A recurrence along each path; a segment starts from the last state of its parent."""
+        return self.mixing.scan(recurrence, rows)
 
     def piece_kernel(self, name: AttentionKernelName, device: torch.device) -> PieceKernel:
         """Return the kernel that computes pieces of a row, ``flash`` or ``blockwise``; the same one for each layer."""

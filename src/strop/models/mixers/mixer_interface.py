@@ -1,0 +1,195 @@
+"""Sequence mixers of Transformers behind one seam: their convolutions and scans are computed by the plan of a call.
+
+Mixers of all families compute what is not token-wise by functions of their modeling file, with the same names and arguments in
+each. Once per file these are replaced by functions that pass their arguments to the *plan* of ``model(..., plan=plan)``; a call
+without a plan reaches the original. Models are not modified, and learner and engine run the same module. The plan reaches them
+through hooks on the decoder layer: not every mixer passes its keyword arguments on, and a layer that is recomputed is called by the
+backward pass alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from strop.models.mixers.recurrence import MixerPlan, MixerSpec, Recurrence, Rows
+from strop.models.mixers.scans import delta_rule, selective_scan, state_space
+from strop.sampling import at_least_float32
+
+_ORIGINAL, _LAYER = "_strop_original", "_strop_mixer_layer"
+
+
+@dataclass(eq=False)
+class _Call:
+    """A decoder layer that runs with a plan."""
+
+    plan: MixerPlan
+    layer: int
+    convolutions: int = 0
+    scans: int = 0
+
+    def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        self.convolutions += 1
+        return self.plan.convolve(inputs, weight, bias, MixerSpec(self.layer, self.convolutions - 1))
+
+    def scan(self, recurrence: Recurrence, rows: Rows) -> Tensor:
+        """Compute in at least float32: states add up over thousands of tokens."""
+        self.scans += 1
+        return self.plan.scan(recurrence, [at_least_float32(each) for each in rows], MixerSpec(self.layer, self.scans - 1))
+
+
+class _Calls(threading.local):
+    """The layers that run in a thread, outermost first. A backward pass that recomputes has threads of its own."""
+
+    def __init__(self) -> None:
+        self.running: list[tuple[nn.Module, _Call | None]] = []
+
+
+_CALLS = _Calls()
+
+
+def _convolve(
+    call: _Call, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> Tensor:
+    """[1, C, T] -> [1, C, T]"""
+    outputs = call.convolve(hidden_states[0].T, weight, bias)
+    if activation is not None:
+        outputs = ACT2FN[activation](outputs)
+    return outputs.T[None].to(hidden_states.dtype)
+
+
+def _delta_rule(
+    call: _Call, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, use_qk_l2norm_in_kernel: bool, **_: Any
+) -> tuple[Tensor, None]:
+    """[1, T, H, ...] -> [1, T, H, V]; the decay is one for each head, or one for each channel of a key."""
+    dtype = query.dtype
+    query, key, value, g, beta = (at_least_float32(each[0]) for each in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        query, key = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    outputs = call.scan(delta_rule(key, value, channels=g.dim() == key.dim()), (query, key, value, g, beta))
+    return outputs[None].to(dtype), None
+
+
+def _state_space(
+    call: _Call,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int = 0,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> Tensor:
+    """[1, T, H, P], with dt [1, T, H], and B and C [1, T, G, N] -> [1, T, H, P]"""
+    inputs, step, rates, read_in, read_out = (at_least_float32(each) for each in (hidden_states[0], dt[0], A, B[0], C[0]))
+    step = step if dt_bias is None else step + dt_bias
+    step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
+    values = inputs * step.unsqueeze(-1)
+    outputs = call.scan(state_space(read_in, values), (read_out, read_in, values, step * rates))
+    outputs = outputs if D is None else outputs + inputs * D.unsqueeze(-1)
+    return outputs[None].to(hidden_states.dtype).contiguous()
+
+
+def _selective_scan(
+    call: _Call,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **_: Any,
+) -> Tensor:
+    """[1, I, T], with dt and z [1, I, T], and B and C [1, N, T] -> [1, I, T]"""
+    inputs, step, read_in, read_out = (at_least_float32(each[0].T) for each in (hidden_states, dt, B, C))
+    step = step if delta_bias is None else step + delta_bias
+    step = F.softplus(step) if delta_softplus else step
+    outputs = call.scan(selective_scan(at_least_float32(A)), (inputs, step, read_in, read_out))
+    outputs = outputs if D is None else outputs + inputs * D
+    outputs = outputs if z is None else outputs * F.silu(z[0].T)
+    return outputs.T[None].to(hidden_states.dtype)
+
+
+def _whole_kernel(call: _Call, *_: Any, **__: Any) -> None:
+    """A kernel for convolution and scan together, which the mixer then computes one after the other."""
+    return None
+
+
+# What Transformers' mixers call, in every modeling file. Without a cache of Transformers no update is called.
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolve,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _state_space,
+    "mamba_selective_scan": _selective_scan,
+    "mamba2_split_conv1d_scan_combined": _whole_kernel,
+    "mamba_inner_fn": _whole_kernel,
+}
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Return whether a module mixes tokens by functions that a plan computes."""
+    return not FUNCTIONS.keys().isdisjoint(inspect.unwrap(type(module).forward).__code__.co_names)
+
+
+def install_mixers(model: nn.Module) -> bool:
+    """Let the plans of calls compute the mixers of a model. Returns whether it has any."""
+    found = False
+    for layer in model.modules():
+        mixers = (
+            [module for module in layer.modules() if is_mixer(module)] if isinstance(layer, GradientCheckpointingLayer) else []
+        )
+        for mixer in mixers:
+            found = True
+            _replace_functions(sys.modules[type(mixer).__module__])
+        if mixers and _LAYER not in layer.__dict__:
+            layer.__dict__[_LAYER] = next((each.layer_idx for each in mixers if hasattr(each, "layer_idx")), 0)
+            layer.register_forward_pre_hook(_enter, with_kwargs=True, prepend=True)
+            layer.register_forward_hook(_leave, always_call=True)
+    return found
+
+
+def _replace_functions(code: Any) -> None:
+    for name, compute in FUNCTIONS.items():
+        original = getattr(code, name, None)
+        if original is not None and not hasattr(original, _ORIGINAL):
+            setattr(code, name, _dispatch(original, compute))
+
+
+def _dispatch(original: Callable[..., Any], compute: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        call = _CALLS.running[-1][1] if _CALLS.running else None
+        return original(*args, **kwargs) if call is None else compute(call, *args, **kwargs)
+
+    setattr(dispatch, _ORIGINAL, original)
+    return torch.compiler.disable(dispatch)
+
+
+def _enter(layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    plan = kwargs.get("plan")
+    _CALLS.running.append((layer, None if plan is None else _Call(plan, layer.__dict__[_LAYER])))
+
+
+def _leave(layer: nn.Module, args: Any, output: Any) -> None:
+    if _CALLS.running and _CALLS.running[-1][0] is layer:  # not if another hook failed before
+        _CALLS.running.pop()
