@@ -18,6 +18,7 @@ from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, is_classifier_adapt
 from strop.models.classifiers import load_classifier
 from strop.models.load_report import LoadReport, find_not_finite
 from strop.models.loading import (
+    RemoteCodeRefused,
     cast_weights,
     find_auto_class,
     from_pretrained,
@@ -195,9 +196,12 @@ class CheckpointNames:
 
     @classmethod
     def of(cls, folder: str) -> CheckpointNames:
-        """Return those of a model, given a folder with its configuration. Models with code of their own are not converted."""
-        config = load_model_config(folder)
-        return cls(None if getattr(config, "auto_map", None) else describe_model(config))
+        """Return those of a model, given a folder with its configuration. A model with code of its own has its own names."""
+        try:
+            config = load_model_config(folder)
+        except RemoteCodeRefused:
+            return cls(None)
+        return cls(describe_model(config) if type(config).__module__.startswith("transformers.") else None)
 
     def stored_names(self, name: str) -> list[str]:
         return list(self._find_parts(name)) or [name]
