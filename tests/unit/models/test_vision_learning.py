@@ -20,13 +20,7 @@ from strop.types import Batch, Branch, Group, Turn, observation_turn
 from support.learners import make_torch_learner
 from support.models import copy_gradients, largest_difference
 from support.vision_models import FAMILIES, build_vision_model, draw_image, keep_rotary_float64
-from support.vision_rollouts import (
-    encode_images,
-    make_image_groups,
-    make_vision_network,
-    make_vision_processor,
-    policy_turn,
-)
+from support.vision_rollouts import encode_images, make_image_groups, make_vision_network, make_vision_processor, policy_turn
 
 ALL = tuple(FAMILIES)
 
