@@ -34,7 +34,7 @@ from strop.generation.torch.model_runner import (
     cache_capacity,
     infer_cache_shape,
 )
-from strop.generation.torch.paged.paged_cache import choose_page
+from strop.generation.torch.paged.paged_cache import choose_page, split_memory
 from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.generation.torch.sampler import SampledTokens, sample_tokens
 from strop.generation.torch.speculation import Drafter, PromptLookup, PromptSamples
@@ -619,9 +619,13 @@ def _may_use_pages(network: Network, config: TorchGenerationConfig, length: int)
         if config.paged_cache:
             log.warning("torch_cfg.paged_cache is true, but policy.exact_on_policy needs fixed slots, which are used instead")
         return False
+    shape = infer_cache_shape(network)
+    if not shape.layers:
+        return False  # no keys: only states, which are held whole
     if config.paged_cache is not None:
         return config.paged_cache
     if network.device.type != "cpu":
         return False
-    capacity = cache_capacity(network, infer_cache_shape(network), config, length)
-    return choose_page(capacity, length, config.max_num_seqs) is not None
+    capacity = cache_capacity(network, shape, config, length)
+    slots, capacity = split_memory(shape, capacity, config.max_num_seqs)
+    return choose_page(capacity, length, slots) is not None
