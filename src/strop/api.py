@@ -49,10 +49,10 @@ def train(
 ) -> Run:
     """Train a model, and return the finished run.
 
-    Works in scripts and in notebooks. The settings are those of the YAML files, by their dotted keys or as nested dicts::
+    Works in scripts and in notebooks. The settings are those of the YAML files, as nested dicts or by their dotted keys::
 
-        strop.train("grpo", model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, reward=correct, **{"grpo.max_num_steps": 20})
-        strop.train("dpo", model=..., data="pairs.jsonl", policy={"optimizer": {"kwargs": {"lr": 1e-6}}})
+        strop.train("grpo", model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, reward=correct, grpo={"max_num_steps": 20})
+        strop.train("dpo", model=..., data="pairs.jsonl", **{"policy.optimizer.kwargs.lr": 1e-6})
 
     Args:
         algorithm: The name of an algorithm or of a kind of run, such as grpo, dapo, sft or kto; ``file.py:Class``; or an algorithm.

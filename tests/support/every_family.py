@@ -32,8 +32,9 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 HEADS = {"head_dim": 8}
 FOUR = {"num_hidden_layers": 4}
-LINEAR = {
-    **HEADS, **FOUR, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+LINEAR: dict[str, Any] = {
+    "spread": 0.08, **HEADS, **FOUR, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2}
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -65,11 +66,20 @@ class Family:
     scalings: tuple[str, ...] = ALL  # that Transformers takes for it
     experts: bool = False
     usual: bool = True  # False: the options are all there are
+    spread: float = 0.15  # of the weights: a delta rule amplifies what rounds in sums near zero
     cached: bool = True  # False: the embedded engine refuses it, since its keys and values differ in shape
 
 
-def family(config: str, scalings: tuple[str, ...] = ALL, *, experts: bool = False, cached: bool = True, **options: Any) -> Family:
-    return Family(config, options, scalings, experts, cached=cached)
+def family(
+    config: str,
+    scalings: tuple[str, ...] = ALL,
+    *,
+    experts: bool = False,
+    cached: bool = True,
+    spread: float = 0.15,
+    **options: Any,
+) -> Family:
+    return Family(config, options, scalings, experts, cached=cached, spread=spread)
 
 
 def own(config: str, **options: Any) -> Family:
@@ -117,7 +127,9 @@ FAMILIES: dict[str, Family] = {
         layer_types=["mamba", "attention"], position_embedding_type="nope",
     ),
     "falcon_h1": family("FalconH1Config", (), **MAMBA, mamba_d_ssm=64),
-    "nemotron_h": family("NemotronHConfig", (), **HEADS, **FOUR, mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=16, n_groups=1),
+    "nemotron_h": family(
+        "NemotronHConfig", (), experts=True, **HEADS, **FOUR, mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=16, n_groups=1
+    ),
     "nemotron": family("NemotronConfig"),
     "lfm2": family("Lfm2Config", (), layer_types=["conv", "full_attention"], block_multiple_of=8),
     "cohere2": family("Cohere2Config", **FOUR, **WINDOW, logit_scale=0.25),
@@ -204,7 +216,7 @@ def build(name: str, scaling: str = "default", **changes: Any) -> Any:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() >= 2:
-                    parameter.normal_(0, 0.15)
+                    parameter.normal_(0, FAMILIES[name].spread)
     model.tie_weights()
     return model
 

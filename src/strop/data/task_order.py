@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from strop.base_config import BaseConfig, iter_sections
@@ -57,7 +57,7 @@ class TaskOrder(BaseConfig):
         return ""
 
     def make_chooser(
-        self, mixture: OrderedTasks, rewards: Mapping[str, Sequence[str]], *, slots: int, groups_per_step: int
+        self, mixture: OrderedTasks, rewards: Mapping[str, Collection[str]], *, slots: int, groups_per_step: int
     ) -> TaskChooser:
         """Make the chooser for a mixture. ``rewards``: the names of each environment's rewards, by alias; ``slots``: those of
         the stream. Raises EnvironmentConfigError, DataError.

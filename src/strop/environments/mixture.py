@@ -8,7 +8,7 @@ epoch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import Lock
@@ -139,7 +139,9 @@ class Mixture:
         elif self.chooser is not None:
             log.warning("the checkpoint has no state of a curriculum: it starts without results")
 
-    def with_order(self, order: TaskOrder, rewards: Mapping[str, Sequence[str]], *, slots: int, groups_per_step: int) -> Mixture:
+    def with_order(
+        self, order: TaskOrder, rewards: Mapping[str, Collection[str]], *, slots: int, groups_per_step: int
+    ) -> Mixture:
         """Return the mixture in another order (``TaskOrder.make_chooser``). Raises EnvironmentConfigError, DataError."""
         return replace(self, chooser=order.make_chooser(self, rewards, slots=slots, groups_per_step=groups_per_step))
 

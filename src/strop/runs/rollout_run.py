@@ -36,7 +36,7 @@ from strop.runs.backend import Backend, LocalBackend
 from strop.runs.cluster.ray_backend import make_remote_environments
 from strop.runs.dry_run.examined_models import find_conversation_problems
 from strop.runs.engines import GeneratorSpec
-from strop.runs.jobs.evaluation_job import identify_entries, make_episode_rules, make_validation_job
+from strop.runs.evaluation_job import identify_entries, make_episode_rules, make_validation_job
 from strop.runs.model_check import note_empty_answers
 from strop.runs.run_algorithm import count_steps_per_batch
 from strop.runs.tasks import count_slots, make_training_tasks, make_validation_tasks

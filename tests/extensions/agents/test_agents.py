@@ -20,10 +20,13 @@ from strop.environments.base import EnvironmentConfigError
 from strop.environments.environment_config import EnvironmentConfig
 from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import list_marks, make_environment
+from strop.environments.resources import configure_resources, open_resources
 from strop.extensions.agents.agent_environment import current_result, read_result
 from strop.extensions.agents.endpoint import Endpoint
 from strop.extensions.agents.external_agent import ExternalAgent, run_command_agent
+from strop.extensions.agents.gateway.gateway_config import GatewayConfig
 from strop.runs.dry_run.examine import find_single_turns
+from strop.tools.base import InfrastructureError
 from strop.types import Ending, Rollout
 from support.agents import TASK, Recorder, check_tree, play, play_async
 
@@ -307,3 +310,17 @@ def test_an_agent_needs_more_than_one_turn() -> None:
     (found,) = find_single_turns(environments, 1, "grpo")
     assert found.startswith("env.agent: ExternalAgent runs an agent") and "after the first is refused" in found
     assert not list(find_single_turns(environments, 2, "grpo"))
+
+
+def test_a_run_with_agents_is_refused_without_the_package_of_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start() -> list[str]:
+        notes: list[str] = []
+        async with open_resources([LocalEnvironment(ExternalAgent(agent=print))], notes.append):
+            return notes
+
+    configure_resources({"gateway": GatewayConfig(url="http://me:secret@gateway/v1")})
+    assert asyncio.run(start()) == ["agents reach the policy at http://<redacted>@gateway/v1"]
+    monkeypatch.setattr("strop.extensions.agents.agent_episode.packages.is_installed", lambda package: False)
+    with pytest.raises(InfrastructureError, match=r"needs the package aiohttp: pip install -e '\.\[agents\]'"):
+        asyncio.run(start())
+    assert play(lambda task, endpoint: 1.0).ending == Ending.SERVICE

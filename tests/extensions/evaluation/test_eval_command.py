@@ -20,7 +20,7 @@ from strop.config.schema.run_config import TRAINING_RUNS
 from strop.extensions.evaluation import evaluate as evaluate_module
 from strop.extensions.evaluation.evaluated_run import load_evaluated_run
 from strop.extensions.evaluation.evaluation_folder import TaskLog
-from strop.runs.jobs.evaluation_job import identify_entries, make_validation_job
+from strop.runs.evaluation_job import identify_entries, make_validation_job
 from support.saved_runs import CONFIG, save_run
 
 RECORDED = """

@@ -10,7 +10,6 @@ import pytest
 
 import strop as api
 from loop.runs import grpo, metrics_of, overrides, strop
-from strop.models.lora import export_merged_model
 
 pytestmark = pytest.mark.slow
 
@@ -109,7 +108,7 @@ def test_what_is_saved_is_evaluated_under_the_name_of_its_folder(tiny: Path, tmp
     outcome = grpo(tiny, tmp_path, **LORA)
     assert outcome.code == 0, outcome.err
     adapters = tmp_path / "results" / "step_2" / "policy" / "weights"
-    export_merged_model(adapters, tmp_path / "merged")
+    assert strop("export", str(adapters), str(tmp_path / "merged"), "--merge", folder=tmp_path).code == 0
     assert (tmp_path / "merged" / "model.safetensors").exists()
     found = {}
     for name, model in {"adapters": adapters, "merged": tmp_path / "merged"}.items():

@@ -10,7 +10,7 @@ import pytest
 
 from strop import cli
 from strop.extensions.evaluation.evaluation_folder import TaskLog
-from strop.runs.jobs.evaluation_job import EvaluationIdentity
+from strop.runs.evaluation_job import EvaluationIdentity
 from support.saved_runs import CONFIG, save_run
 
 SETS: dict[str, dict[str, Any]] = {"AIME2025": {"samples": 4, "temperature": 0.6}, "math500": {"samples": 1, "temperature": 0.6}}

@@ -123,12 +123,7 @@ def prepare(folder: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_of_the_guide_are_understood_as_they_are(
-    command: str,
-    tiny: Path,
-    tmp_path: Path,
-    local_hub: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: str, tiny: Path, tmp_path: Path, local_hub: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -11,8 +11,13 @@ import pytest
 import torch
 
 from strop import cli
+from strop.models.adapters import save_adapters
+from strop.models.loading import load_model, load_tokenizer
 from strop.results import Run
+from support.lora import with_random_adapters
+from support.models import build
 from support.saved_runs import load, save_policy, save_run
+from support.tokenizer import build_tokenizer
 
 
 @pytest.fixture(params=["whole", "shards", "adapters"])
@@ -179,6 +184,22 @@ def test_the_folder_is_uploaded_to_the_hub(
     assert cli.main(["export", str(logs), str(tmp_path / "again"), "--push", "me/broken"]) == 1
     assert "was written and not uploaded to me/broken: the hub returned ConnectionError: no network" in capsys.readouterr().err
     assert (tmp_path / "again/config.json").exists()
+
+
+def test_a_folder_of_adapters_becomes_an_ordinary_one(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    build("llama").save_pretrained(tmp_path / "base")
+    model = with_random_adapters(load_model(str(tmp_path / "base")), base=str(tmp_path / "base"))
+    save_adapters(model, tmp_path / "adapters")
+    build_tokenizer().save_pretrained(tmp_path / "adapters")
+    assert cli.main(["export", str(tmp_path / "adapters"), str(tmp_path / "merged"), "--merge"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.allclose(merged(input_ids=tokens).logits, model(input_ids=tokens).logits, atol=1e-4)
+    assert {name for name, _ in merged.named_parameters()} == {name for name, _ in build("llama").named_parameters()}
+    assert not list((tmp_path / "merged").glob("adapter*"))
+    assert load_tokenizer(str(tmp_path / "merged")).encode("stop") == load_tokenizer(str(tmp_path / "adapters")).encode("stop")
 
 
 def test_a_run_exports_its_checkpoint(logs: Path, tmp_path: Path) -> None:

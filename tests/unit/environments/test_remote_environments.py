@@ -20,13 +20,7 @@ from strop.endings import Ending
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment
-from strop.environments.remote import (
-    EnvironmentDescription,
-    EnvironmentServer,
-    RemoteEnvironment,
-    SessionLost,
-    connect,
-)
+from strop.environments.remote import EnvironmentDescription, EnvironmentServer, RemoteEnvironment, SessionLost, connect
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.sampling import Sampling

@@ -211,8 +211,7 @@ def options(**changes: Any) -> TrainOptions:
     return TrainOptions(**{"max_steps": 20, "groups_per_step": 4, "max_errors_in_a_row": 8, **changes})
 
 
-@pytest.mark.parametrize("size", [8, 16])
-@pytest.mark.parametrize("rate", [0.05, 0.15])
+@pytest.mark.parametrize(("size", "rate"), [(8, 0.15), (16, 0.05)])
 def test_the_share_that_is_thrown_away_is_the_share_that_failed(tmp_path: Path, size: int, rate: float) -> None:
     faulty = Faulty(place="respond", error=InfrastructureError("lost"), part=rate)
     settings = options(max_steps=10, groups_per_step=8)

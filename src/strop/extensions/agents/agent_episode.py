@@ -18,6 +18,7 @@ from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules
 from strop.rollouts.tool_turns import ToolTurns
+from strop.safety.printable import redact_text
 from strop.sampling import Sampling
 from strop.tools.base import InfrastructureError
 from strop.tools.toolbox import ToolOffer
@@ -37,7 +38,7 @@ class AgentMadeNoRequest(RuntimeError):
 async def open_gateway() -> AsyncIterator[str]:
     """Check that a run can serve agents. The gateway itself listens while an episode is open. Raises InfrastructureError."""
     config = _find_gateway().config
-    yield f"agents reach the policy at {config.url or config.host}"
+    yield f"agents reach the policy at {redact_text(config.url or config.host)}"
 
 
 def _find_gateway() -> Gateway:

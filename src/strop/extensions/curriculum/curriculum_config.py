@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from strop.data.task_order import OrderedTasks, TaskChooser
 from strop.extensions.curriculum.curriculum_keys_config import CurriculumKeys
@@ -12,7 +12,7 @@ class CurriculumConfig(CurriculumKeys):
     """The order of the training tasks of each entry; an entry's share of the stream is set by its weight."""
 
     def make_chooser(
-        self, mixture: OrderedTasks, rewards: Mapping[str, Sequence[str]], *, slots: int, groups_per_step: int
+        self, mixture: OrderedTasks, rewards: Mapping[str, Collection[str]], *, slots: int, groups_per_step: int
     ) -> TaskChooser:
         from strop.extensions.curriculum.task_chooser import make_chooser
 

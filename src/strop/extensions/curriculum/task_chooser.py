@@ -10,7 +10,7 @@ next choice after that uses it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from random import Random
@@ -188,7 +188,7 @@ class CurriculumChooser:
 
 
 def make_chooser(
-    config: CurriculumKeys, mixture: OrderedTasks, rewards: Mapping[str, Sequence[str]], *, slots: int, groups_per_step: int
+    config: CurriculumKeys, mixture: OrderedTasks, rewards: Mapping[str, Collection[str]], *, slots: int, groups_per_step: int
 ) -> CurriculumChooser:
     """Make a curriculum for each component of a mixture. Raises EnvironmentConfigError, DataError."""
     for alias, names in rewards.items():

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from strop.checkpointing.convert import loadable_folder
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import EvalRunConfig, RecordedRunConfig
 from strop.data.builtin_sets import BUILTIN_DATASETS
@@ -26,12 +25,13 @@ from strop.extensions.evaluation.evaluation_folder import TaskLog, open_folder
 from strop.extensions.evaluation.evaluation_jobs import make_evaluation_job, make_run_evaluation_job
 from strop.extensions.evaluation.evaluation_report import EvaluationReport, SetResult, make_report, strip_prefix
 from strop.extensions.evaluation.overlap import OverlapReport, find_overlaps
+from strop.extensions.export.convert import loadable_folder
 from strop.learner.parallel.single_device import load_weights
 from strop.monitoring.console import ConsoleKind, open_console
 from strop.rollouts.tool_turns import describe_tool_calls
 from strop.runs.backend import LocalBackend
+from strop.runs.evaluation_job import EvaluationJob, EvaluationSet, identify_entries
 from strop.runs.exit_codes import run_command
-from strop.runs.jobs.evaluation_job import EvaluationJob, EvaluationSet, identify_entries
 from strop.runs.models import load_training_policy, resolve_device
 from strop.runs.recorded_run import make_validation_groups, read_validation_examples
 from strop.runs.run_algorithm import make_recorded_algorithm

@@ -41,7 +41,7 @@ from strop.models.attention.rotary_scaling import fixed_rotary_config
 from strop.models.loading import find_model_folder, locate_model, override_config, read_model_config
 from strop.packages import install_command
 from strop.runs.cluster.engine_builders import build_serving_torch_engine
-from strop.runs.jobs.evaluation_job import EvaluationJob
+from strop.runs.evaluation_job import EvaluationJob
 from strop.runs.model_check import note_turn_end
 from strop.runs.models import TokenizerBundle, load_bundle, load_policy, resolve_device, select_device
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from strop.checkpointing.saved_model import SavedModel
 from strop.monitoring.rollout_store.rollout_record import encodable
-from strop.runs.jobs.evaluation_job import EvaluationIdentity, EvaluationJob, identify
+from strop.runs.evaluation_job import EvaluationIdentity, EvaluationJob, identify
 from strop.runs.run_folders import lock_evaluation_folder
 from strop.storage.files import atomic_write
 from strop.storage.folder_lock import FolderLocked

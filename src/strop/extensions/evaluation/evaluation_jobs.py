@@ -15,7 +15,7 @@ from strop.environments.resources import read_sections
 from strop.extensions.evaluation.evaluated_run import EvaluatedRun
 from strop.learner.model_config import ModelConfig
 from strop.rollouts.episode import EpisodeRules
-from strop.runs.jobs.evaluation_job import EvaluationJob, EvaluationSet, make_validation_job
+from strop.runs.evaluation_job import EvaluationJob, EvaluationSet, make_validation_job
 from strop.runs.tasks import name_data, resolve_alias
 from strop.sampling import Sampling
 

@@ -24,10 +24,15 @@ def export(arguments: Sequence[str], command_line: str) -> int:
         source = find_saved_model(
             options.checkpoint, step=options.step, best=options.best, ema=options.ema, critic=options.critic
         )
-        from strop.extensions.export.export_model import run_export
+        from strop.extensions.export.export_model import ExportJob, run_export
+        from strop.extensions.export.model_folder import ExportFormat
 
-        names = ("merge", "push", "private", "dtype", "max_shard_size")
-        return run_export(source, options.out, **{name: getattr(options, name) for name in names})
+        form = ExportFormat(options.dtype, options.max_shard_size)
+        return run_export(
+            ExportJob(
+                source=source, target=options.out, form=form, merge=options.merge, push=options.push, private=options.private
+            )
+        )
     except SavedModelNotFound as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from strop import __version__
-from strop.checkpointing.convert import convert_model
 from strop.checkpointing.saved_model import ATTACHED_CONFIG, SavedModel, is_hub_name
 from strop.config import TRAINING_RUNS
 from strop.config.source import yaml_text
 from strop.data.sources.hub import require_token, upload_folder
+from strop.extensions.export.convert import convert_model
+from strop.extensions.export.model_folder import AS_THEY_ARE, ConversionError, ExportFormat
 from strop.models.draft_head import FOLDER, WEIGHTS
-from strop.models.export import ConversionError, ExportFormat
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 from strop.runs.exit_codes import run_command
 
@@ -92,39 +93,47 @@ def _format_metrics(saved: SavedModel) -> list[str]:
 CARD_FILE = "README.md"
 
 
-def run_export(source: SavedModel, target: Path, *, merge: bool, push: str | None, private: bool, **form: str | None) -> int:
-    """Export, and upload to the repository ``push`` of the hub if it is given. Return 0 on success, 1 after printing an error."""
-    return run_command(_export(source, target, merge, push, private, form))
+@dataclass(frozen=True, kw_only=True)
+class ExportJob:
+    """What to write, and where."""
+
+    source: SavedModel
+    target: Path
+    form: ExportFormat = AS_THEY_ARE
+    merge: bool = False
+    push: str | None = None  # OWNER/NAME on the hub
+    private: bool = False
 
 
-async def _export(
-    source: SavedModel, target: Path, merge: bool, push: str | None, private: bool, form: Mapping[str, str | None]
-) -> None:
-    if push is not None:
+def run_export(job: ExportJob) -> int:
+    """Export as requested. Return 0 on success, 1 after printing an error."""
+    return run_command(_export(job))
+
+
+async def _export(job: ExportJob) -> None:
+    if job.push is not None:
         require_token()  # before the work
-    print(f"exporting {source.description} to {target}")
-    export_model(source, target, merge=merge, **form)
-    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-    print(f"{target} holds {_name_content(source, merge)} and its card, {size / 1e6:,.1f} MB")
-    if push is not None:
-        print(f"uploaded to {upload_folder(target, push, private=private)}")
+    print(f"exporting {job.source.description} to {job.target}")
+    export_model(job)
+    size = sum(path.stat().st_size for path in job.target.rglob("*") if path.is_file())
+    print(f"{job.target} holds {_name_content(job)} and its card, {size / 1e6:,.1f} MB")
+    if job.push is not None:
+        print(f"uploaded to {upload_folder(job.target, job.push, private=job.private)}")
 
 
-def export_model(
-    source: SavedModel, target: Path, *, dtype: str | None = None, max_shard_size: str | None = None, merge: bool = False
-) -> None:
+def export_model(job: ExportJob) -> None:
     """Write the folder: weights, tokenizer, model card and the configuration of the run. Raises ConversionError."""
-    if merge and source.layout != "adapters":
-        raise ConversionError(f"{source.weights} has no adapters to merge; leave out --merge")
+    if job.merge and job.source.layout != "adapters":
+        raise ConversionError(f"{job.source.weights} has no adapters to merge; leave out --merge")
 
     def finish(draft: Path) -> None:
-        (draft / CARD_FILE).write_text(format_model_card(source, merged=merge), encoding="utf-8")
-        if source.config_file is not None:
-            shutil.copyfile(source.config_file, draft / ATTACHED_CONFIG)
-        copy_head(Path(source.weights).parent / FOLDER, draft / FOLDER)
+        (draft / CARD_FILE).write_text(format_model_card(job.source, merged=job.merge), encoding="utf-8")
+        if job.source.config_file is not None:
+            shutil.copyfile(job.source.config_file, draft / ATTACHED_CONFIG)
+        copy_head(Path(job.source.weights).parent / FOLDER, draft / FOLDER)
 
-    base = (source.run_values.get("policy") or {}).get("model_name")
-    convert_model(source, target, ExportFormat(dtype, max_shard_size), merge=merge, model_name=base, finish=finish)
+    base = (job.source.run_values.get("policy") or {}).get("model_name")
+    convert_model(job.source, job.target, job.form, merge=job.merge, model_name=base, finish=finish)
 
 
 def copy_head(source: Path, target: Path) -> None:
@@ -135,11 +144,16 @@ def copy_head(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-def _name_content(source: SavedModel, merged: bool) -> str:
-    match source.layout:
-        case "adapters" if not merged:
+def _name_content(job: ExportJob) -> str:
+    match job.source.layout:
+        case "adapters" if not job.merge:
             return "the adapters (PEFT; --merge writes an ordinary model)"
         case "value head":
             return "the value head"
         case _:
             return "the model, its tokenizer"
+
+
+def export_saved(source: SavedModel, target: Path, *, dtype: str | None, merge: bool) -> None:
+    """Export a saved model as ``strop export`` does, for ``Run.export``."""
+    export_model(ExportJob(source=source, target=target, form=ExportFormat(dtype), merge=merge))

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 from strop import packages
 from strop.base_config import validate_section
-from strop.checkpointing.convert import loadable_folder
 from strop.checkpointing.saved_model import SavedModel
 from strop.device_copies import is_gpu
+from strop.extensions.export.convert import loadable_folder
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import make_torch_engine
 from strop.learner.model_config import ModelConfig

@@ -589,14 +589,13 @@ def make_runner(
 ) -> ModelRunner:
     """Create the runner for a network and configuration, and log which one."""
     if not network.supports_attention_plans():
+        reason = network.fallback or "it keeps no states of recurrent layers"
         if quantization is not None:
             raise ValueError(
                 f"policy.generation: found {quantization.plan.weights.name}, but this model is sampled without a KV cache by its own "
-                f"modules, which do not round ({network.fallback}); set policy.generation.backend=vllm"
+                f"modules, which do not round ({reason}); set policy.generation.backend=vllm"
             )
-        log.warning(
-            "the torch engine cannot use a KV cache and recomputes the whole sequence for every token: %s", network.fallback
-        )
+        log.warning("the torch engine cannot use a KV cache and recomputes the whole sequence for every token: %s", reason)
         return RecomputeRunner(network, max_slots=config.max_num_seqs, length=length)
     if _may_use_pages(network, config, length):
         paged = PagedRunner(network, config, length=length, quantization=quantization)

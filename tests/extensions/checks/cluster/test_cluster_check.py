@@ -17,8 +17,8 @@ from strop.config import load_config
 from strop.config.schema.run_config import SftRunConfig
 from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.ray import connect, is_process_alive
-from strop.monitoring.machine_monitor import SystemMonitor
-from strop.runs.monitors.run_listeners import watch_machines
+from strop.extensions.performance.machine_monitor import SystemMonitor
+from strop.extensions.performance.performance import watch_machines
 
 pytestmark = pytest.mark.usefixtures("workers_are_forks")
 

@@ -29,11 +29,7 @@ H100 = Gpu("H100", 80.0, "550.1")
 
 
 def facts(**changes: Any) -> NodeInfo:
-    settings: dict[str, Any] = {
-        "host": "machine",
-        "versions": VERSIONS,
-        "folders": {FOLDER: FolderStatus(True, "node-a")},
-    }
+    settings: dict[str, Any] = {"host": "machine", "versions": VERSIONS, "folders": {FOLDER: FolderStatus(True, "node-a")}}
     return NodeInfo(**settings | changes)
 
 

@@ -319,6 +319,11 @@ def make_network_exact(network: Network) -> None:
             f"policy.exact_on_policy: {type(network.model).__name__} cannot read packed rows "
             f"({network.fallback or 'sequence packing is off'}), and padded rows have no fixed order of additions; set it to false"
         )
+    if network.recurrent:
+        raise NotExactError(
+            f"policy.exact_on_policy: {type(network.model).__name__} has recurrent layers, which have no fixed order of additions; set "
+            "it to false"
+        )
     network.exact = ExactPasses(network.model)
 
 
