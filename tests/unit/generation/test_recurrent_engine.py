@@ -1,7 +1,11 @@
-"""Models whose layers carry states from token to token, sampled by the embedded engine from the states that it holds."""
+"""Models whose layers carry states from token to token, sampled by the embedded engine from the states that it holds.
+
+DeepSeek V3 carries none: as in Kimi Linear's layers with attention, its keys and values differ in size.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +14,9 @@ import torch
 from torch import nn
 
 from strop.generation.base import Completion
-from strop.generation.torch.model_runner import ModelRunner, RecomputeRunner
+from strop.generation.torch.model_runner import CachedRunner, ModelRunner, RecomputeRunner
+from strop.generation.torch.paged.paged_runner import PagedRunner
+from strop.generation.torch.speculation import DraftedRequest
 from strop.learner.torch.scorer import NetworkScorer
 from strop.models.network import Network
 from strop.sampling import Sampling
@@ -19,8 +25,10 @@ from support.rollouts import make_group, make_rollout, make_turn, pack_grpo
 from support.torch_engine import Request, make_engine, make_paged_runner, make_runner, run_requests, token_lists
 
 FAMILIES = (
-    "qwen3_5", "qwen3_next", "olmo_hybrid", "nemotron_h", "falcon_h1", "granite_hybrid", "bamba", "lfm2", "jamba", "mamba2"
+    "qwen3_5", "qwen3_next", "olmo_hybrid", "nemotron_h", "falcon_h1", "granite_hybrid", "bamba", "lfm2", "jamba", "mamba2",
+    "kimi_linear", "deepseek_v3",
 )  # fmt: skip
+OPTIONS = {"kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2}}
 PROMPTS = ([5, 40, 60, 5, 40, 60, 7, 9, 5, 40, 60], [17, 300], [5, 40, 60, 5, 40, 60, 7, 9, 11] * 3, [8])
 SAMPLED = Sampling(max_new_tokens=12, temperature=0.7)
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
@@ -28,7 +36,7 @@ GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 
 def build_network(family: str) -> Network:
     """A delta rule amplifies the rounding of large weights."""
-    model: nn.Module = build(family)
+    model: nn.Module = build(family, **OPTIONS.get(family, {}))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
@@ -45,7 +53,13 @@ REQUESTS = [
 
 def compute_again(network: Network, requests: Sequence[Request]) -> list[Completion]:
     """What the runner samples that holds nothing."""
-    return run_requests(make_engine(RecomputeRunner(network, max_slots=3, length=48)), requests)
+    return run_requests(make_engine(RecomputeRunner(network, max_slots=3, length=64)), requests)
+
+
+def assert_same(found: Sequence[Completion], wanted: Sequence[Completion]) -> None:
+    assert token_lists(found) == token_lists(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
 def learner_error(network: Network, requests: Sequence[Request], completions: Sequence[Completion]) -> float:
@@ -56,11 +70,11 @@ def learner_error(network: Network, requests: Sequence[Request], completions: Se
     return float((scores.logprobs - batch.rollout_logprobs).abs().max())
 
 
-def make_slots(network: Network, **options: Any) -> ModelRunner:
+def make_slots(network: Network, **options: Any) -> CachedRunner:
     return make_runner(network, **{"slots": 3, **options})
 
 
-def make_pages(network: Network, **options: Any) -> ModelRunner:
+def make_pages(network: Network, **options: Any) -> PagedRunner:
     return make_paged_runner(network, **{"slots": 3, "page": 8, **options})
 
 
@@ -70,10 +84,89 @@ def test_the_engine_samples_what_the_model_computes_for_the_whole_sequence(famil
     network = build_network(family)
     engine = make_engine(make(network))
     found = run_requests(engine, REQUESTS)
-    wanted = compute_again(network, REQUESTS)
-    assert token_lists(found) == token_lists(wanted)
-    for one, other in zip(found, wanted, strict=True):
-        assert torch.allclose(one.logprobs, other.logprobs, atol=1e-5)
+    assert_same(found, compute_again(network, REQUESTS))
     assert engine.counters.prompt_tokens < sum(len(each.prompt) for each in REQUESTS), "shared prompts are read once"
     sampled = [place for place, each in enumerate(REQUESTS) if each.sampling is SAMPLED]
     assert learner_error(network, [REQUESTS[each] for each in sampled], [found[each] for each in sampled]) < 1e-5
+
+
+class Foreseeing:
+    """Proposes the tokens that will be sampled, some of them changed, and sometimes none."""
+
+    count = 4
+    rejection = False
+
+    def __init__(self, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
+        self.tokens = {
+            (tuple(request.prompt), request.seed): found.tokens.tolist()
+            for request, found in zip(requests, completions, strict=True)
+        }
+
+    def propose(self, running: Sequence[DraftedRequest], limits: Sequence[int]) -> list[list[int]]:
+        return [self._propose(each, limit) for each, limit in zip(running, limits, strict=True)]
+
+    def _propose(self, request: DraftedRequest, limit: int) -> list[int]:
+        begun = len(request.tokens)
+        draft: list[int] = self.tokens[request.prompt, request.seed][begun : begun + min(limit, (begun + request.seed) % 5)]
+        return [token + 1 if (begun + place) % 7 == 3 else token for place, token in enumerate(draft)]
+
+    def verify(self, *_: Any) -> dict[int, tuple[int, float]]:
+        return {}
+
+    def forget(self, request: DraftedRequest) -> None:
+        pass
+
+    def forget_all(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each != "mamba2"])  # without keys there are no pages
+def test_drafts_that_turn_out_wrong_leave_no_trace(family: str) -> None:
+    network = build_network(family)
+    sampling = Sampling(max_new_tokens=20, temperature=0.7)
+    requests = [Request(prompt, sampling, seed) for seed, prompt in enumerate((*PROMPTS, PROMPTS[0]))]
+    wanted = compute_again(network, requests)
+    engine = make_engine(make_pages(network, length=64), drafter=Foreseeing(requests, wanted))
+    found = run_requests(engine, requests)
+    assert_same(found, wanted)
+    assert 0 < engine.counters.accepted_tokens < engine.counters.drafted_tokens
+    assert learner_error(network, requests, found) < 1e-5
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_long_prompts_read_in_parts_and_preempted_requests_go_on_from_held_states(drafts: bool) -> None:
+    network = build_network("qwen3_5")
+    requests = [Request(list(range(3 + seed, 43)), Sampling(max_new_tokens=16, temperature=0.7), seed) for seed in range(6)]
+    wanted = compute_again(network, requests)
+    runner = make_pages(network, length=64, slots=4)
+    del runner.cache.pool.free[11:]
+    drafter = Foreseeing(requests, wanted) if drafts else None
+    engine = make_engine(runner, prefill_tokens=8, drafter=drafter)
+    found = run_requests(engine, requests)
+    assert engine.counters.preemptions > 0
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("make", [make_slots, make_pages])
+def test_a_conversation_goes_on_from_its_last_state(make: Callable[..., ModelRunner]) -> None:
+    network = build_network("nemotron_h")
+    engine = make_engine(make(network, length=64, slots=8), drafts=3 if make is make_pages else 0)
+    sampling = Sampling(max_new_tokens=9, temperature=0.7)
+
+    async def run() -> list[tuple[list[int], Completion, int]]:
+        found, prompt = [], PROMPTS[0]
+        for turn in range(3):
+            before = engine.counters.prompt_tokens
+            others = [engine.generate(each, sampling=sampling, seed=9) for each in PROMPTS[:2]]
+            said, *_ = await asyncio.gather(engine.generate(prompt, sampling=sampling, seed=turn, session="s"), *others)
+            found.append((prompt, said, engine.counters.prompt_tokens - before))
+            prompt = [*prompt, *said.tokens.tolist(), 11, 12]
+        await engine.close()
+        return found
+
+    turns = asyncio.run(run())
+    assert [read for _, _, read in turns[1:]] == [3, 3], "the last token of a turn, and what followed it"
+    assert_same(
+        [said for _, said, _ in turns],
+        compute_again(network, [Request(prompt, sampling, turn) for turn, (prompt, _, _) in enumerate(turns)]),
+    )

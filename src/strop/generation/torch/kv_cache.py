@@ -32,7 +32,8 @@ class CacheShape:
 
     layers: int  # with keys and values
     heads: int  # key-value heads
-    head_size: int
+    head_size: int  # of keys
+    value_size: int  # of values
     dtype: torch.dtype
     device: torch.device
     state_size: int = 0  # numbers of the policy's state that are held for a drafter, float32
@@ -52,7 +53,7 @@ class CacheShape:
     @property
     def bytes_per_token(self) -> int:
         """At least one, for models that have only states."""
-        return (2 * self.layers * self.heads * self.head_size * self.dtype.itemsize + 4 * self.state_size) or 1
+        return (self.layers * self.heads * (self.head_size + self.value_size) * self.dtype.itemsize + 4 * self.state_size) or 1
 
     @property
     def state_bytes(self) -> int:
@@ -74,9 +75,9 @@ class SlotCache:
         self.columns = allocate_columns(recorded, (slots, length), shape.device)  # [slots, length, ...]
         self.slots = slots
         self.length = length
-        size = (shape.layers, slots, shape.heads, length, shape.head_size)
-        self.keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-        self.values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        size = (shape.layers, slots, shape.heads, length)
+        self.keys = torch.zeros((*size, shape.head_size), dtype=shape.dtype, device=shape.device)
+        self.values = torch.zeros((*size, shape.value_size), dtype=shape.dtype, device=shape.device)
         self.states = SlotStates(shape.states, slots, shape.device)
 
     def write_prefix(self, slot: int, prefix: Prefix) -> None:

@@ -528,7 +528,7 @@ class _ShapeRecorder:
     """A plan that only records the shapes of keys and states, and the options of each layer."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[int, int, int]] = []
+        self.seen: list[tuple[int, int, int, int]] = []  # layer, heads, sizes of a key and of a value
         self.specs: list[AttentionSpec] = []
         self.states: dict[StateKey, StateShape] = {}
 
@@ -543,14 +543,9 @@ class _ShapeRecorder:
         return outputs[0]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        if key.shape != value.shape:
-            raise ValueError(
-                f"layer {spec.layer} has keys {tuple(key.shape)} and values {tuple(value.shape)}: "
-                "the embedded engine needs keys and values of the same shape"
-            )
-        self.seen.append((spec.layer, key.shape[1], key.shape[2]))
+        self.seen.append((spec.layer, key.shape[1], key.shape[2], value.shape[2]))
         self.specs.append(spec)
-        return query
+        return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
 def infer_cache_shape(network: Network) -> CacheShape:
@@ -570,16 +565,17 @@ def infer_cache_layout(network: Network) -> tuple[CacheShape, list[AttentionSpec
     network.decoder(input_ids=token, position_ids=token, plan=recorder, use_cache=False)
     network.use_learner_attention()
     layers = [layer for layer, *_ in recorder.seen]
-    shapes = {shape[1:] for shape in recorder.seen} or {(0, 0)}
+    shapes = {shape[1:] for shape in recorder.seen} or {(0, 0, 0)}
     if len(shapes) != 1 or layers != sorted(set(layers)) or not (layers or recorder.states):
         raise ValueError(f"layers with different attention shapes ({sorted(shapes)}) do not fit one cache")
-    heads, size = shapes.pop()
+    heads, size, value_size = shapes.pop()
     exact = network.exact  # float32 keys: attention reads them as stored, without a cast per step
     dtype = network.precision if exact is None else torch.float32
     shape = CacheShape(
         layers=len(layers),
         heads=heads,
         head_size=size,
+        value_size=value_size,
         dtype=dtype,
         device=network.device,
         exact=exact,

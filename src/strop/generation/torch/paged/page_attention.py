@@ -150,7 +150,7 @@ class PagedDecodePlan(EnginePlan):
         if self.layout.simple:
             return self._attend_simple(query, keys, values, spec)
         parts = [self._attend_batch(index, query, keys, values, spec) for index in range(len(self.layout.batches))]
-        return merge_parts(parts, spec.sinks).view(query.shape).to(dtype)
+        return merge_parts(parts, spec.sinks).flatten(1, 2).to(dtype)
 
     def _attend_simple(self, query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
         count = len(query)
@@ -210,7 +210,7 @@ def attend_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
         [m, kv_heads, R * G, D], normalized within the page, and the logarithm of the sum of its weights [m, kv_heads, R * G] float32.
     """
     fused = query.device.type == "cpu" and query.dtype == torch.float32 and spec.softcap is None and mask is None
-    if fused and query.shape[2] >= FEWEST_FLASH_ROWS:
+    if fused and query.shape[2] >= FEWEST_FLASH_ROWS and key.shape == value.shape:
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, False, scale=spec.scale)
         return output, lse
     scores = (query * spec.scale) @ key.transpose(2, 3)

@@ -331,10 +331,10 @@ class PagedCache:
         """``recorded``: columns of tokens that are held too; ``prefixes``: whose states are held, of a model that has states."""
         self.shape = shape
         self.page = page  # tokens
-        size = (shape.layers, pages, shape.heads, page, shape.head_size)
+        size = (shape.layers, pages, shape.heads, page)
         # Uninitialized: a page is zeroed on its first use and takes memory only then.
-        self.keys = torch.empty(size, dtype=shape.dtype, device=shape.device)
-        self.values = torch.empty(size, dtype=shape.dtype, device=shape.device)
+        self.keys = torch.empty((*size, shape.head_size), dtype=shape.dtype, device=shape.device)
+        self.values = torch.empty((*size, shape.value_size), dtype=shape.dtype, device=shape.device)
         self.columns = allocate_columns(recorded, (pages, page), shape.device)  # [pages, page, ...]
         self.states: Tensor | None = None  # [pages, page, H], fused for a drafter
         if shape.state_size:
