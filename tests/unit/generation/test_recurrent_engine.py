@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from strop.generation.base import Completion
-from strop.generation.torch.model_runner import CachedRunner, ModelRunner, RecomputeRunner
+from strop.generation.torch.model_runner import CachedRunner, ModelRunner, RecomputeRunner, infer_cache_shape
+from strop.generation.torch.paged.paged_cache import PagePool, PrefixTree
 from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.generation.torch.speculation import DraftedRequest
 from strop.learner.torch.scorer import NetworkScorer
@@ -22,7 +23,8 @@ from strop.models.network import Network
 from strop.sampling import Sampling
 from support.every_family import build
 from support.rollouts import make_group, make_rollout, make_turn, pack_grpo
-from support.torch_engine import Request, make_engine, make_paged_runner, make_runner, run_requests, token_lists
+from support.sweep import sweep
+from support.torch_engine import Request, cache_config, make_engine, make_paged_runner, make_runner, run_requests, token_lists
 
 FAMILIES = (
     "qwen3_5", "qwen3_next", "olmo_hybrid", "nemotron_h", "falcon_h1", "granite_hybrid", "bamba", "lfm2", "jamba", "mamba2",
@@ -79,7 +81,7 @@ def make_pages(network: Network, **options: Any) -> PagedRunner:
 
 
 @pytest.mark.parametrize("make", [make_slots, make_pages])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sweep(FAMILIES, "qwen3_5", "nemotron_h", "mamba2", "kimi_linear"))
 def test_the_engine_samples_what_the_model_computes_for_the_whole_sequence(family: str, make: Callable[..., ModelRunner]) -> None:
     network = build_network(family)
     engine = make_engine(make(network))
@@ -120,7 +122,7 @@ class Foreseeing:
         pass
 
 
-@pytest.mark.parametrize("family", [each for each in FAMILIES if each != "mamba2"])  # without keys there are no pages
+@pytest.mark.parametrize("family", sweep([each for each in FAMILIES if each != "mamba2"], "qwen3_5", "falcon_h1", "lfm2"))
 def test_drafts_that_turn_out_wrong_leave_no_trace(family: str) -> None:
     network = build_network(family)
     sampling = Sampling(max_new_tokens=20, temperature=0.7)
@@ -170,3 +172,45 @@ def test_a_conversation_goes_on_from_its_last_state(make: Callable[..., ModelRun
         [said for _, said, _ in turns],
         compute_again(network, [Request(prompt, sampling, turn) for turn, (prompt, _, _) in enumerate(turns)]),
     )
+
+
+def test_states_are_counted_in_the_memory_of_the_cache() -> None:
+    network = build_network("qwen3_5")
+    shape = infer_cache_shape(network)
+    assert (shape.layers, shape.attending) == (1, (3,)), "one layer in four has keys"
+    delta, inputs = 4 * 8 * 8 * 4, 3 * (2 * 2 * 8 + 4 * 8) * 4
+    assert shape.bytes_per_token == 2 * 2 * 8 * 4 and shape.state_bytes == 3 * (delta + inputs)
+    sequence = 48 * shape.bytes_per_token + shape.state_tokens * shape.bytes_per_token
+    with pytest.raises(
+        ValueError, match=r"48 tokens needs .* GiB and .* GiB for the states of its recurrent layers; raise the first"
+    ):
+        CachedRunner(network, cache_config(sequence - 1, slots=4), length=48)
+    runner = CachedRunner(network, cache_config(3 * sequence, slots=8), length=48)
+    held = runner.cache.states.held.values()
+    assert runner.slots == 3 and sum(each.nbytes for each in held) == 3 * shape.state_bytes
+    pages = PagedRunner(network, cache_config(100 * sequence, slots=64), length=48)
+    assert pages.slots == 64 or 64 > pages.slots == 100 * sequence // (4 * shape.state_tokens * shape.bytes_per_token)
+    states = 2 * pages.slots * shape.state_tokens + pages.cache.pool.size * pages.cache.page
+    assert states * shape.bytes_per_token <= 100 * sequence and pages.cache.tree.most_states == pages.slots
+
+
+def test_a_prompt_goes_on_from_the_last_place_whose_states_are_held() -> None:
+    tree = PrefixTree(PagePool(8, lambda source, target: None), 4, most_states=2)
+    first = tree.insert(tree.root, (1, 2, 3, 4))
+    assert first is not None
+    second = tree.insert(first, (5, 6, 7, 8))
+    assert second is not None
+    tree.hold_states(first, 4, {})
+    tree.hold_states(second, 2, {})
+    assert tree.match((1, 2, 3, 4, 5, 6, 7, 8, 9)).length(4) == 6
+    assert tree.match((1, 2, 3, 4, 5, 7)).length(4) == 4
+    assert tree.match((1, 2, 3)).length(4) == 0, "no states are held inside of a page"
+    assert tree.match((1, 2, 3, 4, 5, 6)).length(4) == 4, "the last token is read for its logits"
+    second.logits[2] = torch.zeros(1)
+    assert tree.match((1, 2, 3, 4, 5, 6)).logits is not None
+    tree.hold_states(second, 4, {})  # the states after the first page were used longest ago
+    assert tree.match((1, 2, 3, 4, 5, 7)).length(4) == 0
+    assert tree.match((1, 2, 3, 4, 5, 6, 7, 8, 9)).length(4) == 8
+    while tree.evict():
+        pass
+    assert not tree._with_states

@@ -588,8 +588,7 @@ def make_runner(
     network: Network, config: TorchGenerationConfig, *, length: int, quantization: EmulatedQuantization | None = None
 ) -> ModelRunner:
     """Create the runner for a network and configuration, and log which one."""
-    if not network.supports_attention_plans():
-        reason = network.fallback or "it keeps no states of recurrent layers"
+    if (reason := _find_cache_obstacle(network)) is not None:
         if quantization is not None:
             raise ValueError(
                 f"policy.generation: found {quantization.plan.weights.name}, but this model is sampled without a KV cache by its own "
@@ -606,6 +605,17 @@ def make_runner(
     slots = CachedRunner(network, config, length=length, quantization=quantization)
     log.info("the torch engine's KV cache has %d slots of %d tokens", slots.slots, length)
     return slots
+
+
+def _find_cache_obstacle(network: Network) -> str | None:
+    """Return why sequences cannot go on from a cache; None if they can."""
+    if not network.supports_attention_plans():
+        return network.fallback
+    try:
+        infer_cache_shape(network)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _may_use_pages(network: Network, config: TorchGenerationConfig, length: int) -> bool:
