@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from strop import cli
 from strop.checkpointing.saved_model import SavedModel, find_saved_model
 from strop.extensions.export.convert import convert_model, convert_shards
-from strop.extensions.export.model_folder import ConversionError, load_model_config, load_saved_model
+from strop.extensions.export.model_folder import ConversionError, load_saved_model
 from strop.learner.parallel.shard_files import TensorShard, write_shards
 from strop.models.adapters import WEIGHTS_FILE
+from strop.models.checkpoint_names import load_model_config
 from strop.models.loading import RemoteCodeRefused
 from support.models import build
 

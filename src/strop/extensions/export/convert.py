@@ -24,13 +24,13 @@ from strop.extensions.export.model_folder import (
     copy_adapters,
     export_weights,
     load_merged_model,
-    load_model_config,
     load_saved_model,
     new_folder,
     save_model,
 )
 from strop.learner.parallel.shard_files import METADATA, SafetensorsReader, TensorReader, is_sharded
 from strop.models.adapters import adapter_folder
+from strop.models.checkpoint_names import load_model_config
 from strop.models.load_report import DamagedWeights, naming_damaged_weights
 from strop.models.loading import ModelNotFound, load_tokenizer
 from strop.models.rank_shards import find_shards

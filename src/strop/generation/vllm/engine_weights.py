@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.models.export import CheckpointNames
+from strop.models.checkpoint_names import CheckpointNames
 from strop.models.quantization.number_format import QuantizedTensor, encode_e8m0, quantize
 from strop.models.quantization.quantization_plan import EXPERTS, QuantizationPlan, unpack
 

@@ -26,7 +26,7 @@ from strop.generation.vllm.weight_readback import (
     recover_log,
     refresh_packed_copies,
 )
-from strop.models.export import CheckpointNames
+from strop.models.checkpoint_names import CheckpointNames
 from strop.models.quantization.quantization_plan import QuantizationPlan
 from strop.weight_sync.base import ChannelAddress, Manifest, Receiver, TensorFingerprint
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros

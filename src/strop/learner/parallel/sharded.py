@@ -163,11 +163,6 @@ def check_parallelizable(network: Network, dims: ParallelDims) -> None:
             f"{type(network.model).__name__} reads padded rows ({network.fallback or 'as configured'}), and context, tensor and expert "
             "parallelism need packed rows; set their sizes to 1 and use only data parallelism"
         )
-    if network.recurrent and dims.context > 1:
-        raise ValueError(
-            f"context_parallel_size is {dims.context}, and {type(network.model).__name__} has recurrent layers, whose states do not "
-            "pass between context ranks in this version; set it to 1"
-        )
 
 
 def _apply_dtypes(model: nn.Module, weights_dtype: torch.dtype | None, gather_dtype: torch.dtype | None) -> MixedPrecisionPolicy:

@@ -20,6 +20,7 @@ from strop.learner.parallel.expert_parallel import check_experts, find_experts
 from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.models.attention.attention_interface import mixes_tokens
 from strop.models.layers.rounded_layers import RoundedLinear
+from strop.models.mixers.mixer_interface import is_mixer
 
 TensorPlan = Mapping[str, str]  # pattern -> style; * matches one part of a name
 PLAN_KEY = "policy.dtensor_cfg.custom_parallel_plan"
@@ -138,6 +139,11 @@ def _planned_layers(model: Any, plan: TensorPlan | None) -> list[ShardedLayer]:
             raise ValueError(f"{PLAN_KEY}: {pattern!r} matches nothing in {type(model).__name__}; correct it, or remove it")
         styles.update((name, (pattern, style)) for name in names if name not in replicated and not _is_inside(name, experts))
     modules = dict(model.named_modules())
+    if (
+        is_default
+    ):  # Transformers' plans divide the matrices of mixers and gather what they compute, which each rank then needs whole
+        mixers = [name for name, module in modules.items() if is_mixer(module)]
+        styles = {name: each for name, each in styles.items() if not _is_inside(name, mixers)}
     layers = [ShardedLayer(name, modules[name], styles[name][1]) for name in modules if name in styles]
     for name, (pattern, style) in styles.items():
         _check_style(name, modules.get(name), pattern, style)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from strop.models.export import CheckpointNames, describe_model
 from torch import Tensor
 
 from strop.generation.vllm import weight_readback
 from strop.generation.vllm.engine_weights import KeptSinks, map_names, rename_for_engine
 from strop.generation.vllm.weight_readback import WeightShard, find_packing_order, read_experts, recover_log
+from strop.models.checkpoint_names import CheckpointNames, describe_model
 from strop.weight_sync.base import TensorFingerprint
 from strop.weight_sync.fingerprints import combine_fingerprints, fingerprint
 from strop.weight_sync.verification import VerificationFailed, verify_fingerprints

@@ -21,11 +21,15 @@ from support.sharded import Float64Torch
 pytestmark = pytest.mark.slow
 
 MIXERS = "mixers/"  # before the name of a family
-SHARDED, STAGES, TENSOR = ParallelDims(shard=2), ParallelDims(pipeline=2), ParallelDims(tensor=2)
+SHARDED, STAGES = ParallelDims(shard=2), ParallelDims(pipeline=2)
+TENSOR, CONTEXT = ParallelDims(tensor=2), ParallelDims(context=2)
 CASES = {
     "qwen3_5 shard": ("qwen3_5", SHARDED),
     "qwen3_5 recomputed": ("qwen3_5", SHARDED),
     "qwen3_5 tensor": ("qwen3_5", TENSOR),
+    "qwen3_5 context": ("qwen3_5", CONTEXT),
+    "nemotron_h context": ("nemotron_h", CONTEXT),
+    "jamba context": ("jamba", CONTEXT),
     "qwen3_5 stages": ("qwen3_5", STAGES),
     "qwen3_5 lora": ("qwen3_5", SHARDED),
     "nemotron_h shard": ("nemotron_h", SHARDED),

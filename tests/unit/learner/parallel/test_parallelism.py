@@ -22,7 +22,6 @@ from strop.models.layers.known_code import decoder_layers
 from strop.models.network import Network
 from strop.sampling import KEPT_TOKENS, Sampling
 from strop.types import Batch
-from support.every_family import build as build_family
 from support.learners import make_torch_learner
 from support.models import VOCABULARY, build
 from support.parity import Case, build_network, frozen_scores, get_loss, make_batch
@@ -202,13 +201,6 @@ def test_padded_rows_are_not_divided_among_ranks() -> None:
         with pytest.raises(ValueError, match="reads padded rows"):
             check_parallelizable(network, sizes)
     check_parallelizable(network, ParallelDims(replicate=2, shard=2))
-
-
-def test_states_of_recurrent_layers_do_not_pass_between_context_ranks() -> None:
-    network = Network(build_family("nemotron_h"), packed=True)
-    with pytest.raises(ValueError, match=r"NemotronHForCausalLM has recurrent layers.* set it to 1"):
-        check_parallelizable(network, ParallelDims(context=2))
-    check_parallelizable(network, ParallelDims(shard=2))
 
 
 def test_any_number_of_context_ranks_divides_packed_rows() -> None:

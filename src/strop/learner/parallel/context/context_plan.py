@@ -5,6 +5,7 @@ ring.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from math import gcd
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from strop.learner.parallel.collectives import all_to_all
+from strop.learner.parallel.collectives import all_gather, all_to_all, local_rows
 from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
 from strop.models.attention.kernel_choice import choose_piece_kernel
 from strop.models.attention.merged_attention import PieceKernel, merge_part, sink_gradient, weigh_sinks
 from strop.models.attention.tree_pieces import Levels
 from strop.models.attention.tree_plan import TreePlan
+from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.sampling import at_least_float32
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ class ContextPlan:
         self.heads_exchanged = UlyssesPlan(plan, group, length)
         self.plan = plan
         self.group = group
+        self.length = length
 
     @cached_property
     def ring(self) -> RingPlan:
@@ -49,6 +52,25 @@ class ContextPlan:
             return self.heads_exchanged.attend(query, key, value, spec)
         _log_once(query.shape[1], ranks)
         return self.ring.attend(query, key, value, spec)
+
+    def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, spec: MixerSpec) -> Tensor:
+        """Convolution of this rank's rows, [t, C] -> [t, C]."""
+        if inputs.shape[1] % self.heads_exchanged.world_size == 0:
+            return self.heads_exchanged.convolve(inputs, weight, bias, spec)
+        return self._of_all_rows(lambda rows: self.heads_exchanged.plan.convolve(rows[0], weight, bias, spec), [inputs])
+
+    def scan(self, recurrence: Recurrence, rows: Rows, spec: MixerSpec) -> Tensor:
+        """A recurrence of this rank's rows: of all tokens and some heads on each rank if its states are those of heads."""
+        if not recurrence.constants and recurrence.state_shape[0] % self.heads_exchanged.world_size == 0:
+            return self.heads_exchanged.scan(recurrence, rows, spec)
+        return self._of_all_rows(lambda gathered: self.heads_exchanged.plan.scan(recurrence, gathered, spec), rows)
+
+    def _of_all_rows(self, compute: Callable[[Rows], Tensor], rows: Rows) -> Tensor:
+        """Compute outputs of all tokens on each rank, and return those of this rank's."""
+        gathered = [all_gather(each, self.group)[: self.length] for each in rows]
+        outputs = compute(gathered)
+        missing = len(rows[0]) * self.heads_exchanged.world_size - self.length
+        return local_rows(torch.cat([outputs, outputs.new_zeros(missing, *outputs.shape[1:])]), self.group)
 
 
 _logged: set[tuple[int, int]] = set()
@@ -71,7 +93,7 @@ class UlyssesPlan:
     """
 
     def __init__(self, plan: AttentionPlan, group: Group, length: int) -> None:
-        self.plan = plan
+        self.plan: Any = plan  # a MixerPlan as well, for recurrent layers
         self.group = group
         self.world_size: int = dist.get_world_size(group)
         self.length = length  # tokens of the row without padding
@@ -89,6 +111,25 @@ class UlyssesPlan:
             spec = replace(spec, sinks=spec.sinks.chunk(self.world_size)[dist.get_rank(self.group)])
         attended = self.plan.attend(query, key, value, spec)
         return self._to_tokens(pad(attended, (0, 0, 0, 0, 0, padding)) if padding else attended)
+
+    def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, spec: MixerSpec) -> Tensor:
+        """[t, C] -> [t, C], with the channels of this rank for all tokens in between."""
+        rank = dist.get_rank(self.group)
+        weight, bias = weight.chunk(self.world_size)[rank], None if bias is None else bias.chunk(self.world_size)[rank]
+        rows = self._to_heads(inputs.unsqueeze(-1))[0]
+        outputs = self.plan.convolve(rows[: self.length].squeeze(-1), weight, bias, spec).unsqueeze(-1)
+        return self._to_tokens(pad(outputs, (0, 0, 0, 0, 0, len(rows) - self.length))).squeeze(-1)
+
+    def scan(self, recurrence: Recurrence, rows: Rows, spec: MixerSpec) -> Tensor:
+        """Rows [t, heads, ...] -> [t, heads, V], with the states of this rank's heads for all tokens in between."""
+        heads = recurrence.state_shape[0]
+        if any(row.shape[1] % self.world_size for row in rows):  # groups of heads with the same keys
+            rows = [row.repeat_interleave(heads // row.shape[1], dim=1) for row in rows]
+        wide = self._to_heads(*(row if row.dim() == 3 else row.unsqueeze(-1) for row in rows))
+        local = [all_[: self.length].flatten(2 if row.dim() == 3 else 1) for all_, row in zip(wide, rows, strict=True)]
+        recurrence = replace(recurrence, state_shape=(heads // self.world_size, *recurrence.state_shape[1:]))
+        outputs = self.plan.scan(recurrence, local, spec)
+        return self._to_tokens(pad(outputs, (0, 0, 0, 0, 0, len(wide[0]) - self.length)))
 
     def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
         """[t, heads, D] each -> [ranks * t, heads / ranks, D] each, in one exchange."""
