@@ -149,8 +149,8 @@ docs: setup-dev ## write docs/configuration.md from the schema, then build the s
 site: setup-dev ## build the site as it is committed; a warning or a broken link is an error
 	$(BIN)/mkdocs build --strict
 
-docs-check: site ## the same, then the tests of the pages: names, links, commands, examples, the README's table
-	$(BIN)/python -m pytest -q tests/project/test_docs.py tests/project/test_readme.py \
+docs-check: site ## the same, then the tests of the pages: names, links, commands, examples, the table of features
+	$(BIN)/python -m pytest -q tests/project/test_docs.py tests/project/test_features.py \
 	    tests/unit/environments/test_environments_doc.py tests/project/test_reference.py $(ARGS)
 
 numerics: setup-dev ## docs/numerics.md: compares with TRL, Transformers, NeMo-RL's definitions and papers; 25 minutes

@@ -33,7 +33,7 @@ from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.data.packing import pack
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import NullTracker
-from strop.runs.monitors.instruments import RolloutRecorder
+from strop.runs.monitors.run_listeners import RolloutRecorder
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.step_metrics import batch_metrics, group_metrics

@@ -21,9 +21,9 @@ import aiohttp
 import torch
 
 from strop.base_config import validate_section
-from strop.gateway.agent_session import AgentSession
-from strop.gateway.gateway import Gateway
-from strop.gateway.gateway_config import GatewayConfig
+from strop.extensions.agents.gateway.agent_session import AgentSession
+from strop.extensions.agents.gateway.gateway import Gateway
+from strop.extensions.agents.gateway.gateway_config import GatewayConfig
 from strop.generation.base import Completion
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import make_torch_engine

@@ -458,7 +458,7 @@ def model_shape(folder: str) -> ModelShape:
 def held_out_reward(settings: Settings, model: str, tasks: int, samples: int) -> tuple[float, float]:
     """Return the mean reward on held-out sums at temperature 1, sampled by Strop's engine, and its standard error over tasks."""
     from strop.generation.torch.torch_engine import make_torch_engine
-    from strop.runs.jobs.evaluation_job import make_episode_rules
+    from strop.runs.evaluation_job import make_episode_rules
     from strop.runs.models import load_policy
     from strop.runs.tasks import make_validation_tasks
     from strop.sampling import Sampling

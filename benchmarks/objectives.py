@@ -1,4 +1,4 @@
-"""Train every objective on sums with a real model, for the table in docs/algorithms/README.md.
+"""Train every objective on sums with a real model.
 
     python benchmarks/objectives.py                   # all, one after another: about an hour on two cores
     python benchmarks/objectives.py gspo dpo sft      # some

@@ -45,14 +45,14 @@ def pieces_of(path: Path) -> list[Piece]:
 
 
 def _strings(path: Path, tree: ast.Module) -> Iterator[Piece]:
-    docstrings = set()
-    for node in ast.walk(tree):
+    docstrings, nodes = set(), list(ast.walk(tree))
+    for node in nodes:
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else []:  # the string after a field documents the field
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 docstrings.add(statement.value)
-    inner = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node) if part is not node}
-    for node in ast.walk(tree):
+    inner = {part for node in nodes if isinstance(node, ast.JoinedStr) for part in ast.walk(node) if part is not node}
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in inner:
             if node in docstrings:
                 yield Piece(path, node.lineno, "docstring", node.value)

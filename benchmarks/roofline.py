@@ -1,6 +1,6 @@
 """Where the time of a micro-batch goes on one GPU, by arithmetic: forward and backward, by kind of kernel.
 
-    python benchmarks/roofline.py            # the table of docs/performance.md
+    python benchmarks/roofline.py            # the table that docs/performance.md speaks of
     python benchmarks/roofline.py --host 10  # microseconds that the host takes for a launch
 
 Each kind takes the longer of its arithmetic and its memory traffic, at the rates below; nothing overlaps, but the host with all of it.
@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from strop.hardware import DecoderDimensions, PassCounts, device_named, training_flops
-from strop.models.decoder_dimensions import dimensions_of
+from strop.extensions.performance.decoder_dimensions import dimensions_of
+from strop.extensions.performance.devices import DecoderDimensions, PassCounts, device_named, training_flops
 
 PRODUCTS = 700e12  # FLOP/s of large products in bfloat16
 ATTENTION = {"FlashAttention 2": 223e12, "cuDNN": 451e12}  # FLOP/s both ways

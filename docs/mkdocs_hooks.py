@@ -1,5 +1,7 @@
 """Let the site have the pages that lie outside docs/: README.md is its first page, CONTRIBUTING.md another.
 
+The search finds pages by the words of search_words.yml first.
+
 Links are written for the repository. In the site, those to the two pages and from them are turned, and those to other files of the
 repository lose their link and keep their text.
 """
@@ -11,10 +13,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import yaml
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}  # in the repository -> in the site
+# A search is for how things are used, not for how they were or what every attribute is.
+NOT_SEARCHED = ("log/", "api/", "contributing.md", "index.md")
+SEARCH_WORDS: dict[str, list[str]] = yaml.safe_load((ROOT / "docs" / "search_words.yml").read_text(encoding="utf-8"))
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -27,10 +33,10 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    page.meta["search"] = {"exclude": page.file.src_uri.startswith(NOT_SEARCHED)}
+    page.meta["tags"] = SEARCH_WORDS.get(page.file.src_uri, [])  # which the theme's search prefers to titles and text
     if page.file.src_uri in OUTSIDE.values():
         return markdown
-    if page.file.src_uri.startswith("log/"):
-        page.meta["search"] = {"exclude": True}  # a search is for how things are, not for how they were
     return turn_links(markdown, f"docs/{page.file.src_uri}")
 
 

@@ -57,7 +57,7 @@ def last_step(log_dir: Path) -> int | None:
 
 def summary(log_dir: Path) -> str:
     """Summarize validation and samples before and after training, the rewards, and the output files."""
-    from strop.monitoring.plot import plot_run
+    from strop.extensions.reading.plot import plot_run
 
     steps = read_metrics(log_dir / METRICS_FILE)
     lines = ["", f"Held-out tasks that were never trained on ({log_dir / 'validation'}):"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -116,15 +117,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported and collected stays until the end: garbage is not looked for among it, again and again."""
+    """What has been imported and collected stays until the end: garbage is not looked for among it, again and again.
+
+    As the interpreter ends it clears what is left, and libraries say of frozen objects that they leaked.
+    """
     gc.enable()
     gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    """At its end the interpreter clears what is left: libraries say of frozen objects that they leaked."""
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)  # after pytest's own last searches for garbage
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from strop.checkpointing.convert import convert_shards, read_model_name
+from strop.extensions.export.convert import convert_shards, read_model_name
 
 
 def main(arguments: Sequence[str] | None = None) -> str | None:

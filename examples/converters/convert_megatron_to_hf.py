@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from strop.checkpointing.convert import read_model_name
+from strop.extensions.export.convert import read_model_name
 from strop.extensions.megatron.checkpoint.convert_megatron import convert_megatron
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from strop import plugins
-from strop.checkpointing.saved_model import find_saved_model
 from strop.data.sources.in_memory import check_rows
 from strop.results import Evaluation, Run
 from strop.safety.exits import run_coroutine
@@ -23,11 +22,9 @@ if TYPE_CHECKING:
     import datasets
 
     from strop.algorithms.base import Algorithm
-    from strop.checkpointing.saved_model import SavedModel
-    from strop.config import EvalRunConfig, LoadedConfig, TrainingRunConfig
+    from strop.config import LoadedConfig, TrainingRunConfig
     from strop.environments.base import Environment
     from strop.environments.environment_config import EnvironmentConfig
-    from strop.runs.evaluate import CheckpointEvaluation
 
 Settings: TypeAlias = "Mapping[str, Any]"
 Data: TypeAlias = "str | Path | Sequence[Mapping[str, Any]] | datasets.Dataset | Settings"
@@ -52,10 +49,10 @@ def train(
 ) -> Run:
     """Train a model, and return the finished run.
 
-    Works in scripts and in notebooks. The settings are those of the YAML files, by their dotted keys or as nested dicts::
+    Works in scripts and in notebooks. The settings are those of the YAML files, as nested dicts or by their dotted keys::
 
-        strop.train("grpo", model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, reward=correct, **{"grpo.max_num_steps": 20})
-        strop.train("dpo", model=..., data="pairs.jsonl", policy={"optimizer": {"kwargs": {"lr": 1e-6}}})
+        strop.train("grpo", model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, reward=correct, grpo={"max_num_steps": 20})
+        strop.train("dpo", model=..., data="pairs.jsonl", **{"policy.optimizer.kwargs.lr": 1e-6})
 
     Args:
         algorithm: The name of an algorithm or of a kind of run, such as grpo, dapo, sft or kto; ``file.py:Class``; or an algorithm.
@@ -83,19 +80,19 @@ def train(
     name, options = (algorithm, {}) if isinstance(algorithm, str) else name_options(algorithm)
     section = find_section(name)
     own = {} if name in TRAINING_RUNS else {"algorithm": {"name": name}}
-    given = [own, {"algorithm": options}, _folder_settings(folder, name, config, settings), *_task_settings(reward, environment)]
+    given = [own, {"algorithm": options}, _folder_settings(folder, name, config, settings), *task_settings(reward, environment)]
     given += [{"policy": {"model_name": str(model)}}] if model is not None else []
     given += [{"checkpointing": {"resume": resume}}] if resume is not None else []
     scored = reward is not None or environment is not None
     data = {} if data is None and environment is not None else data  # an environment may provide its own tasks
-    given += [_data_settings("train", data, scored), _data_settings("validation", validation, scored), _nest(settings)]
-    loaded: LoadedConfig[TrainingRunConfig] = load_config(config, root=TRAINING_RUNS[section], values=_merge(given))
-    _warn(loaded)
+    given += [data_settings("train", data, scored), data_settings("validation", validation, scored), nest(settings)]
+    loaded: LoadedConfig[TrainingRunConfig] = load_config(config, root=TRAINING_RUNS[section], values=merge(given))
+    warn(loaded)
     prepared = _with_objects(loaded.config, data, validation, reward)
     if scored:
         _check_scored(prepared)
     examine_loaded(replace(loaded, config=prepared), data=False)
-    _run(lambda: train_as_configured(prepared))
+    run_anywhere(train_as_configured(prepared))
     return Run(prepared.logger.log_dir)
 
 
@@ -122,19 +119,10 @@ def evaluate(
 
     Raises ConfigError for settings that cannot work, and the errors of the evaluation.
     """
-    from strop.runs.evaluate import evaluate_any
-
-    found = None if model is None else find_saved_model(model.folder if isinstance(model, Run) else model)
-    own = {} if samples is None else {"eval": {"num_tests_per_prompt": samples}}
-    given = _merge([own, _nest(settings)])
-    if found is None or found.config_file is None:
-        evaluation: Any = _prepare_model_evaluation(found, data, reward, environment, config, given)
-    else:
-        evaluation = _prepare_run_evaluation(found, data, reward, environment, config, given)
-    report = _run(lambda: evaluate_any(evaluation))
-    rows = [{"task": task["task"], "set": task.get("set"), **sample} for task in report.tasks for sample in task["samples"]]
-    intervals = {name: (interval.low, interval.high) for name, interval in report.intervals.items()}
-    return Evaluation(report.metrics, rows, report.standard_errors, intervals, report.stored, report.tasks, report.identity)
+    evaluation: Evaluation = plugins.load("functions", "evaluate")(
+        model, data=data, reward=reward, environment=environment, samples=samples, config=config, settings=settings
+    )
+    return evaluation
 
 
 def compare(
@@ -175,83 +163,28 @@ def compare(
         second,
         step=step,
         config=None if config is None else Path(config),
-        values=_nest(settings),
+        values=nest(settings),
         metric=metric,
         level=level,
         margin=margin,
     )
-    return _run(lambda: comparison)
-
-
-def _prepare_model_evaluation(
-    model: SavedModel | None,
-    data: Data | Sequence[str] | None,
-    reward: Reward | None,
-    environment: str | type[Environment[Any]] | None,
-    config: str | Path | None,
-    settings: Settings,
-) -> EvalRunConfig:
-    from strop.config import EvalRunConfig, load_config
-    from strop.runs.dry_run.examine import examine_loaded
-
-    scored = reward is not None or environment is not None
-    given = [*_task_settings(reward, environment), _data_settings(None, {} if data is None and scored else data, scored)]
-    given += [{"generation": {"model_name": model.weights}}] if model is not None else []
-    loaded: LoadedConfig[EvalRunConfig] = load_config(config, root=EvalRunConfig, values=_merge([*given, settings]))
-    _warn(loaded)
-    prepared = loaded.config
-    if _is_rows(data):
-        prepared = replace(prepared, data=prepared.data.with_rows(data))
-    prepared = replace(prepared, env=_with_reward(prepared.env, reward))
-    examine_loaded(replace(loaded, config=prepared), data=False)
-    return prepared
-
-
-def _prepare_run_evaluation(
-    model: SavedModel,
-    data: Data | Sequence[str] | None,
-    reward: Reward | None,
-    environment: str | type[Environment[Any]] | None,
-    config: str | Path | None,
-    settings: Settings,
-) -> CheckpointEvaluation:
-    from strop.config import RolloutRunConfig
-    from strop.config.load.evaluated_run import load_evaluated_run
-    from strop.runs.evaluate import CheckpointEvaluation
-
-    assert model.config_file is not None
-    scored = reward is not None or environment is not None
-    entry = _data_settings("validation", {} if data is None and scored else data, scored)
-    run = load_evaluated_run(
-        model.config_file,
-        root=model.run_root,
-        file=None if config is None else Path(config),
-        values=_merge([*_task_settings(reward, environment), entry, settings]),
-        fresh_data=_is_rows(data),
-    )
-    prepared = run.config
-    if _is_rows(data):
-        validation = prepared.data.validation_entries[0].with_rows(data)
-        prepared = replace(prepared, data=replace(prepared.data, validation=(validation,)))
-    if isinstance(prepared, RolloutRunConfig):
-        prepared = replace(prepared, env=_with_reward(prepared.env, reward))
-    return CheckpointEvaluation(model, replace(run, config=prepared))
+    return run_anywhere(comparison)
 
 
 # --- settings -------------------------------------------------------------------------------------------------------------
 
 
-def _nest(settings: Settings) -> dict[str, Any]:
+def nest(settings: Settings) -> dict[str, Any]:
     """Return settings with dotted keys as nested dicts."""
     tree: dict[str, Any] = {}
     for key, value in settings.items():
         for name in reversed(key.split(".")):
             value = {name: value}
-        tree = _merge([tree, value])
+        tree = merge([tree, value])
     return tree
 
 
-def _merge(trees: Sequence[Settings]) -> dict[str, Any]:
+def merge(trees: Sequence[Settings]) -> dict[str, Any]:
     from strop.config.source.yaml_source import merge_sections
 
     merged: dict[str, Any] = {}
@@ -262,7 +195,7 @@ def _merge(trees: Sequence[Settings]) -> dict[str, Any]:
 
 def _folder_settings(folder: str | Path | None, name: str, config: object, settings: Settings) -> Settings:
     """Return settings for the folder. Without one, use a new folder: a changed notebook cell must not continue the previous run."""
-    given = _nest(settings)
+    given = nest(settings)
     named = (
         given.get("run_name") is not None
         or "log_dir" in given.get("logger", {})
@@ -276,7 +209,7 @@ def _folder_settings(folder: str | Path | None, name: str, config: object, setti
     return {"logger": {"log_dir": str(path)}, "checkpointing": {"checkpoint_dir": str(path / "checkpoints")}}
 
 
-def _task_settings(reward: Reward | None, environment: str | type[Environment[Any]] | None) -> list[Settings]:
+def task_settings(reward: Reward | None, environment: str | type[Environment[Any]] | None) -> list[Settings]:
     """Return the environment settings of the tasks. Functions replace their names after the configuration is loaded."""
     if reward is not None and environment is not None:
         raise ValueError("found a reward and an environment, which has its own rewards; give one of them")
@@ -288,11 +221,11 @@ def _task_settings(reward: Reward | None, environment: str | type[Environment[An
     return []
 
 
-def _data_settings(part: str | None, data: Data | Sequence[str] | None, scored: bool) -> Settings:
+def data_settings(part: str | None, data: Data | Sequence[str] | None, scored: bool) -> Settings:
     """Return the keys of a data entry. ``scored``: it is scored by the call's reward or environment."""
     if data is None:
         return {}
-    _is_rows(data)
+    is_rows(data)
     names = _list_names(data)
     entry: Any = dict(data) if isinstance(data, Mapping) else {"dataset_name": str(data)} if isinstance(data, str | Path) else {}
     entry = {"dataset_name": names} if names else entry
@@ -313,7 +246,7 @@ def _check_scored(config: TrainingRunConfig) -> None:
         )
 
 
-def _is_rows(data: Data | Sequence[str] | None) -> bool:
+def is_rows(data: Data | Sequence[str] | None) -> bool:
     """Whether data is in memory. Raises DataError for an unsupported object."""
     splits = type(data).__name__ in ("DatasetDict", "IterableDatasetDict")  # mappings, and no settings
     if data is None or (isinstance(data, str | Path | Mapping) and not splits) or _list_names(data):
@@ -333,18 +266,18 @@ def _with_objects(
 ) -> TrainingRunConfig:
     """Put in-memory data and functions, which a file cannot hold, into a loaded configuration."""
     section = config.data
-    if _is_rows(data):
+    if is_rows(data):
         section = replace(section, train=(section.train[0].with_rows(data),))
-    if _is_rows(validation):
+    if is_rows(validation):
         assert section.validation  # the entry that ``_data_settings`` made
         section = replace(section, validation=(section.validation[0].with_rows(validation),))
     changes: dict[str, Any] = {"data": section}
     if reward is not None:
-        changes["env"] = _with_reward(config.env, reward)  # type: ignore[attr-defined]
+        changes["env"] = with_reward(config.env, reward)  # type: ignore[attr-defined]
     return replace(config, **changes)
 
 
-def _with_reward(env: Mapping[str, EnvironmentConfig], reward: Reward | None) -> dict[str, EnvironmentConfig]:
+def with_reward(env: Mapping[str, EnvironmentConfig], reward: Reward | None) -> dict[str, EnvironmentConfig]:
     if reward is None:
         return dict(env)
     key = "reward" if callable(reward) or isinstance(reward, str) else "rewards"
@@ -359,17 +292,17 @@ def _with_reward(env: Mapping[str, EnvironmentConfig], reward: Reward | None) ->
 # --- running --------------------------------------------------------------------------------------------------------------
 
 
-def _warn(loaded: LoadedConfig[Any]) -> None:
+def warn(loaded: LoadedConfig[Any]) -> None:
     for problem in loaded.warnings:
         warnings.warn(str(problem), stacklevel=3)
 
 
-def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def run_anywhere(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to completion, in another thread if an event loop is already running, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return run_coroutine(work())
+        return run_coroutine(work)
     value: T = _Background(work).result()
     return value
 
@@ -377,7 +310,7 @@ def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 class _Background:
     """A coroutine in the event loop of another thread. An interrupt cancels it, and is raised again once it has ended."""
 
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+    def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
         self._work = work
         self._outcome: Future[Any] = Future()
         self._cancel: Callable[[], object] = lambda: None
@@ -393,7 +326,7 @@ class _Background:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
-        return await self._work()
+        return await self._work
 
     def result(self) -> Any:
         try:

@@ -129,9 +129,8 @@ class Run:
         A notebook displays it; ``figure.savefig(file)`` saves it. Raises NothingToPlot, a ValueError, if there is no data or a
         metric does not exist.
         """
-        from strop.monitoring.plot import find_metrics, make_run_figure
-
-        return make_run_figure(find_metrics(self.folder), metrics)
+        figure: Figure = plugins.load("functions", "plot")(self.folder, metrics)
+        return figure
 
     def report(self, file: str | Path | None = None) -> Path:
         """Save the run's view as one HTML file, as ``strop report`` does: ``report.html`` in its folder. Return the path.
@@ -178,14 +177,12 @@ class Run:
 
     def _convert_shards(self, saved: SavedModel) -> Path:
         """Convert shards, reusing an earlier conversion if the checkpoint has not been written again since."""
-        from strop.checkpointing.convert import convert_model
-
         folder = self.folder / "exported" / f"step_{saved.step}"
         if folder.is_dir() and folder.stat().st_mtime < Path(saved.weights).stat().st_mtime:
             shutil.rmtree(folder)
         if not folder.is_dir():
             folder.parent.mkdir(exist_ok=True)
-            convert_model(saved, folder, model_name=self.config["policy"]["model_name"])
+            plugins.load("functions", "convert")(saved, folder, model_name=self.config["policy"]["model_name"])
         return folder
 
     def export(self, folder: str | Path, *, step: int | None = None, merge: bool = False, dtype: str | None = None) -> Path:
@@ -194,11 +191,8 @@ class Run:
         As ``strop export``: ``merge`` merges LoRA adapters into their base, and ``dtype`` is bfloat16, float16 or float32.
         """
         from strop.checkpointing.saved_model import find_saved_model
-        from strop.models.export import ExportFormat
-        from strop.runs.jobs.export_model import ExportJob, export_model
 
-        source = find_saved_model(self.folder, step=step)
-        export_model(ExportJob(source=source, target=Path(folder), form=ExportFormat(dtype), merge=merge))
+        plugins.load("functions", "export")(find_saved_model(self.folder, step=step), Path(folder), dtype=dtype, merge=merge)
         return Path(folder)
 
     def _repr_html_(self) -> str:
@@ -249,19 +243,14 @@ def _read_steps(store: RolloutStore | ValidationSamples) -> Iterator[RolloutReco
 def _read_interval(folder: Path, step: int) -> tuple[float, float, int] | None:
     """Return the ends of the 95 % interval of a validation's accuracy, and its tasks; None where they cannot be read."""
     from strop.monitoring.rollout_store.validation_samples import VALIDATION_FOLDER
-    from strop.statistics import confidence_interval, find_task_metric, present_tasks
 
+    find_interval = plugins.load("functions", "accuracy_interval")
     try:
         content = json.loads((folder / VALIDATION_FOLDER / f"step_{step:06d}.json").read_text(encoding="utf-8"))
-        tasks = present_tasks(content["tasks"])
-        metric = find_task_metric("accuracy").fit(tasks)
-        values = [float(metric.value(task)) for task in tasks]
+        found: tuple[float, float, int] | None = find_interval(content["tasks"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not values:
-        return None
-    interval = confidence_interval(values, bounds=(0.0, 1.0) if metric.is_share else None)
-    return interval.low, interval.high, len(values)
+    return found
 
 
 @dataclass(frozen=True)

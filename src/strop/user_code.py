@@ -137,13 +137,24 @@ def import_attribute(path: str) -> Any:
 
         if is_interrupt(error):
             raise
-        raise UserCodeError(f"{path}: importing {module_name!r} failed: {describe_error(error)}") from error
+        raise UserCodeError(f"{path}: importing {module_name!r} failed: {describe_error(error)}{_find_moved(error)}") from error
     if module.__name__.partition(".")[0] not in {"strop", *sys.stdlib_module_names}:
         _user_files.add(str(getattr(module, "__file__", "")))
     if not hasattr(module, attribute):
         public = [name for name, value in vars(module).items() if isinstance(value, type | FunctionType)]
         raise UserCodeError(f"{module_name!r} has no {attribute!r}{suggest_names(attribute, public)}")
     return getattr(module, attribute)
+
+
+def _find_moved(error: BaseException) -> str:
+    """Return where a module of Strop is now that an import did not find; "" if it was no module of Strop, or there is none of its name."""
+    name = str(getattr(error, "name", None)) if isinstance(error, ModuleNotFoundError) else ""
+    root, last = Path(__file__).parent, name.rpartition(".")[2]
+    if not name.startswith("strop."):
+        return ""
+    found = [*root.rglob(f"{last}.py"), *(file.parent for file in root.rglob(f"{last}/__init__.py"))]
+    modules = sorted(".".join(("strop", *path.relative_to(root).with_suffix("").parts)) for path in found)
+    return f"; it is now {' or '.join(modules)}" if 0 < len(modules) <= 3 else ""
 
 
 def _import_module(name: str) -> ModuleType:

@@ -32,10 +32,7 @@ GROUP_ADVANTAGES = [
     GroupCase("group_relative", lambda rewards, *_: formulas.dr_grpo(rewards), {"normalize": False}, scale="follows"),
     GroupCase("group_relative", lambda rewards, *_: formulas.grpo_leave_one_out(rewards), {"leave_one_out": True}),
     GroupCase(
-        "group_relative",
-        lambda rewards, *_: formulas.rloo(rewards),
-        {"leave_one_out": True, "normalize": False},
-        scale="follows",
+        "group_relative", lambda rewards, *_: formulas.rloo(rewards), {"leave_one_out": True, "normalize": False}, scale="follows"
     ),
     GroupCase(
         "group_relative",
@@ -66,12 +63,7 @@ GROUP_ADVANTAGES = [
         scale=None,
         zero_sum=False,
     ),
-    GroupCase(
-        "length_weighted",
-        lambda rewards, lengths, _: formulas.opo(rewards, lengths),
-        scale="follows",
-        zero_sum=False,
-    ),
+    GroupCase("length_weighted", lambda rewards, lengths, _: formulas.opo(rewards, lengths), scale="follows", zero_sum=False),
     GroupCase("success_rate", lambda rewards, *_: formulas.maxrl(rewards), shift=False, success=True),
     GroupCase("best_of_k", lambda rewards, *_: formulas.pass_at_k(rewards), scale="follows", zero_sum=False),
     *(

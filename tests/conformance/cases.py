@@ -70,11 +70,7 @@ REWARDS: dict[str, list[float]] = {
     "ties at the top": [2.0, 2.0, 1.0, 0.0],
 }
 
-LENGTHS: dict[str, list[int]] = {
-    "short": [3, 1, 4, 2, 5],
-    "very unequal": [1, 40, 2, 17, 1],
-    "single tokens": [1, 1, 1, 1, 1],
-}
+LENGTHS: dict[str, list[int]] = {"short": [3, 1, 4, 2, 5], "very unequal": [1, 40, 2, 17, 1], "single tokens": [1, 1, 1, 1, 1]}
 
 
 def sample(draw: random.Random, length: int, reward: float, *, spread: float = 0.3, **given: object) -> Sample:

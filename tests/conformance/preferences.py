@@ -94,12 +94,7 @@ PAIR_LOSSES = [
         PairCase(
             "cpo",
             partial(formulas.cpo, beta=0.1, kind=kind, averaged=averaged, smoothing=smoothing),
-            {
-                "loss_type": kind,
-                "average_log_probs": averaged,
-                "label_smoothing": smoothing,
-                "sft_weight": 0.0,
-            },
+            {"loss_type": kind, "average_log_probs": averaged, "label_smoothing": smoothing, "sft_weight": 0.0},
         )
         for kind, averaged, smoothing in (
             ("sigmoid", False, 0.0),

@@ -78,10 +78,7 @@ KINDS: dict[str, tuple[dict[str, object], Divergence]] = {
     "jsd, near the teacher": ({"kl_type": "jsd", "beta": 0.9}, partial(formulas.jsd, beta=0.9)),
 }
 KIND = pytest.mark.parametrize("kind", KINDS)
-OUTSIDE: dict[str, Callable[[list[Scalar]], list[Scalar]]] = {
-    "renormalise": formulas.renormalised,
-    "bucket": formulas.with_rest,
-}
+OUTSIDE: dict[str, Callable[[list[Scalar]], list[Scalar]]] = {"renormalise": formulas.renormalised, "bucket": formulas.with_rest}
 
 
 @dataclass(frozen=True)

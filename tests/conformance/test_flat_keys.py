@@ -164,9 +164,7 @@ CASES = [
     KeyCase("dpo", "dpo.preference_loss_weight=2 dpo.sft_loss_weight=0.5", {"preference_weight": 2.0, "sft_weight": 0.5}),
     KeyCase("dpo", "dpo.preference_loss_weight=0 dpo.sft_loss_weight=1", {"preference_weight": 0.0, "sft_weight": 1.0}),
     KeyCase(
-        "dpo",
-        "dpo.sft_loss_weight=0.5 dpo.sft_average_log_probs=false",
-        {"sft_weight": 0.5, "sft_aggregation": "sequence_sum"},
+        "dpo", "dpo.sft_loss_weight=0.5 dpo.sft_average_log_probs=false", {"sft_weight": 0.5, "sft_aggregation": "sequence_sum"}
     ),
     KeyCase("rm", "rm.use_margin=true", {"use_margin": True}),
     KeyCase("rm", "rm.centering=0.1", {"centering": 0.1}),

@@ -85,12 +85,7 @@ def test_both_files_pin_the_same_versions() -> None:
 def test_nothing_asks_an_index_for_strop_which_is_on_none() -> None:
     own = re.compile(r"""install\s[^\n]*?['"\s]strop\[""")
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    kept = (
-        "docs/log",
-        "tests/golden/messages.txt",
-        "tests/project/test_every_message_stands.py",
-        "tests/deploy/test_ways_in.py",
-    )
+    kept = ("docs/log", "tests/golden/messages.txt", "tests/project/test_every_message_stands.py", "tests/deploy/test_ways_in.py")
     asked = [
         f"{file}: {found[0]}"
         for file in listed

@@ -12,7 +12,8 @@ import pytest
 
 from loop.runs import overrides, tiny_config
 from loop.tiny import build_tiny
-from support.declared_packages import finding
+from strop import cli
+from support.declared_packages import finding, run_commands
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "extension"
 
@@ -40,29 +41,27 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return finding(target)
 
 
-def strop(folder: Path, environment: dict[str, str] | None, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "strop", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+def test_its_command_is_listed_and_runs(installed: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (_, said, _), (_, listed, _) = run_commands(tmp_path, installed, ["backwards", "abc", "xy"], ["--help"])
+    assert said == "cba yx\n" and "spell words backwards" in listed
+    with pytest.raises(SystemExit):
+        cli.main(["backwards", "abc"])
+    assert "no command 'backwards'" in capsys.readouterr().err
 
 
-def test_its_command_is_listed_and_runs(installed: dict[str, str], tmp_path: Path) -> None:
-    assert strop(tmp_path, installed, "backwards", "abc", "xy").stdout == "cba yx\n"
-    assert "spell words backwards" in strop(tmp_path, installed, "--help").stdout
-    assert "no command 'backwards'" in strop(tmp_path, None, "backwards", "abc").stderr
-
-
-def test_a_run_uses_its_environment_and_its_listener(installed: dict[str, str], tmp_path: Path) -> None:
+def test_a_run_uses_its_environment_and_its_listener(
+    installed: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     build_tiny(tmp_path / "model")
     left_out = ("env.arithmetic.max_operand", "env.arithmetic.wording")
     used = {"data.train.env_name": "backwards", "data.validation.env_name": "backwards", "env.backwards.letters": 2}
     settings = {**tiny_config(tmp_path / "model", grpo__max_num_steps=2), **dict.fromkeys(left_out, ...), **used}
-    run = strop(tmp_path, installed, "grpo", *overrides({**settings, "repeats.enabled": True}))
-    assert run.returncode == 0, run.stderr
+    good, bad = ["grpo", *overrides({**settings, "repeats.enabled": True})], ["repeats.enabeld=true"]
+    (status, _, said), (refused, _, why) = run_commands(tmp_path, installed, good, [*good, *bad])
+    assert status == 0, said
     steps = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
     shares = [step["train/repeated_answers"] for step in steps if "train/repeated_answers" in step]
     assert len(shares) == 2 and all(0 <= share <= 1 for share in shares)
-
-    refused = strop(tmp_path, installed, "grpo", *overrides({**settings, "repeats.enabeld": True}))
-    assert refused.returncode == 2 and "Did you mean repeats.enabled?" in refused.stderr
-    missing = strop(tmp_path, None, "grpo", *overrides(settings))
-    assert missing.returncode == 2 and "there is no environment 'backwards'" in missing.stderr
+    assert refused == 2 and "Did you mean repeats.enabled?" in why
+    assert cli.main(["grpo", *overrides(settings)]) == 2
+    assert "there is no environment 'backwards'" in capsys.readouterr().err

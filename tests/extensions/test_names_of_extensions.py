@@ -36,6 +36,18 @@ def test_every_declared_environment_resolves(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        ("agent", {"command": "node agent.js"}, r"it must be a list, such as \[node, agent.js\]"),
+        ("agent", {"command": ["no_such_program"]}, "command starts 'no_such_program', but there is no such program here"),
+        ("agent", {"command": ["./run.sh"], "directory": "/no_such"}, "directory is '/no_such', and there is no such folder"),
+        (
+            "arithmetic",
+            {"tools": [{"mcp": {"command": ["no_such_program"]}}]},
+            "mcp.command starts 'no_such_program', but there is no",
+        ),
+        ("arithmetic", {"tools": ["calculater"]}, "did you mean 'calculator'"),
+        ("arithmetic", {"tools": [{"mcp": {"comand": ["x"]}}]}, "no option 'comand'; did you mean 'command'"),
+        ("arithmetic", {"tools": [{"mcp": {}}]}, "mcp needs command"),
+        ("arithmetic", {"tools": [{"mcp": {"command": "server"}}]}, "the option command of the tool mcp"),
         ("reasoning_gym", {}, "needs the option task"),
         ("sliding_puzzle", {"cfg": {"max_move": 3}}, "it has no key 'max_move'; did you mean 'max_moves'"),
         ("sliding_puzzle", {"cfg": {"game_config": {"siz": 3}}}, "game_config has no key 'siz'; did you mean 'size'"),

@@ -26,7 +26,7 @@ from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.stream import RolloutStream
-from strop.runs.monitors.instruments import RolloutRecorder
+from strop.runs.monitors.run_listeners import RolloutRecorder
 from strop.sampling import Sampling
 from strop.stopping import EarlyStop
 from strop.trainer.column_sources import ColumnSources

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from loop.killing import replace_function
+from loop.runs import Running, heed_interrupts, overrides, start, tiny_config
+from strop.monitoring.waits import Status, read_status
 
 POINTS = {
     "environment": "strop.environments.handle:compute_rewards",
@@ -68,3 +73,30 @@ class SamplerOff:
             return replace(completion, logprobs=completion.logprobs - self.nats)
 
         TorchEngine.generate = shifted  # type: ignore[method-assign,assignment]
+
+
+LIMITS = {
+    "watchdog.interval_seconds": 0.1,
+    "watchdog.environment_seconds": 0.5,
+    "watchdog.generation_seconds": 0.5,
+    "watchdog.training_seconds": 0.5,
+}
+
+
+def begun(tiny: Path, folder: Path, before: Callable[[], None] = heed_interrupts, **changes: Any) -> Running:
+    settings = {**LIMITS, "grpo.val_period": 0, "checkpointing.metric_name": None, "checkpointing.save_period": 1, **changes}
+    return start(["grpo", *overrides(tiny_config(tiny, **settings))], folder, before=before)
+
+
+def until(folder: Path, seen: Callable[[Status], bool], seconds: float = 60) -> Status:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if (status := read_status(folder / "logs")) is not None and seen(status):
+            return status
+        time.sleep(0.02)
+    raise AssertionError(f"not seen in time; the last status is {read_status(folder / 'logs')}")
+
+
+def end(running: Running, signal_number: int = signal.SIGKILL) -> None:
+    os.kill(running.process.pid, signal_number)
+    running.process.join(30)

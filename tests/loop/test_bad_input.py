@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from loop.runs import Environ, Outcome, grpo, metrics_of, overrides, strop
+from loop.runs import Environ, Outcome, grpo, metrics_of
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 
 pytestmark = pytest.mark.slow
@@ -238,25 +238,3 @@ def test_a_loss_that_depends_on_how_a_batch_is_cut_is_refused_before_the_first_s
     message = refused(1, {"mine.py": ALGORITHM}, **{"algorithm.name": "mine.py:Mean"})
     assert "the loss of Mean depends on how a batch is cut" in message and "Divide by batch.totals" in message
     assert not list(tmp_path.glob("**/step_*"))
-
-
-# --- evaluation -----------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_vote_without_answers_to_vote_on_is_refused(tiny, tmp_path):
-    (tmp_path / "mine.py").write_text(ENVIRONMENT)
-    settings = {
-        "generation.model_name": str(tiny),
-        "generation.vllm_cfg.max_model_len": 64,
-        "generation.precision": "float32",
-        "generation.max_new_tokens": 4,
-        "generation.torch_cfg.kv_cache_memory_gb": 0.01,
-        "data.env_name": "mine",
-        "data.max_input_seq_length": 60,
-        "data.size": 4,
-        "env.mine.type": "mine.py:Mine",
-        "env.mine.where": "nowhere",
-        "eval.metric": "cons@k",
-    }
-    said = message_of(strop("eval", *overrides(settings), folder=tmp_path), 1)
-    assert "votes on final answers, and the environment defines no answer_key" in said

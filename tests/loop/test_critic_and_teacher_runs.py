@@ -16,7 +16,7 @@ from loop.kinds import assert_same_run, refusal_message, sampling_config, train,
 from loop.runs import metrics_of
 from loop.tiny import build_tiny, tiny_model, tiny_tokenizer
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from support.sweep import one_in, sweep
+from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
@@ -132,10 +132,7 @@ TEACHERS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    sweep(TEACHERS, "which is the policy's average"),
-)
+@pytest.mark.parametrize("name", sweep(TEACHERS, "which is the policy's average"))
 def test_a_run_with_a_teacher_says_how_far_the_student_is_from_it(name: str, tiny: Path, teacher: Path, tmp_path: Path) -> None:
     said = train_to_end("distillation", tiny, tmp_path, **{"teacher.model_name": str(teacher), **TEACHERS[name]})
     logged = metrics_of(tmp_path / "logs")
@@ -165,28 +162,6 @@ def test_two_teachers_each_teach_their_own_environment(tiny: Path, teacher: Path
         credit.setdefault(record.environment, []).append(abs(record.advantage))
     assert len(credit["graded"]) == len(credit["other"]) == 8
     assert max(credit["graded"]) < 1e-4 and sum(credit["other"]) / 8 > 0.1
-
-
-@pytest.mark.parametrize(
-    ("changes", "code", "said"),
-    one_in(
-        4,
-        [
-            ({"teacher.model_name": "self"}, 2, "teacher.demonstration: found null"),
-            (
-                {"teacher.model_name": "self", "teacher.demonstration": "x", "teacher.self_weights": "ema"},
-                2,
-                "policy.ema.enabled=true",
-            ),
-            ({"teacher.environments": ["graded", "gradde"]}, 2, "teacher.environments: found ['gradde'], but env has"),
-            ({"loss_fn.kl_type": "backward"}, 2, "loss_fn.kl_type: found 'backward'"),
-        ],
-    ),
-)
-def test_a_teacher_that_cannot_teach_is_refused(
-    changes: Mapping[str, Any], code: int, said: str, tiny: Path, tmp_path: Path
-) -> None:
-    assert said in refusal_message(train("distillation", tiny, tmp_path, **changes), code)
 
 
 def test_a_teacher_of_another_family_is_refused(tiny: Path, other_tokens: Path, tmp_path: Path) -> None:

@@ -219,12 +219,7 @@ def test_pairs_are_told_apart(name: str, tiny: Path, tmp_path: Path) -> None:
     steps, rate = (20, 0.02) if name in FAMILIES else (40, 0.01)  # not all learn as well by large steps
     changes = {f"{section}.max_num_steps": steps, f"{section}.val_period": 0, "data.validation.dataset_name": ...}
     logged = run(
-        section,
-        name,
-        tiny,
-        tmp_path,
-        **changes,
-        **{"policy.train_global_batch_size": 16, "policy.optimizer.kwargs.lr": rate},
+        section, name, tiny, tmp_path, **changes, **{"policy.train_global_batch_size": 16, "policy.optimizer.kwargs.lr": rate}
     )
     last = max(logged)
     if name in AT_THE_REFERENCE:

@@ -33,10 +33,7 @@ def trained(tiny: Path, folder: Path, page: str, file: str, **changes):
 
 @pytest.mark.parametrize(
     ("file", "name", "kwargs", "tag"),
-    [
-        ("max_rl.py", "MaxRL", {"floor": 0.1}, "train/ratio_capped"),
-        ("brief.py", "Brief", {"price": 0.5}, "train/kl_penalty"),
-    ],
+    [("max_rl.py", "MaxRL", {"floor": 0.1}, "train/ratio_capped"), ("brief.py", "Brief", {"price": 0.5}, "train/kl_penalty")],
 )
 def test_the_algorithm_of_the_docs_trains(tiny, tmp_path, file, name, kwargs, tag):
     metrics, records = trained(

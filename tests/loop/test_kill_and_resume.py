@@ -51,32 +51,19 @@ def test_a_run_is_repeated_bit_for_bit(tiny, tmp_path, uninterrupted):
 
 # Each chain is one run: killed at the first point, started again, killed at the second, ... and then left alone.
 CHAINS = {
-    "inside a save": [
-        Kill("at a save", 1),
-        Kill("at a file of the checkpoint", 2),
-    ],
+    "inside a save": [Kill("at a save", 1), Kill("at a file of the checkpoint", 2)],
     "inside every save": [
         Kill("at a file of the checkpoint", 1),
         Kill("at a file of the checkpoint", 2, "after"),
         Kill("at a save", 2),
     ],
-    "around the rename": [
-        Kill("at a rename", 1),
-        Kill("at a rename", 1, "after"),
-        Kill("at pruning", 1),
-        Kill("at a rename", 2),
-    ],
+    "around the rename": [Kill("at a rename", 1), Kill("at a rename", 1, "after"), Kill("at pruning", 1), Kill("at a rename", 2)],
     "while pruning": [
         HalfAFolder(1),
         HalfAFolder(1),  # now while it removes what the first one left
         HalfAFolder(2),
     ],
-    "between save and log": [
-        Kill("at a save", 1, "after"),
-        Kill("at the log", 2),
-        Kill("at the log", 3),
-        HalfALine(2),
-    ],
+    "between save and log": [Kill("at a save", 1, "after"), Kill("at the log", 2), Kill("at the log", 3), HalfALine(2)],
     "inside a step": [
         Kill("in a micro-batch", 3),
         Kill("at the optimizer step", 3),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from loop.tiny import build_tiny
-from support.declared_packages import declare, finding
+from support.declared_packages import declare, finding, run_commands
 from support.overrides import RUN
 
 PACKAGE = """
@@ -100,32 +98,36 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def strop(package: Path, folder: Path, *words: str) -> str:
-    command = [sys.executable, "-m", "strop", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=finding(package))
-    assert "Traceback" not in done.stderr
-    return done.stdout + done.stderr
-
-
 @pytest.mark.slow
 def test_it_is_described_and_checked_as_the_torch_learner_is(package: Path, tmp_path: Path) -> None:
-    assert "4 ranks on 1 node: 2 of theirs" in strop(package, tmp_path, *DRY_RUN, "policy.their_cfg.ranks=2")
-    refused = strop(package, tmp_path, *DRY_RUN, "policy.their_cfg.ranks=3", "policy.ema.enabled=true")
-    assert "policy.their_cfg.ranks: found 3, and 4 devices train" in refused and "theirs keeps no average" in refused
-    assert "policy.their_cfg.enabled: found true, but policy.backend is torch" in strop(
-        package, tmp_path, *DRY_RUN, "policy.backend=torch"
+    (_, described, _), *refusals = run_commands(
+        tmp_path,
+        finding(package),
+        [*DRY_RUN, "policy.their_cfg.ranks=2"],
+        [*DRY_RUN, "policy.their_cfg.ranks=3", "policy.ema.enabled=true"],
+        [*DRY_RUN, "policy.backend=torch"],
+        [*DRY_RUN, "cluster.backend=local", "cluster.gpus_per_node=1"],
     )
-    alone = strop(package, tmp_path, *DRY_RUN, "cluster.backend=local", "cluster.gpus_per_node=1")
+    assert "4 ranks on 1 node: 2 of theirs" in described
+    refused, unused, alone = (said for _, _, said in refusals)
+    assert "policy.their_cfg.ranks: found 3, and 4 devices train" in refused and "theirs keeps no average" in refused
+    assert "policy.their_cfg.enabled: found true, but policy.backend is torch" in unused
     assert "cluster.backend: found local, but Their learner runs on ranks" in alone
 
 
 @pytest.mark.slow
 def test_what_it_saved_is_refused_as_a_model_and_exported(package: Path, tmp_path: Path) -> None:
-    model = build_tiny(tmp_path / "model")
-    assert "theirs does not train" in strop(package, tmp_path, *DRY_RUN, "policy.model_name=model")
-    weights = (model / "model.safetensors").rename(model / "theirs.bin").read_bytes()
-    run = ["grpo", *RUN, "policy.device=cpu", "policy.model_name=model", "--dry-run"]
-    assert "model has theirs: strop export model FOLDER" in strop(package, tmp_path, *run)
-    assert "exporting model (theirs in one file) to out" in strop(package, tmp_path, "export", "model", "out")
+    model, theirs = build_tiny(tmp_path / "model"), build_tiny(tmp_path / "theirs")
+    weights = (theirs / "model.safetensors").rename(theirs / "theirs.bin").read_bytes()
+    (_, _, whole), (_, _, shards), (_, *export) = run_commands(
+        tmp_path,
+        finding(package),
+        [*DRY_RUN, f"policy.model_name={model.name}"],
+        ["grpo", *RUN, "policy.device=cpu", "policy.model_name=theirs", "--dry-run"],
+        ["export", "theirs", "out"],
+    )
+    assert "theirs does not train" in whole
+    assert "theirs has theirs: strop export theirs FOLDER" in shards
+    assert "exporting theirs (theirs in one file) to out" in "".join(export)
     assert (tmp_path / "out" / "model.safetensors").stat().st_size == pytest.approx(len(weights), rel=0.01)
     assert not (tmp_path / "out" / "theirs.bin").exists()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from loop.runs import grpo, metrics_of
+from strop.runs.monitors.run_listeners import RunSetup, attach_listeners
+from strop.user_code import UserCodeError
 
 pytestmark = pytest.mark.slow
 
@@ -69,11 +73,20 @@ def test_a_listener_of_ones_own_sees_each_step_and_continues_where_the_run_does(
         ("Nameless", "return a strop.trainer.listeners.RunListener with a name, or None"),
         ("number", "gives 3; return a strop.trainer.listeners.RunListener"),
         ("TakesNothing", "the listener mine.py:TakesNothing cannot be made from a RunSetup: TypeError"),
-        ("Mismatch", "several listeners are called mismatch"),
     ],
 )
-def test_what_is_no_listener_ends_the_run_before_its_first_step(name: str, said: str, tiny: Path, tmp_path: Path) -> None:
+def test_what_is_no_listener_is_refused(name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("strop.plugins.declared", lambda group: {})
+    Path("mine.py").write_text(LISTENERS)
+    config = SimpleNamespace(logger=SimpleNamespace(listeners=[f"mine.py:{name}"]))
+    with pytest.raises(UserCodeError, match=re.escape(said)):
+        attach_listeners(RunSetup(config=config, algorithm=None, source=None, store=None))  # type: ignore[arg-type]
+
+
+def test_a_second_listener_of_a_name_ends_the_run_before_its_first_step(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(LISTENERS)
-    outcome = grpo(tiny, tmp_path, **{"logger.listeners": [f"mine.py:{name}"]})
-    assert outcome.code == 1 and said in outcome.err and "Traceback" not in outcome.err.partition("It came through")[0]
+    outcome = grpo(tiny, tmp_path, **{"logger.listeners": ["mine.py:Mismatch"]})
+    assert outcome.code == 1 and "several listeners are called mismatch" in outcome.err
+    assert "Traceback" not in outcome.err.partition("It came through")[0]
     assert not (tmp_path / "logs" / "metrics.jsonl").exists()

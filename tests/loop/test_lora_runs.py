@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from loop.killing import Kill
 from loop.kinds import assert_same_run
-from loop.runs import grpo, metrics_of, overrides, strop
+from loop.runs import grpo, metrics_of
 
 pytestmark = pytest.mark.slow
 
@@ -53,35 +52,3 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(run: Path, tiny: Path, tmp
         assert outcome.code == -signal.SIGKILL, f"it did not come to {kill}: {outcome}"
     assert grpo(tiny, tmp_path, **LORA).code == 0
     assert_same_run(tmp_path, run)
-
-
-def test_what_is_saved_is_evaluated_under_the_name_of_its_folder(run: Path) -> None:
-    """As the base with its adapters merged: the same answers as from the exported model."""
-    from strop.models.lora import export_merged_model
-
-    export_merged_model(weights(run), run / "merged")
-    assert (run / "merged" / "model.safetensors").exists()
-    found = {}
-    for name, model in {"adapters": weights(run), "merged": run / "merged"}.items():
-        settings = {
-            "generation.model_name": str(model),
-            "generation.vllm_cfg.max_model_len": 64,
-            "generation.precision": "float32",
-            "generation.device": "cpu",
-            "generation.num_threads": 1,
-            "generation.max_new_tokens": 4,
-            "generation.torch_cfg.kv_cache_memory_gb": 0.01,
-            "data.env_name": "arithmetic",
-            "data.max_input_seq_length": 60,
-            "data.size": 8,
-            "env.arithmetic.max_operand": 3,
-            "env.arithmetic.wording": "{expression}=",
-            "eval.save_path": f"evaluation_{name}",
-        }
-        outcome = strop("eval", *overrides(settings), folder=run)
-        assert outcome.code == 0, outcome.err
-        found[name] = json.loads((run / f"evaluation_{name}" / "step_000000.json").read_text())
-    adapters, merged = (saved.pop("identity") for saved in (found["adapters"], found["merged"]))
-    assert found["adapters"] == found["merged"]
-    other = {key for key, value in adapters["settings"].items() if merged["settings"][key] != value}
-    assert other == {"model", "model files", "tokenizer"} and adapters["sets"] == merged["sets"]

@@ -61,10 +61,7 @@ def config(section: str, model: Path, folder: Path, **changes: Any) -> list[str]
     return overrides(sampling_config(section, model, **settings))
 
 
-@pytest.mark.parametrize(
-    ("section", "name"),
-    sweep_rows([("grpo", "process_supervision"), ("ppo", "ppo")]),
-)
+@pytest.mark.parametrize(("section", "name"), sweep_rows([("grpo", "process_supervision"), ("ppo", "ppo")]))
 def test_rewards_of_turns_are_credited_stored_and_learned_from(section: str, name: str, tiny: Path, tmp_path: Path) -> None:
     changes = {"algorithm.name": name, f"{section}.max_num_steps": 10, "policy.optimizer.kwargs.lr": 0.01}
     outcome = strop(section, *config(section, tiny, tmp_path, **changes), folder=tmp_path)

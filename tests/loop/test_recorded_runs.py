@@ -17,7 +17,6 @@ from loop.kinds import (
     assert_same_run,
     conversation,
     preference,
-    refusal_message,
     train,
     train_to_end,
     write_rows,
@@ -25,7 +24,7 @@ from loop.kinds import (
 from loop.runs import metrics_of, repeatable, strop
 from strop.types import assistant, user
 from support.chat_templates import QWEN3
-from support.sweep import one_in, sweep
+from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
@@ -275,23 +274,3 @@ def test_examples_that_are_too_long_are_dropped_and_counted(tiny: Path, tmp_path
     assert all(line["train/examples"] == 4 for line in logged.values()) and len(logged) == 4
     assert all(line["validation/examples"] == 3 for line in logged.values())
     assert "1 examples of the validation data are unusable (most likely too long) and are left out" in said
-
-
-@pytest.mark.parametrize(
-    ("section", "name", "said"),
-    one_in(
-        4,
-        [
-            ("sft", "grpo", "learns from the rewards of rollouts, so it belongs to strop grpo"),
-            ("sft", "dpo", "learns from recorded preferences, paired or unpaired, so it belongs to strop dpo"),
-            ("dpo", "sft", "learns from recorded conversations, so it belongs to strop sft"),
-            ("rm", "dpo", "run strop dpo"),
-            ("dpo", "reward_model", "scores whole rollouts, as a reward model does, so it belongs to strop rm"),
-            ("grpo", "dpo", "run strop dpo"),
-            ("grpo", "ppo", "learns from rollouts with a critic, so it belongs to strop ppo"),
-            ("ppo", "grpo", "run strop grpo"),
-        ],
-    ),
-)
-def test_an_algorithm_of_another_kind_of_run_is_refused(section: str, name: str, said: str, tiny: Path, tmp_path: Path) -> None:
-    assert said in refusal_message(train(section, tiny, tmp_path, **{"algorithm.name": name}), 2)

@@ -21,11 +21,7 @@ from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
-STREAMED: Mapping[str, Any] = {
-    "data.train.dataset_name": "shards",
-    "data.train.streaming": True,
-    "data.train.shuffle_buffer": 5,
-}
+STREAMED: Mapping[str, Any] = {"data.train.dataset_name": "shards", "data.train.streaming": True, "data.train.shuffle_buffer": 5}
 GRPO: Mapping[str, Any] = {
     **STREAMED,
     "env.arithmetic.max_operand": ...,
@@ -51,11 +47,7 @@ def write_shards(folder: Path, kind: str) -> None:
 
 
 KILLED: Mapping[str, tuple[str, Mapping[str, Any], list[Kill]]] = {
-    "sft in workers": (
-        "sft",
-        {"data.num_workers": 2, "data.prefetch": 7},
-        [Kill("at the optimizer step", 4)],
-    ),
+    "sft in workers": ("sft", {"data.num_workers": 2, "data.prefetch": 7}, [Kill("at the optimizer step", 4)]),
     "dpo in a thread": ("dpo", {"data.num_workers": 0}, [Kill("at the optimizer step", 3), Kill("at a save", 2)]),
     "kto, in order": ("dpo", {"algorithm.name": "kto", "data.shuffle": False, "data.prefetch": 0}, [Kill("at the log", 3)]),
     "grpo": ("grpo", GRPO, [Kill("at the optimizer step", 4)]),

@@ -45,7 +45,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models", "monitoring", "tools"),
     ("environments", "weight_sync"),
     ("learner", "generation"),
-    ("gateway",),
     ("rollouts",),
     ("checkpointing",),
     ("trainer",),
@@ -64,21 +63,29 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "vllm": ("generation/vllm/",),
     "sglang": ("extensions/sglang/",),
     "megatron": ("extensions/megatron/",),
-    "transformers": ("models/", "extensions/labs/"),
+    "transformers": ("models/", "extensions/export/", "extensions/labs/", "extensions/performance/"),
     "torchao": ("models/quantization/",),
-    "safetensors": ("models/", "learner/", "checkpointing/", "weight_sync/", "extensions/megatron/", "extensions/labs/"),
+    "safetensors": (
+        "models/",
+        "learner/",
+        "checkpointing/",
+        "weight_sync/",
+        "extensions/export/",
+        "extensions/megatron/",
+        "extensions/labs/",
+    ),
     "huggingface_hub": ("models/", "data/", "extensions/labs/"),
     "datasets": ("data/", "api.py"),  # api.py names its type
     "pandas": ("monitoring/", "results.py", "data/"),
-    "rich": ("monitoring/", "extensions/checks/"),
+    "rich": ("monitoring/", "extensions/checks/", "extensions/reading/"),
     "wandb": ("extensions/trackers/",),
     "tensorboard": ("extensions/trackers/",),
     "torch.utils.tensorboard": ("extensions/trackers/",),
     "mlflow": ("extensions/trackers/",),
     "swanlab": ("extensions/trackers/",),
     "trackio": ("extensions/trackers/",),
-    "pynvml": ("monitoring/",),
-    "matplotlib": ("monitoring/", "extensions/trackers/", "results.py"),  # results.py names its type
+    "pynvml": ("extensions/performance/",),
+    "matplotlib": ("extensions/reading/", "extensions/trackers/", "results.py"),  # results.py names its type
     "pyarrow": ("monitoring/", "data/", "extensions/view/", "extensions/replay/"),
     "math_verify": ("environments/",),
     "reasoning_gym": ("extensions/adapters/",),
@@ -95,7 +102,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "tools/function_tool.py",
         "tools/tool_options.py",
     ),
-    "mcp": ("tools/mcp_tools.py",),
+    "mcp": ("extensions/tools/mcp_tools.py",),
 }
 
 
@@ -302,42 +309,28 @@ def test_heavy_imports_stay_inside_the_room_that_is_about_them() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def _loaded_after(statement: str, *names: str) -> list[str]:
-    code = f"import sys\n{statement}\nprint([name for name in {names!r} if name in sys.modules])"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
-    return list(ast.literal_eval(output))
-
-
-def test_importing_strop_and_its_command_line_loads_nothing_heavy() -> None:
-    heavy = (
-        "torch",
-        "transformers",
-        "datasets",
-        "pyarrow",
-        "rich",
-        "matplotlib",
-        "wandb",
-        "numpy",
-        "pydantic",
-        "omegaconf",
-        "asyncio",
-    )
-    assert _loaded_after("import strop, strop.cli", *heavy) == []
-
-
-def test_a_mistake_in_a_configuration_is_found_without_torch() -> None:
-    assert _loaded_after("import strop.config", "torch", "transformers", "datasets", "rich") == []
-
-
-def test_types_and_algorithms_load_without_the_rest() -> None:
-    statement = "import strop.types, strop.algorithms.policy_gradient.grpo"
-    assert _loaded_after(statement, "transformers", "pydantic", "datasets", "rich") == []
+# In one process, what is imported after something else may only add to it: each line is looked at with all above it.
+IMPORTED = (
+    (
+        ("strop, strop.cli", ("torch", "transformers", "datasets", "pyarrow", "rich", "matplotlib", "wandb", "numpy", "pydantic",
+                              "omegaconf", "asyncio")),
+        ("strop.config", ("torch", "transformers", "datasets", "rich")),
+    ),
+    (
+        ("strop.types, strop.algorithms.policy_gradient.grpo", ("transformers", "pydantic", "datasets", "rich")),
+        ("strop.runs.train, strop.extensions.evaluation.evaluate, strop.cli", ("vllm", "ray", "sglang", "megatron")),
+    ),
+)  # fmt: skip
 
 
 @pytest.mark.slow
-def test_runs_load_without_the_engines_and_clusters_that_they_do_not_use() -> None:
-    statement = "import strop.runs.train, strop.runs.evaluate, strop.cli"
-    assert _loaded_after(statement, "vllm", "ray", "sglang", "megatron") == []
+@pytest.mark.parametrize("imported", IMPORTED, ids=["the configuration", "a run"])
+def test_what_is_imported_loads_nothing_heavy_that_it_does_not_use(imported: tuple[tuple[str, tuple[str, ...]], ...]) -> None:
+    code = "import sys\n" + "".join(
+        f"import {modules}\nprint([name for name in {names!r} if name in sys.modules])\n" for modules, names in imported
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert [ast.literal_eval(line) for line in output.splitlines()] == [[]] * len(imported)
 
 
 def _run_python(*arguments: str) -> tuple[int, float]:
@@ -382,7 +375,7 @@ def _lines(tree: ast.Module, name: str) -> int:
 # Folders of parts that are found by their file name, or listed by the one module that knows them all: a file a part.
 PARTS = (
     "algorithms",
-    "cli.starters",
+    "extensions.starters.files",
     "extensions.recipes.nemo_rl",
     "extensions.games",
     "extensions.megatron.families",
@@ -392,10 +385,10 @@ PARTS = (
 SHORT = {
     "extensions.adapters.reasoning_gym_datasets": "what a process that scores imports, without the environment",
     "extensions.watch.pacing_config": "read with every configuration",
+    "extensions.performance.performance_config": "read with every configuration",
     "extensions.profiling.profile_config": "read with every configuration, without the recorder",
     "extensions.labs.draft.drafting_config": "keys of the engine, which are read before those of the policy",
-    "environments.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
-    "monitoring.notebook_figure": "it inherits from matplotlib, which is imported where something is drawn",
+    "extensions.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
     "rollouts.tokenizing_worker": "a process of its own",
     "trainer.publish": "a stage of the loop",
 }

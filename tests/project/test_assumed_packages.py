@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
@@ -14,6 +13,7 @@ import pytest
 from strop import cli, packages
 from strop.config import ConfigError, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
+from support.declared_packages import run_commands
 from support.overrides import RUN
 
 GPU_PACKAGES = ("vllm", "megatron", "sglang", "ray", "torchao", "peft", "transformer_engine", "flash_attn", "deep_ep")
@@ -60,8 +60,6 @@ find_spec = PathFinder.find_spec
 def find_others(name, path=None, target=None):
     return None if name.partition(".")[0] in {(*GPU_PACKAGES, *SERVICES)} else find_spec(name, path, target)
 PathFinder.find_spec = staticmethod(find_others)
-from strop.cli import main
-sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -75,25 +73,18 @@ def laptop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run_without_packages(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", WITHOUT, *words], capture_output=True, text=True, timeout=120, cwd=folder)
-
-
 @pytest.mark.slow
 def test_a_recipe_for_two_nodes_is_translated_planned_and_looked_at_without_any_package_of_gpus(laptop: Path) -> None:
-    translated = run_without_packages(laptop, "translate", "recipe.yaml")
-    assert translated.returncode == 0, translated.stderr
-    assert "assumed to be on the machines of the run: megatron-core, ray, tensorboard, vllm, wandb" in translated.stderr
-    (laptop / "mine.yaml").write_text(translated.stdout)
-    looked_at = run_without_packages(laptop, "grpo", "--config", "mine.yaml", *ASSUME)
-    assert looked_at.returncode == 0, looked_at.stderr
-    assert (
-        "16 ranks on 2 nodes: Megatron Core, 8 data x 2 stages" in looked_at.stdout and "vllm        bfloat16" in looked_at.stdout
-    )
-    assert looked_at.stdout.count("assumed to be on the machines of the run: megatron-core, ray, tensorboard, vllm, wandb") == 1
-    planned = run_without_packages(laptop, "plan", "recipe.yaml", "--model-config", "config.json")
-    assert planned.returncode == 0, planned.stderr
-    assert "engine weights" in planned.stdout
+    ((code, translation, said),) = run_commands(laptop, None, ["translate", "recipe.yaml"], before=WITHOUT)
+    assert code == 0, said
+    assert "assumed to be on the machines of the run: megatron-core, ray, tensorboard, vllm, wandb" in said
+    (laptop / "mine.yaml").write_text(translation)
+    run, plan = ["grpo", "--config", "mine.yaml", *ASSUME], ["plan", "recipe.yaml", "--model-config", "config.json"]
+    (code, seen, said), (planned, memory, why) = run_commands(laptop, None, run, plan, before=WITHOUT)
+    assert (code, planned) == (0, 0), said + why
+    assert "16 ranks on 2 nodes: Megatron Core, 8 data x 2 stages" in seen and "vllm        bfloat16" in seen
+    assert seen.count("assumed to be on the machines of the run: megatron-core, ray, tensorboard, vllm, wandb") == 1
+    assert "engine weights" in memory
 
 
 def test_the_same_run_here_is_refused_with_every_package_that_it_lacks(laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:

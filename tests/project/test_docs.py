@@ -20,13 +20,8 @@ import torch
 
 from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
-from strop.cli.eval_command import is_model_name, make_eval_parser
-from strop.cli.export_command import make_export_parser, make_serve_parser
-from strop.cli.rollouts_command import make_plot_parser, make_rollouts_parser
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
-from strop.config.load.evaluated_run import translate_overrides
 from strop.config.load.load import load_any_kind
-from strop.data.curriculum.base import Curriculum
 from strop.data.splitting import split_micro_batches
 from strop.environments.base import Environment
 from strop.environments.verifiers.base import Verifier
@@ -35,9 +30,15 @@ from strop.extensions.checks.data_command import make_data_parser
 from strop.extensions.code.sandbox.sandbox_command import make_sandbox_parser
 from strop.extensions.comparison.compare_command import make_compare_parser
 from strop.extensions.comparison.evaluation_comparison import check_options
+from strop.extensions.curriculum.base import Curriculum
+from strop.extensions.evaluation.eval_command import is_model_name, make_eval_parser
+from strop.extensions.evaluation.evaluated_run import translate_overrides
+from strop.extensions.export.export_command import make_export_parser
 from strop.extensions.planning import plan_command
+from strop.extensions.reading.reading_commands import make_plot_parser, make_rollouts_parser
 from strop.extensions.recipes import translate_command
 from strop.extensions.replay import replay_commands
+from strop.extensions.serve.serve_command import make_serve_parser
 from strop.extensions.view import view_command
 from strop.runs.run_algorithm import make_rollout_algorithm
 from strop.types import Group, Rollout, Task, Turn
@@ -155,10 +156,7 @@ def resolves(dotted: str) -> bool:
 
 
 def test_every_algorithm_and_part_has_a_row_in_a_table_of_its_family() -> None:
-    folder = ROOT / "docs/algorithms"
-    overview = names_in_rows(folder / "README.md")
-    families = {found for page in folder.glob("*.md") if page.name != "README.md" for found in names_in_rows(page)}
-    assert not set(catalogue.all_algorithms()) - overview, "docs/algorithms/README.md lists every algorithm by its name"
+    families = {found for page in (ROOT / "docs/algorithms").glob("*.md") for found in names_in_rows(page)}
     missing = (set(catalogue.all_algorithms()) | set(catalogue.all_parts())) - families
     assert not missing, f"give {sorted(missing)} a row on a page of docs/algorithms"
 
@@ -185,6 +183,12 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@each("page", [page for page in PAGES if page.parent != LOG], ids=name)
+def test_code_on_a_page_fits_the_site(page: Path) -> None:
+    lines = [line for _, text in BLOCK.findall(page.read_text()) if "async def train(" not in text for line in text.splitlines()]
+    assert not [line for line in lines if len(line) >= 95], "break lines of code before the 95th column"
 
 
 def test_the_quoted_loop_is_the_loop() -> None:

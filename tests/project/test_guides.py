@@ -45,8 +45,8 @@ APPENDED = {  # to the commands of a guide, so that they take a second
 
 
 @pytest.fixture
-def home(tiny: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A folder with the tiny model under every name that the guides use, and rows in the columns that are the default."""
+def home(tiny: Path, tmp_path: Path, local_hub: Path) -> Path:
+    """A folder with the tiny model under every name that the guides use, rows in the columns that are the default, and the hub's sets."""
     for name in {found for page in GUIDES.values() for found in MODEL.findall(page.read_text())}:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(tiny)
@@ -95,8 +95,8 @@ def run_python(text: str, home: Path, number: int) -> None:
     if named := re.match(r"# (\w+\.py)\n", text):
         (home / named[1]).write_text(text)
         return
-    assert '"grpo.max_num_steps": 20' in text
-    (home / f"block_{number}.py").write_text(text.replace('"grpo.max_num_steps": 20', f"**{SHORT | {'policy.device': 'cpu'}}"))
+    assert 'grpo={"max_num_steps": 20}' in text
+    (home / f"block_{number}.py").write_text(text.replace('grpo={"max_num_steps": 20}', f"**{SHORT | {'policy.device': 'cpu'}}"))
     done = start([f"block_{number}.py"], home).finish()
     assert done.code == 0, done.err
 

@@ -83,16 +83,14 @@ ALLOWED: dict[str, dict[str, str]] = {
     "marshal.loads": {},
     "shelve.open": {},
     "tempfile.mktemp": {},
-    "dist.TCPStore": {
-        "distributed/workers/learner_worker.py": "a client",
-    },
-    "distributed.TCPStore": {"distributed/preflight.py": "a client", "distributed/base.py": "on a socket of one address"},
+    "dist.TCPStore": {"distributed/workers/learner_worker.py": "a client"},
+    "distributed.TCPStore": {"extensions/checks/preflight.py": "a client", "distributed/base.py": "on a socket of one address"},
     "web.TCPSite": {"safety/http_server.py": "in listening"},
     "web.SockSite": {"safety/http_server.py": "in listening"},
     "listening": {
-        "runs/jobs/serve_model.py": "strop serve: loopback unless --host is given",
+        "extensions/serve/serve_model.py": "strop serve: loopback unless --host is given",
         "extensions/code/sandbox/sandbox_server.py": "strop sandbox serve: loopback unless --host is given, always with a key",
-        "gateway/gateway.py": "for agents: loopback unless gateway.host is set, and a key for each episode",
+        "extensions/agents/gateway/gateway.py": "for agents: loopback unless gateway.host is set, and a key for each episode",
         "extensions/view/view_routes.py": "strop view: loopback unless --host is given, a token unless --no-token",
     },
 }

@@ -11,11 +11,12 @@ import torch
 from loop.fakes import FakeGenerator
 from loop.tiny import tiny_tokenizer
 from strop.base_config import validate_section
-from strop.environments.agents.external_agent import ExternalAgent
 from strop.environments.base import PromptedTask
 from strop.environments.handle import LocalEnvironment
-from strop.gateway.agent_session import AgentSession
-from strop.gateway.gateway_config import GatewayConfig
+from strop.environments.resources import configure_resources
+from strop.extensions.agents.external_agent import ExternalAgent
+from strop.extensions.agents.gateway.agent_session import AgentSession
+from strop.extensions.agents.gateway.gateway_config import GatewayConfig
 from strop.generation.base import Completion
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_episode
@@ -71,6 +72,7 @@ async def play_async(
     options = {"reward": lambda task, rollout: 0.0} if environment is None else environment
     if agent is not None:
         options = {"agent": agent, **options}
+    configure_resources({"gateway": validate_section(GatewayConfig, gateway or {})})
     return await run_episode(
         LocalEnvironment(ExternalAgent(**options)),
         TASK,
@@ -79,9 +81,7 @@ async def play_async(
         generator=generator or Recorder(),
         template=TEMPLATE,
         sampling=Sampling(max_new_tokens=rules.pop("max_new_tokens", 128)),
-        rules=EpisodeRules(
-            **{"max_turns": 64, "max_length": 2000, "gateway": validate_section(GatewayConfig, gateway or {}), **rules}
-        ),
+        rules=EpisodeRules(**{"max_turns": 64, "max_length": 2000, **rules}),
     )
 
 

@@ -19,6 +19,8 @@ class FaultyWorker(StropWorker):
             kept = [pair for pair in kept if not pair[0].endswith("layers.1.mlp.down_proj.weight")]
         if self.fault.startswith("second rank drops ") and self.rank == 1:
             kept = [pair for pair in kept if pair[0] != self.fault.removeprefix("second rank drops ")]
+        if self.fault.startswith("drops "):
+            kept = [pair for pair in kept if pair[0] != self.fault.removeprefix("drops ")]
         if self.fault == "swapped pair":
             names = {"model.layers.0.self_attn.o_proj.weight": "model.layers.1.self_attn.o_proj.weight"}
             names |= {other: name for name, other in names.items()}

@@ -32,19 +32,18 @@ OTHERS = [
 ]
 STROP = [
     "strop.runs.dry_run.examine",
-    "strop.runs.evaluate",
     "strop.runs.train",  # with all that it builds
     "strop.cli",
     "strop.config",
     "strop.environments.arithmetic",
-    "strop.monitoring.plot",
     "strop.monitoring.trackers.jsonl",
 ]
 OF_EACH_RUN = ("listeners", "resources")  # what extensions bring
 
 
 # with hypothesis; what ranks of processes train, of which some are of Megatron Core
-HELPERS = ["support.parity"] if find_spec("strop.extensions") else []
+OF_EXTENSIONS = ["support.parity", "strop.extensions.evaluation.evaluate", "strop.extensions.reading.plot"]
+HELPERS = OF_EXTENSIONS if find_spec("strop.extensions") else []
 
 
 def list_algorithms() -> list[str]:

@@ -58,11 +58,7 @@ async def generate_with_images(engine: Any, requests: Sequence[ImageRequest]) ->
         await asyncio.gather(
             *(
                 engine.generate(
-                    each.prompt.tokens,
-                    sampling=each.sampling,
-                    seed=each.seed,
-                    session=each.session,
-                    images=each.prompt.images,
+                    each.prompt.tokens, sampling=each.sampling, seed=each.seed, session=each.session, images=each.prompt.images
                 )
                 for each in requests
             )

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.extensions.export.model_folder import save_model_config
 from strop.extensions.megatron.checkpoint.megatron_snapshot import MegatronSnapshot, take_megatron_snapshot
-from strop.models.export import save_model_config
 from support.megatron_families import make_config
 from support.megatron_stages import make_layout, start_layout
 

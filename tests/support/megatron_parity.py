@@ -152,18 +152,7 @@ def make_weights(case: Case) -> PlainWeights:
 
 
 def weights_of(made: Case) -> PlainWeights:
-    kept = (
-        "family",
-        "layers",
-        "dtype",
-        "weights_dtype",
-        "precision",
-        "lora",
-        "fused",
-        "frozen_routers",
-        "replayed",
-        "value",
-    )
+    kept = ("family", "layers", "dtype", "weights_dtype", "precision", "lora", "fused", "frozen_routers", "replayed", "value")
     found = make_weights(case(**{name: getattr(made, name) for name in kept}))
     return replace(found, config=deepcopy(found.config))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -265,3 +266,15 @@ def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> flo
     assert left.keys() == right.keys()
     size = max(float(tensor.abs().max()) for tensor in (*left.values(), *right.values()))
     return max(float((left[name] - right[name]).abs().max()) for name in left) / max(size, 1e-300)
+
+
+def living_bytes() -> int:
+    """The memory of all tensors that Python can reach, each part of it once."""
+    gc.collect()
+    tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.layout == torch.strided)
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu")
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def weight_bytes(model: nn.Module) -> int:
+    return sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import torch
+from torch import Tensor
+
+from strop.models.routing.router_config import ROUTES
 from strop.types import Batch, Group, Rollout, Turn
+from support.rollouts import sampled_turn
 
 
 def history(batch: Batch, predicted: int) -> list[int]:
@@ -51,3 +57,21 @@ def described(batch: Batch) -> list[tuple[list[int], int, int, float]]:
         (history(batch, place), int(batch.target[place]), int(batch.sequence[place]), float(batch.rollout_logprobs[place]))
         for place in range(len(batch.target))
     ]
+
+
+def routes_of(tokens: Sequence[int], experts: int = 8) -> Tensor:
+    """[n, 2, 2]: experts that a token has by what is before it, as a model chooses them."""
+    sums = torch.tensor(list(tokens)).cumsum(0)
+    first = torch.stack([sums % experts, sums // 3 % experts], 1)
+    return torch.stack([first, (first + 1) % experts], -1).to(torch.int8)
+
+
+def routed_turn(context: Sequence[int], tokens: Sequence[int]) -> Turn:
+    """A turn with the experts of everything that the engine read for it."""
+    return replace(sampled_turn(tokens), columns={ROUTES: routes_of([*context, *tokens][:-1])})
+
+
+def check_routes(batch: Batch) -> None:
+    """Every predicted token's source has the experts of its history."""
+    for place, source in enumerate(batch.source.tolist()):
+        assert torch.equal(batch.read_columns["routes"][source], routes_of(history(batch, place))[-1]), place

@@ -22,10 +22,12 @@ HOSTILE = (
 )
 
 
-def write_run(folder: Path, *, text: str = "an answer", steps: int = STEPS, validations: bool = True) -> Path:
+def write_run(
+    folder: Path, *, text: str = "an answer", model: str = "tiny", steps: int = STEPS, validations: bool = True
+) -> Path:
     """Write the log folder of a run. ``text`` is what the model, the tasks and the settings say. Return the folder."""
     folder.mkdir(parents=True)
-    config = CONFIG.format(model="tiny") + f"run_name: {json.dumps(text)}\n"
+    config = CONFIG.format(model=model) + f"run_name: {json.dumps(text)}\n"
     (folder / "config.yaml").write_text(config, encoding="utf-8")
     lines = [json.dumps(_metrics(step, steps)) for step in range(1, steps + 1)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")

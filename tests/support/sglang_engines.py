@@ -49,13 +49,7 @@ def make_sglang_launch(
 
 
 def make_sglang_engine(
-    folder: Path,
-    tokenizer: Any,
-    *,
-    number: int = 0,
-    faulty: bool = False,
-    adapters: LaunchedAdapters | None = None,
-    **keys: Any,
+    folder: Path, tokenizer: Any, *, number: int = 0, faulty: bool = False, adapters: LaunchedAdapters | None = None, **keys: Any
 ) -> SglangEngine:
     launch = make_sglang_launch(folder, faulty=faulty, output=f"engine_{number}.log", adapters=adapters, **keys)
     return SglangEngine(f"engine {number}", launch, tokenizer, stop_ids=(tokenizer.eos_token_id,))

@@ -166,11 +166,7 @@ _NOTHING = torch.zeros(0)
 def make_rollout(task: Task, number: int, sample: Sample) -> Rollout:
     length = len(sample.text.split()) if sample.tokens is None else sample.tokens
     turn = Turn(
-        author="policy",
-        tokens=torch.empty(length, dtype=torch.int64),
-        text=sample.text,
-        logprobs=_NOTHING,
-        versions=_NOTHING,
+        author="policy", tokens=torch.empty(length, dtype=torch.int64), text=sample.text, logprobs=_NOTHING, versions=_NOTHING
     )
     return Rollout(
         task=task,

@@ -24,10 +24,7 @@ def build_tokenizer() -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     specials = ["<pad>", "<bos>", "<|im_end|>", "<|im_start|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=specials,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=VOCABULARY, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(_TEXT * 4, trainer)
     return PreTrainedTokenizerFast(

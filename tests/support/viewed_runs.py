@@ -215,10 +215,7 @@ def _make_record(step: int, group: int, sample: int, chance: random.Random, enco
         kept=not dropped,
         dropped_because="filtered" if dropped else None,
         answer=str(left + right),
-        prompt_messages=(
-            {"role": "system", "content": "Add numbers."},
-            {"role": "user", "content": question},
-        ),
+        prompt_messages=({"role": "system", "content": "Add numbers."}, {"role": "user", "content": question}),
         prompt_images=((1, image_name(IMAGES[0][0])),) if question.startswith("[") else (),
         turns=tuple(turns),
         branches=((0, len(encode(PROMPT)) + turns[0].end),) if group == 0 else (),

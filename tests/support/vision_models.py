@@ -22,6 +22,7 @@ END, PAD = "<|im_end|>", "<|endoftext|>"
 _COMMON = (PAD, "<|im_start|>", END)
 _QWEN = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 _TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
+_GLM = ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|video|>", "<|end_of_video|>")
 _IDEFICS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *_TILES)
 
 _TEMPLATE = (
@@ -124,6 +125,79 @@ def _qwen3_vl_moe(ids: Mapping[str, int], text: dict[str, Any]) -> Any:
         tie_word_embeddings=False,
         **_qwen_tokens(ids),
     )
+
+
+def _qwen3_5(ids: Mapping[str, int], text: dict[str, Any]) -> Any:
+    from transformers import Qwen3_5Config
+
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,
+    }
+    heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    layers = {"layer_types": ["linear_attention", "full_attention"]}
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 64,
+    }
+    return Qwen3_5Config(
+        text_config={**text, **heads, **layers, "rope_parameters": rope},
+        vision_config=vision,
+        tie_word_embeddings=False,
+        **_qwen_tokens(ids),
+    )
+
+
+def _glm(kind: str, **experts: Any) -> Callable[[Mapping[str, int], dict[str, Any]], Any]:
+    def make(ids: Mapping[str, int], text: dict[str, Any]) -> Any:
+        import transformers
+
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}
+        vision = {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "image_size": 28,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        }
+        tokens = {
+            "image_token_id": "<|image|>",
+            "image_start_token_id": "<|begin_of_image|>",
+            "image_end_token_id": "<|end_of_image|>",
+        }
+        tokens |= {"video_start_token_id": "<|begin_of_video|>", "video_end_token_id": "<|end_of_video|>"}
+        return getattr(transformers, kind)(
+            text_config={**text, **experts, "rope_parameters": rope},
+            vision_config=vision,
+            tie_word_embeddings=False,
+            **{name: ids[token] for name, token in tokens.items()},
+        )
+
+    return make
+
+
+def _glm_images(kind: str) -> Callable[[], Any]:
+    def make() -> Any:
+        import transformers
+
+        size = {"shortest_edge": 4 * 14 * 14, "longest_edge": 64 * 14 * 14}
+        return getattr(transformers, kind)(size=size, patch_size=14, temporal_patch_size=2, merge_size=2)
+
+    return make
 
 
 def _gemma3(ids: Mapping[str, int], text: dict[str, Any]) -> Any:
@@ -231,6 +305,19 @@ FAMILIES: dict[str, TinyFamily] = {
     "qwen2_5_vl": TinyFamily(_QWEN, "<|vision_start|><|image_pad|><|vision_end|>", _qwen2_5_vl, _qwen_images(14)),
     "qwen3_vl": TinyFamily(_QWEN, "<|vision_start|><|image_pad|><|vision_end|>", _qwen3_vl, _qwen_images(16)),
     "qwen3_vl_moe": TinyFamily(_QWEN, "<|vision_start|><|image_pad|><|vision_end|>", _qwen3_vl_moe, _qwen_images(16)),
+    "qwen3_5": TinyFamily(_QWEN, "<|vision_start|><|image_pad|><|vision_end|>", _qwen3_5, _qwen_images(16)),
+    "glm4v": TinyFamily(
+        _GLM, "<|begin_of_image|><|image|><|end_of_image|>", _glm("Glm4vConfig"), _glm_images("Glm4vImageProcessorPil")
+    ),
+    "glm4v_moe": TinyFamily(
+        _GLM,
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        _glm("Glm4vMoeConfig", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=1),
+        _glm_images("Glm4vImageProcessorPil"),
+    ),
+    "glm46v": TinyFamily(
+        _GLM, "<|begin_of_image|><|image|><|end_of_image|>", _glm("Glm46VConfig"), _glm_images("Glm46VImageProcessorPil")
+    ),
     "gemma3": TinyFamily(
         ("<start_of_image>", "<end_of_image>", "<image_soft_token>"), "<start_of_image>", _gemma3, _gemma3_images
     ),
@@ -285,7 +372,7 @@ def build_vision_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch
 def vision_to_float64(model: Any) -> Any:
     """Convert a model entirely to float64, without the norms' casts to float32."""
     to_float64(model)
-    if hasattr(model.config.get_text_config(), "num_experts"):
+    if "moe" in model.config.model_type:
         model.set_experts_implementation("eager")  # grouped matrix products do not support float64
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

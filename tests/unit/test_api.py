@@ -16,7 +16,7 @@ import strop
 from strop import cli
 from strop.algorithm_factory import make_algorithm, name_options
 from strop.algorithms.catalogue import all_algorithms
-from strop.api import _run
+from strop.api import run_anywhere
 from strop.config import ConfigError, dump_config
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.runs import train as training
@@ -162,9 +162,9 @@ def test_a_running_event_loop_is_no_obstacle() -> None:
         return threading.current_thread().name
 
     async def notebook() -> str:
-        return _run(work)
+        return run_anywhere(work())
 
-    assert _run(work) == "MainThread" and asyncio.run(notebook()) == "strop-run"
+    assert run_anywhere(work()) == "MainThread" and asyncio.run(notebook()) == "strop-run"
 
 
 def test_an_error_of_the_run_reaches_the_notebook() -> None:
@@ -172,7 +172,7 @@ def test_an_error_of_the_run_reaches_the_notebook() -> None:
         raise strop.RunStopped("SIGTERM")
 
     async def notebook() -> None:
-        _run(work)
+        run_anywhere(work())
 
     with pytest.raises(strop.RunStopped):
         asyncio.run(notebook())
@@ -181,7 +181,7 @@ def test_an_error_of_the_run_reaches_the_notebook() -> None:
 def test_an_interrupt_in_a_notebook_cancels_the_run() -> None:
     code = """
 import asyncio, os, signal, threading
-from strop.api import _run
+from strop.api import run_anywhere
 async def work():
     try:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -191,7 +191,7 @@ async def work():
         raise
 async def notebook():
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _run(work)
+    run_anywhere(work())
 try:
     asyncio.run(notebook())
 except KeyboardInterrupt:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def assembly(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A stand-in that notes what it was asked to run."""
-    calls = SimpleNamespace(grpo=[], evaluation=[], raises=None)
+    calls = SimpleNamespace(grpo=[], raises=None)
 
     def run_training(config: Any) -> int:
         calls.grpo.append(config)
@@ -30,14 +30,9 @@ def assembly(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             raise calls.raises
         return 0
 
-    def run_evaluation(config: Any, as_json: bool) -> int:
-        calls.evaluation.append(config)
-        return 0
-
-    training, evaluation = ModuleType("strop.runs.train"), ModuleType("strop.runs.evaluate")
-    training.run_training, evaluation.run_evaluation = run_training, run_evaluation  # type: ignore[attr-defined]
-    for module in (training, evaluation):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    training: Any = ModuleType("strop.runs.train")
+    training.run_training = run_training
+    monkeypatch.setitem(sys.modules, training.__name__, training)
     yield calls
 
 
@@ -61,12 +56,6 @@ def test_an_option_that_is_none_is_answered_with_what_was_meant(
     with pytest.raises(SystemExit, match="2"):
         cli.main(["grpo", *words])
     assert said in capsys.readouterr().err
-
-
-def test_the_cluster_command_asks_only_for_its_action(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["cluster"])
-    assert capsys.readouterr().err.rstrip().endswith("required: check")
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -166,16 +155,6 @@ def test_a_training_script_is_strop_grpo_with_a_configuration(
     assert (config.policy.model_name, config.grpo.seed) == ("Qwen/Qwen2.5-1.5B", 3)
 
 
-def test_the_evaluation_script_is_strop_eval_with_a_configuration(
-    assembly: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["examples/run_eval.py"])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_path("examples/run_eval.py", run_name="__main__")
-    assert assembly.evaluation[0].data.dataset_name == "AIME2024"
-
-
 CLUSTER = ["cluster.num_nodes=2", "cluster.gpus_per_node=4", "policy.device=cpu"]
 
 
@@ -184,31 +163,3 @@ def test_a_dry_run_on_a_cluster_says_who_is_where(capsys: pytest.CaptureFixture[
     output = capsys.readouterr().out
     assert "learner     8 ranks on 2 nodes: 1 copy x 4 shards x 2 context x 1 tensor" in output
     assert "engines     1 engine of 1 device on node 0" in output and "warning" not in output
-
-
-@pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The configurations that a cluster was checked for, by a stand-in that finds problems."""
-    configs: list[Any] = []
-    module: Any = ModuleType("strop.runs.cluster.cluster_run")
-    module.check_cluster = lambda config: configs.append(config) or 1
-    monkeypatch.setitem(sys.modules, "strop.runs.cluster.cluster_run", module)
-    return configs
-
-
-def test_a_cluster_is_checked_for_a_file_or_for_a_few_keys(checked: list[Any], tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("sft: {seed: 5, val_period: 0}\npolicy: {model_name: m}\ndata: {train: {dataset_name: squad}}\n")
-    assert cli.main(["cluster", "check", *CLUSTER]) == 1
-    assert cli.main(["cluster", "check", "cluster.num_nodes=3", "--config", str(path)]) == 1
-    assert [type(config).section for config in checked] == ["grpo", "sft"]
-    assert [config.cluster.num_nodes for config in checked] == [2, 3]
-
-
-def test_a_mistake_about_the_machines_is_found_before_they_are_asked(
-    checked: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["cluster", "check", "cluster.num_node=2"]) == 2
-    assert "Did you mean cluster.num_nodes?" in capsys.readouterr().err
-    assert cli.main(["cluster", "check", *CLUSTER, "policy.dtensor_cfg.tensor_parallel_size=3"]) == 2
-    assert checked == []

@@ -160,3 +160,19 @@ def test_a_file_that_cannot_be_imported_says_in_which_line(tmp_path: Path) -> No
     file = write(tmp_path / "reward.py", "import helper\n")
     with pytest.raises(UserCodeError, match=r"ValueError: .*helper.py, line 3, in <module>"):
         import_attribute(f"{file}:f")
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("strop.environments.chat_template", "; it is now strop.models.chat_template"),
+        ("strop.environments.quantization", "; it is now strop.models.quantization"),
+        ("strop.gone", ""),
+        ("strop_gone.chat_template", ""),
+    ],
+)
+def test_a_module_that_moved_is_named_with_its_new_place(tmp_path: Path, module: str, said: str) -> None:
+    (tmp_path / "mine.py").write_text(f"from {module} import thing\n")
+    with pytest.raises(UserCodeError) as raised:
+        import_attribute(f"{tmp_path}/mine.py:thing")
+    assert str(raised.value).endswith(f", line 1, in <module>){said}")

@@ -12,15 +12,31 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strop import __version__, plugins
-from strop.cli.train_command import TRAINING
+from strop.cli.output import (
+    add_assumptions,
+    make_run_parser,
+    note_assumptions,
+    plain_warnings,
+    print_config_error,
+    print_dry_run,
+    print_interrupted,
+    print_warnings,
+    read_assumptions,
+)
 from strop.monitoring.message_style import discard_output
 from strop.openmp import openmp_variables
+from strop.packages import assume_packages
+from strop.stopping import STOPPED_EXIT_CODE, RunStopped
 from strop.user_code import UserCodeError, import_attribute, suggest_names
+
+if TYPE_CHECKING:
+    from strop.config import LoadedConfig, TrainingRunConfig
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
@@ -44,27 +60,94 @@ class Command:
         return function(*self.first, *arguments)
 
 
+TRAINING = {  # training commands; each is also a section of its configuration
+    "grpo": "GRPO and other policy gradients",
+    "ppo": "policy gradients with a critic",
+    "sft": "supervised fine-tuning",
+    "dpo": "preference optimisation: DPO and its family",
+    "rm": "a reward model",
+    "distillation": "distillation from a teacher",
+}
+
+
+def train_run(section: str, arguments: Sequence[str], command_line: str, default_config: Path | None = None) -> int:
+    """Run a training command. Return its exit code."""
+    from strop.config import TRAINING_RUNS, ConfigError, load_config
+
+    parser = make_run_parser(section, f"Train a language model: {TRAINING[section]}.", default_config)
+    add_assumptions(parser)
+    options = parser.parse_intermixed_args(arguments)
+    assumed = read_assumptions(parser, options)
+    loaded: LoadedConfig[TrainingRunConfig] | None = None
+    try:
+        with nullcontext() if assumed is None else assume_packages():
+            overrides = [*options.overrides, *(assumed.overrides if assumed else ())]
+            has_gpus = None if assumed is None else True
+            loaded = load_config(options.config, overrides, root=TRAINING_RUNS[section], has_gpus=has_gpus)
+            print_warnings(loaded)
+            from strop.runs.dry_run.examine import examine_loaded
+
+            with plain_warnings():
+                examination = examine_loaded(loaded, data=options.dry_run)
+            if options.dry_run:
+                if assumed is not None:
+                    configured = load_config(options.config, options.overrides, root=TRAINING_RUNS[section], check=False)
+                    for note in note_assumptions(assumed, configured.config):
+                        print(f"warning: {note}", file=sys.stderr)
+                return print_dry_run(loaded.config, examination, verbose=options.verbose, assumed=assumed)
+
+        from strop.runs.train import run_training
+
+        return run_training(loaded.config)
+    except ConfigError as error:
+        return print_config_error(error)
+    except KeyboardInterrupt:
+        if loaded is None:
+            return print_interrupted("The run had not started.")
+        return print_interrupted(_format_resume_hint(loaded.config, command_line))
+    except RunStopped as stopped:
+        assert loaded is not None
+        print(f"\n{stopped} {_format_resume_hint(loaded.config, command_line)}", file=sys.stderr)
+        return STOPPED_EXIT_CODE
+
+
+def _format_resume_hint(config: TrainingRunConfig, command_line: str) -> str:
+    saving = config.checkpointing
+    if not saving.saving_enabled or saving.resume == "never":
+        return "No checkpoints are saved, or checkpointing.resume is never, so the same command starts from the beginning."
+    has_checkpoint = any(Path(saving.checkpoint_dir).glob("step_*"))
+    where = (
+        f"from the newest checkpoint in {saving.checkpoint_dir}"
+        if has_checkpoint
+        else f"from the beginning (no checkpoint in {saving.checkpoint_dir} yet)"
+    )
+    return f"Start the same command again to continue {where}:\n    {command_line}"
+
+
+def config(arguments: Sequence[str], command_line: str) -> int:
+    """Run ``strop config``. Return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="strop config", description="List every key with its type, default and description.", allow_abbrev=False
+    )
+    parser.add_argument(
+        "schema", choices=(*TRAINING, "eval"), nargs="?", default="grpo", help="command to list the keys of (default: grpo)"
+    )
+    options = parser.parse_args(arguments)
+    from strop.config.load.reference import render_annotated_yaml
+    from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig
+
+    print(render_annotated_yaml(TRAINING_RUNS.get(options.schema, EvalRunConfig)), end="")
+    return 0
+
+
 GROUPS: dict[str, dict[str, Command]] = {
     "start": {
-        "init": Command("strop.cli.init_command:init", "write a starter: configuration, sample data, a reward or a tool"),
-        "config": Command("strop.cli.train_command:config", "list every key with its default and what it does"),
+        "config": Command(config, "list every key with its default and what it does"),
     },
-    "train": {
-        section: Command("strop.cli.train_command:train_run", meaning, (section,)) for section, meaning in TRAINING.items()
-    },
-    "look": {
-        "rollouts": Command("strop.cli.rollouts_command:rollouts", "read what a run sampled, turn by turn, with rewards"),
-        "plot": Command("strop.cli.rollouts_command:plot", "draw the metrics of one run or several"),
-    },
-    "use": {
-        "eval": Command("strop.cli.eval_command:evaluate", "evaluate a run, a checkpoint or a model"),
-        "export": Command("strop.cli.export_command:export", "write a checkpoint as a Hugging Face folder"),
-        "serve": Command("strop.cli.export_command:serve", "answer OpenAI's HTTP API with a checkpoint"),
-    },
-    "check": {
-        "doctor": Command("strop.cli.doctor_command:doctor", "say whether a run is alive, and what went wrong"),
-        "cluster": Command("strop.cli.doctor_command:cluster", "check the nodes before a run: strop cluster check"),
-    },
+    "train": {section: Command(train_run, meaning, (section,)) for section, meaning in TRAINING.items()},
+    "look": {},
+    "use": {},
+    "check": {},
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
@@ -122,7 +205,9 @@ def run_script(command: str, default_config: Path) -> int:
     os.environ.update(openmp_variables())
     arguments = sys.argv[1:]
     typed = f"python {shlex.join([sys.argv[0], *arguments])}"
-    return _heed_broken_pipe(lambda: COMMANDS[command].run(arguments, typed, default_config))
+    found = find_command(command)
+    assert found is not None
+    return _heed_broken_pipe(lambda: found.run(arguments, typed, default_config))
 
 
 def _make_parser() -> argparse.ArgumentParser:

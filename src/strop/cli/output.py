@@ -195,3 +195,11 @@ def print_config_error(error: ConfigError) -> int:
 def print_interrupted(hint: str) -> int:
     print(f"\nInterrupted. {hint}", file=sys.stderr)
     return INTERRUPTED
+
+
+def add_choice_of_weights(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose a checkpoint of a run."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N of a run (default: the newest)")
+    which.add_argument("--best", action="store_true", help="the checkpoint with the best value of checkpointing.metric_name")
+    parser.add_argument("--ema", action="store_true", help="the averaged weights (policy.ema.enabled)")

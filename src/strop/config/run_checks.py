@@ -94,15 +94,6 @@ def check_quotas(config: TrainingRunConfig) -> Problems:
         )
 
 
-def check_curriculum(config: RecordedRunConfig) -> Problems:
-    if config.data.curriculum.enabled:
-        yield Problem(
-            "data.curriculum.name",
-            f"found {config.data.curriculum.name}, but a curriculum chooses tasks to sample, and {config.section} reads recorded data",
-            "Set it to none; data.shuffle=false keeps the order of the rows.",
-        )
-
-
 def check_precomputed_reference(config: DpoRunConfig) -> Problems:
     streamed = [entry for entry in config.data.train if entry.streaming]
     if config.dpo.precompute_reference and streamed:
@@ -350,7 +341,6 @@ ERROR_CHECKS: Mapping[str, tuple[Check, ...]] = {  # section -> its rules
         check_training_data,
         check_unread_keys,
         check_quotas,
-        check_curriculum,
     ),
     "policy": (
         policy_checks.check_global_batch,

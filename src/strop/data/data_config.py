@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, field_serializer, model_validator
 
 from strop.base_config import NAMES_FILE, BaseConfig, PathText, default_of, fields_of, follows, subsection, to_tree
-from strop.data.curriculum.curriculum_config import CurriculumConfig
 from strop.data.prompt_template import AUTO_PROMPT
 from strop.data.sources.dataset_class import is_dataset_class
 from strop.data.sources.files import FILE_SUFFIXES, is_url
@@ -283,7 +282,6 @@ class DataConfig(BaseConfig):
         None, description="One entry, or a list of entries; null is the part of train held out by split_validation_size, if any."
     )
     default: DefaultEntryConfig = subsection(DefaultEntryConfig)
-    curriculum: CurriculumConfig = subsection(CurriculumConfig)
 
     def errors(self, key: str) -> Iterator[Problem]:
         if len({entry.weight is None for entry in self.train}) > 1:

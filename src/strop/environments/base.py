@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, ClassVar, Generic, TypeVar, overload
 
 from strop.data.messages import make_prompt
 from strop.data.sources.source import DataSource, Row
@@ -61,6 +61,9 @@ def import_user_code(path: str) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class Environment(ToolOptions, ABC, Generic[TaskT]):
     """Base class of environments. Subclasses must be ``@dataclass(frozen=True, kw_only=True)`` too."""
+
+    # ``module:function``, a ``strop.rollouts.episode.EpisodeRunner`` that runs its episodes; empty: turn by turn, by the methods below
+    episode_runner: ClassVar[str] = ""
 
     reward_weights: Mapping[str, float] = field(default_factory=dict)  # reward name -> weight, overriding the method's own
 

@@ -17,7 +17,6 @@ from functools import cached_property
 from typing import Any, Generic, Literal
 
 from strop.data.sources.source import DataSource
-from strop.environments.agents.agent_environment import AgentEnvironment
 from strop.environments.base import DatasetEnvironment, Environment, TaskT
 from strop.environments.compute_rewards import compute_group_rewards, compute_rewards
 from strop.environments.policy_client import PastSelvesRule
@@ -43,7 +42,7 @@ class Traits:
     has_group_rewards: bool
     declares_accuracy: bool
     responds: bool  # episodes may have more than one policy turn
-    is_agent: bool  # an agent drives its episodes (strop.environments.agents)
+    episode_runner: str  # what runs its episodes, if an agent drives them (Environment.episode_runner)
     tool_continuation: Literal["turn", "message"] | None  # where the policy continues after a call; None: no tools
     has_session: bool  # something is open during an episode: a session, tools, or an agent's result
     has_stop_strings: bool
@@ -90,7 +89,7 @@ class EnvironmentHandle(ABC, Generic[TaskT]):
 
     @abstractmethod
     async def run_agent(self, task: TaskT, endpoint: Any) -> Any:
-        """Run one episode of an agent. Returns an ``AgentResult``."""
+        """Run the agent of an episode, for the ``episode_runner`` that serves the policy at ``endpoint``. Returns the agent's result."""
 
     @abstractmethod
     async def score(self, task: TaskT, rollout: Rollout) -> RewardResult:
@@ -149,9 +148,8 @@ class LocalEnvironment(EnvironmentHandle[TaskT]):
         return await toolbox.answer(reply, rollout.metrics)
 
     async def run_agent(self, task: TaskT, endpoint: Any) -> Any:
-        if not isinstance(self.environment, AgentEnvironment):
-            raise NotImplementedError(f"{self.traits.title} is no environment of an agent")
-        return await self.environment.run_agent(task, endpoint)
+        environment: Any = self.environment  # that of the extension whose episode_runner calls this
+        return await environment.run_agent(task, endpoint)
 
     async def score(self, task: TaskT, rollout: Rollout) -> RewardResult:
         return await compute_rewards(self.environment, task, rollout)
@@ -178,7 +176,7 @@ def read_prompt(environment: Environment[TaskT], task: TaskT) -> Messages:
 
 def read_traits(environment: Environment[Any]) -> Traits:
     kind, rewards = type(environment), environment.reward_functions
-    is_agent = isinstance(environment, AgentEnvironment)
+    is_agent = bool(kind.episode_runner)
     has_tools = environment.has_tools
     needing = (environment, *(tools for _, tools in environment.tool_sets))
     return Traits(
@@ -186,7 +184,7 @@ def read_traits(environment: Environment[Any]) -> Traits:
         has_group_rewards=any(each.mark.group for each in rewards.values()),
         declares_accuracy=environment.declares_accuracy,
         responds=is_agent or has_tools or kind.respond is not Environment.respond,
-        is_agent=is_agent,
+        episode_runner=kind.episode_runner,
         tool_continuation=environment.tool_continuation if has_tools else None,
         has_session=has_tools or is_agent or kind.session is not Environment.session,
         has_stop_strings=kind.stop_strings is not Environment.stop_strings,

@@ -1,5 +1,5 @@
 """Mix the tasks of several environments. The task at position i of the stream depends only on i (strop.data.interleaving), or is
-chosen by a curriculum (strop.data.curriculum.task_chooser).
+chosen by a TaskChooser, such as that of a curriculum (strop.data.task_order).
 
 The number of streamed tasks is unknown. A mixture with streamed tasks ends when the first of them reaches the end of its last
 epoch.
@@ -8,26 +8,23 @@ epoch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import Lock
 from typing import Any, Protocol, cast
 
-from strop.data.curriculum.curricula import make_curriculum
-from strop.data.curriculum.curriculum_config import CurriculumConfig
-from strop.data.curriculum.task_chooser import TaskChooser
 from strop.data.data_state import Resumable
 from strop.data.interleaving import Interleaving
 from strop.data.sources.streamed import count_items, has_item, is_streamed
+from strop.data.task_order import TaskChooser, TaskOrder
 from strop.environments.base import EnvironmentConfigError, PromptedTask
 from strop.environments.handle import EnvironmentHandle
-from strop.safety.exits import contain_exits
-from strop.types import Group, Messages, Rollout, Task
+from strop.types import Group, Messages, Task
 
 log = logging.getLogger(__name__)
 
-CURRICULUM = "curriculum"  # key in the state, and prefix of its metrics
+CHOOSER = "curriculum"  # its key in the state
 
 
 class TaskSource(Protocol):
@@ -59,8 +56,7 @@ class Mixture:
     seed: int = 0
     shuffle: bool = True
     max_epochs: int | None = None  # None: no limit
-    chooser: TaskChooser | None = field(default=None, compare=False)  # of a curriculum
-    scored_by: str | None = None  # the reward used by the curriculum; None: the accuracy
+    chooser: TaskChooser | None = field(default=None, compare=False)
     _reading: Lock = field(
         default_factory=Lock, init=False, repr=False, compare=False
     )  # data sets of users need not be thread-safe
@@ -83,22 +79,22 @@ class Mixture:
     @property
     def epoch_size(self) -> int | None:
         """The number of tasks of an epoch; None if some are streamed."""
-        return self._interleaving.epoch_size
+        return self.interleaving.epoch_size
 
     @property
     def size(self) -> int | None:
         """The number of tasks of all epochs; None without a limit, or if some are streamed."""
-        return self._interleaving.size
+        return self.interleaving.size
 
     def has(self, index: int) -> bool:
         """Return whether there is a task at ``index``."""
         if self.max_epochs is None or self.size is not None:
             return self.size is None or index < self.size
-        component_index, task_index = self._interleaving.locate(index)
+        component_index, task_index = self.interleaving.locate(index)
         return has_item(self.components[component_index].tasks, task_index, self.max_epochs)
 
     def at(self, index: int) -> tuple[str, EnvironmentHandle[Any], Task]:
-        component_index, task_index = (self.chooser or self._interleaving).locate(index)
+        component_index, task_index = (self.chooser or self.interleaving).locate(index)
         component = self.components[component_index]
         with self._reading:
             return component.name, component.environment, component.tasks[task_index]
@@ -106,12 +102,12 @@ class Mixture:
     def peek_messages(self, index: int) -> Messages | None:
         """Return the prompt of a task that the run has not reached yet, from any thread.
 
-        None if that would change a state or might give another prompt (with a curriculum or an environment's own code), or if
+        None if that would change a state or might give another prompt (with a chooser or an environment's own code), or if
         there is no such task.
         """
         if self.chooser is not None or not self.has(index):
             return None
-        component_index, task_index = self._interleaving.locate(index)
+        component_index, task_index = self.interleaving.locate(index)
         component = self.components[component_index]
         if not component.environment.traits.prompts_are_of_rows:
             return None
@@ -122,7 +118,7 @@ class Mixture:
 
     def name_set(self, index: int) -> str:
         """Return the name of the data set that the task at ``index`` comes from."""
-        return self.components[self._interleaving.locate(index)[0]].set_name
+        return self.components[self.interleaving.locate(index)[0]].set_name
 
     @property
     def resumable(self) -> bool:
@@ -130,50 +126,29 @@ class Mixture:
         return self.chooser is not None or any(hasattr(component.tasks, "load_state") for component in self.components)
 
     def state(self) -> Mapping[str, Any]:
-        """Return the states of the components that have one, by their number, and that of the curriculum."""
-        curriculum = {} if self.chooser is None else {CURRICULUM: self.chooser.state()}
-        return {**{str(number): tasks.state() for number, tasks in self._resumable_tasks()}, **curriculum}
+        """Return the states of the components that have one, by their number, and that of the chooser."""
+        chooser = {} if self.chooser is None else {CHOOSER: self.chooser.state()}
+        return {**{str(number): tasks.state() for number, tasks in self._resumable_tasks()}, **chooser}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for number, tasks in self._resumable_tasks():
             if str(number) in state:
                 tasks.load_state(state[str(number)])
-        if self.chooser is not None and CURRICULUM in state:
-            self.chooser.load_state(state[CURRICULUM])
+        if self.chooser is not None and CHOOSER in state:
+            self.chooser.load_state(state[CHOOSER])
         elif self.chooser is not None:
             log.warning("the checkpoint has no state of a curriculum: it starts without results")
 
-    def with_curriculum(self, config: CurriculumConfig, *, slots: int, groups_per_step: int) -> Mixture:
-        """Return the mixture with a curriculum for each component. ``slots`` are those of the stream. Raises DataError."""
-        curricula = [make_curriculum(config, each.tasks, each.name, self.seed) for each in self.components]
-        chooser = TaskChooser(
-            config.name, curricula, self._interleaving, seed=self.seed, slots=slots, groups_per_step=groups_per_step
-        )
-        return replace(self, chooser=chooser, scored_by=config.reward)
+    def with_order(
+        self, order: TaskOrder, rewards: Mapping[str, Collection[str]], *, slots: int, groups_per_step: int
+    ) -> Mixture:
+        """Return the mixture in another order (``TaskOrder.make_chooser``). Raises EnvironmentConfigError, DataError."""
+        return replace(self, chooser=order.make_chooser(self, rewards, slots=slots, groups_per_step=groups_per_step))
 
     def observe(self, group: Group) -> None:
-        """Report a group's outcome to the curriculum, and add its metrics of the choice to the rollouts' metrics."""
-        placed = None if self.chooser is None else self.chooser.find(group.index)
-        if self.chooser is None or placed is None:
-            return
-        environment = self.components[placed.entry].environment
-        counting = [rollout for rollout in group.rollouts if rollout.counts]
-        for rollout in group.rollouts:
-            rollout.metrics.update({f"{CURRICULUM}/{name}": value for name, value in placed.metrics.items()})
-        self.chooser.record(group.index, self._score(environment, counting))
-
-    def _score(self, environment: EnvironmentHandle[Any], rollouts: Sequence[Rollout]) -> list[float]:
-        """Return the score of each rollout; empty if the environment cannot score them."""
-        try:
-            with contain_exits():
-                if self.scored_by is None:
-                    return [0.0 if rollout.error else float(environment.accuracy(rollout)) for rollout in rollouts]
-        except Exception as error:  # a user's environment may override it
-            log.warning("the curriculum has no result of a group: %s.accuracy raised %r", environment.traits.title, error)
-            return []
-        return [
-            rollout.rewards.get(self.scored_by, 0.0) for rollout in rollouts if rollout.error or self.scored_by in rollout.rewards
-        ]
+        """Report a group's outcome to the chooser of tasks."""
+        if self.chooser is not None:
+            self.chooser.observe(group)
 
     def _resumable_tasks(self) -> Iterator[tuple[int, Resumable]]:
         for number, component in enumerate(self.components):
@@ -181,7 +156,8 @@ class Mixture:
                 yield number, cast(Resumable, component.tasks)
 
     @cached_property
-    def _interleaving(self) -> Interleaving:
+    def interleaving(self) -> Interleaving:
+        """The usual order."""
         return Interleaving(
             sizes=tuple(count_items(component.tasks) for component in self.components),
             weights=tuple(component.weight for component in self.components),

@@ -14,7 +14,6 @@ from strop.environments.verifiers.base import build_from_options
 from strop.user_code import suggest_names
 
 ENVIRONMENTS = {
-    "agent": "strop.environments.agents.external_agent:ExternalAgent",
     "arithmetic": "strop.environments.arithmetic:Arithmetic",
     "math": "strop.environments.math:MathEnvironment",
     "math_multi_reward": "strop.environments.math:MathMultiReward",

@@ -1,6 +1,4 @@
-"""LoRA (arXiv 2106.09685): add trainable low-rank adapters to a frozen model, and merge saved adapters into an ordinary model.
-
-    python -m strop.models.lora merge checkpoints/step_100/policy/weights exported  # as `strop export --merge` does
+"""LoRA (arXiv 2106.09685): add trainable low-rank adapters to a frozen model.
 
 The layers are PEFT's, so that other programs can load what is saved. The PyTorch engine replaces their forward pass
 (``strop.generation.torch.fast_linears``), and the reference policy is the same model with its adapters disabled.
@@ -8,7 +6,6 @@ The layers are PEFT's, so that other programs can load what is saved. The PyTorc
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import warnings
@@ -17,16 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from strop.models.adapters import ADAPTER, CLASSIFIER_TASK, AdapterTargets, adapter_folder, lora_layers
-from strop.models.export import load_merged_model, new_folder, save_model
-from strop.models.loading import load_tokenizer
+from strop.models.adapters import ADAPTER, CLASSIFIER_TASK, AdapterTargets, lora_layers
 from strop.models.lora_config import LoraConfig
 from strop.models.value_network import get_score_layer
 from strop.packages import install_command
@@ -240,37 +234,3 @@ def count_parameters(model: nn.Module) -> ParameterCount:
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     trained = sum(size for size, trainable in sizes if trainable)
     return ParameterCount(trained, sum(size for size, _ in sizes), len(lora_layers(model)))
-
-
-def export_merged_model(adapters: Path, target: Path) -> Any:
-    """Merge a folder of adapters into their base, write an ordinary float32 Hugging Face folder with its tokenizer, and return the model.
-
-    The base is loaded by the name in ``adapter_config.json``. Rounded to bfloat16, a merged model loses changes below half a unit of
-    precision of a weight: if most changes are that small, serve base and adapters. Raises ValueError without adapters.
-    """
-    if adapter_folder(str(adapters)) is None:
-        raise ValueError(f"{adapters} holds no adapters (no adapter_config.json): there is nothing to merge")
-    with new_folder(target) as draft:
-        model = load_merged_model(adapters)
-        save_model(model, draft)
-        if (adapters / "tokenizer_config.json").exists():
-            load_tokenizer(str(adapters)).save_pretrained(draft)
-    return model
-
-
-def main(arguments: Sequence[str] | None = None) -> str:
-    parser = argparse.ArgumentParser(prog="python -m strop.models.lora")
-    commands = parser.add_subparsers(required=True)
-    merge = commands.add_parser("merge", help="write base and adapters as one ordinary Hugging Face folder")
-    merge.add_argument("adapters", type=Path, help="a folder with adapters, such as step_100/policy/weights of a checkpoint")
-    merge.add_argument("target", type=Path, help="the folder to write")
-    options = parser.parse_args(arguments)
-    try:
-        export_merged_model(options.adapters, options.target)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
-    return f"{options.target} holds the merged model"
-
-
-if __name__ == "__main__":
-    print(main())

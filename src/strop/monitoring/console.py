@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TextIO
 
+from strop import plugins
 from strop.monitoring.console_columns import (
     COLUMNS,
     COLUMNS_BY_SECTION,
@@ -31,6 +32,7 @@ from strop.safety.printable import make_printable
 logger = logging.getLogger(__name__)
 
 ConsoleKind = Literal["auto", "live", "plain", "none"]
+LIVE = "live_console"  # in ``strop.functions``
 
 # Seconds without output after which a plain console prints the current activity: during start and validation, and later.
 SHORT_HEARTBEAT, HEARTBEAT = 10.0, 60.0
@@ -40,18 +42,18 @@ SMALLEST_SHARE = 0.05  # share of a step's time from which a phase is listed
 def open_console(kind: ConsoleKind = "auto", *, max_steps: int | None = None, title: str = "", section: str = "") -> Tracker:
     """Create a console, with the columns of the runs of ``section``.
 
-    ``auto`` is live on a UTF-8 terminal that supports cursor movement, and plain otherwise.
+    ``auto`` is live on a UTF-8 terminal that supports cursor movement, and plain otherwise. Raises UserCodeError if no extension
+    draws the live one.
     """
     columns = COLUMNS_BY_SECTION.get(section, COLUMNS)
     if kind == "none":
         return NullTracker()
-    if kind == "plain" or (kind == "auto" and not _supports_live(sys.stdout)):
+    if kind == "plain" or (kind == "auto" and not (_supports_live(sys.stdout) and plugins.find_path("functions", LIVE))):
         return PlainConsole(max_steps, columns=columns)
     if kind not in ("auto", "live"):
         raise ValueError(f"there is no console {kind!r}; set one of auto, live, plain, none")
-    from strop.monitoring.live_console import LiveConsole
-
-    return LiveConsole(max_steps, title=title, columns=columns)
+    console: Tracker = plugins.load("functions", LIVE)(max_steps, title=title, columns=columns)
+    return console
 
 
 def _supports_live(out: TextIO) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from strop.base_config import BaseConfig, PathText, fields_of, subsection
+from strop.base_config import BaseConfig, PathText, fields_of
 from strop.problems import Problem
 from strop.user_code import UserCodeError, import_attribute
 
@@ -26,19 +26,6 @@ class TrackerConfig(TrackerSection):
     """The section of a tracker that is switched on by its key ``enabled``."""
 
     enabled: bool = Field(False, description="Log to it.")
-
-
-class GpuMonitoringConfig(BaseConfig):
-    """How often GPUs and machines are sampled."""
-
-    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
-
-    collection_interval: float = Field(10, gt=0, description="Seconds between two samples of each machine (s).")
-    flush_interval: float = Field(
-        10,
-        gt=0,
-        description="Seconds between two reports of a machine to the driver (s). A step logs the means since the last one.",
-    )
 
 
 class LoggerConfig(BaseConfig):
@@ -69,14 +56,6 @@ class LoggerConfig(BaseConfig):
         description="Store the experts of each token with the rollouts, with policy.router_replay, so that `strop replay` can train a "
         "step again: a byte per token, layer and chosen expert, or two with more than 128 experts.",
     )
-    monitor_gpus: bool = Field(
-        True, description="Log the utilisation of each machine's GPUs, processors, memory, disk and network, as system/...."
-    )
-    peak_tflops: float | None = Field(
-        None,
-        gt=0,
-        description="Peak arithmetic of one training device, for perf/mfu (10^12 FLOPs per second). null: from a table of GPUs.",
-    )
     tracked_samples: int = Field(
         8,
         ge=0,
@@ -87,7 +66,6 @@ class LoggerConfig(BaseConfig):
         "none", description="Checkpoints in Weights & Biases and MLflow: none, only their location, or their files."
     )
     close_timeout: float = Field(60, gt=0, description="How long the end of a run waits for each service (s).")
-    gpu_monitoring: GpuMonitoringConfig = subsection(GpuMonitoringConfig)
 
     @property
     def services(self) -> tuple[str, ...]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,13 +17,11 @@ from strop.environments.forks import run_in_one_process
 from strop.environments.handle import EnvironmentHandle
 from strop.environments.policy_client import NoPolicyError, serve_policy
 from strop.environments.rewards import RewardResult
-from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.base import Generator, InvalidRequest, PastGenerator, PastSelf, PastSelves
 from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate
 from strop.models.vision.image_files import EncodedPrompt
 from strop.monitoring.waits import waiting
-from strop.rollouts.agent_episode import run_agent
 from strop.rollouts.in_flight import EpisodeGate, gather_until_lost, sample_until_counted
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
@@ -50,7 +49,22 @@ class EpisodeRules:
     failed_reward: float | None = 0.0  # of a rollout that the policy made fail; None: the environment scores what there is
     retries: int = 0  # of a rollout that failed by no fault of the policy
     tool_call_format: str | None = None  # None: the format of the chat template
-    gateway: GatewayConfig | None = None  # for agents
+
+
+class EpisodeRunner(Protocol):
+    """Runs the episodes of environments that name it (``Environment.episode_runner``), such as those that an agent drives."""
+
+    async def __call__(
+        self,
+        environment: EnvironmentHandle[Any],
+        rollout: Rollout,
+        generator: Generator,
+        template: ChatTemplate,
+        sampling: Sampling,
+        rules: EpisodeRules,
+    ) -> tuple[Rollout, Exception | None]:
+        """Return the rollout with what the policy wrote, before its rewards, and how the episode failed, if it did."""
+        ...
 
 
 class PromptTooLong(ValueError):
@@ -236,19 +250,10 @@ async def _run_episode(
             async with _WatchedSession(environment, rollout):
                 try:
                     tools = None
-                    if environment.traits.is_agent:
+                    if runner := environment.traits.episode_runner:
+                        run: EpisodeRunner = pkgutil.resolve_name(runner)
                         with _wait_for_environment(environment, rollout, "its agent"):
-                            rollout, error = await run_agent(
-                                environment,
-                                rollout,
-                                generator,
-                                template,
-                                sampling,
-                                config=rules.gateway,
-                                tool_call_format=rules.tool_call_format,
-                                max_turns=rules.max_turns,
-                                max_length=rules.max_length,
-                            )
+                            rollout, error = await run(environment, rollout, generator, template, sampling, rules)
                         if error is not None:
                             raise error
                     else:

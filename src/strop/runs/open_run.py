@@ -55,7 +55,7 @@ async def open_run(
                 evaluator=supply.evaluator,
                 early_stop=make_early_stop(config),
                 checkpoints=restored.checkpoints,
-                listeners=await make_listeners(setup, options, attached, tracker),
+                listeners=make_listeners(setup, attached),
             )
             resume_run(run, restored.state)
             async with finish_at_end(run):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
 from strop.algorithms.base import Algorithm
 from strop.checkpointing.base import Restorable, RunState
-from strop.checkpointing.saved_model import SavedModel
 from strop.config import RecordedRunConfig, TrainingRunConfig
 from strop.config.schema.recorded_config import MOST_EXAMPLES, RmConfig, SftConfig
 from strop.data.data_config import DataEntryConfig
@@ -23,20 +21,15 @@ from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, Part
 from strop.data.sources.streamed import count_items, has_item, is_streamed
 from strop.learner.client import LearnerClient
-from strop.learner.parallel.single_device import load_weights
-from strop.monitoring.console import open_console
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import make_failed_group
-from strop.rollouts.groups_ahead import GroupsAhead
+from strop.rollouts.prepared_ahead import GroupsAhead
 from strop.rollouts.recorded import PlannedGroup, make_group, plan_demonstration, plan_preference, plan_unpaired_preference
 from strop.rollouts.recorded_tokens import ExampleTooLong, RecordedRules
 from strop.rollouts.stream import RolloutStream, StreamState
 from strop.rollouts.tokenizing_pool import TokenizingPool, choose_num_workers
-from strop.runs.backend import Backend, LocalBackend
-from strop.runs.jobs.evaluation_report import EvaluationReport
-from strop.runs.models import TokenizerBundle, load_training_policy
-from strop.runs.run_algorithm import make_recorded_algorithm
-from strop.runs.scorers import make_columns
+from strop.runs.backend import Backend
+from strop.runs.models import TokenizerBundle
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
@@ -341,32 +334,4 @@ def make_recorded_options(config: RecordedRunConfig, examples: int | None, *, sh
         save_period=config.checkpointing.save_period,
         share_prefixes=share_prefixes,
         tasks_per_epoch=examples,
-    )
-
-
-async def evaluate_loss(config: RecordedRunConfig, model: SavedModel, note: Callable[[str], object]) -> EvaluationReport:
-    """Compute the same as the run's validation, with the weights of a checkpoint. Raises ValueError without usable data."""
-    algorithm = make_recorded_algorithm(config)
-    config = replace(config, policy=replace(config.policy, ema=replace(config.policy.ema, enabled=False)))
-    parts = read_validation_examples(config, algorithm)
-    backend = LocalBackend(config, load_training_policy(config))
-    tracker = open_console("none")
-    groups = make_validation_groups(config, parts, algorithm, backend.bundle, tracker)
-    learners = await backend.build_learners(algorithm, Sampling(), None)
-    backend.learners["policy"].masters.release()
-    columns = await make_columns(config, backend, algorithm, learners, tracker)  # of the model before training
-    load_weights(backend.policy.network.model, Path(model.weights))
-    validator = LossValidator(
-        groups=groups,
-        algorithm=algorithm,
-        learner=learners["policy"],
-        columns=columns,
-        share_prefixes=config.policy.sequence_packing.prefix_sharing and backend.packed,
-    )
-    metrics = await validator.evaluate(0)
-    return EvaluationReport(
-        metrics={name.removeprefix("validation/"): value for name, value in metrics.items()},
-        examples=len(validator.usable_groups),
-        model=model.weights,
-        step=model.step,
     )

@@ -15,6 +15,7 @@ from strop.checkpointing.saved_model import SavedModel
 from strop.config import RolloutRunConfig
 from strop.config.cluster_checks import count_devices
 from strop.data.data_state import DataState
+from strop.data.task_order import find_task_orders
 from strop.distributed.base import Cluster
 from strop.environments.handle import EnvironmentHandle
 from strop.environments.mixture import Mixture
@@ -28,15 +29,14 @@ from strop.problems import raise_problems
 from strop.rollouts.episode import EpisodeRules, make_failed_group, run_group
 from strop.rollouts.in_flight import EpisodeGate, is_beyond_training
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
-from strop.rollouts.prompts_ahead import PromptsAhead
+from strop.rollouts.prepared_ahead import PromptsAhead
 from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
 from strop.rollouts.tool_turns import describe_tool_calls
 from strop.runs.backend import Backend, LocalBackend
 from strop.runs.cluster.ray_backend import make_remote_environments
 from strop.runs.dry_run.examined_models import find_conversation_problems
 from strop.runs.engines import GeneratorSpec
-from strop.runs.jobs.evaluation_folder import identify_entries
-from strop.runs.jobs.evaluation_job import make_episode_rules, make_validation_job
+from strop.runs.evaluation_job import identify_entries, make_episode_rules, make_validation_job
 from strop.runs.model_check import note_empty_answers
 from strop.runs.run_algorithm import count_steps_per_batch
 from strop.runs.tasks import count_slots, make_training_tasks, make_validation_tasks
@@ -147,12 +147,10 @@ def read_tasks(config: RolloutRunConfig, algorithm: Algorithm, cluster: Cluster 
 
 
 def describe_order(config: RolloutRunConfig) -> str:
-    """Describe the effect of a curriculum; empty without one."""
-    name, limit = config.data.curriculum.name, config.training.max_num_epochs
-    if not config.data.curriculum.enabled:
-        return ""
+    """Describe the order of the tasks; empty for the shuffled one."""
+    limit = config.training.max_num_epochs
     epochs = "" if limit is None else f", {limit} (max_num_epochs) in all"
-    return f"; the curriculum {name} draws them with replacement, and an epoch is as many draws as there are tasks{epochs}"
+    return "".join(f"; {order.describe()}{epochs}" for order in find_task_orders(config.data))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.data_config import DataEntryConfig
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, Part
+from strop.data.task_order import find_task_orders
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.environment_config import EnvironmentConfig
 from strop.environments.handle import EnvironmentHandle, LocalEnvironment
@@ -22,7 +23,6 @@ from strop.environments.remote import EnvironmentDescription
 from strop.environments.resources import configure_resources, read_sections
 from strop.environments.rewards import RewardMark
 from strop.safety.exits import contain_exits
-from strop.user_code import suggest_names
 
 T = TypeVar("T")
 EnvironmentConfigs = Mapping[str, EnvironmentConfig]
@@ -37,20 +37,10 @@ def make_training_tasks(config: RolloutRunConfig, remote: RemoteEnvironments = M
     mixture = make_mixture(
         data.train, config.env, "train", remote, seed=training.seed, shuffle=data.shuffle, max_epochs=training.max_num_epochs
     )
-    if not data.curriculum.enabled:
-        return mixture
-    _check_scores(config)
-    return mixture.with_curriculum(data.curriculum, slots=count_slots(config), groups_per_step=training.num_prompts_per_step)
-
-
-def _check_scores(config: RolloutRunConfig) -> None:
-    """Raise EnvironmentConfigError if an environment lacks the reward used by the curriculum."""
-    wanted = config.data.curriculum.reward
-    for alias, names in list_reward_marks(config).items():
-        if wanted is not None and wanted not in names:
-            raise EnvironmentConfigError(
-                f"data.curriculum.reward is {wanted!r}, and env.{alias} has no such reward{suggest_names(wanted, names)}"
-            )
+    for order in find_task_orders(data):
+        slots = count_slots(config)
+        mixture = mixture.with_order(order, list_reward_marks(config), slots=slots, groups_per_step=training.num_prompts_per_step)
+    return mixture
 
 
 def count_slots(config: RolloutRunConfig) -> int:

@@ -37,7 +37,7 @@ def shorten(text: str, limit: int, around: str = " ") -> str:
     if len(text) <= limit:
         return text
     half = limit // 2
-    return f"{text[:half]}{around}[... {len(text) - 2 * half:,} characters ...]{around}{text[-half:]}"
+    return f"{text[:half]}{around}[... {len(text) - 2 * half:,} characters ...]{around}{text[len(text) - half :]}"
 
 
 REDACTED = "<redacted>"

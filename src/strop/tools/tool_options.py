@@ -16,18 +16,6 @@ from strop.tools.function_tool import make_tool
 from strop.tools.toolbox import Toolbox, ToolLimits, open_toolbox
 from strop.user_code import UserCodeError, explain_invalid, import_attribute, suggest_names
 
-TOOLS = {
-    "calculator": "strop.tools.calculator_tool:CALCULATOR",
-    "files": "strop.tools.files_tool:FilesTool",
-    "mcp": "strop.tools.mcp_tools:McpServer",
-    "search": "strop.tools.search_tool:SearchTool",
-}
-
-
-def list_tools() -> list[str]:
-    """Return the names of all tools, including those of extensions."""
-    return sorted({*TOOLS, *plugins.declared("tools")})
-
 
 @dataclass(frozen=True)
 class SingleTool:
@@ -66,9 +54,11 @@ def _make_set(item: Any) -> tuple[str, ToolSet]:
 
 
 def _make_named(name: str, options: Mapping[str, Any]) -> tuple[str, ToolSet]:
-    path = TOOLS.get(name) or plugins.find_path("tools", name) or name
+    path = plugins.find_path("tools", name) or name
     if ":" not in path:
-        raise ToolConfigError(f"there is no tool {name!r}{suggest_names(name, list_tools())}; name your own as file.py:function")
+        raise ToolConfigError(
+            f"there is no tool {name!r}{suggest_names(name, plugins.declared('tools'))}; name your own as file.py:function"
+        )
     try:
         found = import_attribute(path)
     except UserCodeError as error:

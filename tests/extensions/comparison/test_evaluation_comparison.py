@@ -8,7 +8,7 @@ import pytest
 
 import strop
 from strop.extensions.comparison.evaluation_comparison import compare_evaluations
-from strop.statistics import NotComparable
+from strop.extensions.evaluation.statistics import NotComparable
 
 
 def make_task(accuracies: list[float], **changes: Any) -> dict[str, Any]:

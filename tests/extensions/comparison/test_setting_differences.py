@@ -13,8 +13,7 @@ from strop import cli
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import GrpoRunConfig, load_config
 from strop.extensions.comparison.matched_tasks import list_setting_differences
-from strop.runs.jobs.evaluation_folder import identify_entries
-from strop.runs.jobs.evaluation_job import make_validation_job
+from strop.runs.evaluation_job import identify_entries, make_validation_job
 from support.saved_runs import save_run
 
 IDENTITY: dict[str, Any] = {

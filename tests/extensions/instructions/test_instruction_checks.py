@@ -6,17 +6,31 @@ import asyncio
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.data.sources.records import DataError
-from strop.environments.base import EnvironmentConfigError
+from strop.data.sources.source import DataSource
+from strop.environments.base import Environment, EnvironmentConfigError
+from strop.environments.compute_rewards import compute_rewards
+from strop.environments.function_environment import FunctionEnvironment
+from strop.environments.rewards import RewardResult
 from strop.extensions.instructions import instruction_following
 from strop.extensions.instructions.instruction_checks import IFEVAL_CHECKS, PACKAGES, find_fault, score_instruction
-from strop.extensions.instructions.instruction_following import Instruction, check_instructions, read_instructions, read_response
+from strop.extensions.instructions.instruction_following import (
+    Instruction,
+    InstructionFollowing,
+    check_instructions,
+    read_instructions,
+    read_response,
+)
 from strop.extensions.instructions.rlvr_checks import RLVR_CHECKS, count_sentences, has_sentence_model
+from strop.types import Rollout, Turn, assistant
+from support.scripted_evaluation import evaluate_script
 
 VERDICTS = [json.loads(line) for line in (Path(__file__).parents[2] / "fixtures/ifeval_verdicts.jsonl").read_text().splitlines()]
 
@@ -135,3 +149,91 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     with pytest.raises(EnvironmentConfigError, match=r"needs the package langdetect: pip install -e '\.\[ifeval\]'"):
         read_instructions(row, "row 7")
     instruction_following._check_packages.cache_clear()
+
+
+# --- The environment ``ifeval`` and the verifier of the same name, on rows of one's own ---------------------------------------
+
+
+ROWS = [
+    {
+        "prompt": "Name two fruits.",
+        "instruction_id_list": ["punctuation:no_comma", "detectable_format:title", "startend:quotation"],
+        "kwargs": [{}, {"num_words": None}, None],
+    },
+    {"prompt": "Say hi.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": ['{"num_words": null}']},
+]
+THIRD = "<<Fruits>> apples, pears"
+LOOSE = 'Here you are:\n"<<Fruits>> apples and pears"'
+
+
+def score(environment: Environment[Any], reply: str, row: int = 0) -> tuple[RewardResult, Rollout]:
+    task = environment.tasks(DataSource(rows=ROWS, input_key="prompt"))[row]
+    turn = Turn(author="policy", tokens=torch.tensor([1]), text=reply, logprobs=torch.zeros(1), versions=torch.zeros(1).int())
+    rollout = Rollout(task=task, sample=0, seed=0, messages=task.messages, prompt=torch.tensor([1]))
+    rollout = rollout.with_turn(turn, assistant(reply))
+    return asyncio.run(compute_rewards(environment, task, rollout)), rollout
+
+
+def test_rewards_are_strict_and_loose_of_a_prompt_and_its_instructions() -> None:
+    result, rollout = score(InstructionFollowing(), THIRD)
+    strict, loose = result.rewards["instruction_strict"], result.rewards["instruction_loose"]
+    assert (result.reward, result.rewards["prompt_loose"], result.rewards["unverified"]) == (0.0, 0.0, 0.0)
+    assert strict == loose == pytest.approx(1 / 3)
+    assert rollout.metrics["instruction_level_strict"] == pytest.approx(1 / 3 * 3 / 2)  # of the mean of 2 instructions
+    result, _ = score(InstructionFollowing(reward_weights={"prompt_strict": 0.0, "instruction_strict": 1.0}), LOOSE)
+    assert (result.reward, result.rewards["prompt_loose"]) == (pytest.approx(2 / 3), 1.0)
+    assert score(InstructionFollowing(), "hi", row=1)[0].reward == 1.0
+
+
+def test_the_verifier_gives_all_or_the_share_strictly_or_loosely() -> None:
+    rewards = {
+        "all": {"verifier": "ifeval"},
+        "share": {"verifier": "ifeval", "credit": "fraction"},
+        "loose": {"verifier": "ifeval", "loose": True},
+    }
+    result, _ = score(FunctionEnvironment(rewards=rewards), LOOSE)
+    assert dict(result.rewards) == {"all": 0.0, "share": pytest.approx(2 / 3), "loose": 1.0}
+    assert result.metrics["all/unverified"] == 0.0
+    with pytest.raises(EnvironmentConfigError, match="instruction_id_list and kwargs"):
+        FunctionEnvironment(rewards=rewards).tasks(DataSource(rows=[{"prompt": "Hi.", "answer": "x"}], input_key="prompt"))
+
+
+def test_a_row_that_cannot_be_checked_is_an_error_when_the_run_starts() -> None:
+    bad = {**ROWS[1], "instruction_id_list": ["punctuation:no_coma"]}
+    with pytest.raises(DataError, match="there is no instruction 'punctuation:no_coma'; did you mean 'punctuation:no_comma'"):
+        InstructionFollowing().tasks(DataSource(rows=[*ROWS, bad], input_key="prompt"))
+    with pytest.raises(EnvironmentConfigError, match="both must be positive"):
+        InstructionFollowing(num_workers=0)
+
+
+# --- IFEval and RLVR-IFeval by name, from local copies of the real schema to the number ---------------------------------------
+
+
+ANSWERS = {"Name a colour": "A deep red", "Name an animal": '```json\n{"animal": "cat"}\n```', "Greet me": "hello there."}
+
+
+def follow(prompt: str) -> str:
+    return f"<think>Well, which one, then?</think>\n\n{next(text for words, text in ANSWERS.items() if words in prompt)}"
+
+
+def ignore(prompt: str) -> str:
+    return "Red, I WOULD say"
+
+
+@pytest.mark.parametrize("name", ["ifeval", "RLVR-IFeval"])
+def test_replies_that_follow_have_accuracy_1_and_others_0(name, local_hub, tiny_model_folder, monkeypatch, capsys) -> None:
+    for answer, accuracy in ((follow, 1.0), (ignore, 0.0)):
+        report = evaluate_script(monkeypatch, capsys, tiny_model_folder, name, answer)
+        assert report["metrics"]["accuracy"] == accuracy and report["metrics"]["errors"] == 0
+
+
+def test_the_four_accuracies_of_ifeval_are_those_that_are_reported(local_hub, tiny_model_folder, monkeypatch, capsys) -> None:
+    def reply(prompt: str) -> str:  # follows one of two instructions, and the third without its first line
+        return "Red, I say" if "colour" in prompt else 'Here it is:\n{"animal": "cat"}'
+
+    metrics = evaluate_script(monkeypatch, capsys, tiny_model_folder, "ifeval", reply)["metrics"]
+    prefix = "environments/ifeval/"
+    found = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+    assert (metrics["accuracy"], found["prompt_level_strict"], found["prompt_level_loose"]) == (0.0, 0.0, 0.5)
+    assert found["instruction_level_strict"] == pytest.approx(1 / 3)
+    assert found["instruction_level_loose"] == pytest.approx(2 / 3)

@@ -37,13 +37,7 @@ def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 
 
 def test_a_plan_has_the_memory_of_each_phase_of_a_layout_that_nobody_has(capsys, model_config):
-    arguments = (
-        str(CONFIGS / "grpo_math_8B.yaml"),
-        "--hardware",
-        "h100",
-        "--model-config",
-        str(model_config),
-    )
+    arguments = (str(CONFIGS / "grpo_math_8B.yaml"), "--hardware", "h100", "--model-config", str(model_config))
     small, large = (plan_json(capsys, *arguments, "--devices", count) for count in ("8", "1024"))
 
     assert {phase["phase"] for phase in small["memory"]} == {"generation", "logprobs", "training", "weight sync"}

@@ -20,16 +20,7 @@ from strop.monitoring.rollout_store.rollout_record import make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore, StoreFormat
 from strop.sampling import Sampling
 from strop.types import Batch, Group, Rollout, observation_turn
-from support.columns import (
-    PREDICTED,
-    READ,
-    ROLLOUT,
-    STRANGERS,
-    check_part,
-    check_strangers,
-    report,
-    with_strangers,
-)
+from support.columns import PREDICTED, READ, ROLLOUT, STRANGERS, check_part, check_strangers, report, with_strangers
 from support.rollouts import make_agent_groups, make_group, make_rollout
 
 

@@ -40,10 +40,7 @@ def test_a_step_begins_with_the_checkpoint_of_the_step_before(tmp_path: Path) ->
     logs = write_run(tmp_path, checkpoints=(2, 5))
     assert plan_replay(logs, 1).source == "the initial model"
     assert plan_replay(logs, 3).source == "step_2"
-    with pytest.raises(
-        ReplayError,
-        match=r"weights of step 7, and there is no checkpoint of them.*exactly: 1, 3, 6$",
-    ):
+    with pytest.raises(ReplayError, match=r"weights of step 7, and there is no checkpoint of them.*exactly: 1, 3, 6$"):
         plan_replay(logs, 8)
 
 

@@ -245,10 +245,9 @@ def test_calls_that_arrive_in_another_order_run_in_their_own(training: Any, serv
     assert losses == sorted(losses, reverse=True) and len(set(losses)) == 5
 
 
-def test_the_example_of_the_page_runs_unchanged(served: ServedTinker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[3] / "docs/tinker.md").read_text(encoding="utf-8")
-    (tmp_path / "digits.py").write_text(page.partition("```python\n")[2].partition("```")[0])
-    import_attribute(f"{tmp_path}/digits.py:main")(served.address, KEY, NAME)
+def test_the_example_learns(served: ServedTinker, capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[3] / "examples" / "tinker_digits.py"
+    import_attribute(f"{example}:main")(served.address, KEY, NAME)
     rewards = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
     served.server._clients.clear()
     assert len(rewards) == 10 and sum(rewards[-3:]) > sum(rewards[:3]), rewards

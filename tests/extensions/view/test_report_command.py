@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+import strop
 from strop import cli
 from strop.cli.output import find_log_folder
 from strop.extensions.view import saved_view
 from strop.monitoring.run_starts import describe_hardware, find_versions, read_run_starts
 from support.html_pages import check_page
 from support.reported_runs import HOSTILE, STEPS, write_run
-from support.viewed_runs import write_runs
+from support.viewed_runs import write_runs, write_tokenizer
 
 
 def make_page(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> str:
@@ -59,7 +60,7 @@ def test_a_report_holds_what_the_page_asks_a_server(tmp_path: Path, capsys: pyte
 def test_images_are_in_the_file_as_far_as_there_is_room(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_runs(tmp_path)
+    write_runs(tmp_path, write_tokenizer(tmp_path))
     images = saved_in(make_page(capsys, tmp_path / "quickstart"))["images"]
     assert images and all(each.startswith("data:image/png;base64,iVBOR") for each in images.values())
     monkeypatch.setattr(saved_view, "LARGEST_IMAGES", 100)
@@ -75,7 +76,7 @@ def test_a_long_curve_keeps_the_range_of_what_is_left_out(tmp_path: Path, capsys
 
 
 def test_what_cannot_be_read_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_run(tmp_path / "mine")
+    run = write_run(tmp_path / "mine", model=str(write_tokenizer(tmp_path)))
     (run / "validation" / "step_000000.json").write_bytes(b"{")
     (run / "rollouts" / f"step_{STEPS:06d}.parquet").write_bytes(b"")
     for name in ("starts.jsonl", "config_history.jsonl"):
@@ -160,3 +161,34 @@ assert not {{'torch', 'aiohttp'}} & set(sys.modules)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert target.is_file() and not (run / "report.html").exists()
+
+
+# --- ``Run.report``, from a program and from a notebook -----------------------------------------------------------------------
+
+
+def test_a_report_is_written_from_python(tmp_path: Path) -> None:
+    run = strop.Run(write_run(tmp_path / "mine"))
+    assert run.report(tmp_path / "for_you.html").read_text().startswith("<!DOCTYPE html>")
+    assert run.report() == run.folder / "report.html"
+
+
+@pytest.mark.exhaustive
+def test_a_real_notebook_shows_a_run_its_tables_and_its_figures(tmp_path: Path) -> None:
+    """Executed by Jupyter's own client, in a kernel of its own."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    write_run(tmp_path / "mine")
+    cells = [
+        "import strop\nrun = strop.Run('mine')\nrun", "run.metrics.tail(3)", "run.plot()", "run.timing.mean()", "run.validations",
+        "run.samples.head(2)", "run.rollouts[['step', 'reward']]", "print(run.report('out.html'))",
+    ]  # fmt: skip
+    notebook: Any = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(notebook, timeout=280, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [cell.outputs[-1] for cell in notebook.cells]
+    data = [output.get("data", {}) for output in outputs]
+    assert "tiny" in data[0]["text/html"]
+    assert "<table" in data[1]["text/html"] and "train/reward" in data[1]["text/html"]
+    assert data[2]["image/png"] and outputs[2]["output_type"] == "execute_result"
+    assert "generation" in data[3]["text/plain"] and all("<table" in each["text/html"] for each in data[4:7])
+    assert outputs[7]["text"] == "out.html\n" and (tmp_path / "out.html").is_file()

@@ -319,11 +319,7 @@ def test_files_of_earlier_versions_are_shown(reader: Reader, folder: Path) -> No
 def test_configurations_are_compared_by_key(reader: Reader, folder: Path) -> None:
     other = write_stored_run(folder.parent / "b", 1)
     history = {"from_step": 1, "time": "", "config": {**CONFIG, "grpo": {"seed": 8, "max_num_steps": 5}}}
-    changed = {
-        "from_step": 2,
-        "time": "",
-        "changed": {"policy.precision": ["float32", "bfloat16"], "loss_fn.clip": [None, 0.2]},
-    }
+    changed = {"from_step": 2, "time": "", "changed": {"policy.precision": ["float32", "bfloat16"], "loss_fn.clip": [None, 0.2]}}
     (other / "config_history.jsonl").write_text(json.dumps(history) + "\n" + json.dumps(changed) + "\n")
     assert reader.get("compare/config", a="a", b="b") == [
         {"key": "grpo.seed", "a": 7, "b": 8},

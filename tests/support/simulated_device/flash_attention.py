@@ -12,6 +12,7 @@ from torch import Tensor
 
 from strop.models.attention.merged_attention import merge_rows_by_operators
 from strop.packages import is_here
+from strop.sampling import at_least_float32
 
 _libraries: list[Any] = []  # alive as long as the process
 
@@ -64,53 +65,64 @@ def _sequences(query_ends: Tensor, key_ends: Tensor) -> Iterator[tuple[slice, sl
         yield slice(*queries[number : number + 2]), slice(*keys[number : number + 2])
 
 
-def _scores(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
-    """[T, heads, D] x [S, kv_heads, D] -> [heads, T, S] float32."""
+def _scores(query: Tensor, key: Tensor, scale: float, causal: bool, left: int) -> Tensor:
+    """[T, heads, D] x [S, kv_heads, D] -> [heads, T, S]. ``left``: how many keys before its own place a query sees, -1: all."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    scores = torch.einsum("thd,shd->hts", query.float(), key.float()) * scale
+    scores = torch.einsum("thd,shd->hts", at_least_float32(query), at_least_float32(key)) * scale
     if causal:
-        rows, columns = scores.shape[1:]
-        seen = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+        behind = torch.arange(len(query))[:, None] + len(key) - len(query) - torch.arange(len(key))
+        seen = (behind >= 0) & (behind <= (left if left >= 0 else len(key)))
         scores = scores.masked_fill(~seen, float("-inf"))
     return scores
 
 
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor, key_ends: Tensor, longest_query: int, longest_key: int,
-    dropout: float, causal: bool, debug: bool, *, scale: float | None = None, **options: Any,
-) -> Any:  # fmt: skip
+def _forward(query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor, key_ends: Tensor, *rest: Any, **options: Any) -> Any:
     _check((query, key, value), (query_ends, key_ends))
-    device, scale = query.device, scale or query.shape[2] ** -0.5
-    q, k, v = query.cpu(), key.cpu(), value.cpu()
-    output, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q))
+    found = varlen_forward(query.cpu(), key.cpu(), value.cpu(), query_ends, key_ends, *rest, **options)
+    return tuple(each.to(query.device) for each in found)
+
+
+def varlen_forward(
+    query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor, key_ends: Tensor, longest_query: int, longest_key: int,
+    dropout: float, causal: bool, debug: bool, *, scale: float, window_size_left: int, window_size_right: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The operator, by products on the CPU."""
+    output, lse = torch.empty_like(query), at_least_float32(query.new_empty(query.shape[1], len(query)))
     for rows, columns in _sequences(query_ends, key_ends):
         if rows.stop - rows.start > longest_query or columns.stop - columns.start > longest_key:
             raise RuntimeError("a sequence is longer than max_q or max_k")
-        scores = _scores(q[rows], k[columns], scale, causal)
+        scores = _scores(query[rows], key[columns], scale, causal, window_size_left)
         lse[:, rows] = scores.logsumexp(-1)
-        values = v[columns].float().repeat_interleave(q.shape[1] // k.shape[1], 1)
-        output[rows] = torch.einsum("hts,shd->thd", scores.softmax(-1), values).to(q.dtype)
-    empty = torch.empty(0, device=device)
-    return output.to(device), lse.to(device), torch.zeros(2, dtype=torch.uint64).to(device), empty, empty
+        values = at_least_float32(value[columns]).repeat_interleave(query.shape[1] // key.shape[1], 1)
+        output[rows] = torch.einsum("hts,shd->thd", scores.softmax(-1), values).to(query.dtype)
+    return output, lse, torch.zeros(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
 
 
 def _backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, query_ends: Tensor, key_ends: Tensor,
-    longest_query: int, longest_key: int, dropout: float, causal: bool, seed: Any, unused: Any, *,
-    scale: float | None = None, **options: Any,
-) -> Any:  # fmt: skip
-    _check((query, key, value, output, grad), (query_ends, key_ends))
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, *rest: Any, **options: Any
+) -> Any:
+    _check((query, key, value, output, grad), rest[:2])
     if lse.dtype != torch.float32 or tuple(lse.shape) != (query.shape[1], len(query)):
         raise RuntimeError("softmax_lse must be float32, [heads, tokens]")
-    device, scale, groups = query.device, scale or query.shape[2] ** -0.5, query.shape[1] // key.shape[1]
-    q, k, v, o, g = (each.cpu().float() for each in (query, key, value, output, grad))
-    grads, totals = [torch.zeros_like(each) for each in (q, k, v)], lse.cpu()
+    found = varlen_backward(*(each.cpu() for each in (grad, query, key, value, output, lse)), *rest, **options)
+    return tuple(each.to(query.device) for each in found)
+
+
+def varlen_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, query_ends: Tensor, key_ends: Tensor,
+    longest_query: int, longest_key: int, dropout: float, causal: bool, seed: Any, unused: Any, *,
+    scale: float, window_size_left: int, window_size_right: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradient of the operator, by products on the CPU."""
+    groups = query.shape[1] // key.shape[1]
+    q, k, v, o, g = (at_least_float32(each) for each in (query, key, value, output, grad))
+    grads = [torch.zeros_like(each) for each in (q, k, v)]
     for rows, columns in _sequences(query_ends, key_ends):
-        weights = (_scores(q[rows], k[columns], scale, causal) - totals[:, rows, None]).exp()
+        weights = (_scores(q[rows], k[columns], scale, causal, window_size_left) - lse[:, rows, None]).exp()
         values, keys = (each[columns].repeat_interleave(groups, 1) for each in (v, k))
         arriving = torch.einsum("thd,shd->hts", g[rows], values) - (g[rows] * o[rows]).sum(-1).t()[:, :, None]
         change = weights * arriving * scale
         grads[0][rows] += torch.einsum("hts,shd->thd", change, keys)
         grads[1][columns] += torch.einsum("hts,thd->shd", change, q[rows]).unflatten(1, (-1, groups)).sum(2)
         grads[2][columns] += torch.einsum("hts,thd->shd", weights, g[rows]).unflatten(1, (-1, groups)).sum(2)
-    return tuple(each.to(query.dtype).to(device) for each in grads)
+    return tuple(each.to(query.dtype) for each in grads)

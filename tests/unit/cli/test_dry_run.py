@@ -119,18 +119,12 @@ def test_a_dataset_of_the_hub_that_is_not_cached_is_named_as_not_looked_at(
 
 
 @pytest.mark.parametrize(
-    ("section", "key"),
-    [("grpo", "policy.model_name"), ("ppo", "value.model_name"), ("distillation", "teacher.model_name")],
+    ("section", "key"), [("grpo", "policy.model_name"), ("ppo", "value.model_name"), ("distillation", "teacher.model_name")]
 )
 def test_a_folder_without_a_model_is_named_by_its_own_key(
     section: str, key: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        *ARITHMETIC,
-        f"{section}.val_period=0",
-        "checkpointing.metric_name=null",
-        f"{key}=results/rm/step_9/policy/weights",
-    ]
+    words = [*ARITHMETIC, f"{section}.val_period=0", "checkpointing.metric_name=null", f"{key}=results/rm/step_9/policy/weights"]
     words += ["teacher.model_name=results/rm/step_9/policy/weights"] if section == "distillation" else []
     assert f"{key}: there is no folder results/rm/step_9/policy/weights" in dry_run(capsys, section, *words, code=2)
 

@@ -159,10 +159,7 @@ def test_a_chat_template_that_loses_replies_is_refused_where_there_are_turns(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [(TOOLS, "has tools"), (TALK, "answers the policy (respond)")],
-)
+@pytest.mark.parametrize(("words", "why"), [(TOOLS, "has tools"), (TALK, "answers the policy (respond)")])
 def test_one_turn_of_an_environment_with_several_is_warned_of(
     words: list[str], why: str, speaking: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,8 +134,7 @@ def test_what_changes_nothing_with_vllm_or_not_what_it_seems_to_is_said(override
 
 
 @pytest.mark.parametrize(
-    "override",
-    [f"{C}num_engines=2", f"{C}speculation.method=ngram", f"{G}vllm_kwargs.seed=1", f"{W}proof=always"],
+    "override", [f"{C}num_engines=2", f"{C}speculation.method=ngram", f"{G}vllm_kwargs.seed=1", f"{W}proof=always"]
 )
 def test_options_of_vllm_are_not_read_by_the_torch_engine(override: str) -> None:
     (warning,) = warnings(override)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from strop.base_config import validate_section
-from strop.config.load.evaluated_run import load_evaluated_run
 from strop.config.schema.evaluation_config import assign_graders
 from strop.data import builtin_sets
 from strop.data.builtin_dataset import BuiltinDataset, Grader
@@ -80,15 +79,3 @@ def test_what_is_reported_is_read_in_an_evaluation(local_hub: Path) -> None:
     mixture = make_mixture([entry], env, "validation", seed=0, purpose="evaluation")
     trained = make_mixture([entry], env, "train", seed=0)
     assert mixture.at(0)[2].question != trained.at(0)[2].question
-
-
-def test_other_data_of_a_run_are_asked_as_they_are_reported_unless_the_run_has_a_prompt_file(tmp_path: Path) -> None:
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text("{question}")
-    for given, expected in (("null", "auto"), (str(prompt), str(prompt))):
-        file = tmp_path / "config.yaml"
-        train = f"{{dataset_name: gsm8k, prompt_file: {given}}}"
-        sizes = "grpo: {num_prompts_per_step: 2, num_generations_per_prompt: 2}\npolicy: {model_name: m, train_global_batch_size: 4}\n"
-        file.write_text(f"{sizes}data: {{train: {train}}}\nenv: {{math: {{}}}}\n")
-        (entry,) = load_evaluated_run(file, ["data.dataset_name=math500"]).config.data.validation_entries
-        assert (entry.dataset_name, entry.prompt_file, entry.env_name) == ("math500", expected, "math500")

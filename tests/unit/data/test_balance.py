@@ -85,11 +85,7 @@ def test_the_ranks_that_have_less_to_read_only_keep_step() -> None:
     division = partition_batch(batch, 3, 9, whole_groups=True)
     assert [plan.trained for plan in division.ranks] == [((0, 1),), ((2, 3),), ((),)] or [
         plan.trained for plan in division.ranks
-    ] == [
-        ((2, 3),),
-        ((0, 1),),
-        ((),),
-    ]
+    ] == [((2, 3),), ((0, 1),), ((),)]
     assert division.dummy_sequence == 1, "a rollout that costs least stands in"
 
 

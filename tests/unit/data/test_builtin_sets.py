@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from strop.data.builtin_dataset import BuiltinDataset
-from strop.data.builtin_sets import BUILTIN_DATASETS, IMAGE_SETS, MATH_TRAINING_SETS, PREFERENCE_SETS, RECORDED_SETS
+from strop.data.builtin_sets import BUILTIN_DATASETS, PREFERENCE_SETS
 from strop.data.recorded.examples import conversations, preferences, unpaired_preferences
-from strop.data.sources.files import is_url
 from strop.data.sources.in_memory import ListRecords
 from strop.data.sources.local_copies import find_copy
 from strop.data.sources.records import DataError
@@ -27,18 +25,6 @@ DAPO = "Solve the following math problem step by step. The last line of your res
 
 
 MEDIA = Path(__file__).parents[2] / "fixtures" / "media"
-PAGE = Path(__file__).parents[3] / "docs" / "data.md"
-
-
-def test_every_training_set_is_on_the_page_with_its_place_on_the_hub() -> None:
-    rows = [line.split("|")[1:-1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
-    places = {name: place for names, place, *_ in rows for name in re.findall("`([^`]+)`", names)}
-    for name, entry in {**MATH_TRAINING_SETS, **RECORDED_SETS, **IMAGE_SETS, "gsm8k": BUILTIN_DATASETS["gsm8k"]}.items():
-        words = set(re.findall("`([^`]+)`", places[name]))
-        hub = entry.hub.removeprefix("hf://datasets/").rsplit("/", 1)[0] if is_url(entry.hub) else entry.hub
-        splits = {entry.splits.train, entry.splits.validation, entry.splits.evaluation} - {"train", None}
-        assert {hub, *splits} <= words, f"the row of {name} says {places[name]}"
-        assert entry.subset in (None, "main", "default") or entry.subset in words
 
 
 def splits_of(entry: BuiltinDataset) -> list[str]:
@@ -143,10 +129,7 @@ THOUGHT = assistant("<think>3 * 3 is 9.</think>\\boxed{3}")
         ("Nemotron-Cascade-2-SFT-Math", [(system("You are a helpful assistant."), user(PROBLEM), THOUGHT)]),
         ("Nemotron-Post-Training-Dataset-v1", [(user(PROBLEM), assistant(SOLUTION))] * 4),
         ("Nemotron-Post-Training-Dataset-v2", [(user(PROBLEM), assistant(SOLUTION))] * 4),
-        (
-            "Llama-Nemotron-Post-Training-Dataset",
-            [(system("detailed thinking off"), user(PROBLEM), assistant(SOLUTION))] * 5,
-        ),
+        ("Llama-Nemotron-Post-Training-Dataset", [(system("detailed thinking off"), user(PROBLEM), assistant(SOLUTION))] * 5),
         ("ultrachat_200k", [TURNS]),
         ("Capybara", [TURNS]),
         ("smoltalk", [TURNS]),

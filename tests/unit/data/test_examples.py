@@ -62,13 +62,7 @@ def test_keys_name_other_columns_and_reach_inside(tmp_path):
 def test_tools_and_other_roles_stay_and_sharegpt_names_are_translated(tmp_path):
     said = [("system", "s"), ("human", "a"), ("function_call", "f(1)"), ("observation", "2"), ("gpt", "b")]
     rows = {"conversations": [{"from": name, "value": text} for name, text in said]}
-    assert parse_messages(tmp_path, rows) == (
-        system("s"),
-        user("a"),
-        assistant("f(1)"),
-        Message("tool", "2"),
-        assistant("b"),
-    )
+    assert parse_messages(tmp_path, rows) == (system("s"), user("a"), assistant("f(1)"), Message("tool", "2"), assistant("b"))
 
 
 def test_a_plain_question_is_worded_as_environments_word_it(tmp_path):

@@ -106,10 +106,7 @@ def test_prompts_are_worded_and_get_the_system_prompt(tmp_path):
         ({"prompt": "a", "chosen": "x", "rejected": "y", "margin": "big"}, "the margin is 'big', not a number"),
         ({"prompt": "a", "chosen": "x", "rejected": "y", "margin": float("nan")}, "the margin is nan, not a number"),
         ({"prompt": "a", "chosen": "x"}, r"has the keys \['chosen', 'prompt'\].*Set chosen_key and rejected_key"),
-        (
-            {"context": [ASK], "response1": "x", "response2": "x", "overall_preference": 1},
-            "are equal, so there is no preference",
-        ),
+        ({"context": [ASK], "response1": "x", "response2": "x", "overall_preference": 1}, "are equal, so there is no preference"),
         ({"context": [ASK], "response1": "x", "response2": "y", "overall_preference": "?"}, "not a number from -3 to 3"),
     ],
 )

@@ -14,13 +14,7 @@ from strop.data.splitting import select_rollouts, split_micro_batches, split_min
 from strop.types import Totals
 from support.algorithms import grpo
 from support.packed import described, expected
-from support.rollouts import (
-    GroupShape,
-    batch_shapes,
-    make_groups,
-    pack_for,
-    simple_groups,
-)
+from support.rollouts import GroupShape, batch_shapes, make_groups, pack_for, simple_groups
 
 properties = settings(max_examples=60, deadline=None, derandomize=True)
 

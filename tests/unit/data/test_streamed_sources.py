@@ -200,12 +200,7 @@ def test_an_environment_that_needs_the_number_of_rows_refuses_a_stream(tmp_path:
 
 RECORDED: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
     "conversations": lambda n: {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]},
-    "preferences": lambda n: {
-        "context": f"{n}?",
-        "response1": f"{n}!",
-        "response2": f"{n}.",
-        "overall_preference": n % 5 - 2,
-    },
+    "preferences": lambda n: {"context": f"{n}?", "response1": f"{n}!", "response2": f"{n}.", "overall_preference": n % 5 - 2},
     "judgements": lambda n: {"prompt": f"{n}?", "chosen": f"{n}!", "rejected": f"{n}."},
 }
 

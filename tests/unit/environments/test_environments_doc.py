@@ -54,22 +54,6 @@ def test_the_example_environment_prompts_and_scores(example, wrote):
     assert scored.reward == pytest.approx(1.1)
 
 
-def test_the_multi_turn_example_answers_each_turn(example, wrote):
-    environment = make_environment(f"{example('guess.py')}:GuessTheNumber", {"highest": 50})
-    task = environment.tasks(DataSource())[0]
-    secret = int(task.answer)
-
-    async def play() -> None:
-        assert (await environment.respond(task, wrote(task, "0")))[0].content == "Higher."
-        assert (await environment.respond(task, wrote(task, "0", "51")))[0].content == "Lower."
-        assert "not a number" in (await environment.respond(task, wrote(task, "hm")))[0].content
-        rollout = wrote(task, "0", "51", str(secret))
-        assert await environment.respond(task, rollout) is None
-        assert (await compute_rewards(environment, task, rollout)).reward == pytest.approx(1.0 - 3 * 0.05)
-
-    asyncio.run(play())
-
-
 def test_the_table_of_endings_is_that_of_the_code():
     rows = re.findall(r"^\| `(\w+)` \| (policy|task|code|infrastructure) \| (.*) \|$", DOC.read_text(), re.MULTILINE)
     assert rows == [(each.value, each.who.value, each.meaning) for each in Ending]

@@ -20,13 +20,7 @@ from strop.endings import Ending
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment
-from strop.environments.remote import (
-    EnvironmentDescription,
-    EnvironmentServer,
-    RemoteEnvironment,
-    SessionLost,
-    connect,
-)
+from strop.environments.remote import EnvironmentDescription, EnvironmentServer, RemoteEnvironment, SessionLost, connect
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.sampling import Sampling
@@ -435,3 +429,67 @@ def test_another_process_that_is_killed_in_the_middle_is_replaced(notes: str) ->
         assert seen(asyncio.run(group_of(there, 3))) == seen(wanted) and process.starts == 2
     finally:
         process.close()
+
+
+DRIVEN = '''
+import torch
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from strop.endings import Ending
+from strop.environments.base import Environment, GeneratedTasks, reward
+from strop.generation.policy_turn import make_policy_turn
+from strop.types import Task
+
+result = ContextVar("result")
+
+@dataclass(frozen=True, kw_only=True)
+class Driven(Environment[Task]):
+    """An environment that brings the way in which its episodes run."""
+
+    episode_runner = "driven:drive"
+    fails: bool = False
+
+    def tasks(self, data):
+        return GeneratedTasks(data.size, lambda index: Task(id=str(index), question=f"{index}?"))
+
+    async def run_agent(self, task, ask):
+        if self.fails:
+            raise KeyError("the agent lost its way")
+        result.set(len(task.question) + len(ask))
+        return "ran " + task.id
+
+    @reward()
+    def length(self, task, rollout):
+        return result.get()
+
+async def drive(environment, rollout, generator, template, sampling, rules):
+    """The policy writes once; the environment, wherever it is, gets what it wrote."""
+    prompt = template.tokenizer("go", add_special_tokens=False)["input_ids"]
+    completion = await generator.generate(prompt, sampling=sampling, seed=rollout.seed)
+    rollout = replace(rollout, prompt=torch.tensor(prompt))
+    rollout = rollout.with_turn(make_policy_turn(completion, prompt, template, generator, sampling))
+    try:
+        output = await environment.run_agent(rollout.task, completion.text)
+    except Exception as error:
+        error.ending = Ending.CRASH
+        return rollout, error
+    return replace(rollout, output=output, ending=Ending.STOP), None
+'''
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_environment_brings_the_function_that_runs_its_episodes(
+    tmp_path: Path, threads: list[EnvironmentServerThread], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """It runs in this process, with the generator, and the environment may be in another."""
+    (tmp_path / "driven.py").write_text(DRIVEN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "driven", raising=False)
+    here = asyncio.run(group_of(LocalEnvironment(make_environment("driven:Driven", {"fails": fails})), 3))
+    there = asyncio.run(group_of(remote(threads, "driven:Driven", fails=fails), 3))
+    assert [each[:-1] for each in seen(there)] == [each[:-1] for each in seen(here)] and not here.errors
+    for rollout in (*here.rollouts, *there.rollouts):
+        assert (rollout.error or "").startswith("KeyError: 'the agent lost its way'" if fails else "")
+        assert len(rollout.policy_turns) == 1 and rollout.output == ("" if fails else "ran 3")
+        assert rollout.ending == (Ending.CRASH if fails else Ending.STOP)
+        assert rollout.reward == (0.0 if fails else 2 + len(rollout.text))

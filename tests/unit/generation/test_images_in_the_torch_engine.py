@@ -27,12 +27,14 @@ from support.image_requests import (
 )
 from support.rollouts import make_group, make_turn, pack_grpo
 from support.torch_engine import make_engine, make_paged_runner, make_runner
-from support.vision_models import FAMILIES, draw_image
+from support.vision_models import FAMILIES as SHOWN
+from support.vision_models import draw_image
 
 FLOAT32 = 2e-5  # largest difference of log-probabilities, as for families of text (test_sampler_and_learner_agree.py)
 BFLOAT16 = 0.02
 LENGTH = 200
 ROOM = {"length": LENGTH, "prefix_tokens": 3 * LENGTH}
+FAMILIES = tuple(family for family in SHOWN if family != "qwen3_5")  # without a cache of recurrent states it reads text only
 RUNNERS = {"slots": make_runner, "pages": make_paged_runner}
 
 

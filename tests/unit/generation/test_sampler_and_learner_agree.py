@@ -54,10 +54,7 @@ def sample(runner: Any, sampling: Sampling) -> tuple[Batch, torch.Tensor]:
 
 def disagreement(batch: Batch, entropies: torch.Tensor, scorer: NetworkScorer | TorchLearner) -> tuple[float, float]:
     scores = scorer.score(batch)
-    return (
-        float((scores.logprobs - batch.rollout_logprobs).abs().max()),
-        float((scores.entropy - entropies).abs().max()),
-    )
+    return (float((scores.logprobs - batch.rollout_logprobs).abs().max()), float((scores.entropy - entropies).abs().max()))
 
 
 def every_family_and_sampling() -> Iterator[Any]:
@@ -80,8 +77,7 @@ def test_log_probabilities_and_entropies_agree_in_float32(family: str, sampling:
 
 
 @pytest.mark.parametrize(
-    "family",
-    sweep([family for family in FAMILIES if family not in ("mixtral", "qwen3_moe", "gpt_oss")], "qwen2", "gemma3"),
+    "family", sweep([family for family in FAMILIES if family not in ("mixtral", "qwen3_moe", "gpt_oss")], "qwen2", "gemma3")
 )
 def test_log_probabilities_agree_in_bfloat16(family: str) -> None:
     """Mixtures of experts are left out: where two experts' scores are close, rounding chooses another one."""

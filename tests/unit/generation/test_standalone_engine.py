@@ -285,10 +285,7 @@ def test_requests_wait_for_weights_and_those_that_run_are_finished_before_new_on
 @pytest.mark.parametrize("recompute", [False, True])
 def test_requests_that_run_go_on_with_the_new_weights_where_they_stood(recompute: bool) -> None:
     found = pair(
-        build("llama"),
-        apart(lambda: build("llama", seed=9), prepack=True, slots=3),
-        in_flight=True,
-        recompute=recompute,
+        build("llama"), apart(lambda: build("llama", seed=9), prepack=True, slots=3), in_flight=True, recompute=recompute
     )
     long = Sampling(max_new_tokens=30, temperature=0.9)
 

@@ -12,12 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop import cli
-from strop.checkpointing.convert import convert_model
-from strop.checkpointing.saved_model import SavedModel
 from strop.models.adapters import WEIGHTS_FILE, merge_adapters
 from strop.models.classifiers import load_classifier
-from strop.models.export import ConversionError
 from strop.models.load_report import DamagedWeights
 from strop.models.loading import load_model
 from support.models import build
@@ -93,9 +89,7 @@ DAMAGED: dict[str, tuple[str, tuple[Callable[[Path], object], ...], str]] = {
 
 
 @pytest.mark.parametrize("kind", one_in(4, DAMAGED))
-def test_damaged_weights_are_named_by_every_load_and_by_export(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_weights_are_named_by_every_load(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, steps, said = DAMAGED[kind]
     source = folder(tmp_path / "model")
     for write in steps:
@@ -105,8 +99,6 @@ def test_damaged_weights_are_named_by_every_load_and_by_export(
         with pytest.raises(DamagedWeights, match=said) as found:
             load(str(source))
         assert str(source) in str(found.value)
-    assert cli.main(["export", str(source), str(tmp_path / "out")]) == 1
-    assert str(source) in capsys.readouterr().err and not (tmp_path / "out").exists()
     assert not (tmp_path / "hostile_was_here").exists()
 
 
@@ -117,8 +109,6 @@ def test_adapters_are_named_too(tmp_path: Path) -> None:
     cut(tmp_path / "adapters" / WEIGHTS_FILE)
     with pytest.raises(DamagedWeights, match=f"{WEIGHTS_FILE} cannot be read"):
         merge_adapters(build("llama"), tmp_path / "adapters")
-    with pytest.raises(ConversionError, match=f"{WEIGHTS_FILE} cannot be read"):
-        convert_model(SavedModel(str(tmp_path / "adapters")), tmp_path / "out")
 
 
 def test_an_error_that_is_none_of_the_weights_stays_what_it_is(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from strop.models.adapters import (
     save_adapters,
 )
 from strop.models.classifiers import load_classifier
-from strop.models.loading import load_model, load_tokenizer
-from strop.models.lora import add_adapters, count_parameters, export_merged_model, find_target_layers, main
+from strop.models.loading import load_model
+from strop.models.lora import add_adapters, count_parameters, find_target_layers
 from strop.models.lora_config import LoraConfig
 from strop.models.network import Network, disable_dropout
 from strop.models.value_network import ValueNetwork
@@ -31,7 +31,6 @@ from support.lora import build_with_adapters, copy_weights, with_random_adapters
 from support.models import FAMILIES, build
 from support.rollouts import pack_grpo, simple_groups
 from support.sweep import sweep
-from support.tokenizer import build_tokenizer
 
 TOKENS = torch.arange(5, 29)[None]
 # As one of these all others: biases, norms around, Conv1D, experts.
@@ -330,27 +329,6 @@ def test_adapters_of_another_base_are_loaded_with_a_warning(tmp_path: Path) -> N
         load_adapters(build_with_adapters("llama", base="moved/model"), tmp_path)
 
 
-@pytest.mark.parametrize("command", [False, True])
-def test_a_folder_of_adapters_becomes_an_ordinary_one(command: bool, saved_base: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = with_random_adapters(load_model(str(saved_base)), base=str(saved_base))
-    save_adapters(model, tmp_path / "adapters")
-    build_tokenizer().save_pretrained(tmp_path / "adapters")
-    if command:
-        assert (
-            main(["merge", str(tmp_path / "adapters"), str(tmp_path / "merged")])
-            == f"{tmp_path / 'merged'} holds the merged model"
-        )
-    else:
-        export_merged_model(tmp_path / "adapters", tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert torch.allclose(logits(merged), logits(model), atol=1e-4)
-    assert {name for name, _ in merged.named_parameters()} == {name for name, _ in build("llama").named_parameters()}
-    assert not list((tmp_path / "merged").glob("adapter*"))
-    assert load_tokenizer(str(tmp_path / "merged")).encode("stop") == load_tokenizer(str(tmp_path / "adapters")).encode("stop")
-
-
 def test_a_folder_of_adapters_can_be_named_as_a_model_and_comes_merged(saved_base: Path, tmp_path: Path) -> None:
     """Trained under another configuration than the base's own, which lies beside the adapters."""
     overrides = {"rms_norm_eps": 0.5}
@@ -363,11 +341,6 @@ def test_a_folder_of_adapters_can_be_named_as_a_model_and_comes_merged(saved_bas
     again = with_random_adapters(merged, base=str(tmp_path / "adapters"), seed=7)
     save_adapters(again, tmp_path / "further")
     assert torch.allclose(logits(load_model(str(tmp_path / "further"))), logits(again), atol=1e-4), "adapters upon adapters"
-
-
-def test_a_folder_without_adapters_is_not_merged(saved_base: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no adapters"):
-        export_merged_model(saved_base, tmp_path / "merged")
 
 
 # --- classifiers ----------------------------------------------------------------------------------------------------------
@@ -384,7 +357,6 @@ def scores(model: Any) -> Tensor:
 @pytest.mark.parametrize("family", sweep(["llama", "qwen3"], "qwen3"))
 def test_a_classifier_trains_and_saves_its_score_layer_beside_the_adapters(family: str, tmp_path: Path) -> None:
     from peft import PeftModel
-    from transformers import AutoModelForSequenceClassification
 
     build(family).save_pretrained(tmp_path / "base")
     model = with_random_adapters(load_classifier(str(tmp_path / "base"), seed=1), base=str(tmp_path / "base"))
@@ -400,10 +372,7 @@ def test_a_classifier_trains_and_saves_its_score_layer_beside_the_adapters(famil
     assert (
         read_adapter_config(tmp_path / "adapters")["task_type"],
         read_adapter_config(tmp_path / "adapters")["modules_to_save"],
-    ) == (
-        "SEQ_CLS",
-        ["score"],
-    )
+    ) == ("SEQ_CLS", ["score"])
     loaded = PeftModel.from_pretrained(load_classifier(str(tmp_path / "base"), seed=2), str(tmp_path / "adapters"))
     model.set_attn_implementation("sdpa")
     assert torch.equal(logits(loaded), logits(model))
@@ -411,12 +380,9 @@ def test_a_classifier_trains_and_saves_its_score_layer_beside_the_adapters(famil
     load_adapters(other, tmp_path / "adapters")
     assert torch.equal(scores(other), scores(model))
 
-    export_merged_model(tmp_path / "adapters", tmp_path / "merged")
-    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    merged = load_classifier(str(tmp_path / "adapters"))
     assert (merged.config.num_labels, merged.config.pad_token_id) == (1, 3)
     assert torch.allclose(scores(merged), scores(model), atol=1e-4)
-    named = load_classifier(str(tmp_path / "adapters"))
-    assert torch.equal(scores(named), scores(merged)) and named.config.pad_token_id == 3
     with pytest.raises(ValueError, match="has the adapters of a reward model, which is not a language model"):
         load_model(str(tmp_path / "adapters"))
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from strop.models.classifiers import load_classifier
-from strop.models.export import load_model_config
 from strop.models.loading import RemoteCodeRefused, load_model, load_tokenizer, model_from_config
 from strop.safety.remote_code import trust_remote_code, trusts_remote_code
 
@@ -30,19 +29,18 @@ LOADERS: list[Callable[[str], Any]] = [
     load_model,
     load_classifier,
     load_tokenizer,
-    load_model_config,
     lambda name: model_from_config(Path(name)),
 ]
 
 
-@pytest.mark.parametrize("load", LOADERS, ids=["model", "classifier", "tokenizer", "config", "from_config"])
+@pytest.mark.parametrize("load", LOADERS, ids=["model", "classifier", "tokenizer", "from_config"])
 def test_code_of_a_model_is_refused_with_the_key_to_set(load: Callable[[str], Any], foreign: Path) -> None:
     with pytest.raises(RemoteCodeRefused, match=r"foreign contains its own Python code.*policy\.trust_remote_code=true"):
         load(str(foreign))
     assert not (foreign.parent / "ran").exists()
 
 
-@pytest.mark.parametrize("load", LOADERS, ids=["model", "classifier", "tokenizer", "config", "from_config"])
+@pytest.mark.parametrize("load", LOADERS, ids=["model", "classifier", "tokenizer", "from_config"])
 def test_code_of_a_model_runs_if_it_is_trusted(
     load: Callable[[str], Any], foreign: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop import cli
 from strop.monitoring.rollout_store import inflated_files
 from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, make_records, split_by_rollout
@@ -204,9 +203,7 @@ def test_rollouts_that_a_full_disk_refuses_are_lost_and_the_run_goes_on(
 
 @pytest.mark.parametrize("column", ["completion", "task_id", "prompt"])
 @pytest.mark.parametrize("dictionary", [False, True])
-def test_no_reader_inflates_a_small_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], column: str, dictionary: bool
-) -> None:
+def test_no_reader_inflates_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str, dictionary: bool) -> None:
     """A text that all rows repeat, or that is compressed to nothing, is refused before it fills the memory."""
     monkeypatch.setattr(inflated_files, "LARGE", 2**22)
     store = RolloutStore(tmp_path)
@@ -226,6 +223,4 @@ def test_no_reader_inflates_a_small_file(
         with pytest.raises(DamagedRollouts, match=r"bytes (are .* )?when they are read"):
             read()
             pytest.fail(name)
-    assert cli.main(["rollouts", str(tmp_path), "--step", "2"]) == 2
-    assert "step_000002.parquet cannot be read" in capsys.readouterr().err
     assert len(store.read(1)) == len(some_records(1)), "the other steps can be read"

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.data.images.drawn_rows import Drawing
 from strop.monitoring.rollout_store.rollout_record import list_images, make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.stored_images import image_name
 from strop.types import Group, Image, Message, PromptImage, Rollout, Task, Turn, observation_turn
 
-FILE, OTHER = (Drawing(image_size=56).draw(0, index, held_out=False).content for index in (0, 1))
+FILE, OTHER = b"\x89PNG\r\n\x1a\n one", b"\x89PNG\r\n\x1a\n another"
 
 
 def shown(content: bytes, start: int) -> PromptImage:

@@ -61,7 +61,7 @@ def loaded_by(module: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "module",
-    ["trackers.base", "console", "trackers.jsonl", "plot"],
+    ["trackers.base", "console", "trackers.jsonl"],
 )
 def test_importing_a_tracker_loads_no_heavy_library(module: str) -> None:
     heavy = {"torch", "numpy", "rich", "tensorboard", "wandb", "matplotlib", "pyarrow"}

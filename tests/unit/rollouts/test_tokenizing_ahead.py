@@ -18,8 +18,7 @@ from strop.environments.handle import LocalEnvironment
 from strop.environments.math import MathEnvironment
 from strop.environments.mixture import Component, Mixture
 from strop.models.chat_template import ChatTemplate
-from strop.rollouts.groups_ahead import GroupsAhead
-from strop.rollouts.prompts_ahead import PromptsAhead
+from strop.rollouts.prepared_ahead import GroupsAhead, PromptsAhead
 from strop.rollouts.recorded_tokens import RecordedConversation, RecordedRules, tokenize_group
 from strop.rollouts.tokenizing_pool import TokenizingPool, TokenizingWorkerDied, choose_num_workers
 from strop.rollouts.tokenizing_worker import serve, write_message

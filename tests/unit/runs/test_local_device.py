@@ -119,10 +119,7 @@ def test_engines_apart_are_on_devices_of_their_own() -> None:
     found = lines(*TWO_NODES, *APART, *wide)
     assert found["learner"].startswith("4 ranks on 2 nodes")
     assert found["engines"] == "2 engines of 2 devices on nodes 0 to 1, on their own devices"
-    assert rows(*TWO_NODES, *APART, *wide) == [
-        ("0", "0-1", "engine 0: 2-3"),
-        ("1", "0-1", "engine 1: 2-3"),
-    ]
+    assert rows(*TWO_NODES, *APART, *wide) == [("0", "0-1", "engine 0: 2-3"), ("1", "0-1", "engine 1: 2-3")]
 
 
 def test_more_engines_than_fit_are_refused() -> None:

@@ -112,11 +112,7 @@ def test_the_end_of_a_turn_that_is_no_stop_token_is_said(
 
 @pytest.mark.parametrize(
     ("answers", "said"),
-    [
-        (["1", "", "3"], "empty in 1 of 3 tasks, first in rows-"),
-        (["", " ", ""], "empty in 3 of 3 tasks"),
-        (["1", "2", "0"], ""),
-    ],
+    [(["1", "", "3"], "empty in 1 of 3 tasks, first in rows-"), (["", " ", ""], "empty in 3 of 3 tasks"), (["1", "2", "0"], "")],
 )
 def test_an_empty_reference_is_said_at_the_start_with_its_row(answers: list[str], said: str) -> None:
     environment = make_environment("reward_function", {"reward": lambda task, rollout: float(task.answer in rollout.text)})

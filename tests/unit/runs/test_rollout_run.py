@@ -18,9 +18,7 @@ from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.grpo import GRPO, Clip, GroupRelative
 from strop.checkpointing.base import RunState
 from strop.config import GrpoRunConfig, dump_config, load_config
-from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
-from strop.environments.agents.external_agent import ExternalAgent
 from strop.environments.arithmetic import Arithmetic
 from strop.environments.base import Environment, EnvironmentConfigError, reward
 from strop.environments.environment_config import EnvironmentConfig
@@ -37,7 +35,7 @@ from strop.runs.dry_run.examine import find_single_turns
 from strop.runs.engines import offloads_learner
 from strop.runs.lifecycle import make_checkpoints, make_tracker, resolve_metric
 from strop.runs.restore import restore_checkpoint
-from strop.runs.rollout_run import describe_order, make_order, make_train_options
+from strop.runs.rollout_run import make_order, make_train_options
 from strop.runs.run_algorithm import make_rollout_algorithm
 from strop.runs.tasks import count_slots, describe_environments, list_reward_names, make_training_tasks, make_validation_tasks
 from strop.types import Messages, Rollout, Task, user
@@ -285,46 +283,6 @@ def test_a_learner_leaves_a_gpu_that_it_shares_with_an_engine_s_weights_or_where
 
 
 SUMS = ("data.train.env_name=arithmetic", "data.validation.env_name=arithmetic", "env.arithmetic={}", "policy.model_name=m")
-BY_SUCCESS = "data.curriculum.name=success_rate"
-
-
-def curriculum_config(*overrides: str) -> GrpoRunConfig:
-    return load_config(None, [*SUMS, "grpo.num_prompts_per_step=4", *overrides], root=GrpoRunConfig).config
-
-
-def test_training_has_a_curriculum_over_the_slots_of_its_stream_and_validation_has_none() -> None:
-    found = curriculum_config(BY_SUCCESS, "data.curriculum.reward=correct", "data.validation.size=5")
-    training, validation = make_training_tasks(found), make_validation_tasks(found)
-    assert training.chooser is not None and training.chooser.name == "success_rate" and training.scored_by == "correct"
-    assert validation is not None and validation.chooser is None and not validation.resumable
-    assert make_training_tasks(curriculum_config()).chooser is None
-
-
-def test_a_reward_that_an_environment_lacks_is_an_error() -> None:
-    with pytest.raises(
-        EnvironmentConfigError, match=r"data\.curriculum\.reward is 'corect', and env\.arithmetic has no such reward; did you"
-    ):
-        make_training_tasks(curriculum_config(BY_SUCCESS, "data.curriculum.reward=corect"))
-
-
-def test_difficulty_is_read_from_the_rows(tmp_path: Path) -> None:
-    rows = [{"problem": f"{n}?", "answer": str(n), "level": n % 3} for n in range(9)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = (f"data.train.dataset_name={tmp_path}/rows.jsonl", "data.train.env_name=math", "env.math={}")
-    by = ("data.curriculum.name=difficulty", "data.curriculum.difficulty.start=0.3", "data.curriculum.difficulty.by=level")
-    tasks = make_training_tasks(curriculum_config(*data, *by))
-    assert {tasks.at(position)[2].metadata["level"] for position in range(4)} == {0}
-    with pytest.raises(DataError, match="has no column 'grade'; there are: problem, answer, level"):
-        make_training_tasks(curriculum_config(*data, *by[:2], "data.curriculum.difficulty.by=grade"))
-
-
-def test_a_run_says_what_an_epoch_is() -> None:
-    assert describe_order(curriculum_config()) == ""
-    said = describe_order(curriculum_config(BY_SUCCESS, "grpo.max_num_epochs=3"))
-    assert said == (
-        "; the curriculum success_rate draws them with replacement, and an epoch is as many draws as there are tasks, 3 "
-        "(max_num_epochs) in all"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,12 +308,14 @@ def test_an_environment_that_answers_needs_more_than_one_turn() -> None:
     )
 
 
-def test_tools_and_agents_need_more_than_one_turn() -> None:
-    made = {"sums": Arithmetic(tools="calculator"), "agent": ExternalAgent(agent=print)}
-    environments = {name: LocalEnvironment(environment) for name, environment in made.items()}
-    tools, agent = find_single_turns(environments, 1, "grpo")
-    assert tools.startswith("env.sums: Arithmetic has tools, but grpo.max_rollout_turns is 1")
-    assert agent.startswith("env.agent: ExternalAgent runs an agent") and "after the first is refused" in agent
+def test_tools_need_more_than_one_turn() -> None:
+    def negate(number: int) -> int:
+        """Change the sign."""
+        return -number
+
+    environments = {"sums": LocalEnvironment(Arithmetic(tools=negate))}
+    (found,) = find_single_turns(environments, 1, "grpo")
+    assert found.startswith("env.sums: Arithmetic has tools, but grpo.max_rollout_turns is 1")
     assert not list(find_single_turns(environments, 2, "grpo"))
 
 

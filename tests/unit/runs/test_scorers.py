@@ -60,11 +60,7 @@ def learners(config: TrainingRunConfig, policy: LoadedPolicy, algorithm: Algorit
 
 
 def backend_with_scorers(
-    config: TrainingRunConfig,
-    policy: LoadedPolicy,
-    algorithm: Algorithm,
-    groups: Any = list,
-    notes: Recorder | None = None,
+    config: TrainingRunConfig, policy: LoadedPolicy, algorithm: Algorithm, groups: Any = list, notes: Recorder | None = None
 ) -> tuple[LocalBackend, dict[str, Any]]:
     backend = LocalBackend(config, policy)
 

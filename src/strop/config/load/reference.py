@@ -22,8 +22,8 @@ HEAD = """# Configuration
 A configuration is a YAML file, with overrides on the command line:
 
 ```sh
-strop grpo --config examples/configs/grpo_math_1B.yaml grpo.num_prompts_per_step=8 policy.optimizer.kwargs.lr=1e-6
-strop grpo --config ... --dry-run     # check the configuration and what it names, and say in ten lines what would run where
+strop grpo --config examples/configs/grpo_math_1B.yaml grpo.num_prompts_per_step=8
+strop grpo --config ... --dry-run     # check it and what it names; print what would run where
 strop grpo --config ... --dry-run -v  # with every resolved key
 strop config grpo                     # every key of a kind of run, as annotated YAML
 ```

@@ -45,7 +45,6 @@ from strop.config.schema.recorded_config import (
 from strop.data.data_config import DataConfig, DataEntryConfig, EvalDataConfig
 from strop.distributed.cluster_config import ClusterConfig
 from strop.environments.environment_config import EnvironmentConfig
-from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
 from strop.monitoring.logger_config import LoggerConfig, WatchdogConfig
@@ -101,7 +100,6 @@ class RolloutRunConfig(TrainingRunConfig):
     """A run that samples its training data."""
 
     env: Environments = Field(default_factory=dict, description=ENVIRONMENTS_DOC)
-    gateway: GatewayConfig = subsection(GatewayConfig)
 
     @property
     def rollout_training(self) -> RolloutTrainingConfig:
@@ -190,7 +188,6 @@ class EvalRunConfig(BaseConfig):
     tokenizer: EvalTokenizerConfig
     data: EvalDataConfig = subsection(EvalDataConfig)
     env: Environments = Field(default_factory=dict, description=ENVIRONMENTS_DOC)
-    gateway: GatewayConfig = subsection(GatewayConfig)
     cluster: EvalClusterConfig = subsection(EvalClusterConfig)
 
     def with_graders(self) -> Self:

@@ -16,11 +16,10 @@ from typing import Any
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.endings import Ending, RolloutFailed, failing_as
-from strop.environments.agents.agent_environment import AgentEnvironment, AgentFailed, current_result
-from strop.environments.agents.agent_result import AgentResult
-from strop.environments.agents.endpoint import Endpoint
 from strop.environments.base import EnvironmentConfigError, GeneratedTasks
 from strop.environments.rewards import RewardFunction, RewardMark, to_number
+from strop.extensions.agents.agent_environment import AgentEnvironment, AgentFailed, AgentResult, current_result
+from strop.extensions.agents.endpoint import Endpoint
 from strop.types import Rollout, Task
 from strop.user_code import suggest_names
 

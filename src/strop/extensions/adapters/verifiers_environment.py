@@ -21,10 +21,9 @@ from typing import Any
 from strop.data.sources.records import is_held_out
 from strop.data.sources.source import DataSource
 from strop.endings import Ending, RolloutFailed
-from strop.environments.agents.agent_environment import AgentEnvironment, current_result
-from strop.environments.agents.agent_result import AgentResult
-from strop.environments.agents.endpoint import Endpoint
 from strop.environments.base import EnvironmentConfigError, GeneratedTasks, reward
+from strop.extensions.agents.agent_environment import AgentEnvironment, AgentResult, current_result
+from strop.extensions.agents.endpoint import Endpoint
 from strop.safety.printable import shorten
 from strop.types import Rollout, Task
 

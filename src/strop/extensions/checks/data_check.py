@@ -17,7 +17,6 @@ import numpy as np
 from strop.config import EvalRunConfig, RecordedRunConfig
 from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.data_config import DataEntryConfig
-from strop.data.overlap import Overlap, QuestionIndex
 from strop.data.sources.peek import is_on_this_machine
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
@@ -33,6 +32,7 @@ from strop.extensions.checks.checked_entries import (
 from strop.extensions.checks.data_report import MOST_EXAMPLES, DataFinding, DataReport, EntryReport, FaultyRow, Lengths
 from strop.extensions.checks.row_checks import CheckedRow, Faults, RowChecker, RowsChecked, shorten_text
 from strop.extensions.code.problem_rows import find_shape
+from strop.extensions.evaluation.overlap import Overlap, QuestionIndex
 from strop.models.chat_template import ChatTemplate
 from strop.models.loading import ModelNotFound, load_tokenizer, read_model_config, read_stop_token_ids
 from strop.models.vision.vision_processor import find_vision_processor

@@ -10,7 +10,6 @@ from typing import Any, overload
 
 from strop.config import EvalRunConfig, RolloutRunConfig
 from strop.config.schema.run_config import generation_section
-from strop.environments.agents.agent_environment import AgentEnvironment
 from strop.environments.base import Environment
 from strop.environments.handle import LocalEnvironment
 from strop.environments.mixture import Component, Mixture
@@ -124,7 +123,7 @@ def check_environment(each: CheckedEnvironment, options: EnvironmentCheckOptions
         check_splits(compared, read_prompts(each.environment, each.validation, report), report)
     if not each.validation:
         report.not_checked.setdefault("splits", "there are no validation tasks")
-    if isinstance(each.environment, AgentEnvironment):
+    if each.environment.episode_runner:
         report.leave_out(EPISODE_CHECKS, "an agent drives the episodes, and there is no model that could answer it")
     elif read:
         with warnings.catch_warnings():

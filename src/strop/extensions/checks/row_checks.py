@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from strop.data.messages import first_reply_index
-from strop.data.overlap import Overlap, QuestionIndex
 from strop.data.recorded.examples import Conversation, Preference, UnpairedPreference
 from strop.extensions.checks.data_report import MOST_EXAMPLES, DataKind, FaultyRow
+from strop.extensions.evaluation.overlap import Overlap, QuestionIndex
 from strop.models.chat_template import ChatTemplate, images_of
 from strop.models.vision.image_files import ImageError
 from strop.rollouts.recorded import plan_demonstration, plan_preference, plan_unpaired_preference

@@ -14,8 +14,8 @@ from typing import ClassVar
 from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask, reward
 from strop.extensions.code.sandbox.base import ExitReason, Limits, SandboxSession
 from strop.extensions.code.sandbox.sandbox_pool import get_sandbox
+from strop.safety.printable import shorten
 from strop.tools.base import Tool
-from strop.tools.shorten_middle import shorten_middle
 from strop.types import Message, Messages, Rollout
 
 # Runs in the sandbox, in the session's own variables; the last line of its output is what it found. A program can write such a line itself:
@@ -63,7 +63,7 @@ class CellResult:
     def shorten(self, limit: int, *, printed: bool = True) -> str:
         """Return what a policy reads of it, cut in the middle where it is long."""
         parts = [self.stdout if printed else "", self.value or "", self.traceback]
-        return shorten_middle("\n".join(part.rstrip("\n") for part in parts if part.strip()), limit)
+        return shorten("\n".join(part.rstrip("\n") for part in parts if part.strip()), limit, around="\n")
 
 
 async def run_cell(session: SandboxSession, code: str, *, wall_s: float | None = None) -> CellResult:
@@ -157,7 +157,7 @@ class CodeInterpreter(DatasetEnvironment):
         return bool(task.answer) and last.strip() in (task.answer.strip(), repr(task.answer))
 
     def _word_result(self, result: CellResult, code: str) -> str:
-        text = shorten_middle(result.value or result.error or "", self.max_result_chars)
+        text = shorten(result.value or result.error or "", self.max_result_chars, around="\n")
         if not text:
             return ""
         return f"\n\n<result>\n{text}\n</result>" if "\n" in code or "\n" in text else f"<result>{text}</result>"

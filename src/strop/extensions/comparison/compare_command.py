@@ -10,9 +10,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from strop.cli.commands import Command
-from strop.cli.eval_command import is_model_name
-from strop.cli.export_command import add_choice_of_weights
-from strop.cli.output import USAGE_ERROR, make_run_parser, plain_warnings, print_config_error, print_interrupted, removed_option
+from strop.cli.output import (
+    USAGE_ERROR,
+    add_choice_of_weights,
+    make_run_parser,
+    plain_warnings,
+    print_config_error,
+    print_interrupted,
+    removed_option,
+)
+from strop.extensions.evaluation.eval_command import is_model_name
 
 if TYPE_CHECKING:
     from strop.extensions.comparison.compare_models import ComparisonJob
@@ -87,8 +94,8 @@ def _run(job: ComparisonJob, *, as_json: bool) -> int:
     """Compare and print. Raises ValueError for what cannot be compared."""
     from strop.config import ConfigError
     from strop.extensions.comparison.compare_models import compare_models, format_comparison
+    from strop.extensions.evaluation.statistics import NotComparable
     from strop.runs.exit_codes import run_command
-    from strop.statistics import NotComparable
 
     refused: list[NotComparable | ConfigError] = []
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from strop.checkpointing.saved_model import RUN_CONFIG, SavedModel, SavedModelNotFound, find_saved_model
 from strop.config import EvalRunConfig, RolloutRunConfig, load_config
-from strop.config.load.evaluated_run import EvaluatedRun, load_evaluated_run, translate_overrides
 from strop.extensions.comparison.evaluation_comparison import ChangedTask, Comparison, check_options, compare_evaluations
 from strop.extensions.comparison.matched_tasks import Identity, OtherTasks, list_setting_differences, match_tasks
 from strop.extensions.comparison.paired_comparison import PairedComparison
+from strop.extensions.evaluation.evaluate import CheckpointEvaluation, evaluate_any
+from strop.extensions.evaluation.evaluated_run import EvaluatedRun, load_evaluated_run, translate_overrides
+from strop.extensions.evaluation.statistics import NotComparable, TaskMetric
 from strop.monitoring.console import ConsoleKind
-from strop.runs.evaluate import CheckpointEvaluation, evaluate_any
 from strop.safety.printable import make_printable
-from strop.statistics import NotComparable, TaskMetric
 
 STEP_FILE = re.compile(r"step_(\d+)\.json")
 UNFINISHED = "tasks.jsonl"  # what an evaluation that was interrupted leaves

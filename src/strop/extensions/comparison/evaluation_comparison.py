@@ -27,7 +27,8 @@ from strop.extensions.comparison.paired_comparison import (
     forecast_more_tasks,
     sign_flip_p_value,
 )
-from strop.statistics import SHARE, Interval, NotComparable, TaskMetric, find_task_metric, list_task_metrics, present_tasks
+from strop.extensions.evaluation.statistics import SHARE, Interval, NotComparable, TaskMetric, find_task_metric, list_task_metrics
+from strop.statistics import present_tasks
 
 
 def describe_verdict(found: PairedComparison, metric: TaskMetric, margin: float | None = None) -> str:

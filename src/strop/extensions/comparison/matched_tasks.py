@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
 
-from strop.statistics import NotComparable
+from strop.extensions.evaluation.statistics import NotComparable
 
 StoredTask = Mapping[str, Any]
 _Key = tuple[str, str, int]  # the set, the name, and the index among tasks of that name, because data may be repeated

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from strop.statistics import NORMAL, Interval, confidence_interval, student_t_quantile
+from strop.extensions.evaluation.statistics import NORMAL, Interval, confidence_interval, student_t_quantile
 
 FLIPS = 100_000  # random choices, if there are too many distinct sums to count
 LARGEST_DENOMINATOR = 20_000  # of means over samples, and of pass@k estimates

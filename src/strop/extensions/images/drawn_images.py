@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from strop.data.images.drawn_rows import KINDS, Drawing, Kind
 from strop.data.sources.image_columns import write_data_url
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.answers import extract_last_number
 from strop.environments.base import DEFAULT_NUM_TASKS, Environment, EnvironmentConfigError, GeneratedTasks, PromptedTask, reward
+from strop.extensions.images.drawn_rows import KINDS, Drawing, Kind
 from strop.types import Image, Messages, Rollout
 
 
@@ -18,7 +18,7 @@ from strop.types import Image, Messages, Rollout
 class DrawnImages(Environment[PromptedTask]):
     """The answer is the last number of the last turn. ``data.part`` or ``data.split`` "validation" selects held-out images.
 
-    The other options are those of ``strop.data.images.drawn_rows.Drawing``."""
+    The other options are those of ``strop.extensions.images.drawn_rows.Drawing``."""
 
     kinds: tuple[Kind, ...] = KINDS
     image_size: int = 112  # pixels of each side

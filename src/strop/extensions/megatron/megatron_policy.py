@@ -13,8 +13,8 @@ from strop.config.schema.run_config import RmRunConfig
 from strop.extensions.labs.draft.eagle_head import EagleHead
 from strop.extensions.megatron.cpu_shim import prepare_megatron
 from strop.models.chat_template import ChatTemplate
+from strop.models.checkpoint_names import load_model_config
 from strop.models.classifiers import choose_pad_token, to_classifier_config
-from strop.models.export import load_model_config
 from strop.models.loading import apply_overrides, find_model_folder, find_stop_token_ids, load_generation_config, load_tokenizer
 from strop.runs.lifecycle import seed_everything
 from strop.runs.models import TokenizerBundle, prepare_device, set_up_gpu, tokenizer_key

@@ -12,8 +12,8 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from strop.hardware import DecoderDimensions
-from strop.models.decoder_dimensions import UnknownDimensions, dimensions_of, read_config
+from strop.extensions.performance.decoder_dimensions import UnknownDimensions, dimensions_of, read_config
+from strop.extensions.performance.devices import DecoderDimensions
 
 
 @dataclass(frozen=True, kw_only=True)

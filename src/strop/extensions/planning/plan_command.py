@@ -162,8 +162,9 @@ def _name_device(config: TrainingRunConfig, name: str | None) -> str:
 
 def _find_device(config: TrainingRunConfig, hardware: str | None) -> PlannedDevice:
     """Return the device of the table, or this machine. Raises ValueError."""
+    from strop.extensions.performance.devices import device_named
     from strop.extensions.planning.plan_inputs import PlannedDevice
-    from strop.hardware import device_named, total_memory
+    from strop.hardware import total_memory
 
     if (name := _name_device(config, hardware)) == THIS_MACHINE:
         return PlannedDevice(name="this machine", memory_gib=total_memory() / 2**30, on_cpu=True)

@@ -10,7 +10,7 @@ from strop import packages
 from strop.packages import install_command
 
 if TYPE_CHECKING:
-    from strop.runs.jobs.serve_model import ServeJob
+    from strop.extensions.serve.serve_model import ServeJob
 
 
 class TinkerService:

@@ -11,8 +11,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from strop.extensions.reading.doctor import ALIVE, find_newest_checkpoint, find_verdict
 from strop.extensions.view.viewed_run import ViewedRun, ViewError, hide_secret_words
-from strop.monitoring.doctor import ALIVE, find_newest_checkpoint, find_verdict
 from strop.monitoring.run_starts import read_run_starts
 from strop.monitoring.waits import LogEntry, Status
 from strop.safety.printable import make_printable

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from strop import __version__
+from strop.extensions.reading.doctor import find_run
 from strop.extensions.view.rollout_browser import RolloutBrowser, ValidationBrowser
 from strop.extensions.view.rollout_filter import RolloutFilter
 from strop.extensions.view.run_status import describe_status
 from strop.extensions.view.token_texts import LOADING_SECONDS, TokenTexts, find_tokenizer_name
 from strop.extensions.view.viewed_run import ViewedRun, ViewError
-from strop.monitoring.doctor import find_run
 from strop.safety.printable import make_printable
 from strop.storage.files import atomic_write, clean_json
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from strop.extensions.reading.doctor import ALIVE, find_verdict
 from strop.extensions.view.rollout_index import RolloutIndex
-from strop.monitoring.doctor import ALIVE, find_verdict
 from strop.monitoring.rollout_store.rollout_store import ROLLOUTS_FOLDER
 from strop.monitoring.rollout_store.stored_images import StoredImages
 from strop.monitoring.rollout_store.validation_samples import ValidationSamples

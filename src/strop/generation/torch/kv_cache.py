@@ -163,9 +163,7 @@ def attend_prompt(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | No
 
 
 class PromptFlash:
-    """torch's fused kernel on a GPU, over all prompts of a row at once: first causal among the new tokens, then to each prompt's
-    cached tokens.
-    """
+    """The fused kernel of a GPU, over all prompts of a row at once: each one's new tokens attend to its cached ones and to themselves."""
 
     def __init__(self, lengths: Sequence[int], cached: Sequence[int]) -> None:
         """The prompts' numbers of new tokens, consecutive in the row, and of cached tokens before them."""
@@ -173,11 +171,11 @@ class PromptFlash:
         total = sum(lengths)
         starts, places = accumulate(lengths, initial=0), accumulate(cached, initial=total)
         new = [(start, length) for start, length in zip(starts, lengths, strict=False)]
-        squares = tuple(AttentionPiece(start, length, start, length, 0) for start, length in new)
-        rectangles = tuple(
-            AttentionPiece(*rows, place, count) for rows, place, count in zip(new, places, cached, strict=False) if count
-        )
-        self.levels: Levels = (squares, rectangles) if rectangles else (squares,)
+        pieces: list[AttentionPiece] = []
+        for rows, place, count in zip(new, places, cached, strict=False):
+            pieces += [AttentionPiece(*rows, place, count)] if count else []
+            pieces.append(AttentionPiece(*rows, *rows, 0))
+        self.levels: Levels = (tuple(pieces),)
         self.longest = max(length + count for length, count in zip(lengths, cached, strict=True))
 
     def computes(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> bool:

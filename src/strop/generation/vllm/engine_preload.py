@@ -16,7 +16,7 @@ from importlib import import_module
 log = logging.getLogger(__name__)
 
 MODULES = [
-    "strop.models.vision.torchvision_hook",
+    "strop.models",  # its hook, before torchvision is imported
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",

@@ -4,41 +4,36 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from strop.models.checkpoint_names import CheckpointNames
 from strop.models.quantization.number_format import QuantizedTensor, encode_e8m0, quantize
 from strop.models.quantization.quantization_plan import EXPERTS, QuantizationPlan, unpack
 
-_CANONICAL = (  # parts of vLLM's module paths -> those of Transformers
-    (".block_sparse_moe.", ".mlp."),
-    (".routed_experts", ""),
-)
+# Parts of names in checkpoints -> those in vLLM's models, where a loader renames them itself.
+_LOADED_AS = ((".router.layer.", ".gate."), (".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias"))
+_CANONICAL = ((".routed_experts", ""),)  # parts of vLLM's module paths -> those of Transformers
 _CANONICAL_GPT_OSS = ((".attn.", ".self_attn."), ("model.embedding.", "model.embed_tokens."))
 
 
-def rename_for_engine(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def rename_for_engine(
+    model: Any, tensors: Iterable[tuple[str, Tensor]], checkpoint: CheckpointNames
+) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors with canonical names under the names that a vLLM model loads."""
     if _is_gpt_oss(model):
         return _split_gpt_oss(tensors)
-    if _loads_single_experts(model):
-        return (part for name, tensor in tensors for part in _split_experts(name, tensor))
-    if any(path.endswith(".block_sparse_moe") for path, _ in model.named_modules()):
-        return ((_block_sparse_name(name), tensor) for name, tensor in tensors)
-    return ((tower_name(model, name), tensor) for name, tensor in tensors)
+    stacked = not _loads_single_experts(model)
 
+    def convert(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        usual = name.endswith(EXPERTS) and checkpoint.stored_names(name)[0].endswith(("gate_proj.weight", "down_proj.weight"))
+        return iter([(name, tensor)]) if stacked and usual else checkpoint.convert(name, tensor)
 
-def tower_name(model: Any, name: str) -> str:
-    """Return the name under which a vLLM model loads a vision tower tensor: Transformers 5 has removed a level from some names."""
-    prefix, nested = "model.vision_tower.", "model.vision_tower.vision_model."
-    flat = name.startswith(prefix) and not name.startswith(nested)
-    return nested + name.removeprefix(prefix) if flat and hasattr(getattr(model, "vision_tower", None), "vision_model") else name
-
-
-def _is_gpt_oss(model: Any) -> bool:
-    return type(model).__name__ == "GptOssForCausalLM"
+    parts = (part for name, tensor in tensors for part in convert(name, tensor))
+    return ((tower_name(model, name), tensor) for name, tensor in parts)
 
 
 def _loads_single_experts(model: Any) -> bool:
@@ -48,10 +43,36 @@ def _loads_single_experts(model: Any) -> bool:
     return any("expert_params_mapping" in names and "fused_experts_params" not in names for names in variables)
 
 
-def _block_sparse_name(name: str) -> str:
-    """Return the name in checkpoints of Mixtral and similar models."""
-    name = name.replace(".mlp.", ".block_sparse_moe.")
-    return name.replace(".experts.gate_up_proj", ".experts.w13").replace(".experts.down_proj", ".experts.w2")
+def map_names(model: Any, names: Iterable[str], checkpoint: CheckpointNames) -> dict[str, str]:
+    """Return {vLLM's name of a tensor: its name in ``names``} where they differ."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    rename = str if mapper is None else replace(mapper, orig_to_new_stacked={}).map_name
+    mapped: dict[str | None, str] = {}
+    for name in names:
+        stored = checkpoint.stored_names(name)[0]
+        if name.endswith(EXPERTS):  # the engine has them in one module, whatever files call their parts
+            layer = stored.partition(".experts.")[0] if ".experts." in stored else stored.rsplit(".", 2)[0]
+            stored = f"{layer}.experts.{name.rpartition('.')[2]}"
+        for part, replacement in _LOADED_AS:
+            stored = stored.replace(part, replacement)
+        own = rename(tower_name(model, stored))
+        mapped[own] = name
+        if own is not None and own.endswith(".A_log"):  # Mamba's layers compute with A = -exp(A_log)
+            mapped[own.removesuffix("_log")] = name
+    return {own: name for own, name in mapped.items() if own not in (None, name)}
+
+
+def tower_name(model: Any, name: str) -> str:
+    """Return the name under which a vLLM model loads a vision tower tensor: Transformers 5 has removed a level from some names."""
+    for prefix in ("model.vision_tower.", "vision_tower."):
+        flat = name.startswith(prefix) and not name.startswith(f"{prefix}vision_model.")
+        if flat and hasattr(getattr(model, "vision_tower", None), "vision_model"):
+            return f"{prefix}vision_model.{name.removeprefix(prefix)}"
+    return name
+
+
+def _is_gpt_oss(model: Any) -> bool:
+    return type(model).__name__ == "GptOssForCausalLM"
 
 
 def _split_gpt_oss(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

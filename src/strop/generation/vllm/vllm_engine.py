@@ -27,7 +27,10 @@ from strop.generation.base import Completion, check_request
 from strop.generation.engine_launch import EngineLaunch
 from strop.generation.vllm.engine_args import ENGINE_ENVIRONMENT, VllmLaunch, check_cpu_attention, kernel_plan, make_engine_args
 from strop.generation.vllm.launch import DRIVER_PID_VARIABLE, LAUNCHING, fork_engine_cores, leave_when_launched, start_fork_server
+from strop.generation.vllm.supported_models import find_cpu_problems
+from strop.models.local_files import read_local_config
 from strop.models.vision.vision_processor import VisionProcessor
+from strop.problems import raise_problems
 from strop.sampling import Sampling
 from strop.types import PromptImage
 from strop.weight_sync.base import (
@@ -124,6 +127,7 @@ class VllmEngine:
         self._counters = EngineStats()
         args = make_engine_args(self.launch)
         if self.launch.on_cpu:
+            raise_problems(find_cpu_problems(read_local_config(self.launch.model), self.config, "policy.generation"))
             check_cpu_attention(args)
         if self.launch.nodes:
             from strop.generation.vllm.spanning_executor import SpanningExecutor, leave_gpus_to_workers

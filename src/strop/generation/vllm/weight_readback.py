@@ -12,7 +12,8 @@ where its weight went. Unknown kernel layouts are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -31,7 +32,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from strop.generation.vllm.engine_weights import canonical_name, tower_name
+from strop.generation.vllm.engine_weights import canonical_name
 from strop.models.quantization.number_format import FP8_BLOCK, QuantizedTensor
 
 _DIGIT = 256  # indices are packed in digits to this base, which every floating-point type holds exactly
@@ -209,6 +210,12 @@ def _read_modules(model: Any, rank: int) -> Iterator[WeightShard]:
     done: set[int] = set()
     for module_path, module in model.named_modules():
         path = module_path.removesuffix(_BASE_LAYER_SUFFIX)
+        if isinstance(
+            used := getattr(module, "conv_weights", None), Tensor
+        ):  # which Mamba's layers read, not the convolution's own
+            parts = _row_parts(module.conv1d, len(used), rank)
+            yield from _split_rows(f"{path}.conv1d.weight", used[:, None], parts)
+            done.add(id(module.conv1d.weight))
         if isinstance(module, LinearBase):
             yield from _read_linear(path, module, packed, rank, done)
         elif isinstance(module, VocabParallelEmbedding):
@@ -218,17 +225,18 @@ def _read_modules(model: Any, rank: int) -> Iterator[WeightShard]:
                 yield WeightShard(f"{path}.{each.name}", each.values[None], row=each.expert, part=each.part)
         elif not list(module.children()):
             yield from _read_plain(path, module, done)
-        elif isinstance(sinks := getattr(module, "sinks", None), nn.Parameter):  # one per attention head
-            yield WeightShard(f"{path}.sinks", sinks.detach(), rank * len(sinks))
+        else:  # numbers of heads, such as attention sinks
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.dim() == 1 and (name == "sinks" or "tp_size" in vars(module)):
+                    yield WeightShard(f"{path}.{name}", parameter.detach(), rank * len(parameter))
 
 
-def map_names(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Return {vLLM's name of a tensor: its name in ``names``} where they differ, as in models that read images."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    if mapper is None:
-        return {}
-    mapped = ((mapper.map_name(tower_name(model, name)), name) for name in names)
-    return {own: name for own, name in mapped if own is not None and own != name}
+def recover_log(shard: WeightShard, log: Tensor | None) -> WeightShard:
+    """Replace A = -exp(A_log), with which Mamba's layers compute, by A_log as it arrived, if A is what vLLM makes of it."""
+    if log is None:
+        return shard
+    own = log[shard.row : shard.row + len(shard.tensor)]
+    return replace(shard, tensor=own) if torch.equal(-torch.exp(own.float()), shard.tensor) else shard
 
 
 def _read_plain(path: str, module: nn.Module, done: set[int]) -> Iterator[WeightShard]:
@@ -251,28 +259,67 @@ def _read_linear(path: str, module: Any, packed: dict[str, list[str]], rank: int
     if isinstance(module, QKVParallelLinear) and packed.get(leaf) == [leaf]:  # a tower's, stored as one matrix
         if module.tp_size > 1:  # the rows of a rank are not contiguous
             return
-        names, sizes, starts = [leaf], [matrix.shape[0]], [0]
+        parts = {leaf: [(matrix.shape[0], 0)]}
     elif isinstance(module, QKVParallelLinear):
-        names, sizes, starts = packed[leaf], *_qkv_rows(module, rank)
+        parts = {name: [part] for name, part in zip(packed[leaf], _qkv_rows(module, rank), strict=True)}
     elif isinstance(module, MergedColumnParallelLinear):
-        sizes = [size // module.tp_size for size in module.output_sizes]
-        names, starts = packed.get(leaf, [leaf]), [rank * size if module.tp_size > 1 else 0 for size in sizes]
-    elif isinstance(module, ColumnParallelLinear):
-        names, sizes, starts = [leaf], [matrix.shape[0]], [rank * matrix.shape[0] if module.tp_size > 1 else 0]
+        names, sizes = packed.get(leaf, [leaf]), module.output_sizes
+        joined = len(sizes) - len(names) + 1  # of the first name, if files have several matrices of the module in one
+        if joined < 1:
+            return
+        parts = {names[0]: _divide(sizes[:joined], module.tp_size, rank)}
+        parts |= {name: _divide([size], module.tp_size, rank) for name, size in zip(names[1:], sizes[joined:], strict=True)}
     else:
-        names, sizes, starts = [leaf], [matrix.shape[0]], [0]
-    if len(names) != len(sizes):
-        return
+        parts = {leaf: _row_parts(module, matrix.shape[0], rank)}
     column = rank * matrix.shape[1] if isinstance(module, RowParallelLinear) and module.tp_size > 1 else 0
     first = 0
-    for name, size, start in zip(names, sizes, starts, strict=True):
-        full = f"{parent}.{name}" if parent else name
-        yield WeightShard(f"{full}.weight", matrix[first : first + size], start, column)
+    for name, rows in parts.items():
+        full, last = f"{parent}.{name}" if parent else name, first + sum(size for size, _ in rows)
+        if id(module.weight) not in done:
+            yield from _split_rows(f"{full}.weight", matrix[first:last], rows, column)
         if isinstance(bias, Tensor):
-            yield WeightShard(f"{full}.bias", bias.detach()[first : first + size].to(matrix.dtype), start)
-        first += size
+            yield from _split_rows(f"{full}.bias", bias.detach()[first:last].to(matrix.dtype), rows)
+        first = last
     done.update(id(parameter) for parameter in (module.weight, bias) if isinstance(parameter, nn.Parameter))
     yield from _read_plain(path, module, done)
+
+
+def _split_rows(name: str, tensor: Tensor, parts: list[tuple[int, int]], column: int = 0) -> Iterator[WeightShard]:
+    """Yield the parts of a tensor, given as (number of rows, first row in the full tensor)."""
+    for part, (_, start) in zip(tensor.split([size for size, _ in parts]), parts, strict=True):
+        yield WeightShard(name, part, start, column)
+
+
+def _divide(sizes: list[int], ranks: int, rank: int) -> list[tuple[int, int]]:
+    """Return the rows of a rank of matrices that are concatenated in one tensor, each of them divided over the ranks."""
+    own = rank if ranks > 1 else 0
+    return [(size // ranks, sum(sizes[:index]) + own * (size // ranks)) for index, size in enumerate(sizes)]
+
+
+def _row_parts(module: Any, rows: int, rank: int) -> list[tuple[int, int]]:
+    """Return the rows of a rank of a layer's weight: (number, first row in the full weight) of each contiguous part."""
+    if isinstance(module, MergedColumnParallelLinear):
+        return _divide(module.output_sizes, module.tp_size, rank)
+    if not isinstance(module, ColumnParallelLinear) or module.tp_size == 1:
+        return [(rows, 0)]
+    spec = _loader_of(module, "weight").get("shard_spec")
+    if spec is None:
+        return [(rows, rank * rows)]
+    parts, start = [], 0  # of recurrent layers: queries, keys and values, or groups that several ranks hold
+    for full, extra, shared in spec:
+        size = full // module.tp_size
+        parts.append((size, start + (0 if shared else rank * size)))
+        start += full - extra
+    return parts
+
+
+def _loader_of(module: Any, name: str) -> Mapping[str, Any]:
+    """Return what vLLM's loader of a parameter was made with. A kernel may have removed the parameter itself."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    parameter = get_layerwise_info(module).restore_metadata[0].get(name, getattr(module, name))
+    loader = inspect.unwrap(getattr(parameter, "weight_loader", _loader_of))
+    return inspect.getclosurevars(loader).nonlocals if inspect.isfunction(loader) else {}
 
 
 def _read_matrix(module: Any) -> Tensor | None:
@@ -289,13 +336,13 @@ def _read_matrix(module: Any) -> Tensor | None:
     return stored.dequantize(module.orig_dtype)
 
 
-def _qkv_rows(module: Any, rank: int) -> tuple[list[int], list[int]]:
-    """Return (number of rows of q, k and v, first row of each). With few key-value heads, several ranks hold the same keys and values."""
+def _qkv_rows(module: Any, rank: int) -> list[tuple[int, int]]:
+    """Return the rows of q, k and v: (number, first). With few key-value heads, several ranks hold the same keys and values."""
     q = module.num_heads * module.head_size
     k = module.num_kv_heads * module.head_size
     v = module.num_kv_heads * getattr(module, "v_head_size", module.head_size)
     kv_rank = rank // getattr(module, "num_kv_head_replicas", 1)
-    return [q, k, v], [rank * q, kv_rank * k, kv_rank * v]
+    return [(q, rank * q), (k, kv_rank * k), (v, kv_rank * v)]
 
 
 def _read_embedding(path: str, module: Any, done: set[int]) -> Iterator[WeightShard]:
@@ -348,7 +395,8 @@ def _dense_weight(module: Any) -> Tensor:
     """Return the weight used by the layer's kernel, [out, in]."""
     kernel = getattr(module, "cpu_linear", None)
     if kernel is None:
-        return module.weight.detach()  # type: ignore[no-any-return]
+        weight: Tensor = module.weight.detach()
+        return _unpack_convolution(weight) if hasattr(module, "_cpu_unpacked_conv_weight") else weight
     is_embedding = isinstance(module, VocabParallelEmbedding)
     width = module.embedding_dim if is_embedding else getattr(module, "input_size_per_partition", module.input_size)
     dtype = module.weight.dtype
@@ -361,10 +409,28 @@ def _dense_weight(module: Any) -> Tensor:
     return torch.cat(parts).t().contiguous()
 
 
+def _unpack_convolution(weight: Tensor) -> Tensor:
+    """Return a short convolution's weight [channels, 1, width] out of the order of its CPU kernel."""
+    from vllm._custom_ops import causal_conv1d_weight_pack
+
+    rows = weight.view(len(weight), -1)
+    natural = torch.empty_like(rows).flatten()
+    order = find_packing_order(
+        tuple(rows.shape), rows.dtype, lambda unpacked: causal_conv1d_weight_pack(unpacked[0].contiguous())
+    )
+    natural[order] = rows.flatten()
+    return natural.view(weight.shape)
+
+
 def refresh_packed_copies(model: Any) -> None:
-    """Repack heads that vLLM does not: after a reload, a head tied to the embedding keeps a packed copy of the old weights."""
+    """Update what vLLM leaves at the old weights after a reload: the packed copy of a head that is tied to the embedding, and the
+    convolutions of Mamba's layers whose own weights are packed.
+    """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     for module in model.modules():
+        unpacked = getattr(getattr(module, "conv1d", None), "_cpu_unpacked_conv_weight", None)
+        if unpacked is not None and isinstance(used := getattr(module, "conv_weights", None), Tensor):
+            used.copy_(unpacked)
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)

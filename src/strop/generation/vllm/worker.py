@@ -16,16 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.generation.vllm.engine_weights import KeptSinks, quantize_arriving, rename_for_engine
+from strop.generation.vllm.engine_weights import KeptSinks, map_names, quantize_arriving, rename_for_engine
 from strop.generation.vllm.launch import exit_with_driver
 from strop.generation.vllm.vllm_patches import apply_patches
 from strop.generation.vllm.weight_readback import (
     WeightShard,
-    map_names,
     read_adapter_shards,
     read_weight_shards,
+    recover_log,
     refresh_packed_copies,
 )
+from strop.models.checkpoint_names import CheckpointNames
 from strop.models.quantization.quantization_plan import QuantizationPlan
 from strop.weight_sync.base import ChannelAddress, Manifest, Receiver, TensorFingerprint
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
@@ -43,9 +44,11 @@ class StropWorker:
     model_runner: Any
     vllm_config: Any
     _strop_receiver: Receiver | None = None
+    _strop_checkpoint: CheckpointNames | None = None
     _strop_draft = False  # whether weights of a draft head have arrived
     _strop_sent_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})  # of the last publish
     _strop_names: Mapping[str, str] = MappingProxyType({})  # vLLM's name of each published tensor -> its own, if they differ
+    _strop_logs: Mapping[str, torch.Tensor] = MappingProxyType({})  # A_log of Mamba's layers, as they arrived
 
     def strop_connect(self, address: bytes, first: int) -> None:
         """Connect to the sender at ``address`` as its receiver number ``first`` + rank, counted over all copies of the engine."""
@@ -71,13 +74,17 @@ class StropWorker:
         if self._strop_receiver is None:
             raise RuntimeError("no channel is connected")
         expected: Manifest = pickle.loads(manifest)
-        self._strop_names = map_names(self.model_runner.get_model(), expected.names)
+        if self._strop_checkpoint is None:
+            self._strop_checkpoint = CheckpointNames.of(self.vllm_config.model_config.model)
+        self._strop_names = map_names(self.model_runner.get_model(), expected.names, self._strop_checkpoint)
         started = time.perf_counter()
         self._strop_sent_dtypes = {entry.name: entry.dtype for entry in expected.entries}
         fingerprints: dict[str, int] = {}
         incoming = self._strop_receiver.receive(expected)
         on_cpu = self.device.type == "cpu"
-        tensors = _copy_and_fingerprint(incoming, fingerprints)
+        logs: dict[str, torch.Tensor] = {}
+        self._strop_logs = logs
+        tensors = _copy_and_fingerprint(incoming, fingerprints, logs)
         tensors = list(tensors) if on_cpu else tensors
         quantization: QuantizationPlan | None = pickle.loads(plan)
         if quantization is not None:
@@ -93,7 +100,8 @@ class StropWorker:
 
         drafted: dict[str, torch.Tensor] = {}
         model, kept = self.model_runner.get_model(), KeptSinks(_set_apart(tensors, drafted))
-        self.model_runner.reload_weights(weights_iterator=rename_for_engine(model, kept))
+        assert self._strop_checkpoint is not None
+        self.model_runner.reload_weights(weights_iterator=rename_for_engine(model, kept, self._strop_checkpoint))
         kept.copy_into(model, get_tensor_model_parallel_rank())
         if self.device.type == "cpu":
             refresh_packed_copies(self.model_runner.get_model())
@@ -111,7 +119,8 @@ class StropWorker:
         shards = read_weight_shards(self.model_runner.get_model(), rank)
         named = (replace(shard, name=self._strop_names.get(shard.name, shard.name)) for shard in shards)
         drafted = read_draft_shards(self.model_runner, rank) if self._strop_draft else ()
-        return pickle.dumps(_fingerprint_shards((*named, *drafted), self._strop_sent_dtypes))
+        recovered = (recover_log(shard, self._strop_logs.get(shard.name)) for shard in named)
+        return pickle.dumps(_fingerprint_shards((*recovered, *drafted), self._strop_sent_dtypes))
 
     @torch.no_grad()
     def strop_read_adapter_fingerprints(self, adapter: int) -> bytes:
@@ -160,14 +169,16 @@ def _set_apart(
             yield name, tensor
 
 
-def _copy_and_fingerprint(incoming: Any, fingerprints: dict[str, int]) -> Any:
-    """Copy each incoming tensor and record its fingerprint.
+def _copy_and_fingerprint(incoming: Any, fingerprints: dict[str, int], logs: dict[str, torch.Tensor]) -> Any:
+    """Copy each incoming tensor and record its fingerprint; keep those of ``logs``.
 
     vLLM needs copies, since it loads a layer only when all its tensors have arrived.
     """
     for name, tensor in incoming:
         copy = tensor.clone()
         fingerprints[name] = fingerprint(copy)
+        if name.endswith(".A_log"):
+            logs[name] = copy
         yield name, copy
 
 

@@ -1,8 +1,9 @@
 """Attention by torch's fused kernels, which return the log-sum-exp of their scores: no padding, and no mask.
 
-On a CPU a kernel is called for each piece; consecutive causal squares of equal size are one call. On a GPU each level of the tree
-is one call with sequences of different lengths (varlen): all segments among themselves, then everything that attends to the roots, and so
-on.
+On a CPU a kernel is called for each piece; consecutive causal squares of equal size are one call. On a GPU a call has sequences of
+different lengths (varlen). Either each level of the tree is one: all segments among themselves, then everything that attends to the roots,
+and so on. Or the whole row is one, in which the keys of a segment's ancestors are gathered before its own: with a sliding window, and where
+it moves fewer numbers than merging levels.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.nn.functional import pad
 
 from strop.device_copies import is_gpu, move_fields
 from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.flash_libraries import VarlenSequences, choose_library, describe_missing_cap
 from strop.models.attention.merged_attention import Gradients, merge_part, merge_rows
 from strop.models.attention.tree_pieces import AttentionPiece, Levels
 from strop.sampling import at_least_float32
@@ -29,12 +31,12 @@ LARGEST_HEAD = 256  # of the GPU kernels
 
 def flash_obstacle(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> str | None:
     """Return why the fused kernels cannot compute this attention; None if they can."""
-    if spec.window is not None:
-        return "the layer has a sliding window"
-    if spec.softcap is not None:
-        return "the layer caps its scores"
     size, values = query.shape[2], value.shape[2]
     if query.device.type == "cpu":
+        if spec.window is not None:
+            return "the layer has a sliding window"
+        if spec.softcap is not None:
+            return "the layer caps its scores"
         known = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
         return (
             None
@@ -47,7 +49,7 @@ def flash_obstacle(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
         return f"a GPU has none for {query.dtype}"
     if size != values or size % 8 or size > LARGEST_HEAD:
         return f"they need heads of one size, a multiple of 8 up to {LARGEST_HEAD}, and these have {size} and {values}"
-    return None
+    return None if choose_library(query, key, spec) else describe_missing_cap(query.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,50 +149,40 @@ def _to_rows(batch: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _VarlenLevel:
-    """The pieces of a level as the sequences of one call."""
+class _VarlenCall:
+    """The pieces of a level as the sequences of one call; pieces that have the same queries are one sequence."""
 
     rows: Tensor | slice  # of the queries, sequence by sequence
     columns: Tensor | slice
-    query_ends: Tensor  # [pieces + 1] int32: the start of each sequence, and the end of the last
+    query_ends: Tensor  # [sequences + 1] int32: the start of each sequence, and the end of the last
     key_ends: Tensor
     longest: tuple[int, int]
     causal: bool
     covered: int  # rows of the queries, each in one sequence
     repeats: bool  # a key is in several sequences
 
-
-@dataclass(frozen=True, eq=False)
-class _VarlenCalls:
-    """All calls of a row, made once for all layers and both passes."""
-
-    levels: Levels
-    calls: Sequence[_VarlenLevel]
-    no_dropout: tuple[Tensor, Tensor]  # arguments of the backward pass: a random state that is not read
-
-    def rounds_once(self, final: bool) -> bool:
-        """Return whether at most two numbers are added, so that the sum needs no wider dtype than its result."""
-        return final and len(self.calls) <= 2 and not any(call.repeats for call in self.calls)
+    @property
+    def sequences(self) -> VarlenSequences:
+        return VarlenSequences(self.query_ends, self.key_ends, self.longest, self.causal)
 
 
 class VarlenFlashKernel:
     """A ``PieceKernel`` (strop.models.attention.merged_attention) on a GPU, for pieces that are causal squares or have no mask."""
 
     def __init__(self) -> None:
-        self._made: dict[int, _VarlenCalls] = {}  # by the id of the levels, which all layers share
+        self._made: dict[int, tuple[Levels, list[_VarlenCall]]] = {}  # by the id of the levels, which all layers share
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, levels: Levels, spec: AttentionSpec, *, final: bool
     ) -> tuple[Tensor, Tensor]:
-        made = self._calls(levels, query.device)
+        calls, library = self._calls(levels, query.device), choose_library(query, key, spec)
+        assert library is not None, "checked by flash_obstacle"
         output: Tensor | None = None
-        for call in made.calls:
+        for call in calls:
             rows = (_take(query, call.rows), _take(key, call.columns), _take(value, call.columns))
-            part, part_lse, *_ = aten._flash_attention_forward(
-                *rows, call.query_ends, call.key_ends, *call.longest, 0.0, call.causal, False, scale=spec.scale
-            )
-            if output is None:
-                part = part if made.rounds_once(final) else at_least_float32(part)
+            part, part_lse = library.forward(rows, call.sequences, spec)
+            if output is None:  # of at most two parts the sum needs no wider dtype than its result
+                part = part if final and len(calls) <= 2 else at_least_float32(part)
                 output, lse = _place(part, part_lse, call, len(query))
             else:
                 merge_rows(output, lse, part, part_lse, call.rows)
@@ -200,42 +192,31 @@ class VarlenFlashKernel:
     def backward(
         self, rows: Gradients, output: Tensor, lse: Tensor, grad: Tensor, levels: Levels, spec: AttentionSpec, *, final: bool
     ) -> Gradients:
-        made, totals = self._calls(levels, grad.device), lse.t()
-        grads: Sequence[Tensor] = ()
-        for call in made.calls:
-            places = (call.rows, call.columns, call.columns)
-            parts = aten._flash_attention_backward(
-                _take(grad, call.rows),
-                *(_take(row, place) for row, place in zip(rows, places, strict=True)),
-                _take(output, call.rows),
-                _take(totals, call.rows, 1).contiguous(),
-                call.query_ends,
-                call.key_ends,
-                *call.longest,
-                0.0,
-                call.causal,
-                *made.no_dropout,
-                scale=spec.scale,
-            )
-            if not grads and all(_is_whole(place, row) for place, row in zip(places, rows, strict=True)):
-                grads = tuple(part if made.rounds_once(final) else at_least_float32(part) for part in parts)
-                continue
-            grads = grads or tuple(at_least_float32(torch.zeros_like(row)) for row in rows)
-            for whole, part, place in zip(grads, parts, places, strict=True):
-                _add_rows(whole, part, place)
-        assert grads, "attention without keys"
-        return grads[0], grads[1], grads[2]
+        query, key, value = rows
+        calls, totals, library = self._calls(levels, grad.device), lse.t(), choose_library(query, key, spec)
+        assert library is not None, "checked by flash_obstacle"
+        narrow = final and len(calls) <= 2 and not any(call.repeats for call in calls)
+        own: Sequence[Tensor] = ()  # the gradient of the queries
+        others: Sequence[Tensor] = ()  # those of keys and values
+        for call in calls:
+            taken = (_take(query, call.rows), _take(key, call.columns), _take(value, call.columns))
+            whole = (_take(output, call.rows), _take(totals, call.rows, 1).contiguous())
+            parts = library.backward(_take(grad, call.rows), taken, *whole, call.sequences, spec)
+            last = final and len(calls) == 1
+            own = _add_rows(own, parts[:1], call.rows, query, narrow or last, last)
+            others = _add_rows(others, parts[1:], call.columns, key, narrow, last)
+        assert own and others, "attention without keys"
+        return own[0], others[0], others[1]
 
-    def _calls(self, levels: Levels, device: torch.device) -> _VarlenCalls:
+    def _calls(self, levels: Levels, device: torch.device) -> list[_VarlenCall]:
         if id(levels) not in self._made:
             calls = [
-                _make_varlen(list(pieces), causal)
+                _make_varlen([piece for piece, _ in pieces], causal)
                 for level in levels
-                for causal, pieces in groupby(level, lambda piece: piece.causal)
+                for causal, pieces in groupby(_sequences(level), lambda each: each[1])
             ]
-            no_dropout = (torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device))
-            self._made[id(levels)] = _VarlenCalls(levels, move_fields(calls, device), no_dropout)
-        return self._made[id(levels)]
+            self._made[id(levels)] = levels, move_fields(calls, device)
+        return self._made[id(levels)][1]
 
 
 def _take(tensor: Tensor, place: Tensor | slice, dimension: int = 0) -> Tensor:
@@ -249,7 +230,7 @@ def _is_whole(place: Tensor | slice, tensor: Tensor) -> bool:
     return isinstance(place, slice) and place.stop - place.start == len(tensor)
 
 
-def _place(part: Tensor, lse: Tensor, call: _VarlenLevel, rows: int) -> tuple[Tensor, Tensor]:
+def _place(part: Tensor, lse: Tensor, call: _VarlenCall, rows: int) -> tuple[Tensor, Tensor]:
     """Return the first part of [rows, heads, V] and [heads, rows]: nothing is copied if it is in order, and all of it."""
     if _is_whole(call.rows, part) and call.covered == rows:
         return part, lse
@@ -260,21 +241,47 @@ def _place(part: Tensor, lse: Tensor, call: _VarlenLevel, rows: int) -> tuple[Te
     return output, whole
 
 
-def _add_rows(whole: Tensor, part: Tensor, place: Tensor | slice) -> None:
-    if isinstance(place, slice):
-        whole[place].add_(part)  # += would also copy the sum to where it is
-    else:
-        whole.index_add_(0, place, part.to(whole.dtype))
+def _add_rows(
+    sums: Sequence[Tensor], parts: Sequence[Tensor], place: Tensor | slice, rows: Tensor, narrow: bool, last: bool
+) -> Sequence[Tensor]:
+    """Add parts of one shape to the sums of some rows, or begin the sums with them. ``narrow``: at most two numbers are added, so that
+    the sum needs no wider dtype; ``last``: nothing is added any more.
+    """
+    if not sums and _is_whole(place, rows):
+        return [part if narrow else at_least_float32(part) for part in parts]
+    if not sums:
+        blank = at_least_float32(torch.zeros((), dtype=rows.dtype)).dtype
+        begun = torch.zeros(len(parts), *rows.shape, dtype=blank, device=rows.device)
+        added = torch.stack(list(parts))  # one launch for all of them
+        if isinstance(place, slice):
+            begun[:, place] = added
+        else:
+            begun.index_add_(1, place, added.to(blank))
+        return (begun.to(rows.dtype) if last else begun).unbind(0)
+    for whole, part in zip(sums, parts, strict=True):
+        if isinstance(place, slice):
+            whole[place].add_(part)  # += would also copy the sum to where it is
+        else:
+            whole.index_add_(0, place, part.to(whole.dtype))
+    return sums
 
 
-def _make_varlen(pieces: list[AttentionPiece], causal: bool) -> _VarlenLevel:
-    assert causal or all(piece.distance is None for piece in pieces), "a window, which this kernel does not have"
-    queries, keys = [piece.queries for piece in pieces], [piece.keys for piece in pieces]
-    ends = [torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32) for sizes in (queries, keys)]
-    rows = _gather([(piece.query, piece.queries) for piece in pieces])
-    columns = _gather([(piece.key, piece.keys) for piece in pieces])
+def _sequences(level: Sequence[AttentionPiece]) -> Iterator[tuple[list[AttentionPiece], bool]]:
+    """Yield the pieces of each sequence, and whether its queries are the last of its keys, which they see causally."""
+    for _, pieces in groupby(level, lambda piece: (piece.query, piece.queries)):
+        joined = list(pieces)
+        assert all(piece.causal or piece.distance is None for piece in joined), "a part of a window"
+        yield joined, joined[-1].causal
+
+
+def _make_varlen(sequences: Sequence[Sequence[AttentionPiece]], causal: bool) -> _VarlenCall:
+    rows = [(pieces[0].query, pieces[0].queries) for pieces in sequences]
+    keys = [sum(piece.keys for piece in pieces) for pieces in sequences]
+    lengths = [length for _, length in rows]
+    ends = [torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32) for sizes in (lengths, keys)]
+    columns = _gather([(piece.key, piece.keys) for pieces in sequences for piece in pieces])
     repeats = not isinstance(columns, slice) and len(columns.unique()) < len(columns)
-    return _VarlenLevel(rows, columns, ends[0], ends[1], (max(queries), max(keys)), causal, sum(queries), repeats)
+    return _VarlenCall(_gather(rows), columns, ends[0], ends[1], (max(lengths), max(keys)), causal, sum(lengths), repeats)
 
 
 def _gather(ranges: list[tuple[int, int]]) -> Tensor | slice:

@@ -67,6 +67,8 @@ def choose_piece_kernel(
 ) -> AttentionKernelName:
     """Return the kernel for attention over keys in several places, ``flash`` or ``blockwise``, and log it once."""
     obstacle = "as configured" if asked == "blockwise" else flash_obstacle(query, key, value, spec)
+    if spec.window is not None:
+        obstacle = obstacle or "the layer has a sliding window, whose keys are in several places"
     reason = obstacle or "as the keys are in several places"
     replaced = asked in ("plain", "flex") or (asked == "flash" and obstacle is not None)
     choice = KernelChoice("blockwise" if obstacle else "flash", reason, asked if replaced else "auto")

@@ -100,6 +100,24 @@ class TreeSegments:
             levels[depth + 1] += pieces
         return tuple(tuple(level) for level in levels if level)
 
+    def paths(self, window: int | None = None) -> Levels:
+        """Return one level in which the pieces of a segment's queries follow each other: its ancestors' keys from the root down, within
+        the window of its first query, and its causal square. The first query's window is that of the whole sequence, so a kernel
+        that takes them as one has to apply it.
+        """
+        found: list[AttentionPiece] = []
+        above: dict[int, list[tuple[int, int]]] = {
+            -1: []
+        }  # by segment: the ranges of keys on its path that are within the window
+        for segment, _, _ in self.walk():
+            start, length = self.starts[segment], self.lengths[segment]
+            keys = above[self.parents[segment]]
+            if length:
+                found += [AttentionPiece(start, length, key, count) for key, count in keys]
+                found.append(AttentionPiece(start, length, start, length, 0))
+            above[segment] = _last([*keys, (start, length)], window)
+        return (tuple(found),)
+
     def _below(self, segment: int, children: list[list[int]]) -> Iterable[AttentionPiece]:
         """The descendants of a segment attend to all of it: one piece per contiguous range of the row."""
         waiting, found = list(children[segment]), []
@@ -125,6 +143,16 @@ class TreeSegments:
             if piece is not None:
                 yield piece
             waiting += [(child, distance + self.lengths[below]) for child in children[below]]
+
+
+def _last(ranges: list[tuple[int, int]], window: int | None) -> list[tuple[int, int]]:
+    """Return the last tokens of consecutive ranges (first, count) that are within a window of the token after them."""
+    left, kept = sum(count for _, count in ranges) if window is None else window - 1, []
+    for first, count in reversed(ranges):
+        if (taken := min(count, left)) > 0:
+            kept.append((first + count - taken, taken))
+            left -= taken
+    return kept[::-1]
 
 
 def join_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -18,6 +18,8 @@ from strop.models.attention.tree_mixing import TreeMixing
 from strop.models.attention.tree_pieces import Levels, TreeSegments
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 
+LAUNCHES = 8_000_000  # numbers of a level that take a GPU as long as the ten launches that gather rows of several families
+
 
 class TreePlan:
     """Attention in a forest of segments: a token attends causally to its own segment and fully to its ancestors.
@@ -40,6 +42,7 @@ class TreePlan:
         self.kernel = kernel
         self._kernels: dict[str, PieceKernel] = {}
         self._levels: dict[int | None, Levels] = {}
+        self._paths: dict[int | None, Levels] = {}
 
     @cached_property
     def families(self) -> PaddedFamilies:
@@ -73,7 +76,31 @@ class TreePlan:
         if kernel == "flex" and query.device.type != "cpu":
             return self.flex.attend(query, key, value, spec)
         pieces = self.flex if kernel == "flex" else self.piece_kernel(kernel, query.device)
-        return attend_in_pieces(query, key, value, pieces, self.levels(spec.window), spec)
+        joined = kernel == "flash" and query.device.type != "cpu" and self._joins(query, key, spec.window)
+        levels = self.paths(spec.window) if joined else self.levels(spec.window)
+        return attend_in_pieces(query, key, value, pieces, levels, spec)
+
+    def paths(self, window: int | None) -> Levels:
+        """Return the row as one level, for layers with a window; the same object for each of them."""
+        if window not in self._paths:
+            self._paths[window] = self.segments.paths(window)
+        return self._paths[window]
+
+    def _joins(self, query: Tensor, key: Tensor, window: int | None) -> bool:
+        """Return whether a GPU computes a row as one call with the keys of each path gathered, and not level by level.
+
+        A window needs it: how far a query sees into a level depends on its segment. Otherwise the fewer numbers moved: of keys and values,
+        gathered in both passes and their gradients added, against those of merged queries and outputs.
+        """
+        merged, gathered, families = self._moved
+        moved = 2 * gathered * key.shape[1] * key.shape[2] - merged * query.shape[1] * query.shape[2]
+        return window is not None or (merged > 0 and moved <= (LAUNCHES if families > 1 else 0))
+
+    @cached_property
+    def _moved(self) -> tuple[int, int, int]:
+        """The rows of queries that are merged level by level, those of keys that are gathered in one call, and the families."""
+        upper = [piece for level in self.levels(None)[1:] for piece in level]
+        return sum(piece.queries for piece in upper), sum(piece.keys for piece in self.paths(None)[0]), len(upper)
 
     def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, spec: MixerSpec) -> Tensor:
         """Causal depthwise convolution along each path: [T, C] and weight [C, k] -> [T, C]."""

@@ -71,9 +71,9 @@ class VisionFamily(ABC):
 
 
 class QwenVL(VisionFamily):
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE: patches of any number, merged in squares, with rotary positions in three dimensions."""
+    """Qwen2-VL to Qwen3.5 and GLM-4.1V to GLM-4.6V: patches of any number, merged in squares, with rotary positions in three dimensions."""
 
-    kinds = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+    kinds = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v")
     tower_inputs = ("pixel_values", "image_grid_thw")
     grid_key = "image_grid_thw"
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +11,10 @@ from pathlib import Path
 from strop.checkpointing.saved_model import list_steps
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.cluster_checks import count_devices
-from strop.config.load.auto_backend import resolve_auto_backend
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.actor_group import ActorGroupDied
 from strop.distributed.base import ActorDied, Cluster
-from strop.distributed.placement import DeviceCounts, PlacementError
-from strop.distributed.preflight import PACKAGES, Finding, RunNeeds, find_problems, format_findings, format_survey
+from strop.distributed.placement import DeviceCounts
 from strop.monitoring.trackers.base import Tracker
 
 log = logging.getLogger(__name__)
@@ -125,66 +121,3 @@ def find_newest_step(config: TrainingRunConfig, checkpoints: Path) -> int:
     """Return the step of the newest checkpoint in a folder, from which a restart would continue; -1 if there is none."""
     saving = config.checkpointing
     return max(list_steps(checkpoints), default=-1) if saving.enabled else -1
-
-
-NODE_WAIT_SECONDS = 30.0  # for nodes to join and resources to become free; a run waits for cluster.wait_seconds
-
-
-def check_cluster(config: TrainingRunConfig) -> int:
-    """Print a report about the cluster. Return 0 if a run can start on it, 1 if there are problems."""
-    return asyncio.run(_check(config))
-
-
-async def _check(config: TrainingRunConfig) -> int:
-    cluster = replace(config.cluster, wait_seconds=min(config.cluster.wait_seconds, NODE_WAIT_SECONDS))
-    try:
-        from strop.distributed.survey import connect_to_inspect, survey_cluster
-
-        cpus = compute_reserved_cpus(config)
-        async with connect_to_inspect(cluster, on_cpu=runs_on_cpu(config), cpus_per_node=cpus) as connected:
-            config = resolve_auto_backend(config, has_gpus=not connected.on_cpu)  # the driver's machine may have none
-            survey = await survey_cluster(connected, _list_needs(config))
-    except (ConnectionError, PlacementError, ImportError, RuntimeError) as error:
-        print(f"problem  {error}", file=sys.stderr)
-        return 1
-    if connected.cluster.started_here:
-        print("No Ray cluster is running: one was started on this machine for the check, as a run would do.\n")
-    print(*format_survey(survey), sep="\n")
-    return _print_findings(find_problems(survey))
-
-
-def _list_needs(config: TrainingRunConfig) -> RunNeeds:
-    return RunNeeds(
-        devices=config.cluster.gpus_per_node,
-        packages=_required_packages(config),
-        folder_keys=_shared_folders(config),
-        environment=config.cluster.roles.learner.env_vars,
-    )
-
-
-def _required_packages(config: TrainingRunConfig) -> tuple[str, ...]:
-    """Return the packages to compare; the engine's is among them if engines use the packages of the node."""
-    role = config.cluster.roles.generator
-    generation = config.policy.generation
-    if role.python is not None or role.pip or not generation.uses_engines or not generation.engine_options.uses_node_packages:
-        return PACKAGES
-    return (*PACKAGES, str(generation.launched))
-
-
-def _shared_folders(config: TrainingRunConfig) -> dict[str, str]:
-    """Return the folders that all nodes must share, each with the key that sets it."""
-    folders = {str(Path(config.logger.log_dir).resolve()): "logger.log_dir"}
-    if config.checkpointing.enabled:
-        folders[str(Path(config.checkpointing.checkpoint_dir).resolve())] = "checkpointing.checkpoint_dir"
-    return folders
-
-
-def _print_findings(findings: Sequence[Finding]) -> int:
-    fatal = sum(finding.fatal for finding in findings)
-    ordered = sorted(findings, key=lambda finding: not finding.fatal)
-    print("", *format_findings(ordered), sep="\n")
-    if fatal:
-        print(f"\n{fatal} problem{'s' if fatal > 1 else ''}: a run would fail or misbehave.")
-        return 1
-    print("no problems found" if not findings else "\nno problems that would stop a run")
-    return 0

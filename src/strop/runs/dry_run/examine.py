@@ -186,7 +186,7 @@ def find_single_turns(environments: Mapping[str, EnvironmentHandle[Any]], max_tu
     for name, environment in environments.items():
         if max_turns == 1 and environment.traits.responds:
             why, end = "answers the policy (respond)", "every episode ends after the policy's first turn"
-            if environment.traits.is_agent:
+            if environment.traits.episode_runner:
                 why, end = "runs an agent", "every request of it after the first is refused"
             elif environment.traits.has_tools:
                 why = "has tools"

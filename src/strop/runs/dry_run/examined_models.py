@@ -68,8 +68,13 @@ def _check_router_replay(config: RolloutRunConfig) -> Iterator[Problem]:
 
 def _check_vllm(config: RolloutRunConfig) -> Iterator[Problem]:
     """vLLM divides the attention heads; there may be fewer key and value heads than ranks, which then hold copies."""
+    from strop.generation.vllm.supported_models import find_cpu_problems
+
     size, name = config.policy.generation.vllm_cfg.tensor_parallel_size, config.policy.model_name
-    shape = ModelShape.from_hf(name, read_local_config(name)) if size > 1 else None
+    values = read_local_config(name)
+    if config.policy.device == "cpu":
+        yield from find_cpu_problems(values, config.policy.generation.vllm_cfg, "policy.generation")
+    shape = ModelShape.from_hf(name, values) if size > 1 else None
     if shape is not None and (shape.heads % size or (shape.key_value_heads % size and size % shape.key_value_heads)):
         heads = f"{shape.heads} attention heads ({shape.key_value_heads} key-value heads)"
         message = f"found {size}, by which vLLM cannot divide the {heads} of {name}"

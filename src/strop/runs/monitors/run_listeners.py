@@ -1,104 +1,34 @@
-"""The configured listeners of a run, the monitors of its machines, and the inputs of its throughput rates."""
+"""The configured listeners of a run."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from strop import plugins
-from strop.algorithms.base import Algorithm
+from strop.algorithms.base import Algorithm, TokenOutputs
+from strop.columns import TokenColumn
 from strop.config import RolloutRunConfig, TrainingRunConfig
-from strop.config.cluster_checks import count_devices
-from strop.distributed.base import ActorOptions, Cluster, RemoteActor
-from strop.hardware import DecoderDimensions, find_device
+from strop.distributed.base import Cluster
+from strop.learner.base import require_token_outputs
 from strop.learner.policy_extension import fixes_order
-from strop.learner.throughput import Throughput
-from strop.models.decoder_dimensions import UnknownDimensions, dimensions_of
-from strop.models.loading import read_model_config
-from strop.monitoring.machine_monitor import MachineMonitor, SystemMonitor
+from strop.monitoring.rollout_store.rollout_record import RolloutRecord, list_images, make_records, split_by_rollout
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.trackers.base import Tracker
-from strop.runs.local_device import resolve_device_name
-from strop.runs.monitors.instruments import MachineWatch, RolloutRecorder, ThroughputMeter
+from strop.monitoring.trackers.base import StepMedia
+from strop.monitoring.trackers.rollout_media import make_step_media
+from strop.openmp import call_in_thread
+from strop.runs.monitors.token_trace import trace_tokens
 from strop.runs.recorded_run import RecordedSource
 from strop.runs.rollout_run import SampledSource
 from strop.trainer.listeners import Listeners, RunListener
 from strop.trainer.mismatch import MismatchGuard
-from strop.trainer.run import TrainOptions
+from strop.trainer.step_view import StepView
 from strop.user_code import UserCodeError, describe_error, describe_value, import_attribute
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DevicePeak:
-    """The peak of one training device, and its source."""
-
-    flops: float  # a second
-    source: str
-
-
-def make_throughput(
-    config: TrainingRunConfig, gpu_names: Sequence[str], note: Callable[[str], object], *, on_cpu: bool
-) -> Throughput:
-    """Return the throughput of a run on processors, or on GPUs with these NVML names; empty names: unknown.
-
-    ``note`` receives the peak that ``perf/mfu`` refers to.
-    """
-    counts, policy = count_devices(config), config.policy
-    training = counts.learner_devices
-    generating = 0 if counts.colocated or not counts.uses_ray else counts.generating_nodes * counts.generating_per_node
-    model = read_dimensions(policy.model_name)
-    peak = None if model is None else find_peak(config, gpu_names, on_cpu=on_cpu)
-    if peak is not None:
-        each = f"each of {training} devices that train" if training > 1 else "the device that trains"
-        note(f"perf/mfu: of {peak.flops / 1e12:.4g} TFLOP/s in {_precision(config)}, the peak of {each} ({peak.source})")
-    return Throughput(
-        devices=training + generating,
-        training_devices=training,
-        model=model,
-        peak_flops=None if peak is None else peak.flops,
-        frozen=policy.adapter_rank is not None,
-    )
-
-
-def read_dimensions(name: str) -> DecoderDimensions | None:
-    """Return the dimensions of a model; None, with a log message, if its layers are unknown or it cannot be read."""
-    try:
-        return dimensions_of(read_model_config(name).to_dict())
-    except UnknownDimensions as error:
-        log.info("perf/mfu and perf/model_tflops_per_gpu are not logged: %s", error)
-    except Exception as error:  # the driver of a cluster may lack the model's files
-        log.info("perf/mfu and perf/model_tflops_per_gpu are not logged: %s cannot be read here: %s", name, error)
-    return None
-
-
-def find_peak(config: TrainingRunConfig, gpu_names: Sequence[str], *, on_cpu: bool) -> DevicePeak | None:
-    """Return the peak of one training device: the user's value, or that of the table of GPUs."""
-    if config.logger.peak_tflops is not None:
-        return DevicePeak(config.logger.peak_tflops * 1e12, "logger.peak_tflops")
-    if on_cpu:
-        log.info("perf/mfu is not logged: the peak of processors is not known; set logger.peak_tflops")
-        return None
-    return _find_in_table(gpu_names[0] if gpu_names else "a GPU whose name is not known", _precision(config))
-
-
-def _precision(config: TrainingRunConfig) -> str:
-    return "fp8" if config.policy.fp8.enabled else config.policy.precision
-
-
-def _find_in_table(gpu: str, precision: str) -> DevicePeak | None:
-    device = find_device(gpu)
-    if device is None:
-        log.info("perf/mfu is not logged: the peak rate of %s is not in the device table", gpu)
-        return None
-    try:
-        return DevicePeak(device.peak_flops(precision), f"{device.name}, from the table of devices")
-    except ValueError:  # FP8 weights on a device without FP8 arithmetic
-        return DevicePeak(device.peak_flops("bfloat16"), f"{device.name}, from the table of devices, in bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,19 +65,14 @@ def _make(name: str, make: ListenerFactory, setup: RunSetup) -> RunListener | No
     return listener
 
 
-async def make_listeners(setup: RunSetup, options: TrainOptions, attached: Iterable[RunListener], tracker: Tracker) -> Listeners:
+def make_listeners(setup: RunSetup, attached: Iterable[RunListener]) -> Listeners:
     """Make the listeners of a run, in the order in which they see a step: those that are attached read the mismatch."""
-    config, cluster = setup.config, setup.cluster
-    machines = await watch_machines(config, cluster)
-    on_cpu = resolve_device_name(config.policy.device) == "cpu" if cluster is None else cluster.on_cpu
-    throughput = make_throughput(config, machines.gpu_names, tracker.note, on_cpu=on_cpu)
+    config = setup.config
     return Listeners(
         [
             *([make_mismatch_guard(config)] if isinstance(config, RolloutRunConfig) else []),
             make_recorder(config, setup.algorithm, setup.store),
             *attached,
-            ThroughputMeter(throughput=throughput, algorithm=setup.algorithm, options=options),
-            MachineWatch(monitor=machines),
         ]
     )
 
@@ -179,44 +104,69 @@ def make_recorder(config: TrainingRunConfig, algorithm: Algorithm, store: Rollou
     )
 
 
-async def watch_machines(config: TrainingRunConfig, cluster: Cluster | None) -> SystemMonitor:
-    """Start the monitors according to ``logger.monitor_gpus``. A node that cannot be monitored causes a warning; the run goes on.
+@dataclass(kw_only=True)
+class RolloutRecorder(RunListener):
+    """Stores the rollouts of each step, and passes samples to the services.
 
-    Without a cluster node 0 is this machine; with one, every node is monitored from a separate process, because the driver may be
-    elsewhere.
+    A step is stored in a thread, so that requests in flight go on, while the other listeners see it and the run validates. It is on disk
+    before the step is saved or logged.
     """
-    section = config.logger.gpu_monitoring
-    if not config.logger.monitor_gpus:
-        return SystemMonitor(None)
-    folder = str(Path(config.logger.log_dir).absolute())
-    if cluster is None:
-        own = MachineMonitor(section.collection_interval, folder)
-        return SystemMonitor(own, gpu_names=own.list_gpus())
-    started = [_watch_node(cluster, node, section.collection_interval, folder) for node in range(cluster.num_nodes)]
-    watched = await asyncio.gather(*started)
-    return SystemMonitor(
-        None,
-        {node: _ask(each[0]) for node, each in enumerate(watched) if each is not None},
-        interval=section.flush_interval,
-        gpu_names=next((each[1] for each in watched if each is not None and each[1]), ()),
-    )
 
+    name = "rollouts"
+    store: RolloutStore
+    algorithm: Algorithm
+    decode: Callable[[list[int]], str] | None = None  # the tokenizer's, for stored prompts
+    stores: Callable[[TokenColumn], bool] = lambda column: column.stored is True  # columns of tokens
+    token_columns: bool = False  # store per-token results of the update, also for recorded data
+    tracked_samples: int | None = None  # rollouts of a step shown in services; None: there is no service
+    tracked_samples_period: int = 10  # steps
+    _storing: asyncio.Future[StepMedia | None] | None = field(default=None, init=False)
 
-async def _watch_node(cluster: Cluster, node: int, interval: float, folder: str) -> tuple[RemoteActor, tuple[str, ...]] | None:
-    """Start the monitor of a node. Return it and the names of the node's GPUs."""
-    try:
-        _, gpus = cluster.locate(node, () if cluster.on_cpu else range(cluster.devices_per_node))  # the process itself sees none
-        options = ActorOptions(name=f"monitor-{node}", node=node)
-        actor = await cluster.spawn(options, MachineMonitor, interval, folder, gpus or None)
-        return actor, await actor.call("list_gpus")
-    except Exception as error:
-        log.warning("node %d is not monitored (logger.monitor_gpus): %s: %s", node, type(error).__name__, error)
-        return None
+    async def on_step(self, step: StepView) -> dict[str, float]:
+        self._storing = asyncio.ensure_future(call_in_thread(self._store, step))
+        return {}
 
+    async def on_log(self, step: StepView) -> dict[str, float]:
+        media = await self._finish()
+        if media is not None:
+            step.tracker.log_media(step.step, media)
+        return {}
 
-def _ask(actor: RemoteActor) -> Callable[[], dict[str, float]]:
-    def drain() -> dict[str, float]:
-        report: dict[str, float] = actor.start_call("drain")()
-        return report
+    async def state_dict(self) -> None:
+        if self._storing is not None:
+            await asyncio.wait([self._storing])
 
-    return drain
+    async def on_end(self) -> None:
+        await self._finish()
+
+    async def _finish(self) -> StepMedia | None:
+        """Wait until the step is stored. Return its media; raise what its writer raised."""
+        storing, self._storing = self._storing, None
+        return None if storing is None else await storing
+
+    def _store(self, step: StepView) -> StepMedia | None:
+        algorithm, recorded = self.algorithm, bool(self.algorithm.recorded_data)
+        tokens = trace_tokens(algorithm, step.batch, step.result.passes, step.tracker.note) if self.token_columns else None
+        groups = [*step.groups, *(group for group, _ in step.dropped)]
+        self.store.write_images(() if recorded else list_images(groups))
+        records = [] if recorded and tokens is None else self.make_records(step)  # recorded data is already stored
+        self.store.write(step.step, records, tokens)
+        if not records or recorded or self.tracked_samples is None:
+            return None
+        shown = step.step % self.tracked_samples_period == 0 or step.step == 1
+        return make_step_media(records, self.store.images, samples=self.tracked_samples if shown else 0)
+
+    def make_records(self, step: StepView) -> list[RolloutRecord]:
+        """Create the records of a step's rollouts, including dropped ones."""
+        batch, outputs = step.batch, step.result.old_outputs
+        of_tokens = isinstance(outputs, TokenOutputs) and self.algorithm.predict == "tokens"
+        credit = split_by_rollout(batch.advantages, batch, step.groups)
+        return make_records(
+            step.step,
+            [*step.groups, *(group for group, _ in step.dropped)],
+            advantages={key: float(column.mean()) for key, column in credit.items() if len(column)},
+            learner_logprobs=split_by_rollout(require_token_outputs(outputs).logprobs, batch, step.groups) if of_tokens else {},
+            dropped={group.index: reason for group, reason in step.dropped},
+            decode=self.decode,
+            stores=self.stores,
+        )

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from strop.checkpointing.convert import convert_model
 from strop.checkpointing.saved_model import find_saved_model
+from strop.extensions.export.convert import convert_model
 from strop.extensions.megatron.checkpoint.convert_megatron import convert_to_megatron
 from strop.learner.parallel.shard_files import TensorShard, write_shards
 from strop.models.loading import ModelNotFound, load_model

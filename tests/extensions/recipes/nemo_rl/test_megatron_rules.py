@@ -261,11 +261,6 @@ def test_training_in_fp8_is_torchaos_where_the_torch_learner_trains(
     assert f"Transformer Engine's is {asked}" in changed.text
 
 
-def test_a_loss_of_multi_token_prediction_that_trains_the_model_is_refused(recipe: Path) -> None:
-    options = [f"policy.megatron_cfg.{option}" for option in ("mtp_num_layers=2", "mtp_loss_scaling_factor=0.3")]
-    assert list(refusals(recipe, TORCH, *options)) == ["policy.megatron_cfg.mtp_num_layers"]
-
-
 def test_adapters_of_fused_layers_become_adapters_of_their_parts(recipe: Path) -> None:
     peft = (
         "{enabled: true, dim: 16, alpha: 64, dropout: 0.0, lora_A_init_method: uniform, target_modules: [linear_qkv, linear_fc2]}"

@@ -102,10 +102,7 @@ def test_a_question_has_its_images_where_it_has_places_for_them() -> None:
 
 @pytest.mark.parametrize(
     ("question", "message"),
-    [
-        ("<image> and <image>", "row 1 has more places <image> than the record has images, which are 1"),
-        ("", "row 1 is empty"),
-    ],
+    [("<image> and <image>", "row 1 has more places <image> than the record has images, which are 1"), ("", "row 1 is empty")],
 )
 def test_a_question_with_more_places_than_images_or_none_of_both_is_an_error(question: str, message: str) -> None:
     with pytest.raises(DataError, match=message):

@@ -125,14 +125,7 @@ def check_shares(batch: Batch, rule: SplitRule) -> None:
     seed=st.integers(0, 3),
 )
 def test_a_rank_cuts_the_same_bits_out_of_its_share_as_out_of_the_whole_batch(
-    shapes: list[GroupShape],
-    ranks: int,
-    budget: int,
-    padded: bool,
-    whole: bool,
-    share_prefixes: bool,
-    fills_up: bool,
-    seed: int,
+    shapes: list[GroupShape], ranks: int, budget: int, padded: bool, whole: bool, share_prefixes: bool, fills_up: bool, seed: int
 ) -> None:
     batch = with_everything(pack_grpo(make_groups(shapes, seed), share_prefixes=share_prefixes), seed)
     check_shares(batch, SplitRule(ranks=ranks, token_budget=budget, padded=padded, whole_groups=whole, fills_up=fills_up))

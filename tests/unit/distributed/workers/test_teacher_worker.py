@@ -23,13 +23,7 @@ from strop.distributed.workers.teacher_worker import TeacherWorker, spawn_teache
 from strop.learner.client import AsyncColumnSource
 from strop.problems import ConfigError
 from strop.runs.models import LoadedPolicy, load_policy, make_learners, make_trained_networks
-from strop.runs.scorers import (
-    combine_teachers,
-    find_teacher_columns,
-    get_student_info,
-    load_teacher,
-    make_teachers,
-)
+from strop.runs.scorers import combine_teachers, find_teacher_columns, get_student_info, load_teacher, make_teachers
 from strop.sampling import Sampling
 from strop.types import Group
 from support.clients import column_client

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from strop.generation.vllm import weight_readback
-from strop.generation.vllm.engine_weights import KeptSinks, canonical_name, rename_for_engine
-from strop.generation.vllm.weight_readback import find_packing_order, read_experts
+from strop.generation.vllm.engine_weights import KeptSinks, map_names, rename_for_engine
+from strop.generation.vllm.weight_readback import WeightShard, find_packing_order, read_experts, recover_log
+from strop.models.checkpoint_names import CheckpointNames, describe_model
 from strop.weight_sync.base import TensorFingerprint
 from strop.weight_sync.fingerprints import combine_fingerprints, fingerprint
 from strop.weight_sync.verification import VerificationFailed, verify_fingerprints
@@ -119,14 +121,41 @@ def test_experts_add_up_to_what_was_sent_however_processes_share_them(cut: str) 
         verify(gate_up, down, holders[:-1] or [layer(gate_up + 1, down)])
 
 
+def checkpoint_names(kind: str, **sizes: Any) -> CheckpointNames:
+    """Those of a tiny model, of a configuration class of Transformers."""
+    import transformers
+
+    usual = {"hidden_size": 4, "intermediate_size": 3, "num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1}
+    return CheckpointNames(describe_model(getattr(transformers, kind)(**usual, vocab_size=8, pad_token_id=0, **sizes)))
+
+
 def test_mixtral_has_other_names_in_the_engine() -> None:
-    block_sparse = torch.nn.ModuleDict({"layer": torch.nn.ModuleDict({"block_sparse_moe": torch.nn.Linear(1, 1)})})
-    tensor = torch.randn(2, 6, 4)
-    renamed = dict(
-        rename_for_engine(block_sparse, [("model.layers.0.mlp.experts.gate_up_proj", tensor), ("lm_head.weight", tensor)])
-    )
-    assert list(renamed) == ["model.layers.0.block_sparse_moe.experts.w13", "lm_head.weight"]
-    assert canonical_name(block_sparse, "model.layers.0.block_sparse_moe.gate.weight") == "model.layers.0.mlp.gate.weight"
+    names = checkpoint_names("MixtralConfig", num_local_experts=2, num_experts_per_tok=1)
+    experts, gate, tensor = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.gate.weight", torch.randn(2, 6, 4)
+    renamed = dict(rename_for_engine(torch.nn.Module(), [(experts, tensor), (gate, tensor[0, :2])], names))
+    block = "model.layers.0.block_sparse_moe"
+    assert torch.equal(renamed[f"{block}.experts.1.w3.weight"], tensor[1, 3:]) and len(renamed) == 5
+    assert torch.equal(renamed[f"{block}.gate.weight"], tensor[0, :2])
+    mapped = map_names(torch.nn.Module(), [experts, gate, "lm_head.weight"], names)
+    assert mapped == {f"{block}.experts.gate_up_proj": experts, f"{block}.gate.weight": gate}
+
+
+def test_mambas_layers_have_other_names_and_another_number_in_the_engine() -> None:
+    from vllm.model_executor.models.falcon_h1 import FalconH1ForCausalLM
+
+    mamba = {"mamba_n_heads": 1, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_d_ssm": 8}
+    names, own = checkpoint_names("FalconH1Config", **mamba), "model.layers.0.mamba"
+    engine = torch.nn.Module()
+    engine.hf_to_vllm_mapper = FalconH1ForCausalLM.hf_to_vllm_mapper  # type: ignore[assignment]
+    assert map_names(engine, [f"{own}.A_log", f"{own}.D", "model.layers.0.self_attn.q_proj.weight"], names) == {
+        f"{own}.mamba.A": f"{own}.A_log",
+        f"{own}.mamba.D": f"{own}.D",
+    }
+    log = torch.tensor([0.5, -1.0, 2.0, 0.0]).bfloat16()
+    held = WeightShard(f"{own}.A_log", -torch.exp(log[2:].float()), 2)
+    assert torch.equal(recover_log(held, log).tensor, log[2:])
+    changed = replace(held, tensor=held.tensor * 1.01)
+    assert recover_log(changed, log) is changed
 
 
 @pytest.mark.parametrize(
@@ -148,7 +177,8 @@ def test_experts_are_handed_over_singly_where_vllms_loader_knows_no_stacked_ones
     torch.nn.Module.__init__(model.model)
     stacked = "model.layers.1.mlp.experts.gate_up_proj"
     tensor = torch.randn(2, 6, 4)
-    sent = dict(rename_for_engine(model, [(stacked, tensor)]))
+    names = checkpoint_names("Qwen3MoeConfig", num_experts=2, num_experts_per_tok=1, moe_intermediate_size=3)
+    sent = dict(rename_for_engine(model, [(stacked, tensor)], names))
     if singly:
         assert torch.equal(sent["model.layers.1.mlp.experts.1.up_proj.weight"], tensor[1, 3:]) and len(sent) == 4
     else:
@@ -160,6 +190,6 @@ def test_the_sinks_of_a_publish_are_copied_into_the_engine_since_its_reload_lose
     model.attn = torch.nn.Module()
     model.attn.sinks = torch.nn.Parameter(torch.zeros(2))
     kept = KeptSinks([("attn.sinks", torch.arange(4.0))])
-    assert len(list(rename_for_engine(model, kept))) == 1
+    assert len(list(rename_for_engine(model, kept, CheckpointNames(None)))) == 1
     kept.copy_into(model, 1)
     assert model.attn.sinks.tolist() == [2.0, 3.0]

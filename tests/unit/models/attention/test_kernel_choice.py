@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from strop.models.attention import kernel_choice
+from strop.models.attention import flash_libraries, kernel_choice
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.kernel_choice import PLAIN_SCORES, choose_kernel, choose_piece_kernel
 from strop.models.network import Network
@@ -74,6 +74,7 @@ def test_a_gpu_has_no_flex_attention_for_heads_below_16(
 ) -> None:
     """Its compiler would refuse them in the middle of a pass."""
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    monkeypatch.setattr(flash_libraries, "card", lambda device: 8)
     kernel_choice._flex_obstacle.cache_clear()
     with FakeTensorMode():
         for size, values, wanted in (
@@ -85,7 +86,7 @@ def test_a_gpu_has_no_flex_attention_for_heads_below_16(
         ):
             query, key, value = rows(torch.bfloat16, "cuda", size, values)
             for asked in ("auto", "flex"):
-                assert choose_kernel(asked, query, key, value, WINDOW, LONG) == wanted, (asked, size, values)  # type: ignore[arg-type]
+                assert choose_kernel(asked, query, key, value, CAP, LONG) == wanted, (asked, size, values)  # type: ignore[arg-type]
     kernel_choice._flex_obstacle.cache_clear()
     assert "blockwise instead of flex: its products need heads of size 16 or more, and these have size 15" in caplog.text
 

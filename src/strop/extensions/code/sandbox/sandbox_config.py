@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -27,6 +27,8 @@ def _check_urls(value: Any) -> Any:
 
 class SandboxConfig(BaseConfig):
     """Where programs that a model wrote run: in processes of this machine, or behind ``strop sandbox serve``."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("workers", "sessions", "memory_mb", "url")
 
     level: SandboxLevel = Field(
         "namespaces",

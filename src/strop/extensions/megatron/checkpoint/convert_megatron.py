@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from strop.checkpointing.convert import MODEL_FILES, add_tokenizer, conversion_errors, convert_model
 from strop.checkpointing.saved_model import SavedModel, read_yaml
+from strop.extensions.export.convert import MODEL_FILES, add_tokenizer, conversion_errors, convert_model
+from strop.extensions.export.model_folder import ConversionError, check_target, copy_adapters, new_folder, save_model
 from strop.extensions.megatron.adapter_folder import PREFIX, AdapterFolder, make_peft_config
 from strop.extensions.megatron.checkpoint.hugging_face import (
     LAYER,
@@ -25,8 +26,8 @@ from strop.extensions.megatron.checkpoint.hugging_face import (
 from strop.extensions.megatron.checkpoint.torch_dist import find_iteration, open_shards
 from strop.learner.parallel.shard_files import ShardedReader, TensorShard, is_sharded
 from strop.models.adapters import adapter_folder, is_classifier_adapter, merge_adapters
+from strop.models.checkpoint_names import load_model_config
 from strop.models.classifiers import load_classifier
-from strop.models.export import ConversionError, check_target, copy_adapters, load_model_config, new_folder, save_model
 from strop.models.load_report import LoadReport, find_not_finite
 from strop.models.loading import find_model_folder, load_model
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.extensions.export.model_folder import find_model_class
 from strop.extensions.megatron.checkpoint.stage_shards import possible_keys, saved_key
 from strop.extensions.megatron.checkpoint.torch_dist import ITERATION, LATEST, open_shards, write_common
 from strop.extensions.megatron.families.architecture import Piece, WeightRule
 from strop.extensions.megatron.families.find_family import find_family
 from strop.learner.parallel.shard_files import NamedShard, ShardedReader, TensorShard, write_blocks
-from strop.models.export import find_model_class
 from strop.models.loading import quiet_transformers
 
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from strop.extensions.export.model_folder import save_model_config
 from strop.extensions.megatron.checkpoint.stage_shards import (
     StageBlock,
     StageTensor,
@@ -41,7 +42,6 @@ from strop.learner.parallel.shard_files import TensorShard, is_sharded, write_bl
 from strop.learner.parallel.sharded_checkpoint import gloo_group
 from strop.learner.torch.schedule_unit import ScheduleUnit
 from strop.models.adapters import adapter_folder
-from strop.models.export import save_model_config
 
 MASTER = "fp32_param"
 PREFIX = "optimizer.state."

@@ -1,1 +1,0 @@
-"""A set of drawn images, which needs no download."""

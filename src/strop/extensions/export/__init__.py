@@ -1,0 +1,1 @@
+"""``strop export``: checkpoints as folders that Transformers and vLLM load."""

@@ -1,0 +1,1 @@
+"""``strop serve``: a checkpoint behind OpenAI's HTTP API."""

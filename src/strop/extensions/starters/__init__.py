@@ -1,0 +1,1 @@
+"""``strop init``: small examples to begin with."""
