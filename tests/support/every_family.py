@@ -115,7 +115,7 @@ FAMILIES: dict[str, Family] = {
     "glm4": family("Glm4Config", **HEADS),
     "glm4_moe": family("Glm4MoeConfig", experts=True, **HEADS, **ROUTED, use_qk_norm=True),
     "deepseek_v3": family(
-        "DeepseekV3Config", experts=True, cached=False, **{**ROUTED, "moe_intermediate_size": 24}, num_key_value_heads=4, q_lora_rank=12,
+        "DeepseekV3Config", experts=True, **{**ROUTED, "moe_intermediate_size": 24}, num_key_value_heads=4, q_lora_rank=12,
         kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_group=2, topk_group=1,
     ),
     "gpt_oss": family("GptOssConfig", experts=True, **HEADS, **WINDOW, num_local_experts=4, num_experts_per_tok=2),

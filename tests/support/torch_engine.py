@@ -31,15 +31,18 @@ def make_runner(
     slots: int = 4,
     length: int = 48,
     prefix_tokens: int = 96,
+    prefixes: int = 8,
     prepack: bool | None = False,
     cuda_graphs: bool = False,
 ) -> CachedRunner:
-    """Build a runner with memory for ``slots`` sequences of ``length`` tokens and ``prefix_tokens`` cached prefix tokens."""
+    """Build a runner with memory for ``slots`` sequences of ``length`` tokens and ``prefix_tokens`` cached prefix tokens, with the
+    states of ``prefixes``.
+    """
     from strop.generation.torch.model_runner import infer_cache_shape
 
     shape = infer_cache_shape(network)
     stored = length if shape.exact is None else shape.round_span(length)
-    memory = (slots * stored + prefix_tokens) * shape.bytes_per_token
+    memory = (slots * (stored + shape.state_tokens) + prefix_tokens + prefixes * shape.state_tokens) * shape.bytes_per_token
     return CachedRunner(
         network, cache_config(memory, slots=slots, prepack_weights=prepack, cuda_graphs=cuda_graphs), length=length
     )
@@ -57,7 +60,9 @@ def make_paged_runner(
     """Build a runner with a paged cache of the same memory; ``slots`` limits the sequences only."""
     from strop.generation.torch.model_runner import infer_cache_shape
 
-    memory = (slots * length + prefix_tokens) * infer_cache_shape(network).bytes_per_token
+    shape = infer_cache_shape(network)
+    states = slots * shape.state_tokens
+    memory = max(slots * length + prefix_tokens + 2 * states, 4 * states) * shape.bytes_per_token
     return PagedRunner(network, cache_config(memory, slots=slots, prepack_weights=prepack), length=length, page=page)
 
 

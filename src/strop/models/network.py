@@ -129,8 +129,8 @@ class Network:
         self.use_learner_attention()
 
     def supports_attention_plans(self) -> bool:
-        """Return whether the model's attention follows a plan, which the engine's cache requires."""
-        return not self.recurrent and (self.packed or (self.fallback is None and self._probe()))
+        """Return whether the model's layers follow a plan, which the engine's cache requires."""
+        return self.packed or (self.fallback is None and self._probe())
 
     def use_plan_attention(self) -> None:
         """Follow the attention plan of each call, for an engine."""

@@ -22,7 +22,7 @@ PAGE = 4
 
 
 def make_cache(pages: int, *, page: int = PAGE, heads: int = 1, size: int = 1, dtype: torch.dtype = torch.float64) -> PagedCache:
-    shape = CacheShape(layers=1, heads=heads, head_size=size, dtype=dtype, device=torch.device("cpu"))
+    shape = CacheShape(layers=1, heads=heads, head_size=size, value_size=size, dtype=dtype, device=torch.device("cpu"))
     return PagedCache(shape, pages, page)
 
 
@@ -230,7 +230,9 @@ def make_sequences(cache: PagedCache, rng: random.Random) -> tuple[list[PagedSeq
 
 @pytest.mark.parametrize("state_size", [0, 6])
 def test_the_bytes_of_a_token_are_those_that_a_cache_holds_for_it(state_size: int) -> None:
-    shape = CacheShape(layers=3, heads=2, head_size=5, dtype=torch.bfloat16, device=torch.device("cpu"), state_size=state_size)
+    shape = CacheShape(
+        layers=3, heads=2, head_size=5, value_size=3, dtype=torch.bfloat16, device=torch.device("cpu"), state_size=state_size
+    )
     cache = PagedCache(shape, 7, PAGE)
     held = [cache.keys, cache.values, *([] if cache.states is None else [cache.states])]
     assert shape.bytes_per_token * 7 * PAGE == sum(each.nbytes for each in held)

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
+from strop.generation.torch.kv_cache import EnginePlan
+from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.models.quantization.number_format import E4M3
 from strop.models.quantization.quantization_plan import QuantizationPlan
 
@@ -49,10 +51,16 @@ class EmulatedQuantization:
 class RoundedCache:
     """An attention plan whose keys and values are rounded to E4M3 when written, with scale 1, vLLM's default."""
 
-    plan: AttentionPlan
+    plan: EnginePlan
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         return self.plan.attend(query, _round_e4m3(key), _round_e4m3(value), spec)
+
+    def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, spec: MixerSpec) -> Tensor:
+        return self.plan.convolve(inputs, weight, bias, spec)
+
+    def scan(self, recurrence: Recurrence, rows: Rows, spec: MixerSpec) -> Tensor:
+        return self.plan.scan(recurrence, rows, spec)
 
 
 def _round_e4m3(tensor: Tensor) -> Tensor:

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from strop.columns import Columns
 from strop.device_copies import is_gpu
+from strop.generation.torch.mixer_states import MixerPass, SlotStates, StateKey, States, StateShape, split_states
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.flash_kernel import VarlenFlashKernel, flash_obstacle
 from strop.models.attention.merged_attention import attend_in_pieces
 from strop.models.attention.plain_attention import causal_mask, masked_attention
 from strop.models.attention.tree_pieces import AttentionPiece, Levels
 from strop.models.fixed_order import FixedOrder
+from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.models.recorded_columns import RecordedColumn, Recorders, allocate_columns
 from strop.types import PromptImage
 
@@ -26,15 +28,22 @@ SPAN_STEP = 32  # positions
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
-    """Shape of a model's key-value cache."""
+    """Shape of a model's key-value cache, and of the states of its sequences."""
 
-    layers: int
+    layers: int  # with keys and values
     heads: int  # key-value heads
-    head_size: int
+    head_size: int  # of keys
+    value_size: int  # of values
     dtype: torch.dtype
     device: torch.device
     state_size: int = 0  # numbers of the policy's state that are held for a drafter, float32
     exact: FixedOrder | None = None  # attention in the learner's order of additions
+    attending: tuple[int, ...] = ()  # the model's layers that have keys, if not all do
+    states: Mapping[StateKey, StateShape] = field(default_factory=dict)  # that layers carry from token to token
+
+    def place(self, layer: int) -> int:
+        """Return the place of a layer's keys in the cache."""
+        return self.attending.index(layer) if self.attending else layer
 
     def round_span(self, span: int) -> int:
         """Round a number of attended positions up, for few distinct shapes and, in a fixed order of additions, whole blocks of keys."""
@@ -43,11 +52,22 @@ class CacheShape:
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.layers * self.heads * self.head_size * self.dtype.itemsize + 4 * self.state_size
+        """At least one, for models that have only states."""
+        return (self.layers * self.heads * (self.head_size + self.value_size) * self.dtype.itemsize + 4 * self.state_size) or 1
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of a sequence, however long it is."""
+        return sum(each.num_bytes for each in self.states.values())
+
+    @property
+    def state_tokens(self) -> int:
+        """Tokens whose keys and values take as much memory as the states of a sequence."""
+        return -(-self.state_bytes // self.bytes_per_token)
 
 
 class SlotCache:
-    """Keys and values of the running requests, [layers, slots, heads, length, D], allocated once."""
+    """Keys and values of the running requests, [layers, slots, heads, length, D], and their states, allocated once."""
 
     def __init__(self, shape: CacheShape, slots: int, length: int, recorded: Sequence[RecordedColumn] = ()) -> None:
         """``recorded``: columns of tokens that are held too."""
@@ -55,28 +75,31 @@ class SlotCache:
         self.columns = allocate_columns(recorded, (slots, length), shape.device)  # [slots, length, ...]
         self.slots = slots
         self.length = length
-        size = (shape.layers, slots, shape.heads, length, shape.head_size)
-        self.keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-        self.values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        size = (shape.layers, slots, shape.heads, length)
+        self.keys = torch.zeros((*size, shape.head_size), dtype=shape.dtype, device=shape.device)
+        self.values = torch.zeros((*size, shape.value_size), dtype=shape.dtype, device=shape.device)
+        self.states = SlotStates(shape.states, slots, shape.device)
 
     def write_prefix(self, slot: int, prefix: Prefix) -> None:
         self.keys[:, slot, :, : prefix.length] = prefix.keys
         self.values[:, slot, :, : prefix.length] = prefix.values
         for column, values in prefix.columns.items():
             self.columns[column][slot, : prefix.length] = values
+        self.states.write(slot, prefix.states)
 
     def move(self, source: int, target: int, length: int) -> None:
         self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
         for held in self.columns.values():
             held[target, :length] = held[source, :length]
+        self.states.copy(source, target)
 
     def read_prefix(self, slot: int, tokens: tuple[int, ...]) -> Prefix:
         """Return a copy of the slot's first ``len(tokens)`` positions."""
         length = len(tokens)
         columns = {column: held[slot, :length].clone() for column, held in self.columns.items()}
         keys, values = self.keys[:, slot, :, :length].clone(), self.values[:, slot, :, :length].clone()
-        return Prefix(tokens, keys, values, columns=columns)
+        return Prefix(tokens, keys, values, columns=columns, states=self.states.read(slot, length))
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,14 +111,17 @@ class Prefix:
     values: Tensor
     logits: Tensor | None = None  # [V]
     columns: Columns = field(default_factory=dict)  # [P, ...]
+    states: States = field(default_factory=dict)  # after the last token
 
     @property
     def length(self) -> int:
         return len(self.tokens)
 
     def drop_last(self) -> Prefix | None:
-        """Return the prefix without its last token, which must then be recomputed for its logits. None if nothing is left."""
-        if self.length < 2:
+        """Return the prefix without its last token, which must then be recomputed for its logits. None if nothing is left, or if
+        states are known after its last token only.
+        """
+        if self.length < 2 or self.states:
             return None
         columns = {column: values[:-1] for column, values in self.columns.items()}
         return Prefix(self.tokens[:-1], self.keys[:, :, :-1], self.values[:, :, :-1], columns=columns)
@@ -104,23 +130,26 @@ class Prefix:
 class PrefixStore:
     """An LRU cache of prefixes, up to a number of tokens. Prompts are stored under their tokens, conversations under their session."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, state_tokens: int = 0) -> None:
+        """``state_tokens``: counted for each prefix in addition to its own."""
         self.capacity = capacity
+        self.state_tokens = state_tokens
         self.num_tokens = 0
         self._entries: OrderedDict[str | tuple[int, ...], Prefix] = OrderedDict()
 
     def put(self, key: str | tuple[int, ...], prefix: Prefix) -> None:
         self.drop(key)
-        if prefix.length > self.capacity:
+        size = prefix.length + self.state_tokens
+        if size > self.capacity:
             return
-        while self.num_tokens + prefix.length > self.capacity:
+        while self.num_tokens + size > self.capacity:
             self.drop(next(iter(self._entries)))
         self._entries[key] = prefix
-        self.num_tokens += prefix.length
+        self.num_tokens += size
 
     def drop(self, key: str | tuple[int, ...]) -> None:
         prefix = self._entries.pop(key, None)
-        self.num_tokens -= prefix.length if prefix is not None else 0
+        self.num_tokens -= prefix.length + self.state_tokens if prefix is not None else 0
 
     def find(self, tokens: tuple[int, ...], session: str) -> Prefix | None:
         """Return the full prompt if it is stored, otherwise the part of it cached by this session, otherwise None.
@@ -190,17 +219,41 @@ class PromptFlash:
         return attend_in_pieces(query, torch.cat(list(keys)), torch.cat(list(values)), self.kernel, self.levels, spec)
 
 
-class PrefillPlan:
+class EnginePlan:
+    """What a pass of the engine has beside its attention."""
+
+    def __init__(self, mixing: MixerPass | None = None) -> None:
+        self.mixing = mixing  # of a model whose layers carry states
+        self.recorders: Recorders = {}  # of columns of the new tokens
+        self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        raise NotImplementedError
+
+    def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, spec: MixerSpec) -> Tensor:
+        assert self.mixing is not None
+        return self.mixing.convolve(inputs, weight, bias, spec)
+
+    def scan(self, recurrence: Recurrence, rows: Rows, spec: MixerSpec) -> Tensor:
+        assert self.mixing is not None
+        return self.mixing.scan(recurrence, rows, spec)
+
+
+class PrefillPlan(EnginePlan):
     """Attention of several prompts packed into one row, each after its own cached prefix. Collects their keys and values."""
 
     def __init__(
-        self, shape: CacheShape, lengths: list[int], prefixes: list[Prefix | None], blocks: Sequence[Tensor | None] = ()
+        self,
+        shape: CacheShape,
+        lengths: list[int],
+        prefixes: list[Prefix | None],
+        blocks: Sequence[Tensor | None] = (),
+        mixing: MixerPass | None = None,
     ) -> None:
         """``blocks``: per whole prompt [P], runs of tokens that also attend to later tokens of the run (-1: none); None: no runs."""
+        super().__init__(mixing)
         self.shape = shape
         self.blocks = blocks or [None] * len(lengths)
-        self.recorders: Recorders = {}  # of columns of the new tokens
-        self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number
         self.lengths = lengths
         self.prefixes = prefixes
         self.keys: list[Tensor] = []  # per layer [T, heads, D]
@@ -216,8 +269,9 @@ class PrefillPlan:
         query = query.to(self.shape.dtype) if self.shape.exact is None else query
         if self.flash is not None and self.flash.computes(query, key, value, spec):
             cached = [prefix for prefix in self.prefixes if prefix is not None]
-            keys = [key, *(prefix.keys[spec.layer].transpose(0, 1) for prefix in cached)]
-            values = [value, *(prefix.values[spec.layer].transpose(0, 1) for prefix in cached)]
+            place = self.shape.place(spec.layer)
+            keys = [key, *(prefix.keys[place].transpose(0, 1) for prefix in cached)]
+            values = [value, *(prefix.values[place].transpose(0, 1) for prefix in cached)]
             return self.flash.attend(query, keys, values, spec)
         parts = (tensor.split(self.lengths) for tensor in (query, key, value))
         for q, k, v, prefix, blocks in zip(*parts, self.prefixes, self.blocks, strict=True):
@@ -229,8 +283,9 @@ class PrefillPlan:
     ) -> Tensor:
         queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, L, D]
         if prefix is not None:
-            keys = torch.cat([prefix.keys[spec.layer][None], keys], dim=2)
-            values = torch.cat([prefix.values[spec.layer][None], values], dim=2)
+            place = self.shape.place(spec.layer)
+            keys = torch.cat([prefix.keys[place][None], keys], dim=2)
+            values = torch.cat([prefix.values[place][None], values], dim=2)
         if self.shape.exact is not None:
             positions = torch.arange(keys.shape[2] - len(query), keys.shape[2], device=query.device)
             return self.shape.exact.attend_cached(queries, keys, values, positions[None], spec)[0].transpose(0, 1)
@@ -240,8 +295,13 @@ class PrefillPlan:
         """Return the ``index``-th prompt as a prefix, its cached part included. ``recorded`` [T, ...]: in this pass."""
         start = sum(self.lengths[:index])
         end = start + self.lengths[index]
-        keys = torch.stack([layer[start:end].transpose(0, 1) for layer in self.keys])
-        values = torch.stack([layer[start:end].transpose(0, 1) for layer in self.values])
+        size = (0, self.shape.heads, end - start, self.shape.head_size)  # of a model without attention
+        keys, values = (
+            torch.stack([layer[start:end].transpose(0, 1) for layer in found])
+            if found
+            else torch.empty(size, dtype=self.shape.dtype, device=self.shape.device)
+            for found in (self.keys, self.values)
+        )
         cached = self.prefixes[index]
         if cached is not None:
             keys, values = torch.cat([cached.keys, keys], dim=2), torch.cat([cached.values, values], dim=2)
@@ -250,17 +310,16 @@ class PrefillPlan:
             column: torch.cat([*([before[column]] if column in before else []), rows[start:end]])
             for column, rows in recorded.items()
         }
-        return Prefix(tokens, keys, values, logits, columns)
+        return Prefix(tokens, keys, values, logits, columns, split_states(self.mixing, index))
 
 
-class DecodePlan:
+class DecodePlan(EnginePlan):
     """Attention of one new token for each of the first B slots; writes its key and value into the cache."""
 
-    def __init__(self, cache: SlotCache, positions: Tensor, span: int) -> None:
+    def __init__(self, cache: SlotCache, positions: Tensor, span: int, mixing: MixerPass | None = None) -> None:
         """``positions`` [B] are the positions of the new tokens, all below ``span``."""
+        super().__init__(mixing)
         self.cache = cache
-        self.recorders: Recorders = {}  # of columns of the new tokens
-        self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number
         self.rows = torch.arange(len(positions), device=positions.device)
         self.positions = positions
         self.span = span
@@ -274,7 +333,8 @@ class DecodePlan:
         return self._masks[window]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
+        place = self.cache.shape.place(spec.layer)
+        keys, values = self.cache.keys[place], self.cache.values[place]
         dtype = keys.dtype
         keys[self.rows, :, self.positions] = key.to(dtype)
         values[self.rows, :, self.positions] = value.to(dtype)

@@ -18,12 +18,14 @@ from strop.generation.torch.emulated_quantization import EmulatedQuantization, R
 from strop.generation.torch.fast_layers import FastLayers, choose_kernels
 from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.image_tokens import ImageReader, PromptImages, find_blocks
-from strop.generation.torch.kv_cache import CacheShape, DecodePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
+from strop.generation.torch.kv_cache import CacheShape, DecodePlan, EnginePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
+from strop.generation.torch.mixer_states import StateKey, StateShape
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights
-from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
+from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.models.network import Network
-from strop.models.recorded_columns import Recorders, name_recorders, stack_columns
+from strop.models.recorded_columns import name_recorders, stack_columns
 from strop.types import PromptImage
 
 log = logging.getLogger(__name__)
@@ -140,29 +142,23 @@ class ModelRunner(Protocol):
         ...
 
 
-class EnginePlan(AttentionPlan, Protocol):
-    """An attention plan that also records columns of its tokens, and has the images among them."""
-
-    recorders: Recorders
-    images: Mapping[int, PromptImage]  # by number
-
-
 def cache_capacity(
     network: Network, shape: CacheShape, config: TorchGenerationConfig, length: int, stored: int | None = None
 ) -> int:
     """Return the number of tokens that fit into the configured memory. Raises ValueError if one sequence of ``length`` tokens
     does not fit.
 
-    ``stored``: tokens stored for such a sequence; None: ``length``.
+    ``stored``: tokens stored for such a sequence; None: ``length``. Its states take the memory of ``shape.state_tokens`` more.
     """
     stored = stored or length
     memory = config.cache_memory_gb(_gpu_memory_gb(network.device))
     capacity = int(memory * 2**30 // shape.bytes_per_token)
-    if capacity < stored:
+    if capacity < stored + shape.state_tokens:
         needed = stored * shape.bytes_per_token / 2**30
+        states = f" and {shape.state_bytes / 2**30:.3g} GiB for the states of its recurrent layers" if shape.states else ""
         raise ValueError(
             f"policy.generation.torch_cfg.kv_cache_memory_gb = {memory:.3g} GiB holds {capacity} tokens, but one "
-            f"sequence of policy.max_total_sequence_length = {length} tokens needs {needed:.3g} GiB; raise the first or lower "
+            f"sequence of policy.max_total_sequence_length = {length} tokens needs {needed:.3g} GiB{states}; raise the first or lower "
             "the second"
         )
     return capacity
@@ -360,16 +356,18 @@ class CachedRunner(FixedSlots, PlanRunner):
         super().__init__(network, config, length=length, quantization=quantization)
         stored = length if self.shape.exact is None else self.shape.round_span(length)
         capacity = cache_capacity(network, self.shape, config, length, stored)
-        self.slots = min(config.max_num_seqs, capacity // stored)
+        size = stored + self.shape.state_tokens
+        self.slots = min(config.max_num_seqs, capacity // size)
         self.cache = SlotCache(self.shape, self.slots, stored, network.recorded_columns)
         self._make_offsets(self.slots)
-        self.prefixes = PrefixStore(capacity - self.slots * stored)
+        self.prefixes = PrefixStore(capacity - self.slots * size, self.shape.state_tokens)
         self.graphs = self._make_graphs() if config.cuda_graphs else None
 
     def _make_graphs(self) -> DecodeGraphs | None:
         if self.network.exact is not None or not is_gpu(self.network.device):
             return None
-        obstacle = capture_obstacle(self.network.model)
+        states = "its layers carry states from token to token" if self.shape.states else None
+        obstacle = states or capture_obstacle(self.network.model)
         if obstacle is not None:
             log.warning("decoding %s without CUDA graphs: %s", type(self.network.model).__name__, obstacle)
             return None
@@ -402,7 +400,9 @@ class CachedRunner(FixedSlots, PlanRunner):
         prefixes = [cached[prompt.tokens] for prompt in prompts]
         skipped = [prefix.length if prefix is not None else 0 for prefix in prefixes]
         lengths = [len(prompt.tokens) - skip for prompt, skip in zip(prompts, skipped, strict=True)]
-        plan = PrefillPlan(self.shape, lengths, prefixes, [self._find_blocks(prompt.tokens) for prompt in prompts])
+        blocks = [self._find_blocks(prompt.tokens) for prompt in prompts]
+        mixing = self.cache.states.open_prompts(lengths, [{} if prefix is None else prefix.states for prefix in prefixes])
+        plan = PrefillPlan(self.shape, lengths, prefixes, blocks, mixing)
         tokens = torch.tensor([token for prompt, skip in zip(prompts, skipped, strict=True) for token in prompt.tokens[skip:]])
         positions = join_positions(prompts, skipped)
         last = torch.tensor(lengths).cumsum(0) - 1
@@ -428,9 +428,10 @@ class CachedRunner(FixedSlots, PlanRunner):
         return self._decode_static(inputs[0], inputs[1], span)
 
     def _decode_static(self, tokens: Tensor, positions: Tensor, span: int | None = None) -> Tensor:
-        plan = DecodePlan(self.cache, positions, span or self.length)
-        plan.recorders = self.network.record_columns()
-        logits = self._forward(tokens, self._rotate(positions, len(tokens)), plan, None)
+        with self.cache.states.decoding([0] * len(tokens), [1] * len(tokens)) as mixing:
+            plan = DecodePlan(self.cache, positions, span or self.length, mixing)
+            plan.recorders = self.network.record_columns()
+            logits = self._forward(tokens, self._rotate(positions, len(tokens)), plan, None)
         for column, values in stack_columns(plan.recorders).items():
             self.cache.columns[column][plan.rows, positions] = values
         return logits
@@ -524,21 +525,27 @@ class RecomputeRunner(FixedSlots):
 
 
 class _ShapeRecorder:
-    """An attention plan that only records the key shapes and options of each layer."""
+    """A plan that only records the shapes of keys and states, and the options of each layer."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[int, int, int]] = []
+        self.seen: list[tuple[int, int, int, int]] = []  # layer, heads, sizes of a key and of a value
         self.specs: list[AttentionSpec] = []
+        self.states: dict[StateKey, StateShape] = {}
+
+    def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, spec: MixerSpec) -> Tensor:
+        channels, size = weight.shape
+        self.states["convolution", spec] = StateShape((size - 1, channels), weight.dtype)
+        return inputs
+
+    def scan(self, recurrence: Recurrence, rows: Rows, spec: MixerSpec) -> Tensor:
+        outputs, state = recurrence([each[None] for each in rows])
+        self.states["scan", spec] = StateShape(tuple(state.shape[1:]), state.dtype)
+        return outputs[0]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        if key.shape != value.shape:
-            raise ValueError(
-                f"layer {spec.layer} has keys {tuple(key.shape)} and values {tuple(value.shape)}: "
-                "the embedded engine needs keys and values of the same shape"
-            )
-        self.seen.append((spec.layer, key.shape[1], key.shape[2]))
+        self.seen.append((spec.layer, key.shape[1], key.shape[2], value.shape[2]))
         self.specs.append(spec)
-        return query
+        return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
 def infer_cache_shape(network: Network) -> CacheShape:
@@ -557,11 +564,22 @@ def infer_cache_layout(network: Network) -> tuple[CacheShape, list[AttentionSpec
     token = torch.zeros(1, 1, dtype=torch.int64, device=network.device)
     network.decoder(input_ids=token, position_ids=token, plan=recorder, use_cache=False)
     network.use_learner_attention()
-    shapes = {shape[1:] for shape in recorder.seen}
-    if len(shapes) != 1 or [layer for layer, *_ in recorder.seen] != list(range(len(recorder.seen))):
+    layers = [layer for layer, *_ in recorder.seen]
+    shapes = {shape[1:] for shape in recorder.seen} or {(0, 0, 0)}
+    if len(shapes) != 1 or layers != sorted(set(layers)) or not (layers or recorder.states):
         raise ValueError(f"layers with different attention shapes ({sorted(shapes)}) do not fit one cache")
-    heads, size = shapes.pop()
+    heads, size, value_size = shapes.pop()
     exact = network.exact  # float32 keys: attention reads them as stored, without a cast per step
     dtype = network.precision if exact is None else torch.float32
-    shape = CacheShape(layers=len(recorder.seen), heads=heads, head_size=size, dtype=dtype, device=network.device, exact=exact)
+    shape = CacheShape(
+        layers=len(layers),
+        heads=heads,
+        head_size=size,
+        value_size=value_size,
+        dtype=dtype,
+        device=network.device,
+        exact=exact,
+        attending=() if layers == list(range(len(layers))) else tuple(layers),
+        states=recorder.states,
+    )
     return shape, recorder.specs

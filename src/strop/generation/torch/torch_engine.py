@@ -34,7 +34,7 @@ from strop.generation.torch.model_runner import (
     cache_capacity,
     infer_cache_shape,
 )
-from strop.generation.torch.paged.paged_cache import choose_page
+from strop.generation.torch.paged.paged_cache import choose_page, split_memory
 from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.generation.torch.sampler import SampledTokens, sample_tokens
 from strop.generation.torch.speculation import Drafter, PromptLookup, PromptSamples
@@ -588,8 +588,7 @@ def make_runner(
     network: Network, config: TorchGenerationConfig, *, length: int, quantization: EmulatedQuantization | None = None
 ) -> ModelRunner:
     """Create the runner for a network and configuration, and log which one."""
-    if not network.supports_attention_plans():
-        reason = network.fallback or "it keeps no states of recurrent layers"
+    if (reason := _find_cache_obstacle(network)) is not None:
         if quantization is not None:
             raise ValueError(
                 f"policy.generation: found {quantization.plan.weights.name}, but this model is sampled without a KV cache by its own "
@@ -608,6 +607,17 @@ def make_runner(
     return slots
 
 
+def _find_cache_obstacle(network: Network) -> str | None:
+    """Return why sequences cannot go on from a cache; None if they can."""
+    if not network.supports_attention_plans():
+        return network.fallback
+    try:
+        infer_cache_shape(network)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _may_use_pages(network: Network, config: TorchGenerationConfig, length: int) -> bool:
     """Whether the cache is paged: as configured, otherwise only on a CPU, where it was measured. On a GPU, CUDA graphs need fixed
     slots.
@@ -618,9 +628,13 @@ def _may_use_pages(network: Network, config: TorchGenerationConfig, length: int)
         if config.paged_cache:
             log.warning("torch_cfg.paged_cache is true, but policy.exact_on_policy needs fixed slots, which are used instead")
         return False
+    shape = infer_cache_shape(network)
+    if not shape.layers:
+        return False  # no keys: only states, which are held whole
     if config.paged_cache is not None:
         return config.paged_cache
     if network.device.type != "cpu":
         return False
-    capacity = cache_capacity(network, infer_cache_shape(network), config, length)
-    return choose_page(capacity, length, config.max_num_seqs) is not None
+    capacity = cache_capacity(network, shape, config, length)
+    slots, capacity = split_memory(shape, capacity, config.max_num_seqs)
+    return choose_page(capacity, length, slots) is not None

@@ -82,7 +82,7 @@ class TreeMixing:
         depths: list[list[SegmentBatch]] = []
         for level in levels:
             batches, offset = [], 0
-            for members in _group_by_length(level, lengths):
+            for members in group_by_length(level, lengths):
                 kept = [place for place, segment in enumerate(members) if segment in starting]
                 above = None if parents[members[0]] == -1 else [places[parents[segment]] for segment in members]
                 batches.append(self._batch([lengths[segment] for segment in members], above, kept))
@@ -154,7 +154,7 @@ class TreeMixing:
         return self._first_tokens[size]
 
 
-def _group_by_length(level: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+def group_by_length(level: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
     """Segments whose lengths are near enough to pad them to the longest."""
     groups: list[list[int]] = []
     for segment in sorted(level, key=lambda each: -lengths[each]):

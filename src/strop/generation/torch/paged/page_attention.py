@@ -8,18 +8,18 @@ are the batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from strop.generation.torch.kv_cache import PromptFlash, attend_prompt
+from strop.generation.torch.kv_cache import EnginePlan, PromptFlash, attend_prompt
+from strop.generation.torch.mixer_states import MixerPass
 from strop.generation.torch.paged.paged_cache import PagedCache, PagedSequence
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.plain_attention import masked_attention
-from strop.models.recorded_columns import Recorders, stack_columns
-from strop.types import PromptImage
+from strop.models.recorded_columns import stack_columns
 
 SPAN_STEP = 32  # the attended part of a page is rounded up to a multiple of this many tokens
 HIDDEN = -1e30  # finite, so that a token that sees nothing of a page gets weight 0 instead of NaN
@@ -110,15 +110,22 @@ def _make_batch(
     )
 
 
-class PagedDecodePlan:
+class PagedDecodePlan(EnginePlan):
     """Attention of the new tokens of running sequences; writes their keys and values into the cache."""
 
-    def __init__(self, cache: PagedCache, layout: PageLayout, pages: Tensor, positions: Tensor, longest: int) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        layout: PageLayout,
+        pages: Tensor,
+        positions: Tensor,
+        longest: int,
+        mixing: MixerPass | None = None,
+    ) -> None:
         """``pages`` [T] and ``positions`` [T] belong to the new tokens; all positions are below ``longest``."""
+        super().__init__(mixing)
         self.cache = cache
         self.layout = layout
-        self.recorders: Recorders = {}  # of columns of the new tokens
-        self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number
         self.pages = pages
         self.positions = positions
         self.offsets = positions % cache.page
@@ -133,7 +140,8 @@ class PagedDecodePlan:
             self.cache.columns[column][self.pages, self.offsets] = values
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
+        place = self.cache.shape.place(spec.layer)
+        keys, values = self.cache.keys[place], self.cache.values[place]
         dtype = keys.dtype
         keys[self.pages, :, self.offsets] = key.to(dtype)
         values[self.pages, :, self.offsets] = value.to(dtype)
@@ -142,7 +150,7 @@ class PagedDecodePlan:
         if self.layout.simple:
             return self._attend_simple(query, keys, values, spec)
         parts = [self._attend_batch(index, query, keys, values, spec) for index in range(len(self.layout.batches))]
-        return merge_parts(parts, spec.sinks).view(query.shape).to(dtype)
+        return merge_parts(parts, spec.sinks).flatten(1, 2).to(dtype)
 
     def _attend_simple(self, query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
         count = len(query)
@@ -202,7 +210,7 @@ def attend_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
         [m, kv_heads, R * G, D], normalized within the page, and the logarithm of the sum of its weights [m, kv_heads, R * G] float32.
     """
     fused = query.device.type == "cpu" and query.dtype == torch.float32 and spec.softcap is None and mask is None
-    if fused and query.shape[2] >= FEWEST_FLASH_ROWS:
+    if fused and query.shape[2] >= FEWEST_FLASH_ROWS and key.shape == value.shape:
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, False, scale=spec.scale)
         return output, lse
     scores = (query * spec.scale) @ key.transpose(2, 3)
@@ -244,14 +252,13 @@ class PromptRead:
         return len(self.tokens) - self.cached
 
 
-class PagedPrefillPlan:
+class PagedPrefillPlan(EnginePlan):
     """Attention of several prompts packed into one row, each after its cached part; writes their keys and values into the cache."""
 
-    def __init__(self, cache: PagedCache, reads: Sequence[PromptRead]) -> None:
+    def __init__(self, cache: PagedCache, reads: Sequence[PromptRead], mixing: MixerPass | None = None) -> None:
+        super().__init__(mixing)
         self.cache = cache
         self.reads = reads
-        self.recorders: Recorders = {}  # of columns of the new tokens
-        self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number
         self.lengths = [read.length for read in reads]
         device = cache.shape.device
         positions = [position for read in reads for position in range(read.cached, len(read.tokens))]
@@ -269,7 +276,8 @@ class PagedPrefillPlan:
             self.cache.columns[column][self.pages, self.offsets] = values
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        cached = self.cache.keys[spec.layer], self.cache.values[spec.layer]
+        place = self.cache.shape.place(spec.layer)
+        cached = self.cache.keys[place], self.cache.values[place]
         query, key, value = (tensor.to(cached[0].dtype) for tensor in (query, key, value))
         cached[0][self.pages, :, self.offsets] = key
         cached[1][self.pages, :, self.offsets] = value

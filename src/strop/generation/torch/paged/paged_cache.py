@@ -12,6 +12,7 @@ from torch import Tensor
 
 from strop.columns import Columns
 from strop.generation.torch.kv_cache import CacheShape
+from strop.generation.torch.mixer_states import States
 from strop.models.recorded_columns import RecordedColumn, allocate_columns
 
 
@@ -84,6 +85,7 @@ class PrefixNode:
     attached: bool = True  # still in the tree
     children: dict[int, list[PrefixNode]] = field(default_factory=dict)  # by their first token
     logits: dict[int, Tensor] = field(default_factory=dict)  # number of tokens of the node -> [V], logits after them
+    states: dict[int, States] = field(default_factory=dict)  # number of tokens of the node -> states after them
 
     def renumber_page(self, old: int, new: int) -> None:
         self.page = new
@@ -101,6 +103,7 @@ class PrefixMatch:
     partial: PrefixNode | None = None
     count: int = 0  # tokens of ``partial``
     logits: Tensor | None = None  # [V], if the whole prompt is cached
+    states: States = field(default_factory=dict)  # after the cached part
 
     def length(self, page: int) -> int:
         """Return the number of cached tokens."""
@@ -116,11 +119,17 @@ def count_common(left: Tokens, right: Tokens) -> int:
 
 
 class PrefixTree:
-    """Finds, keeps and evicts shared pages. The least recently used page is evicted first; pages in use by sequences stay."""
+    """Finds, keeps and evicts shared pages. The least recently used page is evicted first; pages in use by sequences stay.
 
-    def __init__(self, pool: PagePool, page: int) -> None:
+    Of a model whose layers carry states, a sequence goes on only from where they are held, the least recently used first to go.
+    """
+
+    def __init__(self, pool: PagePool, page: int, most_states: int = 0) -> None:
+        """``most_states``: places whose states are held; 0 for a model without states."""
         self.pool = pool
         self.page = page
+        self.most_states = most_states
+        self._with_states: OrderedDict[tuple[PrefixNode, int], None] = OrderedDict()  # least recently used first
         self.root = PrefixNode((), None, ready=True)
         self.epoch = 0  # number of times the tree was emptied
         self._recent: OrderedDict[PrefixNode, None] = OrderedDict()  # least recently used first
@@ -132,6 +141,8 @@ class PrefixTree:
         """Return the longest cached beginning of a prompt from which generation can continue: shorter than it, or with its
         logits.
         """
+        if self.most_states:
+            return self._match_states(tokens)
         node, nodes = self.root, list[PrefixNode]()
         while (child := self._find_full_child(node, tokens, len(nodes))) is not None:
             nodes.append(child)
@@ -152,6 +163,45 @@ class PrefixTree:
                     return PrefixMatch(nodes, child, count, child.logits[count])
             count -= 1
         return self._begin_of(nodes, best, count)
+
+    def _match_states(self, tokens: Tokens) -> PrefixMatch:
+        """Return the longest one after which states are held."""
+        node, nodes, found = self.root, list[PrefixNode](), PrefixMatch([])
+        while rest := tokens[len(nodes) * self.page : (len(nodes) + 1) * self.page]:
+            held = [
+                (count, child)
+                for child in node.children.get(rest[0], ())
+                for count in child.states
+                if child.tokens[:count] == rest[:count]
+                and (len(nodes) * self.page + count < len(tokens) or count in child.logits)
+            ]
+            if held:
+                count, child = max(held, key=lambda each: each[0])
+                self._with_states.move_to_end((child, count))
+                logits = child.logits.get(count) if len(nodes) * self.page + count == len(tokens) else None
+                whole = count == self.page
+                found = PrefixMatch(
+                    [*nodes, *([child] if whole else [])],
+                    None if whole else child,
+                    0 if whole else count,
+                    logits,
+                    child.states[count],
+                )
+            following = self._find_full_child(node, tokens, len(nodes))
+            if following is None:
+                break
+            nodes.append(following)
+            node = following
+        return found
+
+    def hold_states(self, node: PrefixNode, count: int, states: States) -> None:
+        """Hold the states after the first ``count`` tokens of a node."""
+        node.states[count] = states
+        self._with_states[node, count] = None
+        self._with_states.move_to_end((node, count))
+        if len(self._with_states) > self.most_states:
+            (oldest, place), _ = self._with_states.popitem(last=False)
+            del oldest.states[place]
 
     def _find_full_child(self, node: PrefixNode, tokens: Tokens, depth: int) -> PrefixNode | None:
         chunk = tokens[depth * self.page : (depth + 1) * self.page]
@@ -216,6 +266,9 @@ class PrefixTree:
         del self._recent[node]
         node.attached = False
         node.logits.clear()
+        for count in node.states:
+            del self._with_states[node, count]
+        node.states.clear()
         if not node.users:
             self.pool.release(node.page)
 
@@ -246,6 +299,7 @@ class OpenedSequence:
     sequence: PagedSequence
     cached: int
     logits: Tensor | None = None  # [V], if all tokens are read
+    states: States = field(default_factory=dict)  # after the tokens that are read
 
 
 def choose_page(capacity: int, length: int, sequences: int) -> int | None:
@@ -259,23 +313,34 @@ def choose_page(capacity: int, length: int, sequences: int) -> int | None:
     return roomy[0] if roomy else fitting[-1] if fitting else None
 
 
+def split_memory(shape: CacheShape, capacity: int, sequences: int) -> tuple[int, int]:
+    """Return how many sequences can run, at most ``sequences``, and the tokens for pages beside their states and those of as many
+    stored prefixes. States take at most half of the memory, unless one sequence needs more.
+    """
+    if shape.states:
+        sequences = min(sequences, max(1, capacity // (4 * shape.state_tokens)))
+    return sequences, capacity - 2 * sequences * shape.state_tokens
+
+
 class PagedCache:
     """Keys and values [layers, pages, heads, page, D], and the assignment of pages."""
 
-    def __init__(self, shape: CacheShape, pages: int, page: int, recorded: Sequence[RecordedColumn] = ()) -> None:
-        """``recorded``: columns of tokens that are held too."""
+    def __init__(
+        self, shape: CacheShape, pages: int, page: int, recorded: Sequence[RecordedColumn] = (), prefixes: int = 1
+    ) -> None:
+        """``recorded``: columns of tokens that are held too; ``prefixes``: whose states are held, of a model that has states."""
         self.shape = shape
         self.page = page  # tokens
-        size = (shape.layers, pages, shape.heads, page, shape.head_size)
+        size = (shape.layers, pages, shape.heads, page)
         # Uninitialized: a page is zeroed on its first use and takes memory only then.
-        self.keys = torch.empty(size, dtype=shape.dtype, device=shape.device)
-        self.values = torch.empty(size, dtype=shape.dtype, device=shape.device)
+        self.keys = torch.empty((*size, shape.head_size), dtype=shape.dtype, device=shape.device)
+        self.values = torch.empty((*size, shape.value_size), dtype=shape.dtype, device=shape.device)
         self.columns = allocate_columns(recorded, (pages, page), shape.device)  # [pages, page, ...]
         self.states: Tensor | None = None  # [pages, page, H], fused for a drafter
         if shape.state_size:
             self.states = torch.zeros((pages, page, shape.state_size), dtype=torch.float32, device=shape.device)
         self.pool = PagePool(pages, self.copy_page)
-        self.tree = PrefixTree(self.pool, page)
+        self.tree = PrefixTree(self.pool, page, prefixes if shape.states else 0)
         self._used = [False] * pages
 
     def copy_page(self, source: int, target: int, length: int | None = None) -> None:
@@ -333,7 +398,7 @@ class PagedCache:
         if not complete:
             self._forget(sequence, match)
             return None
-        return OpenedSequence(sequence, match.length(self.page), match.logits)
+        return OpenedSequence(sequence, match.length(self.page), match.logits, match.states)
 
     def open_beside(self, sibling: PagedSequence, length: int) -> PagedSequence | None:
         """Open a sequence that shares the pages of another one with the same prompt. The tokens of its own page must still be
@@ -353,7 +418,7 @@ class PagedCache:
             parent = sequence.nodes[-1] if sequence.nodes else self.tree.root
             chunk = tokens[index * self.page : (index + 1) * self.page]
             if parent.find_child(chunk) is not None:
-                break  # the page is cached without logits: its last token is read again, into an own page
+                break  # the page is cached without logits or states: it is read again, from some token on, into an own page
             node = self._insert(parent, chunk)
             if node is None:
                 return False
@@ -384,8 +449,8 @@ class PagedCache:
         sequence.own.clear()
         sequence.nodes.clear()
 
-    def store(self, sequence: PagedSequence, tokens: Tokens, logits: Tensor | None = None) -> None:
-        """Keep the keys and values of a sequence's first tokens, memory permitting. ``logits`` [V]: after the last of them.
+    def store(self, sequence: PagedSequence, tokens: Tokens, logits: Tensor | None = None, states: States | None = None) -> None:
+        """Keep the keys and values of a sequence's first tokens, memory permitting. ``logits`` [V] and ``states``: after the last.
 
         Results of earlier weights are not kept.
         """
@@ -408,6 +473,8 @@ class PagedCache:
         else:
             if logits is not None and parent.attached:
                 parent.logits[len(parent.tokens)] = logits
+            if states and parent.attached:
+                self.tree.hold_states(parent, len(parent.tokens), states)
         for node in kept:
             self.tree.give_up(node)
         self.tree.touch(kept)

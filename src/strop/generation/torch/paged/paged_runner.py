@@ -12,9 +12,10 @@ from torch import Tensor
 from strop.columns import Columns
 from strop.generation.torch.emulated_quantization import EmulatedQuantization
 from strop.generation.torch.fast_layers import FastLayers
+from strop.generation.torch.mixer_states import MixerPass, SlotStates, States, split_states
 from strop.generation.torch.model_runner import PlanRunner, SlotPrompt, cache_capacity, collect_images, join_positions
 from strop.generation.torch.paged.page_attention import PagedDecodePlan, PagedPrefillPlan, PageLayout, PromptRead, make_layout
-from strop.generation.torch.paged.paged_cache import OpenedSequence, PagedCache, PagedSequence, choose_page
+from strop.generation.torch.paged.paged_cache import OpenedSequence, PagedCache, PagedSequence, choose_page, split_memory
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.network import Network
 
@@ -41,14 +42,15 @@ class PagedRunner(PlanRunner):
         if self.fuser is not None:
             self.shape = replace(self.shape, state_size=self.fuser.size)
         capacity = cache_capacity(network, self.shape, config, length)
-        page = page or choose_page(capacity, length, config.max_num_seqs)
+        self.slots, capacity = split_memory(self.shape, capacity, config.max_num_seqs)
+        page = page or choose_page(capacity, length, self.slots)
         if page is None or capacity // page * page < length:
             raise ValueError(
-                f"policy.generation.torch_cfg.kv_cache_memory_gb holds {capacity} tokens, too few whole pages for a sequence of "
+                f"policy.generation.torch_cfg.kv_cache_memory_gb holds {max(capacity, 0)} tokens, too few whole pages for a sequence of "
                 f"policy.max_total_sequence_length = {length}; raise the first, or set policy.generation.torch_cfg.paged_cache=false"
             )
-        self.slots = config.max_num_seqs
-        self.cache = PagedCache(self.shape, capacity // page, page, network.recorded_columns)
+        self.cache = PagedCache(self.shape, capacity // page, page, network.recorded_columns, prefixes=self.slots)
+        self.states = SlotStates(self.shape.states, self.slots, network.device)
         self._make_offsets(self.slots)
         self._sequences: list[PagedSequence] = []  # of the slots, in order
         self._opened: dict[int, OpenedSequence] = {}  # slot -> sequence reserved for the next prefill
@@ -115,20 +117,24 @@ class PagedRunner(PlanRunner):
         self._drop_ahead()
         self._ahead = opened.sequence
         read = PromptRead(prompt.tokens[:end], opened.cached, opened.sequence.pages)
-        self._read([read], [replace(prompt, tokens=read.tokens)])
-        for node in opened.sequence.nodes:
-            node.ready = True
-        return read.length
+        _, states = self._read([read], [replace(prompt, tokens=read.tokens)], [opened.states])
+        self.cache.store(opened.sequence, read.tokens, states=states[0])
+        return read.length if len(prompt.tokens) - self.count_unread(prompt) >= end else 0
 
     def prefill(self, prompts: Sequence[SlotPrompt]) -> Tensor:
         logits = {slot: opened.logits for slot, opened in self._opened.items() if opened.logits is not None}
+        states = {slot: self._opened[slot].states for slot in logits}
         reading = [slot for slot in self._opened if slot not in logits]
         readers = {prompt.slot: prompt for prompt in prompts}
         tokens = {slot: prompt for prompt, slot in self._readers.items()}
         if reading:
             reads = [self._make_read(slot, tokens[slot]) for slot in reading]
-            found = self._read(reads, [readers[slot] for slot in reading])
+            cached = [self._opened[slot].states for slot in reading]
+            found, after = self._read(reads, [readers[slot] for slot in reading], cached)
             logits |= dict(zip(reading, found, strict=True))
+            states |= dict(zip(reading, after, strict=True))
+        for slot, each in states.items():
+            self.states.write(slot, each)
         for prompt in prompts:
             self._set_offset(prompt)
             reader = self._readers[prompt.tokens]
@@ -136,7 +142,7 @@ class PagedRunner(PlanRunner):
                 self._copy_own(reader, prompt.slot, len(prompt.tokens))
         result = torch.stack([logits[self._readers[prompt.tokens]] for prompt in prompts])
         for slot in reading:
-            self.cache.store(self._sequences[slot], tokens[slot], logits[slot])
+            self.cache.store(self._sequences[slot], tokens[slot], logits[slot], states[slot])
         self._opened.clear()
         self._readers.clear()
         self._drop_ahead()
@@ -146,15 +152,22 @@ class PagedRunner(PlanRunner):
         return PromptRead(tokens, self._opened[slot].cached, self._sequences[slot].pages, self._find_blocks(tokens))
 
     def _copy_own(self, source: int, target: int, length: int) -> None:
-        """Copy the tokens of a prompt that are not in shared pages."""
+        """Copy the states after a prompt, and its tokens that are not in shared pages."""
+        self.states.copy(source, target)
         reader, sequence = self._sequences[source], self._sequences[target]
         for index, (old, new) in enumerate(zip(reader.own, sequence.own, strict=True)):
             start = (len(reader.nodes) + index) * self.cache.page
             self.cache.copy_page(old, new, min(length - start, self.cache.page))
 
-    def _read(self, reads: Sequence[PromptRead], prompts: Sequence[SlotPrompt]) -> Tensor:
-        """Run one forward pass over the uncached part of some prompts; return the logits after each, [B, V]."""
-        plan = PagedPrefillPlan(self.cache, reads)
+    def _read(
+        self, reads: Sequence[PromptRead], prompts: Sequence[SlotPrompt], cached: Sequence[States]
+    ) -> tuple[Tensor, list[States]]:
+        """Run one forward pass over the uncached part of some prompts; return the logits after each, [B, V], and the states.
+
+        ``cached``: the states after the cached part; empty without one.
+        """
+        mixing = self.states.open_prompts([read.length for read in reads], cached)
+        plan = PagedPrefillPlan(self.cache, reads, mixing)
         tokens = torch.tensor([token for read in reads for token in read.tokens[read.cached :]])
         last = torch.tensor(plan.lengths).cumsum(0) - 1
         plan.recorders = self.network.record_columns()
@@ -163,7 +176,7 @@ class PagedRunner(PlanRunner):
         with self._capturing(plan.pages, plan.offsets):
             logits = self._forward(tokens, positions, plan, last)
         plan.record()
-        return logits
+        return logits, [split_states(mixing, index) for index in range(len(reads))]
 
     @contextmanager
     def _capturing(self, pages: Tensor, offsets: Tensor) -> Iterator[None]:
@@ -203,7 +216,8 @@ class PagedRunner(PlanRunner):
             return self._decode_compiled(self.layers, torch.tensor(tokens), torch.tensor(positions), self._make_table())
         if self._layout is None:
             self._layout = make_layout(self.cache, self._sequences, [1] * len(tokens))
-        return self._decode(tokens, positions, self._layout, range(len(tokens)))
+        with self.states.decoding(positions, [1] * len(tokens)) as mixing:
+            return self._decode(tokens, positions, self._layout, range(len(tokens)), mixing)
 
     def _make_table(self) -> Tensor:
         """Return the pages of each sequence, [B, n] int32, padded with 0."""
@@ -220,16 +234,24 @@ class PagedRunner(PlanRunner):
         if self.layers is not None:
             return self._decode_compiled(self.layers, torch.tensor(tokens), torch.tensor(places), self._make_table()[slots])
         layout = make_layout(self.cache, self._sequences, [len(row) for row in rows])
-        return self._decode(tokens, places, layout, slots)
+        with self.states.decoding(positions, [len(row) for row in rows]) as mixing:
+            return self._decode(tokens, places, layout, slots, mixing)
 
-    def _decode(self, tokens: Sequence[int], positions: Sequence[int], layout: PageLayout, slots: Sequence[int]) -> Tensor:
+    def _decode(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        layout: PageLayout,
+        slots: Sequence[int],
+        mixing: MixerPass | None,
+    ) -> Tensor:
         page, device = self.cache.page, self.network.device
         pages = []
         for slot, position in zip(slots, positions, strict=True):
             sequence = self._sequences[slot]
             pages.append(sequence.own[position // page - len(sequence.nodes)])
         where = torch.tensor(pages, device=device), torch.tensor(positions, device=device)
-        plan = PagedDecodePlan(self.cache, layout, *where, longest=max(positions) + 1)
+        plan = PagedDecodePlan(self.cache, layout, *where, longest=max(positions) + 1, mixing=mixing)
         plan.recorders = self.network.record_columns()
         rotary = plan.positions if self.offsets is None else plan.positions + self.offsets[torch.tensor(slots, device=device)]
         with self._capturing(plan.pages, plan.offsets):
@@ -240,6 +262,7 @@ class PagedRunner(PlanRunner):
     def release(self, slot: int) -> None:
         self._forget_layout()
         self.cache.close(self._sequences[slot])
+        self.states.release(slot)
         if slot == len(self._sequences) - 1:
             self._sequences.pop()
 
@@ -247,10 +270,12 @@ class PagedRunner(PlanRunner):
         self._forget_layout()
         assert source == len(self._sequences) - 1
         self._sequences[target] = self._sequences.pop()
+        self.states.copy(source, target)
+        self.states.release(source)
         self._move_offset(source, target)
 
     def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
-        self.cache.store(self._sequences[slot], tokens)
+        self.cache.store(self._sequences[slot], tokens, states=self.states.read(slot, len(tokens)))
 
     def read_columns(self, slot: int, length: int) -> Columns:
         return self.cache.read_columns(self._sequences[slot], length)
