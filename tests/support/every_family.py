@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.generation.torch.model_runner import RecomputeRunner
+from strop.generation.torch.torch_engine import find_cache_obstacle
 from strop.learner.torch.scorer import NetworkScorer
 from strop.models.attention.rotary_scaling import fix_rotary_length
 from strop.models.network import Network
@@ -67,7 +68,6 @@ class Family:
     experts: bool = False
     usual: bool = True  # False: the options are all there are
     spread: float = 0.15  # of the weights: a delta rule amplifies what rounds in sums near zero
-    cached: bool = True  # False: the embedded engine refuses it, since its keys and values differ in shape
 
 
 def family(
@@ -75,11 +75,10 @@ def family(
     scalings: tuple[str, ...] = ALL,
     *,
     experts: bool = False,
-    cached: bool = True,
     spread: float = 0.15,
     **options: Any,
 ) -> Family:
-    return Family(config, options, scalings, experts, cached=cached, spread=spread)
+    return Family(config, options, scalings, experts, spread=spread)
 
 
 def own(config: str, **options: Any) -> Family:
@@ -96,6 +95,10 @@ FAMILIES: dict[str, Family] = {
         "Qwen3NextConfig", (), experts=True, **LINEAR, **EXPERTS, shared_expert_intermediate_size=16, decoder_sparse_step=1
     ),
     "qwen3_5": family("Qwen3_5TextConfig", (), **LINEAR),
+    "qwen3_5_moe": family("Qwen3_5MoeTextConfig", (), experts=True, **LINEAR, **EXPERTS, shared_expert_intermediate_size=16),
+    "lfm2_moe": family(
+        "Lfm2MoeConfig", (), experts=True, **EXPERTS, layer_types=["conv", "full_attention"], num_dense_layers=1
+    ),
     "olmo_hybrid": family("OlmoHybridConfig", (), **LINEAR),
     "kimi_linear": family(
         "KimiLinearConfig", (), experts=True, **FOUR, **{**ROUTED, "num_key_value_heads": 4}, linear_num_heads=4, linear_head_dim=8,
@@ -139,7 +142,7 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": family("SeedOssConfig", **HEADS),
     "apertus": family("ApertusConfig"),
     "arcee": family("ArceeConfig"),
-    "diffllama": family("DiffLlamaConfig", cached=False),
+    "diffllama": family("DiffLlamaConfig"),
     "dots1": family("Dots1Config", experts=True, **HEADS, **ROUTED),
     "starcoder2": family("Starcoder2Config", **WINDOW),
     "stablelm": family("StableLmConfig", rope_parameters=HALF),
@@ -235,7 +238,7 @@ Sequences = list[tuple[list[int], int]]  # the tokens of each rollout, and how m
 
 def sample(network: Network, sampling: Sampling, *, paged: bool = False) -> tuple[Batch, Sequences]:
     """Rollouts on both sides of the original length, as the embedded engine samples them."""
-    if not network.supports_attention_plans():
+    if find_cache_obstacle(network) is not None:
         runner: Any = RecomputeRunner(network, max_slots=3, length=LONGEST)
     else:
         runner = (make_paged_runner if paged else make_runner)(network, length=LONGEST)
@@ -287,26 +290,25 @@ class FamilyDifferences:
     scores: float  # log-probabilities of a micro-batch that is read at once
     loss: float
     gradient: float
-    slots: float | None  # log-probabilities that the embedded engine sampled with
-    pages: float | None  # None: the family has no cache of pages
+    slots: float  # log-probabilities that the embedded engine sampled with
+    pages: float | None  # None: the family has no cache
     bfloat16: float | None  # scores under autocast on both sides; None: routers choose other experts where it rounds
 
 
 def compare(name: str, scaling: str, sampling: Sampling = PLAIN) -> FamilyDifferences:
     plain, model = build(name, scaling), build(name, scaling)
     network = make_network(model)
-    cached = FAMILIES[name].cached
-    batch, sequences = sample(network if cached else make_network(build(name, scaling), packed=False), sampling)
+    batch, sequences = sample(network, sampling)
     with torch.no_grad():
         wanted = logprobs_alone(plain, sequences, sampling)
         pages = None
-        if network.packed and cached:
+        if find_cache_obstacle(network) is None:
             paged, read = sample(network, sampling, paged=True)
             pages = relative(paged.rollout_logprobs, logprobs_alone(plain, read, sampling))
     scores = NetworkScorer(network, sampling, score_tokens=10_000).score(batch).logprobs
     loss, gradient = compare_gradients(plain, model, network, batch, sequences)
     rounded = None if FAMILIES[name].experts else compare_bfloat16(plain, build(name, scaling), batch, sequences)
-    slots = relative(batch.rollout_logprobs, wanted) if cached else None
+    slots = relative(batch.rollout_logprobs, wanted)
     return FamilyDifferences(relative(scores, wanted), loss, gradient, slots, pages, rounded)
 
 

@@ -90,7 +90,7 @@ def _no_credit(rollouts: Sequence[Rollout]) -> RolloutCredit:
 
 
 def _count_off(counts: Sequence[int]) -> Tensor:
-    """Repeat each index so many times."""
+    """Repeat each index by its count."""
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from support.learners import make_named_optimizer
 
-NAME = "strop.learner.torch.muon.Muon"
+NAME = "strop.learner.muon.Muon"
 KWARGS = {"lr": 0.02, "weight_decay": 0.1}
 
 

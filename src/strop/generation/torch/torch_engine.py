@@ -588,7 +588,7 @@ def make_runner(
     network: Network, config: TorchGenerationConfig, *, length: int, quantization: EmulatedQuantization | None = None
 ) -> ModelRunner:
     """Create the runner for a network and configuration, and log which one."""
-    if (reason := _find_cache_obstacle(network)) is not None:
+    if (reason := find_cache_obstacle(network)) is not None:
         if quantization is not None:
             raise ValueError(
                 f"policy.generation: found {quantization.plan.weights.name}, but this model is sampled without a KV cache by its own "
@@ -607,7 +607,7 @@ def make_runner(
     return slots
 
 
-def _find_cache_obstacle(network: Network) -> str | None:
+def find_cache_obstacle(network: Network) -> str | None:
     """Return why sequences cannot go on from a cache; None if they can."""
     if not network.supports_attention_plans():
         return network.fallback

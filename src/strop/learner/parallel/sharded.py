@@ -25,6 +25,7 @@ from strop.data.shares.batch_share import BatchShare
 from strop.data.shares.divide_batch import take_share
 from strop.data.shares.split_rule import ShareRequest, SplitRule
 from strop.device_copies import is_gpu
+from strop.learner.muon import Muon
 from strop.learner.parallel import sharded_checkpoint
 from strop.learner.parallel.context.sample_sharding import SampleSharding
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, make_dummy, run_in_turn, tensor_fields
@@ -32,7 +33,6 @@ from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.parallelism import NamedParameters
 from strop.learner.parallel.rank_zero_loading import any_rank, broadcast_weights, is_meta_model, to_meta
 from strop.learner.parallel.shard_files import is_elsewhere, storage_key
-from strop.learner.torch.muon import Muon
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.models.adapters import adapter_weights, lora_layers, merged_weights, weights_with_layers
@@ -335,7 +335,7 @@ class Sharded:
             raise ValueError(
                 f"{section}.optimizer.name: {type(optimizer).__name__} is not known to be elementwise, and each rank has only a shard of "
                 "each weight: its update would differ from that of the full weight. Use torch.optim.AdamW or another elementwise "
-                "optimizer, strop.learner.torch.muon.Muon, or train on a single device"
+                "optimizer, strop.learner.muon.Muon, or train on a single device"
             )
 
     def _apply_whole(self, name: str, local: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

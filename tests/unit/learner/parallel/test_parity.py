@@ -28,7 +28,7 @@ BFLOAT16 = Differences(loss=3e-2, norm=3e-2, outputs=3e-2, weights=1e-2, metrics
 
 BF16: dict[str, Any] = {"dtype": torch.float32, "weights_dtype": torch.bfloat16, "precision": torch.bfloat16, "rate": 1e-3}
 GATHERED: dict[str, Any] = {"dtype": torch.float32, "gather_dtype": torch.bfloat16, "precision": torch.bfloat16, "rate": 1e-3}
-MUON = "strop.learner.torch.muon.Muon"
+MUON = "strop.learner.muon.Muon"
 CASES: dict[str, Case] = {
     "fsdp 2": Case(sizes=ParallelDims(shard=2)),
     "fsdp 2, checkpointing, few groups": Case(sizes=ParallelDims(shard=2), shapes=FEW, checkpointing=True),

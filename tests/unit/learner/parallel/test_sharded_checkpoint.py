@@ -53,7 +53,7 @@ FORMS = {
     "experts": Form(family="qwen3_moe"),
     "bfloat16": Form(weights_dtype=torch.bfloat16),
     "lora": Form(family="qwen2", lora=True),
-    "muon": Form(optimizer="strop.learner.torch.muon.Muon"),
+    "muon": Form(optimizer="strop.learner.muon.Muon"),
 }
 
 

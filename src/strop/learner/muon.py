@@ -80,4 +80,5 @@ class Muon(torch.optim.AdamW):
         for _ in range(self.ns_steps):
             gram = found @ found.mT
             found = a * found + (b * gram + c * gram @ gram) @ found
-        return scale * (found.mT if tall else found).to(matrix.dtype)
+        step: Tensor = scale * (found.mT if tall else found).to(matrix.dtype)
+        return step
