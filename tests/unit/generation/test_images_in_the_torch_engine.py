@@ -34,7 +34,7 @@ FLOAT32 = 2e-5  # largest difference of log-probabilities, as for families of te
 BFLOAT16 = 0.02
 LENGTH = 200
 ROOM = {"length": LENGTH, "prefix_tokens": 3 * LENGTH}
-FAMILIES = tuple(family for family in SHOWN if family != "qwen3_5")  # without a cache of recurrent states it reads text only
+FAMILIES = tuple(SHOWN)
 RUNNERS = {"slots": make_runner, "pages": make_paged_runner}
 
 
@@ -45,7 +45,10 @@ def disagreement(network: Network, batch: Batch, sampling: Sampling | None = Non
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(name, marks=() if name in ("qwen3_vl", "gemma3", "smolvlm") else pytest.mark.exhaustive) for name in FAMILIES],
+    [
+        pytest.param(name, marks=() if name in ("qwen3_vl", "qwen3_5", "gemma3", "smolvlm") else pytest.mark.exhaustive)
+        for name in FAMILIES
+    ],
 )
 def test_sampler_and_learner_agree_about_images_in_float32(family: str) -> None:
     network = make_vision_network(family)
@@ -60,7 +63,7 @@ def test_sampler_and_learner_agree_about_images_in_float32(family: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each != "qwen3_5"])  # its delta rule amplifies what is rounded
 def test_sampler_and_learner_agree_about_images_in_bfloat16(family: str) -> None:
     network = make_vision_network(family, precision=torch.bfloat16)
     for make in RUNNERS.values():

@@ -220,7 +220,7 @@ class PromptFlash:
 
 
 class EnginePlan:
-    """What a pass of the engine has beside its attention."""
+    """What a pass of the engine has in addition to its attention."""
 
     def __init__(self, mixing: MixerPass | None = None) -> None:
         self.mixing = mixing  # of a model whose layers carry states

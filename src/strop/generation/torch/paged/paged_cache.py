@@ -314,7 +314,7 @@ def choose_page(capacity: int, length: int, sequences: int) -> int | None:
 
 
 def split_memory(shape: CacheShape, capacity: int, sequences: int) -> tuple[int, int]:
-    """Return how many sequences can run, at most ``sequences``, and the tokens for pages beside their states and those of as many
+    """Return how many sequences can run, at most ``sequences``, and the tokens for pages next to their states and those of as many
     stored prefixes. States take at most half of the memory, unless one sequence needs more.
     """
     if shape.states:
