@@ -36,7 +36,7 @@ RUNS = (
     "sft --config sft.yaml",
     "dpo --config dpo.yaml policy.model_name=results/sft/step_21/policy/weights",
     f"grpo --config grpo.yaml {CHAIN}",
-    "grpo --config grpo.yaml logger.log_dir=logs/direct checkpointing.checkpoint_dir=results/direct",
+    "grpo --config grpo.yaml run_name=direct logger.log_dir=logs/direct checkpointing.checkpoint_dir=results/direct grpo.max_num_steps=20",
     "grpo --config multi_turn.yaml grpo.max_num_steps=3",
 )
 TRL = "model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct\ndataset_name: train.jsonl\nreward_funcs: [accuracy_reward]\nbeta: 0.01\n"

@@ -95,6 +95,10 @@ FAMILIES: dict[str, Family] = {
         "Qwen3NextConfig", (), experts=True, **LINEAR, **EXPERTS, shared_expert_intermediate_size=16, decoder_sparse_step=1
     ),
     "qwen3_5": family("Qwen3_5TextConfig", (), **LINEAR),
+    "qwen3_5_moe": family("Qwen3_5MoeTextConfig", (), experts=True, **LINEAR, **EXPERTS, shared_expert_intermediate_size=16),
+    "lfm2_moe": family(
+        "Lfm2MoeConfig", (), experts=True, **EXPERTS, layer_types=["conv", "full_attention"], num_dense_layers=1
+    ),
     "olmo_hybrid": family("OlmoHybridConfig", (), **LINEAR),
     "kimi_linear": family(
         "KimiLinearConfig", (), experts=True, **FOUR, **{**ROUTED, "num_key_value_heads": 4}, linear_num_heads=4, linear_head_dim=8,

@@ -78,6 +78,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "head_dim": 8,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "nemotron": ("NemotronConfig", {"head_dim": 8}),
 }
 

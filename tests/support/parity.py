@@ -84,6 +84,7 @@ class Case:
     head: bool = False  # train a critic that is a head on the policy
     rank_zero_loading: bool = False
     rate: float = 1e-2
+    optimizer: str = "torch.optim.AdamW"
     train_tokens: int = 40
     sampling: Sampling = SAMPLING
     steps: int = 3
@@ -242,6 +243,7 @@ def train(
         case.sampling,
         placement,
         router_losses=RouterLossConfig(aux_loss_coeff=0.3, z_loss_coeff=0.1) if case.router_losses else None,
+        optimizer=case.optimizer,
         optimizer_kwargs={"lr": case.rate, "weight_decay": 0.1, "eps": 1e-3},
         no_decay=() if case.lora or case.head else case.no_decay,
         max_grad_norm=0.3,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from strop.columns import TokenColumn
-from strop.data.token_tree import TokenPath
+from strop.data.token_tree import TokenPath, expand
 from strop.types import PromptImage, Rollout
 
 
@@ -36,7 +36,8 @@ def place_images(
             for image in (*rollout.images, *images) if number == 0 else _inherited(rollout, number, images):
                 if image.start >= path.start + path.read:
                     continue  # after the last sampled token; nothing is predicted from it
-                start, last = path.find_between(image.start, image.end)[[0, -1]].tolist()
+                spans = path.spans(image.start, image.end)
+                start, last = spans[0][0], sum(spans[-1]) - 1
                 if bisect_right(segment_starts, start) != bisect_right(segment_starts, last):
                     raise ValueError(
                         f"a branch of task {rollout.task.id} leaves its path within an image: end what they share before the image"
@@ -149,7 +150,7 @@ def _place_read(
                 values = turn.columns.get(column)
                 if values is None:
                     continue
-                places = path.find_between(end - 1 - len(values), end - 1)
+                places = expand(path.spans(end - 1 - len(values), end - 1))
                 fresh = column.find_known(values) & ~placed[places]
                 joined[places[fresh]] = values[fresh].to(dtype)
                 placed[places[fresh]] = True

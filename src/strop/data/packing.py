@@ -7,25 +7,26 @@ predicts nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from strop.data.packed_inputs import pack_columns, place_images, same_images
-from strop.data.token_tree import FlatTokens, TokenPath, concatenate, make_paths, own_tokens
+from strop.data.token_tree import FlatTokens, Span, TokenPath, concatenate, expand, make_paths, own_tokens
 from strop.types import Batch, Group, Rollout, RolloutCredit, Totals
 
 
 @dataclass(frozen=True, eq=False)
 class _Predictions:
-    """The n predicted tokens of one rollout."""
+    """The predicted tokens of one rollout, in parts."""
 
-    source: Tensor  # [n] int64, index into T
-    target: Tensor  # [n] int64
-    logprobs: Tensor  # [n] float32
-    versions: Tensor  # [n] int32
+    count: int
+    source: list[Span]  # in T
+    target: list[Tensor]  # int64
+    logprobs: list[Tensor]  # float32
+    versions: list[Tensor]  # int32
 
 
 def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_prefixes: bool = True) -> Batch:
@@ -56,27 +57,27 @@ def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_
         paths_of += trees
         predict = _predict_at_end if at_end else _predict_tokens
         predictions += [predict(rollout, paths) for rollout, paths in zip(group.rollouts, trees, strict=True)]
-    target = torch.cat([predicted.target for predicted in predictions])
+    target = concatenate([part for predicted in predictions for part in predicted.target], torch.int64)
     if not len(target):
         raise ValueError("the policy sampled no token of this batch: all rollouts are empty")
     dtype = torch.get_default_dtype()
-    sequence = _count_off([predicted.target for predicted in predictions])
+    sequence = _count_off([predicted.count for predicted in predictions])
     return Batch(
         tokens=torch.cat(flat.tokens),
-        positions=torch.cat(flat.positions),
+        positions=expand(flat.positions),
         segment_start=torch.tensor(flat.starts),
         segment_parent=torch.tensor(flat.parents),
-        source=torch.cat([predicted.source for predicted in predictions]),
+        source=expand([span for predicted in predictions for span in predicted.source]),
         target=target,
         sequence=sequence,
-        rollout_logprobs=torch.cat([predicted.logprobs for predicted in predictions]),
-        versions=torch.cat([predicted.versions for predicted in predictions]),
+        rollout_logprobs=torch.cat([part for predicted in predictions for part in predicted.logprobs]),
+        versions=torch.cat([part for predicted in predictions for part in predicted.versions]),
         advantages=credit.advantages.to(dtype)[sequence],
         mask=credit.mask.to(dtype)[sequence],
         leaf=torch.tensor([leaf for each in leaves for leaf in each]),
         group=torch.tensor([index for index, group in enumerate(groups) for _ in group.rollouts]),
         rewards=credit.rewards,
-        leaf_sequence=_count_off(leaves) if any(len(each) > 1 for each in leaves) else None,
+        leaf_sequence=_count_off([len(each) for each in leaves]) if any(len(each) > 1 for each in leaves) else None,
         images=place_images(rollouts, paths_of, flat.starts),
         totals=Totals(0, 0, 0),
         **pack_columns(rollouts, paths_of, flat.length, at_end=at_end),
@@ -88,28 +89,25 @@ def _no_credit(rollouts: Sequence[Rollout]) -> RolloutCredit:
     return RolloutCredit(rewards=rewards, advantages=torch.zeros_like(rewards), mask=torch.ones_like(rewards))
 
 
-def _count_off(sized: Sequence[Sized]) -> Tensor:
-    """Repeat each index by its length."""
-    return torch.arange(len(sized)).repeat_interleave(torch.tensor([len(each) for each in sized]))
+def _count_off(counts: Sequence[int]) -> Tensor:
+    """Repeat each index by its count."""
+    return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 
 def _predict_tokens(rollout: Rollout, paths: Sequence[TokenPath]) -> _Predictions:
     """Predict every sampled token of a rollout from the one before it on its path."""
-    sources: list[Tensor] = []
-    starts = [(len(rollout.prompt), rollout.turns), *((branch.start, branch.turns) for branch in rollout.branches)]
+    found = _Predictions(rollout.sampled_tokens, [], [], [], [])
+    starts = [(rollout.prompt.numel(), rollout.turns), *((branch.start, branch.turns) for branch in rollout.branches)]
     for path, (start, turns) in zip(paths, starts, strict=True):
-        spans, end = [], start - 1
+        end = start - 1
         for turn in turns:
-            spans += [torch.arange(end, end + len(turn.tokens))] if turn.sampled else []
-            end += len(turn.tokens)
-        sources.append(path.find(concatenate(spans, torch.int64)))
-    turns = rollout.policy_turns
-    return _Predictions(
-        concatenate(sources, torch.int64),
-        concatenate([turn.tokens for turn in turns], torch.int64),
-        concatenate([turn.logprobs for turn in turns], torch.float32),
-        concatenate([turn.versions for turn in turns], torch.int32),
-    )
+            begin, end = end, end + turn.tokens.numel()
+            if turn.sampled:
+                found.source.extend(path.spans(begin, end))
+                found.target.append(turn.tokens)
+                found.logprobs.append(turn.logprobs)
+                found.versions.append(turn.versions)
+    return found
 
 
 def _predict_at_end(rollout: Rollout, paths: Sequence[TokenPath]) -> _Predictions:
@@ -118,4 +116,5 @@ def _predict_at_end(rollout: Rollout, paths: Sequence[TokenPath]) -> _Prediction
     if not end:
         raise ValueError(f"a rollout of task {rollout.task.id} has no tokens, so there is no token to score")
     last = rollout.tokens()[end - 1 : end]
-    return _Predictions(paths[0].find(torch.tensor([end - 1])), last, torch.zeros(1), torch.full((1,), -1, dtype=torch.int32))
+    unknown = torch.full((1,), -1, dtype=torch.int32)
+    return _Predictions(1, paths[0].spans(end - 1, end), [last], [torch.zeros(1)], [unknown])

@@ -44,15 +44,20 @@ def split_micro_batches(batch: Batch, token_budget: int, *, padded: bool = False
 
 def pack_first_fit(units: list[tuple[list[int], int]], budget: int) -> list[list[int]]:
     """Pack units of (rollouts, size) into bins of at most ``budget``, largest first. Return the rollouts of each bin."""
-    bins: list[tuple[list[int], int]] = []
+    bins: list[list[int]] = []
+    leaves = 1 << max(len(units) - 1, 0).bit_length()
+    room = [budget] * (2 * leaves)  # a tree: the room of bin i at leaves + i, and the most of two nodes above them
     for sequences, size in sorted(units, key=lambda unit: -unit[1]):
-        for index, (members, used) in enumerate(bins):
-            if used + size <= budget:
-                bins[index] = (members + sequences, used + size)
-                break
-        else:
-            bins.append((sequences, size))
-    return [sorted(sequences) for sequences, _ in bins]
+        node = 1 if size <= budget else leaves + len(bins)  # a unit over the budget gets its own bin
+        while node < leaves:
+            node = 2 * node + (room[2 * node] < size)
+        if node == leaves + len(bins):
+            bins.append([])
+        bins[node - leaves].extend(sequences)
+        room[node] -= size
+        while node := node // 2:
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return [sorted(sequences) for sequences in bins]
 
 
 def split_mini_batches(batch: Batch, count: int) -> list[SubBatch]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from strop.types import Rollout, Turn
+
+Span = tuple[int, int]
+"""A range of consecutive numbers: the first one, and how many."""
 
 
 @dataclass
@@ -17,7 +20,7 @@ class FlatTokens:
     """The tokens of a batch under construction, in segments."""
 
     tokens: list[Tensor] = field(default_factory=list)
-    positions: list[Tensor] = field(default_factory=list)
+    positions: list[Span] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     length: int = 0
@@ -26,8 +29,8 @@ class FlatTokens:
         self.starts.append(self.length)
         self.parents.append(parent)
         self.tokens.append(tokens)
-        self.positions.append(torch.arange(position, position + len(tokens)))
-        self.length += len(tokens)
+        self.positions.append((position, tokens.numel()))
+        self.length += tokens.numel()
         return len(self.starts) - 1
 
 
@@ -74,25 +77,24 @@ class TokenPath:
             return -1 if self.parent is None else self.parent._segment_before(position)
         return next(segment for first, segment, _ in reversed(self.segments) if first < position)
 
-    def find(self, positions: Tensor) -> Tensor:
-        """Return the indices in T of the tokens at ascending ``positions``, from ``start`` - 1 on."""
-        if len(self.segments) == 1:
-            (first, _, offset), *_ = self.segments
-            found = positions + (offset - first)
-        else:
-            firsts = torch.tensor([first for first, _, _ in self.segments])
-            offsets = torch.tensor([offset - first for first, _, offset in self.segments])
-            found = positions + offsets[torch.searchsorted(firsts, positions, right=True).clamp(min=1) - 1]
-        if self.parent is not None and len(positions) and int(positions[0]) < self.start:
-            found[:1] = self.parent.find(positions[:1])
+    def spans(self, first: int, last: int) -> list[Span]:
+        """Return where in T the tokens at positions ``first`` to ``last`` - 1 are, including those of its parents."""
+        found: list[Span] = []
+        if self.parent is not None and first < self.start:
+            found, first = self.parent.spans(first, min(last, self.start)), self.start
+        for place, (begin, _, offset) in enumerate(self.segments):
+            end = self.segments[place + 1][0] if place + 1 < len(self.segments) else last
+            low, high = max(first, begin), min(last, end)
+            if low < high:
+                found.append((offset + low - begin, high - low))
         return found
 
-    def find_between(self, first: int, last: int) -> Tensor:
-        """Return the indices in T of the tokens at positions ``first`` to ``last`` - 1, including those of its parents."""
-        if self.parent is None or first >= self.start:
-            return self.find(torch.arange(first, last))
-        own = self.find(torch.arange(self.start, last)) if last > self.start else torch.zeros(0, dtype=torch.int64)
-        return torch.cat([self.parent.find_between(first, min(last, self.start)), own])
+
+def expand(spans: Sequence[Span]) -> Tensor:
+    """Return all numbers of some ranges, one range after the other."""
+    firsts, counts = torch.tensor(spans, dtype=torch.int64).view(-1, 2).unbind(1)
+    numbers = (firsts - counts.cumsum(0) + counts).repeat_interleave(counts)
+    return numbers + torch.arange(numbers.numel())
 
 
 def make_paths(rollout: Rollout, root: TokenPath | None, *, share: bool, at_end: bool) -> list[TokenPath]:
@@ -116,10 +118,11 @@ def make_paths(rollout: Rollout, root: TokenPath | None, *, share: bool, at_end:
 
 def own_tokens(turns: Sequence[Turn]) -> tuple[Tensor, int]:
     """Return the tokens of some turns, and their number up to the last sampled one."""
-    lengths = list(accumulate(len(turn.tokens) for turn in turns))
-    return concatenate([turn.tokens for turn in turns], torch.int64), max(
-        (end for end, turn in zip(lengths, turns, strict=True) if turn.sampled and len(turn.tokens)), default=0
-    )
+    end = length = 0
+    for turn in turns:
+        length += turn.tokens.numel()
+        end = length if turn.sampled and turn.tokens.numel() else end
+    return concatenate([turn.tokens for turn in turns], torch.int64), end
 
 
 def concatenate(columns: Sequence[Tensor], dtype: torch.dtype) -> Tensor:  # [L]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.models.loading import find_auto_class, from_pretrained, locate_model, quiet_transformers
+from strop.models.loading import RemoteCodeRefused, find_auto_class, from_pretrained, locate_model, quiet_transformers
 
 
 def load_model_config(name: str) -> Any:
@@ -46,9 +46,12 @@ class CheckpointNames:
 
     @classmethod
     def of(cls, folder: str) -> CheckpointNames:
-        """Return those of a model, given a folder with its configuration. Models with code of their own are not converted."""
-        config = load_model_config(folder)
-        return cls(None if getattr(config, "auto_map", None) else describe_model(config))
+        """Return those of a model, given a folder with its configuration. A model with code of its own has its own names."""
+        try:
+            config = load_model_config(folder)
+        except RemoteCodeRefused:
+            return cls(None)
+        return cls(describe_model(config) if type(config).__module__.startswith("transformers.") else None)
 
     def stored_names(self, name: str) -> list[str]:
         return list(self._find_parts(name)) or [name]

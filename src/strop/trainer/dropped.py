@@ -39,8 +39,10 @@ def check_drop_limits(run: TrainingRun, kept: int) -> None:
             f"{run.collected.errors_in_a_row} groups in a row failed ({options.section}.max_errors_in_a_row); the last reasons:"
             f"{describe_drops(run)}"
         )
+    if kept >= options.groups_per_step or kept + len(run.collected.dropped) < options.max_groups_per_step:
+        return
     dropped = [group for group, reason in run.collected.dropped if reason != "stale"]
-    if kept < options.groups_per_step and kept + len(dropped) >= options.max_groups_per_step:
+    if kept + len(dropped) >= options.max_groups_per_step:
         reward = sum(float(group.rewards.mean()) for group in dropped) / max(len(dropped), 1)
         raise TooManyDropped(
             f"{kept + len(dropped)} groups were generated and only {kept} of the {options.groups_per_step} wanted passed the "

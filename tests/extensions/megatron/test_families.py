@@ -42,12 +42,14 @@ def test_what_megatrons_model_cannot_do_is_refused(name: str) -> None:
 
 
 def test_unknown_families_are_refused_with_the_known_ones() -> None:
-    from transformers import GPT2Config, NemotronHConfig
+    from transformers import GPT2Config, NemotronHConfig, Qwen3NextConfig
 
     with pytest.raises(ValueError, match=r"do not include gpt2; .*gemma3_text.*policy\.backend=torch trains any"):
         find_family(GPT2Config())
     with pytest.raises(ValueError, match="its Mamba layers"):
         find_family(NemotronHConfig())
+    with pytest.raises(ValueError, match=r"its gated delta net layers .* flash-linear-attention"):
+        find_family(Qwen3NextConfig())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -101,14 +103,14 @@ MIXTURE: dict[int, list[Sizes]] = {
     2: [{"tp": 2, "sp": True, "etp": 2}, {"pp": 2}, {"pp": 2, "vp": 2}, {"cp": 2}, {"ep": 2}],
     4: [{"tp": 2, "sp": True, "ep": 2}, {"tp": 2, "sp": True, "ep": 2, "etp": 2}, {"pp": 2, "ep": 2}, {"cp": 2, "ep": 4}],
 }
-MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v3-yarn")
+MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v3-yarn", "glm4_moe")
 FLOAT64 = Differences(loss=2e-7, norm=2e-7, outputs=2e-7, weights=3e-8, metrics=3e-7)
 ROUTED = Differences(loss=1e-6, norm=1e-6, outputs=1e-6, weights=3e-7, metrics=1e-6)  # weights of experts are float32
 
 
 def measure(name: str, world: int) -> list[tuple[Sizes, Differences]]:
     """Return the differences of a family in each layout of ``world`` ranks."""
-    no_decay = ("norm", "bias") if name.startswith("qwen2") else ("norm",)
+    no_decay = ("norm", "bias") if name.startswith(("qwen2", "glm4")) else ("norm",)
     trained = case(family=MEGATRON + name, branches=True, packed=name != "nemotron", no_decay=no_decay)
     batch = make_batch(trained)
     single = compared_alone(train(trained, batch))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.data.rollout_selector import SubBatch
-from strop.data.splitting import select_rollouts, split_micro_batches, split_mini_batches
+from strop.data.splitting import pack_first_fit, select_rollouts, split_micro_batches, split_mini_batches
 from strop.types import Totals
 from support.algorithms import grpo
 from support.packed import described, expected
@@ -98,3 +98,16 @@ def test_a_selection_of_a_selection_is_a_selection(shapes: list[GroupShape], dat
     once = select_rollouts(batch, [chosen[place] for place in again])
     assert described(twice.batch) == described(once.batch)
     assert torch.equal(twice.batch.tokens, once.batch.tokens)
+
+
+@properties
+@given(sizes=st.lists(st.integers(0, 12), max_size=40), budget=st.integers(1, 10))
+def test_units_go_into_the_first_bin_that_has_room_for_them(sizes: list[int], budget: int) -> None:
+    bins: list[list[int]] = []
+    for unit in sorted(range(len(sizes)), key=lambda unit: -sizes[unit]):
+        fitting = [each for each in bins if sum(sizes[member] for member in each) + sizes[unit] <= budget]
+        if fitting:
+            fitting[0].append(unit)
+        else:
+            bins.append([unit])
+    assert pack_first_fit([([unit], size) for unit, size in enumerate(sizes)], budget) == [sorted(each) for each in bins]

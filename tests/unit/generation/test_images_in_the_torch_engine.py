@@ -27,14 +27,13 @@ from support.image_requests import (
 )
 from support.rollouts import make_group, make_turn, pack_grpo
 from support.torch_engine import make_engine, make_paged_runner, make_runner
-from support.vision_models import FAMILIES as SHOWN
-from support.vision_models import draw_image
+from support.vision_models import FAMILIES, draw_image
 
 FLOAT32 = 2e-5  # largest difference of log-probabilities, as for families of text (test_sampler_and_learner_agree.py)
 BFLOAT16 = 0.02
+RECURRENT = 0.05  # the same with layers whose states are carried from token to token
 LENGTH = 200
 ROOM = {"length": LENGTH, "prefix_tokens": 3 * LENGTH}
-FAMILIES = tuple(SHOWN)
 RUNNERS = {"slots": make_runner, "pages": make_paged_runner}
 
 
@@ -72,7 +71,7 @@ def test_sampler_and_learner_agree_about_images_in_bfloat16(family: str) -> None
             if isinstance(runner, PagedRunner) and not runner.rounds_as_learner:
                 continue  # chosen only by paged_cache=true
             batch = sample_batch(make_engine(runner), mixed_prompts(family), Sampling(max_new_tokens=10))
-            assert disagreement(network, batch) < BFLOAT16, (make, prepack)
+            assert disagreement(network, batch) < (RECURRENT if family == "qwen3_5" else BFLOAT16), (make, prepack)
 
 
 @pytest.mark.exhaustive

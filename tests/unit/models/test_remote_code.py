@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from strop.models.checkpoint_names import CheckpointNames
 from strop.models.classifiers import load_classifier
 from strop.models.loading import RemoteCodeRefused, load_model, load_tokenizer, model_from_config
 from strop.safety.remote_code import trust_remote_code, trusts_remote_code
@@ -48,3 +50,19 @@ def test_code_of_a_model_runs_if_it_is_trusted(
     with trust_remote_code(True), pytest.raises(RuntimeError, match="it ran"):
         load(str(foreign))
     assert (foreign.parent / "ran").exists() and not trusts_remote_code()
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_model_with_its_own_code_has_its_own_names_in_checkpoints(
+    trusted: bool, foreign: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (foreign / "own.py").write_text(
+        "from transformers import PretrainedConfig\nclass Config(PretrainedConfig):\n    model_type = 'own-model'\n"
+    )
+    with trust_remote_code(trusted):
+        names = CheckpointNames.of(str(foreign))
+    weight = torch.zeros(2)
+    assert names.stored_names("own.weight") == ["own.weight"] and dict(names.convert("own.weight", weight)) == {
+        "own.weight": weight
+    }

@@ -13,18 +13,18 @@ import pytest
 from strop.algorithm_factory import AlgorithmSetting, find_algorithm, format_algorithm, make_algorithm
 from strop.algorithms.base import Algorithm, Plan
 from strop.algorithms.catalogue import all_algorithms
-from strop.algorithms.critic import PPO, VAPO, Gae
+from strop.algorithms.critic import VAPO, Gae
 from strop.algorithms.distillation import Distillation, ReverseKl, TopKDistillation
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.baselines import LeaveOneOut, Reinforce, ReinforcePP
-from strop.algorithms.policy_gradient.corrections import Icepop, Importance, SequenceMaskTis, Tis
+from strop.algorithms.policy_gradient.baselines import LeaveOneOut, ReinforcePP
+from strop.algorithms.policy_gradient.corrections import Icepop, Importance, Tis
 from strop.algorithms.policy_gradient.entropy import TopEntropy
-from strop.algorithms.policy_gradient.grpo import GRPO, Clip, GroupRelative
+from strop.algorithms.policy_gradient.grpo import GRPO, Clip
 from strop.algorithms.policy_gradient.grpo_variants import DAPO, SoftOverlong
 from strop.algorithms.policy_gradient.sequence_objectives import GSPO, SequenceClip
 from strop.algorithms.policy_gradient.token_objectives import ClippedWeight
 from strop.algorithms.preference.referenced import DPO
-from strop.algorithms.supervised import SFT, RewardModel
+from strop.algorithms.supervised import SFT
 from strop.base_config import option_set_by
 from strop.config import ConfigError, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
@@ -267,34 +267,13 @@ def test_a_run_is_described_with_every_model_in_it() -> None:
 
 # --- flat keys ---------------------------------------------------------------------------------------------------------------------
 
+# Each key by itself is in tests/conformance/test_flat_keys.py.
 FLAT: list[tuple[str, str, Algorithm]] = [
-    ("grpo", "", GRPO()),
-    ("grpo", "grpo.normalize_rewards=false grpo.use_leave_one_out_baseline=true",
-     GRPO(advantage=GroupRelative(normalize=False, leave_one_out=True))),
-    ("grpo", "grpo.minus_baseline=false grpo.normalize_rewards=false",
-     GRPO(advantage=GroupRelative(baseline=False, normalize=False))),
-    ("grpo", "grpo.adv_estimator.name=group_relative", GRPO()),
-    ("grpo", "grpo.adv_estimator.name=leave_one_out", GRPO(advantage=LeaveOneOut())),
-    ("grpo", "grpo.advantage_clip_low=-2 grpo.advantage_clip_high=3", GRPO(advantage_low=-2.0, advantage_high=3.0)),
-    ("grpo", "grpo.use_dynamic_sampling=true grpo.overlong_filtering=true",
-     GRPO(drop_constant_groups=True, overlong_filtering=True)),
     ("grpo", "grpo.reward_shaping.enabled=true grpo.reward_shaping.overlong_buffer_length=64",
      GRPO(shaping=SoftOverlong(buffer=64, penalty=1.0, max_length=512))),
-    ("grpo", "loss_fn.ratio_clip_min=0.1 loss_fn.ratio_clip_max=0.3 loss_fn.ratio_clip_c=3",
-     GRPO(objective=Clip(low=0.1, high=0.3, dual=3.0))),
-    ("grpo", "loss_fn.reference_policy_kl_penalty=0.01 loss_fn.reference_policy_kl_type=k2",
-     GRPO(kl=Kl(weight=0.01, estimator="k2"))),
+    ("grpo", "loss_fn.reference_policy_kl_penalty=0", GRPO(kl=Kl(weight=0.0))),
     ("grpo", "loss_fn.reference_policy_kl_penalty=0.01 loss_fn.kl_input_clamp_value=null loss_fn.kl_output_clamp_value=5",
      GRPO(kl=Kl(weight=0.01, input_clamp=None, output_clamp=5.0))),
-    ("grpo", "loss_fn.reference_policy_kl_penalty=0.01 loss_fn.use_kl_in_reward=true", GRPO(kl=Kl(weight=0.01, place="reward"))),
-    ("grpo", "loss_fn.reference_policy_kl_penalty=0.01 loss_fn.use_on_policy_kl_approximation=true",
-     GRPO(kl=Kl(weight=0.01, unbiased=True))),
-    ("grpo", "loss_fn.reference_policy_kl_penalty=0", GRPO(kl=Kl(weight=0.0))),
-    ("grpo", "loss_fn.token_level_loss=false", GRPO(aggregation="sequence_mean")),
-    ("grpo", "loss_fn.aggregation=constant_length loss_fn.constant_length=9",
-     GRPO(aggregation="constant_length", constant_length=9)),
-    ("grpo", "loss_fn.force_on_policy_ratio=true loss_fn.entropy_bonus=0.01 loss_fn.positive_example_nll_weight=0.1",
-     GRPO(on_policy_ratio=True, entropy_bonus=0.01, positive_nll=0.1)),
     (
         "grpo",
         "loss_fn.sequence_level_importance_ratios=true loss_fn.token_level_loss=false loss_fn.ratio_clip_min=3e-4 "
@@ -303,65 +282,20 @@ FLAT: list[tuple[str, str, Algorithm]] = [
     ),
     ("grpo", "loss_fn.use_cispo=true loss_fn.ratio_clip_min=1 loss_fn.ratio_clip_max=4",
      GRPO(objective=ClippedWeight(low=1.0, high=4.0))),
-    ("grpo", "loss_fn.disable_ppo_ratio=true", GRPO(objective=Reinforce())),
-    ("grpo", "loss_fn.use_importance_sampling_correction=true", GRPO(corrections=(Importance(),))),
-    (
-        "grpo",
-        "loss_fn.use_importance_sampling_correction=true loss_fn.truncated_importance_sampling_type=tis "
-        "loss_fn.truncated_importance_sampling_ratio=3",
-        GRPO(corrections=(Tis(cap=3.0),)),
-    ),
-    (
-        "grpo",
-        "loss_fn.use_importance_sampling_correction=true loss_fn.truncated_importance_sampling_type=icepop "
-        "loss_fn.truncated_importance_sampling_ratio=3 loss_fn.truncated_importance_sampling_ratio_min=0.4",
-        GRPO(corrections=(Icepop(low=0.4, high=3.0),)),
-    ),
-    (
-        "grpo",
-        "loss_fn.use_importance_sampling_correction=true loss_fn.truncated_importance_sampling_type=seq-mask-tis "
-        "loss_fn.truncated_importance_sampling_ratio=1.1 loss_fn.truncated_importance_sampling_ratio_min=0.9",
-        GRPO(corrections=(SequenceMaskTis(low=0.9, high=1.1),)),
-    ),
     ("grpo", "algorithm.name=dapo grpo.use_dynamic_sampling=false loss_fn.ratio_clip_max=0.5",
      DAPO(drop_constant_groups=False, objective=Clip(high=0.5))),
     ("grpo", "algorithm.name=gspo loss_fn.ratio_clip_max=1e-3", GSPO(objective=SequenceClip(high=1e-3))),
     ("grpo", "algorithm.name=reinforce_pp loss_fn.reference_policy_kl_penalty=0.1",
      ReinforcePP(kl=Kl(weight=0.1, estimator="k1", place="token_reward"))),
     ("grpo", "algorithm.kwargs.objective.high=0.3 loss_fn.ratio_clip_max=0.4", GRPO(objective=Clip(high=0.4))),
-    ("ppo", "", PPO()),
-    ("ppo", "ppo.adv_estimator.gae_lambda=0.9 ppo.adv_estimator.gae_gamma=0.99 ppo.adv_estimator.normalize_advantages=false",
-     PPO(advantage=Gae(lambda_policy=0.9, gamma=0.99, whiten=False))),
-    ("ppo", "ppo.adv_estimator.gae_lambda=0.9 ppo.adv_estimator.gae_lambda_policy=0.8 ppo.adv_estimator.gae_lambda_value=1",
-     PPO(advantage=Gae(lambda_policy=0.8, lambda_value=1.0))),
-    ("ppo", "ppo.adv_estimator.gae_lambda_policy=0.8", PPO(advantage=Gae(lambda_policy=0.8, lambda_value=0.95))),
-    ("ppo", "ppo.adv_estimator.gae_lambda_policy=0.8 ppo.adv_estimator.gae_lambda_value=1",
-     PPO(advantage=Gae(lambda_policy=0.8, lambda_value=1.0))),
     ("ppo", "algorithm.name=vapo ppo.adv_estimator.gae_lambda_policy=0.8",
      VAPO(advantage=Gae(lambda_policy=0.8, lambda_value=1.0, length_adaptive_alpha=0.05))),
-    ("ppo",
-     "ppo.adv_estimator.length_adaptive_alpha=0.05 ppo.policy_training_start_step=5 value_loss_fn.scale=0.4 " "value_loss_fn.cliprange=0.5",
-     PPO(advantage=Gae(length_adaptive_alpha=0.05), policy_training_start_step=5, value_scale=0.4, value_clip=0.5)),
-    ("ppo", "value_loss_fn.cliprange=0", PPO(value_clip=None)),
-    ("ppo", "loss_fn.reference_policy_kl_penalty=0.05 loss_fn.use_kl_in_reward=true loss_fn.reference_policy_kl_type=k1",
-     PPO(kl=Kl(weight=0.05, estimator="k1", place="token_reward"))),
     ("ppo", "algorithm.name=vapo ppo.policy_training_start_step=0", VAPO(policy_training_start_step=0)),
     ("distillation", "", TopKDistillation(kl_type="mixed", outside="renormalise")),
-    ("distillation", "loss_fn.kl_type=jsd loss_fn.beta=0.3 loss_fn.zero_outside_topk=true",
-     TopKDistillation(kl_type="jsd", beta=0.3, outside="bucket")),
-    ("distillation", "algorithm.name=distillation distillation.overlong_filtering=true", Distillation(overlong_filtering=True)),
     ("distillation", "distillation.use_dynamic_sampling=false", TopKDistillation(kl_type="mixed", outside="renormalise")),
     ("sft", "", SFT()),
     ("sft", "algorithm.kwargs.dft=true", SFT(dft=True)),
-    ("dpo", "", DPO()),
-    ("dpo",
-     "dpo.reference_policy_kl_penalty=0.1 dpo.preference_average_log_probs=true dpo.preference_loss_weight=2 " "dpo.sft_loss_weight=0.5",
-     DPO(beta=0.1, average_log_probs=True, preference_weight=2.0, sft_weight=0.5)),
-    ("dpo", "dpo.preference_loss_weight=0 dpo.sft_loss_weight=1", DPO(preference_weight=0.0, sft_weight=1.0)),
     ("dpo", "dpo.sft_average_log_probs=true", DPO(sft_aggregation="sequence_mean")),
-    ("dpo", "dpo.sft_average_log_probs=false", DPO(sft_aggregation="sequence_sum")),
-    ("rm", "", RewardModel()),
-    ("rm", "rm.use_margin=true rm.centering=0.01", RewardModel(use_margin=True, centering=0.01)),
 ]  # fmt: skip
 
 
@@ -467,31 +401,16 @@ def test_an_algorithm_from_outside_is_not_warned_about_a_key_that_is_off() -> No
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ("algorithm.name=gspo loss_fn.token_level_loss=true", "gives long rollouts more weight"),
-        ("algorithm.kwargs.corrections=[tis,tis]", "Tis and Tis each multiply by the ratio of learner to sampler"),
-        ("algorithm.kwargs.corrections=[tis,importance]", "keep one of them"),
-        ("algorithm.name=decoupled_ppo algorithm.kwargs.ratio_to=sampler", "it would count twice"),
-        ("algorithm.name=dppo algorithm.kwargs.corrections=[tis]", "it would count twice"),
         ("algorithm.kwargs.on_policy_ratio=true grpo.update_epochs=2", "set it to false, or run one optimizer step per batch"),
         ("algorithm.kwargs.on_policy_ratio=true policy.train_global_batch_size=256", "there are 2 optimizer steps per batch"),
         ("algorithm.name=rloo grpo.num_generations_per_prompt=1", "raise num_generations_per_prompt"),
-        ("algorithm.name=maxrl grpo.num_generations_per_prompt=1", "raise num_generations_per_prompt"),
-        ("algorithm.name=dapo grpo.num_generations_per_prompt=1", "compares at least 2 rollouts of a group"),
         ("algorithm.name=pass_at_k algorithm.kwargs.advantage.k=32", "a group has 16"),
-        ("algorithm.name=dr_grpo", "constant_length"),
-        ("algorithm.name=remax algorithm.kwargs.kl.weight=0.1 algorithm.kwargs.kl.place=reward",
-         "put the KL term in the loss, or in token_reward"),
-        ("algorithm.name=maxrl loss_fn.reference_policy_kl_penalty=0.1 loss_fn.use_kl_in_reward=true",
-         "divides by the mean reward"),
-        ("algorithm.name=gdpo", "set the weights of at least two"),
         ("algorithm.name=gdpo algorithm.kwargs.advantage.weights.correct=1 algorithm.kwargs.advantage.weights.charm=1",
          "GDPO has weights for rewards that no environment returns: charm; available are correct"),
-        ("algorithm.name=kl_cov", "the term has no effect"),
-        ("algorithm.kwargs.entropy_target=1.0", "entropy_bonus is 0, so it has no effect"),
-        ("grpo.advantage_clip_low=1 algorithm.kwargs.advantage_high=0", "which is empty"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_together_is_refused_when_a_run_starts(overrides: str, said: str) -> None:
+    """By the plan that the configuration makes; what each algorithm refuses is in tests/unit/algorithms/test_refusals.py."""
     with pytest.raises(ValueError) as caught:
         made("grpo", *overrides.split())
     assert said in str(caught.value) and str(caught.value).startswith("the algorithm does not fit the run:\n  ")

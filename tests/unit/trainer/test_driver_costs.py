@@ -19,7 +19,7 @@ import strop
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.policy_gradient.turn_credit import StepRelative
 from strop.data.packing import pack
-from strop.data.splitting import split_micro_batches, split_mini_batches
+from strop.data.splitting import pack_first_fit, split_micro_batches, split_mini_batches
 from strop.monitoring.rollout_store.rollout_record import make_records, split_by_rollout
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.trainer.column_sources import ColumnSources
@@ -143,3 +143,13 @@ def test_the_driver_does_no_work_that_grows_faster_than_a_step(tmp_path: Path, w
         do(large)
     assert after.operations <= SLACK * TIMES * before.operations, (before, after)
     assert after.elements <= SLACK * TIMES * before.elements, (before, after)
+
+
+def test_bins_are_found_without_looking_at_each() -> None:
+    """As long as a sort, n log n, with as many bins as micro-batches of a large step."""
+    few, many = ([([place], 3) for place in range(count)] for count in (512, 4 * 512))
+    with counted() as before:
+        pack_first_fit(few, 6)
+    with counted() as after:
+        pack_first_fit(many, 6)
+    assert after.operations <= SLACK * TIMES * (11 / 9) * before.operations, (before, after)

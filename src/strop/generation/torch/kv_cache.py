@@ -220,7 +220,7 @@ class PromptFlash:
 
 
 class EnginePlan:
-    """What a pass of the engine has in addition to its attention."""
+    """What a pass of the engine computes in addition to attention."""
 
     def __init__(self, mixing: MixerPass | None = None) -> None:
         self.mixing = mixing  # of a model whose layers carry states

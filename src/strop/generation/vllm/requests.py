@@ -129,7 +129,7 @@ def _kept_ids(flat: Any, tokens: Tensor) -> Tensor:
 log = logging.getLogger(__name__)
 
 IMAGE = "image"  # vLLM's name of the modality
-CHECKED_KINDS = ("qwen2_5_vl", "qwen3_vl")  # families compared with the learner's log-probabilities, on vLLM 0.32
+CHECKED_KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")  # families compared with the learner's log-probabilities, on vLLM 0.32
 TILES = "num_patches"  # vLLM's name for the number of pictures per image that the tower reads, in families that cut it
 
 
@@ -141,7 +141,7 @@ def warn_if_unchecked(kind: str) -> None:
             "images of %s in vLLM were not compared with the learner's (only those of %s were): watch train/token_mult_prob_error, or "
             "set policy.generation.backend=torch",
             kind,
-            " and ".join(CHECKED_KINDS),
+            ", ".join(CHECKED_KINDS),
         )
 
 

@@ -48,8 +48,8 @@ class Parallelism(Protocol):
         """Return the parameters that the optimizer steps, under the model's names: plain tensors on this rank."""
         ...
 
-    def check_optimizer(self, optimizer: Optimizer, section: str) -> None:
-        """Raises ValueError for optimizers that are not elementwise (Muon, Shampoo)."""
+    def prepare_optimizer(self, optimizer: Optimizer, section: str) -> None:
+        """Let Muon see whole matrices. Raises ValueError for other optimizers that are not elementwise (Shampoo)."""
         ...
 
     def weight_tensors(self) -> Iterator[Tensor]:

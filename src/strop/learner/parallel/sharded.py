@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from strop import metrics
@@ -25,6 +25,7 @@ from strop.data.shares.batch_share import BatchShare
 from strop.data.shares.divide_batch import take_share
 from strop.data.shares.split_rule import ShareRequest, SplitRule
 from strop.device_copies import is_gpu
+from strop.learner.muon import Muon
 from strop.learner.parallel import sharded_checkpoint
 from strop.learner.parallel.context.sample_sharding import SampleSharding
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, make_dummy, run_in_turn, tensor_fields
@@ -327,13 +328,23 @@ class Sharded:
     def trainable_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         return list(self.local_parameters.items())
 
-    def check_optimizer(self, optimizer: Optimizer, section: str) -> None:
-        if not any(_base_optimizer_name(kind) in ELEMENTWISE_OPTIMIZERS for kind in type(optimizer).__mro__):
+    def prepare_optimizer(self, optimizer: Optimizer, section: str) -> None:
+        if isinstance(optimizer, Muon):
+            optimizer.apply_whole = self._apply_whole
+        elif not any(_base_optimizer_name(kind) in ELEMENTWISE_OPTIMIZERS for kind in type(optimizer).__mro__):
             raise ValueError(
                 f"{section}.optimizer.name: {type(optimizer).__name__} is not known to be elementwise, and each rank has only a shard of "
                 "each weight: its update would differ from that of the full weight. Use torch.optim.AdamW or another elementwise "
-                "optimizer, or train on a single device"
+                "optimizer, strop.learner.muon.Muon, or train on a single device"
             )
+
+    def _apply_whole(self, name: str, local: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Gather a matrix from its shards, and return this rank's shard of ``function`` of it, which each rank computes."""
+        like = self.sharded[name]
+        whole: Tensor = function(dtensor_like(like, local.to(self.device)).full_tensor())
+        copies = [Replicate()] * like.device_mesh.ndim
+        result = DTensor.from_local(whole, like.device_mesh, copies, run_check=False).redistribute(placements=like.placements)
+        return _local_tensor(result).to(local.device)
 
     def weight_tensors(self) -> Iterator[Tensor]:
         yield from self.network.model.parameters()

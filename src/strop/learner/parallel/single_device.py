@@ -46,7 +46,7 @@ class SingleDevice:
         model: nn.Module = self.network.model
         return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
-    def check_optimizer(self, optimizer: Optimizer, section: str) -> None:
+    def prepare_optimizer(self, optimizer: Optimizer, section: str) -> None:
         pass
 
     def weight_tensors(self) -> Iterator[Tensor]:

@@ -118,7 +118,7 @@ class TorchLearner:
         self.optimizer = make_optimizer(
             config.optimizer, self.masters.named_parameters, section=section, elsewhere=self.parallelism.elsewhere
         )
-        self.parallelism.check_optimizer(self.optimizer, section)
+        self.parallelism.prepare_optimizer(self.optimizer, section)
         schedule_unit = ScheduleUnit(config.scheduler_unit, steps_per_batch)
         length = schedule_unit.count_steps(total_steps) if config.scheduler and total_steps is not None else None
         self.scheduler = make_scheduler(config.scheduler or CONSTANT, self.optimizer, total_steps=length, section=section)

@@ -3,8 +3,8 @@
 Mixers of all families compute what is not token-wise by functions of their modeling file, with the same names and arguments in
 each. Once per file these are replaced by functions that pass their arguments to the *plan* of ``model(..., plan=plan)``; a call
 without a plan reaches the original. Models are not modified, and learner and engine run the same module. The plan reaches them
-through hooks on the decoder layer: not every mixer passes its keyword arguments on, and a layer that is recomputed is called by the
-backward pass alone.
+through hooks on the decoder layer: not every mixer passes its keyword arguments on, and only the backward pass calls a layer that is
+recomputed.
 """
 
 from __future__ import annotations

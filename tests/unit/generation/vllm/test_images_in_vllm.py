@@ -25,6 +25,7 @@ from support.image_requests import (
     ImageRequest,
     generate_with_images,
     make_image_processor,
+    mixed_prompts,
     show,
 )
 from support.vision_models import build_vision_model, build_vision_tokenizer, draw_image, save_vision_model
@@ -38,28 +39,44 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def seen(request: Any, room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedFamily]:
-    """An engine of a family, with weights published once; its folder has no weights that it could have read."""
+def serve_family(room: BackgroundLoop, family: str, folder: Path, **options: Any) -> ServedFamily:
+    """Return an engine of a family, with weights published once; its folder has no weights that it could have read."""
     import transformers
 
     from strop.generation.vllm.vllm_engine import VllmEngine
     from support.vllm_engines import make_launch, serve
 
-    family: str = request.param
-    folder: Path = save_vision_model(family, tmp_path_factory.mktemp(family), seed=1)
-    kind = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor"}[family]
-    getattr(transformers, kind)(
-        patch_size=14 if family == "qwen2_5_vl" else 16, temporal_patch_size=2, merge_size=2
-    ).save_pretrained(folder)
+    save_vision_model(family, folder, seed=1)
+    kind = "Qwen2VLVideoProcessor" if family == "qwen2_5_vl" else "Qwen3VLVideoProcessor"
+    patch = 14 if family == "qwen2_5_vl" else 16
+    getattr(transformers, kind)(patch_size=patch, temporal_patch_size=2, merge_size=2).save_pretrained(folder)
     (folder / "model.safetensors").unlink()
     tokenizer = build_vision_tokenizer(family)
-    launch = replace(make_launch(folder), reads_images=True)
+    launch = replace(make_launch(folder, **options), reads_images=True)
     engine = VllmEngine("engine 0", launch, tokenizer, stop_ids=(tokenizer.eos_token_id,), vision=make_image_processor(family))
-    served = serve(build_vision_model(family), tokenizer, [engine])
-    room.run(served.weights.publish(0))
-    yield ServedFamily(family, served, room)
-    room.run(served.close())
+    served = serve(build_vision_model(family), tokenizer, [engine], tolerance=0.1 if options else 0.002)
+    metrics = room.run(served.weights.publish(0))
+    assert metrics["weights/tensors_not_read_back"].number == 0
+    return ServedFamily(family, served, room)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def seen(request: Any, room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedFamily]:
+    seen = serve_family(room, request.param, tmp_path_factory.mktemp(request.param))
+    yield seen
+    room.run(seen.served.close())
+
+
+def test_qwen3_5_reads_text_and_images_in_bfloat16(room: BackgroundLoop, tmp_path: Path) -> None:
+    seen = serve_family(room, "qwen3_5", tmp_path, precision="bfloat16")
+    try:
+        for prompt in mixed_prompts("qwen3_5"):
+            request = ImageRequest(prompt, seed=1)
+            assert seen.disagreement(request, seen.run(request)[0]) < 0.08
+        request, other = (ImageRequest(show("qwen3_5", draw_image(seed))) for seed in (1, 5))
+        assert seen.disagreement(other, seen.run(request)[0]) > 0.15
+    finally:
+        room.run(seen.served.close())
 
 
 def test_a_cancelled_request_with_an_image_leaves_the_engine_in_order(seen: ServedFamily) -> None:

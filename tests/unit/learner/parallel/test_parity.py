@@ -28,6 +28,7 @@ BFLOAT16 = Differences(loss=3e-2, norm=3e-2, outputs=3e-2, weights=1e-2, metrics
 
 BF16: dict[str, Any] = {"dtype": torch.float32, "weights_dtype": torch.bfloat16, "precision": torch.bfloat16, "rate": 1e-3}
 GATHERED: dict[str, Any] = {"dtype": torch.float32, "gather_dtype": torch.bfloat16, "precision": torch.bfloat16, "rate": 1e-3}
+MUON = "strop.learner.muon.Muon"
 CASES: dict[str, Case] = {
     "fsdp 2": Case(sizes=ParallelDims(shard=2)),
     "fsdp 2, checkpointing, few groups": Case(sizes=ParallelDims(shard=2), shapes=FEW, checkpointing=True),
@@ -65,6 +66,13 @@ CASES: dict[str, Case] = {
     "fsdp 2, critic on the policy": Case(sizes=ParallelDims(shard=2), head=True),
     "fsdp 2, loaded once, tied": Case(sizes=ParallelDims(shard=2), family="qwen2", rank_zero_loading=True),
     "fsdp 2, loaded once, lora": Case(sizes=ParallelDims(shard=2), lora=True, rank_zero_loading=True, rate=1e-3),
+    "fsdp 2, muon": Case(sizes=ParallelDims(shard=2), optimizer=MUON),
+    "fsdp 2, muon, experts, checkpointing": Case(
+        sizes=ParallelDims(shard=2), family="qwen3_moe", optimizer=MUON, checkpointing=True
+    ),
+    "fsdp 4, muon": Case(sizes=ParallelDims(shard=4), optimizer=MUON),
+    "fsdp 2, tensor 2, muon, tied": Case(sizes=ParallelDims(shard=2, tensor=2), family="qwen2", optimizer=MUON),
+    "hsdp 2 x 2, muon": Case(sizes=ParallelDims(replicate=2, shard=2), optimizer=MUON),
     "copies 2": Case(sizes=ParallelDims(replicate=2)),
     "context 2": Case(sizes=ParallelDims(context=2)),
     "context 2, window": Case(sizes=ParallelDims(context=2), family="mistral"),

@@ -44,6 +44,7 @@ class Form:
     layers: int | None = None
     weights_dtype: torch.dtype | None = None
     lora: bool = False
+    optimizer: str = "torch.optim.AdamW"
 
 
 FORMS = {
@@ -52,6 +53,7 @@ FORMS = {
     "experts": Form(family="qwen3_moe"),
     "bfloat16": Form(weights_dtype=torch.bfloat16),
     "lora": Form(family="qwen2", lora=True),
+    "muon": Form(optimizer="strop.learner.muon.Muon"),
 }
 
 
@@ -75,6 +77,7 @@ def learner_of(form: Form, sizes: ParallelDims, *, seed: int = 0) -> TorchLearne
         network,
         Sampling(),
         placement,
+        optimizer=form.optimizer,
         optimizer_kwargs={"lr": 1e-2},
         no_decay=() if form.lora else ("norm",),
         schedule=make_scheduler_config(

@@ -1,4 +1,4 @@
-"""Families of decoders: Llama, Mistral, Qwen, Gemma, Nemotron, and DeepSeek 2 and 3."""
+"""Families of decoders: Llama, Mistral, Qwen, Gemma, Nemotron, GLM 4.5, and DeepSeek 2 and 3."""
 
 from __future__ import annotations
 
@@ -236,6 +236,20 @@ class Nemotron:
         )
 
 
+class GlmMoe:
+    """GLM 4.5, 4.6 and 4.7: DeepSeek's experts with grouped-query attention."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("glm4_moe",)
+
+    def architecture(self, hf_config: Any) -> Architecture:
+        fields = dense_fields(hf_config) | sigmoid_fields(hf_config)
+        fields |= {"add_qkv_bias": hf_config.attention_bias, "qk_layernorm": hf_config.use_qk_norm}
+        return dense_architecture(hf_config, transformer=fields, layers=sparse_layers(hf_config))
+
+    def rules(self, hf_config: Any) -> Sequence[WeightRule]:
+        return (*outer_rules(), *attention_rules(hf_config), *norm_rules(), *shared_expert_rules())
+
+
 class DeepSeek:
     """DeepSeek 3, and models with its configuration (Moonlight), and DeepSeek 2 without groups of experts."""
 
@@ -247,30 +261,36 @@ class DeepSeek:
                 f"{hf_config.model_type}: Megatron Core's latent attention here has attention_bias=false and rope_interleave=true: "
                 "set policy.backend=torch"
             )
-        first = hf_config.first_k_dense_replace
-        layers = tuple(LayerDesign(experts=index >= first) for index in range(hf_config.num_hidden_layers))
         routed = hf_config.model_type == "deepseek_v3"
         fields = dense_fields(hf_config) | latent_fields(hf_config)
         fields |= (sigmoid_fields if routed else softmax_fields)(hf_config)
         return dense_architecture(
             hf_config,
             transformer=fields,
-            layers=layers,
+            layers=sparse_layers(hf_config),
             rotaries=(rotary_of(hf_config, hf_config.qk_rope_head_dim),),
             latent_attention=True,
         )
 
     def rules(self, hf_config: Any) -> Sequence[WeightRule]:
-        return (
-            *outer_rules(),
-            *latent_rules(),
-            *norm_rules(),
-            *glu_rules("mlp.", "mlp."),
-            *glu_rules("mlp.shared_experts.", "mlp.shared_experts."),
-            WeightRule("layers.mlp.gate.weight", "layers.mlp.router.weight"),
-            WeightRule("layers.mlp.gate.e_score_correction_bias", "layers.mlp.router.expert_bias", dtype=torch.float32),
-            *expert_rules("gate_proj", "up_proj", "down_proj"),
-        )
+        return (*outer_rules(), *latent_rules(), *norm_rules(), *shared_expert_rules())
+
+
+def sparse_layers(hf_config: Any) -> tuple[LayerDesign, ...]:
+    """Return layers of which the first have no experts."""
+    first = hf_config.first_k_dense_replace
+    return tuple(LayerDesign(experts=index >= first) for index in range(hf_config.num_hidden_layers))
+
+
+def shared_expert_rules() -> Sequence[WeightRule]:
+    """Return the rules of MLPs without and with experts, which have shared ones and a bias that chooses among the routed ones."""
+    return (
+        *glu_rules("mlp.", "mlp."),
+        *glu_rules("mlp.shared_experts.", "mlp.shared_experts."),
+        WeightRule("layers.mlp.gate.weight", "layers.mlp.router.weight"),
+        WeightRule("layers.mlp.gate.e_score_correction_bias", "layers.mlp.router.expert_bias", dtype=torch.float32),
+        *expert_rules("gate_proj", "up_proj", "down_proj"),
+    )
 
 
 def latent_fields(hf_config: Any) -> dict[str, Any]:
@@ -303,14 +323,17 @@ def expert_fields(hf_config: Any) -> dict[str, Any]:
 def sigmoid_fields(hf_config: Any) -> dict[str, Any]:
     """Return the routing of DeepSeek 3: by sigmoids and a bias, in the best groups of experts."""
     if not hf_config.norm_topk_prob:
-        raise ValueError("deepseek_v3: norm_topk_prob=false is not in Megatron Core's router: set policy.backend=torch")
+        raise ValueError(
+            f"{hf_config.model_type}: norm_topk_prob=false is not in Megatron Core's router: set policy.backend=torch"
+        )
     groups, chosen = hf_config.n_group or 1, hf_config.topk_group or 1
     fields = expert_fields(hf_config) | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     if chosen < groups:
-        if hf_config.num_experts_per_tok // chosen != 2:
+        best = hf_config.num_experts_per_tok // chosen
+        if best != 2:
             raise ValueError(
-                f"deepseek_v3: a group of experts is chosen by its best two here and by its best {hf_config.num_experts_per_tok // chosen} "
-                f"in Megatron Core (num_experts_per_tok={hf_config.num_experts_per_tok}, topk_group={chosen}): set policy.backend=torch"
+                f"{hf_config.model_type}: a group of experts is chosen by its best two here and by its best {best} in Megatron Core "
+                f"(num_experts_per_tok={hf_config.num_experts_per_tok}, topk_group={chosen}): set policy.backend=torch"
             )
         fields |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
     return fields

@@ -7,7 +7,18 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Protocol
 
 from strop.extensions.megatron.families.architecture import Architecture, WeightRule
-from strop.extensions.megatron.families.decoders import DeepSeek, Gemma, Gemma2, Llama, Mistral, Mixtral, Nemotron, Qwen, QwenMoe
+from strop.extensions.megatron.families.decoders import (
+    DeepSeek,
+    Gemma,
+    Gemma2,
+    GlmMoe,
+    Llama,
+    Mistral,
+    Mixtral,
+    Nemotron,
+    Qwen,
+    QwenMoe,
+)
 from strop.extensions.megatron.megatron_config import MegatronConfig
 from strop.packages import is_installed
 
@@ -26,12 +37,25 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: tuple[Family, ...] = (Llama(), Qwen(), QwenMoe(), Mistral(), Mixtral(), Gemma(), Gemma2(), DeepSeek(), Nemotron())
+FAMILIES: tuple[Family, ...] = (
+    Llama(),
+    Qwen(),
+    QwenMoe(),
+    Mistral(),
+    Mixtral(),
+    Gemma(),
+    Gemma2(),
+    GlmMoe(),
+    DeepSeek(),
+    Nemotron(),
+)
 
+_STATE = "layers carry a state along a sequence, which rows with shared prompts do not have one of, and Megatron Core's need"
+_DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 # Types of models that are refused for their own reason.
 REFUSED = {
-    "nemotron_h": "its Mamba layers carry a state along a sequence, which rows with shared prompts do not have one of, and Megatron Core's "
-    "need the packages mamba-ssm and causal-conv1d and a GPU",
+    "nemotron_h": f"its Mamba {_STATE} the packages mamba-ssm and causal-conv1d and a GPU",
+    **dict.fromkeys(_DELTA, f"its gated delta net {_STATE} the package flash-linear-attention and a GPU"),
     "gemma3": "it has a vision tower; its text models are of type gemma3_text",
 }
 

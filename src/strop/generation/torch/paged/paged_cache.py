@@ -314,8 +314,8 @@ def choose_page(capacity: int, length: int, sequences: int) -> int | None:
 
 
 def split_memory(shape: CacheShape, capacity: int, sequences: int) -> tuple[int, int]:
-    """Return how many sequences can run, at most ``sequences``, and the tokens for pages next to their states and those of as many
-    stored prefixes. States take at most half of the memory, unless one sequence needs more.
+    """Return how many sequences can run, at most ``sequences``, and the tokens for pages that fit next to their states and those
+    of as many stored prefixes. States take at most half of the memory, unless one sequence needs more.
     """
     if shape.states:
         sequences = min(sequences, max(1, capacity // (4 * shape.state_tokens)))
