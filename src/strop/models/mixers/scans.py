@@ -5,8 +5,8 @@ have a state S [K, V] for each head. It decays, is corrected, and is read by eac
 
     S <- exp(g) S,    S <- S + k (beta (v - k S)),    o = q S
 
-With one decay per channel (Kimi), ``g`` has the size of a key. Mamba 2 adds ``k v`` without a correction. Inside of a chunk these
-are triangular products, and states pass from chunk to chunk.
+With one decay per channel (Kimi), ``g`` has the size of a key. Mamba 2 adds ``k v`` without a correction; C, B, x dt and A dt are its
+q, k, v and g. Inside of a chunk these are triangular products, and states pass from chunk to chunk.
 
 Mamba (arXiv 2312.00752) has a state h [I, N] of numbers that decay each on their own. Its blocks are scanned by doubling:
 
@@ -36,7 +36,7 @@ def delta_rule(key: Tensor, value: Tensor, *, channels: bool) -> Recurrence:
 
 
 def state_space(key: Tensor, value: Tensor) -> Recurrence:
-    """Return the recurrence over rows query, key [S, L, G, K], value [S, L, H, V] and log decay [S, L, H]; G groups of heads."""
+    """Return the recurrence over rows C, B [S, L, G, K], x [S, L, H, V], dt and A [S, L, H]; G groups of heads."""
     return Recurrence(_state_space_block, (value.shape[-2], key.shape[-1], value.shape[-1]), BLOCK)
 
 
@@ -76,7 +76,8 @@ def _state_space_block(rows: Rows, state: Tensor, constants: Rows) -> tuple[Tens
     length, groups = rows[0].shape[1], rows[0].shape[2]
     size = _chunk_size(length, CHUNK)
     query, key = (_chunks(each, size).unsqueeze(2) for each in rows[:2])  # [S, G, 1, n, C, K]
-    value, decay = (_chunks(each, size).unflatten(1, (groups, -1)) for each in rows[2:4])  # [S, G, H / G, n, C, ...]
+    value, step, rates = (_chunks(each, size).unflatten(1, (groups, -1)) for each in rows[2:])  # [S, G, H / G, n, C, ...]
+    value, decay = value * step.unsqueeze(-1), step * rates
     decay = decay.unsqueeze(-1).cumsum(-2)
     apart = (decay - decay.mT).masked_fill(_later(size, decay.device), float("-inf"))
     inside = ((query @ key.mT) * apart.exp()) @ value
