@@ -16,11 +16,13 @@ Mamba (arXiv 2312.00752) has a state h [I, N] of numbers that decay each on thei
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from strop.determinism import running_sums
 from strop.models.mixers.recurrence import Recurrence, Rows
 
 CHUNK, CHANNEL_CHUNK = 64, 16  # tokens; a decay per channel makes [chunk, chunk, K] numbers
@@ -45,7 +47,7 @@ def _delta_block(rows: Rows, state: Tensor, constants: Rows) -> tuple[Tensor, Te
     channels = rows[3].dim() == rows[1].dim()
     size = _chunk_size(length, CHANNEL_CHUNK if channels else CHUNK)
     query, key, value, decay = (_chunks(each, size) for each in rows[:4])  # [S, H, n, C, ...]
-    decay = (decay if channels else decay.unsqueeze(-1)).cumsum(-2)  # [S, H, n, C, K or 1], from the start of the chunk
+    decay = _add_up(decay if channels else decay.unsqueeze(-1))  # [S, H, n, C, K or 1], from the start of the chunk
     beta = _chunks(rows[4], size).unsqueeze(-1)
     scaled = key * beta
     scores, system = _products(query, key, decay), _products(scaled, key, decay)
@@ -78,7 +80,7 @@ def _state_space_block(rows: Rows, state: Tensor, constants: Rows) -> tuple[Tens
     query, key = (_chunks(each, size).unsqueeze(2) for each in rows[:2])  # [S, G, 1, n, C, K]
     value, step, rates = (_chunks(each, size).unflatten(1, (groups, -1)) for each in rows[2:])  # [S, G, H / G, n, C, ...]
     value, decay = value * step.unsqueeze(-1), step * rates
-    decay = decay.unsqueeze(-1).cumsum(-2)
+    decay = _add_up(decay.unsqueeze(-1))
     apart = (decay - decay.mT).masked_fill(_later(size, decay.device), float("-inf"))
     inside = ((query @ key.mT) * apart.exp()) @ value
     added = key.mT @ (value * (decay[..., -1:, :] - decay).exp())  # [S, G, H / G, n, K, V]
@@ -90,6 +92,25 @@ def _state_space_block(rows: Rows, state: Tensor, constants: Rows) -> tuple[Tens
         state = state * last[:, :, :, chunk] + added[:, :, :, chunk]
     outputs = inside + (query @ torch.stack(before, 3)) * decay.exp()
     return outputs.flatten(3, 4).flatten(1, 2).transpose(1, 2)[:, :length], state.flatten(1, 2)
+
+
+class _RunningSums(torch.autograd.Function):
+    """Running sums along the last dimension, both ways allowed in deterministic mode."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return running_sums(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return running_sums(grad.flip(-1)).flip(-1)
+
+
+def _add_up(decay: Tensor) -> Tensor:
+    """Sums of the decays of a chunk up to each token, [..., C, K or 1]."""
+    apply: Any = _RunningSums.apply
+    sums: Tensor = apply(decay.mT)
+    return sums.mT
 
 
 def _chunk_size(length: int, most: int) -> int:
