@@ -18,7 +18,7 @@ from strop.learner.parallel.pipeline.pipeline_stages import PipelineStages
 from strop.learner.parallel.tensor_plan import check_tensor_plan
 from strop.models.attention.attention_interface import IMPLEMENTATION
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.mixers.mixer_interface import install_mixers
+from strop.models.mixers.mixer_interface import install_mixers, is_mixer
 from strop.models.network import Network, set_attention
 from support.every_family import build
 from support.models import VOCABULARY, copy_gradients
@@ -166,6 +166,21 @@ def test_the_table_of_the_documentation_says_what_each_family_can_do() -> None:
         mixer, context = next(words for function, words in MIXER_OF.items() if function in called)
         tensor, expert, stages = ranks_of(network)
         assert said[network.model.config.model_type] == [mixer, tensor, expert, context, stages], family
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h", "jamba", "lfm2"])
+def test_a_plan_that_divides_a_mixer_is_refused_at_each_of_its_layers(family: str) -> None:
+    model = Network(build(family), packed=True).model
+    mixer = next(name for name, module in model.named_modules() if is_mixer(module))
+    layers = [name for name, module in model.get_submodule(mixer).named_children() if type(module) is nn.Linear]
+    for name in layers:
+        with pytest.raises(ValueError, match=f"{mixer}.{name} .* each rank computes whole; name a plan without it"):
+            check_tensor_plan(model, ParallelDims(tensor=2), {f"{mixer.partition('.')[2]}.{name}": "colwise"})
+
+
+def test_sequence_parallel_is_refused_for_a_mixer_that_needs_all_tokens() -> None:
+    with pytest.raises(ValueError, match=r"layers.0.linear_attn is a recurrent layer, .* set sequence_parallel=false"):
+        check_tensor_plan(Network(build("qwen3_next"), packed=True).model, ParallelDims(tensor=2, sequence=True))
 
 
 def refusal(model: Any) -> str:
