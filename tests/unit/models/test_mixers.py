@@ -23,6 +23,7 @@ from strop.models.network import Network, set_attention
 from support.every_family import build
 from support.models import VOCABULARY, copy_gradients
 from support.sharded import Float64Torch
+from support.sweep import sweep
 
 MIXED = (
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "nemotron_h", "granite_hybrid", "falcon_h1", "bamba", "mamba2",
@@ -90,7 +91,7 @@ def build_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("family", MIXED)
+@pytest.mark.parametrize("family", sweep(MIXED, "qwen3_5", "kimi_linear", "nemotron_h", "jamba", "lfm2"))
 def test_a_packed_tree_is_its_sequences_read_alone(
     family: str, recompute: bool, exact: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +112,7 @@ def test_a_packed_tree_is_its_sequences_read_alone(
         assert float((gradient - shared[name]).abs().max()) <= 1e-11 * max(1.0, float(gradient.abs().max())), name
 
 
-@pytest.mark.parametrize("family", MIXED)
+@pytest.mark.parametrize("family", sweep(MIXED, "qwen3_5", "kimi_linear", "nemotron_h", "jamba", "lfm2"))
 def test_a_packed_tree_is_what_transformers_computes(family: str) -> None:
     model = build(family)
     with torch.no_grad():
