@@ -10,13 +10,14 @@ import pytest
 from loop.runs import grpo, metrics_of
 from loop.tiny import tiny_tokenizer
 from support.every_family import build
+from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
 REWARD = "def small(task, rollout):\n    return sum(letter.islower() for letter in rollout.text) / 24\n"
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("family", sweep(["qwen3_5", "nemotron_h"], "qwen3_5"))
 def test_a_recurrent_model_trains_on_what_it_sampled_from_held_states(tmp_path: Path, family: str) -> None:
     tokenizer = tiny_tokenizer()
     model = build(family, vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=1, pad_token_id=0)
