@@ -14,6 +14,7 @@ from loop.killing import Kill
 from loop.kinds import assert_same_run
 from loop.runs import grpo, metrics_of
 from loop.tiny import build_tiny, tiny_tokenizer
+from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +60,7 @@ def rewards(model: Path, folder: Path, rate: float) -> list[float]:
     return [line["train/reward"] for line in metrics_of(folder / "logs").values()]
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", sweep(CONFIGS, "qwen3_5"))
 def test_a_recurrent_model_learns_as_a_llama_of_its_size(family: str, tmp_path: Path) -> None:
     """Each at a rate that suits it: at the Llama's, the others learn as steadily and a third as fast."""
     llama = rewards(build_tiny(tmp_path / "llama"), tmp_path / "run_of_llama", 0.003)
@@ -68,7 +69,7 @@ def test_a_recurrent_model_learns_as_a_llama_of_its_size(family: str, tmp_path: 
     assert risen > 0.7 * (sum(llama[-4:]) / 4 - llama[0]) > 0.05, (found, llama)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", sweep(CONFIGS, "nemotron_h"))
 def test_a_killed_run_of_a_recurrent_model_ends_as_if_nothing_had_happened(family: str, tmp_path: Path) -> None:
     model = build_family(family, tmp_path / "model")
     whole, parts = tmp_path / "whole", tmp_path / "parts"

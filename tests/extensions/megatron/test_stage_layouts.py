@@ -20,7 +20,7 @@ Case = tuple[str, Sizes]
 
 EXACT = 1e-12  # relative, in float64
 ROUTED = 2e-6  # Transformers and Megatron Core compute the weights of experts in float32, in another order
-MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v3-yarn")
+MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v3-yarn", "glm4_moe")
 
 
 def check_cases(rank: int, cases: list[Case]) -> list[tuple[float, float]]:

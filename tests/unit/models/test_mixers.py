@@ -18,11 +18,12 @@ from strop.learner.parallel.pipeline.pipeline_stages import PipelineStages
 from strop.learner.parallel.tensor_plan import check_tensor_plan
 from strop.models.attention.attention_interface import IMPLEMENTATION
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.mixers.mixer_interface import install_mixers
+from strop.models.mixers.mixer_interface import install_mixers, is_mixer
 from strop.models.network import Network, set_attention
 from support.every_family import build
 from support.models import VOCABULARY, copy_gradients
 from support.sharded import Float64Torch
+from support.sweep import sweep
 
 MIXED = (
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "nemotron_h", "granite_hybrid", "falcon_h1", "bamba", "mamba2",
@@ -90,7 +91,7 @@ def build_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("family", MIXED)
+@pytest.mark.parametrize("family", sweep(MIXED, "qwen3_5", "kimi_linear", "nemotron_h", "jamba", "lfm2"))
 def test_a_packed_tree_is_its_sequences_read_alone(
     family: str, recompute: bool, exact: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +112,7 @@ def test_a_packed_tree_is_its_sequences_read_alone(
         assert float((gradient - shared[name]).abs().max()) <= 1e-11 * max(1.0, float(gradient.abs().max())), name
 
 
-@pytest.mark.parametrize("family", MIXED)
+@pytest.mark.parametrize("family", sweep(MIXED, "qwen3_5", "kimi_linear", "nemotron_h", "jamba", "lfm2"))
 def test_a_packed_tree_is_what_transformers_computes(family: str) -> None:
     model = build(family)
     with torch.no_grad():
@@ -166,6 +167,21 @@ def test_the_table_of_the_documentation_says_what_each_family_can_do() -> None:
         mixer, context = next(words for function, words in MIXER_OF.items() if function in called)
         tensor, expert, stages = ranks_of(network)
         assert said[network.model.config.model_type] == [mixer, tensor, expert, context, stages], family
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h", "jamba", "lfm2"])
+def test_a_plan_that_divides_a_mixer_is_refused_at_each_of_its_layers(family: str) -> None:
+    model = Network(build(family), packed=True).model
+    mixer = next(name for name, module in model.named_modules() if is_mixer(module))
+    layers = [name for name, module in model.get_submodule(mixer).named_children() if type(module) is nn.Linear]
+    for name in layers:
+        with pytest.raises(ValueError, match=f"{mixer}.{name} .* each rank computes whole; name a plan without it"):
+            check_tensor_plan(model, ParallelDims(tensor=2), {f"{mixer.partition('.')[2]}.{name}": "colwise"})
+
+
+def test_sequence_parallel_is_refused_for_a_mixer_that_needs_all_tokens() -> None:
+    with pytest.raises(ValueError, match=r"layers.0.linear_attn is a recurrent layer, .* set sequence_parallel=false"):
+        check_tensor_plan(Network(build("qwen3_next"), packed=True).model, ParallelDims(tensor=2, sequence=True))
 
 
 def refusal(model: Any) -> str:

@@ -56,11 +56,7 @@ class MixerPass:
 
         def compute(rows: Rows, before: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
             row = torch.cat([before, rows[0]], 1)  # [n, k - 1 + L, C]
-            if row.shape[1] == weight.shape[1]:  # one token
-                outputs = (row * weight.T).sum(1, keepdim=True)
-                outputs = outputs if bias is None else outputs + bias
-            else:
-                outputs = F.conv1d(row.mT, weight.unsqueeze(1), bias, groups=weight.shape[0]).mT
+            outputs = F.conv1d(row.mT, weight.unsqueeze(1), bias, groups=weight.shape[0]).mT  # rounded as the learner's
             return outputs, _last_inputs(row, lengths, before.shape[1])
 
         return self._compute(("convolution", spec), None, [inputs.to(weight.dtype)], compute)

@@ -139,11 +139,16 @@ def _planned_layers(model: Any, plan: TensorPlan | None) -> list[ShardedLayer]:
             raise ValueError(f"{PLAN_KEY}: {pattern!r} matches nothing in {type(model).__name__}; correct it, or remove it")
         styles.update((name, (pattern, style)) for name in names if name not in replicated and not _is_inside(name, experts))
     modules = dict(model.named_modules())
-    if (
-        is_default
-    ):  # Transformers' plans divide the matrices of mixers and gather what they compute, which each rank then needs whole
-        mixers = [name for name, module in modules.items() if is_mixer(module)]
-        styles = {name: each for name, each in styles.items() if not _is_inside(name, mixers)}
+    # Each rank computes mixers whole: Transformers' plans divide their matrices and gather what they compute.
+    mixers = [name for name, module in modules.items() if is_mixer(module)]
+    divided = [name for name in styles if _is_inside(name, mixers)]
+    if divided and not is_default:
+        pattern, style = styles[divided[0]]
+        raise ValueError(
+            f"the tensor-parallel plan gives {divided[0]} (by {pattern!r}) the style {style!r}, and it is part of a recurrent layer, which "
+            f"each rank computes whole; name a plan without it in {PLAN_KEY}"
+        )
+    styles = {name: each for name, each in styles.items() if name not in divided}
     layers = [ShardedLayer(name, modules[name], styles[name][1]) for name in modules if name in styles]
     for name, (pattern, style) in styles.items():
         _check_style(name, modules.get(name), pattern, style)
@@ -244,6 +249,11 @@ def _check_sequence(model: Any, regions: list[Region]) -> None:
         if mixes_tokens(module) and not any(_is_inside(inner, [name]) for inner in experts)
     }
     outside = [name for name in mixers if not _is_inside(name, [region.name for region in regions])]
+    if outside and is_mixer(mixers[outside[0]]):
+        raise ValueError(
+            f"sequence_parallel is true, and {outside[0]} is a recurrent layer, which needs all tokens on each rank; set "
+            "sequence_parallel=false"
+        )
     if outside or not mixers:
         where = outside[0] if outside else "its layers"
         raise ValueError(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.kernel_packages import choose_package, compare
 
 log = logging.getLogger(__name__)
 
@@ -163,24 +164,12 @@ def _choose(
     device: torch.device, dtype: torch.dtype, heads: int, groups: int, size: int, softcap: float | None, window: bool
 ) -> FlashLibrary | None:
     spec = AttentionSpec(0, size**-0.5, 50 if window else None, softcap)
-    for library in BY_CARD.get(card(device), ()):
-        if _is_missing(library.module):
-            continue
-        fault = find_fault(library, device, dtype, (heads, groups, size), spec)
-        if fault is None:
-            return _log_choice(library)
-        log.warning("%s is installed, but not used for heads of %d on this GPU: %s", library.name, size, fault)
+    shape = (heads, groups, size)
+    packages = BY_CARD.get(card(device), ())
+    library = choose_package(packages, f"heads of {size}", lambda each: find_fault(each, device, dtype, shape, spec))
+    if library is not None:
+        return _log_choice(library)
     return None if softcap is not None else _log_choice(TORCH)
-
-
-def _is_missing(module: str) -> bool:
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        return module.startswith(error.name or "?")  # it, or the package that would contain it
-    except Exception:  # installed and broken: find_fault describes it
-        return False
-    return False
 
 
 @cache
@@ -202,21 +191,17 @@ def find_fault(
         [torch.randn(sum(count), each, size, generator=numbers).to(device, dtype) for count, each in counts]
         for counts in (((lengths, heads), (keys, groups), (keys, groups)), ((lengths, heads),))
     )
-    try:
+    query, key, value = rows
+
+    def compute() -> list[Tensor]:
         importlib.import_module(library.module)
-        output, lse = library.forward((rows[0], rows[1], rows[2]), sequences, spec)
-        grads = library.backward(grad[0], (rows[0], rows[1], rows[2]), output, lse, sequences, spec)
-        found = [tensor.float() for tensor in (output, lse, *grads)]
-    except Exception as error:  # compilers of kernels raise anything
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-    wanted = _plain([row.float().requires_grad_() for row in rows], grad[0].float(), ends, spec)
-    for name, own, plain in zip(("output", "log-sum-exp", "query", "key", "value"), found, wanted, strict=True):
-        if own.shape != plain.shape:
-            return f"its {name} has the shape {tuple(own.shape)} and not {tuple(plain.shape)}"
-        difference = float((own - plain).abs().max() / plain.abs().max())
-        if not difference < 0.05:  # a few roundings of bfloat16
-            return f"its {name}, or the gradient of it, differs by {difference:.2g} of the largest number"
-    return None
+        output, lse = library.forward((query, key, value), sequences, spec)
+        return [output, lse, *library.backward(grad[0], (query, key, value), output, lse, sequences, spec)]
+
+    def compute_plain() -> list[Tensor]:
+        return _plain([row.float().requires_grad_() for row in rows], grad[0].float(), ends, spec)
+
+    return compare(compute, compute_plain, ("output", "log-sum-exp", "query", "key", "value"))
 
 
 def _plain(rows: list[Tensor], grad: Tensor, ends: list[Tensor], spec: AttentionSpec) -> list[Tensor]:

@@ -24,6 +24,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strop.models.mixers.recurrence import MixerPlan, MixerSpec, Recurrence, Rows
+from strop.models.mixers.scan_packages import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, MAMBA2, with_kernel
 from strop.models.mixers.scans import delta_rule, selective_scan, state_space
 from strop.sampling import at_least_float32
 
@@ -44,9 +45,9 @@ class _Call:
         return self.plan.convolve(inputs, weight, bias, MixerSpec(self.layer, self.convolutions - 1))
 
     def scan(self, recurrence: Recurrence, rows: Rows) -> Tensor:
-        """Compute in at least float32: states add up over thousands of tokens."""
+        """Rows are at least float32: states add up over thousands of tokens."""
         self.scans += 1
-        return self.plan.scan(recurrence, [at_least_float32(each) for each in rows], MixerSpec(self.layer, self.scans - 1))
+        return self.plan.scan(recurrence, rows, MixerSpec(self.layer, self.scans - 1))
 
 
 class _Calls(threading.local):
@@ -78,7 +79,9 @@ def _delta_rule(
     if use_qk_l2norm_in_kernel:
         query, key = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in (query, key))
     query = query * query.shape[-1] ** -0.5
-    outputs = call.scan(delta_rule(key, value, channels=g.dim() == key.dim()), (query, key, value, g, beta))
+    rows, channels = (query, key, value, g, beta), g.dim() == key.dim()
+    package = KIMI_DELTA_ATTENTION if channels else GATED_DELTA_RULE
+    outputs = call.scan(with_kernel(delta_rule(key, value, channels=channels), package, rows, dtype), rows)
     return outputs[None].to(dtype), None
 
 
@@ -100,8 +103,8 @@ def _state_space(
     inputs, step, rates, read_in, read_out = (at_least_float32(each) for each in (hidden_states[0], dt[0], A, B[0], C[0]))
     step = step if dt_bias is None else step + dt_bias
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
-    values = inputs * step.unsqueeze(-1)
-    outputs = call.scan(state_space(read_in, values), (read_out, read_in, values, step * rates))
+    rows = (read_out, read_in, inputs, step, rates.expand_as(step))
+    outputs = call.scan(with_kernel(state_space(read_in, inputs), MAMBA2, rows, hidden_states.dtype), rows)
     outputs = outputs if D is None else outputs + inputs * D.unsqueeze(-1)
     return outputs[None].to(hidden_states.dtype).contiguous()
 

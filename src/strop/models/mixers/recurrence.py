@@ -35,11 +35,11 @@ class Recurrence:
     state_shape: tuple[int, ...]
     length: int  # of a block, in tokens
     constants: tuple[Tensor, ...] = ()  # the same for all tokens
-    kernel: Kernel | None = None  # on a GPU, in place of blocks
+    kernel: Kernel | None = None  # of a package, in place of blocks
 
     def __call__(self, rows: Rows, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rows [S, L, ...] and the states [S, ...] before them (None: zeros) -> outputs [S, L, ...] and the last states."""
-        if self.kernel is not None:
+        if self.kernel is not None and rows[0].shape[1] > 1:  # kernels have chunks, of which one token would leave most empty
             return self.kernel(rows, state)
         if state is None:
             state = rows[0].new_zeros(len(rows[0]), *self.state_shape)

@@ -5,8 +5,8 @@ have a state S [K, V] for each head. It decays, is corrected, and is read by eac
 
     S <- exp(g) S,    S <- S + k (beta (v - k S)),    o = q S
 
-With one decay per channel (Kimi), ``g`` has the size of a key. Mamba 2 adds ``k v`` without a correction. Inside of a chunk these
-are triangular products, and states pass from chunk to chunk.
+With one decay per channel (Kimi), ``g`` has the size of a key. Mamba 2 adds ``k v`` without a correction; C, B, x dt and A dt are its
+q, k, v and g. Inside of a chunk these are triangular products, and states pass from chunk to chunk.
 
 Mamba (arXiv 2312.00752) has a state h [I, N] of numbers that decay each on their own. Its blocks are scanned by doubling:
 
@@ -16,11 +16,13 @@ Mamba (arXiv 2312.00752) has a state h [I, N] of numbers that decay each on thei
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from strop.determinism import running_sums
 from strop.models.mixers.recurrence import Recurrence, Rows
 
 CHUNK, CHANNEL_CHUNK = 64, 16  # tokens; a decay per channel makes [chunk, chunk, K] numbers
@@ -36,7 +38,7 @@ def delta_rule(key: Tensor, value: Tensor, *, channels: bool) -> Recurrence:
 
 
 def state_space(key: Tensor, value: Tensor) -> Recurrence:
-    """Return the recurrence over rows query, key [S, L, G, K], value [S, L, H, V] and log decay [S, L, H]; G groups of heads."""
+    """Return the recurrence over rows C, B [S, L, G, K], x [S, L, H, V], dt and A [S, L, H]; G groups of heads."""
     return Recurrence(_state_space_block, (value.shape[-2], key.shape[-1], value.shape[-1]), BLOCK)
 
 
@@ -45,7 +47,7 @@ def _delta_block(rows: Rows, state: Tensor, constants: Rows) -> tuple[Tensor, Te
     channels = rows[3].dim() == rows[1].dim()
     size = _chunk_size(length, CHANNEL_CHUNK if channels else CHUNK)
     query, key, value, decay = (_chunks(each, size) for each in rows[:4])  # [S, H, n, C, ...]
-    decay = (decay if channels else decay.unsqueeze(-1)).cumsum(-2)  # [S, H, n, C, K or 1], from the start of the chunk
+    decay = _add_up(decay if channels else decay.unsqueeze(-1))  # [S, H, n, C, K or 1], from the start of the chunk
     beta = _chunks(rows[4], size).unsqueeze(-1)
     scaled = key * beta
     scores, system = _products(query, key, decay), _products(scaled, key, decay)
@@ -76,8 +78,9 @@ def _state_space_block(rows: Rows, state: Tensor, constants: Rows) -> tuple[Tens
     length, groups = rows[0].shape[1], rows[0].shape[2]
     size = _chunk_size(length, CHUNK)
     query, key = (_chunks(each, size).unsqueeze(2) for each in rows[:2])  # [S, G, 1, n, C, K]
-    value, decay = (_chunks(each, size).unflatten(1, (groups, -1)) for each in rows[2:4])  # [S, G, H / G, n, C, ...]
-    decay = decay.unsqueeze(-1).cumsum(-2)
+    value, step, rates = (_chunks(each, size).unflatten(1, (groups, -1)) for each in rows[2:])  # [S, G, H / G, n, C, ...]
+    value, decay = value * step.unsqueeze(-1), step * rates
+    decay = _add_up(decay.unsqueeze(-1))
     apart = (decay - decay.mT).masked_fill(_later(size, decay.device), float("-inf"))
     inside = ((query @ key.mT) * apart.exp()) @ value
     added = key.mT @ (value * (decay[..., -1:, :] - decay).exp())  # [S, G, H / G, n, K, V]
@@ -89,6 +92,25 @@ def _state_space_block(rows: Rows, state: Tensor, constants: Rows) -> tuple[Tens
         state = state * last[:, :, :, chunk] + added[:, :, :, chunk]
     outputs = inside + (query @ torch.stack(before, 3)) * decay.exp()
     return outputs.flatten(3, 4).flatten(1, 2).transpose(1, 2)[:, :length], state.flatten(1, 2)
+
+
+class _RunningSums(torch.autograd.Function):
+    """Running sums along the last dimension, both ways allowed in deterministic mode."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return running_sums(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return running_sums(grad.flip(-1)).flip(-1)
+
+
+def _add_up(decay: Tensor) -> Tensor:
+    """Sums of the decays of a chunk up to each token, [..., C, K or 1]."""
+    apply: Any = _RunningSums.apply
+    sums: Tensor = apply(decay.mT)
+    return sums.mT
 
 
 def _chunk_size(length: int, most: int) -> int:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from unit.config.test_config_checks import GPU, VLLM, accepted, refusal
+from strop.config import GrpoRunConfig, load_config
+from strop.runs.dry_run.examined_models import find_network_problems
+from support.every_family import build
+from unit.config.test_config_checks import GPU, RUN, VLLM, accepted, refusal
 
 EXACT = "policy.exact_on_policy=true"
 
@@ -23,6 +28,14 @@ def test_what_has_no_fixed_order_is_refused(overrides: list[str], key: str, reas
     text = str(refusal(EXACT, *overrides))
     assert f"{key}: found" in text and reason in text
     assert not [problem for problem in accepted(EXACT) if "policy.compile" in problem]  # auto leaves layers as they are
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "llama"])
+def test_recurrent_layers_are_refused_from_config_json_alone(family: str, tmp_path: Path) -> None:
+    build(family).config.save_pretrained(tmp_path)
+    config = load_config(None, [*RUN, EXACT, f"policy.model_name={tmp_path}"], root=GrpoRunConfig).config
+    found = [(problem.key, "has recurrent layers" in str(problem)) for problem in find_network_problems(config)]
+    assert found == ([] if family == "llama" else [("policy.exact_on_policy", True)])
 
 
 def test_turns_may_come_when_environments_answer() -> None:

@@ -17,6 +17,7 @@ from support.models import CONFIGS
 from support.parity import Case, TrainingResult, compare, make_batch, shorter, train
 from support.ranks import run_on_ranks
 from support.sharded import Float64Torch
+from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +68,7 @@ def train_both_ways(rank: int, name: str) -> tuple[TrainingResult, TrainingResul
     return trained, train(replace(case, checkpointing=False), batch) if rank == 0 else None, len(batch.target)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, "qwen3_5 recomputed", "qwen3_5 context", "jamba context", "qwen3_5 stages"))
 def test_training_on_two_ranks_is_training_in_one_process(name: str) -> None:
     ranks = run_on_ranks(2, train_both_ways, name)
     single, size = ranks[0][1], ranks[0][2]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from strop.models import kernel_packages
 from strop.models.attention import flash_libraries, kernel_choice
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.flash_libraries import PACKAGES, TORCH, FlashLibrary, find_fault
@@ -54,6 +55,8 @@ def test_a_right_kernel_has_no_fault_and_a_wrong_one_is_described(right: FlashLi
 
     assert fault_of(right, spec) is None
     assert fault_of(right, spec, torch.bfloat16) is None
+    with torch.inference_mode():  # of an engine
+        assert kernel_packages.choose_package([right], "", lambda each: fault_of(each, spec)) is right
     assert fault_of(replace(right, forward=raises), spec) == "ValueError: no kernel for this GPU"
     forgetting = replace(right, forward=turned, backward=lambda grad, rows, *rest: rows)
     assert fault_of(forgetting, spec) == "its log-sum-exp has the shape (199, 4) and not (4, 199)"
@@ -72,7 +75,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Any:
     def take(major: int, installed: tuple[str, ...], faults: Any = lambda library, size, capped: None) -> None:
         missing = {library.module: library.name not in installed for library in PACKAGES}
         monkeypatch.setattr(flash_libraries, "card", lambda device: major)
-        monkeypatch.setattr(flash_libraries, "_is_missing", missing.__getitem__)
+        monkeypatch.setattr(kernel_packages, "is_missing", missing.__getitem__)
         found = lambda library, device, dtype, shape, spec: faults(library.name, shape[2], spec.softcap is not None)  # noqa: E731
         monkeypatch.setattr(flash_libraries, "find_fault", found)
         monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field
@@ -118,8 +118,19 @@ class ExactConfig(PolicyExtension):
                 "unchecked: train/token_mult_prob_error measures the remaining difference",
             )
 
+    def network_checks(self) -> Mapping[str, Callable[[Network], object]]:
+        if not self._is_exact:
+            return super().network_checks()
+        from strop.extensions.labs.exact.exact_passes import check_layers
+
+        return {**super().network_checks(), "exact_on_policy": check_layers}
+
+    @property
+    def _is_exact(self) -> bool:
+        return self.exact_on_policy and not isinstance(self._own_policy.generation, UnusedGenerationConfig)
+
     def change_policy(self, network: Network, tokenizer: Any, measure: Measure, seed: int) -> None:
-        if self.exact_on_policy and not isinstance(self._own_policy.generation, UnusedGenerationConfig):
+        if self._is_exact:
             from strop.extensions.labs.exact.exact_passes import make_network_exact
 
             make_network_exact(network)

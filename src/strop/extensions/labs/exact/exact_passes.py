@@ -309,6 +309,12 @@ class ExactPasses:
 
 def make_network_exact(network: Network) -> None:
     """From now on, compute the same bits for a token regardless of its neighbours. Raises NotExactError for an unsupported model."""
+    check_layers(network)
+    network.exact = ExactPasses(network.model)
+
+
+def check_layers(network: Network) -> None:
+    """Raises NotExactError for a model whose layers have no fixed order of additions."""
     if is_vision_config(network.model.config):
         raise NotExactError(
             f"policy.exact_on_policy: {type(network.model).__name__} has a vision tower, which exact mode does not support; set it to "
@@ -324,7 +330,6 @@ def make_network_exact(network: Network) -> None:
             f"policy.exact_on_policy: {type(network.model).__name__} has recurrent layers, which have no fixed order of additions; set "
             "it to false"
         )
-    network.exact = ExactPasses(network.model)
 
 
 def _maybe_checkpoint(compute: Callable[..., tuple[Tensor, ...]], *inputs: Any) -> tuple[Tensor, ...]:
