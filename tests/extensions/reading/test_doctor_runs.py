@@ -12,6 +12,7 @@ import pytest
 
 from loop.runs import grpo, strop
 from loop.stuck import StuckAt, begun, end, until
+from loop.test_console_runs import run_unread
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +47,7 @@ def test_the_doctor_sees_a_run_live_hang_die_go_on_and_come_to_its_end(tiny, tmp
     by_config = strop("doctor", "logs/config.yaml", folder=tmp_path)
     by_checkpoint = strop("doctor", "results/step_6", folder=tmp_path)
     assert by_config.out == by_checkpoint.out == done.out
+    assert run_unread("doctor", str(tmp_path / "logs")) == 141
 
 
 def test_the_doctor_tells_interrupted_and_failed_runs_from_others(tiny, tmp_path):

@@ -134,6 +134,13 @@ def test_a_folder_without_rollouts_says_why_there_may_be_none(tmp_path: Path, ca
     assert "there is no folder" in capsys.readouterr().err
 
 
+def test_a_damaged_step_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [damaged] = run.rglob("step_000002.*")
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    assert cli.main(["rollouts", str(run), "--step", "2"]) == 2
+    assert f"{damaged.name} cannot be read" in capsys.readouterr().err
+
+
 def test_a_step_without_rollouts_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     RolloutStore(run, "jsonl").write(3, [])
     assert cli.main(["rollouts", str(run)]) == 2
