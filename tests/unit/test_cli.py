@@ -11,6 +11,7 @@ import pytest
 
 from strop import __version__, cli
 from strop.cli.commands import list_commands
+from strop.cli.output import RunParser
 from strop.config import GrpoRunConfig
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.stopping import RunStopped
@@ -163,3 +164,15 @@ def test_a_dry_run_on_a_cluster_says_who_is_where(capsys: pytest.CaptureFixture[
     output = capsys.readouterr().out
     assert "learner     8 ranks on 2 nodes: 1 copy x 4 shards x 2 context x 1 tensor" in output
     assert "engines     1 engine of 1 device on node 0" in output and "warning" not in output
+
+
+@pytest.mark.parametrize(
+    "given", [["check", "a.yaml", "k=1"], ["check", "--config", "a.yaml", "k=1"], ["check", "k=1", "--config=a.yaml"]]
+)
+def test_a_command_that_begins_with_a_configuration_takes_it_as_training_does(given: list[str]) -> None:
+    parser = RunParser(prog="strop data", allow_abbrev=False)
+    parser.add_argument("action")
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_intermixed_args(given)
+    assert (options.action, options.config, options.overrides) == ("check", Path("a.yaml"), ["k=1"])

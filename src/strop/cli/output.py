@@ -7,7 +7,7 @@ import difflib
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,19 @@ USAGE_ERROR, INTERRUPTED = 2, 130
 
 class RunParser(argparse.ArgumentParser):
     """A parser that suggests the intended option for an unknown one, or the key=value form of settings."""
+
+    def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Take a configuration in its place as ``--config FILE`` too, as the commands that train do."""
+        words = list(sys.argv[1:] if args is None else args)
+        places = [action.dest for action in self._get_positional_actions()]
+        if "config" in places:
+            words = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+            if "--config" in words[:-1]:
+                given = words.index("--config")
+                file = words[given + 1]
+                del words[given : given + 2]
+                words.insert(places.index("config"), file)
+        return super().parse_intermixed_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         _, found, rest = message.partition("unrecognized arguments: ")
