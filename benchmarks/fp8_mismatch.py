@@ -25,7 +25,7 @@ from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import make_torch_engine
 from strop.models.network import Network
 from strop.models.quantization.number_format import NUMBER_FORMATS
-from strop.models.quantization.quantization_plan import QuantizationPlan, make_plan, round_weights
+from strop.models.quantization.quantization_plan import QuantizationPlan, make_plan
 from strop.sampling import Sampling, mix_seed
 
 FORMATS = ("fp8_tensor", "fp8_row", "fp8_block", "fp8_block_pow2", "mxfp8", "nvfp4")
@@ -115,7 +115,6 @@ def quantised(network: Network, plan: QuantizationPlan) -> Iterator[None]:
     parameters = dict(network.model.named_parameters())
     kept = {name: tensor.detach().clone() for name, tensor in parameters.items()}
     selected = plan.select(parameters)
-    cast = [(name, tensor.detach().to(network.precision)) for name, tensor in parameters.items()]
     handles = [
         module.register_forward_pre_hook(lambda _, inputs: (plan.round_input(inputs[0].to(network.precision)),))
         for name, module in network.model.named_modules()
@@ -123,9 +122,8 @@ def quantised(network: Network, plan: QuantizationPlan) -> Iterator[None]:
     ]
     try:
         with torch.no_grad():
-            for name, tensor in round_weights(plan, cast):
-                if name in selected:
-                    parameters[name].copy_(tensor)
+            for name in selected:
+                parameters[name].copy_(plan.round_weight(parameters[name].to(network.precision)))
         yield
     finally:
         for handle in handles:
