@@ -7,7 +7,7 @@ import difflib
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +51,7 @@ USAGE_ERROR, INTERRUPTED = 2, 130
 class RunParser(argparse.ArgumentParser):
     """A parser that suggests the intended option for an unknown one, or the key=value form of settings."""
 
-    def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_intermixed_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Take a configuration in its place as ``--config FILE`` too, as the commands that train do."""
         words = list(sys.argv[1:] if args is None else args)
         places = [action.dest for action in self._get_positional_actions()]
