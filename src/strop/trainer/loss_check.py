@@ -47,8 +47,8 @@ def find_cut_fault(name: str, whole: Tensor, cut: tuple[Tensor, Metrics] | None,
     if cut is None or float((whole - cut[0]).norm()) <= max(ROUNDING * float(whole.norm()), SMALLEST / len(whole) ** 0.5):
         return None
     return (
-        f"the loss of {name} depends on how a batch is cut into micro-batches: the gradient by the outputs of this step's {len(whole)} tokens "
-        f"has the norm {whole.norm():.4g}, and {how} {cut[0].norm():.4g}. Divide by batch.totals, as strop.algorithms.functional."
+        f"the loss of {name} depends on how a batch is cut into micro-batches: the gradient by the outputs of this step's {len(whole)} "
+        f"tokens has the norm {whole.norm():.4g}, and {how} {cut[0].norm():.4g}. Divide by batch.totals, as strop.algorithms.functional."
         "aggregate does, never by the size of what the loss is handed (no mean()); compute what needs the whole step in prepare_step; "
         "set whole_groups = True for a loss that compares the rollouts of a group"
     )
@@ -59,8 +59,9 @@ def find_zero_fault(name: str, whole: Tensor, batch: Batch) -> str | None:
     if batch.zero_gradient is None or not (lost := whole[batch.zero_gradient[batch.sequence]].norm()) > 0:
         return None
     return (
-        f"the loss of {name} has a gradient (of the norm {lost:.4g}) at rollouts that zero_gradient says have none: they are not trained on. "
-        "Define zero_gradient(batch, learner) for what the loss adds, or set zero_gradient_without_advantage = False in its Objective"
+        f"the loss of {name} has a gradient (of the norm {lost:.4g}) at rollouts that zero_gradient says have none: they are not "
+        "trained on. Define zero_gradient(batch, learner) for what the loss adds, or set zero_gradient_without_advantage = False in its "
+        "Objective"
     )
 
 
