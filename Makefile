@@ -30,7 +30,7 @@ SANDBOX := $(shell for pair in bwrap:bubblewrap gcc:gcc g++:g++ node:nodejs; do 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-fast test-all numerics test-browser test-adapters test-sglang test-images test-gpu gpu-rehearsal lint format docs site docs-check bench clean distclean setup-browser setup-quickstart setup-dev setup-bench setup-vllm setup-sglang setup-sandbox
+.PHONY: help quickstart test test-fast test-all numerics test-browser test-adapters test-sglang test-images test-oldest test-newest package test-gpu gpu-rehearsal lint format docs site docs-check bench clean distclean setup-browser setup-quickstart setup-dev setup-bench setup-vllm setup-sglang setup-sandbox
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | awk -F'|' '{printf "%-24s %s\n", $$1, $$2}'
@@ -80,6 +80,24 @@ PACKAGES_trackio := trackio==0.43.0
 test-adapters: setup-dev $(foreach name,verifiers openenv lm-eval nemo-gym mlflow swanlab trackio,$(ADAPTERS)/$(name)/.done) ## adapters with packages that want an environment of their own
 	STROP_ADAPTERS=$(abspath $(ADAPTERS)) $(PYTEST) tests/extensions/adapters \
 	    tests/unit/monitoring/test_tracker_readers.py tests/unit/monitoring/test_trackers_that_fail.py $(ARGS)
+
+PACKAGES_release := build==1.6.1 twine==7.0.0
+
+package: $(ADAPTERS)/release/.done ## build the wheel and the sdist into dist/, and check what a package index would refuse
+	rm -rf dist build/lib
+	$(ADAPTERS)/release/bin/python -m build -q --outdir dist .
+	$(ADAPTERS)/release/bin/python -m twine check --strict dist/*
+
+# The wheel in an environment of its own, with the oldest or the newest versions that pyproject.toml allows; torch is that of the pins,
+# since another one is gigabytes. Nothing of this checkout is on its path.
+EXTRAS := view lora serve quickstart
+
+test-oldest test-newest: test-%: package ## the first hour of README.md with the wheel and the oldest (newest) allowed versions: minutes
+	rm -rf $(VENV)/$* && $(BIN)/python -m venv $(VENV)/$*
+	if [ $* = oldest ]; then $(BIN)/python constraints/oldest.py $(EXTRAS); fi > $(VENV)/$*/constraints.txt
+	$(PIP) --python $(VENV)/$*/bin/python install -q '$(TORCH)'
+	$(PIP) --python $(VENV)/$*/bin/python install -q -c $(VENV)/$*/constraints.txt "$$(ls dist/strop-*.whl)[$$(echo $(EXTRAS) | tr ' ' ,)]"
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/first_hour.py $(VENV)/$*/bin/python
 
 # vLLM needs torchvision for models that read images. PyPI's is built for CUDA; the tests without it prove that Strop does not need it.
 PACKAGES_torchvision := --no-deps torchvision==0.28.0

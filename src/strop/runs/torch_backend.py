@@ -46,10 +46,7 @@ class TorchBackend:
         return file.endswith((METADATA, ".distcp"))
 
     def explain(self, name: str) -> str:
-        return (
-            f"{name} has the shards of a distributed checkpoint; convert them first: strop export {name} FOLDER, or "
-            f"python examples/converters/convert_dcp_to_hf.py --dcp-ckpt-path {name} --hf-ckpt-path FOLDER"
-        )
+        return f"{name} has the shards of a distributed checkpoint; convert them first: strop export {name} FOLDER"
 
     def load_policy(self, config: TrainingRunConfig) -> LoadedPolicy:
         from strop.runs.cluster.torch_rank_builders import load_rank_policy

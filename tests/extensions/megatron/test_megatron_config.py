@@ -133,7 +133,7 @@ def test_a_folder_of_shards_is_refused_with_what_converts_it(folder: Path, capsy
         (iteration / file).touch()
     (folder / "m" / "config.json").write_text(json.dumps({"model_type": "llama"}))
     said = dry_run(capsys, "grpo", *DRY_RUN, f"policy.model_name={name}", code=2)
-    assert f"convert_megatron_to_hf.py --megatron-ckpt-path {name} " in said
+    assert f"strop export {name} FOLDER" in said
 
 
 def test_megatron_core_keeps_float32_masters_of_bfloat16_weights(capsys: pytest.CaptureFixture[str]) -> None:

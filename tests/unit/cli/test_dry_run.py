@@ -178,7 +178,7 @@ def test_heads_are_counted_only_where_the_layout_cuts_them(folder: Path, capsys:
 def test_a_folder_of_shards_is_refused_with_what_converts_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "w").mkdir()
     (folder / "w" / ".metadata").touch()
-    assert "convert_dcp_to_hf.py --dcp-ckpt-path w " in dry_run(capsys, "grpo", *RUN, "policy.model_name=w", code=2)
+    assert "strop export w FOLDER" in dry_run(capsys, "grpo", *RUN, "policy.model_name=w", code=2)
 
 
 def test_router_replay_of_a_model_without_experts_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

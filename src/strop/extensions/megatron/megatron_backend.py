@@ -45,10 +45,7 @@ class MegatronBackend:
         return file == LATEST or file.endswith((".metadata", ".distcp"))
 
     def explain(self, name: str) -> str:
-        return (
-            f"{name} has a checkpoint of Megatron Core; convert it first: strop export {name} FOLDER, or "
-            f"python examples/converters/convert_megatron_to_hf.py --megatron-ckpt-path {name} --hf-ckpt-path FOLDER"
-        )
+        return f"{name} has a checkpoint of Megatron Core; convert it first: strop export {name} FOLDER"
 
     def load_policy(self, config: TrainingRunConfig) -> MegatronPolicy:
         from strop.extensions.megatron.megatron_policy import load_megatron_policy

@@ -95,7 +95,7 @@ def convert_megatron(source: Path, target: Path, *, model_name: str | None = Non
         if is_sharded(source):
             raise ConversionError(
                 f"{source} has no metadata.json: it was not saved by Megatron Core. Shards of the torch learner are converted by "
-                f"examples/converters/convert_dcp_to_hf.py, or strop export {source} {target}"
+                f"strop export {source} {target}"
             )
         folders = ", ".join(sorted(path.name for path in source.iterdir() if path.is_dir())) if source.is_dir() else ""
         found = f"; folders there: {folders}" if folders else ""
