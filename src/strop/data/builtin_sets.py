@@ -222,7 +222,7 @@ CHOICE_SETS: Mapping[str, BuiltinDataset] = {
 }
 
 
-# Recorded answers and preferences. Their layout is detected from their columns (strop.data.recorded.layouts).
+# Recorded answers and preferences. Their layout is detected from their columns (strop.extensions.recorded.layouts).
 
 ULTRAFEEDBACK = BuiltinDataset(
     "HuggingFaceH4/ultrafeedback_binarized",

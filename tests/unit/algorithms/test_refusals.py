@@ -9,7 +9,6 @@ import pytest
 from strop.algorithms.base import Plan
 from strop.algorithms.catalogue import all_algorithms, all_parts
 from strop.algorithms.critic import Gae
-from strop.algorithms.distillation import ReverseKl
 from strop.algorithms.kl import Kl
 from support.each import each
 
@@ -71,8 +70,6 @@ REFUSED_PLANS: list[tuple[str, dict[str, Any], Plan, str]] = [
     ("distillation", {"kl": Kl(weight=0.1, place="token_reward")}, PLAN, "put it in the loss"),
     ("distillation", {"kl": Kl(weight=0.1, place="reward")}, PLAN, "put it in the loss"),
     ("distillation", {"drop_constant_groups": True}, PLAN, "rewards that have no weight in the loss"),
-    ("distillation", {"advantage": ReverseKl(reward_weight=-1.0)}, PLAN, "reward_weight is -1.0"),
-    ("distillation", {"advantage": ReverseKl(reward_weight=1.0, reward=part("group_relative"))}, ALONE, "the group size is 1"),
     ("topk_distillation", {"mixed_kl_weight": 1.5}, PLAN, "mixed_kl_weight is 1.5"),
     ("topk_distillation", {"kl_type": "jsd", "beta": 0.0}, PLAN, "beta is 0.0"),
     ("topk_distillation", {"kl_type": "jsd", "beta": 1.0}, PLAN, "beta is 1.0"),

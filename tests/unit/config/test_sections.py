@@ -9,7 +9,7 @@ import pytest
 
 from strop.base_config import fields_of
 from strop.config import ConfigError, GrpoRunConfig, LoadedConfig, load_config
-from strop.config.schema.run_config import TRAINING_RUNS, SftRunConfig
+from strop.config.schema.run_config import TRAINING_RUNS
 from strop.generation.generation_config import GenerationConfig
 from strop.models.lora_config import LoraConfig
 from strop.sampling import MAX_RECORDED_TOP_K, Sampling
@@ -82,6 +82,7 @@ def problems_of(root: type[Any], section: str, *overrides: str) -> str:
 
 
 def test_dropout_of_adapters_is_for_recorded_data() -> None:
+    SftRunConfig = pytest.importorskip("strop.extensions.recorded.recorded_config").SftRunConfig
     sampled = problems_of(
         GrpoRunConfig, "grpo", "data.train.env_name=arithmetic", "env.arithmetic={}", "checkpointing.metric_name=null"
     )

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from strop.data.builtin_sets import BUILTIN_DATASETS
-from strop.data.recorded.examples import conversations
 from strop.data.sources import hub
 from strop.data.sources.local_copies import find_copy
 from strop.data.sources.peek import peek_dataset
@@ -123,6 +122,7 @@ def test_the_commit_that_a_built_in_set_is_pinned_to_counts_for_the_hub_alone(mo
 
 
 def test_files_of_an_address_with_a_star_are_read_together(monkeypatch, tmp_path):
+    conversations = pytest.importorskip("strop.extensions.recorded.examples").conversations
     folder = tmp_path / "someone/texts/part"
     folder.mkdir(parents=True)
     for number in range(2):

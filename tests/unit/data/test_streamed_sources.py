@@ -13,7 +13,6 @@ import pytest
 from pydantic import TypeAdapter
 
 from strop.data.data_config import DataConfig
-from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.data.sources.streamed import Streamed
@@ -207,6 +206,7 @@ RECORDED: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", RECORDED)
 def test_recorded_examples_are_those_of_the_whole_file(kind: str, tmp_path: Path) -> None:
+    EXAMPLE_READERS = pytest.importorskip("strop.extensions.recorded.examples").EXAMPLE_READERS
     write_jsonl(tmp_path / "rows.jsonl", [RECORDED[kind](n) for n in range(23)])
     source = {"dataset_name": str(tmp_path / "rows.jsonl"), "repeat": 2}
     whole = EXAMPLE_READERS[kind](DataSource(**source))

@@ -14,7 +14,6 @@ from strop.algorithm_factory import AlgorithmSetting, find_algorithm, format_alg
 from strop.algorithms.base import Algorithm, Plan
 from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.critic import VAPO, Gae
-from strop.algorithms.distillation import Distillation, ReverseKl, TopKDistillation
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.baselines import LeaveOneOut, ReinforcePP
 from strop.algorithms.policy_gradient.corrections import Icepop, Importance, Tis
@@ -23,18 +22,15 @@ from strop.algorithms.policy_gradient.grpo import GRPO, Clip
 from strop.algorithms.policy_gradient.grpo_variants import DAPO, SoftOverlong
 from strop.algorithms.policy_gradient.sequence_objectives import GSPO, SequenceClip
 from strop.algorithms.policy_gradient.token_objectives import ClippedWeight
-from strop.algorithms.preference.referenced import DPO
-from strop.algorithms.supervised import SFT
 from strop.base_config import option_set_by
-from strop.config import ConfigError, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig, load_config
+from strop.config import ConfigError, TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.config.source.keys import iter_keys
 from strop.runs.run_algorithm import (
     check_algorithm,
     collect_settings,
     infer_section,
-    make_recorded_algorithm,
-    make_rollout_algorithm,
+    make_run_algorithm,
 )
 from strop.runs.summary import summarize
 from strop.runs.train import run_training
@@ -47,6 +43,8 @@ SAMPLING = ("grpo", "ppo", "distillation")
 
 
 def config(section: str, *overrides: str) -> TrainingRunConfig:
+    if section not in TRAINING_RUNS:
+        pytest.skip(f"strop {section} is an extension's")
     base = ["policy.model_name=m", f"{section}.val_period=0", *(ROLLOUTS if section in SAMPLING else RECORDED)]
     if section == "distillation":
         base.append("teacher.model_name=t")
@@ -54,11 +52,7 @@ def config(section: str, *overrides: str) -> TrainingRunConfig:
 
 
 def made(section: str, *overrides: str) -> Algorithm:
-    found = config(section, *overrides)
-    if isinstance(found, RolloutRunConfig):
-        return make_rollout_algorithm(found)
-    assert isinstance(found, RecordedRunConfig)
-    return make_recorded_algorithm(found)
+    return make_run_algorithm(config(section, *overrides))
 
 
 # --- names and parts ---------------------------------------------------------------------------------------------------------------
@@ -114,6 +108,8 @@ def test_null_takes_an_optional_part_away() -> None:
 
 
 def test_a_part_may_hold_another_part() -> None:
+    distillation = pytest.importorskip("strop.extensions.distillation.distillation")
+    Distillation, ReverseKl = distillation.Distillation, distillation.ReverseKl
     found = make_algorithm("distillation", {"advantage": {"reward_weight": 0.5, "reward": "leave_one_out"}})
     assert found == Distillation(advantage=ReverseKl(reward_weight=0.5, reward=LeaveOneOut()))
 
@@ -131,7 +127,7 @@ def test_a_mapping_of_numbers_is_no_part() -> None:
         ("strop.algorithms.policy_gradient.grpo:GRPPO", {}, "has no 'GRPPO'; did you mean 'GRPO'?"),
         ("strop.algorithms.policy_gradient.grpo:GroupRelative", {}, "is not a subclass of strop"),
         ("strop.algorithms.policy_gradient.base:PolicyGradient", {}, "needs advantage, objective"),
-        ("strop.algorithms.preference.base:PairwisePreference", {},
+        ("strop.extensions.recorded.preference.base:PairwisePreference", {},
          "does not define pair_loss, which every algorithm must define"),
         ("grpo", {"clip_high": 0.3}, "algorithm.kwargs.clip_high: grpo has no such field"),
         ("grpo", {"objectiv": "clip"}, "did you mean 'objective'?"),
@@ -291,11 +287,6 @@ FLAT: list[tuple[str, str, Algorithm]] = [
     ("ppo", "algorithm.name=vapo ppo.adv_estimator.gae_lambda_policy=0.8",
      VAPO(advantage=Gae(lambda_policy=0.8, lambda_value=1.0, length_adaptive_alpha=0.05))),
     ("ppo", "algorithm.name=vapo ppo.policy_training_start_step=0", VAPO(policy_training_start_step=0)),
-    ("distillation", "", TopKDistillation(kl_type="mixed", outside="renormalise")),
-    ("distillation", "distillation.use_dynamic_sampling=false", TopKDistillation(kl_type="mixed", outside="renormalise")),
-    ("sft", "", SFT()),
-    ("sft", "algorithm.kwargs.dft=true", SFT(dft=True)),
-    ("dpo", "dpo.sft_average_log_probs=true", DPO(sft_aggregation="sequence_mean")),
 ]  # fmt: skip
 
 
@@ -373,7 +364,8 @@ def test_flat_keys_that_an_algorithm_has_no_use_for_are_refused(section: str, ov
 
 
 def test_an_algorithm_from_outside_is_warned_about_flat_keys_it_has_no_fields_for() -> None:
-    name = "strop.algorithms.supervised:SFT"
+    SFT = pytest.importorskip("strop.extensions.recorded.supervised").SFT
+    name = "strop.extensions.recorded.supervised:SFT"
     settings = [
         AlgorithmSetting("loss_fn.beta", "beta", 0.1),
         AlgorithmSetting("loss_fn.aggregation", "aggregation", "sequence_mean"),
@@ -390,9 +382,9 @@ def test_an_algorithm_from_outside_is_not_warned_about_a_key_that_is_off() -> No
     off = AlgorithmSetting("loss_fn.reference_policy_kl_penalty", "kl.weight", 0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make_algorithm("strop.algorithms.supervised:SFT", {}, [off])
+        make_algorithm("strop.extensions.recorded.supervised:SFT", {}, [off])
     with pytest.warns(UserWarning, match="loss_fn.reference_policy_kl_penalty; this key has no effect"):
-        make_algorithm("strop.algorithms.supervised:SFT", {}, [replace(off, value=0.1)])
+        make_algorithm("strop.extensions.recorded.supervised:SFT", {}, [replace(off, value=0.1)])
 
 
 # --- what does not fit a run ---------------------------------------------------------------------------------------------------------
@@ -437,9 +429,8 @@ def test_an_algorithm_of_another_kind_of_run_is_refused_with_its_own(name: str) 
             continue
         found = config(section)
         other = replace(found, algorithm=replace(found.algorithm, name=name, kwargs={}))
-        make = make_rollout_algorithm if isinstance(other, RolloutRunConfig) else make_recorded_algorithm
         with pytest.raises(ValueError, match=rf"^algorithm\.name: {name} .*run strop {own}$|{name} has no|of {name} is"):
-            make(other)  # type: ignore[arg-type]
+            make_run_algorithm(other)
 
 
 NEEDED = ["policy.model_name=m", "value.model_name=m", "teacher.model_name=t"]

@@ -36,7 +36,7 @@ from strop.runs.engines import offloads_learner
 from strop.runs.lifecycle import make_checkpoints, make_tracker, resolve_metric
 from strop.runs.restore import restore_checkpoint
 from strop.runs.rollout_run import make_order, make_train_options
-from strop.runs.run_algorithm import make_rollout_algorithm
+from strop.runs.run_algorithm import make_run_algorithm
 from strop.runs.tasks import count_slots, describe_environments, list_reward_names, make_training_tasks, make_validation_tasks
 from strop.types import Messages, Rollout, Task, user
 from support.environment_servers import EnvironmentServerThread
@@ -84,7 +84,7 @@ def test_the_loop_is_set_as_the_configuration_says():
 
 
 async def opened(config: GrpoRunConfig, tracker: Any) -> None:
-    async with open_run.open_run(config, make_rollout_algorithm(config), tracker):
+    async with open_run.open_run(config, make_run_algorithm(config), tracker):
         pass
 
 
@@ -159,7 +159,7 @@ def test_learners_and_columns_beside_the_engines_share_one_thread(overrides, bes
 
 
 def test_the_sections_of_the_configuration_are_the_fields_of_grpo():
-    found = make_rollout_algorithm(
+    found = make_run_algorithm(
         config(
             "grpo.use_leave_one_out_baseline=true",
             "grpo.normalize_rewards=false",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,16 +15,12 @@ from strop import metrics
 from strop.algorithms.base import CANDIDATES, SQUARED_PROBS, Algorithm, Outputs, TokenOutputs, ValueOutputs
 from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.critic import PPO
-from strop.algorithms.distillation import TEACHER_CANDIDATES
 from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.corrections import GeometricRejection, Importance, Tis
 from strop.algorithms.policy_gradient.entropy import CovarianceClip, TopEntropy
 from strop.algorithms.policy_gradient.group_credit import DecoupledRewards
 from strop.algorithms.policy_gradient.grpo import GRPO, Clip
-from strop.algorithms.preference.online_dpo import OnlineDPO
-from strop.algorithms.preference.referenced import DPO
-from strop.algorithms.supervised import SFT, RewardModel
 from strop.data.splitting import split_mini_batches
 from strop.metrics import Metrics
 from strop.monitoring.rollout_store.token_columns import TokenColumns
@@ -39,6 +36,24 @@ NEEDED: dict[str, dict[str, Any]] = {
     "clip_cov": {"objective": CovarianceClip(share=0.2, lowest=0.1)},
     "vapo": {"policy_training_start_step": 0},
 }
+
+
+def recorded() -> dict[str, Algorithm]:
+    """Algorithms on recorded data, where the extension is there."""
+    if find_spec("strop.extensions") is None:
+        return {}
+    from strop.extensions.recorded.preference.referenced import DPO
+    from strop.extensions.recorded.supervised import SFT, RewardModel
+
+    return {
+        "dpo_with_sft": DPO(sft_weight=0.3, sft_aggregation="token_mean"),
+        "dpo_weighted": DPO(use_weighting=True, ld_alpha=0.4),
+        "sft_per_sequence": SFT(aggregation="sequence_mean", dft=True),
+        "scores": RewardModel(kind="regression"),
+        "margins": RewardModel(use_margin=True, centering=0.1),
+    }
+
+
 CASES: dict[str, Algorithm] = {
     **{name: kind(**NEEDED.get(name, {})) for name, kind in all_algorithms().items()},
     "kl_in_the_loss": GRPO(kl=Kl(weight=0.3)),
@@ -66,11 +81,7 @@ CASES: dict[str, Algorithm] = {
     "overlong": GRPO(overlong_filtering=True),
     "two_sided": GRPO(objective=Clip(two_sided=1.5)),
     "ppo_with_kl": PPO(kl=Kl(weight=0.3), value_clip=None),
-    "dpo_with_sft": DPO(sft_weight=0.3, sft_aggregation="token_mean"),
-    "dpo_weighted": DPO(use_weighting=True, ld_alpha=0.4),
-    "sft_per_sequence": SFT(aggregation="sequence_mean", dft=True),
-    "scores": RewardModel(kind="regression"),
-    "margins": RewardModel(use_margin=True, centering=0.1),
+    **recorded(),
 }
 
 
@@ -139,8 +150,8 @@ def trace(algorithm: Algorithm, groups: Sequence[Group] = (), *, mini_batches: i
     count = len(batch.target)
     old = outputs_for(batch, algorithm, "policy", 0)
     extra = {name: batch.rollout_logprobs - 1 + noise(count, 50 + place) for place, name in enumerate(sorted(algorithm.requires))}
-    if TEACHER_CANDIDATES in extra:
-        extra |= {TEACHER_CANDIDATES: torch.log_softmax(noise(count * 4, 9, 1.0).view(count, 4), -1) - 0.3}
+    if "teacher_candidates" in extra:
+        extra |= {"teacher_candidates": torch.log_softmax(noise(count * 4, 9, 1.0).view(count, 4), -1) - 0.3}
         extra |= {CANDIDATES: torch.zeros(count, 4, dtype=torch.int64)}
     if isinstance(old, TokenOutputs):
         extra |= {POLICY_LOGPROBS: old.logprobs, SQUARED_PROBS: torch.ones(count)}
@@ -248,6 +259,7 @@ def test_a_failure_ends_the_trace_and_is_said_once() -> None:
 
 
 def test_the_pairs_of_online_dpo_leave_out_the_others() -> None:
+    OnlineDPO = pytest.importorskip("strop.extensions.recorded.preference.online_dpo").OnlineDPO
     traced = trace(OnlineDPO())
     mask = traced.columns.columns["mask"]
     terms = traced.columns.by_term["loss_terms"]["preference"]

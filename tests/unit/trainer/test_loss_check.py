@@ -19,7 +19,6 @@ from strop.algorithms.policy_gradient.corrections import Tis
 from strop.algorithms.policy_gradient.entropy import CovarianceClip
 from strop.algorithms.policy_gradient.grpo import GRPO, Clip
 from strop.algorithms.policy_gradient.parts import Correction, Objective
-from strop.algorithms.preference.referenced import DPO
 from strop.trainer.loss_check import check_loss
 from strop.types import Batch
 from support.recorded import random_groups
@@ -67,6 +66,7 @@ def test_an_algorithm_that_keeps_the_rule_is_not_refused(name, shapes, seed):
 
 
 def test_the_loss_of_pairs_is_cut_between_its_groups():
+    DPO = pytest.importorskip("strop.extensions.recorded.preference.referenced").DPO
     mine: Any = type("Mine", (DPO,), {"__module__": "mine"})
     check(mine(), pack_for(random_groups(5), mine()))
 
