@@ -119,27 +119,8 @@ def _format_resume_hint(config: TrainingRunConfig, command_line: str) -> str:
     return f"Start the same command again to continue {where}:\n    {command_line}"
 
 
-def config(arguments: Sequence[str], command_line: str) -> int:
-    """Run ``strop config``. Return its exit code."""
-    from strop.config.load.reference import render_annotated_yaml
-    from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig
-
-    parser = argparse.ArgumentParser(
-        prog="strop config", description="List every key with its type, default and description.", allow_abbrev=False
-    )
-    parser.add_argument(
-        "schema", choices=(*TRAINING_RUNS, "eval"), nargs="?", default="grpo", help="command to list the keys of (default: grpo)"
-    )
-    options = parser.parse_args(arguments)
-
-    print(render_annotated_yaml(TRAINING_RUNS.get(options.schema, EvalRunConfig)), end="")
-    return 0
-
-
 GROUPS: dict[str, dict[str, Command]] = {
-    "start": {
-        "config": Command(config, "list every key with its default and what it does"),
-    },
+    "start": {},
     "train": {
         "grpo": training_command("grpo", "GRPO and other policy gradients"),
         "ppo": training_command("ppo", "policy gradients with a critic"),
