@@ -88,7 +88,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "pynvml": ("extensions/performance/",),
     "matplotlib": ("extensions/reading/", "extensions/trackers/", "results.py"),  # results.py names its type
     "pyarrow": ("monitoring/", "data/", "extensions/view/", "extensions/replay/"),
-    "math_verify": ("environments/",),
+    "math_verify": ("extensions/math/",),
     "reasoning_gym": ("extensions/adapters/",),
     "gymnasium": ("extensions/adapters/",),
     "textarena": ("extensions/adapters/",),
@@ -107,7 +107,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
 }
 
 
-# A module or class named in a string: "strop.environments.math:MathEnvironment", or a target of importlib.
+# A module or class named in a string: "strop.extensions.math.math_environment:MathEnvironment", or a target of importlib.
 NAMED = re.compile(r"strop(?:\.\w+)+(?::\w+)?")
 
 

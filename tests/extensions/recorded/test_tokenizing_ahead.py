@@ -15,8 +15,8 @@ import pytest
 
 from strop.data.sources.source import DataSource
 from strop.environments.handle import LocalEnvironment
-from strop.environments.math import MathEnvironment
 from strop.environments.mixture import Component, Mixture
+from strop.extensions.math.math_environment import MathEnvironment
 from strop.extensions.recorded.recorded_tokens import RecordedConversation, RecordedRules, tokenize_group
 from strop.extensions.recorded.tokenizing_pool import TokenizingPool, TokenizingWorkerDied, choose_num_workers
 from strop.extensions.recorded.tokenizing_worker import serve, write_message

@@ -16,7 +16,6 @@ from strop.data.data_config import DataConfig
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.data.sources.streamed import Streamed
-from strop.environments.math import MathEnvironment
 from strop.environments.remote import EnvironmentDescription, connect
 from support.environment_servers import EnvironmentServerThread
 
@@ -175,6 +174,7 @@ def test_what_needs_the_number_of_rows_says_so(tmp_path: Path) -> None:
 
 
 def test_an_environment_over_rows_streams_its_tasks(tmp_path: Path) -> None:
+    MathEnvironment = pytest.importorskip("strop.extensions.math.math_environment").MathEnvironment
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
     source = DataSource(dataset_name=str(tmp_path / "rows.jsonl"), streaming=True, system_prompt="Be brief.")
     tasks = MathEnvironment().tasks(source)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask, reward
 from strop.environments.scoring.scoring_pool import ScoringResult
-from strop.environments.verifiers.math_verifier import MathMethod, find_math_answer, verify_math
+from strop.extensions.math.math_verifier import MathMethod, find_math_answer, verify_math
 from strop.types import Rollout
 
 

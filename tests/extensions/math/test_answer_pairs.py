@@ -25,9 +25,9 @@ from strop.environments.answers import (
     normalize_answer,
 )
 from strop.environments.scoring.scoring_pool import ScoringResult
-from strop.environments.scoring.scoring_worker import SCORER_LOADERS
-from strop.environments.verifiers import math_verifier
-from strop.environments.verifiers.math_verifier import extract_stated_choice, find_math_answer, verify_math
+from strop.extensions.math import math_verifier
+from strop.extensions.math.math_verifier import extract_stated_choice, find_math_answer, verify_math
+from strop.user_code import import_attribute
 from support.answer_pairs import LIBRARIES, OURS, AnswerPair, make_lm_eval, make_math_verify, make_simple_evals, read_answer_pairs
 from support.sweep import one_in, sweep
 
@@ -41,9 +41,9 @@ class InThisProcess:
     def __init__(self) -> None:
         self._prepared: dict[str, Callable[..., Callable[[], float]]] = {}
 
-    async def call(self, kind: str, cpu_s: float, **arguments: Any) -> ScoringResult:
+    async def call(self, kind: str, cpu_s: float, *, loader: str, **arguments: Any) -> ScoringResult:
         if kind not in self._prepared:
-            self._prepared[kind] = SCORER_LOADERS[kind]()
+            self._prepared[kind] = import_attribute(loader)()
         return ScoringResult(self._prepared[kind](**arguments)())
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from strop.data.builtin_sets import (
+from strop.data.builtin_sets import BUILTIN_DATASETS
+from strop.extensions.math.math_sets import (
     BOXED,
     BOXED_LIST,
-    BUILTIN_DATASETS,
     CHOICE_ALIASES,
     MATH_ALIASES,
     REPORTED,

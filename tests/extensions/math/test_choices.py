@@ -7,7 +7,7 @@ import pytest
 from strop.data.sources import hub
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
-from strop.environments.math import MathEnvironment
+from strop.extensions.math.math_environment import MathEnvironment
 
 datasets = pytest.importorskip("datasets")
 

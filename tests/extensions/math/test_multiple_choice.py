@@ -8,8 +8,8 @@ import pytest
 
 from strop.environments.base import PromptedTask
 from strop.environments.compute_rewards import compute_rewards
-from strop.environments.math import MathEnvironment, MathMultiReward
-from strop.environments.verifiers.math_verifier import extract_english_choice, extract_multilingual_choice
+from strop.extensions.math.math_environment import MathEnvironment, MathMultiReward
+from strop.extensions.math.math_verifier import extract_english_choice, extract_multilingual_choice
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from strop.data.builtin_dataset import BuiltinDataset
-from strop.data.builtin_sets import BUILTIN_DATASETS, PREFERENCE_SETS
+from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.sources.in_memory import ListRecords
 from strop.data.sources.local_copies import find_copy
 from strop.data.sources.records import DataError
-from strop.data.sources.row_readers import TREE_SYSTEM_PROMPT, keeps_row, read_rows
+from strop.data.sources.row_readers import keeps_row, read_rows
 from strop.data.sources.source import DataSource
+from strop.extensions.recorded.examples import conversations, preferences, unpaired_preferences
+from strop.extensions.recorded.recorded_sets import PREFERENCE_SETS, TREE_SYSTEM_PROMPT
 from strop.types import assistant, system, user
 
 pytestmark = pytest.mark.usefixtures("local_hub")
@@ -70,7 +72,6 @@ def test_problems_and_their_answers_are_those_of_nemo_rl_also_as_conversations(
     name: str, expected: list[tuple[str, str]]
 ) -> None:
     """NeMo-RL makes two messages of each row: the problem by the user, and the answer, not the solution, by the assistant."""
-    conversations = pytest.importorskip("strop.extensions.recorded.examples").conversations
     rows = DataSource(dataset_name=name).load_rows()
     assert [(row.question, row.answer) for row in rows] == expected
     examples = conversations(DataSource(dataset_name=name))
@@ -138,14 +139,11 @@ THOUGHT = assistant("<think>3 * 3 is 9.</think>\\boxed{3}")
     ],
 )
 def test_conversations_are_those_of_nemo_rl(name: str, expected: list[tuple[object, ...]]) -> None:
-    conversations = pytest.importorskip("strop.extensions.recorded.examples").conversations
     assert [example.messages for example in conversations(DataSource(dataset_name=name))] == expected
 
 
 @pytest.mark.parametrize("name", PREFERENCE_SETS)
 def test_preferences_are_those_of_nemo_rl(name: str) -> None:
-    examples = pytest.importorskip("strop.extensions.recorded.examples")
-    preferences, unpaired_preferences = examples.preferences, examples.unpaired_preferences
     pairs = preferences(DataSource(dataset_name=name))
     opening = (user("Hi."), assistant("Hello!")) if name == "hh-rlhf" else ()
     expected = [((*opening, ASK), (GOOD,), (BAD,))] * (2 if name == "HelpSteer3" else 1)  # HelpSteer3 without its tie
@@ -161,7 +159,6 @@ def test_helpsteer3_asks_for_the_preferred_response() -> None:
 
 
 def test_the_whole_solution_is_trained_on_where_its_column_is_named() -> None:
-    conversations = pytest.importorskip("strop.extensions.recorded.examples").conversations
     (example,) = conversations(DataSource(dataset_name="OpenMathInstruct-2", output_key="generated_solution"))
     assert example.messages == (user(PROBLEM), assistant(SOLUTION))
     (chat,) = conversations(DataSource(dataset_name="OpenR1-Math-220k", messages_key="messages"))
@@ -171,7 +168,6 @@ def test_the_whole_solution_is_trained_on_where_its_column_is_named() -> None:
 
 
 def test_other_subsets_and_splits_are_those_of_the_hub() -> None:
-    conversations = pytest.importorskip("strop.extensions.recorded.examples").conversations
     assert DataSource(dataset_name="gsm8k", subset="socratic").load_rows()[0].answer == "3"
     assert DataSource(dataset_name="OpenR1-Math-220k", subset="extended").load_rows()[0].answer == "3"
     assert DataSource(dataset_name="OpenMathInstruct-2", split="train_5M").load_rows()[0].answer == "3"
@@ -186,7 +182,6 @@ def test_other_subsets_and_splits_are_those_of_the_hub() -> None:
     ],
 )
 def test_a_tree_that_is_none_is_an_error_with_its_line(tree: dict[str, object], message: str) -> None:
-    conversations = pytest.importorskip("strop.extensions.recorded.examples").conversations
     with pytest.raises(DataError, match=message):
         conversations(DataSource(rows=[tree], rows_of=BUILTIN_DATASETS["open_assistant"]))
 
@@ -200,14 +195,12 @@ def test_a_deep_tree_is_cut_without_recursion() -> None:
 
 
 def test_trees_that_nobody_replied_to_are_an_error() -> None:
-    conversations = pytest.importorskip("strop.extensions.recorded.examples").conversations
     tree = {"prompt": {"text": "Nobody?", "role": "prompter", "replies": []}}
-    with pytest.raises(DataError, match=r"none of the 1 trees of rows-\w+ has a reply"):
+    with pytest.raises(DataError, match=r"none of the 1 rows of rows-\w+ can be used"):
         conversations(DataSource(rows=[tree], rows_of=BUILTIN_DATASETS["open_assistant"]))
 
 
 def test_a_damaged_archive_of_trees_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    conversations = pytest.importorskip("strop.extensions.recorded.examples").conversations
     file = tmp_path / "OpenAssistant/oasst1/2023-04-12_oasst_all.trees.jsonl.gz"
     file.parent.mkdir(parents=True)
     monkeypatch.setenv("STROP_DATASETS", str(tmp_path))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from strop.environments.scoring.dapo_verifier import normalize_dapo_answer
-from strop.environments.scoring.math_equality import are_equal, parse, prepare
+from strop.extensions.math.dapo_verifier import normalize_dapo_answer
+from strop.extensions.math.math_equality import are_equal, parse, prepare
 
 ReportedMethod = Literal["boxed", "olympiad", "minerva"]
 

@@ -8,8 +8,8 @@ import pytest
 
 from strop.environments.base import PromptedTask
 from strop.environments.compute_rewards import compute_rewards
-from strop.environments.math import MathEnvironment
-from strop.environments.scoring.dapo_verifier import extract_dapo_answer, score_dapo
+from strop.extensions.math.dapo_verifier import extract_dapo_answer, score_dapo
+from strop.extensions.math.math_environment import MathEnvironment
 
 CASES = [
     ("12", "Answer: 12", 1.0, "12"),

@@ -22,9 +22,9 @@ from strop.environments.answers import (
     normalize_answer,
 )
 from strop.environments.base import EnvironmentConfigError
-from strop.environments.scoring.dapo_verifier import LAST_CHARACTERS, NO_ANSWER, extract_dapo_answer
 from strop.environments.scoring.scoring_pool import ScoringResult, get_scoring_pool
 from strop.environments.verifiers.base import AnswerVerifier, Reply, Score
+from strop.extensions.math.dapo_verifier import LAST_CHARACTERS, NO_ANSWER, extract_dapo_answer
 from strop.thoughts import read_answer
 from strop.types import Task
 
@@ -163,6 +163,7 @@ MathMethod = Literal[
     "multilingual_multichoice",
 ]
 
+SCORERS = "strop.extensions.math.math_scorers"
 NO_ROW: Mapping[str, Any] = MappingProxyType({})
 REPORTED = ("boxed", "olympiad", "minerva")  # methods that read only the last box
 EXACT = 1e-8  # OlympiadBench's tolerance if a problem gives none
@@ -221,7 +222,9 @@ async def verify_answer(
     if method in REPORTED or method == "number":
         return await _verify_reported(method, reference, text, row, num_workers=num_workers, timeout_s=timeout_s)
     if method == "dapo":
-        return await pool.call("dapo", timeout_s, reference=reference, answer=text[-LAST_CHARACTERS:])
+        return await pool.call(
+            "dapo", timeout_s, loader=f"{SCORERS}:load_dapo", reference=reference, answer=text[-LAST_CHARACTERS:]
+        )
     if method == STRICT:
         return ScoringResult(float(extract_stated_choice(text, count_options(row)) == reference.strip().upper()))
     if extract_choice := CHOICE_EXTRACTORS.get(method):
@@ -240,7 +243,7 @@ async def verify_answer(
     elif method == "exact":
         return ScoringResult(0.0)
     answer = text if boxed is None else f"\\boxed{{{boxed}}}"  # the same for all texts that end in it, so it is cached
-    return await pool.call("math_verify", timeout_s, reference=reference, answer=answer)
+    return await pool.call("math_verify", timeout_s, loader=f"{SCORERS}:load_math_verify", reference=reference, answer=answer)
 
 
 async def _verify_reported(
@@ -261,7 +264,9 @@ async def _verify_reported(
     if normalized == expected or both_integers:
         return ScoringResult(float(normalized == expected))
     arguments: dict[str, Any] = {"method": method, "reference": reference, "answer": answer, "tolerances": tolerances}
-    return await get_scoring_pool(num_workers).call("reported_math", timeout_s, **arguments)
+    return await get_scoring_pool(num_workers).call(
+        "reported_math", timeout_s, loader=f"{SCORERS}:load_reported_math", **arguments
+    )
 
 
 def count_options(row: Mapping[str, Any]) -> int:

@@ -16,11 +16,12 @@ import pytest
 from strop.data.sources.source import DataSource
 from strop.environments.base import PromptedTask
 from strop.environments.compute_rewards import compute_rewards
-from strop.environments.math import MathEnvironment
 from strop.environments.rewards import RewardError
 from strop.environments.scoring.scoring_pool import ScoringError, ScoringPool, get_scoring_pool
+from strop.extensions.math.math_environment import MathEnvironment
 from support.sweep import sweep
 
+LOADER = "strop.extensions.math.math_scorers:load_math_verify"
 ENVIRONMENT = MathEnvironment(num_workers=1, timeout_s=1.0)
 IMPATIENT = MathEnvironment(num_workers=1, timeout_s=0.3)
 
@@ -109,35 +110,37 @@ def test_a_reference_that_cannot_be_read_is_an_error_and_no_zero(wrote):
 def test_a_long_reference_that_cannot_be_read_is_named_and_not_called_slow():
     """Its message was longer than what is read of a reply, and counted against the answer as "ran past the limit"."""
     with pytest.raises(ScoringError, match=r"the reference answer .{100,300} cannot be parsed"):
-        asyncio.run(get_scoring_pool(1).call("math_verify", 5.0, reference=" \t" * 3000, answer=r"\boxed{x}"))
+        asyncio.run(get_scoring_pool(1).call("math_verify", 5.0, loader=LOADER, reference=" \t" * 3000, answer=r"\boxed{x}"))
 
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_replaced():
     pool = ScoringPool(1)
     arguments = {"reference": "2x", "answer": r"\boxed{x+x}"}
-    assert asyncio.run(pool.call("math_verify", 5.0, **arguments)).value == 1.0
+    assert asyncio.run(pool.call("math_verify", 5.0, loader=LOADER, **arguments)).value == 1.0
     worker = pool._idle_workers.get_nowait()
     os.kill(worker.pid, signal.SIGKILL)
     pool._idle_workers.put(worker)
-    assert asyncio.run(pool.call("math_verify", 6.0, **arguments)).value == 1.0
+    assert asyncio.run(pool.call("math_verify", 6.0, loader=LOADER, **arguments)).value == 1.0
     pool.close()
 
 
 def test_a_scorer_that_does_not_exist_is_an_error():
     with pytest.raises(ScoringError, match="cannot be used here"):
-        asyncio.run(get_scoring_pool(1).call("astrology", 1.0))  # type: ignore[arg-type]
+        asyncio.run(get_scoring_pool(1).call("astrology", 1.0, loader="strop.no_such_module:load"))
 
 
 PARENT = """
 import asyncio, os, signal
+from strop.extensions.math.math_verifier import SCORERS
+LOADER = f"{SCORERS}:load_math_verify"
 from strop.environments.scoring.scoring_pool import get_scoring_pool
 pool = get_scoring_pool(2)
 async def main():
-    a = pool.call("math_verify", 60.0, reference="2x", answer="\\\\boxed{x+x}")
+    a = pool.call("math_verify", 60.0, loader=LOADER, reference="2x", answer="\\\\boxed{x+x}")
     print((await a).value, pool._idle_workers.queue[0].pid, flush=True)
     if END == "kill":
-        asyncio.ensure_future(pool.call("math_verify", 2.0, reference="2x", answer="\\\\boxed{9^{9^{9^{9^9}}}}"))
+        asyncio.ensure_future(pool.call("math_verify", 2.0, loader=LOADER, reference="2x", answer="\\\\boxed{9^{9^{9^{9^9}}}}"))
         await asyncio.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
