@@ -262,6 +262,7 @@ ALGORITHMS = (
     "extensions/recorded/preference/",
     "extensions/recorded/supervised.py",
     "extensions/distillation/distillation.py",
+    "extensions/policy_gradients/",
 )
 
 

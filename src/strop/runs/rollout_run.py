@@ -9,22 +9,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+from strop import plugins
 from strop.algorithms.base import Algorithm
 from strop.checkpointing.base import Restorable, RunState
 from strop.checkpointing.saved_model import SavedModel
-from strop.config import RolloutRunConfig
+from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.cluster_checks import count_devices
 from strop.data.data_state import DataState
 from strop.data.task_order import find_task_orders
 from strop.distributed.base import Cluster
-from strop.distributed.workers.learner_worker import RankColumns
 from strop.environments.handle import EnvironmentHandle
 from strop.environments.mixture import Mixture
 from strop.generation.base import Generator, PastSelves
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
-from strop.learner.client import AsyncColumnSource, LearnerClient
-from strop.learner.torch.scorer import NetworkScorer
+from strop.learner.client import LearnerClient
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.trackers.base import Tracker
 from strop.problems import raise_problems
@@ -40,8 +39,8 @@ from strop.runs.dry_run.examined_models import find_conversation_problems
 from strop.runs.engines import GeneratorSpec
 from strop.runs.evaluation_job import identify_entries, make_episode_rules, make_validation_job
 from strop.runs.model_check import note_empty_answers
-from strop.runs.models import LoadedPolicy
 from strop.runs.run_algorithm import count_steps_per_batch
+from strop.runs.run_source import RunSource
 from strop.runs.tasks import count_slots, make_training_tasks, make_validation_tasks
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling
@@ -55,7 +54,7 @@ UNFILTERED = 1 << 60  # group limit per step for an algorithm that drops none
 
 
 @dataclass(kw_only=True)
-class SampledSource:
+class SampledSource(RunSource):
     """Groups of rollouts that the policy samples in environments."""
 
     config: RolloutRunConfig
@@ -80,12 +79,6 @@ class SampledSource:
         source = cls(config=config, algorithm=algorithm, tracker=tracker, train=train, validation=validation)
         raise_problems(find_conversation_problems(config, source.environments))
         return source
-
-    @classmethod
-    def make_rank_columns(
-        cls, config: Any, policy: LoadedPolicy, algorithm: Algorithm, sampling: Sampling, device: str, world: int
-    ) -> Mapping[tuple[str, str], tuple[RankColumns, NetworkScorer]]:
-        return {}
 
     @property
     def environments(self) -> list[EnvironmentHandle[Any]]:
@@ -114,9 +107,6 @@ class SampledSource:
         share_prefixes = config.policy.sequence_packing.prefix_sharing and backend.packed
         self.options = make_train_options(config, share_prefixes=share_prefixes, filters=filters, tasks=self.train.epoch_size)
         return self.options
-
-    async def make_columns(self, backend: Backend) -> Mapping[str, AsyncColumnSource]:
-        return {}
 
     def make_parts(self, backend: Backend) -> Mapping[str, Restorable]:
         self.selves = make_past_selves(backend, self.environments)
@@ -152,6 +142,13 @@ class SampledSource:
                 weights=synced.weights if selves is None else SnapshottedWeights(synced.weights, selves.pool),
                 evaluator=make_evaluator(config, self.validation, synced.generator, template, self.tracker, past=selves),
             )
+
+
+def find_source(config: TrainingRunConfig) -> type[RunSource]:
+    """Return where a run's groups come from: what its kind declares in ``strop.sources``, or tasks in environments."""
+    declared: Mapping[str, object] = plugins.declared("sources")
+    source: type[RunSource] = plugins.load("sources", config.section) if config.section in declared else SampledSource
+    return source
 
 
 def describe_order(config: RolloutRunConfig) -> str:

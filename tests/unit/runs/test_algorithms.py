@@ -15,9 +15,7 @@ from strop.algorithms.base import Algorithm, Plan
 from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.critic import VAPO, Gae
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.baselines import LeaveOneOut, ReinforcePP
 from strop.algorithms.policy_gradient.corrections import Icepop, Importance, Tis
-from strop.algorithms.policy_gradient.entropy import TopEntropy
 from strop.algorithms.policy_gradient.grpo import GRPO, Clip
 from strop.algorithms.policy_gradient.grpo_variants import DAPO, SoftOverlong
 from strop.algorithms.policy_gradient.sequence_objectives import GSPO, SequenceClip
@@ -67,6 +65,8 @@ def test_every_algorithm_is_made_by_its_name_and_described_in_one_line(name: str
 
 
 def test_a_part_is_named_by_a_word_or_by_a_mapping_with_its_options() -> None:
+    LeaveOneOut = pytest.importorskip("strop.extensions.policy_gradients.baselines").LeaveOneOut
+    TopEntropy = pytest.importorskip("strop.extensions.policy_gradients.entropy").TopEntropy
     found = make_algorithm(
         "grpo",
         {
@@ -94,6 +94,7 @@ def test_a_part_is_named_by_a_word_or_by_a_mapping_with_its_options() -> None:
 
 def test_options_without_a_name_are_of_the_part_the_algorithm_has() -> None:
     """Its other options stay as the algorithm set them."""
+    ReinforcePP = pytest.importorskip("strop.extensions.policy_gradients.baselines").ReinforcePP
     assert make_algorithm("dapo", {"objective": {"low": 0.1}}) == DAPO(objective=Clip(low=0.1, high=0.28))
     assert make_algorithm("vapo", {"advantage": {"gamma": 0.99}}) == VAPO(
         advantage=Gae(gamma=0.99, lambda_value=1.0, length_adaptive_alpha=0.05)
@@ -103,11 +104,13 @@ def test_options_without_a_name_are_of_the_part_the_algorithm_has() -> None:
 
 
 def test_null_takes_an_optional_part_away() -> None:
+    ReinforcePP = pytest.importorskip("strop.extensions.policy_gradients.baselines").ReinforcePP
     found = make_algorithm("reinforce_pp", {"kl": None})
     assert found == ReinforcePP(kl=None) and not found.requires
 
 
 def test_a_part_may_hold_another_part() -> None:
+    LeaveOneOut = pytest.importorskip("strop.extensions.policy_gradients.baselines").LeaveOneOut
     distillation = pytest.importorskip("strop.extensions.distillation.distillation")
     Distillation, ReverseKl = distillation.Distillation, distillation.ReverseKl
     found = make_algorithm("distillation", {"advantage": {"reward_weight": 0.5, "reward": "leave_one_out"}})
@@ -281,8 +284,6 @@ FLAT: list[tuple[str, str, Algorithm]] = [
     ("grpo", "algorithm.name=dapo grpo.use_dynamic_sampling=false loss_fn.ratio_clip_max=0.5",
      DAPO(drop_constant_groups=False, objective=Clip(high=0.5))),
     ("grpo", "algorithm.name=gspo loss_fn.ratio_clip_max=1e-3", GSPO(objective=SequenceClip(high=1e-3))),
-    ("grpo", "algorithm.name=reinforce_pp loss_fn.reference_policy_kl_penalty=0.1",
-     ReinforcePP(kl=Kl(weight=0.1, estimator="k1", place="token_reward"))),
     ("grpo", "algorithm.kwargs.objective.high=0.3 loss_fn.ratio_clip_max=0.4", GRPO(objective=Clip(high=0.4))),
     ("ppo", "algorithm.name=vapo ppo.adv_estimator.gae_lambda_policy=0.8",
      VAPO(advantage=Gae(lambda_policy=0.8, lambda_value=1.0, length_adaptive_alpha=0.05))),

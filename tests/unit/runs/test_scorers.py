@@ -16,7 +16,6 @@ from strop.algorithms.base import SQUARED_PROBS, Algorithm
 from strop.algorithms.critic import PPO, VALUES
 from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
-from strop.algorithms.policy_gradient.baselines import OptimalTokenBaseline
 from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.config import RolloutRunConfig, TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
@@ -276,6 +275,7 @@ def test_a_column_that_nobody_fills_is_named(tiny_model_folder: Path) -> None:
 
 
 def test_the_policys_squared_probabilities_come_with_its_logprobs_in_one_pass(tiny_model_folder: Path) -> None:
+    OptimalTokenBaseline = pytest.importorskip("strop.extensions.policy_gradients.baselines").OptimalTokenBaseline
     found = rollouts("grpo", tiny_model_folder, "algorithm.advantage=optimal_token_baseline")
     algorithm = GRPO(advantage=OptimalTokenBaseline())
     policy = load_policy(found.policy)

@@ -18,22 +18,21 @@ from strop.algorithms.critic import PPO
 from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.corrections import GeometricRejection, Importance, Tis
-from strop.algorithms.policy_gradient.entropy import CovarianceClip, TopEntropy
-from strop.algorithms.policy_gradient.group_credit import DecoupledRewards
 from strop.algorithms.policy_gradient.grpo import GRPO, Clip
 from strop.data.splitting import split_mini_batches
 from strop.metrics import Metrics
 from strop.monitoring.rollout_store.token_columns import TokenColumns
 from strop.runs.monitors.token_trace import TokenTrace
 from strop.types import Batch, Ending, Group
+from support.algorithms import find_part
 from support.each import each
 from support.recorded import random_groups
 from support.rollouts import pack_for, simple_groups
 
 NEEDED: dict[str, dict[str, Any]] = {
     "dr_grpo": {"constant_length": 7},
-    "gdpo": {"advantage": DecoupledRewards(weights={"first": 1.0, "second": 0.3})},
-    "clip_cov": {"objective": CovarianceClip(share=0.2, lowest=0.1)},
+    "gdpo": {"advantage": find_part("decoupled_rewards", weights={"first": 1.0, "second": 0.3})},
+    "clip_cov": {"objective": find_part("covariance_clip", share=0.2, lowest=0.1)},
     "vapo": {"policy_training_start_step": 0},
 }
 
@@ -69,7 +68,7 @@ CASES: dict[str, Algorithm] = {
         kl=Kl(weight=0.3),
         corrections=(Tis(cap=1.1),),
         normalize_weights=True,
-        selection=TopEntropy(share=0.5),
+        selection=find_part("top_entropy", share=0.5),
         entropy_bonus=0.1,
         positive_nll=0.2,
     ),

@@ -21,7 +21,6 @@ from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, Part
 from strop.data.sources.streamed import count_items, has_item, is_streamed
 from strop.distributed.base import Cluster
-from strop.distributed.workers.learner_worker import RankColumns
 from strop.extensions.recorded.examples import EXAMPLE_READERS
 from strop.extensions.recorded.loss_validation import LossValidator
 from strop.extensions.recorded.planned_groups import (
@@ -36,13 +35,13 @@ from strop.extensions.recorded.recorded_tokens import ExampleTooLong, RecordedRu
 from strop.extensions.recorded.reference_store import load_or_compute_reference
 from strop.extensions.recorded.tokenizing_pool import TokenizingPool, choose_num_workers
 from strop.learner.client import AsyncColumnSource, ColumnClient, InlineCaller, LearnerClient
-from strop.learner.torch.scorer import NetworkScorer
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import make_failed_group
 from strop.rollouts.prepared_ahead import GroupsAhead
 from strop.rollouts.stream import RolloutStream, StreamState
 from strop.runs.backend import Backend
-from strop.runs.models import LoadedPolicy, TokenizerBundle
+from strop.runs.models import TokenizerBundle
+from strop.runs.run_source import RunSource
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
@@ -139,7 +138,7 @@ class RecordedExamples:
 
 
 @dataclass(kw_only=True)
-class RecordedSource:
+class RecordedSource(RunSource):
     """Groups of recorded examples."""
 
     config: RecordedRunConfig
@@ -160,12 +159,6 @@ class RecordedSource:
         train = read_examples(config, config.data.train, "train", algorithm)
         held_out = read_validation_examples(config, algorithm)
         return cls(config=config, algorithm=algorithm, tracker=tracker, train=train, validation=held_out)
-
-    @classmethod
-    def make_rank_columns(
-        cls, config: Any, policy: LoadedPolicy, algorithm: Algorithm, sampling: Sampling, device: str, world: int
-    ) -> Mapping[tuple[str, str], tuple[RankColumns, NetworkScorer]]:
-        return {}
 
     @property
     def size(self) -> int | None:

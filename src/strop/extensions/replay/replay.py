@@ -41,8 +41,8 @@ from strop.runs.backend import Backend, make_backend
 from strop.runs.dry_run.examined_models import find_optimizer_problems
 from strop.runs.lifecycle import make_checkpoints, seed_everything
 from strop.runs.restore import make_token_budgets, settle_token_budgets
-from strop.runs.rollout_run import SampledSource
-from strop.runs.run_source import RunSource, find_source
+from strop.runs.rollout_run import SampledSource, find_source
+from strop.runs.run_source import RunSource
 from strop.runs.scorers import make_columns
 from strop.safety.printable import make_printable
 from strop.safety.remote_code import trust_remote_code

@@ -31,7 +31,7 @@ from strop.runs.models import (
     make_offload,
     make_trained_networks,
 )
-from strop.runs.run_source import find_source
+from strop.runs.rollout_run import find_source
 from strop.runs.scorers import keeps_reference
 from strop.sampling import Sampling
 

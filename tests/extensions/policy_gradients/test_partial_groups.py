@@ -17,12 +17,11 @@ import torch
 
 from strop.algorithms.catalogue import all_algorithms, all_parts
 from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
-from strop.algorithms.policy_gradient.baselines import REINFORCE
-from strop.algorithms.policy_gradient.group_credit import BestOfK, DecoupledRewards
 from strop.algorithms.policy_gradient.grpo import GroupRelative
 from strop.algorithms.policy_gradient.parts import Advantage
 from strop.data.packing import pack
 from strop.endings import Ending
+from strop.extensions.policy_gradients.group_credit import BestOfK, DecoupledRewards
 from strop.types import Group
 from support.rollouts import make_rollout, sampled_turn
 
@@ -75,6 +74,7 @@ def make_group(counts: Counts, index: int, failed: int) -> Group:
 
 def credit(advantage: Advantage, groups: list[Group]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the advantages of the tokens, and the actions."""
+    REINFORCE = pytest.importorskip("strop.extensions.policy_gradients.baselines").REINFORCE
     algorithm = REINFORCE(advantage=advantage)
     batch = pack(groups, algorithm.group_credit(groups), share_prefixes=True)
     if POLICY_SQUARES in advantage.requires:

@@ -9,7 +9,6 @@ import pytest
 from strop.algorithms.base import Plan
 from strop.algorithms.catalogue import all_algorithms, all_parts
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.group_credit import DecoupledRewards
 from strop.algorithms.policy_gradient.parts import Advantage, Objective, Selection, Shaping
 
 FAMILY = (
@@ -33,6 +32,7 @@ PARTS = {
 @pytest.mark.parametrize("name", FAMILY)
 def test_each_has_defaults_that_fit_a_run_in_both_modes(name: str) -> None:
     """What cannot have a default is said by ``problems``: a length for Dr. GRPO, GDPO's rewards."""
+    DecoupledRewards = pytest.importorskip("strop.extensions.policy_gradients.group_credit").DecoupledRewards
     algorithm = all_algorithms()[name]()
     assert isinstance(algorithm, PolicyGradient)
     if name == "dr_grpo":

@@ -12,7 +12,6 @@ from strop.algorithms.functional import (
     POLICY_SQUARES,
     RELATIVE_ROUNDING,
     Aggregation,
-    bounded_logprobs,
     group_advantages,
     rounding_of,
     varies,
@@ -20,24 +19,13 @@ from strop.algorithms.functional import (
 )
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.grpo import Clip
-from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective, PolicyTokens
+from strop.algorithms.policy_gradient.grpo import Clip, Reinforce
+from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
 from strop.algorithms.policy_gradient.rewards import discounted_sums
 from strop.algorithms.policy_gradient.step_weights import CORRECTION_WEIGHTS
 from strop.algorithms.policy_gradient.turns import STEP_REWARDS, sum_to_go
 from strop.lazy_torch import Tensor, torch
 from strop.types import Batch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reinforce(Objective):
-    """A log pi."""
-
-    zero_gradient_without_advantage = True
-    uses_ratio_to: ClassVar[bool] = False
-
-    def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        return tokens.advantages * bounded_logprobs(tokens.logprobs), {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from strop.algorithms.functional import aggregate, group_advantages, varies, whiten
-from strop.algorithms.policy_gradient.baselines import BatchWhitened, GreedyBaseline, ReinforcePP, ReinforcePPBaseline, ReMax
-from strop.algorithms.policy_gradient.group_credit import GDPO, BestOfK, DecoupledRewards, SuccessRate
 from strop.algorithms.policy_gradient.grpo_variants import DAPO, SoftOverlong
+from strop.extensions.policy_gradients.baselines import ReinforcePP, ReinforcePPBaseline
+from strop.extensions.policy_gradients.group_credit import GDPO, BestOfK, DecoupledRewards, SuccessRate
 from strop.types import Group
 from support.rollouts import make_group, make_rollout, pack_for, pack_grpo, sampled_turn, simple_groups
 from support.tokens import loss_gradients, make_group_rewards, make_step
@@ -136,11 +136,13 @@ def test_negative_rewards_are_refused_where_they_come_from() -> None:
 
 
 def test_a_group_without_a_greedy_rollout_is_an_error() -> None:
+    GreedyBaseline = pytest.importorskip("strop.extensions.policy_gradients.baselines").GreedyBaseline
     with pytest.raises(ValueError, match="this group has none"):
         GreedyBaseline().rollout_advantages(make_group_rewards(1.0))
 
 
 def test_the_greedy_response_is_shaped_like_the_others() -> None:
+    ReMax = pytest.importorskip("strop.extensions.policy_gradients.baselines").ReMax
     algorithm = ReMax(shaping=SoftOverlong(buffer=2, max_length=4))
     greedy = make_rollout([5], sampled_turn([7] * 3), reward=1.0)
     assert algorithm.advantages(replace(answered((1.0, 1)), baseline=greedy)).tolist() == [0.5]
@@ -159,6 +161,7 @@ def test_a_batch_that_does_not_vary_earns_exactly_nothing(algorithm: ReinforcePP
 
 
 def test_whitening_nothing_is_harmless() -> None:
+    BatchWhitened = pytest.importorskip("strop.extensions.policy_gradients.baselines").BatchWhitened
     assert whiten(torch.ones(3), torch.zeros(3)).tolist() == [0.0, 0.0, 0.0]
     assert len(whiten(torch.zeros(0), torch.zeros(0))) == 0
     assert BatchWhitened().min_group_size == 2

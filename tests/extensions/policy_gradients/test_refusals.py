@@ -10,6 +10,7 @@ from strop.algorithms.base import Plan
 from strop.algorithms.catalogue import all_algorithms, all_parts
 from strop.algorithms.critic import Gae
 from strop.algorithms.kl import Kl
+from strop.extensions.distillation.distillation import ReverseKl
 from support.each import each
 
 PLAN = Plan(group_size=4)
@@ -77,6 +78,8 @@ REFUSED_PLANS: list[tuple[str, dict[str, Any], Plan, str]] = [
     ("ppo", {"value_scale": 0.0}, ALONE, "value_scale is 0.0"),
     ("ppo", {"value_clip": 0.0}, ALONE, "value_clip is 0.0"),
     ("ppo", {"drop_constant_groups": True}, ALONE, "group of one"),
+    ("distillation", {"advantage": ReverseKl(reward_weight=-1.0)}, PLAN, "reward_weight is -1.0"),
+    ("distillation", {"advantage": ReverseKl(reward_weight=1.0, reward=part("group_relative"))}, ALONE, "the group size is 1"),
 ]  # fmt: skip
 
 ACCEPTED_PLANS: list[tuple[str, dict[str, Any], Plan]] = [
