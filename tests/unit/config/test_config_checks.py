@@ -380,11 +380,13 @@ def test_earlier_selves_of_the_policy_need_the_learner_in_this_process_and_a_run
     accepted(*PAST)
 
 
+@pytest.mark.extensions
 def test_a_misspelt_built_in_set_is_not_taken_for_rows_without_an_environment() -> None:
     with pytest.raises(ConfigError, match=r"data\.dataset_name: 'gsm8kk' is not .* did you mean 'gsm8k'\?.* others"):
         load_config(None, ["generation.model_name=m", "data.dataset_name=gsm8kk"], root=EvalRunConfig)
 
 
+@pytest.mark.extensions
 def test_the_tasks_of_a_built_in_set_are_shown_with_what_grades_them() -> None:
     config = load_config(None, ["generation.model_name=m", "data.dataset_name=gsm8k"], root=EvalRunConfig).config
     assert "tasks       gsm8k (math)" in summarize(config)

@@ -131,6 +131,7 @@ def test_what_cannot_work_says_what_to_set(overrides: list[str], said: str) -> N
     assert said in refused(*overrides)
 
 
+@pytest.mark.extensions
 def test_recorded_data_has_quotas() -> None:
     model = ("policy.model_name=m", "sft.val_period=0", "checkpointing.enabled=false")
     two = "data.train=[{dataset_name: squad, prompts_per_step: 24}, {dataset_name: squad, prompts_per_step: 8}]"
