@@ -189,6 +189,7 @@ def test_iterating_over_a_stream_ends_with_its_epoch(tmp_path: Path) -> None:
     assert rows.state()["reached"] == 0, "a run that goes on has not come further"
 
 
+@pytest.mark.extensions
 def test_an_environment_that_needs_the_number_of_rows_refuses_a_stream(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", [{"problem": "Write f.", "answer": ""}] * 3)
     source = DataSource(dataset_name=str(tmp_path / "rows.jsonl"), streaming=True)

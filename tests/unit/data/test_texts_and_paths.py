@@ -125,6 +125,7 @@ def test_what_would_be_cut_off_behind_brackets_and_quotes_is_refused(text: str) 
 # --- keys and rows that cannot be meant ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("keys", [{"split": "test"}, {"split": "train[:10%]"}, {"subset": "main"}, {"revision": "abc"}])
 def test_a_key_that_a_file_does_not_have_is_refused(keys: dict[str, str], tmp_path: Path) -> None:
     content = '{"problem": "q", "answer": "1"}\n'
@@ -185,6 +186,7 @@ UNREAD = [  # kind of run, settings of its entry, the key that it does not read
 ]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(("kind", "entry", "unread"), UNREAD)
 def test_a_key_that_this_kind_of_run_or_task_does_not_read_is_refused(
     kind: str, entry: dict[str, str], unread: dict[str, str]
@@ -198,6 +200,7 @@ def test_a_key_that_this_kind_of_run_or_task_does_not_read_is_refused(
     load_config(None, root=TRAINING_RUNS[kind], values={**values, "data": inherited})
 
 
+@pytest.mark.extensions
 def test_texts_are_joined_only_where_their_column_is_named() -> None:
     values = {"data": {"train": {"dataset_name": "d", "characters_per_sample": 9}}, "policy": {"model_name": "m"}}
     with pytest.raises(ConfigError, match="only raw text is joined, and text_key names none"):
