@@ -59,6 +59,7 @@ def test_every_part_has_a_case() -> None:
     )
 
 
+@pytest.mark.extensions
 def test_no_case_is_about_something_that_is_gone() -> None:
     algorithms = {*WHOLE, *(case.algorithm for case in PAIR_LOSSES), *ALGORITHMS}
     assert algorithms <= set(catalogue.all_algorithms())

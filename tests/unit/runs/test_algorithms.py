@@ -117,11 +117,13 @@ def test_a_part_may_hold_another_part() -> None:
     assert found == Distillation(advantage=ReverseKl(reward_weight=0.5, reward=LeaveOneOut()))
 
 
+@pytest.mark.extensions
 def test_a_mapping_of_numbers_is_no_part() -> None:
     found = make_algorithm("gdpo", {"advantage": {"weights": {"correct": 1, "format": 0.5}}})
     assert dict(found.advantage.weights) == {"correct": 1.0, "format": 0.5}  # type: ignore[attr-defined]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("name", "kwargs", "said"),
     [
@@ -231,6 +233,7 @@ def test_a_part_named_as_algorithm_is_told_the_key_of_its_kind_which_takes_it(
     assert type(found[0] if isinstance(found, tuple) else found).__name__ == "Mine"
 
 
+@pytest.mark.extensions
 def test_an_outline_names_every_option_in_force() -> None:
     kwargs = {"corrections": [{"name": "tis", "cap": 3.0}], "kl": {"weight": 0.1}, "on_policy_ratio": True}
     line = format_algorithm("grpo", make_algorithm("grpo", kwargs))
@@ -312,11 +315,13 @@ def test_how_a_kl_term_is_taken_does_not_switch_one_on(key: str) -> None:
     assert found.kl.weight == 0 and not found.requires
 
 
+@pytest.mark.extensions
 def test_clamps_of_the_kl_term_reach_an_algorithm_that_has_one_of_its_own() -> None:
     found: Any = made("grpo", "algorithm.name=reinforce_pp", "loss_fn.kl_output_clamp_value=3")
     assert found.kl == Kl(weight=0.01, estimator="k1", place="token_reward", output_clamp=3.0)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("section", "overrides", "said"),
     [
@@ -378,6 +383,7 @@ def test_an_algorithm_from_outside_is_warned_about_flat_keys_it_has_no_fields_fo
         make_algorithm(name, {}, settings[1:])
 
 
+@pytest.mark.extensions
 def test_an_algorithm_from_outside_is_not_warned_about_a_key_that_is_off() -> None:
     """As the penalty of the README's own REINFORCE, which no one asked for."""
     off = AlgorithmSetting("loss_fn.reference_policy_kl_penalty", "kl.weight", 0.0)
@@ -391,6 +397,7 @@ def test_an_algorithm_from_outside_is_not_warned_about_a_key_that_is_off() -> No
 # --- what does not fit a run ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

@@ -189,6 +189,7 @@ def test_every_key_that_is_changed_is_refused_listed_or_nothing_to_training(kind
             assert (key in listed) == (role == "applied"), (change, listed)
 
 
+@pytest.mark.extensions
 def test_another_kind_of_run_is_refused(tmp_path: Path) -> None:
     save(configure(tmp_path))
     with pytest.raises(ResumeError, match=r"belongs to a run of `strop grpo`, and this is `strop sft`.*run_name=NAME"):

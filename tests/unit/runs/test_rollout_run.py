@@ -185,6 +185,7 @@ def write_rows(path: Path, count: int) -> Path:
     return path
 
 
+@pytest.mark.extensions
 def test_what_training_holds_out_is_validated_on(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", 20)
     found = config(
@@ -207,6 +208,7 @@ def test_several_entries_are_mixed_by_weight():
     assert names.count("hard") == 30 and train.at(names.index("hard"))[2].question.count("+") == 2
 
 
+@pytest.mark.extensions
 def test_a_data_sets_own_configuration_reaches_the_data(monkeypatch):
     from strop.data.sources.source import DataSource
 
@@ -319,6 +321,7 @@ def test_tools_need_more_than_one_turn() -> None:
     assert not list(find_single_turns(environments, 2, "grpo"))
 
 
+@pytest.mark.extensions
 def test_a_run_over_hosted_environments_asks_the_same_tasks_in_the_same_order(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"problem": "{n}+1", "answer": "{n + 1}"}}\n' for n in range(30)))

@@ -185,6 +185,7 @@ def test_the_loss_of_an_algorithm_that_does_not_say_its_terms_is_spread_evenly()
     assert list(traced.columns.by_term["loss_terms"]) == ["loss"]
 
 
+@pytest.mark.extensions
 def test_the_terms_of_a_policy_gradient_are_told_apart() -> None:
     terms = trace(CASES["everything"]).columns.by_term["loss_terms"]
     assert list(terms) == ["objective", "clip", "correction", "selection", "kl", "entropy", "positive_nll"]
@@ -204,6 +205,7 @@ def test_the_clip_is_what_separates_the_objective_from_the_surrogate_of_ppo() ->
     assert torch.equal(traced.columns.columns["clipped"], (clipped - expected).abs() > 1e-8)
 
 
+@pytest.mark.extensions
 @each("name", ["everything", "grpo", "gspo", "cispo", "dpo", "sft", "kto", "reinforce"])
 def test_the_gradient_is_that_of_the_logit_of_the_sampled_token(name: str) -> None:
     """Against a real softmax over a vocabulary of five."""
@@ -229,6 +231,7 @@ def test_the_gradient_is_that_of_the_logit_of_the_sampled_token(name: str) -> No
     assert torch.allclose(found, logits.grad[torch.arange(count), place], rtol=1e-3, atol=1e-7)
 
 
+@pytest.mark.extensions
 def test_the_reasons_say_why_a_token_has_no_gradient() -> None:
     def reasons(name: str) -> set[str]:
         traced = trace(CASES[name])
