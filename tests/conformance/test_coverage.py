@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from conformance.advantages import GROUP_ADVANTAGES
 from conformance.corrections import CORRECTIONS
 from conformance.objectives import OBJECTIVES
