@@ -161,7 +161,7 @@ format: setup-dev ## let ruff format and mend what it can
 	$(BIN)/ruff check --fix .
 
 docs: setup-dev ## write docs/configuration.md from the schema, then build the site into build/site
-	$(BIN)/python -m strop.config.load.reference > docs/configuration.md
+	$(BIN)/python -m strop.extensions.reading.key_reference > docs/configuration.md
 	$(BIN)/mkdocs build --strict
 
 site: setup-dev ## build the site as it is committed; a warning or a broken link is an error

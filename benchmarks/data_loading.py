@@ -64,7 +64,7 @@ class MadeUp:
 
 def measure_memory(rows: int, block: int, stride: int) -> None:
     from strop.data.sources.source import DataSource
-    from strop.environments.math import MathEnvironment
+    from strop.extensions.math.math_environment import MathEnvironment
 
     source = DataSource(rows=MadeUp(rows), streaming=True, shuffle=True, shuffle_buffer=block)  # type: ignore[arg-type]
     tasks: Any = MathEnvironment().tasks(source)

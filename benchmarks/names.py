@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from strop.data.builtin_dataset import BuiltinDataset
-from strop.data.builtin_sets import BUILTIN_DATASETS, CONVERSATION_SETS, PREFERENCE_SETS
+from strop.data.builtin_sets import BUILTIN_DATASETS
+from strop.extensions.recorded.recorded_sets import CONVERSATION_SETS, PREFERENCE_SETS
 from strop.extensions.trackers.aliases import TRL, VERL
 
 LANGUAGE = re.compile(r"_[A-Z]{2}-[A-Z]{2}$")

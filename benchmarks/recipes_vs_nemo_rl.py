@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from conformance.cases import Step, step
 from conformance.harness import through_strop
 from strop.config import ConfigError, EvalRunConfig, RolloutRunConfig, TrainingRunConfig, load_config
-from strop.config.schema.run_config import TRAINING_RUNS, DistillationRunConfig, list_trained_models
+from strop.config.schema.run_config import TRAINING_RUNS, list_trained_models
+from strop.extensions.distillation.distillation_config import DistillationRunConfig
 from strop.learner.model_config import ModelConfig
 from strop.learner.torch.optimizer import make_optimizer, make_scheduler
 from strop.runs.run_algorithm import count_steps_per_batch, make_run_algorithm

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         for item in items:
             draw_fewer_examples(item)
+    if find_spec("strop.extensions") is None:
+        for item in items:
+            if item.get_closest_marker("extensions"):
+                item.add_marker(pytest.mark.skip(reason="Strop's extensions are not here"))
     wanted = [item for item in items if "gpu" in item.path.parts or item.get_closest_marker("gpu")]
     if not wanted:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 from strop.algorithms import catalogue
@@ -23,11 +24,15 @@ class Given(Advantage):
 
 def part(name: str, **options: Any) -> Any:
     """The part that a configuration calls ``name``."""
+    if name not in catalogue.all_parts():
+        pytest.skip(f"{name} is an extension's", allow_module_level=True)
     kind: type[Part] = catalogue.all_parts()[name]
     return kind(**options)
 
 
 def algorithm(name: str, **options: Any) -> Algorithm:
+    if name not in catalogue.all_algorithms():
+        pytest.skip(f"{name} is an extension's", allow_module_level=True)
     return catalogue.all_algorithms()[name](**options)
 
 

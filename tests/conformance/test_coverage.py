@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from conformance.advantages import GROUP_ADVANTAGES
 from conformance.corrections import CORRECTIONS
 from conformance.objectives import OBJECTIVES
@@ -59,6 +61,7 @@ def test_every_part_has_a_case() -> None:
     )
 
 
+@pytest.mark.extensions
 def test_no_case_is_about_something_that_is_gone() -> None:
     algorithms = {*WHOLE, *(case.algorithm for case in PAIR_LOSSES), *ALGORITHMS}
     assert algorithms <= set(catalogue.all_algorithms())

@@ -19,7 +19,6 @@ from conformance.cases import STEPS, Step, on_policy
 from conformance.compose import algorithm, part
 from conformance.formulas_common import AGGREGATIONS, Row, Scalar, constant
 from conformance.harness import SINGLE, Candidates, Leaves, Outcome, assert_same, column, groups_of, packed, through_strop
-from strop.learner.torch.teacher import MixedTeachers
 from strop.types import Batch, Group
 from support.each import each
 
@@ -210,6 +209,7 @@ class Known:
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0), (1e-3, 1.0)], ids=str)
 def test_several_teachers_are_a_mixture_of_their_probabilities(weights: tuple[float, float]) -> None:
     """One of them finds some tokens impossible."""
+    MixedTeachers = pytest.importorskip("strop.extensions.distillation.teacher").MixedTeachers
     step = STEPS["random"]
     first = column(step, "teacher")
     second = torch.where(torch.arange(len(first)) % 3 == 0, -2000.0, column(step, "reference"))

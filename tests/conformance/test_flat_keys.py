@@ -206,6 +206,7 @@ def is_repeated(case: KeyCase) -> bool:
     return case.kind == "ppo" and (case.keys, case.parts) in LOSS
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=str(case), marks=[pytest.mark.exhaustive] * is_repeated(case)) for case in CASES]
 )
@@ -228,6 +229,7 @@ def keys_of_a_loss(kind: str) -> list[str]:
     ]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_key_has_a_case(kind: str) -> None:
     tested = {key.partition("=")[0] for case in CASES if case.kind == kind for key in case.keys.split()}

@@ -48,6 +48,8 @@ def test_every_declared_environment_resolves(name: str) -> None:
         ("arithmetic", {"tools": [{"mcp": {"comand": ["x"]}}]}, "no option 'comand'; did you mean 'command'"),
         ("arithmetic", {"tools": [{"mcp": {}}]}, "mcp needs command"),
         ("arithmetic", {"tools": [{"mcp": {"command": "server"}}]}, "the option command of the tool mcp"),
+        ("math", {"verifier": "sympy"}, "'math_verify', 'exact', 'dapo'"),
+        ("math", {"timeout_s": object()}, "timeout_s"),
         ("reasoning_gym", {}, "needs the option task"),
         ("sliding_puzzle", {"cfg": {"max_move": 3}}, "it has no key 'max_move'; did you mean 'max_moves'"),
         ("sliding_puzzle", {"cfg": {"game_config": {"siz": 3}}}, "game_config has no key 'siz'; did you mean 'size'"),

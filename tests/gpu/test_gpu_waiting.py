@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from strop.algorithms.supervised import SFT
 from strop.data.packing_config import GPU_TOKENS
+from strop.extensions.recorded.supervised import SFT
 from strop.generation.base import Completion
 from strop.gpus import KIND
 from strop.learner.torch.scorer import NetworkScorer

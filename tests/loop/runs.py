@@ -9,8 +9,11 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from support.forks import forks
 
@@ -83,6 +86,8 @@ class Running:
 
 def start(arguments: Sequence[str], folder: Path, *, before: Callable[[], None] | None = None) -> Running:
     """Start ``strop ARGUMENTS`` or ``python SCRIPT.py ARGUMENTS`` in ``folder``. The new process calls ``before`` first."""
+    if find_spec("strop.extensions") is None and arguments[0] not in ("grpo", "ppo") and not arguments[0].endswith(".py"):
+        pytest.skip(f"strop {arguments[0]} is an extension's")
     folder.mkdir(parents=True, exist_ok=True)
     for name in (".out", ".err"):  # a run may be killed before it opens them
         (folder / name).touch()

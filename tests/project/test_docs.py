@@ -41,7 +41,7 @@ from strop.extensions.recipes import translate_command
 from strop.extensions.replay import replay_commands
 from strop.extensions.serve.serve_command import make_serve_parser
 from strop.extensions.view import view_command
-from strop.runs.run_algorithm import make_rollout_algorithm
+from strop.runs.run_algorithm import make_run_algorithm
 from strop.types import Group, Rollout, Task, Turn
 from strop.user_code import import_attribute
 from support.each import each
@@ -332,7 +332,7 @@ def test_examples_run(page: Path, file: str, code: str, tmp_path: Path) -> None:
 def trains_with(algorithm: str) -> None:
     """The configuration takes it, it gives credit, and its loss does not depend on how the batch is cut."""
     overrides = ["policy.model_name=none", "data.train.env_name=arithmetic", "env.arithmetic={}", f"algorithm.name={algorithm}"]
-    made = make_rollout_algorithm(load_config(None, overrides, root=GrpoRunConfig, check=False).config)
+    made = make_run_algorithm(load_config(None, overrides, root=GrpoRunConfig, check=False).config)
     group = Group(index=0, environment="arithmetic", version=0, rollouts=tuple(rollout(place) for place in range(4)))
     batch = made.token_credit(pack_for([group], made))
     assert float(batch.advantages.abs().max()) > 0

@@ -89,7 +89,7 @@ def test_an_example_on_sums_loads_with_the_data_that_is_made_for_it(
 @pytest.mark.parametrize("kind", ["conversations", "preferences", "judgements"])
 def test_the_data_of_the_examples_is_read_and_no_question_is_held_out_and_trained_on(kind: str, sums: Path) -> None:
     from strop.data.sources.source import DataSource
-    from strop.runs.recorded_run import EXAMPLE_READERS
+    from strop.extensions.recorded.recorded_run import EXAMPLE_READERS
 
     parts = {}
     for part, size in (("train", 200), ("validation", 20)):

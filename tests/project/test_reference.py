@@ -8,9 +8,9 @@ import pytest
 
 from strop.base_config import BaseConfig, fields_of
 from strop.config import EvalRunConfig, GrpoRunConfig
-from strop.config.load.reference import ROOT_CONFIGS, collect_blocks, render_annotated_yaml, render_page
 from strop.config.source import yaml_text
 from strop.config.source.keys import SchemaKey, iter_keys
+from strop.extensions.reading.key_reference import ROOT_CONFIGS, collect_blocks, render_annotated_yaml, render_page
 from support.each import each
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ ROOTS = (GrpoRunConfig, EvalRunConfig)
 
 def test_the_committed_page_is_what_the_schema_generates() -> None:
     committed = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert committed == render_page(), "run: python -m strop.config.load.reference > docs/configuration.md"
+    assert committed == render_page(), "run: python -m strop.extensions.reading.key_reference > docs/configuration.md"
 
 
 @each("run", ROOT_CONFIGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from strop.algorithms.catalogue import all_parts
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.grpo import GRPO, Clip, GroupRelative
 from strop.algorithms.policy_gradient.sequence_objectives import SequenceClip
@@ -27,3 +28,9 @@ def grpo(**flat: Any) -> GRPO:
         kl=Kl(**{"weight": 0.0, **kl}, place=place) if kl else None,
         **flat,
     )
+
+
+def find_part(name: str, **options: Any) -> Any:
+    """A part by its name; None where no package that is here declares it."""
+    kind = all_parts().get(name)
+    return None if kind is None else kind(**options)

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from strop.environments.answers import extract_last_boxed
-from strop.environments.verifiers.math_verifier import extract_english_choice
+from strop.extensions.math.math_verifier import extract_english_choice
 
 TABLE = Path(__file__).parents[1] / "fixtures" / "answer_pairs.yaml"
 OURS, HOSTILE, ROW = "ours", "hostile", "row"

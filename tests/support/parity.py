@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from strop import metrics
 from strop.algorithms.base import CANDIDATES, Algorithm, TokenOutputs
-from strop.algorithms.distillation import TEACHER_CANDIDATES, TopKDistillation
-from strop.algorithms.preference.referenced import DPO
-from strop.algorithms.supervised import SFT, RewardModel
+from strop.algorithms.catalogue import all_algorithms
 from strop.data.shares.batch_share import BatchShare
 from strop.data.shares.divide_batch import divide_batch
 from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs, assemble_result
@@ -42,13 +40,16 @@ from support.recorded import build_classifier, random_groups
 from support.rollouts import make_agent_groups, pack_for, simple_groups, with_columns
 
 SAMPLING = Sampling(temperature=0.8)
+DECLARED = {  # by extensions, where they are there
+    "sft": "sft",
+    "dpo": "dpo",
+    "rm": "reward_model",  # of a case with ``value``
+    "distillation": "topk_distillation",
+}
 ALGORITHMS: dict[str, Algorithm] = {
     "grpo": grpo(kl_penalty=0.1, clip_high=0.28),
     "gspo": grpo(sequence_ratio=True, aggregation="sequence_mean"),
-    "sft": SFT(),
-    "dpo": DPO(),
-    "rm": RewardModel(),  # of a case with ``value``
-    "distillation": TopKDistillation(),
+    **{name: all_algorithms()[kind]() for name, kind in DECLARED.items() if kind in all_algorithms()},
 }
 MANY = ((5, (3, 6, 1)), (2, (6, 2)), (9, (4, 4, 4)), (3, (2, 8)), (1, (7,)), (4, (3, 3)))  # groups: prompt, completions
 FEW = ((6, (5, 3, 4, 9)),)
@@ -195,7 +196,7 @@ def make_batch(case: Case) -> Batch:
         scored = plain.outputs(batch, case.sampling)
         logprobs = scored.logprobs
     if scored.candidates is not None:
-        batch = batch.with_column(TEACHER_CANDIDATES, scored.candidates.float().flip(1) - 0.5)
+        batch = batch.with_column("teacher_candidates", scored.candidates.float().flip(1) - 0.5)
     noise = torch.Generator().manual_seed(7)
     sampler = logprobs.float() + 0.2 * torch.randn(len(logprobs), generator=noise)
     batch = algorithm.token_credit(with_columns(replace(batch, rollout_logprobs=sampler), logprobs))

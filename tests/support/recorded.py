@@ -5,32 +5,37 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hypothesis import strategies as st
 
 from strop.algorithms.base import Algorithm
-from strop.data.recorded.examples import Conversation, Preference
 from strop.learner.base import require_token_outputs
 from strop.learner.client import AsyncColumnSource
 from strop.learner.torch.learner import TorchLearner
 from strop.models.chat_template import ChatTemplate
 from strop.models.value_network import get_score_layer
-from strop.rollouts import recorded
-from strop.rollouts.recorded import RecordedRules
 from strop.sampling import Sampling
 from strop.types import Batch, Group, Rollout, Task, Turn
 from support.learners import make_torch_learner
 from support.models import VOCABULARY, build, make_config
 from support.rollouts import GroupShape, make_group, make_rollout, pack_for, rollout_shapes
 
+if TYPE_CHECKING:
+    from strop.extensions.recorded.examples import Conversation, Preference
+    from strop.extensions.recorded.recorded_tokens import RecordedRules
+
 
 def demonstration_group(index: int, name: str, example: Conversation, template: ChatTemplate, rules: RecordedRules) -> Group:
+    from strop.extensions.recorded import planned_groups as recorded
+
     return recorded.make_group(recorded.plan_demonstration(index, name, example, rules), template, rules)
 
 
 def preference_group(index: int, name: str, example: Preference, template: ChatTemplate, rules: RecordedRules) -> Group:
+    from strop.extensions.recorded import planned_groups as recorded
+
     return recorded.make_group(recorded.plan_preference(index, name, example, rules), template, rules)
 
 

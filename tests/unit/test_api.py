@@ -75,6 +75,7 @@ def test_the_page_documents_every_stable_name() -> None:
     assert [name for name in SURFACE if f"`strop.{name}`" not in page and name != "__version__"] == []
 
 
+@pytest.mark.extensions
 def test_a_run_without_a_folder_gets_a_new_one_each_time(trained: list[Any]) -> None:
     folders = {str(strop.train("sft", model="m", data=[{"messages": []}]).folder) for _ in range(3)}
     assert len(folders) == 3 and all(folder.startswith("results/sft-") for folder in folders)
@@ -82,6 +83,7 @@ def test_a_run_without_a_folder_gets_a_new_one_each_time(trained: list[Any]) -> 
     assert trained[-1].logger.log_dir == "mine"
 
 
+@pytest.mark.extensions
 def test_several_rewards_go_by_name_and_an_environment_by_its_class(trained: list[Any]) -> None:
     strop.train("grpo", model="m", data=ROWS, reward={"correct": correct, "short": {"function": correct, "weight": 0.1}})
     assert trained[-1].env["task"].options["rewards"]["short"]["weight"] == 0.1
@@ -115,6 +117,7 @@ def test_mistakes_are_refused_with_the_key_and_a_way_out(trained: list[Any]) -> 
     assert not trained
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

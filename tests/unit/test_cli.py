@@ -142,6 +142,7 @@ def test_help_gives_each_command_one_line_of_80_columns_in_its_group(capsys: pyt
         assert [line.split()[0] for line in found] == list(group) and all(len(line) <= 80 for line in found)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("script", ["run_grpo.py", "run_grpo_math.py"])
 def test_a_training_script_is_strop_grpo_with_a_configuration(
     assembly: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, script: str

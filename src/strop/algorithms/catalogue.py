@@ -1,4 +1,4 @@
-"""Algorithms and their parts by name. There is no registry: each class of this package is named after itself.
+"""Algorithms and their parts by name: each class of this package, named after itself, and those that extensions declare.
 
 class LitePPO(PolicyGradient)   ->  algorithm.name: lite_ppo
 class SequenceClip(Objective)   ->  {name: sequence_clip}
@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import strop.algorithms
+from strop import plugins
 from strop.algorithms.base import Algorithm
 from strop.algorithms.policy_gradient.parts import Part
 
@@ -25,21 +26,29 @@ ALGORITHM: Any = Algorithm  # abstract, and so no type[Algorithm] to mypy
 
 @cache
 def all_algorithms() -> dict[str, type[Algorithm]]:
-    """Return every algorithm of the package by its name."""
-    return _by_name(_classes_of(_modules(), ALGORITHM))
+    """Return every algorithm of the package, and those that extensions declare, by its name."""
+    return dict(sorted({**_by_name(_classes_of(_modules(), ALGORITHM)), **_declared(ALGORITHM)}.items()))
 
 
 @cache
 def find_in_package(name: str) -> type[Algorithm] | None:
     """Return the algorithm with this name; None if there is none. A file of this name is read first, often without the others."""
+    if name in plugins.declared("algorithms"):
+        return _declared(ALGORITHM, name).get(name)
     own_file = [module for module in _modules() if module.rpartition(".")[2] == name]
     return _by_name(_classes_of(own_file, ALGORITHM)).get(name) or all_algorithms().get(name)
 
 
 @cache
 def all_parts() -> dict[str, type[Part]]:
-    """Return every part of the package by its name."""
-    return _by_name(kind for kind in _classes_of(_modules(), Part) if kind is not Part)
+    """Return every part of the package, and those that extensions declare, by its name."""
+    return {**_by_name(kind for kind in _classes_of(_modules(), Part) if kind is not Part), **_declared(Part)}
+
+
+def _declared(base: type[Kind], *names: str) -> dict[str, type[Kind]]:
+    """Return the algorithms or parts among the entry points ``strop.algorithms``: all, or those of some names."""
+    kinds = {name: plugins.load("algorithms", name) for name in names or plugins.declared("algorithms")}
+    return {name: kind for name, kind in kinds.items() if issubclass(kind, base)}
 
 
 def name_of(kind: type) -> str:

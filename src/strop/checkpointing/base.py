@@ -83,20 +83,11 @@ class Checkpointer(Protocol):
         ...
 
 
-# Classes in state.pt of earlier versions -> their current module and name.
-_MOVED = {
-    ("strop.data.examples", "Conversation"): ("strop.data.recorded.examples", "Conversation"),
-    ("strop.data.examples", "Preference"): ("strop.data.recorded.examples", "Preference"),
-    ("strop.data.examples", "Judged"): ("strop.data.recorded.examples", "UnpairedPreference"),
-    ("strop.environments.hosted", "RemoteTask"): ("strop.environments.remote", "RemoteTask"),
-}
-
 _PYTHON_2 = {"__builtin__": "builtins", "xrange": "range"}  # their names in pickles of torch.save
 
 # Modules of Strop whose classes (but not functions) may occur in the file.
 _OWN_MODULES = {
     "strop.checkpointing.base",
-    "strop.data.recorded.examples",
     "strop.endings",
     "strop.environments.base",
     "strop.environments.remote",
@@ -144,7 +135,9 @@ class _StateUnpickler(pickle.Unpickler):
     """Finds only allowed classes, and those of earlier versions under their new names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        module, name = _MOVED.get((module, name), (_PYTHON_2.get(module, module), _PYTHON_2.get(name, name)))
+        if (now := _find_former(f"{module}:{name}")) is not None:
+            return now
+        module, name = _PYTHON_2.get(module, module), _PYTHON_2.get(name, name)
         if (module, name) in _OTHERS:
             return getattr(importlib.import_module(module), name)
         found = getattr(importlib.import_module(module) if module in _OWN_MODULES else sys.modules.get(module), name, None)
@@ -161,6 +154,11 @@ def _load(file: Any, **options: Any) -> Any:
 
 
 _STATE_PICKLE = SimpleNamespace(__name__="pickle", Unpickler=_StateUnpickler, load=_load)
+
+
+def _find_former(path: str) -> type | None:
+    """Return the kind of task that an earlier version had at ``module:Class``: it lists such places as ``former_names``."""
+    return next((kind for kind in _subclasses(Task) if path in vars(kind).get("former_names", ())), None)
 
 
 def _is_task_data(found: type) -> bool:

@@ -137,16 +137,3 @@ class CheckpointingConfig(BaseConfig):
                 f"found {self.resume}, but {key}.enabled is false, and without it a run neither saves nor reads checkpoints",
                 f"Set {key}.enabled=true, or {key}.resume=auto.",
             )
-
-
-class RecordedCheckpointingConfig(CheckpointingConfig):
-    """Defaults for runs on recorded data, which are ranked by a loss."""
-
-    # val_loss and validation-default_loss are NeMo-RL's names for the loss.
-    validation_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "nll", "val_loss", "validation-default_loss")
-
-    checkpoint_dir: PathText = Field("results/recorded", min_length=1, description="Folder of the step_N folders.")
-    metric_name: str | None = Field(
-        "val:loss", description="Metric that ranks checkpoints, train:NAME or val:NAME; null keeps the newest."
-    )
-    higher_is_better: bool = Field(False, description="Whether a larger metric is better.")

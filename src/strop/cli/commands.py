@@ -60,21 +60,11 @@ class Command:
         return function(*self.first, *arguments)
 
 
-TRAINING = {  # training commands; each is also a section of its configuration
-    "grpo": "GRPO and other policy gradients",
-    "ppo": "policy gradients with a critic",
-    "sft": "supervised fine-tuning",
-    "dpo": "preference optimisation: DPO and its family",
-    "rm": "a reward model",
-    "distillation": "distillation from a teacher",
-}
-
-
-def train_run(section: str, arguments: Sequence[str], command_line: str, default_config: Path | None = None) -> int:
+def train_run(section: str, meaning: str, arguments: Sequence[str], command_line: str, default_config: Path | None = None) -> int:
     """Run a training command. Return its exit code."""
     from strop.config import TRAINING_RUNS, ConfigError, load_config
 
-    parser = make_run_parser(section, f"Train a language model: {TRAINING[section]}.", default_config)
+    parser = make_run_parser(section, f"Train a language model: {meaning}.", default_config)
     add_assumptions(parser)
     options = parser.parse_intermixed_args(arguments)
     assumed = read_assumptions(parser, options)
@@ -111,6 +101,11 @@ def train_run(section: str, arguments: Sequence[str], command_line: str, default
         return STOPPED_EXIT_CODE
 
 
+def training_command(section: str, meaning: str) -> Command:
+    """Return ``strop SECTION``, which trains as ``strop.config.TRAINING_RUNS[SECTION]`` configures it."""
+    return Command(train_run, meaning, (section, meaning), group="train")
+
+
 def _format_resume_hint(config: TrainingRunConfig, command_line: str) -> str:
     saving = config.checkpointing
     if not saving.saving_enabled or saving.resume == "never":
@@ -124,27 +119,12 @@ def _format_resume_hint(config: TrainingRunConfig, command_line: str) -> str:
     return f"Start the same command again to continue {where}:\n    {command_line}"
 
 
-def config(arguments: Sequence[str], command_line: str) -> int:
-    """Run ``strop config``. Return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="strop config", description="List every key with its type, default and description.", allow_abbrev=False
-    )
-    parser.add_argument(
-        "schema", choices=(*TRAINING, "eval"), nargs="?", default="grpo", help="command to list the keys of (default: grpo)"
-    )
-    options = parser.parse_args(arguments)
-    from strop.config.load.reference import render_annotated_yaml
-    from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig
-
-    print(render_annotated_yaml(TRAINING_RUNS.get(options.schema, EvalRunConfig)), end="")
-    return 0
-
-
 GROUPS: dict[str, dict[str, Command]] = {
-    "start": {
-        "config": Command(config, "list every key with its default and what it does"),
+    "start": {},
+    "train": {
+        "grpo": training_command("grpo", "GRPO and other policy gradients"),
+        "ppo": training_command("ppo", "policy gradients with a critic"),
     },
-    "train": {section: Command(train_run, meaning, (section,)) for section, meaning in TRAINING.items()},
     "look": {},
     "use": {},
     "check": {},

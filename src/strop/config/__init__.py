@@ -10,7 +10,6 @@ from strop.config.schema.run_config import (
     TRAINING_RUNS,
     EvalRunConfig,
     GrpoRunConfig,
-    RecordedRunConfig,
     RolloutRunConfig,
     TrainingRunConfig,
 )
@@ -23,7 +22,6 @@ __all__ = [
     "GrpoRunConfig",
     "LoadedConfig",
     "Problem",
-    "RecordedRunConfig",
     "RolloutRunConfig",
     "TrainingRunConfig",
     "dump_config",

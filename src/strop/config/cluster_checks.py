@@ -8,7 +8,6 @@ from dataclasses import replace
 from strop import packages
 from strop.base_config import changed_keys, iter_sections
 from strop.config.schema.run_config import (
-    DistillationRunConfig,
     EvalRunConfig,
     PpoRunConfig,
     RolloutRunConfig,
@@ -52,11 +51,11 @@ Problems = Iterator[Problem]
 def check_parallel_sizes(config: TrainingRunConfig) -> Problems:
     counts = count_devices(config)
     sections = {f"{key}.{model.learner_key}": model.learner for key, model in list_trained_models(config)}
-    for key, teacher in config.all_teachers.items() if isinstance(config, DistillationRunConfig) else ():
-        if not teacher.uses_torch:
-            sections[f"{key}.{teacher.learner_key}"] = teacher.learner
-        elif not teacher.hosts:  # a teacher in a single process may be offloaded
-            sections[f"{key}.{TORCH}"] = replace(teacher.dtensor_cfg, cpu_offload=False)
+    for key, model in config.scoring_models.items():
+        if not model.uses_torch:
+            sections[f"{key}.{model.learner_key}"] = model.learner
+        elif model.on_ranks:  # one in a single process may be offloaded
+            sections[f"{key}.{TORCH}"] = replace(model.dtensor_cfg, cpu_offload=False)
     for key, section in sections.items():
         yield from section.size_errors(key, counts.learner_devices, uses_ray=counts.uses_ray)
     if isinstance(config, PpoRunConfig) and config.value.head_only and config.policy.dtensor_cfg.pipeline_parallel_size > 1:
@@ -69,10 +68,10 @@ def check_parallel_sizes(config: TrainingRunConfig) -> Problems:
 
 
 def check_one_learner(config: TrainingRunConfig) -> Problems:
-    """Policy and critic have one learner; a teacher alongside it may have the torch learner."""
+    """Trained models have one learner; one that only scores may have the torch learner."""
     models: dict[str, WithLearner] = dict(list_trained_models(config))
-    if isinstance(config, DistillationRunConfig) and config.policy.uses_torch:
-        models |= config.all_teachers
+    if config.policy.uses_torch:
+        models |= config.scoring_models
     for name, section in config.policy.learner_sections.items():
         enabled = str(section.enabled).lower()
         for key, model in models.items():
@@ -169,29 +168,6 @@ def check_environment_hosts(config: TrainingRunConfig) -> Problems:
         )
 
 
-def check_teacher_processes(config: DistillationRunConfig) -> Problems:
-    uses_ray = count_devices(config).uses_ray
-    for key, teacher in config.all_teachers.items():
-        if teacher.model_name == "self" and uses_ray:
-            yield Problem(
-                f"{key}.model_name",
-                "found self, which works in one process only: ranks hold shards of the policy",
-                "Name a model, or set cluster.backend=local.",
-            )
-        if uses_ray and not teacher.hosts and teacher.model_name != "self" and teacher.device != config.policy.device:
-            yield Problem(
-                f"{key}.device",
-                f"found {teacher.device} with policy.device = {config.policy.device}, but its shards are on the policy's devices",
-                f"Leave it unset; {key}.offload=true keeps the shards in CPU memory, {key}.hosts=1 gives it a separate process.",
-            )
-        if teacher.hosts and not uses_ray:
-            yield Problem(
-                f"{key}.hosts",
-                f"found {teacher.hosts}, but teacher processes are Ray actors, and this run has no Ray",
-                "Set cluster.backend=ray, or set it to 0.",
-            )
-
-
 def check_resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     """Check the GPUs of generation, which follow from the number and size of the engines."""
     key, generation = generation_section(config)
@@ -219,14 +195,10 @@ def check_resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
 
 
 def warn_unused_roles(config: TrainingRunConfig) -> Problems:
-    roles, uses_ray = config.cluster.roles, count_devices(config).uses_ray
-    teachers = config.all_teachers.values() if isinstance(config, DistillationRunConfig) else ()
-    if not uses_ray:
-        for key in changed_keys("cluster.roles", roles):
-            yield Problem(key, "it has no effect: this run is one process, without Ray (cluster.backend)")
-    elif not any(teacher.hosts for teacher in teachers):
-        for key in changed_keys("cluster.roles.teacher", roles.teacher):
-            yield Problem(key, "it has no effect: no teacher has its own processes (teacher.hosts)")
+    if count_devices(config).uses_ray:
+        return
+    for key in changed_keys("cluster.roles", config.cluster.roles):
+        yield Problem(key, "it has no effect: this run is one process, without Ray (cluster.backend)")
 
 
 def warn_idle_devices(config: EvalRunConfig) -> Problems:

@@ -17,12 +17,9 @@ from strop.checkpointing.checkpointing_config import CheckpointingConfig
 from strop.config import cluster_checks, policy_checks
 from strop.config.cluster_checks import count_devices
 from strop.config.schema.run_config import (
-    DistillationRunConfig,
-    DpoRunConfig,
     EvalRunConfig,
     GrpoRunConfig,
     PpoRunConfig,
-    RecordedRunConfig,
     RolloutRunConfig,
     TrainingRunConfig,
     environment_alias,
@@ -38,15 +35,7 @@ from strop.trainer.training_config import AsyncConfig
 
 Problems = Iterator[Problem]
 
-OF_PAIRS = ("chosen_key", "rejected_key", "label_key", "margin_key")
-OF_RAW_TEXT = ("text_key", "characters_per_sample")
 OF_ROWS = ("subset", "split", "revision", "input_key", "output_key", "messages_key", "image_key", "media_data_dir")
-READ_BY_OTHERS: Mapping[str, tuple[str, ...]] = {  # keys of an entry that only other kinds of run read
-    **dict.fromkeys(("grpo", "ppo", "distillation"), (*OF_PAIRS, *OF_RAW_TEXT, "system_key", "tool_key")),
-    "sft": OF_PAIRS,
-    "dpo": OF_RAW_TEXT,
-    "rm": (*OF_RAW_TEXT, "label_key"),
-}
 
 
 def check_training_data(config: TrainingRunConfig) -> Problems:
@@ -54,9 +43,9 @@ def check_training_data(config: TrainingRunConfig) -> Problems:
         yield Problem(
             "data.train",
             "there is nothing to train on",
-            "Set data.train.dataset_name."
-            if isinstance(config, RecordedRunConfig)
-            else "Set data.train.dataset_name, or data.train.env_name for an environment that generates its tasks.",
+            "Set data.train.dataset_name, or data.train.env_name for an environment that generates its tasks."
+            if isinstance(config, RolloutRunConfig)
+            else "Set data.train.dataset_name.",
         )
 
 
@@ -68,7 +57,7 @@ def check_unread_keys(config: TrainingRunConfig) -> Problems:
     ):
         generated = entry.data_name is None
         reader = "a generated task" if generated else f"strop {config.section}"
-        for name in dict.fromkeys((*READ_BY_OTHERS[config.section], *(OF_ROWS if generated else ()))):
+        for name in dict.fromkeys((*config.unread_keys, *(OF_ROWS if generated else ()))):
             value = getattr(entry, name)
             if value not in (default_of(entry, name), getattr(config.data.default, name)):
                 yield Problem(
@@ -82,25 +71,12 @@ def check_quotas(config: TrainingRunConfig) -> Problems:
     if not quotas or None in quotas:
         return
     total, of_each = sum(quota or 0 for quota in quotas), " + ".join(map(str, quotas))
-    if isinstance(config, RolloutRunConfig):
-        key, wanted = f"{config.section}.num_prompts_per_step", config.rollout_training.num_prompts_per_step
-    elif isinstance(config, RecordedRunConfig):
-        key, wanted = "policy.train_global_batch_size", config.policy.train_global_batch_size or 0
+    key, wanted = config.groups_key, config.groups_per_step or 0
     if total != wanted:
         yield Problem(
             f"{entry_keys('data.train', len(quotas))[0]}.prompts_per_step",
             f"the entries of data.train have {of_each} = {total} groups per step, but {key} is {wanted or 'null'}",
             f"Set {key}={total}{f', or prompts_per_step of the entries so that they add up to {wanted}' if wanted else ''}.",
-        )
-
-
-def check_precomputed_reference(config: DpoRunConfig) -> Problems:
-    streamed = [entry for entry in config.data.train if entry.streaming]
-    if config.dpo.precompute_reference and streamed:
-        yield Problem(
-            "dpo.precompute_reference",
-            f"found true, which reads all data before the first step, but {streamed[0].data_name} is streamed",
-            "Set it to false: the reference then scores each step.",
         )
 
 
@@ -258,33 +234,6 @@ def _warn_unused_budgets(key: str, section: str, model: ModelConfig) -> Problems
             )
 
 
-def warn_unused_validation_size(config: RecordedRunConfig) -> Problems:
-    training, key = config.recorded_training, f"{config.section}.val_micro_batch_size"
-    if training.val_micro_batch_size != default_of(training, "val_micro_batch_size"):
-        tokens = config.policy.score_tokens
-        section = "sequence_packing" if config.policy.sequence_packing.enabled else "dynamic_batching"
-        yield Problem(
-            key,
-            f"found {training.val_micro_batch_size}, which has no effect: policy.{section}.logprob_mb_tokens = {tokens} cuts the "
-            "micro-batches of validation, whose result does not depend on it",
-        )
-
-
-def check_teachers(config: DistillationRunConfig) -> Problems:
-    for key, teacher in config.all_teachers.items():
-        if unknown := sorted(set(teacher.environments or ()) - set(config.env)):
-            yield Problem(f"{key}.environments", f"found {unknown}, but env has {sorted(config.env)}", "Set it to some of these.")
-        if teacher.model_name == "self" and teacher.self_weights == "ema" and not config.policy.ema.enabled:
-            yield Problem(f"{key}.self_weights", "found ema, but there is no moving average", "Set policy.ema.enabled=true.")
-    general = [teacher for teacher in config.all_teachers.values() if teacher.environments is None]
-    if len(general) > 1 and config.algorithm.name == "topk_distillation":
-        yield Problem(
-            "teachers",
-            "several teachers are for all environments, and the top-k tokens of their mixture are unknown",
-            "Give each its environments (teachers.NAME.environments), or set algorithm.name=distillation.",
-        )
-
-
 def warn_unranked_checkpoints(config: TrainingRunConfig) -> Problems:
     saving, period = config.checkpointing, config.training.val_period
     ranked = saving.saving_enabled and saving.keep_top_k is not None
@@ -353,8 +302,6 @@ ERROR_CHECKS: Mapping[str, tuple[Check, ...]] = {  # section -> its rules
         cluster_checks.check_one_learner,
         cluster_checks.check_learner_processes,
     ),
-    "teacher": (check_teachers, cluster_checks.check_teacher_processes),
-    "dpo": (check_precomputed_reference,),
     "env": (check_environments, check_past_opponents),
     "eval": (check_eval_sampling,),
     "cluster": (*cluster_checks.MACHINE_CHECKS, cluster_checks.check_resources),
@@ -370,7 +317,7 @@ WARNING_CHECKS: Mapping[str, tuple[Check, ...]] = {
     "logger": (warn_unused_columns,),
     "cluster": (cluster_checks.warn_unused_roles, cluster_checks.warn_idle_devices),
     "loss_fn": (warn_unused_kl_in_reward,),
-    "training": (warn_unused_recomputation, warn_unused_validation_size),
+    "training": (warn_unused_recomputation,),
     "every section": (warn_sections_off,),
 }
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Purpose = Literal["train", "validation", "evaluation"]
-RowForm = Literal[
-    "preferred_response",
-    "boxed_solution",
-    "dialogues",
-    "conversation_trees",
-    "tagged_solution",
-    "single_image",
-    "reasoning_question",
-    "described_region",
-]
-"""Converter for rows of another form (``strop.data.sources.row_readers``)."""
+ReadRow = Callable[[Any, str, str | None], Mapping[str, Any]]
+"""Reads a row of another form: (record, where, folder of its images) -> further columns. Raises DataError."""
+
+SplitRow = Callable[[Any, str], Iterable[Mapping[str, Any]]]
+"""Makes several rows, or none, of one: (record, where) -> records. Raises DataError."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +74,8 @@ class BuiltinDataset:
     answer_marker: str | None = None  # the reference answer follows the last occurrence
     system_key: str | None = None  # the column of a system prompt to put before a conversation
     keep: tuple[Condition, ...] = ()  # rows must meet all of these
-    row_reader: RowForm | None = None  # None: rows are used unchanged
+    read_row: ReadRow | None = None
+    split_row: SplitRow | None = None
     choices: Choices | None = None
     split_hubs: Mapping[str, str] = field(default_factory=dict)  # splits stored as the only split of another hub set
     media_files: str | None = None  # required content of the folder media_data_dir, for sets whose images are separate files

@@ -22,8 +22,8 @@ class RoleConfig(BaseConfig):
     num_gpus: float | None = Field(
         None,
         gt=0,
-        description="GPUs of each teacher or environment process, in addition to the run's; a fraction such as 0.5 shares one. null is 1 "
-        "for a teacher and none for an environment (GPUs).",
+        description="GPUs of each process of an environment or of a scoring model, in addition to the run's; a fraction such as 0.5 shares "
+        "one. null is none for an environment and 1 for a scoring model (GPUs).",
     )
     resources: dict[str, float] = Field(
         default_factory=dict, description="Custom Ray resources of each process, such as {sandbox: 1}."
@@ -34,12 +34,11 @@ class RoleConfig(BaseConfig):
 
 
 class RolesConfig(BaseConfig):
-    """Resources of the learner's ranks, the engines, and the environment and teacher processes."""
+    """Resources of the learner's ranks, the engines, and the environment processes."""
 
     learner: RoleConfig = subsection(RoleConfig)
     generator: RoleConfig = subsection(RoleConfig)
     environment: RoleConfig = subsection(RoleConfig)
-    teacher: RoleConfig = subsection(RoleConfig)
 
 
 class ClusterConfig(BaseConfig):

@@ -114,7 +114,7 @@ class Environment(ToolOptions, ABC, Generic[TaskT]):
 
     def turn_states(self, task: TaskT, rollout: Rollout) -> Sequence[str | None]:
         """Return the state that each of ``rollout.policy_turns`` was taken in, for algorithms that compare turns taken in the same state
-        (``strop.algorithms.policy_gradient.turn_credit``); None for a turn without one. Called with the rewards. Default: none."""
+        (for GiGPO); None for a turn without one. Called with the rewards. Default: none."""
         return ()
 
     @cached_property

@@ -15,8 +15,6 @@ from strop.user_code import suggest_names
 
 ENVIRONMENTS = {
     "arithmetic": "strop.environments.arithmetic:Arithmetic",
-    "math": "strop.environments.math:MathEnvironment",
-    "math_multi_reward": "strop.environments.math:MathMultiReward",
     "reward_function": "strop.environments.function_environment:FunctionEnvironment",
 }
 

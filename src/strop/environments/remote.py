@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, ClassVar, Literal, TypeVar, overload
 
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
@@ -126,6 +126,8 @@ class CallResult:
 @dataclass(frozen=True, kw_only=True)
 class RemoteTask(Task):
     """The client's view of a task."""
+
+    former_names: ClassVar[tuple[str, ...]] = ("strop.environments.hosted:RemoteTask",)
 
     part: int  # index into the description's ``sources``
     index: int

@@ -21,22 +21,17 @@ from strop.environments.verifiers.base import (
 from strop.types import Rollout, Task
 from strop.user_code import suggest_names
 
-VERIFIERS = {
-    "math": "strop.environments.verifiers.math_verifier:MathVerifier",
-    "multiple_choice": "strop.environments.verifiers.math_verifier:MultipleChoiceVerifier",
-}
-
 
 def list_verifiers() -> list[str]:
-    """Return the names of all verifiers, including those of extensions."""
-    return sorted({*VERIFIERS, *plugins.declared("verifiers")})
+    """Return the names of all verifiers."""
+    return sorted(plugins.declared("verifiers"))
 
 
 def make_verifier(name: str, options: Mapping[str, Any], *, others: Sequence[str] = ()) -> Verifier:
     """Build the verifier ``name``. Raises EnvironmentConfigError for an unknown name and for unknown, ill-typed or missing options.
 
     ``others``: further allowed names that are read elsewhere."""
-    path = (VERIFIERS.get(name) or plugins.find_path("verifiers", name) or name) if isinstance(name, str) else ""
+    path = (plugins.find_path("verifiers", name) or name) if isinstance(name, str) else ""
     if ":" not in path:
         raise EnvironmentConfigError(
             f"there is no verifier {name!r}{suggest_names(str(name), list_verifiers())}. Name your own as file.py:Class, or set "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -237,3 +237,19 @@ def check_weights_dtype(weights_dtype: str, values: ValidationInfo) -> str:
     if weights_dtype == "bfloat16" and values.data.get("precision") == "float32":
         raise ValueError("with bfloat16 weights nothing is computed in float32; set precision=bfloat16, or weights_dtype=float32")
     return weights_dtype
+
+
+class ScoringModelConfig(WithLearner):
+    """A model that only scores, such as a teacher."""
+
+    if TYPE_CHECKING:  # each declares these keys, with its own defaults and descriptions
+        model_name: str
+        tokenizer: TokenizerConfig
+        precision: Precision
+        weights_dtype: Precision
+        dtensor_cfg: DtensorConfig
+
+    @property
+    def on_ranks(self) -> bool:
+        """Whether the ranks of the learner hold it, rather than processes of its own."""
+        return True

@@ -18,7 +18,6 @@ from typing import Literal, TextIO
 from strop import plugins
 from strop.monitoring.console_columns import (
     COLUMNS,
-    COLUMNS_BY_SECTION,
     Column,
     Progress,
     StepTable,
@@ -39,13 +38,14 @@ SHORT_HEARTBEAT, HEARTBEAT = 10.0, 60.0
 SMALLEST_SHARE = 0.05  # share of a step's time from which a phase is listed
 
 
-def open_console(kind: ConsoleKind = "auto", *, max_steps: int | None = None, title: str = "", section: str = "") -> Tracker:
-    """Create a console, with the columns of the runs of ``section``.
+def open_console(
+    kind: ConsoleKind = "auto", *, max_steps: int | None = None, title: str = "", columns: Sequence[Column] = COLUMNS
+) -> Tracker:
+    """Create a console.
 
     ``auto`` is live on a UTF-8 terminal that supports cursor movement, and plain otherwise. Raises UserCodeError if no extension
     draws the live one.
     """
-    columns = COLUMNS_BY_SECTION.get(section, COLUMNS)
     if kind == "none":
         return NullTracker()
     if kind == "plain" or (kind == "auto" and not (_supports_live(sys.stdout) and plugins.find_path("functions", LIVE))):
@@ -130,8 +130,6 @@ class PlainConsole(NullTracker):
         self._last_output = self._clock()
 
 
-WITH_ROLLOUTS = ("grpo", "ppo", "distillation")  # kinds of run that store rollouts
-GENERATING = (*WITH_ROLLOUTS, "sft", "dpo")  # kinds of run whose model generates text; the others train a reward model
 UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
@@ -139,9 +137,10 @@ UNITS = ("B", "KB", "MB", "GB", "TB")
 class Closing:
     """The content of the last lines."""
 
-    section: str
     log_dir: Path
+    samples: bool  # whether the policy samples what it trains on
     stores_rollouts: bool
+    trains_scores: bool  # whether it trains a reward model
     checkpoint: Path | None  # the newest complete one
     seconds: float  # of this start
     tokens: float  # trained on since the beginning of the run
@@ -165,9 +164,9 @@ class Closing:
             found.append(f"strop rollouts {logs} --worst 3")
         if self.checkpoint is not None:
             model = shlex.quote(str(self.checkpoint))
-            found += [f"strop eval {model}"] if self.section in WITH_ROLLOUTS else []
+            found += [f"strop eval {model}"] if self.samples else []
             found.append(f"strop export {model} OUT")
-            found += [f"strop serve {model}"] if self.section in GENERATING else []
+            found += [f"strop serve {model}"] if not self.trains_scores else []
         return found
 
 

@@ -1,4 +1,4 @@
-"""The metrics that a console shows: columns by kind of run, number formats, the rows of a table, and the progress of a run.
+"""The metrics that a console shows: columns, number formats, the rows of a table, and the progress of a run.
 
 A column appears once its metric has been logged. ASCII only, for log files.
 """
@@ -40,40 +40,25 @@ TRUNCATED = Column("truncated", "train/truncated", 2)
 LENGTH = Column("length", "train/mean_gen_tokens_per_sample", 1)
 ACCURACY = Column("accuracy", "validation/accuracy", 3, unless="validation/score")
 SCORE = Column("val reward", "validation/score", 3)
-TRAINED = Column("tokens", "train/tokens_trained", 0)
-OF_PAIRS = Column("accuracy", "train/accuracy", 3)
-MARGIN = Column("margin", "train/margin", 3)
 VALIDATION_LOSS = Column("val loss", "validation/loss", 4)
-VALIDATION_ACCURACY = Column("val acc", "validation/accuracy", 3)
 SPEED = Column("tokens/s", "performance/tokens_per_sec", 0)
 
-_ROLLOUTS = (REWARD, ACCURACY, SCORE, NO_SIGNAL, TRUNCATED, LENGTH, ENTROPY, KL, GRAD_NORM, LEARNING_RATE, MISMATCH, SPEED)
-_PREFERENCES = (
-    LOSS,
-    OF_PAIRS,
-    MARGIN,
-    Column("chosen", "train/rewards_chosen_mean", 3),
-    Column("rejected", "train/rewards_rejected_mean", 3),
-    Column("desired", "train/rewards_desirable", 3),  # of KTO
-    Column("undesired", "train/rewards_undesirable", 3),
-    VALIDATION_LOSS,
-    VALIDATION_ACCURACY,
-)
-_TEACHER_KL = (
-    Column("KL teacher", "train/kl_reverse", 4),
-    Column("KL teacher", "train/teacher_kl", 4, unless="train/kl_reverse"),
-)
-
 # The most important first, since a narrow terminal shows only those.
-COLUMNS_BY_SECTION: Mapping[str, Sequence[Column]] = {
-    "grpo": _ROLLOUTS,
-    "ppo": (*_ROLLOUTS, Column("value loss", "train/value_loss", 4), Column("explained", "train/explained_variance", 3)),
-    "distillation": (*_TEACHER_KL, ACCURACY, SCORE, LENGTH, TRUNCATED, ENTROPY, GRAD_NORM, LEARNING_RATE, MISMATCH, SPEED),
-    "sft": (LOSS, VALIDATION_LOSS, TRAINED, ENTROPY, GRAD_NORM, LEARNING_RATE, SPEED),
-    "dpo": (*_PREFERENCES, GRAD_NORM, LEARNING_RATE, SPEED),
-    "rm": (LOSS, OF_PAIRS, MARGIN, VALIDATION_LOSS, VALIDATION_ACCURACY, GRAD_NORM, LEARNING_RATE, SPEED),
-}
-COLUMNS = (REWARD, LOSS, ENTROPY, KL, MISMATCH, GRAD_NORM, LENGTH, ACCURACY, SCORE, VALIDATION_LOSS, SPEED)  # of any other run
+ROLLOUT_COLUMNS = (REWARD, ACCURACY, SCORE, NO_SIGNAL, TRUNCATED, LENGTH, ENTROPY, KL, GRAD_NORM, LEARNING_RATE, MISMATCH, SPEED)
+VALUE_COLUMNS = (Column("value loss", "train/value_loss", 4), Column("explained", "train/explained_variance", 3))  # of a critic
+COLUMNS = (
+    REWARD,
+    LOSS,
+    ENTROPY,
+    KL,
+    MISMATCH,
+    GRAD_NORM,
+    LENGTH,
+    ACCURACY,
+    SCORE,
+    VALIDATION_LOSS,
+    SPEED,
+)  # of any other metrics
 
 
 def choose_columns(columns: Sequence[Column], seen: frozenset[str]) -> list[Column]:

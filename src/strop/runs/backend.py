@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from strop.algorithms.base import Algorithm
 from strop.config import RolloutRunConfig, TrainingRunConfig
-from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.base import Cluster
 from strop.environments.policy_client import PastSelvesRule
 from strop.generation.pool import SyncedGenerator
 from strop.generation.torch.torch_past_selves import TorchPastSelves
 from strop.learner.client import (
-    AsyncColumnSource,
     Caller,
-    ColumnClient,
     InlineCaller,
     LearnerClient,
     MemoryClient,
@@ -25,7 +22,6 @@ from strop.learner.client import (
     ThreadCaller,
 )
 from strop.learner.learner_thread import LearnerThread
-from strop.learner.torch.reference_store import model_fingerprint
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.cluster.ray_backend import make_ray_backend
@@ -40,20 +36,28 @@ from strop.runs.models import (
     make_reference,
     make_trained_networks,
 )
-from strop.runs.scorers import ScoringModels, find_scorer, make_teachers
 from strop.sampling import Sampling
 
 
-class Backend(ScoringModels, Protocol):
+class Backend(Protocol):
     """Builds the models of a run.
 
-    Call ``build_learners`` first, then make its ``ScoringModels``, before a checkpoint is loaded.
+    Call ``build_learners`` first, then make the models that score, which are copied from the policy, before a checkpoint is loaded.
     Call ``build_generator`` last, after the checkpoint is loaded."""
 
     bundle: TokenizerBundle
+    packed: bool  # whether the policy supports packed rows
 
     async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, LearnerClient]:
         """Build the learners by name. ``total_steps``: optimizer steps of the run; None: no limit. Raises ValueError."""
+        ...
+
+    def make_reference(self) -> ScorerClient:
+        """Return the policy as it is before training."""
+        ...
+
+    def make_untrained_policy(self) -> tuple[ScorerClient, str]:
+        """Return the policy itself, which scores like the reference until training starts, and a fingerprint of its weights."""
         ...
 
     async def build_generator(self, spec: GeneratorSpec) -> SyncedGenerator:
@@ -69,36 +73,25 @@ class LocalBackend:
         self.policy = policy
         self.bundle: TokenizerBundle = policy
         self.packed = policy.network.packed
-        self._scoring: list[TrainableNetwork] = []  # networks in addition to the learners, which may share theirs
+        self.scoring: list[TrainableNetwork] = []  # networks in addition to the learners, which may share theirs
         self.make_caller: Callable[[Any], Caller] = InlineCaller
         if generates_meanwhile(config):
             self.make_caller = partial(ThreadCaller, thread=LearnerThread())
 
     async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, LearnerClient]:
-        self._sampling = sampling
+        self.sampling = sampling
         networks = make_trained_networks(self.config, self.policy)
         self.learners = make_learners(self.config, networks, algorithm, sampling, total_steps)
         return {name: LearnerClient(self.make_caller(learner)) for name, learner in self.learners.items()}
 
     def make_reference(self) -> ScorerClient:
-        reference = make_reference(self.policy, self.config.policy, self._sampling)
-        self._scoring.append(reference.network)
+        reference = make_reference(self.policy, self.config.policy, self.sampling)
+        self.scoring.append(reference.network)
         return ScorerClient(self.make_caller(reference))
 
     def make_untrained_policy(self) -> tuple[ScorerClient, str]:
-        network = self.policy.network
-        scorer = NetworkScorer(network, self._sampling, self.config.policy.score_tokens)
-        return ScorerClient(self.make_caller(scorer)), model_fingerprint(network.model)
-
-    async def make_teachers(
-        self, config: DistillationRunConfig, columns: Collection[str]
-    ) -> dict[str, dict[str, AsyncColumnSource]]:
-        teachers = make_teachers(config, self.policy, columns, self._sampling, self.learners)
-        self._scoring += [find_scorer(source).network for sources in teachers.values() for source in sources.values()]
-        return {
-            key: {column: ColumnClient(self.make_caller(source)) for column, source in sources.items()}
-            for key, sources in teachers.items()
-        }
+        scorer = NetworkScorer(self.policy.network, self.sampling, self.config.policy.score_tokens)
+        return ScorerClient(self.make_caller(scorer)), self.policy.fingerprint()
 
     def build_past_selves(self, rule: PastSelvesRule) -> TorchPastSelves:
         return make_past_selves(self.policy, self.config.policy, rule)
@@ -108,7 +101,7 @@ class LocalBackend:
         on_cpu, shares_module = self.policy.network.device.type == "cpu", not self.config.policy.generation.uses_engines
         memory: MemoryClient | None = None
         if offloads_learner(self.config, on_cpu=on_cpu, shares_module=shares_module):
-            offload = make_offload(self.learners, self._scoring, keep_weights=("policy",) if shares_module else ())
+            offload = make_offload(self.learners, self.scoring, keep_weights=("policy",) if shares_module else ())
             memory = MemoryClient(self.make_caller(offload))
         return make_generator(self.policy, self.config.policy, spec, memory)
 

@@ -69,7 +69,7 @@ def make_tracker(config: TrainingRunConfig) -> CompositeTracker:
     steps = config.training.last_step if config.training.last_step < 1_000_000 else None
     return CompositeTracker(
         [
-            open_console(logger.console, max_steps=steps, title=config.policy.model_name, section=config.section),
+            open_console(logger.console, max_steps=steps, title=config.policy.model_name, columns=config.console),
             JsonlTracker(folder),
             *(BackgroundTracker(service, close_seconds=logger.close_timeout) for service in make_services(config)),
         ]

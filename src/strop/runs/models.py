@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -12,18 +13,18 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from strop.algorithms.base import Algorithm
 from strop.config import TrainingRunConfig
 from strop.config.schema.policy_config import PolicyConfig
-from strop.config.schema.run_config import PpoRunConfig, RmRunConfig, RolloutRunConfig, list_trained_models
+from strop.config.schema.run_config import PpoRunConfig, RolloutRunConfig, list_trained_models
 from strop.determinism import follow_environment
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.single_device import SingleDevice
 from strop.learner.policy_extension import policy_extensions
 from strop.learner.torch.learner import TorchLearner
-from strop.learner.torch.reference_store import model_fingerprint
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen, offload, without_adapters
 from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
 from strop.models.adapters import adapter_folder, base_model_name, lora_layers
@@ -93,6 +94,16 @@ def make_template(config: ModelConfig, tokenizer: Any, model_config: Any) -> Cha
         allow_addresses=config.image_processor.allow_addresses,
     )
     return ChatTemplate(tokenizer, options=config.tokenizer.chat_template_kwargs, vision=vision)
+
+
+def model_fingerprint(model: nn.Module, *, samples: int = 1024) -> str:
+    """Return a hash of a model's weights: names, shapes and about ``samples`` entries of each parameter."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        digest.update(f"{name} {tuple(parameter.shape)} ".encode())
+        digest.update(flat[:: max(len(flat) // samples, 1)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +266,7 @@ def load_reward_policy(config: ModelConfig, seed: int, loader: ModelLoader = LOC
 def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_LOADER) -> LoadedPolicy:
     """Load the model that a run trains. Raises ModelNotFound, ValueError."""
     set_up_gpu(config)
-    load = load_reward_policy if isinstance(config, RmRunConfig) else load_policy
+    load = load_reward_policy if config.trains_scores else load_policy
     policy = load(config.policy, config.training.seed, loader)
     if isinstance(config, RolloutRunConfig) and config.policy.router_replay.enabled:
         policy.network.enable_router_replay()

@@ -6,16 +6,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from strop.algorithms.base import Algorithm
-from strop.config import RolloutRunConfig, TrainingRunConfig
+from strop.config import TrainingRunConfig
 from strop.distributed.base import Cluster
 from strop.environments.resources import open_resources
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.backend import make_backend
 from strop.runs.lifecycle import begin_run, finish_at_end, make_early_stop
 from strop.runs.monitors.run_listeners import RunSetup, attach_listeners, make_listeners, make_store
-from strop.runs.recorded_run import RecordedSource, read_recorded
 from strop.runs.restore import measure_asleep, restore_run, resume_run
-from strop.runs.rollout_run import SampledSource, read_tasks
+from strop.runs.rollout_run import find_source
 from strop.runs.scorers import make_columns
 from strop.trainer.run import TrainingRun
 
@@ -26,11 +25,7 @@ async def open_run(
 ) -> AsyncIterator[TrainingRun]:
     """Open a run in this process or on ``cluster``, restored from its newest checkpoint if there is one."""
     config = begin_run(config, algorithm, tracker, cluster)
-    source: SampledSource | RecordedSource  # read first, because loading a model takes longer than finding errors in data
-    if isinstance(config, RolloutRunConfig):
-        source = read_tasks(config, algorithm, cluster, tracker)
-    else:
-        source = read_recorded(config, algorithm, tracker)
+    source = find_source(config).read(config, algorithm, tracker, cluster)  # a fault in the data before a model is loaded
     async with open_resources(source.environments, tracker.note, tracker.progress):
         setup = RunSetup(config=config, algorithm=algorithm, source=source, store=make_store(config), cluster=cluster)
         attached = attach_listeners(setup)
@@ -38,11 +33,11 @@ async def open_run(
         options = source.prepare(backend)
         learners = await backend.build_learners(algorithm, source.sampling, options.count_optimizer_steps(source.size))
         columns = await make_columns(
-            config, backend, algorithm, learners, tracker, source.read_all, last_metrics=lambda: run.last_metrics
+            config, backend, algorithm, learners, tracker, await source.make_columns(backend), lambda: run.last_metrics
         )
         setup.store.decode = backend.bundle.tokenizer.decode
         restored = await restore_run(config, backend.bundle, learners, source.make_parts(backend), setup.store, tracker)
-        async with source.open(backend, options, learners["policy"], columns, restored.state) as supply:
+        async with source.open(backend, learners["policy"], columns, restored.state) as supply:
             run = TrainingRun(
                 options=options,
                 algorithm=algorithm,

@@ -12,7 +12,7 @@ from strop.checkpointing.base import Checkpointer, Restorable, RunState
 from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
 from strop.config import RolloutRunConfig, TrainingRunConfig, dump_config
 from strop.config.policy_checks import shares_device
-from strop.config.schema.run_config import RecordedRunConfig, list_trained_models
+from strop.config.schema.run_config import list_trained_models
 from strop.learner.budget.memory_probe import FoundBudget, MemoryProbe, choose_budget, count_later, format_bytes, needs_more
 from strop.learner.client import LearnerClient
 from strop.metrics import Metrics
@@ -301,7 +301,7 @@ def _say_continued(plan: ResumePlan, state: RunState, tracker: Tracker) -> None:
 def changes_rollouts(config: TrainingRunConfig, plan: ResumePlan) -> bool:
     """Return whether started but untrained groups were made with settings that differ from this run's."""
     made_with: tuple[str, ...] = ("",)  # recorded data is cheap to read again
-    if not isinstance(config, RecordedRunConfig):
+    if isinstance(config, RolloutRunConfig):
         own = ("num_generations_per_prompt", "max_rollout_turns", "reward_scaling")
         made_with = (*LIMITS_OF_ROLLOUTS, *(f"{config.section}.{name}" for name in own))
     return any(change.key.startswith(made_with) for change in plan.changes)

@@ -1,4 +1,4 @@
-"""A run that learns from its own rollouts (GRPO and its family, PPO, distillation): its tasks, engine, stream and validation."""
+"""A run that learns from its own rollouts (GRPO and its family, PPO): its tasks, engine, stream and validation."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from strop import plugins
 from strop.algorithms.base import Algorithm
 from strop.checkpointing.base import Restorable, RunState
 from strop.checkpointing.saved_model import SavedModel
-from strop.config import RolloutRunConfig
+from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.cluster_checks import count_devices
 from strop.data.data_state import DataState
 from strop.data.task_order import find_task_orders
@@ -39,6 +40,7 @@ from strop.runs.engines import GeneratorSpec
 from strop.runs.evaluation_job import identify_entries, make_episode_rules, make_validation_job
 from strop.runs.model_check import note_empty_answers
 from strop.runs.run_algorithm import count_steps_per_batch
+from strop.runs.run_source import RunSource
 from strop.runs.tasks import count_slots, make_training_tasks, make_validation_tasks
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling
@@ -52,7 +54,7 @@ UNFILTERED = 1 << 60  # group limit per step for an algorithm that drops none
 
 
 @dataclass(kw_only=True)
-class SampledSource:
+class SampledSource(RunSource):
     """Groups of rollouts that the policy samples in environments."""
 
     config: RolloutRunConfig
@@ -63,6 +65,20 @@ class SampledSource:
     options: TrainOptions = field(init=False)  # of the loop, once it is prepared
     selves: TorchPastSelves | None = None  # earlier selves of the policy, opponents in environments
     gates: list[EpisodeGate] = field(default_factory=list)  # that episodes pass, in this order
+
+    @classmethod
+    def read(cls, config: RolloutRunConfig, algorithm: Algorithm, tracker: Tracker, cluster: Cluster | None) -> Self:
+        """Make the environments of a run and read its tasks. Raises ConfigError, EnvironmentConfigError."""
+        remote = {} if cluster is None else make_remote_environments(config, cluster)
+        tracker.progress("reading tasks")
+        train, validation = make_training_tasks(config, remote), make_validation_tasks(config, remote)
+        held_out = "" if validation is None else f", {len(validation)} to validate on"
+        counted = "tasks of a stream" if train.epoch_size is None else f"{train.epoch_size} tasks"
+        tracker.note(f"{counted} to train on{held_out}{describe_order(config)}")
+        note_empty_answers(train, tracker.note)
+        source = cls(config=config, algorithm=algorithm, tracker=tracker, train=train, validation=validation)
+        raise_problems(find_conversation_problems(config, source.environments))
+        return source
 
     @property
     def environments(self) -> list[EnvironmentHandle[Any]]:
@@ -92,9 +108,6 @@ class SampledSource:
         self.options = make_train_options(config, share_prefixes=share_prefixes, filters=filters, tasks=self.train.epoch_size)
         return self.options
 
-    def read_all(self) -> Sequence[Group]:
-        return ()
-
     def make_parts(self, backend: Backend) -> Mapping[str, Restorable]:
         self.selves = make_past_selves(backend, self.environments)
         return {
@@ -106,13 +119,12 @@ class SampledSource:
     async def open(
         self,
         backend: Backend,
-        options: TrainOptions,
         policy: LearnerClient,
         columns: ColumnSources,
         state: RunState | None,
     ) -> AsyncIterator[GroupSupply]:
         """Start the engine and the stream of groups."""
-        config, template, selves = self.config, backend.bundle.template, self.selves
+        config, options, template, selves = self.config, self.options, backend.bundle.template, self.selves
         async with AsyncExitStack() as stack:
             self.tracker.progress(f"starting the {config.policy.generation.engine_name} engine")
             synced = await backend.build_generator(make_generator_spec(config, options, self.sampling, policy, self.tracker))
@@ -132,17 +144,10 @@ class SampledSource:
             )
 
 
-def read_tasks(config: RolloutRunConfig, algorithm: Algorithm, cluster: Cluster | None, tracker: Tracker) -> SampledSource:
-    """Make the environments of a run and read its tasks. Raises ConfigError, EnvironmentConfigError."""
-    remote = {} if cluster is None else make_remote_environments(config, cluster)
-    tracker.progress("reading tasks")
-    train, validation = make_training_tasks(config, remote), make_validation_tasks(config, remote)
-    held_out = "" if validation is None else f", {len(validation)} to validate on"
-    counted = "tasks of a stream" if train.epoch_size is None else f"{train.epoch_size} tasks"
-    tracker.note(f"{counted} to train on{held_out}{describe_order(config)}")
-    note_empty_answers(train, tracker.note)
-    source = SampledSource(config=config, algorithm=algorithm, tracker=tracker, train=train, validation=validation)
-    raise_problems(find_conversation_problems(config, source.environments))
+def find_source(config: TrainingRunConfig) -> type[RunSource]:
+    """Return where a run's groups come from: what its kind declares in ``strop.sources``, or tasks in environments."""
+    declared: Mapping[str, object] = plugins.declared("sources")
+    source: type[RunSource] = plugins.load("sources", config.section) if config.section in declared else SampledSource
     return source
 
 

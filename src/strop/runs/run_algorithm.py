@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import Any
 
 from strop.algorithm_factory import AlgorithmSetting, find_algorithm, make_algorithm
 from strop.algorithms.base import Algorithm, Plan
-from strop.algorithms.critic import VALUES, Gae
-from strop.algorithms.distillation import TEACHER_CANDIDATES, TEACHER_LOGPROBS
+from strop.algorithms.critic import Gae
 from strop.algorithms.policy_gradient.composition import Composition
 from strop.base_config import default_of, fields_of, iter_sections, option_set_by
-from strop.config import GrpoRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.config import TRAINING_RUNS, GrpoRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.grpo_config import AlgorithmConfig, LossConfig
-from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, PpoRunConfig, RmRunConfig
+from strop.config.schema.run_config import PpoRunConfig
 from strop.runs.tasks import have_turn_states, list_reward_names
 from strop.trainer.training_config import RewardShapingConfig
 
@@ -39,13 +39,11 @@ def _names_part(value: object) -> bool:
 
 def _named_settings(config: TrainingRunConfig) -> Iterator[AlgorithmSetting]:
     """Yield the keys that are declared as aliases of an option (``strop.base_config.sets``) and differ from their default."""
-    whole_divergence = config.algorithm.name == "topk_distillation"
     for key, section in iter_sections(config):
         for name, field in fields_of(type(section)).items():
             option, value = option_set_by(field), getattr(section, name)
-            if option is None or value == default_of(section, name) or (whole_divergence and not value):
-                continue
-            yield AlgorithmSetting(f"{key}.{name}", option, value)
+            if option is not None and value != default_of(section, name) and config.needs_option(option, value):
+                yield AlgorithmSetting(f"{key}.{name}", option, value)
 
 
 def _part_settings(config: TrainingRunConfig) -> Iterator[AlgorithmSetting]:
@@ -54,7 +52,7 @@ def _part_settings(config: TrainingRunConfig) -> Iterator[AlgorithmSetting]:
         case GrpoRunConfig():
             if (name := config.grpo.adv_estimator.name) is not None:
                 yield AlgorithmSetting("grpo.adv_estimator.name", "advantage", ADVANTAGE_NAMES.get(name, name))
-            yield from _shaping_settings("grpo", config.grpo.reward_shaping)
+            yield from shaping_settings("grpo", config.grpo.reward_shaping)
             yield from _policy_loss_settings(config.loss_fn, config.algorithm, kl_in_reward="reward")
         case PpoRunConfig():
             yield from _lambda_settings(config)
@@ -63,24 +61,10 @@ def _part_settings(config: TrainingRunConfig) -> Iterator[AlgorithmSetting]:
                 yield AlgorithmSetting("ppo.adv_estimator.normalize_advantages", "advantage.deviation", "unbiased")
             if (clip := config.value_loss_fn.cliprange) != default_of(config.value_loss_fn, "cliprange"):
                 yield AlgorithmSetting("value_loss_fn.cliprange", "value_clip", clip or None)
-            yield from _shaping_settings("ppo", config.ppo.reward_shaping)
+            yield from shaping_settings("ppo", config.ppo.reward_shaping)
             yield from _policy_loss_settings(config.loss_fn, config.algorithm, kl_in_reward="token_reward")
-        case DistillationRunConfig():
-            if config.algorithm.name == "topk_distillation":  # the only algorithm with a divergence
-                loss = config.loss_fn
-                yield AlgorithmSetting("loss_fn.kl_type", "kl_type", loss.kl_type)
-                yield AlgorithmSetting("loss_fn.mixed_kl_weight", "mixed_kl_weight", loss.mixed_kl_weight)
-                yield AlgorithmSetting("loss_fn.beta", "beta", loss.beta)
-                outside = "bucket" if loss.zero_outside_topk else "renormalise"
-                yield AlgorithmSetting("loss_fn.zero_outside_topk", "outside", outside)
-            yield from _shaping_settings("distillation", config.distillation.reward_shaping)
-        case DpoRunConfig():
-            if (mean := config.dpo.sft_average_log_probs) is not None:
-                aggregation = "sequence_mean" if mean else "sequence_sum"
-                yield AlgorithmSetting("dpo.sft_average_log_probs", "sft_aggregation", aggregation)
-        case RmRunConfig():
-            if (kind := config.policy.reward_model_cfg.reward_model_type) != "bradley_terry":
-                yield AlgorithmSetting("policy.reward_model_cfg.reward_model_type", "kind", kind)
+        case _:
+            yield from config.algorithm_settings()
 
 
 ADVANTAGE_NAMES = {"grpo": "group_relative"}  # NeMo-RL's name -> Strop's name, if they differ
@@ -102,7 +86,7 @@ def _lambda_settings(config: PpoRunConfig) -> Iterator[AlgorithmSetting]:
         yield AlgorithmSetting("ppo.adv_estimator.gae_lambda_policy", "advantage.lambda_value", own.lambda_policy)
 
 
-def _shaping_settings(section: str, shaping: RewardShapingConfig) -> Iterator[AlgorithmSetting]:
+def shaping_settings(section: str, shaping: RewardShapingConfig) -> Iterator[AlgorithmSetting]:
     if shaping.enabled:
         options = {
             "name": "soft_overlong",
@@ -186,18 +170,18 @@ def _correction_settings(loss: LossConfig) -> Iterator[AlgorithmSetting]:
 
 def make_run_algorithm(config: TrainingRunConfig) -> Algorithm:
     """Create the algorithm of a run. Raises ValueError if the algorithm, its parts and the run are incompatible."""
-    if isinstance(config, RolloutRunConfig):
-        return make_rollout_algorithm(config)
-    assert isinstance(config, RecordedRunConfig)
-    return make_recorded_algorithm(config)
-
-
-def make_rollout_algorithm(config: RolloutRunConfig) -> Algorithm:
-    """Create the algorithm of a run on rollouts. Raises ValueError if the algorithm, its parts and the run are incompatible."""
     algorithm = make_algorithm(config.algorithm.name, config.algorithm.kwargs, collect_settings(config))
     check_section(config.algorithm.name, algorithm, config.section)
+    check_algorithm(algorithm, make_plan(config) if isinstance(config, RolloutRunConfig) else Plan())
+    if isinstance(config, GrpoRunConfig):
+        _check_penalties(config, algorithm)
+    return algorithm
+
+
+def make_plan(config: RolloutRunConfig) -> Plan:
+    """Return what an algorithm is asked about a run on rollouts."""
     training = config.rollout_training
-    plan = Plan(
+    return Plan(
         group_size=training.num_generations_per_prompt,
         optimizer_steps=count_steps_per_batch(config) * training.epochs_per_batch,
         max_staleness=training.max_staleness,
@@ -206,27 +190,16 @@ def make_rollout_algorithm(config: RolloutRunConfig) -> Algorithm:
         quantized_rollouts=config.policy.generation.weight_format or "",
         turn_states=have_turn_states(config),
     )
-    check_algorithm(algorithm, plan)
-    _check_penalties(config, algorithm)
-    return algorithm
 
 
-def _check_penalties(config: RolloutRunConfig, algorithm: Algorithm) -> None:
+def _check_penalties(config: GrpoRunConfig, algorithm: Algorithm) -> None:
     """Raise ValueError if turns would get advantages that the algorithm does not read."""
-    if isinstance(config, GrpoRunConfig) and config.reward_penalties.gives_advantages and not isinstance(algorithm, Composition):
+    if config.reward_penalties.gives_advantages and not isinstance(algorithm, Composition):
         raise ValueError(
             f"reward_penalties gives turns separate advantages, which the algorithm {config.algorithm.name} does not read; set "
             "invalid_tool_call_advantage and malformed_think_tag_advantage to null, or penalize_invalid_tool_call and "
             "penalize_malformed_think_tag to true, which set the reward"
         )
-
-
-def make_recorded_algorithm(config: RecordedRunConfig) -> Algorithm:
-    """Create the algorithm of a run on recorded data. Raises ValueError if it belongs to another kind of run."""
-    algorithm = make_algorithm(config.algorithm.name, config.algorithm.kwargs, collect_settings(config))
-    check_section(config.algorithm.name, algorithm, config.section)
-    check_algorithm(algorithm, Plan())
-    return algorithm
 
 
 def count_steps_per_batch(config: RolloutRunConfig) -> int:
@@ -235,42 +208,30 @@ def count_steps_per_batch(config: RolloutRunConfig) -> int:
     return per_step // (config.policy.train_global_batch_size or per_step)
 
 
-SECTION_DESCRIPTIONS: Mapping[str, str] = {  # section -> what the algorithms of this kind of run learn from
-    "grpo": "learns from the rewards of rollouts",
-    "ppo": "learns from rollouts with a critic",
-    "distillation": "learns from rollouts with a teacher",
-    "sft": "learns from recorded conversations",
-    "dpo": "learns from recorded preferences, paired or unpaired",
-    "rm": "scores whole rollouts, as a reward model does",
-}
-
-
 def infer_section(algorithm: Algorithm) -> str:
     """Return the section of the configuration (the kind of run) that provides what an algorithm needs."""
-    if algorithm.recorded_data:
-        return "rm" if algorithm.predict == "last_token" else "sft" if algorithm.recorded_data == "conversations" else "dpo"
-    if VALUES in algorithm.requires:
-        return "ppo"
-    return "distillation" if algorithm.requires & {TEACHER_LOGPROBS, TEACHER_CANDIDATES} else "grpo"
+    return next((section for section, kind in TRAINING_RUNS.items() if kind.suits(algorithm)), "grpo")
 
 
 def find_section(name: str) -> str:
     """Return the section (the kind of run) of the algorithm ``name``, or of a kind of run. Raises ValueError for an unknown name."""
-    if name in SECTION_DESCRIPTIONS:
+    if name in TRAINING_RUNS:
         return name
     kind = find_algorithm(name)
     try:
         return infer_section(kind())
     except TypeError:  # it has options without a default
-        return {"conversations": "sft", "preferences": "dpo", "judgements": "dpo"}.get(kind.recorded_data, "grpo")
+        found: Any = kind
+        return next((section for section, each in TRAINING_RUNS.items() if kind.recorded_data and each.suits(found)), "grpo")
 
 
 def check_section(name: str, algorithm: Algorithm, section: str) -> None:
     """Raise ValueError if an algorithm belongs to another kind of run."""
-    if (expected := infer_section(algorithm)) != section:
+    kind = TRAINING_RUNS[section]
+    if not kind.suits(algorithm) and (expected := infer_section(algorithm)) != section:
         raise ValueError(
-            f"algorithm.name: {name} {SECTION_DESCRIPTIONS[expected]}, so it belongs to strop {expected}; an algorithm of strop {section} "
-            f"{SECTION_DESCRIPTIONS[section]}. Choose another algorithm, or run strop {expected}"
+            f"algorithm.name: {name} {TRAINING_RUNS[expected].learns}, so it belongs to strop {expected}; an algorithm of strop {section} "
+            f"{kind.learns}. Choose another algorithm, or run strop {expected}"
         )
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from strop.algorithm_factory import format_algorithm, format_changes
 from strop.algorithms.base import Algorithm
-from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.config import EvalRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.cluster_checks import count_devices
 from strop.config.load.gpu_budgets import describe_micro_batches
 from strop.config.policy_checks import check_chosen_device
-from strop.config.schema.distillation_config import TeacherConfig
-from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, environment_alias
+from strop.config.schema.run_config import PpoRunConfig, environment_alias
 from strop.data.data_config import DataEntryConfig, EvalSetConfig
 from strop.data.sources.peek import format_rows
 from strop.generation.engine_gpus import choose_engine_gpus
@@ -48,13 +47,7 @@ def summarize(
     devices = _find_devices(config, on_cpu)
     raise_problems(check_chosen_device(config, devices.kind))
     formatted = (format_algorithm if verbose else format_changes)(config.algorithm.name, algorithm)
-    middle: Sequence[str]
-    if isinstance(config, RolloutRunConfig):
-        middle = list(_summarize_rollouts(config, devices))
-    elif isinstance(config, RecordedRunConfig):
-        middle = list(_summarize_recorded(config))
-    else:
-        raise TypeError(f"{type(config).__name__} is not the configuration of a run")
+    middle = _summarize_rollouts(config, devices) if isinstance(config, RolloutRunConfig) else _summarize_recorded(config)
     lines = [
         f"policy      {_format_model(config.policy, devices)}",
         f"algorithm   {formatted}",
@@ -103,10 +96,8 @@ def _find_devices(config: TrainingRunConfig, on_cpu: bool | None) -> RunDevices:
     return RunDevices(device, tuple(format_placement(config, on_cpu=on_cpu)), on_cpu)
 
 
-def _summarize_recorded(config: RecordedRunConfig) -> Iterator[str]:
-    policy = config.policy
-    examples = policy.train_global_batch_size or "at most 32"
-    yield f"step        {examples} examples"
+def _summarize_recorded(config: TrainingRunConfig) -> Iterator[str]:
+    yield f"step        {config.groups_per_step or f'at most {config.most_groups}'} examples"
     yield f"data        {', '.join(_format_data(entry) for entry in config.data.train) or 'none'}"
     yield from _format_validation_data(config)
 
@@ -118,7 +109,9 @@ def _summarize_rollouts(config: RolloutRunConfig, devices: RunDevices) -> Iterat
         choose_engine_gpus(generation, int(devices.name.partition(":")[2] or 0))
     steps = count_steps_per_batch(config) * training.epochs_per_batch
     ahead = _format_staleness(training.async_config) if training.max_staleness else "synchronous"
-    yield from _format_other_models(config, devices)
+    if isinstance(config, PpoRunConfig):
+        yield f"critic      {'a head on the policy' if config.value.head_only else _format_model(config.value, devices)}"
+    yield from config.summarize_models()
     yield f"generation  {_format_engine(generation, devices, on_gpu=on_gpu)}, {ahead}"
     yield (
         f"step        {training.num_prompts_per_step} prompts x {training.num_generations_per_prompt} rollouts of at most "
@@ -214,21 +207,6 @@ def _format_model(model: ModelConfig, devices: RunDevices) -> str:
     masters = model.precision == "bfloat16" and (model.weights_dtype == "bfloat16" or model.learner.weights_follow_precision)
     precision = "bfloat16, float32 masters" if masters else _format_precision(model.precision)
     return f"{model.model_name} on {devices.format_device(model)}, {precision}{adapters}"
-
-
-def _format_other_models(config: RolloutRunConfig, devices: RunDevices) -> list[str]:
-    """Format the critic and the teachers of a run, one line each."""
-    if isinstance(config, PpoRunConfig):
-        return [f"critic      {'a head on the policy' if config.value.head_only else _format_model(config.value, devices)}"]
-    if isinstance(config, DistillationRunConfig):
-        return [f"teacher     {_format_teacher(teacher)}" for teacher in (config.teacher, *config.teachers.values())]
-    return []
-
-
-def _format_teacher(teacher: TeacherConfig) -> str:
-    name = f"the policy ({teacher.self_weights}), given a demonstration" if teacher.model_name == "self" else teacher.model_name
-    where = f", in {teacher.hosts} {'process' if teacher.hosts == 1 else 'processes'} of its own" if teacher.hosts else ""
-    return f"{name}{where}, for {', '.join(teacher.environments)}" if teacher.environments else name + where
 
 
 def _summarize_evaluation(config: EvalRunConfig) -> list[str]:

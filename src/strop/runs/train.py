@@ -1,4 +1,4 @@
-"""``strop grpo``, ``sft``, ``dpo``, ...: open a run from its configuration and train."""
+"""``strop grpo``, ``strop ppo``, ...: open a run from its configuration and train."""
 
 from __future__ import annotations
 
@@ -65,9 +65,10 @@ def make_closing(config: TrainingRunConfig, run: TrainingRun, failures: Sequence
     folder = Path(config.checkpointing.checkpoint_dir)
     newest = max(list_steps(folder), default=None) if config.checkpointing.enabled else None
     return Closing(
-        section=config.section,
         log_dir=Path(config.logger.log_dir),
+        samples=isinstance(config, RolloutRunConfig),
         stores_rollouts=isinstance(config, RolloutRunConfig) and config.logger.rollouts != "none",
+        trains_scores=config.trains_scores,
         checkpoint=None if newest is None else folder / f"step_{newest}",
         seconds=seconds,
         tokens=run.last_metrics.get("train/total_tokens", 0.0),

@@ -266,18 +266,3 @@ class RolloutTrainingConfig(TrainingConfig):
                 "slow ones, finish before weights are published",
                 f"Set {key}.in_flight_weight_updates=true, or {key}.order=fifo, which makes runs reproducible.",
             )
-
-
-class RecordedTrainingConfig(TrainingConfig):
-    """Validation of runs on recorded data."""
-
-    val_batches: int = Field(
-        -1, ge=-1, description="Batches of val_global_batch_size examples in each validation; -1 is all (batches)."
-    )
-    val_global_batch_size: int = Field(32, ge=1, description="Examples of a validation batch (examples).")
-    val_micro_batch_size: int = Field(
-        1,
-        ge=1,
-        description="Accepted for NeMo-RL recipes, without effect: policy.sequence_packing.logprob_mb_tokens cuts "
-        "micro-batches (examples).",
-    )

@@ -17,9 +17,9 @@ from strop.algorithms.base import Algorithm
 from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.functional import aggregate
 from strop.algorithms.policy_gradient.grpo import GRPO, Clip
-from strop.algorithms.preference.referenced import DPO
 from strop.extensions.checks.algorithm_check import check_algorithm, trace_formula
 from strop.extensions.checks.algorithm_command import algorithm as run_command
+from strop.extensions.recorded.preference.referenced import DPO
 from strop.types import Batch, Group
 from support.sweep import one_in
 

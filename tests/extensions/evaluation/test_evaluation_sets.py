@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from strop import cli
-from strop.data.builtin_sets import CHOICE_SETS, MATH_EVALUATION_SETS, REPORTED, REPORTED_CHOICES
+from strop.extensions.math.math_sets import CHOICE_SETS, MATH_EVALUATION_SETS, REPORTED, REPORTED_CHOICES
 from strop.generation.base import Completion
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.sampling import Sampling

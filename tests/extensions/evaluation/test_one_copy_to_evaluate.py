@@ -19,8 +19,8 @@ from strop.config.schema.run_config import TRAINING_RUNS
 from strop.extensions.evaluation import evaluation_engines
 from strop.extensions.evaluation.evaluate import CheckpointEvaluation, evaluate_any
 from strop.extensions.evaluation.evaluation_jobs import make_evaluation_job
+from strop.extensions.recorded.loss_validation import LossValidator
 from strop.runs.models import load_policy
-from strop.trainer.loss_validation import LossValidator
 from strop.types import user
 from support.models import living_bytes, weight_bytes
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from strop.algorithms.critic import BiLevelGae, BiLevelPPO
-from strop.algorithms.policy_gradient.turn_credit import DiscountedTurns, GiGPO, StepGrouped, TurnReturns
 from strop.config import TRAINING_RUNS, load_config
+from strop.extensions.policy_gradients.turn_credit import DiscountedTurns, GiGPO, StepGrouped, TurnReturns
 from strop.runs.run_algorithm import make_run_algorithm
 
 PUZZLE = ["policy.model_name=m", "data.train.env_name=sliding_puzzle", "env={sliding_puzzle: {}, arithmetic: {}}"]

@@ -6,11 +6,11 @@ import io
 
 import pytest
 
-from strop.data.recorded.examples import conversations
 from strop.data.sources.image_columns import write_data_url
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.extensions.images.drawn_rows import COLOURS, Drawing, DrawnRows
+from strop.extensions.recorded.examples import conversations
 
 ROWS = "strop.extensions.images.drawn_rows.DrawnRows"
 

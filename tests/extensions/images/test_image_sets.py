@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from strop.data.builtin_sets import BUILTIN_DATASETS, IMAGE_SETS
-from strop.data.recorded.examples import conversations
+from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.registry import make_environment
+from strop.extensions.images.image_sets import IMAGE_SETS
+from strop.extensions.recorded.examples import conversations
 from strop.types import assistant
 
 MEDIA = str(Path(__file__).parents[2] / "fixtures" / "media")

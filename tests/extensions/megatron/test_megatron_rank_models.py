@@ -14,16 +14,17 @@ from torch import Tensor
 
 from loop.tiny import build_tiny
 from strop.algorithms.base import CANDIDATES, Outputs
-from strop.algorithms.distillation import TEACHER_CANDIDATES, TEACHER_LOGPROBS
 from strop.config import TrainingRunConfig, load_config
 from strop.config.cluster_checks import count_devices
-from strop.config.schema.run_config import TRAINING_RUNS, DistillationRunConfig, PpoRunConfig
+from strop.config.schema.run_config import TRAINING_RUNS, PpoRunConfig
 from strop.distributed.workers.learner_worker import ColumnShard, merge_columns
+from strop.extensions.distillation.distillation import TEACHER_CANDIDATES, TEACHER_LOGPROBS
+from strop.extensions.distillation.distillation_config import DistillationRunConfig
+from strop.extensions.distillation.teachers import describe_student, load_teacher
 from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs, tensor_fields
 from strop.runs.learner_backend import load_backend
 from strop.runs.models import load_training_policy, make_critic
 from strop.runs.run_algorithm import make_run_algorithm
-from strop.runs.scorers import get_student_info, load_teacher
 from strop.sampling import Sampling
 from strop.types import Batch
 from support.rollouts import pack_for, simple_groups
@@ -153,7 +154,7 @@ def test_a_teacher_has_sizes_or_a_backend_of_its_own_and_its_columns_are_those_o
     config = configs[name]
     assert isinstance(config, DistillationRunConfig)
     column = TEACHER_LOGPROBS if name == "sampled" else TEACHER_CANDIDATES
-    batch, student = batch_of(config), get_student_info(load_training_policy(config))
+    batch, student = batch_of(config), describe_student(load_training_policy(config))
     wanted = load_teacher("teacher", config, student, [column], SAMPLING)[column].columns(batch, ())
     shards = [shard for rank in ranks for shard in rank[name].columns["teacher", column]]
     found = merge_columns(shards, len(batch.target))

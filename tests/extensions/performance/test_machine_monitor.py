@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from strop.config import load_config
-from strop.config.schema.run_config import SftRunConfig
 from strop.distributed.base import ActorOptions
 from strop.extensions.performance.machine_monitor import (
     GpuReading,
@@ -24,6 +23,7 @@ from strop.extensions.performance.machine_monitor import (
     describe_machine,
 )
 from strop.extensions.performance.performance import watch_machines
+from strop.extensions.recorded.recorded_config import SftRunConfig
 
 
 class FakeNvml(SimpleNamespace):

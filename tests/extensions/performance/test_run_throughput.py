@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from strop.config import ConfigError, load_config
-from strop.config.schema.run_config import SftRunConfig
 from strop.extensions.performance.performance import DevicePeak, find_peak
+from strop.extensions.recorded.recorded_config import SftRunConfig
 
 KEYS = ["policy.model_name=m", "policy.precision=float32"]
 

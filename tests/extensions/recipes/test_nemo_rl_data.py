@@ -10,9 +10,9 @@ import pytest
 
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, LoadedConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
-from strop.data.recorded.examples import conversations, preferences
 from strop.data.sources.source import DataSource
 from strop.extensions.recipes.rules import Effect
+from strop.extensions.recorded.examples import conversations, preferences
 from strop.types import assistant, system, user
 
 GRPO = """

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.policy_gradient.grpo import GRPO
-from strop.algorithms.supervised import RewardModel
 from strop.types import Group, RolloutCredit
 from support.rollouts import pack_for, simple_groups
 
@@ -39,6 +38,7 @@ def test_credit_is_what_the_methods_return_for_each_group() -> None:
 
 
 def test_an_algorithm_of_whole_rollouts_gives_credit_to_their_last_token() -> None:
+    RewardModel = pytest.importorskip("strop.extensions.recorded.supervised").RewardModel
     assert RewardModel(kind="regression").group_credit(GROUPS).predict == "last_token"
     assert len(pack_for(GROUPS, RewardModel(kind="regression")).target) == 5
 

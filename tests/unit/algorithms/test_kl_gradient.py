@@ -10,7 +10,6 @@ import torch
 from strop.algorithms.base import Plan
 from strop.algorithms.critic import PPO
 from strop.algorithms.kl import Kl, KlEstimator
-from strop.algorithms.policy_gradient.baselines import BatchWhitened, ReinforcePP
 from strop.algorithms.policy_gradient.rewards import subtract_kl
 from support.rollouts import pack_grpo, simple_groups, with_columns
 
@@ -42,6 +41,8 @@ def test_the_value_of_the_term_is_the_same_with_and_without_it() -> None:
 
 
 def test_in_a_token_s_credit_the_term_lowers_that_token_alone_before_whitening() -> None:
+    baselines = pytest.importorskip("strop.extensions.policy_gradients.baselines")
+    BatchWhitened, ReinforcePP = baselines.BatchWhitened, baselines.ReinforcePP
     batch = pack_grpo(simple_groups((2, [3, 2])))
     batch = batch.with_column("reference_logprobs", batch.rollout_logprobs - torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0]))
     kl = Kl(weight=0.5, estimator="k1", place="token_credit")

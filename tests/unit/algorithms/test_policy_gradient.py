@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.entropy import CovarianceClip, CovarianceKl
-from strop.algorithms.policy_gradient.group_credit import DecoupledRewards
 from strop.types import Batch, Ending, Group
+from support.algorithms import find_part
 from support.each import each
 from support.rollouts import make_group, make_rollout, pack_for, sampled_turn
 from support.tokens import Step, evaluate_objective, make_step
 
 NEEDED: dict[str, dict[str, Any]] = {
     "dr_grpo": {"constant_length": 7},
-    "gdpo": {"advantage": DecoupledRewards(weights={"first": 1.0, "second": 0.5})},
-    "clip_cov": {"objective": CovarianceClip(share=0.2, lowest=0.1)},
+    "gdpo": {"advantage": find_part("decoupled_rewards", weights={"first": 1.0, "second": 0.5})},
+    "clip_cov": {"objective": find_part("covariance_clip", share=0.2, lowest=0.1)},
 }
 
 
@@ -99,6 +99,7 @@ def spread(size: int = 40) -> Step:
 
 
 def test_the_draw_is_the_same_in_a_repeated_run_and_another_for_other_tokens() -> None:
+    CovarianceClip = pytest.importorskip("strop.extensions.policy_gradients.entropy").CovarianceClip
     step = spread()
     again = evaluate_objective(CovarianceClip(share=0.05), spread()).columns
     torch.manual_seed(1)
@@ -108,6 +109,7 @@ def test_the_draw_is_the_same_in_a_repeated_run_and_another_for_other_tokens() -
 
 
 def test_tokens_the_clip_already_holds_are_not_chosen() -> None:
+    CovarianceClip = pytest.importorskip("strop.extensions.policy_gradients.entropy").CovarianceClip
     now = [[0.0, -4.0, -4.0], [0.0, -4.0, -4.0]]
     step = make_step(now, [2.0, -2.0], old=[[-1.0, -4.0, -4.0], [0.0, -4.0, -4.0]])
     found = evaluate_objective(CovarianceClip(share=1.0, lowest=0.1, highest=99.0), step)
@@ -116,6 +118,8 @@ def test_tokens_the_clip_already_holds_are_not_chosen() -> None:
 
 
 def test_at_least_one_token_is_held_back_in_the_smallest_step() -> None:
+    entropy = pytest.importorskip("strop.extensions.policy_gradients.entropy")
+    CovarianceKl, CovarianceClip = entropy.CovarianceKl, entropy.CovarianceClip
     step = make_step([[-0.1, -4.0], [-0.1, -4.0]], [2.0, -2.0], old=[[-0.1, -4.0], [-0.1, -4.0]])
     assert sum(evaluate_objective(CovarianceKl(), step).columns["covariance_penalised"]) == 1
     assert sum(evaluate_objective(CovarianceClip(), step).columns["covariance_clipped"]) == 1

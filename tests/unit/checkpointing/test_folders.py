@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
-import pickle
 import random
 import shutil
 import threading
@@ -19,13 +17,12 @@ import torch
 
 from loop.fakes import FakeLearner
 from loop.tiny import build_tiny, tiny_tokenizer
-from strop.checkpointing import base, folders
+from strop.checkpointing import folders
 from strop.checkpointing.base import RunState
 from strop.checkpointing.folders import BackgroundCheckpointer, CheckpointError, FolderCheckpointer
-from strop.data.recorded.examples import Conversation, UnpairedPreference
 from strop.rollouts.stream import StreamState
 from strop.storage.files import StorageError
-from strop.types import Group, Rollout, Task, assistant, user
+from strop.types import Group, Rollout, Task
 
 TOKENIZER = tiny_tokenizer()
 
@@ -419,25 +416,6 @@ def test_weights_that_do_not_fit_the_model_are_refused(tmp_path, model_folder):
     LlamaForCausalLM(config).save_pretrained(tmp_path / "other")
     with pytest.raises(CheckpointError, match="step_2 cannot be resumed from: RuntimeError"):
         own.load(path, {"policy": torch_learner(tmp_path / "other")})
-
-
-@pytest.mark.parametrize(
-    ("task", "old"),
-    [
-        (Conversation(id="1", messages=(user("a"), assistant("b"))), "strop.data.examples\nConversation"),
-        (
-            UnpairedPreference(id="1", prompt=(user("a"),), completion=(assistant("b"),), desirable=True),
-            "strop.data.examples\nJudged",
-        ),
-    ],
-    ids=["moved", "moved and renamed"],
-)
-def test_a_state_with_classes_of_an_earlier_version_loads(task, old):
-    """Tasks that were buffered when the checkpoint was written are pickled in it by module and name."""
-    now = f"{type(task).__module__}\n{type(task).__name__}".encode()
-    pickled = pickle.dumps(task, protocol=2)  # as torch.save does; names of classes stand in it as text
-    assert pickled.count(now) == 1
-    assert base._StateUnpickler(io.BytesIO(pickled.replace(now, old.encode()))).load() == task
 
 
 @dataclass

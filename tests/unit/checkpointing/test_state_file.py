@@ -17,12 +17,11 @@ import torch
 
 from strop.checkpointing import base
 from strop.checkpointing.base import RunState, UntrustedClass, read_run_state, write_run_state
-from strop.data.recorded.examples import Conversation, UnpairedPreference
 from strop.environments.base import PromptedTask
 from strop.environments.remote import RemoteTask
 from strop.rollouts.stream import StreamState
 from strop.stopping import EarlyStop
-from strop.types import Ending, Group, Rollout, Task, assistant, observation_turn, user
+from strop.types import Ending, Group, Rollout, Task, observation_turn, user
 
 
 class Difficulty(enum.Enum):
@@ -71,8 +70,6 @@ TASKS = [
     Task(id="t", metadata={"when": datetime.datetime(2026, 1, 2), "array": numpy.arange(3), "one": numpy.float64(2), "set": {1}}),
     PromptedTask(id="t", messages=(user("a"),)),
     RemoteTask(id="t", part=0, index=3),
-    Conversation(id="t", messages=(user("a"), assistant("b"))),
-    UnpairedPreference(id="t", prompt=(user("a"),), completion=(assistant("b"),), desirable=True),
     PuzzleTask(id="t", board=Board(3)),
 ]
 

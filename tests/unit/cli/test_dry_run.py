@@ -40,6 +40,7 @@ DRY_RUNS: list[tuple[list[str], int]] = [
 ]
 
 
+@pytest.mark.extensions
 def test_a_dry_run_takes_less_than_three_seconds_and_no_torch() -> None:
     """Processor time, so that a busy machine does not matter. Without a driver of a GPU, whose presence only torch can tell.
 
@@ -103,6 +104,7 @@ QUESTION = {"question": "1 + 1?", "answer": "2"}
 MATH = ["policy.model_name=m", "policy.device=cpu", "env.math={}", "grpo.val_period=0", "checkpointing.metric_name=null"]
 
 
+@pytest.mark.extensions
 def test_the_columns_of_local_data_are_looked_at(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = f"data.train.dataset_name={write_rows(folder / 'tasks.jsonl', QUESTION, QUESTION, QUESTION)}"
     said = dry_run(capsys, "grpo", *MATH, name, "data.train.input_key=questoin", code=2)
@@ -110,6 +112,7 @@ def test_the_columns_of_local_data_are_looked_at(folder: Path, capsys: pytest.Ca
     assert "tasks.jsonl, 3 rows (math)" in dry_run(capsys, "grpo", *MATH, name, "data.train.input_key=question")
 
 
+@pytest.mark.extensions
 def test_a_dataset_of_the_hub_that_is_not_cached_is_named_as_not_looked_at(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +121,7 @@ def test_a_dataset_of_the_hub_that_is_not_cached_is_named_as_not_looked_at(
     assert "data.train: gsm8k is on the hub and not in the local cache: its columns were not examined" in said
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("section", "key"), [("grpo", "policy.model_name"), ("ppo", "value.model_name"), ("distillation", "teacher.model_name")]
 )
@@ -197,6 +201,7 @@ def test_a_chat_template_with_the_tags_of_transformers_is_one(folder: Path, caps
 FP8 = "policy.fp8.enabled=true"
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("flags", [["--dry-run"], []], ids=["dry run", "run"])
 @pytest.mark.parametrize("section", ["grpo", "sft"])
 def test_fp8_on_a_machine_without_gpus_is_refused(

@@ -6,7 +6,7 @@ import pytest
 
 from strop import packages
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, TrainingRunConfig, load_config
-from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, PpoRunConfig, SftRunConfig
+from strop.config.schema.run_config import PpoRunConfig
 from strop.runs.summary import summarize
 from support.overrides import RUN
 
@@ -116,6 +116,7 @@ def test_what_cannot_work_is_refused(override: str, reason: str) -> None:
 
 
 def test_a_reference_of_all_data_needs_data_that_is_not_streamed() -> None:
+    DpoRunConfig = pytest.importorskip("strop.extensions.recorded.recorded_config").DpoRunConfig
     data = ["policy.model_name=m", "data.train.dataset_name=a/b", "dpo.precompute_reference=true"]
     with pytest.raises(ConfigError, match=r"reads all data before the first step, but a/b is streamed") as caught:
         load_config(None, [*data, "data.train.streaming=true"], root=DpoRunConfig)
@@ -327,6 +328,7 @@ def test_teachers_that_can_are_not(overrides: list[str]) -> None:
 
 def teacher_problems(*overrides: str) -> list[str]:
     """The keys that a distillation is refused for."""
+    DistillationRunConfig = pytest.importorskip("strop.extensions.distillation.distillation_config").DistillationRunConfig
     base = [*RUN[:3], "distillation.val_period=0", "teacher.model_name=t"]
     try:
         load_config(None, [*base, *overrides], root=DistillationRunConfig)
@@ -336,6 +338,7 @@ def teacher_problems(*overrides: str) -> list[str]:
 
 
 def test_a_run_on_recorded_data_has_its_own_metrics_and_asks_nothing_of_an_engine() -> None:
+    SftRunConfig = pytest.importorskip("strop.extensions.recorded.recorded_config").SftRunConfig
     base = ["policy.model_name=m", "data.train.dataset_name=squad", "sft.val_period=0", "policy.generation.temperature=0.001"]
     warned = load_config(None, [*base, "checkpointing.metric_name=val:nll"], root=SftRunConfig).warnings
     assert any("does not read policy.generation.temperature" in str(problem) for problem in warned)
@@ -357,6 +360,7 @@ def test_an_offload_that_nothing_can_use_is_named(overrides: list[str], reason: 
 
 
 def test_a_teacher_s_keys_that_only_training_uses_are_named() -> None:
+    DistillationRunConfig = pytest.importorskip("strop.extensions.distillation.distillation_config").DistillationRunConfig
     base = [*RUN[:3], "distillation.val_period=0", "teacher.model_name=t", "teacher.dtensor_cfg.activation_checkpointing=true"]
     warnings = load_config(None, [*base, "teacher.dtensor_cfg.enabled=false"], root=DistillationRunConfig).warnings
     found = [problem.key for problem in warnings if "it has no effect: a teacher" in str(problem)]
@@ -376,11 +380,13 @@ def test_earlier_selves_of_the_policy_need_the_learner_in_this_process_and_a_run
     accepted(*PAST)
 
 
+@pytest.mark.extensions
 def test_a_misspelt_built_in_set_is_not_taken_for_rows_without_an_environment() -> None:
     with pytest.raises(ConfigError, match=r"data\.dataset_name: 'gsm8kk' is not .* did you mean 'gsm8k'\?.* others"):
         load_config(None, ["generation.model_name=m", "data.dataset_name=gsm8kk"], root=EvalRunConfig)
 
 
+@pytest.mark.extensions
 def test_the_tasks_of_a_built_in_set_are_shown_with_what_grades_them() -> None:
     config = load_config(None, ["generation.model_name=m", "data.dataset_name=gsm8k"], root=EvalRunConfig).config
     assert "tasks       gsm8k (math)" in summarize(config)

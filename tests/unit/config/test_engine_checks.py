@@ -9,7 +9,7 @@ import pytest
 
 from strop import packages
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, load_config
-from strop.config.schema.run_config import PpoRunConfig, SftRunConfig
+from strop.config.schema.run_config import PpoRunConfig
 from strop.generation.vllm.vllm_config import MIN_TEMPERATURE
 from strop.runs import summary
 from support.overrides import RUN
@@ -155,6 +155,7 @@ def test_vllm_has_to_be_installed_where_something_is_sampled(monkeypatch: pytest
 
 
 def test_a_run_on_recorded_data_needs_no_engine_and_says_what_it_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    SftRunConfig = pytest.importorskip("strop.extensions.recorded.recorded_config").SftRunConfig
     monkeypatch.setattr(packages, "is_installed", lambda package: package != "vllm")
     base = ["policy.model_name=m", "data.train.dataset_name=squad", "data.validation.dataset_name=squad"]
     assert warnings(root=SftRunConfig, base=base) == []

@@ -24,6 +24,7 @@ def load(*words: str, **options: Any) -> Any:
     return load_config(None, overrides, root=TRAINING_RUNS["grpo"], **options).config
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_names_its_micro_batch_on_a_gpu_and_why(name: str) -> None:
     """Those with keys of extensions too in tests/project/test_example_configs.py."""

@@ -177,6 +177,7 @@ def test_keys_of_a_section_that_is_off(override: str, off: str) -> None:
     assert found == (override.partition("=")[0], f"{override.partition('=')[0]} has no effect: {off} is false")
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("section", ["sft", "dpo", "rm"])
 def test_the_micro_batch_of_validation_names_what_cuts_it(section: str) -> None:
     kind: Any = TRAINING_RUNS[section]
@@ -187,6 +188,7 @@ def test_the_micro_batch_of_validation_names_what_cuts_it(section: str) -> None:
     )
 
 
+@pytest.mark.extensions
 def test_a_reward_model_that_is_turned_off_is_refused() -> None:
     base = ["policy.model_name=m", "data.train.dataset_name=squad", "rm.val_period=0"]
     with pytest.raises(ConfigError, match=r"reward_model_cfg\.enabled: found false, but strop rm trains"):

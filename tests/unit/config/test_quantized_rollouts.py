@@ -8,7 +8,7 @@ from strop import packages
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, load_config
 from strop.config.policy_checks import check_engine_device
 from strop.generation.quantized_rollouts import make_emulation, make_rollout_plan, make_weight_rounding
-from strop.runs.run_algorithm import make_rollout_algorithm
+from strop.runs.run_algorithm import make_run_algorithm
 from support.overrides import RUN
 
 VLLM, TORCH = "policy.generation.backend=vllm", "policy.generation.backend=torch"
@@ -106,9 +106,9 @@ def test_a_cpu_is_refused_when_the_run_starts_and_not_before() -> None:
 def test_a_loss_without_a_correction_is_refused() -> None:
     config = load(VLLM, FP8, "loss_fn.use_importance_sampling_correction=false")
     with pytest.raises(ValueError, match=r"sampled with weights in fp8_block.*use_importance_sampling_correction=true"):
-        make_rollout_algorithm(config)
-    make_rollout_algorithm(load(VLLM, FP8))
-    make_rollout_algorithm(load(VLLM, FP8, "loss_fn.use_importance_sampling_correction=false", "algorithm.ratio_to=sampler"))
+        make_run_algorithm(config)
+    make_run_algorithm(load(VLLM, FP8))
+    make_run_algorithm(load(VLLM, FP8, "loss_fn.use_importance_sampling_correction=false", "algorithm.ratio_to=sampler"))
 
 
 def test_an_evaluation_measures_the_weights_as_they_are_trained() -> None:

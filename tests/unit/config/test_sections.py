@@ -9,7 +9,7 @@ import pytest
 
 from strop.base_config import fields_of
 from strop.config import ConfigError, GrpoRunConfig, LoadedConfig, load_config
-from strop.config.schema.run_config import TRAINING_RUNS, SftRunConfig
+from strop.config.schema.run_config import TRAINING_RUNS
 from strop.generation.generation_config import GenerationConfig
 from strop.models.lora_config import LoraConfig
 from strop.sampling import MAX_RECORDED_TOP_K, Sampling
@@ -82,6 +82,7 @@ def problems_of(root: type[Any], section: str, *overrides: str) -> str:
 
 
 def test_dropout_of_adapters_is_for_recorded_data() -> None:
+    SftRunConfig = pytest.importorskip("strop.extensions.recorded.recorded_config").SftRunConfig
     sampled = problems_of(
         GrpoRunConfig, "grpo", "data.train.env_name=arithmetic", "env.arithmetic={}", "checkpointing.metric_name=null"
     )
@@ -130,6 +131,7 @@ def test_what_cannot_work_says_what_to_set(overrides: list[str], said: str) -> N
     assert said in refused(*overrides)
 
 
+@pytest.mark.extensions
 def test_recorded_data_has_quotas() -> None:
     model = ("policy.model_name=m", "sft.val_period=0", "checkpointing.enabled=false")
     two = "data.train=[{dataset_name: squad, prompts_per_step: 24}, {dataset_name: squad, prompts_per_step: 8}]"

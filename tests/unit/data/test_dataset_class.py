@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from strop.config import ConfigError, GrpoRunConfig, load_config
-from strop.data.recorded.examples import conversations, preferences
 from strop.data.sources.dataset_class import is_dataset_class
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
@@ -110,12 +109,14 @@ def test_rows_of_a_class_of_nemo_rl_are_a_question_and_its_answer() -> None:
 
 
 def test_its_conversations_are_trained_on_whichever_columns_it_has_read_itself() -> None:
+    conversations = pytest.importorskip("strop.extensions.recorded.examples").conversations
     for key in (None, "question"):
         first = conversations(DataSource(dataset_name="mine.py:Chats", input_key=key))[0]
         assert first.messages == (user("0+0?"), assistant("0"))
 
 
 def test_preferences_of_nemo_rl_are_read_by_their_ranks() -> None:
+    preferences = pytest.importorskip("strop.extensions.recorded.examples").preferences
     (pair,) = preferences(DataSource(dataset_name="mine.py:Pairs"))
     assert (pair.chosen, pair.rejected) == ((assistant("4"),), (assistant("5"),))
 

@@ -24,6 +24,7 @@ def unreachable(monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
 
 
+@pytest.mark.extensions
 def test_an_unreachable_hub_is_said_at_once_and_says_what_to_do(unreachable):
     began = time.monotonic()
     with pytest.raises(
@@ -33,6 +34,7 @@ def test_an_unreachable_hub_is_said_at_once_and_says_what_to_do(unreachable):
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.extensions
 def test_a_cached_copy_is_used_with_a_warning_when_the_hub_is_away(unreachable, monkeypatch):
     table = datasets.Dataset.from_list([{"question": "1+1?", "answer": "Add.\n#### 2", "x": 1}] * 3)
     monkeypatch.setattr(hub, "_load_split", lambda name, subset, split, revision: table)
@@ -42,6 +44,7 @@ def test_a_cached_copy_is_used_with_a_warning_when_the_hub_is_away(unreachable, 
     assert [(row.question, row.answer, dict(row.metadata)) for row in rows] == [("1+1?", "2", whole)] * 3
 
 
+@pytest.mark.extensions
 def test_a_built_in_name_sets_what_was_not_set(monkeypatch):
     asked = []
 

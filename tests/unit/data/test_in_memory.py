@@ -8,7 +8,6 @@ import pytest
 
 from strop.base_config import to_tree
 from strop.data.data_config import DataEntryConfig
-from strop.data.recorded.examples import conversations, preferences, unpaired_preferences
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 
@@ -34,6 +33,8 @@ def test_ids_follow_from_content_and_position_and_not_from_the_object(make):
 
 @pytest.mark.parametrize("make", [list, datasets.Dataset.from_list])
 def test_recorded_data_may_be_in_memory(make):
+    examples = pytest.importorskip("strop.extensions.recorded.examples")
+    conversations, preferences, unpaired_preferences = examples.conversations, examples.preferences, examples.unpaired_preferences
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     assert conversations(DataSource(rows=make([{"messages": talk}])))[0].answer == "Hello"
     assert conversations(DataSource(rows=make([{"prompt": "Hi", "solution": "Hello"}])))[0].answer == "Hello"

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from strop.data.builtin_sets import BUILTIN_DATASETS
-from strop.data.recorded.examples import conversations
 from strop.data.sources import hub
 from strop.data.sources.local_copies import find_copy
 from strop.data.sources.peek import peek_dataset
@@ -31,17 +30,20 @@ def test_a_split_is_read_from_its_local_copy_with_the_ids_of_the_hub(local_hub):
     assert rows[0].question == "Ann has 5 apples and eats 2. How many are left?"
 
 
+@pytest.mark.extensions
 def test_what_is_trained_on_and_what_is_evaluated_are_splits_of_the_copy(local_hub):
     assert [row.answer for row in DataSource(dataset_name="gsm8k").load_rows()] == ["3", "2,400"]
     assert [row.answer for row in DataSource(dataset_name="gsm8k", purpose="evaluation").load_rows()] == ["15"]
     assert len(DataSource(dataset_name="gsm8k", split="train[:1]").load_rows()) == 1
 
 
+@pytest.mark.extensions
 def test_a_subset_the_copy_does_not_have_is_an_error_that_names_the_copy(local_hub):
     with pytest.raises(DataError, match=rf"cannot be loaded: in its local copy {local_hub}/openai/gsm8k, .*socratic"):
         DataSource(dataset_name="gsm8k", subset="mian").load_rows()
 
 
+@pytest.mark.extensions
 def test_a_copy_is_peeked_at_without_reading_all_of_it(local_hub, monkeypatch):
     monkeypatch.setattr(hub, "_load_split", lambda *arguments: pytest.fail("it was loaded"))
     peek = peek_dataset("gsm8k", purpose="evaluation")
@@ -81,6 +83,7 @@ def test_what_has_no_copy_is_asked_of_the_hub(local_hub):
         DataSource(dataset_name="someone/else").load_rows()
 
 
+@pytest.mark.extensions
 def test_a_folder_of_copies_that_is_missing_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setenv("STROP_DATASETS", str(tmp_path / "typo"))
     with pytest.raises(DataError, match=r"STROP_DATASETS is '.*typo', and there is no such folder"):
@@ -98,6 +101,7 @@ def test_a_copy_of_another_revision_is_refused(monkeypatch, tmp_path):
         find_copy("someone/set", "a" * 40)
 
 
+@pytest.mark.extensions
 def test_the_configured_revision_is_asked_of_the_hub_before_that_of_a_built_in_set(monkeypatch):
     asked = []
 
@@ -113,6 +117,7 @@ def test_the_configured_revision_is_asked_of_the_hub_before_that_of_a_built_in_s
     assert asked == ["v2", BUILTIN_DATASETS["gsm8k"].revision]
 
 
+@pytest.mark.extensions
 def test_the_commit_that_a_built_in_set_is_pinned_to_counts_for_the_hub_alone(monkeypatch, tmp_path):
     (tmp_path / "openai/gsm8k/.cache/huggingface/download").mkdir(parents=True)
     (tmp_path / "openai/gsm8k/.cache/huggingface/download/README.md.metadata").write_text(f"{COMMIT}\netag\n1\n")
@@ -123,6 +128,7 @@ def test_the_commit_that_a_built_in_set_is_pinned_to_counts_for_the_hub_alone(mo
 
 
 def test_files_of_an_address_with_a_star_are_read_together(monkeypatch, tmp_path):
+    conversations = pytest.importorskip("strop.extensions.recorded.examples").conversations
     folder = tmp_path / "someone/texts/part"
     folder.mkdir(parents=True)
     for number in range(2):

@@ -172,6 +172,7 @@ def test_a_prompt_may_be_a_conversation(tmp_path):
         DataSource(dataset_name=jsonl(tmp_path, [{"prompt": ["Hi"], "answer": "2"}])).load_rows()
 
 
+@pytest.mark.extensions
 def test_no_name_a_folder_and_an_unknown_name_are_errors(tmp_path):
     with pytest.raises(DataError, match="dataset_name is not set"):
         DataSource().load_rows()

@@ -13,11 +13,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from strop.data.data_config import DataConfig
-from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.data.sources.streamed import Streamed
-from strop.environments.math import MathEnvironment
 from strop.environments.remote import EnvironmentDescription, connect
 from support.environment_servers import EnvironmentServerThread
 
@@ -176,6 +174,7 @@ def test_what_needs_the_number_of_rows_says_so(tmp_path: Path) -> None:
 
 
 def test_an_environment_over_rows_streams_its_tasks(tmp_path: Path) -> None:
+    MathEnvironment = pytest.importorskip("strop.extensions.math.math_environment").MathEnvironment
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
     source = DataSource(dataset_name=str(tmp_path / "rows.jsonl"), streaming=True, system_prompt="Be brief.")
     tasks = MathEnvironment().tasks(source)
@@ -190,6 +189,7 @@ def test_iterating_over_a_stream_ends_with_its_epoch(tmp_path: Path) -> None:
     assert rows.state()["reached"] == 0, "a run that goes on has not come further"
 
 
+@pytest.mark.extensions
 def test_an_environment_that_needs_the_number_of_rows_refuses_a_stream(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", [{"problem": "Write f.", "answer": ""}] * 3)
     source = DataSource(dataset_name=str(tmp_path / "rows.jsonl"), streaming=True)
@@ -207,6 +207,7 @@ RECORDED: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", RECORDED)
 def test_recorded_examples_are_those_of_the_whole_file(kind: str, tmp_path: Path) -> None:
+    EXAMPLE_READERS = pytest.importorskip("strop.extensions.recorded.examples").EXAMPLE_READERS
     write_jsonl(tmp_path / "rows.jsonl", [RECORDED[kind](n) for n in range(23)])
     source = {"dataset_name": str(tmp_path / "rows.jsonl"), "repeat": 2}
     whole = EXAMPLE_READERS[kind](DataSource(**source))

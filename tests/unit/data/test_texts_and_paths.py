@@ -13,7 +13,6 @@ from strop.base_config import BaseConfig
 from strop.config import TRAINING_RUNS, ConfigError, TrainingRunConfig, load_config
 from strop.config.source.yaml_source import parse_override_value
 from strop.config.source.yaml_text import YamlError
-from strop.data.recorded.examples import conversations, preferences, unpaired_preferences
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.models.tokenizer_config import read_chat_template
@@ -126,6 +125,7 @@ def test_what_would_be_cut_off_behind_brackets_and_quotes_is_refused(text: str) 
 # --- keys and rows that cannot be meant ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("keys", [{"split": "test"}, {"split": "train[:10%]"}, {"subset": "main"}, {"revision": "abc"}])
 def test_a_key_that_a_file_does_not_have_is_refused(keys: dict[str, str], tmp_path: Path) -> None:
     content = '{"problem": "q", "answer": "1"}\n'
@@ -186,6 +186,7 @@ UNREAD = [  # kind of run, settings of its entry, the key that it does not read
 ]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(("kind", "entry", "unread"), UNREAD)
 def test_a_key_that_this_kind_of_run_or_task_does_not_read_is_refused(
     kind: str, entry: dict[str, str], unread: dict[str, str]
@@ -199,6 +200,7 @@ def test_a_key_that_this_kind_of_run_or_task_does_not_read_is_refused(
     load_config(None, root=TRAINING_RUNS[kind], values={**values, "data": inherited})
 
 
+@pytest.mark.extensions
 def test_texts_are_joined_only_where_their_column_is_named() -> None:
     values = {"data": {"train": {"dataset_name": "d", "characters_per_sample": 9}}, "policy": {"model_name": "m"}}
     with pytest.raises(ConfigError, match="only raw text is joined, and text_key names none"):
@@ -206,31 +208,34 @@ def test_texts_are_joined_only_where_their_column_is_named() -> None:
 
 
 UNREAD_COLUMNS = [  # reader, a row, settings of the source, what is said not to be read
-    (preferences, {"prompt": "q", "chosen": "a", "rejected": "b"}, {"messages_key": "talk"}, "messages_key=talk"),
-    (preferences, {"prompt": "q", "chosen": "a", "rejected": "b"}, {"output_key": "chosen"}, "output_key=chosen"),
-    (conversations, {"prompt": "q", "completion": "a"}, {"chosen_key": "completion"}, "chosen_key=completion"),
-    (conversations, {"messages": [USER, REPLY], "prompt": "q", "completion": "a"}, {"label_key": "x"}, "label_key=x"),
-    (conversations, {"text": "raw", "prompt": "q"}, {"text_key": "text", "input_key": "prompt"}, "input_key=prompt"),
+    ("preferences", {"prompt": "q", "chosen": "a", "rejected": "b"}, {"messages_key": "talk"}, "messages_key=talk"),
+    ("preferences", {"prompt": "q", "chosen": "a", "rejected": "b"}, {"output_key": "chosen"}, "output_key=chosen"),
+    ("conversations", {"prompt": "q", "completion": "a"}, {"chosen_key": "completion"}, "chosen_key=completion"),
+    ("conversations", {"messages": [USER, REPLY], "prompt": "q", "completion": "a"}, {"label_key": "x"}, "label_key=x"),
+    ("conversations", {"text": "raw", "prompt": "q"}, {"text_key": "text", "input_key": "prompt"}, "input_key=prompt"),
     (
-        unpaired_preferences,
+        "unpaired_preferences",
         {"prompt": "q", "completion": "a", "label": True, "messages": []},
         {"rejected_key": "completion"},
         "rejected_key=completion",
     ),
-    (DataSource.load_rows, {"problem": "q", "answer": "a"}, {"messages_key": "talk"}, "messages_key=talk"),
+    ("load_rows", {"problem": "q", "answer": "a"}, {"messages_key": "talk"}, "messages_key=talk"),
 ]
 
 
 @pytest.mark.parametrize(("read", "row", "keys", "said"), UNREAD_COLUMNS, ids=[each[3] for each in UNREAD_COLUMNS])
 def test_a_key_that_names_a_column_and_is_not_read_is_said(
-    read: Any, row: dict[str, Any], keys: dict[str, str], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    read: str, row: dict[str, Any], keys: dict[str, str], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = write(tmp_path / "rows.jsonl", json.dumps(row) + "\n")
-    assert len(read(DataSource(dataset_name=str(file), **keys))) == 1
+    source = DataSource(dataset_name=str(file), **keys)
+    readers = DataSource if read == "load_rows" else pytest.importorskip("strop.extensions.recorded.examples")
+    assert len(getattr(readers, read)(source)) == 1
     assert f"{said} is not read" in caplog.text
 
 
 def test_keys_that_name_the_columns_that_are_read_are_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    preferences = pytest.importorskip("strop.extensions.recorded.examples").preferences
     file = write(tmp_path / "rows.jsonl", json.dumps({"q": "a", "good": "b", "bad": "c", "by": 1.0}) + "\n")
     keys = {"input_key": "q", "chosen_key": "good", "rejected_key": "bad", "margin_key": "by"}
     assert len(preferences(DataSource(dataset_name=str(file), **keys))) == 1

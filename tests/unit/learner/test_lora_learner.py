@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strop.algorithms.kl import REFERENCE_LOGPROBS
-from strop.algorithms.supervised import SFT
 from strop.checkpointing.base import RunState
 from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
 from strop.learner.torch.learner import TorchLearner
@@ -194,6 +193,7 @@ def test_grpo_steps_raise_the_probability_of_what_was_rewarded_and_kl_holds_them
 
 @pytest.mark.exhaustive
 def test_a_supervised_run_learns_under_adapter_dropout_and_is_measured_without_it() -> None:
+    SFT = pytest.importorskip("strop.extensions.recorded.supervised").SFT
     model = build("llama")
     add_adapters(model, LoraConfig(dropout=0.1), base="base")
     learner = make_learner(model, optimizer_kwargs={"lr": 1e-2}, max_grad_norm=None, train_tokens=100)

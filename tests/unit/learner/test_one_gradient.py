@@ -20,16 +20,13 @@ from strop.algorithms.base import TokenOutputs
 from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.baselines import OptimalTokenBaseline
 from strop.algorithms.policy_gradient.corrections import DivergenceRejection, GeometricRejection, Importance, Tis
-from strop.algorithms.policy_gradient.entropy import CovarianceClip, TopEntropy
-from strop.algorithms.policy_gradient.group_credit import DecoupledRewards
-from strop.algorithms.policy_gradient.grpo import GRPO
+from strop.algorithms.policy_gradient.grpo import GRPO, GroupRelative
 from strop.data.splitting import split_mini_batches
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch, Ending, Group
-from support.algorithms import grpo
+from support.algorithms import find_part, grpo
 from support.drawn import check_draws
 from support.learners import make_torch_learner
 from support.models import build, copy_gradients, largest_difference, to_float64
@@ -57,8 +54,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # What the catalogue's defaults leave to the user, or what would do nothing on batches as small as these.
 NEEDED: dict[str, dict[str, Any]] = {
     "dr_grpo": {"constant_length": 7},
-    "gdpo": {"advantage": DecoupledRewards(weights={"first": 1.0, "second": 0.3})},
-    "clip_cov": {"objective": CovarianceClip(share=0.2, lowest=0.1)},
+    "gdpo": {"advantage": find_part("decoupled_rewards", weights={"first": 1.0, "second": 0.3})},
+    "clip_cov": {"objective": find_part("covariance_clip", share=0.2, lowest=0.1)},
 }
 CASES: dict[str, PolicyGradient] = {
     **{name: grpo(**options) for name, options in OPTIONS.items()},
@@ -74,8 +71,8 @@ CASES: dict[str, PolicyGradient] = {
     "rejected_rollouts_in_no_divisor": GRPO(
         corrections=(GeometricRejection(low=0.9, high=1.1),), rejected_in_divisor=False, aggregation="sequence_mean"
     ),
-    "optimal_token_baseline": GRPO(advantage=OptimalTokenBaseline(), corrections=(Tis(),)),
-    "top_entropy": GRPO(selection=TopEntropy(share=0.4)),
+    "optimal_token_baseline": GRPO(advantage=find_part("optimal_token_baseline") or GroupRelative(), corrections=(Tis(),)),
+    "top_entropy": GRPO(selection=find_part("top_entropy", share=0.4)),
     "entropy_bonus_below_a_target": GRPO(entropy_bonus=0.1, entropy_target=100.0),
     "positive_nll": GRPO(positive_nll=0.1),
     **{

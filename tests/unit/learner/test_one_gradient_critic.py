@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES, Algorithm, LossFn
 from strop.algorithms.critic import PPO, VALUES, VAPO, Gae
-from strop.algorithms.distillation import TEACHER_CANDIDATES, TEACHER_LOGPROBS, Distillation, ReverseKl, TopKDistillation
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.data.splitting import split_micro_batches
 from strop.models.network import Network
@@ -30,17 +30,30 @@ from support.recorded import build_classifier
 from support.rollouts import GroupShape, batch_shapes, make_groups, pack_for, shapes_to_cut, simple_groups
 
 EXACT = 1e-9
+
+
+def distilled() -> dict[str, Algorithm]:
+    """Distillation from a teacher, where the extension is there."""
+    if find_spec("strop.extensions") is None:
+        return {}
+    from strop.extensions.distillation.distillation import Distillation, ReverseKl, TopKDistillation
+
+    return {
+        "distillation": Distillation(),
+        "distillation and rewards": Distillation(advantage=ReverseKl(reward_weight=0.5), advantage_low=-2.0),
+        "forward": TopKDistillation(kl_type="forward"),
+        "reverse": TopKDistillation(kl_type="reverse", outside="renormalise"),
+        "mixed": TopKDistillation(kl_type="mixed", aggregation="sequence_mean"),
+        "jsd": TopKDistillation(kl_type="jsd", beta=0.3, aggregation="constant_length", constant_length=7),
+    }
+
+
 POLICY: dict[str, Algorithm] = {
     "ppo": PPO(),
     "ppo, its rewards less a kl": PPO(kl=Kl(weight=0.2, estimator="k1", place="token_reward"), overlong_filtering=True),
     "ppo, a kl in the loss, per sequence": PPO(kl=Kl(weight=0.2), aggregation="sequence_mean", advantage=Gae(whiten=False)),
     "vapo": VAPO(),
-    "distillation": Distillation(),
-    "distillation and rewards": Distillation(advantage=ReverseKl(reward_weight=0.5), advantage_low=-2.0),
-    "forward": TopKDistillation(kl_type="forward"),
-    "reverse": TopKDistillation(kl_type="reverse", outside="renormalise"),
-    "mixed": TopKDistillation(kl_type="mixed", aggregation="sequence_mean"),
-    "jsd": TopKDistillation(kl_type="jsd", beta=0.3, aggregation="constant_length", constant_length=7),
+    **distilled(),
 }
 VALUE: dict[str, PPO] = {
     "clipped": PPO(value_clip=0.5, value_scale=0.4),
@@ -60,13 +73,13 @@ def complete(batch: Batch, algorithm: Algorithm, seed: int) -> Batch:
     columns = {
         "policy_logprobs": batch.rollout_logprobs + 0.1 * torch.randn(count, generator=generator),
         REFERENCE_LOGPROBS: batch.rollout_logprobs + torch.randn(count, generator=generator),
-        TEACHER_LOGPROBS: batch.rollout_logprobs + torch.randn(count, generator=generator),
+        "teacher_logprobs": batch.rollout_logprobs + torch.randn(count, generator=generator),
         VALUES: torch.randn(count, generator=generator),
         CANDIDATES: torch.rand(count, VOCABULARY, generator=generator).topk(4).indices,
-        TEACHER_CANDIDATES: torch.randn(count, VOCABULARY, generator=generator).log_softmax(-1)[:, :4],
+        "teacher_candidates": torch.randn(count, VOCABULARY, generator=generator).log_softmax(-1)[:, :4],
     }
-    if not isinstance(algorithm, TopKDistillation):
-        columns = {name: column for name, column in columns.items() if name not in (CANDIDATES, TEACHER_CANDIDATES)}
+    if "teacher_candidates" not in algorithm.requires:
+        columns = {name: column for name, column in columns.items() if name not in (CANDIDATES, "teacher_candidates")}
     return algorithm.prepare_step(algorithm.token_credit(batch.with_columns(columns)), None)
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.algorithms.supervised import RewardModel
 from strop.models.classifiers import load_classifier, set_pad_token
 from strop.models.loading import ModelNotFound, find_stop_token_ids, load_tokenizer
 from strop.models.value_network import ValueNetwork, get_score_layer
@@ -169,6 +168,7 @@ def test_an_exported_reward_model_gives_transformers_the_same_scores(
 ) -> None:
     """Trained, saved by the learner, loaded by Transformers: alone and in padded batches. Rollouts end with the end-of-turn token, which
     the tokenizer pads with before the export is made safe."""
+    RewardModel = pytest.importorskip("strop.extensions.recorded.supervised").RewardModel
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     own = with_specials(tokenizer, pad="<|im_end|>")
@@ -205,6 +205,7 @@ def test_an_exported_reward_model_gives_transformers_the_same_scores(
 
 
 def test_a_saved_reward_model_continues_where_it_was(tmp_path: Path) -> None:
+    RewardModel = pytest.importorskip("strop.extensions.recorded.supervised").RewardModel
     groups = [recorded_group([5, 6], [7, 8], [9])]
     first = make_torch_learner(
         ValueNetwork(build_classifier("llama")), Sampling(), whole_groups=True, optimizer_kwargs={"lr": 1e-3}

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.critic import PPO, RETURNS, VALUES
-from strop.algorithms.supervised import SFT, RewardModel
 from strop.learner.torch.learner import TorchLearner
 from strop.models.network import Network
 from strop.models.value_network import ScalarHead, ValueHead, ValueNetwork, apply_score_layer, get_score_layer
@@ -139,6 +138,7 @@ def by_the_model(model: Any, groups: Sequence[Group], attention: str) -> Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"])
 def test_scores_are_those_of_the_classifier_itself(family: str) -> None:
+    RewardModel = pytest.importorskip("strop.extensions.recorded.supervised").RewardModel
     model = build_classifier(family)
     network = ValueNetwork(model)
     assert network.packed, "the probe finds that the family reads packed rows"
@@ -154,6 +154,7 @@ def test_scores_are_those_of_the_classifier_itself(family: str) -> None:
 
 
 def test_a_critic_has_a_value_at_every_sampled_token() -> None:
+    SFT = pytest.importorskip("strop.extensions.recorded.supervised").SFT
     model = to_float64(build_classifier("llama", dtype=torch.float64))
     network = ValueNetwork(model, precision=torch.float64)
     batch = pack_for(GROUPS, SFT())
@@ -173,6 +174,7 @@ def test_a_critic_has_a_value_at_every_sampled_token() -> None:
 
 def test_the_head_is_applied_in_float32_under_bfloat16() -> None:
     """bfloat16 keeps three digits, and the scores of a pair may differ in the fourth."""
+    RewardModel = pytest.importorskip("strop.extensions.recorded.supervised").RewardModel
     network = ValueNetwork(build_classifier("llama"), precision=torch.bfloat16)
     assert scores(network, pack_for(GROUPS, RewardModel())).dtype == torch.float32
     layer = torch.nn.Linear(3, 1, bias=True).bfloat16()

@@ -16,12 +16,10 @@ import torch
 
 from strop import plugins
 from strop.data.packing import pack
-from strop.data.recorded.examples import Conversation
 from strop.models.chat_template import ChatTemplate
 from strop.models.vision.image_files import ImageError, decode_image, encode_image, read_image
 from strop.models.vision.vision_families import Pixels, UnknownFamily, VisionFamily, find_family
 from strop.models.vision.vision_processor import PixelCache, VisionProcessor, find_vision_processor, load_vision_processor
-from strop.rollouts.recorded_tokens import RecordedRules
 from strop.types import Image, Message
 from support.recorded import demonstration_group
 from support.vision_models import FAMILIES, as_data_url, build_vision_tokenizer, draw_image, make_vision_config, save_vision_model
@@ -120,6 +118,8 @@ def test_the_spans_of_a_recorded_conversation_have_their_images() -> None:
 
 
 def test_a_turn_that_the_template_rewrites_later_keeps_the_images_before_it() -> None:
+    Conversation = pytest.importorskip("strop.extensions.recorded.examples").Conversation
+    RecordedRules = pytest.importorskip("strop.extensions.recorded.recorded_tokens").RecordedRules
     processor = make_processor("smolvlm")
     tokenizer = deepcopy(processor.tokenizer)
     template = ChatTemplate(tokenizer, vision=processor)

@@ -9,25 +9,37 @@ import pytest
 
 from strop.monitoring.console import Closing
 
-GRPO = Closing(section="grpo", log_dir=Path("logs/x"), stores_rollouts=True, checkpoint=None, seconds=754, tokens=1234567)
+GRPO = Closing(
+    log_dir=Path("logs/x"),
+    samples=True,
+    stores_rollouts=True,
+    trains_scores=False,
+    checkpoint=None,
+    seconds=754,
+    tokens=1234567,
+)
 
 
 @pytest.mark.parametrize(
-    ("section", "rollouts", "commands"),
+    ("samples", "rollouts", "scores", "commands"),
     [
-        ("grpo", True, ["plot logs/x", "report logs/x", "rollouts logs/x --worst 3", "eval {0}", "export {0} OUT", "serve {0}"]),
-        ("grpo", False, ["plot logs/x", "report logs/x", "eval {0}", "export {0} OUT", "serve {0}"]),
-        ("sft", False, ["plot logs/x", "report logs/x", "export {0} OUT", "serve {0}"]),
-        ("dpo", False, ["plot logs/x", "report logs/x", "export {0} OUT", "serve {0}"]),
-        ("rm", False, ["plot logs/x", "report logs/x", "export {0} OUT"]),
+        (
+            True,
+            True,
+            False,
+            ["plot logs/x", "report logs/x", "rollouts logs/x --worst 3", "eval {0}", "export {0} OUT", "serve {0}"],
+        ),
+        (True, False, False, ["plot logs/x", "report logs/x", "eval {0}", "export {0} OUT", "serve {0}"]),
+        (False, False, False, ["plot logs/x", "report logs/x", "export {0} OUT", "serve {0}"]),
+        (False, False, True, ["plot logs/x", "report logs/x", "export {0} OUT"]),
     ],
 )
 def test_the_commands_to_go_on_with_are_those_that_work_for_the_kind_of_run(
-    section: str, rollouts: bool, commands: list[str], tmp_path: Path
+    samples: bool, rollouts: bool, scores: bool, commands: list[str], tmp_path: Path
 ) -> None:
     checkpoint = tmp_path / "step_30"
     checkpoint.mkdir()
-    closing = replace(GRPO, section=section, stores_rollouts=rollouts, checkpoint=checkpoint)
+    closing = replace(GRPO, samples=samples, stores_rollouts=rollouts, trains_scores=scores, checkpoint=checkpoint)
     assert closing.commands() == [f"strop {command.format(checkpoint)}" for command in commands]
     assert replace(closing, checkpoint=None).commands() == [f"strop {command}" for command in commands if "{" not in command]
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import io
 import math
-import re
 import sys
 
 import pytest
 
 from strop.monitoring.console import PlainConsole, open_console
 from strop.monitoring.console_columns import (
-    COLUMNS_BY_SECTION,
     Progress,
-    StepTable,
     format_fixed,
 )
 from strop.monitoring.trackers.base import NullTracker
@@ -100,25 +97,6 @@ def test_a_step_that_was_shown_before_the_run_was_resumed_is_not_shown_again() -
 )  # fmt: skip
 def test_a_column_has_fixed_decimals_and_no_negative_zero(value: float, decimals: int, written: str) -> None:
     assert format_fixed(value, decimals) == written
-
-
-@pytest.mark.parametrize(
-    ("section", "metrics", "labels"),
-    [
-        ("grpo", ["train/reward", "train/loss", "validation/accuracy", "train/groups_without_signal", "train/truncated"],
-         ["reward", "accuracy", "no signal", "truncated"]),
-        ("grpo", ["train/reward", "validation/accuracy", "validation/score"], ["reward", "val reward"]),
-        ("dpo", ["train/loss", "train/accuracy", "train/margin", "train/rewards_chosen_mean", "train/rewards_rejected_mean"],
-         ["loss", "accuracy", "margin", "chosen", "rejected"]),
-        ("rm", ["train/loss", "train/accuracy", "train/margin", "validation/accuracy"], ["loss", "accuracy", "margin", "val acc"]),
-        ("sft", ["train/loss", "train/tokens_trained", "validation/loss"], ["loss", "val loss", "tokens"]),
-        ("distillation", ["train/reward", "train/teacher_kl", "train/entropy"], ["KL teacher", "entropy"]),
-    ],
-)  # fmt: skip
-def test_each_kind_of_run_has_columns_of_its_own(section: str, metrics: list[str], labels: list[str]) -> None:
-    table = StepTable(COLUMNS_BY_SECTION[section], 10)
-    header, _ = table.format_rows(1, dict.fromkeys(metrics, 0.5))
-    assert re.split(r"  +", header.strip()) == labels
 
 
 def test_a_plain_console_speaks_up_in_a_long_step_and_is_silent_in_a_short_one() -> None:

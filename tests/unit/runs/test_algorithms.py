@@ -14,27 +14,21 @@ from strop.algorithm_factory import AlgorithmSetting, find_algorithm, format_alg
 from strop.algorithms.base import Algorithm, Plan
 from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.critic import VAPO, Gae
-from strop.algorithms.distillation import Distillation, ReverseKl, TopKDistillation
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.baselines import LeaveOneOut, ReinforcePP
 from strop.algorithms.policy_gradient.corrections import Icepop, Importance, Tis
-from strop.algorithms.policy_gradient.entropy import TopEntropy
 from strop.algorithms.policy_gradient.grpo import GRPO, Clip
 from strop.algorithms.policy_gradient.grpo_variants import DAPO, SoftOverlong
 from strop.algorithms.policy_gradient.sequence_objectives import GSPO, SequenceClip
 from strop.algorithms.policy_gradient.token_objectives import ClippedWeight
-from strop.algorithms.preference.referenced import DPO
-from strop.algorithms.supervised import SFT
 from strop.base_config import option_set_by
-from strop.config import ConfigError, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig, load_config
+from strop.config import ConfigError, TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.config.source.keys import iter_keys
 from strop.runs.run_algorithm import (
     check_algorithm,
     collect_settings,
     infer_section,
-    make_recorded_algorithm,
-    make_rollout_algorithm,
+    make_run_algorithm,
 )
 from strop.runs.summary import summarize
 from strop.runs.train import run_training
@@ -47,6 +41,8 @@ SAMPLING = ("grpo", "ppo", "distillation")
 
 
 def config(section: str, *overrides: str) -> TrainingRunConfig:
+    if section not in TRAINING_RUNS:
+        pytest.skip(f"strop {section} is an extension's")
     base = ["policy.model_name=m", f"{section}.val_period=0", *(ROLLOUTS if section in SAMPLING else RECORDED)]
     if section == "distillation":
         base.append("teacher.model_name=t")
@@ -54,11 +50,7 @@ def config(section: str, *overrides: str) -> TrainingRunConfig:
 
 
 def made(section: str, *overrides: str) -> Algorithm:
-    found = config(section, *overrides)
-    if isinstance(found, RolloutRunConfig):
-        return make_rollout_algorithm(found)
-    assert isinstance(found, RecordedRunConfig)
-    return make_recorded_algorithm(found)
+    return make_run_algorithm(config(section, *overrides))
 
 
 # --- names and parts ---------------------------------------------------------------------------------------------------------------
@@ -73,6 +65,8 @@ def test_every_algorithm_is_made_by_its_name_and_described_in_one_line(name: str
 
 
 def test_a_part_is_named_by_a_word_or_by_a_mapping_with_its_options() -> None:
+    LeaveOneOut = pytest.importorskip("strop.extensions.policy_gradients.baselines").LeaveOneOut
+    TopEntropy = pytest.importorskip("strop.extensions.policy_gradients.entropy").TopEntropy
     found = make_algorithm(
         "grpo",
         {
@@ -100,6 +94,7 @@ def test_a_part_is_named_by_a_word_or_by_a_mapping_with_its_options() -> None:
 
 def test_options_without_a_name_are_of_the_part_the_algorithm_has() -> None:
     """Its other options stay as the algorithm set them."""
+    ReinforcePP = pytest.importorskip("strop.extensions.policy_gradients.baselines").ReinforcePP
     assert make_algorithm("dapo", {"objective": {"low": 0.1}}) == DAPO(objective=Clip(low=0.1, high=0.28))
     assert make_algorithm("vapo", {"advantage": {"gamma": 0.99}}) == VAPO(
         advantage=Gae(gamma=0.99, lambda_value=1.0, length_adaptive_alpha=0.05)
@@ -109,20 +104,26 @@ def test_options_without_a_name_are_of_the_part_the_algorithm_has() -> None:
 
 
 def test_null_takes_an_optional_part_away() -> None:
+    ReinforcePP = pytest.importorskip("strop.extensions.policy_gradients.baselines").ReinforcePP
     found = make_algorithm("reinforce_pp", {"kl": None})
     assert found == ReinforcePP(kl=None) and not found.requires
 
 
 def test_a_part_may_hold_another_part() -> None:
+    LeaveOneOut = pytest.importorskip("strop.extensions.policy_gradients.baselines").LeaveOneOut
+    distillation = pytest.importorskip("strop.extensions.distillation.distillation")
+    Distillation, ReverseKl = distillation.Distillation, distillation.ReverseKl
     found = make_algorithm("distillation", {"advantage": {"reward_weight": 0.5, "reward": "leave_one_out"}})
     assert found == Distillation(advantage=ReverseKl(reward_weight=0.5, reward=LeaveOneOut()))
 
 
+@pytest.mark.extensions
 def test_a_mapping_of_numbers_is_no_part() -> None:
     found = make_algorithm("gdpo", {"advantage": {"weights": {"correct": 1, "format": 0.5}}})
     assert dict(found.advantage.weights) == {"correct": 1.0, "format": 0.5}  # type: ignore[attr-defined]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("name", "kwargs", "said"),
     [
@@ -131,7 +132,7 @@ def test_a_mapping_of_numbers_is_no_part() -> None:
         ("strop.algorithms.policy_gradient.grpo:GRPPO", {}, "has no 'GRPPO'; did you mean 'GRPO'?"),
         ("strop.algorithms.policy_gradient.grpo:GroupRelative", {}, "is not a subclass of strop"),
         ("strop.algorithms.policy_gradient.base:PolicyGradient", {}, "needs advantage, objective"),
-        ("strop.algorithms.preference.base:PairwisePreference", {},
+        ("strop.extensions.recorded.preference.base:PairwisePreference", {},
          "does not define pair_loss, which every algorithm must define"),
         ("grpo", {"clip_high": 0.3}, "algorithm.kwargs.clip_high: grpo has no such field"),
         ("grpo", {"objectiv": "clip"}, "did you mean 'objective'?"),
@@ -232,6 +233,7 @@ def test_a_part_named_as_algorithm_is_told_the_key_of_its_kind_which_takes_it(
     assert type(found[0] if isinstance(found, tuple) else found).__name__ == "Mine"
 
 
+@pytest.mark.extensions
 def test_an_outline_names_every_option_in_force() -> None:
     kwargs = {"corrections": [{"name": "tis", "cap": 3.0}], "kl": {"weight": 0.1}, "on_policy_ratio": True}
     line = format_algorithm("grpo", make_algorithm("grpo", kwargs))
@@ -285,17 +287,10 @@ FLAT: list[tuple[str, str, Algorithm]] = [
     ("grpo", "algorithm.name=dapo grpo.use_dynamic_sampling=false loss_fn.ratio_clip_max=0.5",
      DAPO(drop_constant_groups=False, objective=Clip(high=0.5))),
     ("grpo", "algorithm.name=gspo loss_fn.ratio_clip_max=1e-3", GSPO(objective=SequenceClip(high=1e-3))),
-    ("grpo", "algorithm.name=reinforce_pp loss_fn.reference_policy_kl_penalty=0.1",
-     ReinforcePP(kl=Kl(weight=0.1, estimator="k1", place="token_reward"))),
     ("grpo", "algorithm.kwargs.objective.high=0.3 loss_fn.ratio_clip_max=0.4", GRPO(objective=Clip(high=0.4))),
     ("ppo", "algorithm.name=vapo ppo.adv_estimator.gae_lambda_policy=0.8",
      VAPO(advantage=Gae(lambda_policy=0.8, lambda_value=1.0, length_adaptive_alpha=0.05))),
     ("ppo", "algorithm.name=vapo ppo.policy_training_start_step=0", VAPO(policy_training_start_step=0)),
-    ("distillation", "", TopKDistillation(kl_type="mixed", outside="renormalise")),
-    ("distillation", "distillation.use_dynamic_sampling=false", TopKDistillation(kl_type="mixed", outside="renormalise")),
-    ("sft", "", SFT()),
-    ("sft", "algorithm.kwargs.dft=true", SFT(dft=True)),
-    ("dpo", "dpo.sft_average_log_probs=true", DPO(sft_aggregation="sequence_mean")),
 ]  # fmt: skip
 
 
@@ -320,11 +315,13 @@ def test_how_a_kl_term_is_taken_does_not_switch_one_on(key: str) -> None:
     assert found.kl.weight == 0 and not found.requires
 
 
+@pytest.mark.extensions
 def test_clamps_of_the_kl_term_reach_an_algorithm_that_has_one_of_its_own() -> None:
     found: Any = made("grpo", "algorithm.name=reinforce_pp", "loss_fn.kl_output_clamp_value=3")
     assert found.kl == Kl(weight=0.01, estimator="k1", place="token_reward", output_clamp=3.0)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("section", "overrides", "said"),
     [
@@ -373,7 +370,8 @@ def test_flat_keys_that_an_algorithm_has_no_use_for_are_refused(section: str, ov
 
 
 def test_an_algorithm_from_outside_is_warned_about_flat_keys_it_has_no_fields_for() -> None:
-    name = "strop.algorithms.supervised:SFT"
+    SFT = pytest.importorskip("strop.extensions.recorded.supervised").SFT
+    name = "strop.extensions.recorded.supervised:SFT"
     settings = [
         AlgorithmSetting("loss_fn.beta", "beta", 0.1),
         AlgorithmSetting("loss_fn.aggregation", "aggregation", "sequence_mean"),
@@ -385,19 +383,21 @@ def test_an_algorithm_from_outside_is_warned_about_flat_keys_it_has_no_fields_fo
         make_algorithm(name, {}, settings[1:])
 
 
+@pytest.mark.extensions
 def test_an_algorithm_from_outside_is_not_warned_about_a_key_that_is_off() -> None:
     """As the penalty of the README's own REINFORCE, which no one asked for."""
     off = AlgorithmSetting("loss_fn.reference_policy_kl_penalty", "kl.weight", 0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make_algorithm("strop.algorithms.supervised:SFT", {}, [off])
+        make_algorithm("strop.extensions.recorded.supervised:SFT", {}, [off])
     with pytest.warns(UserWarning, match="loss_fn.reference_policy_kl_penalty; this key has no effect"):
-        make_algorithm("strop.algorithms.supervised:SFT", {}, [replace(off, value=0.1)])
+        make_algorithm("strop.extensions.recorded.supervised:SFT", {}, [replace(off, value=0.1)])
 
 
 # --- what does not fit a run ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -437,9 +437,8 @@ def test_an_algorithm_of_another_kind_of_run_is_refused_with_its_own(name: str) 
             continue
         found = config(section)
         other = replace(found, algorithm=replace(found.algorithm, name=name, kwargs={}))
-        make = make_rollout_algorithm if isinstance(other, RolloutRunConfig) else make_recorded_algorithm
         with pytest.raises(ValueError, match=rf"^algorithm\.name: {name} .*run strop {own}$|{name} has no|of {name} is"):
-            make(other)  # type: ignore[arg-type]
+            make_run_algorithm(other)
 
 
 NEEDED = ["policy.model_name=m", "value.model_name=m", "teacher.model_name=t"]

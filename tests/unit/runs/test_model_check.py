@@ -36,10 +36,12 @@ def find(model: str, **settings: Any) -> tuple[list[str], list[str]]:
     return list(map(str, errors)), list(map(str, warnings))
 
 
+@pytest.mark.extensions
 def test_sizes_that_fit_are_no_finding(tiny_model_folder: Path) -> None:
     assert find(str(tiny_model_folder), max_total_sequence_length=256) == ([], [])
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("special", [True, False])
 def test_tokens_that_a_prompt_may_have_and_the_embedding_has_not_are_refused(special: bool, tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
@@ -51,6 +53,7 @@ def test_tokens_that_a_prompt_may_have_and_the_embedding_has_not_are_refused(spe
     assert error.startswith("policy.model_name") and not warnings
 
 
+@pytest.mark.extensions
 def test_a_stop_token_beyond_the_embedding_is_refused_with_the_tokenizers_key(tiny_model_folder: Path, tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<|done|>"})
@@ -59,6 +62,7 @@ def test_a_stop_token_beyond_the_embedding_is_refused_with_the_tokenizers_key(ti
     assert error.startswith("policy.tokenizer.name") and "'<|done|>' (307)" in error
 
 
+@pytest.mark.extensions
 def test_special_tokens_that_no_template_writes_are_a_warning(tmp_path: Path) -> None:
     """Gemma 3's text models have one: the tokenizer of the family is one token longer than their embedding."""
     tokenizer = build_tokenizer()
@@ -67,6 +71,7 @@ def test_special_tokens_that_no_template_writes_are_a_warning(tmp_path: Path) ->
     assert not errors and "'<image_soft_token>' (307)" in warning
 
 
+@pytest.mark.extensions
 def test_a_sequence_beyond_learned_positions_is_refused_and_beyond_rotated_ones_said(tmp_path: Path) -> None:
     (error,), warnings = find(save(tmp_path / "gpt2", build_tokenizer(), "gpt2"), max_total_sequence_length=300)
     assert error.startswith("policy.max_total_sequence_length: found 300") and "256 learned positions" in error and not warnings
@@ -78,6 +83,7 @@ def test_a_sequence_beyond_learned_positions_is_refused_and_beyond_rotated_ones_
     )
 
 
+@pytest.mark.extensions
 def test_a_run_from_python_compares_the_sizes_before_it_trains(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<|end|>"])

@@ -17,7 +17,6 @@ from strop.base_config import to_tree
 from strop.checkpointing.base import RunState
 from strop.checkpointing.folders import CheckpointError
 from strop.config import TRAINING_RUNS, ConfigError, TrainingRunConfig, load_config
-from strop.config.load.reference import iter_sections
 from strop.config.source.keys import Change, entry_model, find_field, iter_keys, role_of
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.run_starts import HISTORY_FILE, record_finish
@@ -131,6 +130,7 @@ def test_every_identity_key_is_refused_by_name_with_both_values_and_the_ways_out
 
 
 def test_what_a_section_says_of_its_keys_is_of_keys_that_it_has() -> None:
+    iter_sections = pytest.importorskip("strop.extensions.reading.key_reference").iter_sections
     for kind, root in TRAINING_RUNS.items():
         for path, model in iter_sections(root):
             for name in {*model.identity_keys, *model.unrelated_keys} - {"*"}:
@@ -189,6 +189,7 @@ def test_every_key_that_is_changed_is_refused_listed_or_nothing_to_training(kind
             assert (key in listed) == (role == "applied"), (change, listed)
 
 
+@pytest.mark.extensions
 def test_another_kind_of_run_is_refused(tmp_path: Path) -> None:
     save(configure(tmp_path))
     with pytest.raises(ResumeError, match=r"belongs to a run of `strop grpo`, and this is `strop sft`.*run_name=NAME"):

@@ -36,7 +36,7 @@ from strop.runs.engines import offloads_learner
 from strop.runs.lifecycle import make_checkpoints, make_tracker, resolve_metric
 from strop.runs.restore import restore_checkpoint
 from strop.runs.rollout_run import make_order, make_train_options
-from strop.runs.run_algorithm import make_rollout_algorithm
+from strop.runs.run_algorithm import make_run_algorithm
 from strop.runs.tasks import count_slots, describe_environments, list_reward_names, make_training_tasks, make_validation_tasks
 from strop.types import Messages, Rollout, Task, user
 from support.environment_servers import EnvironmentServerThread
@@ -84,7 +84,7 @@ def test_the_loop_is_set_as_the_configuration_says():
 
 
 async def opened(config: GrpoRunConfig, tracker: Any) -> None:
-    async with open_run.open_run(config, make_rollout_algorithm(config), tracker):
+    async with open_run.open_run(config, make_run_algorithm(config), tracker):
         pass
 
 
@@ -159,7 +159,7 @@ def test_learners_and_columns_beside_the_engines_share_one_thread(overrides, bes
 
 
 def test_the_sections_of_the_configuration_are_the_fields_of_grpo():
-    found = make_rollout_algorithm(
+    found = make_run_algorithm(
         config(
             "grpo.use_leave_one_out_baseline=true",
             "grpo.normalize_rewards=false",
@@ -185,6 +185,7 @@ def write_rows(path: Path, count: int) -> Path:
     return path
 
 
+@pytest.mark.extensions
 def test_what_training_holds_out_is_validated_on(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", 20)
     found = config(
@@ -207,6 +208,7 @@ def test_several_entries_are_mixed_by_weight():
     assert names.count("hard") == 30 and train.at(names.index("hard"))[2].question.count("+") == 2
 
 
+@pytest.mark.extensions
 def test_a_data_sets_own_configuration_reaches_the_data(monkeypatch):
     from strop.data.sources.source import DataSource
 
@@ -319,6 +321,7 @@ def test_tools_need_more_than_one_turn() -> None:
     assert not list(find_single_turns(environments, 2, "grpo"))
 
 
+@pytest.mark.extensions
 def test_a_run_over_hosted_environments_asks_the_same_tasks_in_the_same_order(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"problem": "{n}+1", "answer": "{n + 1}"}}\n' for n in range(30)))

@@ -14,14 +14,10 @@ import torch
 from loop.fakes import Recorder
 from strop.algorithms.base import SQUARED_PROBS, Algorithm
 from strop.algorithms.critic import PPO, VALUES
-from strop.algorithms.distillation import TEACHER_LOGPROBS, Distillation
 from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
-from strop.algorithms.policy_gradient.baselines import OptimalTokenBaseline
 from strop.algorithms.policy_gradient.grpo import GRPO
-from strop.algorithms.preference.reference_free import SimPO
-from strop.algorithms.preference.referenced import DPO
-from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig, load_config
+from strop.config import RolloutRunConfig, TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.learner.client import POLICY_ENTROPY
 from strop.learner.torch.learner import TorchLearner
@@ -60,13 +56,13 @@ def learners(config: TrainingRunConfig, policy: LoadedPolicy, algorithm: Algorit
 
 
 def backend_with_scorers(
-    config: TrainingRunConfig, policy: LoadedPolicy, algorithm: Algorithm, groups: Any = list, notes: Recorder | None = None
+    config: TrainingRunConfig, policy: LoadedPolicy, algorithm: Algorithm, notes: Recorder | None = None
 ) -> tuple[LocalBackend, dict[str, Any]]:
     backend = LocalBackend(config, policy)
 
     async def build() -> dict[str, Any]:
         made = await backend.build_learners(algorithm, SAMPLING, None)
-        found = await make_columns(config, backend, algorithm, made, notes or Recorder(), groups)
+        found = await make_columns(config, backend, algorithm, made, notes or Recorder(), {})
         return dict(found.sources)
 
     return backend, asyncio.run(build())
@@ -138,6 +134,7 @@ def test_a_warm_up_of_ten_lasts_ten_batches_of_four_optimizer_steps(
 
 
 def test_pairs_are_never_cut_where_the_loss_compares_them(tiny_model_folder: Path) -> None:
+    DPO = pytest.importorskip("strop.extensions.recorded.preference.referenced").DPO
     found = config("dpo", tiny_model_folder)
     made = learners(found, load_policy(found.policy), DPO())
     assert list(made) == ["policy"] and made["policy"].whole_groups
@@ -277,79 +274,8 @@ def test_a_column_that_nobody_fills_is_named(tiny_model_folder: Path) -> None:
         backend_with_scorers(found, policy, PPO())[1]
 
 
-def test_a_teacher_fills_the_column_of_its_algorithm(tiny_model_folder: Path) -> None:
-    teacher = [f"teacher.model_name={tiny_model_folder}", "algorithm.name=distillation"]
-    found = rollouts("distillation", tiny_model_folder, *teacher)
-    policy = load_policy(found.policy)
-    made = learners(found, policy, Distillation())
-    source = backend_with_scorers(found, policy, Distillation())[1][TEACHER_LOGPROBS]
-    groups = random_groups(2)
-    batch = pack_for(groups, Distillation())
-    own = made["policy"].score(batch).logprobs  # type: ignore[union-attr]
-    assert torch.allclose(asked(source, batch, groups)[TEACHER_LOGPROBS], own, atol=1e-5), "the teacher is the same model"
-
-
-# --- references of recorded data ------------------------------------------------------------------------------------------------------
-
-
-def recorded(model: Path, logs: Path, *overrides: str) -> RecordedRunConfig:
-    found = config("dpo", model, f"logger.log_dir={logs}", "dpo.precompute_reference=true", *overrides)
-    assert isinstance(found, RecordedRunConfig)
-    return found
-
-
-def scorers_of(
-    found: RecordedRunConfig, policy: LoadedPolicy, algorithm: Algorithm, groups: Any, notes: Recorder
-) -> dict[str, Any]:
-    return backend_with_scorers(found, policy, algorithm, groups, notes)[1]
-
-
-def test_a_reference_is_computed_once_and_then_read(tiny_model_folder: Path, tmp_path: Path) -> None:
-    found, groups, notes = recorded(tiny_model_folder, tmp_path / "logs"), random_groups(5), Recorder()
-    policy = load_policy(found.policy)
-    source = scorers_of(found, policy, DPO(), lambda: groups, notes)[REFERENCE_LOGPROBS]
-    assert "computed once" in notes.notes[-1]
-    batch = pack_for(groups, DPO())
-    live = learners(found, policy, DPO())["policy"].score(batch).logprobs  # type: ignore[union-attr]
-    assert torch.allclose(asked(source, batch, groups)[REFERENCE_LOGPROBS], live, atol=1e-6)
-
-    def nobody() -> Sequence[Group]:
-        raise AssertionError("the data is not read again")
-
-    again = scorers_of(found, load_policy(found.policy), DPO(), nobody, notes)[REFERENCE_LOGPROBS]
-    assert "loaded from" in notes.notes[-1]
-    assert torch.equal(asked(again, batch, groups)[REFERENCE_LOGPROBS], asked(source, batch, groups)[REFERENCE_LOGPROBS])
-
-
-def test_what_a_reference_was_computed_with_must_not_change(tiny_model_folder: Path, tmp_path: Path) -> None:
-    found, groups, notes = recorded(tiny_model_folder, tmp_path / "logs"), random_groups(2), Recorder()
-    scorers_of(found, load_policy(found.policy), DPO(), lambda: groups, notes)
-    changed = load_policy(found.policy)
-    disturb(changed)
-    with pytest.raises(ValueError, match="were computed with other weights"):
-        scorers_of(found, changed, DPO(), lambda: groups, notes)
-    other = recorded(tiny_model_folder, tmp_path / "logs", "data.train.system_prompt=Think.")
-    with pytest.raises(ValueError, match="were computed with other data"):
-        scorers_of(other, load_policy(found.policy), DPO(), lambda: groups, notes)
-
-
-def test_adapters_leave_a_reference_what_it_is_without_them(tiny_model_folder: Path, tmp_path: Path) -> None:
-    groups, notes = random_groups(3), Recorder()
-    columns = []
-    for name, overrides in (("whole", []), ("adapters", [LORA])):
-        found = recorded(tiny_model_folder, tmp_path / name, *overrides)
-        source = scorers_of(found, load_policy(found.policy), DPO(), lambda: groups, notes)[REFERENCE_LOGPROBS]
-        columns.append(asked(source, pack_for(groups, DPO()), groups)[REFERENCE_LOGPROBS])
-    assert torch.allclose(columns[0], columns[1], atol=1e-6)
-
-
-def test_an_algorithm_without_a_reference_has_none(tiny_model_folder: Path, tmp_path: Path) -> None:
-    found = recorded(tiny_model_folder, tmp_path / "logs")
-    assert scorers_of(found, load_policy(found.policy), SimPO(), list, Recorder()) == {}
-    assert not (tmp_path / "logs").exists()
-
-
 def test_the_policys_squared_probabilities_come_with_its_logprobs_in_one_pass(tiny_model_folder: Path) -> None:
+    OptimalTokenBaseline = pytest.importorskip("strop.extensions.policy_gradients.baselines").OptimalTokenBaseline
     found = rollouts("grpo", tiny_model_folder, "algorithm.advantage=optimal_token_baseline")
     algorithm = GRPO(advantage=OptimalTokenBaseline())
     policy = load_policy(found.policy)

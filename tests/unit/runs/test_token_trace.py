@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,31 +15,44 @@ from strop import metrics
 from strop.algorithms.base import CANDIDATES, SQUARED_PROBS, Algorithm, Outputs, TokenOutputs, ValueOutputs
 from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.critic import PPO
-from strop.algorithms.distillation import TEACHER_CANDIDATES
 from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.corrections import GeometricRejection, Importance, Tis
-from strop.algorithms.policy_gradient.entropy import CovarianceClip, TopEntropy
-from strop.algorithms.policy_gradient.group_credit import DecoupledRewards
 from strop.algorithms.policy_gradient.grpo import GRPO, Clip
-from strop.algorithms.preference.online_dpo import OnlineDPO
-from strop.algorithms.preference.referenced import DPO
-from strop.algorithms.supervised import SFT, RewardModel
 from strop.data.splitting import split_mini_batches
 from strop.metrics import Metrics
 from strop.monitoring.rollout_store.token_columns import TokenColumns
 from strop.runs.monitors.token_trace import TokenTrace
 from strop.types import Batch, Ending, Group
+from support.algorithms import find_part
 from support.each import each
 from support.recorded import random_groups
 from support.rollouts import pack_for, simple_groups
 
 NEEDED: dict[str, dict[str, Any]] = {
     "dr_grpo": {"constant_length": 7},
-    "gdpo": {"advantage": DecoupledRewards(weights={"first": 1.0, "second": 0.3})},
-    "clip_cov": {"objective": CovarianceClip(share=0.2, lowest=0.1)},
+    "gdpo": {"advantage": find_part("decoupled_rewards", weights={"first": 1.0, "second": 0.3})},
+    "clip_cov": {"objective": find_part("covariance_clip", share=0.2, lowest=0.1)},
     "vapo": {"policy_training_start_step": 0},
 }
+
+
+def recorded() -> dict[str, Algorithm]:
+    """Algorithms on recorded data, where the extension is there."""
+    if find_spec("strop.extensions") is None:
+        return {}
+    from strop.extensions.recorded.preference.referenced import DPO
+    from strop.extensions.recorded.supervised import SFT, RewardModel
+
+    return {
+        "dpo_with_sft": DPO(sft_weight=0.3, sft_aggregation="token_mean"),
+        "dpo_weighted": DPO(use_weighting=True, ld_alpha=0.4),
+        "sft_per_sequence": SFT(aggregation="sequence_mean", dft=True),
+        "scores": RewardModel(kind="regression"),
+        "margins": RewardModel(use_margin=True, centering=0.1),
+    }
+
+
 CASES: dict[str, Algorithm] = {
     **{name: kind(**NEEDED.get(name, {})) for name, kind in all_algorithms().items()},
     "kl_in_the_loss": GRPO(kl=Kl(weight=0.3)),
@@ -54,7 +68,7 @@ CASES: dict[str, Algorithm] = {
         kl=Kl(weight=0.3),
         corrections=(Tis(cap=1.1),),
         normalize_weights=True,
-        selection=TopEntropy(share=0.5),
+        selection=find_part("top_entropy", share=0.5),
         entropy_bonus=0.1,
         positive_nll=0.2,
     ),
@@ -66,11 +80,7 @@ CASES: dict[str, Algorithm] = {
     "overlong": GRPO(overlong_filtering=True),
     "two_sided": GRPO(objective=Clip(two_sided=1.5)),
     "ppo_with_kl": PPO(kl=Kl(weight=0.3), value_clip=None),
-    "dpo_with_sft": DPO(sft_weight=0.3, sft_aggregation="token_mean"),
-    "dpo_weighted": DPO(use_weighting=True, ld_alpha=0.4),
-    "sft_per_sequence": SFT(aggregation="sequence_mean", dft=True),
-    "scores": RewardModel(kind="regression"),
-    "margins": RewardModel(use_margin=True, centering=0.1),
+    **recorded(),
 }
 
 
@@ -139,8 +149,8 @@ def trace(algorithm: Algorithm, groups: Sequence[Group] = (), *, mini_batches: i
     count = len(batch.target)
     old = outputs_for(batch, algorithm, "policy", 0)
     extra = {name: batch.rollout_logprobs - 1 + noise(count, 50 + place) for place, name in enumerate(sorted(algorithm.requires))}
-    if TEACHER_CANDIDATES in extra:
-        extra |= {TEACHER_CANDIDATES: torch.log_softmax(noise(count * 4, 9, 1.0).view(count, 4), -1) - 0.3}
+    if "teacher_candidates" in extra:
+        extra |= {"teacher_candidates": torch.log_softmax(noise(count * 4, 9, 1.0).view(count, 4), -1) - 0.3}
         extra |= {CANDIDATES: torch.zeros(count, 4, dtype=torch.int64)}
     if isinstance(old, TokenOutputs):
         extra |= {POLICY_LOGPROBS: old.logprobs, SQUARED_PROBS: torch.ones(count)}
@@ -175,6 +185,7 @@ def test_the_loss_of_an_algorithm_that_does_not_say_its_terms_is_spread_evenly()
     assert list(traced.columns.by_term["loss_terms"]) == ["loss"]
 
 
+@pytest.mark.extensions
 def test_the_terms_of_a_policy_gradient_are_told_apart() -> None:
     terms = trace(CASES["everything"]).columns.by_term["loss_terms"]
     assert list(terms) == ["objective", "clip", "correction", "selection", "kl", "entropy", "positive_nll"]
@@ -194,6 +205,7 @@ def test_the_clip_is_what_separates_the_objective_from_the_surrogate_of_ppo() ->
     assert torch.equal(traced.columns.columns["clipped"], (clipped - expected).abs() > 1e-8)
 
 
+@pytest.mark.extensions
 @each("name", ["everything", "grpo", "gspo", "cispo", "dpo", "sft", "kto", "reinforce"])
 def test_the_gradient_is_that_of_the_logit_of_the_sampled_token(name: str) -> None:
     """Against a real softmax over a vocabulary of five."""
@@ -219,6 +231,7 @@ def test_the_gradient_is_that_of_the_logit_of_the_sampled_token(name: str) -> No
     assert torch.allclose(found, logits.grad[torch.arange(count), place], rtol=1e-3, atol=1e-7)
 
 
+@pytest.mark.extensions
 def test_the_reasons_say_why_a_token_has_no_gradient() -> None:
     def reasons(name: str) -> set[str]:
         traced = trace(CASES[name])
@@ -248,6 +261,7 @@ def test_a_failure_ends_the_trace_and_is_said_once() -> None:
 
 
 def test_the_pairs_of_online_dpo_leave_out_the_others() -> None:
+    OnlineDPO = pytest.importorskip("strop.extensions.recorded.preference.online_dpo").OnlineDPO
     traced = trace(OnlineDPO())
     mask = traced.columns.columns["mask"]
     terms = traced.columns.by_term["loss_terms"]["preference"]

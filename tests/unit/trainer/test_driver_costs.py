@@ -11,13 +11,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import strop
 from strop.algorithms.base import TokenOutputs
-from strop.algorithms.policy_gradient.turn_credit import StepRelative
 from strop.data.packing import pack
 from strop.data.splitting import pack_first_fit, split_micro_batches, split_mini_batches
 from strop.monitoring.rollout_store.rollout_record import make_records, split_by_rollout
@@ -106,6 +106,7 @@ def make_step(groups: int, samples: int, tokens: int) -> Step:
 
 def step_works(folder: Path) -> dict[str, Callable[[Step], object]]:
     """What the driver does with the groups of a step."""
+    StepRelative = pytest.importorskip("strop.extensions.policy_gradients.turn_credit").StepRelative
 
     def store(step: Step) -> None:
         learner = split_by_rollout(step.outputs.logprobs, step.batch, step.groups)

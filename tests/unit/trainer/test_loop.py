@@ -13,8 +13,7 @@ from loop.tiny import tiny_tokenizer
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.baselines import REINFORCE
-from strop.algorithms.policy_gradient.grpo import GRPO
+from strop.algorithms.policy_gradient.grpo import GRPO, Reinforce
 from strop.environments.base import reward
 from strop.learner.client import LogprobColumn, PolicyColumns
 from strop.stopping import EarlyStop
@@ -102,7 +101,7 @@ class Unscored(Letters):
         return None if rollout.sample < self.first_scored else super().share(task, rollout)
 
 
-@pytest.mark.parametrize("algorithm", [grpo(), grpo(leave_one_out=True, normalize=False), REINFORCE()])
+@pytest.mark.parametrize("algorithm", [grpo(), grpo(leave_one_out=True, normalize=False), GRPO(objective=Reinforce())])
 @pytest.mark.parametrize("first_scored", [1, 2, 3])
 def test_a_rollout_that_cannot_be_scored_is_left_out_alone(tmp_path, first_scored, algorithm):
     environment = Unscored(first_scored=first_scored)
@@ -287,6 +286,7 @@ def test_one_optimizer_step_needs_no_scoring_pass(tmp_path):
 @pytest.mark.parametrize("steps", [1, 2])
 def test_credit_that_needs_the_policy_before_the_update_shares_its_scoring_pass(tmp_path, steps):
     """A KL term in the reward, measured with that policy: it is 0 where that policy is the reference, whoever sampled."""
+    REINFORCE = pytest.importorskip("strop.extensions.policy_gradients.baselines").REINFORCE
     learner = FakeLearner(shift=0.25)
     reference = FakeLearner(shift=0.25)
     run, _, _ = make_run(

@@ -16,19 +16,18 @@ from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.functional import aggregate
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.corrections import Tis
-from strop.algorithms.policy_gradient.entropy import CovarianceClip
 from strop.algorithms.policy_gradient.grpo import GRPO, Clip
 from strop.algorithms.policy_gradient.parts import Correction, Objective
-from strop.algorithms.preference.referenced import DPO
 from strop.trainer.loss_check import check_loss
 from strop.types import Batch
+from support.algorithms import find_part
 from support.recorded import random_groups
 from support.rollouts import make_groups, pack_for, shapes_to_cut, simple_groups, with_columns
 from support.sweep import one_in
 
 NEEDED: dict[str, dict[str, Any]] = {
     "dr_grpo": {"constant_length": 7},
-    "clip_cov": {"objective": CovarianceClip(share=0.2, lowest=0.1)},
+    "clip_cov": {"objective": find_part("covariance_clip", share=0.2, lowest=0.1)},
 }
 GROUPS = simple_groups((4, (3, 5, 1)), (2, (6, 2)), (3, (2, 2)))
 
@@ -67,6 +66,7 @@ def test_an_algorithm_that_keeps_the_rule_is_not_refused(name, shapes, seed):
 
 
 def test_the_loss_of_pairs_is_cut_between_its_groups():
+    DPO = pytest.importorskip("strop.extensions.recorded.preference.referenced").DPO
     mine: Any = type("Mine", (DPO,), {"__module__": "mine"})
     check(mine(), pack_for(random_groups(5), mine()))
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from strop.algorithms.base import Plan
-from strop.algorithms.functional import Deviation, clipped_surrogate, group_advantages
+from strop.algorithms.functional import Deviation, bounded_logprobs, clipped_surrogate, group_advantages
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, BoundedObjective, GroupRewards, Objective, PolicyTokens
 from strop.lazy_torch import Tensor
@@ -86,6 +87,17 @@ class Clip(BoundedObjective):
         outside_clip = (ratio < 1 - self.low) | (ratio > 1 + self.high)
         lowered = ratio.clamp(1 - self.low, 1 + self.high) * advantages < bounded * advantages
         return objective, {"ratio_outside_clip": outside_clip.to(ratio.dtype), "ratio_clipped": lowered.to(ratio.dtype)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reinforce(Objective):
+    """A log pi."""
+
+    zero_gradient_without_advantage = True
+    uses_ratio_to: ClassVar[bool] = False
+
+    def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        return tokens.advantages * bounded_logprobs(tokens.logprobs), {}
 
 
 @dataclass(frozen=True, kw_only=True)

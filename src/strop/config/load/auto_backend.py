@@ -13,7 +13,6 @@ from strop.config.policy_checks import check_engine_device
 from strop.config.run_checks import find_errors
 from strop.config.schema.run_config import (
     EvalRunConfig,
-    RecordedRunConfig,
     RolloutRunConfig,
     TrainingRunConfig,
     generation_section,
@@ -29,7 +28,7 @@ def resolve_auto_backend(config: ConfigT, *, has_gpus: bool | None = None) -> Co
 
     ``has_gpus``: whether the machines of the run have GPUs; None: same as this machine.
     """
-    if not isinstance(config, TrainingRunConfig | EvalRunConfig) or isinstance(config, RecordedRunConfig):
+    if not isinstance(config, RolloutRunConfig | EvalRunConfig):
         return config
     _, generation = generation_section(config)
     return config if generation.backend != "auto" else _with_engine(config, _choose(config, has_gpus))

@@ -355,7 +355,7 @@ def _is_written(path: KeyPath, error: str, source: ConfigSource, root: type[Base
 
 def _explain_unknown(path: KeyPath, value: Any, root: type[BaseConfig]) -> str:
     """Return what may be meant by an unknown key: one of Strop's, or of another library's."""
-    kind = next((kind for kind, own in TRAINING_RUNS.items() if own is root), None)
+    kind: str | None = getattr(root, "section", None)
     near = find_nearest_keys(path, root)
     if kind is not None and len(path) <= 2 and not near and (explained := explain_key(kind, path[-1], value)):
         return explained

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from strop.base_config import BaseConfig, subsection
-from strop.generation.generation_config import GenerationConfig, UnusedGenerationConfig
+from strop.generation.generation_config import GenerationConfig
 from strop.learner.learner_config import TORCH, LearnerName
 from strop.learner.model_config import ModelConfig
 from strop.learner.policy_extension import policy_extensions
@@ -193,23 +193,3 @@ def fix_other_rounding(key: str) -> str:
         "loss_fn.use_importance_sampling_correction=true corrects it, and train/token_mult_prob_error measures it; "
         f"{key}.generation.backend=torch samples with the learner's rounding."
     )
-
-
-class RecordedPolicyConfig(PolicyConfig):
-    """The policy of a run on recorded data, which does not sample."""
-
-    generation: UnusedGenerationConfig = subsection(UnusedGenerationConfig)
-
-    def errors(self, key: str) -> Iterator[Problem]:
-        yield from super(PolicyConfig, self).errors(key)
-        yield from self._check_backend(key)
-        if self.deterministic:
-            yield from self._check_deterministic(key)
-
-    def warnings(self, key: str) -> Iterator[Problem]:
-        yield from super(PolicyConfig, self).warnings(key)
-        yield from self._warn_unused_batch_size(key)
-        if self.offload is True:
-            yield Problem(f"{key}.offload", "it has no effect: a run on recorded data has no engine to make room for")
-        if self.router_replay.enabled:
-            yield Problem(f"{key}.router_replay.enabled", "it has no effect: recorded data has no experts that an engine chose")

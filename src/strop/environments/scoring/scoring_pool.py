@@ -76,11 +76,11 @@ class ScoringPool:
         self._cache: OrderedDict[bytes, ScoringResult] = OrderedDict()
         atexit.register(self.close)
 
-    async def call(self, kind: str, cpu_s: float, *, loader: str = "", **arguments: Any) -> ScoringResult:
+    async def call(self, kind: str, cpu_s: float, *, loader: str, **arguments: Any) -> ScoringResult:
         """Score within ``cpu_s`` seconds of CPU time. Raises ScoringError if no answer can be scored.
 
-        ``kind``: one of ``SCORER_LOADERS``, or the name of a scorer whose ``loader`` (``module:function``) a worker calls once: it returns
-        a function of the ``arguments``, which returns one that scores."""
+        ``kind``: the name of the scorer in messages. ``loader`` (``module:function``) is called once by a worker: it returns a function of
+        the ``arguments``, which returns one that scores."""
         request = pickle.dumps((kind, loader, cpu_s, arguments))
         key = hashlib.sha256(request).digest()  # an answer may be long
         result = self._cache.get(key)

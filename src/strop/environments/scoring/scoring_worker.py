@@ -22,7 +22,6 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -32,64 +31,11 @@ MEMORY_LIMIT = 4 << 30  # bytes of address space
 WALL_CLOCK_FACTOR = 20  # wall-clock limit as a multiple of the CPU limit: for busy machines and for answers that sleep
 MAX_REPLY_BYTES = 4096
 
-# Scored once before the first fork, so that every child has the parser's tables and SymPy's lazy imports.
-WARM_UP = (
-    ("\\frac{1}{2}", "0.51"),
-    ("2x", "x+x+1"),
-    ("x^2", "\\sqrt{x}\\sin(x)"),
-    ("(1,2]", "[1,3)"),
-    ("\\{1,2\\}", "1,2,3"),
-    ("x<3", "x>3"),
-    ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1\\\\3\\end{pmatrix}"),
-    ("\\text{even}", "\\text{odd}"),
-    ("50\\%", "12 \\text{ cm}"),
-    ("2\\pi", "6.28^{\\circ}"),
-)
-
 Reply = dict[str, Any]
 
 
 class UnparsableReference(Exception):
     """The reference answer cannot be parsed, so no answer can be scored against it."""
-
-
-def load_math_verify() -> Callable[..., Callable[[], float]]:
-    from strop.environments.scoring.math_equality import prepare as prepare_text
-    from strop.environments.scoring.math_equality import score_reply
-
-    def prepare(reference: str, answer: str) -> Callable[[], float]:
-        def score() -> float:
-            if not prepare_text(reference):
-                raise UnparsableReference(f"the reference answer {reference!r:.200} cannot be parsed")
-            return score_reply(reference, answer)
-
-        return score
-
-    for reference, answer in WARM_UP:
-        prepare(reference, f"\\boxed{{{answer}}}")()
-    prepare("1", "It is 2")()
-    return prepare
-
-
-def load_reported_math() -> Callable[..., Callable[[], float]]:
-    from strop.environments.scoring.reported_math import prepare_reported_math
-
-    for reference, answer in WARM_UP:
-        prepare_reported_math("boxed", reference, answer)()
-    return prepare_reported_math
-
-
-def load_dapo() -> Callable[..., Callable[[], float]]:
-    from strop.environments.scoring.dapo_verifier import score_dapo
-
-    return lambda reference, answer: partial(score_dapo, reference, answer)
-
-
-SCORER_LOADERS = {
-    "math_verify": load_math_verify,
-    "reported_math": load_reported_math,
-    "dapo": load_dapo,
-}
 
 
 def main() -> None:
@@ -103,7 +49,7 @@ def main() -> None:
         kind, loader, cpu_s, arguments = pickle.loads(sys.stdin.buffer.read(struct.unpack("<Q", header)[0]))
         try:
             if kind not in prepared:
-                prepared[kind] = (_import_loader(loader) if loader else SCORER_LOADERS[kind])()
+                prepared[kind] = _import_loader(loader)()
             score = prepared[kind](**arguments)
         except Exception as error:
             reply: Reply = {"broken": f"{type(error).__name__}: {error}"}
@@ -183,4 +129,5 @@ def _read_reply(pipe: int, deadline: float) -> bytes:
 
 
 if __name__ == "__main__":
-    main()
+    # As the module that scorers import: the exceptions that they raise are its own.
+    import_module("strop.environments.scoring.scoring_worker").main()

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from strop.algorithm_factory import format_algorithm
 from strop.algorithms.base import Algorithm, Plan
-from strop.algorithms.distillation import TEACHER_CANDIDATES
 from strop.extensions.checks.algorithm_report import REWARD_NAMES, AlgorithmReport, Formula, Point
 from strop.extensions.checks.algorithm_samples import GroupShape, Step, make_group, make_groups, make_step, make_unit
+from strop.extensions.distillation.distillation import TEACHER_CANDIDATES
 from strop.metrics import to_floats
 from strop.trainer.loss_check import differentiate, differentiate_parts, find_cut_fault, find_zero_fault
 from strop.types import Group

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES, Algorithm, Outputs, TokenOutputs, ValueOutputs
-from strop.algorithms.distillation import TEACHER_CANDIDATES
 from strop.algorithms.policy_gradient.turns import make_step_columns, make_turn_advantages, make_turn_columns
 from strop.data.packing import pack
 from strop.endings import Ending
 from strop.extensions.checks.algorithm_report import REWARD_NAMES
+from strop.extensions.distillation.distillation import TEACHER_CANDIDATES
 from strop.types import Batch, Group, Rollout, StepReward, Task, Turn, observation_turn
 
 VOCABULARY = 64

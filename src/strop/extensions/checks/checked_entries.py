@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from strop.algorithm_factory import find_algorithm
-from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.config import EvalRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.data.builtin_dataset import BuiltinDataset, Purpose
 from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.data_config import DataEntryConfig
-from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.files import JsonLinesRecords
 from strop.data.sources.peek import FirstRecords
 from strop.data.sources.records import DataError, Records, SplitError
@@ -27,6 +26,8 @@ from strop.environments.handle import read_prompt
 from strop.environments.registry import make_environment
 from strop.extensions.checks.data_report import DataKind
 from strop.extensions.judges.reward_model_environment import RewardModelEnvironment
+from strop.extensions.recorded.examples import EXAMPLE_READERS
+from strop.extensions.recorded.recorded_config import RecordedRunConfig
 from strop.runs.tasks import resolve_alias
 from strop.safety.exits import contain_exits
 from strop.types import Messages, Task

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from strop.config import EvalRunConfig, RecordedRunConfig
+from strop.config import EvalRunConfig
 from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.data_config import DataEntryConfig
 from strop.data.sources.peek import is_on_this_machine
@@ -33,12 +33,13 @@ from strop.extensions.checks.data_report import MOST_EXAMPLES, DataFinding, Data
 from strop.extensions.checks.row_checks import CheckedRow, Faults, RowChecker, RowsChecked, shorten_text
 from strop.extensions.code.problem_rows import find_shape
 from strop.extensions.evaluation.overlap import Overlap, QuestionIndex
+from strop.extensions.recorded.recorded_config import RecordedRunConfig
+from strop.extensions.recorded.recorded_run import make_recorded_rules
+from strop.extensions.recorded.recorded_tokens import RecordedRules
 from strop.models.chat_template import ChatTemplate
 from strop.models.loading import ModelNotFound, load_tokenizer, read_model_config, read_stop_token_ids
 from strop.models.vision.vision_processor import find_vision_processor
-from strop.rollouts.recorded_tokens import RecordedRules
 from strop.runs.models import TokenizerBundle, make_template
-from strop.runs.recorded_run import make_recorded_rules
 from strop.safety.exits import contain_exits
 from strop.types import Task
 from strop.user_code import describe_error

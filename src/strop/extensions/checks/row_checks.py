@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from strop.data.messages import first_reply_index
-from strop.data.recorded.examples import Conversation, Preference, UnpairedPreference
 from strop.extensions.checks.data_report import MOST_EXAMPLES, DataKind, FaultyRow
 from strop.extensions.evaluation.overlap import Overlap, QuestionIndex
+from strop.extensions.recorded.examples import Conversation, Preference, UnpairedPreference
+from strop.extensions.recorded.planned_groups import plan_demonstration, plan_preference, plan_unpaired_preference
+from strop.extensions.recorded.recorded_tokens import RecordedConversation, RecordedRules, encode_spans, finish_spans
 from strop.models.chat_template import ChatTemplate, images_of
 from strop.models.vision.image_files import ImageError
-from strop.rollouts.recorded import plan_demonstration, plan_preference, plan_unpaired_preference
-from strop.rollouts.recorded_tokens import RecordedConversation, RecordedRules, encode_spans, finish_spans
 from strop.types import Message, Messages, Task
 from strop.user_code import describe_error
 

@@ -86,9 +86,9 @@ class CurriculumKeys(TaskOrder):
         return f"the curriculum {self.name} draws them with replacement, and an epoch is as many draws as there are tasks"
 
     def errors_of_run(self, key: str, config: Any) -> Iterator[Problem]:
-        from strop.config.schema.run_config import RecordedRunConfig
+        from strop.config.schema.run_config import RolloutRunConfig, TrainingRunConfig
 
-        if self.enabled and isinstance(config, RecordedRunConfig):
+        if self.enabled and isinstance(config, TrainingRunConfig) and not isinstance(config, RolloutRunConfig):
             yield Problem(
                 f"{key}.name",
                 f"found {self.name}, but a curriculum chooses tasks to sample, and {config.section} reads recorded data",

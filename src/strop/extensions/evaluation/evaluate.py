@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from strop.checkpointing.saved_model import SavedModel
-from strop.config import EvalRunConfig, RecordedRunConfig
+from strop.config import EvalRunConfig
 from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.data_config import DataEntryConfig
 from strop.data.sources.local_copies import find_copy
@@ -26,6 +26,9 @@ from strop.extensions.evaluation.evaluation_jobs import make_evaluation_job, mak
 from strop.extensions.evaluation.evaluation_report import EvaluationReport, SetResult, make_report, strip_prefix
 from strop.extensions.evaluation.overlap import OverlapReport, find_overlaps
 from strop.extensions.export.convert import loadable_folder
+from strop.extensions.recorded.loss_validation import LossValidator
+from strop.extensions.recorded.recorded_config import RecordedRunConfig
+from strop.extensions.recorded.recorded_run import make_validation_groups, read_validation_examples
 from strop.learner.parallel.single_device import load_weights
 from strop.monitoring.console import ConsoleKind, open_console
 from strop.rollouts.tool_turns import describe_tool_calls
@@ -33,15 +36,13 @@ from strop.runs.backend import LocalBackend
 from strop.runs.evaluation_job import EvaluationJob, EvaluationSet, identify_entries
 from strop.runs.exit_codes import run_command
 from strop.runs.models import load_training_policy, resolve_device
-from strop.runs.recorded_run import make_validation_groups, read_validation_examples
-from strop.runs.run_algorithm import make_recorded_algorithm
+from strop.runs.run_algorithm import make_run_algorithm
 from strop.runs.scorers import make_columns
 from strop.runs.summary import format_auto_engine, summarize
 from strop.runs.tasks import make_mixture
 from strop.safety.printable import shorten
 from strop.sampling import Sampling
 from strop.trainer.evaluation import Evaluator, write_results
-from strop.trainer.loss_validation import LossValidator
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ def _list_rows(entries: Sequence[DataEntryConfig], seed: int) -> Iterator[tuple[
 
 async def _evaluate_loss(config: RecordedRunConfig, model: SavedModel) -> EvaluationReport:
     """Compute the same as the run's validation, with the weights of a checkpoint. Raises ValueError without usable data."""
-    algorithm = make_recorded_algorithm(config)
+    algorithm = make_run_algorithm(config)
     config = replace(config, policy=replace(config.policy, ema=replace(config.policy.ema, enabled=False)))
     parts = read_validation_examples(config, algorithm)
     backend = LocalBackend(config, load_training_policy(config))
@@ -264,7 +265,7 @@ async def _evaluate_loss(config: RecordedRunConfig, model: SavedModel) -> Evalua
     groups = make_validation_groups(config, parts, algorithm, backend.bundle, tracker)
     learners = await backend.build_learners(algorithm, Sampling(), None)
     backend.learners["policy"].masters.release()
-    columns = await make_columns(config, backend, algorithm, learners, tracker)  # of the model before training
+    columns = await make_columns(config, backend, algorithm, learners, tracker, {})  # of the model before training
     load_weights(backend.policy.network.model, Path(model.weights))
     validator = LossValidator(
         groups=groups,

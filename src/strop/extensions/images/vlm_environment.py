@@ -12,7 +12,7 @@ from strop.environments.answers import extract_last_boxed
 from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask
 from strop.environments.rewards import RewardFunction, RewardMark
 from strop.environments.scoring.scoring_pool import ScoringResult
-from strop.environments.verifiers.math_verifier import verify_math
+from strop.extensions.math.math_verifier import verify_math
 from strop.thoughts import read_answer
 from strop.types import Rollout
 from strop.user_code import suggest_names

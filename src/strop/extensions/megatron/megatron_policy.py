@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from strop.config import TrainingRunConfig
-from strop.config.schema.run_config import RmRunConfig
 from strop.extensions.labs.draft.eagle_head import EagleHead
 from strop.extensions.megatron.cpu_shim import prepare_megatron
 from strop.models.chat_template import ChatTemplate
@@ -109,7 +108,7 @@ def load_megatron_policy(config: TrainingRunConfig) -> MegatronPolicy:
     tokenizer = load_tokenizer(policy.tokenizer.name, chat_template=policy.tokenizer.chat_template, key=tokenizer_key(policy))
     stop_ids = files.stop_ids(tokenizer)
     vocab_size = files.vocab_size
-    if isinstance(config, RmRunConfig):
+    if config.trains_scores:
         files.become_classifier()
         files.config.pad_token_id = choose_pad_token(tokenizer, stop_ids, vocab_size)
         vocab_size = 0

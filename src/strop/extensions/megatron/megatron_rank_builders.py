@@ -14,12 +14,13 @@ from torch import Tensor
 from strop.algorithms.base import Algorithm
 from strop.config import TrainingRunConfig
 from strop.config.schema.run_config import (
-    DistillationRunConfig,
     PpoRunConfig,
-    RmRunConfig,
     RolloutRunConfig,
 )
 from strop.distributed.workers.learner_worker import RankColumns, RankModels, RankScorer
+from strop.extensions.distillation.distillation_config import DistillationRunConfig
+from strop.extensions.distillation.teacher import shared_vocabulary_size
+from strop.extensions.distillation.teachers import find_teacher_columns, load_rank_teachers, make_source, unfiltered_sampling
 from strop.extensions.labs.draft.draft_config import DraftConfig
 from strop.extensions.megatron.adapter_folder import AdapterFolder
 from strop.extensions.megatron.layout import MegatronLayout
@@ -34,14 +35,12 @@ from strop.extensions.megatron.schedule import prepare_schedule
 from strop.extensions.megatron.stage_adapters import StageAdapters, gather_adapters
 from strop.extensions.megatron.weight_map import FileWeights, ScoreInit, iter_weights, load_weights
 from strop.learner.model_config import ModelConfig
-from strop.learner.torch.teacher import shared_vocabulary_size
 from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
 from strop.models.loading import ModelNotFound, load_tokenizer
 from strop.models.local_files import ModelShape
 from strop.problems import raise_problems
-from strop.runs.cluster.torch_rank_builders import keeps_reference, load_rank_teachers
 from strop.runs.models import PRECISIONS, check_same_vocabulary, make_each_learner
-from strop.runs.scorers import StudentInfo, find_scorer, find_teacher_columns, make_source, unfiltered_sampling
+from strop.runs.scorers import keeps_reference
 from strop.sampling import Sampling
 from strop.weight_sync.base import AdapterFiles
 from strop.weight_sync.exporter import fingerprint_adapters
@@ -173,7 +172,7 @@ def build_megatron_rank_models(
     """Build the models of a run, each divided over ``world`` ranks as its section says. Raises ValueError for what cannot be divided so."""
     loader = NetworkLoader(device, world)
     layout = loader.make_layout(MegatronConfig.of(config.policy), policy.files, "policy.megatron_cfg")
-    score = ScoreInit(config.training.seed) if isinstance(config, RmRunConfig) else None
+    score = ScoreInit(config.training.seed) if config.trains_scores else None
     network = _load(loader, policy.files, config.policy, layout, score, adapter_seed=config.training.seed)
     if isinstance(config, RolloutRunConfig) and config.policy.router_replay.enabled:
         network.enable_router_replay()
@@ -295,11 +294,9 @@ def _load_teachers(
         )
         frozen.append(found.offload)
         columns |= {(key, column): make_source(column, found.scorer, config, shared) for column in wanted}
-    others = {key: teacher for key, teacher in config.all_teachers.items() if teacher.uses_torch}
-    student = StudentInfo(policy.vocab_size, policy.tokenizer)
-    torch_columns = load_rank_teachers(config, others, student, algorithm, sampling, loader.device, loader.world)
-    for source in torch_columns.values():
-        scorer = find_scorer(source)
+    torch_columns = load_rank_teachers(config, policy, algorithm, sampling, loader.device, loader.world)
+    for name, (source, scorer) in torch_columns.items():
         assert scorer.parallelism is not None
         frozen.append(TensorOffload(scorer.parallelism.weight_tensors, scorer.network.device))
-    return columns | torch_columns, frozen
+        columns[name] = source
+    return columns, frozen

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from strop.algorithms.kl import REFERENCE_LOGPROBS
-from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.cluster_checks import count_devices
-from strop.config.schema.distillation_config import TeacherConfig
-from strop.config.schema.recorded_config import MOST_EXAMPLES
-from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig
+from strop.config.schema.run_config import PpoRunConfig
 from strop.distributed.placement import DevicePlan, plan_devices
+from strop.extensions.distillation.distillation_config import DistillationRunConfig, TeacherConfig
 from strop.extensions.megatron.megatron_config import MegatronConfig
 from strop.extensions.planning.learner_memory import (
     BFLOAT16,
@@ -309,5 +308,4 @@ def _count_rollouts(config: TrainingRunConfig) -> int:
     """Return the rollouts or examples that a step trains on."""
     if isinstance(config, RolloutRunConfig):
         return config.rollout_training.rollouts_per_step
-    assert isinstance(config, RecordedRunConfig)
-    return (config.policy.train_global_batch_size or MOST_EXAMPLES) * (1 if config.section == "sft" else 2)
+    return (config.groups_per_step or config.most_groups) * (1 if config.section == "sft" else 2)

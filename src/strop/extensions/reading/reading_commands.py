@@ -1,4 +1,4 @@
-"""``strop rollouts``, ``strop plot`` and ``strop doctor``."""
+"""``strop rollouts``, ``strop plot``, ``strop doctor`` and ``strop config``."""
 
 from __future__ import annotations
 
@@ -235,6 +235,24 @@ def doctor(arguments: Sequence[str], command_line: str) -> int:
     return 0 if diagnosis.healthy else 1
 
 
+def list_keys(arguments: Sequence[str], command_line: str) -> int:
+    """Run ``strop config``. Return its exit code."""
+    from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig
+    from strop.extensions.reading.key_reference import render_annotated_yaml
+
+    parser = argparse.ArgumentParser(
+        prog="strop config", description="List every key with its type, default and description.", allow_abbrev=False
+    )
+    parser.add_argument(
+        "schema", choices=(*TRAINING_RUNS, "eval"), nargs="?", default="grpo", help="command to list the keys of (default: grpo)"
+    )
+    options = parser.parse_args(arguments)
+
+    print(render_annotated_yaml(TRAINING_RUNS.get(options.schema, EvalRunConfig)), end="")
+    return 0
+
+
 ROLLOUTS = Command(rollouts, "read what a run sampled, turn by turn, with rewards", group="look")
 PLOT = Command(plot, "draw the metrics of one run or several", group="look")
 DOCTOR = Command(doctor, "say whether a run is alive, and what went wrong", group="check")
+CONFIG = Command(list_keys, "list every key with its default and what it does", group="start")

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from strop import plugins
 from strop.algorithms.base import Algorithm
-from strop.config import ConfigError, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.checkpointing.base import RunState
+from strop.config import ConfigError, RolloutRunConfig, TrainingRunConfig
 from strop.determinism import set_deterministic
 from strop.extensions.replay.replay_plan import Configured, ReplayError, ReplayPlan, plan_replay
 from strop.extensions.replay.replayed_step import (
@@ -31,21 +32,22 @@ from strop.extensions.replay.replayed_step import (
     replay_step,
 )
 from strop.extensions.replay.stored_groups import LearnerReads, StoredStep, rebuild_groups
+from strop.learner.client import LearnerClient
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.run_starts import RunStart, read_run_starts
-from strop.monitoring.trackers.base import NullTracker, Tracker
-from strop.rollouts.stream import RolloutStream
-from strop.runs.backend import make_backend
+from strop.monitoring.trackers.base import NullTracker
+from strop.rollouts.stream import GroupStream, RolloutStream
+from strop.runs.backend import Backend, make_backend
 from strop.runs.dry_run.examined_models import find_optimizer_problems
 from strop.runs.lifecycle import make_checkpoints, seed_everything
-from strop.runs.recorded_run import RecordedSource, make_recorded_stream, read_examples
 from strop.runs.restore import make_token_budgets, settle_token_budgets
-from strop.runs.rollout_run import SampledSource
+from strop.runs.rollout_run import SampledSource, find_source
+from strop.runs.run_source import RunSource
 from strop.runs.scorers import make_columns
-from strop.runs.tasks import make_training_tasks
 from strop.safety.printable import make_printable
 from strop.safety.remote_code import trust_remote_code
 from strop.storage.files import atomic_write, clean_json
+from strop.trainer.column_sources import ColumnSources
 from strop.trainer.run import TrainingRun
 from strop.trainer.train import collect
 from strop.types import Group
@@ -108,12 +110,12 @@ async def open_replayed_run(
     seed_everything(config.training.seed)
     set_deterministic(config.policy.deterministic)
     tracker = NullTracker()
-    source = _read_training_data(config, algorithm, tracker)
+    source = find_source(config).read(config, algorithm, tracker, None)
     backend = await make_backend(config, None, tracker)
     options = source.prepare(backend)
     learners = await backend.build_learners(algorithm, source.sampling, options.count_optimizer_steps(source.size))
     columns = await make_columns(
-        config, backend, algorithm, learners, tracker, source.read_all, last_metrics=lambda: run.last_metrics
+        config, backend, algorithm, learners, tracker, await source.make_columns(backend), lambda: run.last_metrics
     )
     parts = {**make_token_budgets(config), **({} if isinstance(source, SampledSource) else source.make_parts(backend))}
     state = None
@@ -121,34 +123,32 @@ async def open_replayed_run(
         checkpoints = replace(make_checkpoints(config, backend.bundle.save), folder=beginning.checkpoint.parent)
         state = checkpoints.load(beginning.checkpoint, {**learners, **parts})
     await settle_token_budgets(config, learners, parts, tracker)
-    if isinstance(source, SampledSource):
-        stream = RolloutStream(_refuse_to_sample, slots=0, size=0)
-    else:
-        stream = make_recorded_stream(source.examples, options, None if state is None else state.stream)
-    run = TrainingRun(
-        options=options,
-        algorithm=algorithm,
-        stream=stream,
-        learners=learners,
-        parts=parts,
-        columns=columns,
-        weights=InProcessWeights([]),
-        tracker=tracker,
-        step=beginning.step,
-        last_metrics=beginning.last_metrics,
-    )
-    try:
+    async with _open_stream(source, backend, learners["policy"], columns, state) as stream:
+        run = TrainingRun(
+            options=options,
+            algorithm=algorithm,
+            stream=stream,
+            learners=learners,
+            parts=parts,
+            columns=columns,
+            weights=InProcessWeights([]),
+            tracker=tracker,
+            step=beginning.step,
+            last_metrics=beginning.last_metrics,
+        )
         yield ReplayedRun(folder=folder, run=run, config=config)
-    finally:
-        await stream.close()
 
 
-def _read_training_data(config: TrainingRunConfig, algorithm: Algorithm, tracker: Tracker) -> SampledSource | RecordedSource:
-    if isinstance(config, RolloutRunConfig):
-        return SampledSource(config=config, algorithm=algorithm, tracker=tracker, train=make_training_tasks(config))
-    assert isinstance(config, RecordedRunConfig)
-    train = read_examples(config, config.data.train, "train", algorithm)
-    return RecordedSource(config=config, algorithm=algorithm, tracker=tracker, train=train)
+@asynccontextmanager
+async def _open_stream(
+    source: RunSource, backend: Backend, policy: LearnerClient, columns: ColumnSources, state: RunState | None
+) -> AsyncIterator[GroupStream]:
+    """Yield the stream of recorded data, or an empty one: what was sampled is in the store."""
+    if isinstance(source, SampledSource):
+        yield RolloutStream(_refuse_to_sample, slots=0, size=0)
+        return
+    async with source.open(backend, policy, columns, state) as supply:
+        yield supply.stream
 
 
 async def _refuse_to_sample(index: int) -> Group:

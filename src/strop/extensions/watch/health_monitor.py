@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from strop.algorithms.policy_gradient.group_credit import DecoupledRewards
 from strop.config import RolloutRunConfig
 from strop.endings import Ending, Who
 from strop.environments.rewards import RewardMark
+from strop.extensions.policy_gradients.group_credit import DecoupledRewards
 from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 from strop.runs.dry_run.examine import find_single_turns

@@ -11,9 +11,9 @@ from itertools import combinations
 from typing import Any, cast, get_args, get_type_hints
 
 from strop.environments.base import EnvironmentConfigError, import_user_code
-from strop.environments.math import MathEnvironment
 from strop.environments.verifier_registry import list_verifiers, make_verifier
 from strop.environments.verifiers.base import Score, Verifier, call_score, read_reply
+from strop.extensions.math.math_environment import MathEnvironment
 from strop.types import Group, Rollout, Task
 from strop.user_code import suggest_names
 

@@ -17,7 +17,6 @@ from strop.data.shares.split_rule import ShareRequest
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatchOutputs, OutputsT, assemble_outputs
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.single_device import SingleDevice
-from strop.learner.torch.top_tokens import TopTokens, compute_top_tokens
 from strop.models.adapters import lora_layers
 from strop.models.layers.compiled_layers import find_compiled_layers
 from strop.models.network import Network
@@ -40,7 +39,7 @@ class TrainableNetwork(Protocol):
 
 @dataclass(frozen=True)
 class NetworkScorer:
-    """Scores with the current weights of a network: a frozen copy, a teacher, or a network in training. It does its own routing
+    """Scores with the current weights of a network: a frozen copy, or a network in training. It does its own routing
     of experts.
 
     ``context`` prepares the network while it reads: ``offload(network)``, ``without_adapters(network)`` for the reference of a LoRA run, or
@@ -64,18 +63,6 @@ class NetworkScorer:
     def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs:
         """Score this rank's micro-batches: with several ranks, a part of the result of ``score``."""
         return MicroBatchOutputs(self.read_local(batch, lambda part: self.network.outputs(part, self.sampling)))
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the output layer."""
-        assert isinstance(self.network, Network)
-        return int(self.network.head.weight.shape[0])
-
-    def top_tokens_local(self, batch: Batch | BatchShare, count: int, vocabulary: int) -> LocalOutputs[TopTokens]:
-        """Return the ``count`` most likely of the first ``vocabulary`` token ids at this rank's positions [n] in the batch's N."""
-        network, sampling = self.network, self.sampling
-        assert isinstance(network, Network)
-        return self.read_local(batch, lambda part: compute_top_tokens(network, part, sampling, count, vocabulary))
 
     def read_local(self, batch: Batch | BatchShare, compute: Callable[[Batch], OutputsT]) -> LocalOutputs[OutputsT]:
         """Return the results of ``compute`` for each of this rank's micro-batches, with its positions [n] in the batch's N."""

@@ -9,12 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from strop.checkpointing.saved_model import list_steps
-from strop.config import RolloutRunConfig, TrainingRunConfig
+from strop.config import TrainingRunConfig
 from strop.config.cluster_checks import count_devices
-from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.actor_group import ActorGroupDied
 from strop.distributed.base import ActorDied, Cluster
-from strop.distributed.placement import DeviceCounts
 from strop.monitoring.trackers.base import Tracker
 
 log = logging.getLogger(__name__)
@@ -60,17 +58,8 @@ def compute_reserved_cpus(config: TrainingRunConfig) -> float:
     """Return the number of CPUs to reserve on each node: the sum over its processes, at least 1."""
     roles, devices = config.cluster.roles, count_devices(config)
     cpus = devices.per_node * roles.learner.num_cpus + (devices.engines or 1) * roles.generator.num_cpus
-    if isinstance(config, RolloutRunConfig):
-        cpus += len(config.env) * _max_per_node(config.cluster.environment_hosts, devices) * roles.environment.num_cpus
-    if isinstance(config, DistillationRunConfig):
-        teacher_processes = sum(teacher.hosts for teacher in (config.teacher, *config.teachers.values()))
-        cpus += _max_per_node(teacher_processes, devices) * roles.teacher.num_cpus
+    cpus += sum(role.num_cpus * -(-processes // devices.nodes) for role, processes in config.further_processes)
     return max(1.0, cpus)
-
-
-def _max_per_node(processes: int, devices: DeviceCounts) -> int:
-    """Return the largest number of processes on a node if they are spread evenly."""
-    return -(-processes // devices.nodes)
 
 
 class Restarts:

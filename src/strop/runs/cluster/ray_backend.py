@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,27 +13,24 @@ import torch
 from strop.algorithms.base import Algorithm
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.cluster_checks import count_devices
-from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.actor_group import ActorGroup, RestartableActor
-from strop.distributed.base import ActorOptions, Cluster, RemoteActor, spread_over_nodes
+from strop.distributed.base import ActorOptions, Cluster, RemoteActor
 from strop.distributed.placement import DevicePlan, DeviceSlot, make_thread_env, plan_devices
 from strop.distributed.workers.environment_process import spawn_environments
 from strop.distributed.workers.learner_worker import LearnerWorker, PolicyInfo, RankTarget
 from strop.distributed.workers.remote_engine import RemoteEngine
 from strop.distributed.workers.remote_learner import RankCaller, RemoteExporter, RemoteLearner, RemoteMemory
-from strop.distributed.workers.teacher_worker import spawn_teachers
 from strop.environments.remote import RemoteEnvironment
 from strop.generation.engine_launch import EngineLaunch, LaunchedAdapters, NodeRanks
 from strop.generation.launched_engines import make_launched_engine
 from strop.generation.pool import SyncedGenerator
-from strop.learner.client import AsyncColumnSource, ColumnClient, LearnerClient, ScorerClient
+from strop.learner.client import LearnerClient, ScorerClient
 from strop.models.loading import load_tokenizer, read_model_config
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.cluster.engine_builders import build_torch_engine, make_rank_exporter
 from strop.runs.engines import GeneratorSpec, make_launch, offloads_learner, pool_engines
 from strop.runs.learner_backend import load_backend
 from strop.runs.models import TokenizerBundle, make_template
-from strop.runs.scorers import StudentInfo, load_teacher
 from strop.runs.tasks import describe_environments
 from strop.sampling import Sampling
 from strop.weight_sync.transports.choose import EngineLocations, choose_senders
@@ -64,48 +61,21 @@ class RayBackend:
         self.bundle = TokenizerBundle(tokenizer, template, policy_info.stop_ids)
 
     async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, LearnerClient]:
-        self._sampling = sampling
+        self.sampling = sampling
         backend = load_backend(self.config.policy.learner)
         build = partial(backend.build_models, self.config, algorithm, sampling, total_steps)
         names = (await self.group.call_all("build_models", build))[0]
         self._share_requests = await self.group.call_all("share_requests")
-        return {name: RemoteLearner(self._caller(name)) for name in names}
+        return {name: RemoteLearner(self.caller(name)) for name in names}
 
     def make_reference(self) -> ScorerClient:
-        return ScorerClient(self._caller("reference"))
+        return ScorerClient(self.caller("reference"))
 
     def make_untrained_policy(self) -> tuple[ScorerClient, str]:
-        return ScorerClient(self._caller("untrained")), self.policy_info.fingerprint
+        return ScorerClient(self.caller("untrained")), self.policy_info.fingerprint
 
-    async def make_teachers(
-        self, config: DistillationRunConfig, columns: Collection[str]
-    ) -> dict[str, Mapping[str, AsyncColumnSource]]:
-        """Return the sources of the teachers, each on the ranks or in separate processes."""
-        student = StudentInfo(self.policy_info.vocab_size, self.bundle.tokenizer)
-        teachers = config.all_teachers
-        builds = {
-            key: partial(load_teacher, key, config, student, columns, self._sampling)
-            for key, teacher in teachers.items()
-            if teacher.hosts
-        }
-        remote_teachers = await spawn_teachers(self.cluster, builds, columns, self._teacher_options(config))
-        return {
-            key: remote_teachers.get(key) or {column: ColumnClient(self._caller((key, column))) for column in columns}
-            for key in teachers
-        }
-
-    def _teacher_options(self, config: DistillationRunConfig) -> dict[str, list[ActorOptions]]:
-        """Return the actor options of each process by teacher key."""
-        role, threads = config.cluster.roles.teacher, self._thread_env(config.policy.num_threads)
-        options: dict[str, list[ActorOptions]] = {}
-        for key, teacher in config.all_teachers.items():
-            gpus = 0.0 if self.policy_info.on_cpu or teacher.device == "cpu" else 1.0 if role.num_gpus is None else role.num_gpus
-            names = [f"{key.replace('.', '-')}-{number}" for number in range(teacher.hosts)]
-            first = sum(map(len, options.values()))
-            options[key] = spread_over_nodes(names, self.cluster.num_nodes, role, threads, num_gpus=gpus, first=first)
-        return options
-
-    def _caller(self, name: RankTarget) -> RankCaller:
+    def caller(self, name: RankTarget) -> RankCaller:
+        """Return what calls a learner, scorer or source of columns on all ranks."""
         of_ranks = [requests[name] for requests in self._share_requests]
         by_method = {method: [requests[method] for requests in of_ranks] for method in of_ranks[0]}
         return RankCaller(name, self.group, self.cluster, by_method)
@@ -172,7 +142,7 @@ class RayBackend:
             adapters=None if rank is None else LaunchedAdapters(rank, self.policy_info.adapter_layers),
             reads_images=self.bundle.template.vision is not None,
             draft=str(folder.parent / "draft") if config.sends_draft else "",
-            environment=self._thread_env(config.generation.engine_options.num_threads, generates=True),
+            environment=self.thread_env(config.generation.engine_options.num_threads, generates=True),
             output_file=outputs / f"engine_{number}.log",
             nodes=tuple(self._locate_ranks(part) for part in slot.parts) if slot.further else (),
             ray_address=self.cluster.address if slot.further else "",
@@ -210,7 +180,7 @@ class RayBackend:
         return self._make_engine(number, slot, 1, make)
 
     def _make_engine(self, number: int, slot: DeviceSlot, receivers: int, make: Callable[[], Any]) -> RemoteEngine:
-        threads = self._thread_env(self.config.policy.num_threads, generates=True)
+        threads = self.thread_env(self.config.policy.num_threads, generates=True)
         options = ActorOptions(
             name=f"engine-{number}",
             role=self.config.cluster.roles.generator,
@@ -222,7 +192,7 @@ class RayBackend:
         )
         return RemoteEngine(f"engine {number}", receivers, RestartableActor(self.cluster, options, make))
 
-    def _thread_env(self, threads: int | None, *, generates: bool = False) -> dict[str, str]:
+    def thread_env(self, threads: int | None, *, generates: bool = False) -> dict[str, str]:
         time_shared = is_time_shared(self.config, self.device_plan)
         on_cpu = self.policy_info.on_cpu
         return make_thread_env(threads, self.device_plan, on_cpu=on_cpu, generates=generates, time_shared=time_shared)

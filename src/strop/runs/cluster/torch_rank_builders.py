@@ -7,15 +7,12 @@ from collections.abc import Mapping
 import torch
 
 from strop.algorithms.base import Algorithm
-from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.config import TrainingRunConfig
-from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.policy_config import PolicyConfig
-from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, PpoRunConfig
+from strop.config.schema.run_config import PpoRunConfig
 from strop.device_copies import is_gpu
-from strop.distributed.workers.learner_worker import RankColumns, RankModels
-from strop.learner.model_config import ModelConfig
-from strop.learner.parallel.dtensor_config import DtensorConfig
+from strop.distributed.workers.learner_worker import RankModels
+from strop.learner.model_config import ModelConfig, ScoringModelConfig
 from strop.learner.parallel.export.sharded_export import ShardedWeights
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.pipeline.pipelined import parallelize_stages
@@ -34,14 +31,8 @@ from strop.runs.models import (
     make_offload,
     make_trained_networks,
 )
-from strop.runs.scorers import (
-    StudentInfo,
-    find_scorer,
-    find_teacher_columns,
-    get_student_info,
-    load_teacher_network,
-    make_teacher_sources,
-)
+from strop.runs.rollout_run import find_source
+from strop.runs.scorers import keeps_reference
 from strop.sampling import Sampling
 
 
@@ -64,47 +55,42 @@ def build_rank_models(
     network = policy.network
     networks = make_trained_networks(config, policy, RankZeroLoader())
     reference = copy_frozen(network) if keeps_reference(config, algorithm) and not lora_layers(network.model) else None
-    trunk = _parallelize(network, config.policy, device, world)
+    trunk = parallelize(network, config.policy, device, world)
     parallelism = {"policy": trunk}
     if isinstance(critic := networks.get("value"), ValueHead):
         parallelism["value"] = parallelize_head(critic, trunk)
     elif isinstance(config, PpoRunConfig):
         assert isinstance(critic, Network)
-        parallelism["value"] = _parallelize(critic, config.value, device, world)
+        parallelism["value"] = parallelize(critic, config.value, device, world)
     learners = make_learners(config, networks, algorithm, sampling, total_steps, parallelism)
     scorers = _make_rank_scorers(config.policy, network, reference, sampling, trunk, device, world)
-    columns: dict[tuple[str, str], RankColumns] = {}
-    if isinstance(config, DistillationRunConfig):
-        columns = load_rank_teachers(config, config.all_teachers, get_student_info(policy), algorithm, sampling, device, world)
-    scoring = [scorer for scorer in (*scorers.values(), *map(find_scorer, columns.values()))]
+    columns = find_source(config).make_rank_columns(config, policy, algorithm, sampling, device, world)
+    scoring = [*scorers.values(), *(scorer for _, scorer in columns.values())]
     offload = make_offload(
         learners,
         [scorer.network for scorer in scoring],
         {id(scorer.network): scorer.parallelism for scorer in scoring if scorer.parallelism is not None},
     )
-    return RankModels(weights=ShardedWeights(trunk), learners=learners, scorers=scorers, columns=columns, offload=offload)
+    return RankModels(
+        weights=ShardedWeights(trunk),
+        learners=learners,
+        scorers=scorers,
+        columns={name: source for name, (source, _) in columns.items()},
+        offload=offload,
+    )
 
 
-def keeps_reference(config: TrainingRunConfig, algorithm: Algorithm) -> bool:
-    """Return whether the reference scores during training, rather than once before it."""
-    precomputed = isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
-    return REFERENCE_LOGPROBS in algorithm.requires and not precomputed
-
-
-def _parallelize(network: Network, config: ModelConfig, device: str, world: int, *, cpu_offload: bool = False) -> Sharded:
-    return _parallelize_as(network, config, config.dtensor_cfg, device, world, cpu_offload=cpu_offload)
-
-
-def _parallelize_as(
-    network: Network, model: ModelConfig | TeacherConfig, config: DtensorConfig, device: str, world: int, *, cpu_offload: bool
+def parallelize(
+    network: Network, model: ModelConfig | ScoringModelConfig, device: str, world: int, *, cpu_offload: bool = False
 ) -> Sharded:
     """Shard a network over all ranks according to its section, on separate meshes."""
+    config = model.dtensor_cfg
     meshes = DeviceMeshes(ParallelDims.from_config(config, world), device)
     plan: Mapping[str, str] | None = None
     if (name := config.custom_parallel_plan) is not None and meshes.dims.tensor > 1:
         plan = load_tensor_plan(name)
-    parallelize = parallelize_stages if meshes.dims.pipeline > 1 else parallelize_network
-    return parallelize(
+    shard = parallelize_stages if meshes.dims.pipeline > 1 else parallelize_network
+    return shard(
         network,
         meshes,
         weights_dtype=torch.bfloat16 if model.weights_dtype == "bfloat16" else None,
@@ -138,36 +124,6 @@ def _make_rank_scorers(
     if lora_layers(network.model):
         scorers["reference"] = NetworkScorer(network, sampling, tokens, parallelism, context=without_adapters(network))
     elif reference is not None:
-        reference_parallelism = _parallelize(reference, config, device, world, cpu_offload=config.reference.offload)
+        reference_parallelism = parallelize(reference, config, device, world, cpu_offload=config.reference.offload)
         scorers["reference"] = NetworkScorer(reference, sampling, tokens, reference_parallelism)
     return scorers
-
-
-def load_rank_teachers(
-    config: DistillationRunConfig,
-    teachers: Mapping[str, TeacherConfig],
-    student: StudentInfo,
-    algorithm: Algorithm,
-    sampling: Sampling,
-    device: str,
-    world: int,
-) -> dict[tuple[str, str], RankColumns]:
-    """Load the ``teachers`` without separate processes, each sharded over all ranks according to its ``dtensor_cfg``.
-
-    Raises ValueError for a teacher that cannot be sharded that way.
-    """
-    sources: dict[tuple[str, str], RankColumns] = {}
-    for key, teacher in teachers.items():
-        if teacher.hosts:
-            continue
-        loaded = load_teacher_network(key, config, student, RankZeroLoader())
-        try:
-            parallelism = _parallelize_as(
-                loaded.network, teacher, teacher.dtensor_cfg, device, world, cpu_offload=teacher.offload
-            )
-        except ValueError as error:
-            raise ValueError(f"{key}.dtensor_cfg: {error}") from error
-        columns = find_teacher_columns(config, algorithm)
-        for column, source in make_teacher_sources(key, config, loaded, columns, sampling, parallelism=parallelism).items():
-            sources[key, column] = source
-    return sources

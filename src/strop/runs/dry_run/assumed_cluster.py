@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.cluster_checks import count_devices
-from strop.config.schema.recorded_config import MOST_EXAMPLES
 from strop.config.schema.run_config import PpoRunConfig
 from strop.distributed.placement import DevicePlan, plan_devices
 from strop.runs.learner_backend import choose_dims
@@ -100,13 +99,11 @@ def _format_shares(config: TrainingRunConfig, plan: DevicePlan) -> str:
     """Format the number of rollouts or examples per optimizer step for each rank that reads its own micro-batches."""
     counts = count_devices(config)
     ranks = choose_dims(config.policy, len(plan.training)).data if counts.uses_ray else 1
-    noun, total = "rollouts", config.policy.train_global_batch_size
+    noun, total = "examples", config.groups_per_step
     if isinstance(config, RolloutRunConfig):
-        total = config.rollout_training.rollouts_per_step // count_steps_per_batch(config)
-    elif isinstance(config, RecordedRunConfig):
-        noun = "examples"
+        noun, total = "rollouts", config.rollout_training.rollouts_per_step // count_steps_per_batch(config)
     if total is None:
-        return f"at most {MOST_EXAMPLES} {noun} an optimizer step over {_count(ranks, 'data rank')}"
+        return f"at most {config.most_groups} {noun} an optimizer step over {_count(ranks, 'data rank')}"
     shares = f"{total // ranks} each" if total % ranks == 0 else f"{total / ranks:.1f} each on average, balanced by tokens"
     idle = f"; {ranks - total} ranks get none: raise the batch, or shard less" if total < ranks else ""
     return f"{total} {noun} an optimizer step over {_count(ranks, 'data rank')}: {shares}{idle}"

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from strop import packages
-from strop.algorithm_factory import find_algorithm
 from strop.base_config import iter_sections
-from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.config import EvalRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import environment_alias
 from strop.data.builtin_dataset import Purpose
 from strop.data.builtin_sets import BUILTIN_DATASETS
 from strop.data.data_config import DataEntryConfig
-from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.dataset_class import is_dataset_class
 from strop.data.sources.peek import Peek, peek_dataset, peek_file
 from strop.data.sources.records import DataError
@@ -51,7 +49,7 @@ def examine_data(
     for key, section in iter_sections(config):
         found.problems += section.examine(key, here)
     for key, entry in _list_entries(config) if entries is None else entries:
-        known = isinstance(config, RecordedRunConfig) and entry.dataset_name in BUILTIN_DATASETS
+        known = not isinstance(config, RolloutRunConfig | EvalRunConfig) and entry.dataset_name in BUILTIN_DATASETS
         if entry.dataset_name is None or known or (peek := _peek(key, entry, found, purpose)) is None:
             continue
         if not len(peek.records):
@@ -59,12 +57,12 @@ def examine_data(
             continue
         source = _only_first_rows(entry, peek)
         try:
-            rows: Sequence[Any] = ()
-            if isinstance(config, RecordedRunConfig):
-                rows = _read_examples(config, source)
-            elif isinstance(config, RolloutRunConfig | EvalRunConfig):
+            rows: Sequence[Any]
+            if isinstance(config, RolloutRunConfig | EvalRunConfig):
                 environment = found.environments.get(str(environment_alias(config, entry)))
                 rows = _read_tasks(environment, source)
+            else:
+                rows = config.read_rows(source)
             _look_at_images(key, rows, _may_download(config), found)
         except (DataError, EnvironmentConfigError) as error:
             _add_error(key, error, found)
@@ -151,13 +149,6 @@ def _read_tasks(local: LocalEnvironment[Any] | None, source: DataSource) -> list
         return []
     tasks: Sequence[Any] = DatasetEnvironment.tasks(environment, source)  # a subclass may load models here
     return [tasks[index] for index in range(len(tasks))]
-
-
-def _read_examples(config: RecordedRunConfig, source: DataSource) -> list[Any]:
-    """Return the first examples. Raises DataError for rows that the algorithm cannot learn from."""
-    kind = find_algorithm(config.algorithm.name).recorded_data
-    examples: Sequence[Any] = EXAMPLE_READERS[kind](source) if kind in EXAMPLE_READERS else ()
-    return [examples[index] for index in range(len(examples))]
 
 
 def _may_download(config: TrainingRunConfig | EvalRunConfig) -> bool:

@@ -12,14 +12,9 @@ from typing import Any
 from strop.base_config import BaseConfig, iter_sections
 from strop.config import EvalRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.cluster_checks import count_devices
-from strop.config.schema.distillation_config import TeacherConfig
-from strop.config.schema.run_config import (
-    DistillationRunConfig,
-    RmRunConfig,
-    list_trained_models,
-)
+from strop.config.schema.run_config import list_trained_models
 from strop.environments.handle import EnvironmentHandle
-from strop.learner.model_config import ModelConfig
+from strop.learner.model_config import ModelConfig, ScoringModelConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.policy_extension import policy_extensions
 from strop.learner.torch.optimizer_config import KNOWN_OPTIMIZERS, KNOWN_SCHEDULERS, OptimizerConfig, ScheduleStageConfig
@@ -37,9 +32,8 @@ Check = Callable[[Any], object]  # takes a Network, and raises ValueError
 
 def find_network_problems(config: TrainingRunConfig) -> Iterator[Problem]:
     """Yield why models cannot be divided, adapted or rounded as configured."""
-    models: dict[str, ModelConfig | TeacherConfig] = dict(list_trained_models(config))
-    if isinstance(config, DistillationRunConfig):
-        models |= {key: each for key, each in config.all_teachers.items() if each.model_name != "self" and not each.hosts}
+    models: dict[str, ModelConfig | ScoringModelConfig] = dict(list_trained_models(config))
+    models |= {key: each for key, each in config.scoring_models.items() if each.on_ranks}
     for key, model in models.items():
         if values := read_local_config(model.model_name):
             yield from load_backend(model.learner).examine(config, key, model, values)
@@ -50,10 +44,10 @@ def find_network_problems(config: TrainingRunConfig) -> Iterator[Problem]:
 
 
 def examine_torch_model(
-    config: TrainingRunConfig, key: str, model: ModelConfig | TeacherConfig, values: Mapping[str, Any]
+    config: TrainingRunConfig, key: str, model: ModelConfig | ScoringModelConfig, values: Mapping[str, Any]
 ) -> Iterator[Problem]:
     """Yield why the torch learner cannot divide, adapt or round a model as configured."""
-    scores = key == "value" or isinstance(config, RmRunConfig)
+    scores = key == "value" or config.trains_scores
     checks = _list_checks(model, count_devices(config).learner_devices)
     if checks or scores or getattr(model, "hf_config_overrides", None) or "quantization_config" in values:
         yield from _ask(key, model, checks, scores=scores, trusted=config.policy.trust_remote_code)
@@ -81,7 +75,7 @@ def _check_vllm(config: RolloutRunConfig) -> Iterator[Problem]:
         yield Problem("policy.generation.vllm_cfg.tensor_parallel_size", message, list_divisors(shape.heads))
 
 
-def _list_checks(model: ModelConfig | TeacherConfig, ranks: int) -> dict[str, Check]:
+def _list_checks(model: ModelConfig | ScoringModelConfig, ranks: int) -> dict[str, Check]:
     """Return the checks of a network, by their key; none for one that is trained whole on one device."""
     checks: dict[str, Check] = {}
     if isinstance(model, ModelConfig) and model.dtensor_cfg.lora_cfg.enabled:
@@ -114,7 +108,7 @@ def _list_divisions(sizes: DtensorConfig, ranks: int) -> Iterator[tuple[str, Che
 
 
 def _ask(
-    key: str, model: ModelConfig | TeacherConfig, checks: Mapping[str, Check], *, scores: bool, trusted: bool
+    key: str, model: ModelConfig | ScoringModelConfig, checks: Mapping[str, Check], *, scores: bool, trusted: bool
 ) -> Iterator[Problem]:
     """``scores``: the model is a classifier, a reward model or critic. ``trusted``: a run may execute the model's own code; this
     function does not.
@@ -299,7 +293,5 @@ def _list_models(config: TrainingRunConfig | EvalRunConfig) -> Iterator[SizedMod
         yield SizedModel(
             key, model.model_name, config.policy.tokenizer.name, model.tokenizer.chat_template, overrides, length, length_key
         )
-    if isinstance(config, DistillationRunConfig):
-        for key, teacher in config.all_teachers.items():
-            if teacher.model_name != "self":
-                yield SizedModel(key, teacher.model_name, teacher.tokenizer.name, None, {}, length, length_key)
+    for key, scoring in config.scoring_models.items():
+        yield SizedModel(key, scoring.model_name, scoring.tokenizer.name, None, {}, length, length_key)

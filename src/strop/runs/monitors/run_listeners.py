@@ -21,8 +21,7 @@ from strop.monitoring.trackers.base import StepMedia
 from strop.monitoring.trackers.rollout_media import make_step_media
 from strop.openmp import call_in_thread
 from strop.runs.monitors.token_trace import trace_tokens
-from strop.runs.recorded_run import RecordedSource
-from strop.runs.rollout_run import SampledSource
+from strop.runs.run_source import RunSource
 from strop.trainer.listeners import Listeners, RunListener
 from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.step_view import StepView
@@ -37,7 +36,7 @@ class RunSetup:
 
     config: TrainingRunConfig
     algorithm: Algorithm
-    source: SampledSource | RecordedSource  # its ``options`` are known once the run starts
+    source: RunSource  # its ``options`` are known once the run starts
     store: RolloutStore
     cluster: Cluster | None = None  # None: all is in this process
 

@@ -14,11 +14,11 @@ import pytest
 from strop import cli
 from strop.cli.output import INTERRUPTED
 from strop.config import load_config
-from strop.config.schema.run_config import SftRunConfig
 from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.ray import connect, is_process_alive
 from strop.extensions.performance.machine_monitor import SystemMonitor
 from strop.extensions.performance.performance import watch_machines
+from strop.extensions.recorded.recorded_config import SftRunConfig
 
 pytestmark = pytest.mark.usefixtures("workers_are_forks")
 

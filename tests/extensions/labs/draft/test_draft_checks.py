@@ -8,8 +8,8 @@ import pytest
 
 from strop import packages
 from strop.config import ConfigError, GrpoRunConfig, load_config
-from strop.config.schema.run_config import RmRunConfig, SftRunConfig
 from strop.extensions.labs.draft.draft_config import DraftConfig
+from strop.extensions.recorded.recorded_config import RmRunConfig, SftRunConfig
 from support.overrides import RUN
 
 HEAD = "policy.draft.enabled=true"

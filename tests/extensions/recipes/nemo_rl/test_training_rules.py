@@ -10,15 +10,15 @@ import pytest
 from strop.algorithm_factory import format_algorithm, make_algorithm
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.baselines import BatchWhitened, Reinforce
 from strop.algorithms.policy_gradient.corrections import Icepop
-from strop.algorithms.policy_gradient.group_credit import DecoupledRewards
-from strop.algorithms.policy_gradient.grpo import GroupRelative
+from strop.algorithms.policy_gradient.grpo import GroupRelative, Reinforce
 from strop.algorithms.policy_gradient.grpo_variants import SoftOverlong
 from strop.algorithms.policy_gradient.parts import Advantage
 from strop.algorithms.policy_gradient.sequence_objectives import SequenceClip
 from strop.config import ConfigError, LoadedConfig, dump_config, load_config
 from strop.config.schema.run_config import TRAINING_RUNS, GrpoRunConfig
+from strop.extensions.policy_gradients.baselines import BatchWhitened
+from strop.extensions.policy_gradients.group_credit import DecoupledRewards
 from strop.extensions.recipes.rules import Effect
 from strop.runs.run_algorithm import collect_settings, make_run_algorithm
 

@@ -11,7 +11,6 @@ import pytest
 
 from strop.data.messages import make_prompt, parse_messages
 from strop.data.prompt_template import PromptTemplate
-from strop.data.recorded.examples import conversations, preferences
 from strop.data.sources.image_columns import IMAGES, ImageColumns, write_data_url
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
@@ -146,6 +145,8 @@ def test_a_record_whose_text_has_a_place_for_its_video_is_refused_and_one_withou
 
 
 def test_recorded_answers_and_preferences_have_the_images_of_their_record() -> None:
+    examples = pytest.importorskip("strop.extensions.recorded.examples")
+    conversations, preferences = examples.conversations, examples.preferences
     (example,) = conversations(DataSource(rows=[{"prompt": "What?", "completion": "A cat.", "image": PNG, "source": "x"}]))
     assert example.messages == (Message("user", "What?", images=(Image(URL),)), assistant("A cat.")) and example.metadata == {
         "source": "x"

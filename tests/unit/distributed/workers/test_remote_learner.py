@@ -13,7 +13,7 @@ import torch
 
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
-from strop.algorithms.preference.referenced import DPO
+from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.data.shares.split_rule import ShareRequest, SplitRule
 from strop.distributed.workers.learner_worker import ColumnShard
 from strop.distributed.workers.remote_learner import RankCaller, RemoteLearner
@@ -25,8 +25,8 @@ from support.recorded import random_groups
 from support.rollouts import pack_for
 
 GROUPS = random_groups(3)
-BATCH = pack_for(GROUPS, DPO())
-LOSS = DPO().losses(0)["policy"]
+BATCH = pack_for(GROUPS, GRPO())
+LOSS = GRPO().losses(0)["policy"]
 RULE = SplitRule(ranks=2, token_budget=30, whole_groups=True)
 METHODS = ("score", "forward_backward", "evaluate_loss", "columns")
 

@@ -63,7 +63,7 @@ class DraftConfig(PolicyExtension):
 
     def errors_of_run(self, key: str, config: Any) -> Iterator[Problem]:
         """Yield settings that are incompatible with training a draft head; the model is checked on loading."""
-        from strop.config.schema.run_config import RmRunConfig, RolloutRunConfig
+        from strop.config.schema.run_config import RolloutRunConfig
 
         policy: PolicyConfig = config.policy
         yield from self._check_torch_engine(policy)
@@ -78,7 +78,7 @@ class DraftConfig(PolicyExtension):
                 f"found true, but a head that is trained is not sent to {policy.generation.engine_name}'s engines",
                 f"Set policy.generation.backend to vllm or torch, or {key}.enabled=false.",
             )
-        if isinstance(config, RmRunConfig):
+        if config.trains_scores:
             yield Problem(
                 f"{key}.enabled", "found true, but a reward model does not predict tokens for a head to draft", "Set it to false."
             )

@@ -135,10 +135,10 @@ class QuantConfig(PolicyExtension):
                 )
 
     def errors_of_run(self, key: str, config: Any) -> Iterator[Problem]:
-        from strop.config.schema.run_config import RmRunConfig, RolloutRunConfig
+        from strop.config.schema.run_config import RolloutRunConfig
 
         yield from super().errors_of_run(key, config)
-        if self.quant_cfg is not None and isinstance(config, RmRunConfig):
+        if self.quant_cfg is not None and config.trains_scores:
             yield Problem(
                 f"{key}.quant_cfg", f"found {self.quant_cfg}, but a reward model uses unrounded weights", "Set it to null."
             )

@@ -17,8 +17,6 @@ from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.pipeline.pipelined import parallelize_stages
 from strop.learner.parallel.sharded import parallelize_head
 from strop.learner.parallel.single_device import SingleDevice
-from strop.learner.torch.scorer import NetworkScorer
-from strop.learner.torch.teacher import TeacherTopK
 from strop.models.network import Network
 from strop.models.value_network import ValueHead
 from strop.sampling import Sampling
@@ -120,7 +118,9 @@ def test_training_in_pipeline_stages_is_training_in_one_process(name: str) -> No
 
 
 def top_tokens(network: Network, parallelism: Any, batch: Batch) -> Any:
-    return TeacherTopK(NetworkScorer(network, Sampling(), 30, parallelism), 5).columns_local(batch)
+    teacher = pytest.importorskip("strop.extensions.distillation.teacher")
+    TeacherTopK, TeacherScorer = teacher.TeacherTopK, teacher.TeacherScorer
+    return TeacherTopK(TeacherScorer(network, Sampling(), 30, parallelism), 5).columns_local(batch)
 
 
 def answers(rank: int, batch: Batch) -> dict[str, Any]:
@@ -151,6 +151,8 @@ def said(run: Callable[[], Any]) -> str:
 
 
 def test_stages_export_score_and_refuse_as_one_process_does() -> None:
+    teacher = pytest.importorskip("strop.extensions.distillation.teacher")
+    TeacherTopK, TeacherScorer = teacher.TeacherTopK, teacher.TeacherScorer
     case = Case(sizes=TWO, family="qwen2", lora=True)
     batch = make_batch(case)
     first, last = run_on_ranks(2, answers, batch)
@@ -172,5 +174,5 @@ def test_stages_export_score_and_refuse_as_one_process_does() -> None:
     assert first["columns"] == []
     columns = {name: torch.cat([part[name] for _, part in last["columns"]]) for name in last["columns"][0][1]}
     places = torch.cat([index for index, _ in last["columns"]])
-    wanted = dict(TeacherTopK(NetworkScorer(network, Sampling(), 1000), 5).columns(batch, []))
+    wanted = dict(TeacherTopK(TeacherScorer(network, Sampling(), 1000), 5).columns(batch, []))
     assert torch.equal(columns[CANDIDATES], wanted[CANDIDATES][places])

@@ -1,0 +1,1 @@
+"""Distillation from teachers, on rollouts of the student: `strop distillation`."""

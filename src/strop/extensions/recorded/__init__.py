@@ -1,0 +1,1 @@
+"""Training on recorded conversations and preferences: `strop sft`, `strop dpo` and `strop rm`."""
