@@ -2,9 +2,9 @@
 
 Mixers of all families compute what is not token-wise by functions of their modeling file, with the same names and arguments in
 each. Once per file these are replaced by functions that pass their arguments to the *plan* of ``model(..., plan=plan)``; a call
-without a plan reaches the original. Models are not modified, and learner and engine run the same module. The plan reaches them
-through hooks on the decoder layer: not every mixer passes its keyword arguments on, and only the backward pass calls a layer that is
-recomputed.
+without a plan reaches the original. Learner and engine run the same module. The plan reaches them through hooks on the decoder layer: not
+every mixer passes its keyword arguments on, and only the backward pass calls a layer that is recomputed. The plan reaches indexers of
+sparse attention (``attention.indexers``) in the same way.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from strop.models.attention.indexers import is_indexer, make_planned
 from strop.models.mixers.recurrence import MixerPlan, MixerSpec, Recurrence, Rows
 from strop.models.mixers.scan_packages import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, MAMBA2, with_kernel
 from strop.models.mixers.scans import delta_rule, selective_scan, state_space
 from strop.sampling import at_least_float32
 
-_ORIGINAL, _LAYER = "_strop_original", "_strop_mixer_layer"
+_ORIGINAL, _LAYER, _MASKED = "_strop_original", "_strop_mixer_layer", "_strop_masked"
 
 
 @dataclass(eq=False)
@@ -155,19 +156,24 @@ def is_mixer(module: nn.Module) -> bool:
 
 
 def install_mixers(model: nn.Module) -> bool:
-    """Let the plans of calls compute the mixers of a model. Returns whether it has any."""
+    """Let the plans of calls compute the mixers of a model, and choose for its indexers. Returns whether it has mixers."""
     found = False
-    for layer in model.modules():
-        mixers = (
-            [module for module in layer.modules() if is_mixer(module)] if isinstance(layer, GradientCheckpointingLayer) else []
-        )
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    for layer in layers:
+        mixers = [module for module in layer.modules() if is_mixer(module)]
+        indexers = [module for module in layer.modules() if is_indexer(module)]
         for mixer in mixers:
             found = True
             _replace_functions(sys.modules[type(mixer).__module__])
-        if mixers and _LAYER not in layer.__dict__:
+        for indexer in indexers:
+            make_planned(indexer, _find_plan)
+        if (mixers or indexers) and _LAYER not in layer.__dict__:
             layer.__dict__[_LAYER] = next((each.layer_idx for each in mixers if hasattr(each, "layer_idx")), 0)
             layer.register_forward_pre_hook(_enter, with_kwargs=True, prepend=True)
             layer.register_forward_hook(_leave, always_call=True)
+        if indexers and _MASKED not in layer.__dict__:
+            layer.__dict__[_MASKED] = True
+            layer.register_forward_pre_hook(_give_mask, with_kwargs=True)
     return found
 
 
@@ -186,6 +192,20 @@ def _dispatch(original: Callable[..., Any], compute: Callable[..., Any]) -> Any:
 
     setattr(dispatch, _ORIGINAL, original)
     return torch.compiler.disable(dispatch)
+
+
+def _find_plan() -> Any:
+    """Return the plan of the layer that runs in this thread; None if it runs without one."""
+    call = _CALLS.running[-1][1] if _CALLS.running else None
+    return None if call is None else call.plan
+
+
+def _give_mask(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Give the attention of a layer with an indexer a mask of one token, of which it takes parts and which no plan reads."""
+    if kwargs.get("plan") is not None and kwargs.get("attention_mask") is None:
+        hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        kwargs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=hidden.device)
+    return args, kwargs
 
 
 def _enter(layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
