@@ -123,7 +123,9 @@ class Foreseeing:
         pass
 
 
-@pytest.mark.parametrize("family", sweep([each for each in FAMILIES if each != "mamba2"], "qwen3_5", "falcon_h1", "lfm2", "deepseek_v32"))
+@pytest.mark.parametrize(
+    "family", sweep([each for each in FAMILIES if each != "mamba2"], "qwen3_5", "falcon_h1", "lfm2", "deepseek_v32")
+)
 def test_drafts_that_turn_out_wrong_leave_no_trace(family: str) -> None:
     network = build_network(family)
     sampling = Sampling(max_new_tokens=20, temperature=0.7)

@@ -1,4 +1,4 @@
-"""Recurrent layers and sparse attention in packed trees: log-probabilities and gradients beside single sequences and beside Transformers alone."""
+"""Recurrent layers and sparse attention in packed trees: log-probabilities and gradients beside single sequences and Transformers."""
 
 from __future__ import annotations
 

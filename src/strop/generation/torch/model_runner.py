@@ -18,7 +18,16 @@ from strop.generation.torch.emulated_quantization import EmulatedQuantization, R
 from strop.generation.torch.fast_layers import FastLayers, choose_kernels
 from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.image_tokens import ImageReader, PromptImages, find_blocks
-from strop.generation.torch.kv_cache import INDEX_KEYS, CacheShape, DecodePlan, EnginePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
+from strop.generation.torch.kv_cache import (
+    INDEX_KEYS,
+    CacheShape,
+    DecodePlan,
+    EnginePlan,
+    PrefillPlan,
+    Prefix,
+    PrefixStore,
+    SlotCache,
+)
 from strop.generation.torch.mixer_states import StateKey, StateShape
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights
@@ -451,7 +460,7 @@ class CachedRunner(FixedSlots, PlanRunner):
 
     def read_columns(self, slot: int, length: int) -> Columns:
         columns = {column: held for column, held in self.cache.columns.items() if column is not INDEX_KEYS}
-        return {column: held[slot, :length].to("cpu", copy=True) for column, held in columns.items()}
+        return {column: column.cut(held[slot, :length], length).to("cpu", copy=True) for column, held in columns.items()}
 
     def reset_prefix_cache(self) -> None:
         self.prefixes.clear()

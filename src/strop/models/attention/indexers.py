@@ -23,6 +23,9 @@ _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
+Chooser = Callable[[IndexRows, int], Tensor]  # (what it scores, the layer) -> the choice of each token
+
+
 class UnknownIndexer(RuntimeError):
     """An indexer scores tokens in another way than expected."""
 
@@ -33,7 +36,7 @@ def is_indexer(module: nn.Module) -> bool:
     if isinstance(module, PlannedIndexer):
         return True
     chooses = isinstance(getattr(module, "index_topk", None), int) and isinstance(getattr(module, "layer_idx", None), int)
-    return chooses and _GIVEN <= inspect.signature(forward).parameters.keys() and _CALLED <= set(forward.__code__.co_names)
+    return chooses and inspect.signature(forward).parameters.keys() >= _GIVEN and set(forward.__code__.co_names) >= _CALLED
 
 
 class PlannedIndexer(nn.Module):
@@ -41,28 +44,28 @@ class PlannedIndexer(nn.Module):
 
     index_topk: int
     layer_idx: int
-    find_plan: Callable[[], Any]  # of the call that runs; None without one
+    find_chooser: Callable[[], Chooser | None]  # of the call that runs; None without a plan
 
     @torch.no_grad()
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plan = type(self).find_plan()
-        if plan is None:
+        choose = type(self).find_chooser()
+        if choose is None:
             return super().forward(*args, **kwargs)
-        scoring = _Scoring()
+        scoring = _Scoring(f"{type(self).__name__} of layer {self.layer_idx}")
         with scoring:
             super().forward(*args, **kwargs)
         if scoring.query is None or scoring.weight is None or not scoring.taken:
-            raise UnknownIndexer(f"{type(self).__name__} of layer {self.layer_idx} does not choose by scores of its heads")
+            raise scoring.unknown
         rows = IndexRows(scoring.query, scoring.key, scoring.weight, self.index_topk)
-        return plan.choose(rows, self.layer_idx)[None]
+        return choose(rows, self.layer_idx)[None]
 
 
-def make_planned(indexer: nn.Module, find_plan: Callable[[], Any]) -> None:
+def make_planned(indexer: nn.Module, find_chooser: Callable[[], Chooser | None]) -> None:
     """Let the plan of a call choose for an indexer, in place."""
     kind = type(indexer)
     if not isinstance(indexer, PlannedIndexer):
-        options = {"find_plan": staticmethod(find_plan), "__module__": kind.__module__}
+        options = {"find_chooser": staticmethod(find_chooser), "__module__": kind.__module__}
         indexer.__class__ = type(kind.__name__, (PlannedIndexer, kind), options)
 
 
@@ -74,6 +77,10 @@ class _Scoring(TorchFunctionMode):
     weight: Tensor | None = None  # [T, heads]
     taken = False
 
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.unknown = UnknownIndexer(f"{name} does not choose by the weighted scores of its heads")
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -84,10 +91,10 @@ class _Scoring(TorchFunctionMode):
         if func not in _PRODUCTS:
             return func(*args, **(kwargs or {}))
         left, right = args
+        if left.dim() != 4 or right.dim() != 4 or self.weight is not None:
+            raise self.unknown
         if self.query is None:
             self.query, self.key = left[0], right[0, 0].mT
-        elif self.weight is None and right.shape[-1] == 1:
-            self.weight = left[0, :, 0]
         else:
-            raise UnknownIndexer(f"an indexer multiplies {tuple(left.shape)} by {tuple(right.shape)}")
+            self.weight = left[0, :, 0]
         return left.new_zeros(*left.shape[:-1], 1)

@@ -23,10 +23,13 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from strop.models.attention.indexers import is_indexer, make_planned
-from strop.models.mixers.recurrence import MixerPlan, MixerSpec, Recurrence, Rows
+from strop.models.attention.chosen_tokens import IndexRows
+from strop.models.attention.indexers import Chooser, is_indexer, make_planned
+from strop.models.attention.recorded_choices import RecordedChoices, ReplayedChoices
+from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.models.mixers.scan_packages import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, MAMBA2, with_kernel
 from strop.models.mixers.scans import delta_rule, selective_scan, state_space
+from strop.models.routing.router_config import CHOICES
 from strop.sampling import at_least_float32
 
 _ORIGINAL, _LAYER, _MASKED = "_strop_original", "_strop_mixer_layer", "_strop_masked"
@@ -36,19 +39,26 @@ _ORIGINAL, _LAYER, _MASKED = "_strop_original", "_strop_mixer_layer", "_strop_ma
 class _Call:
     """A decoder layer that runs with a plan."""
 
-    plan: MixerPlan
+    plan: Any  # a MixerPlan, or an IndexerPlan
     layer: int
+    choices: RecordedChoices | ReplayedChoices | None = None  # of indexers
     convolutions: int = 0
     scans: int = 0
 
     def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         self.convolutions += 1
-        return self.plan.convolve(inputs, weight, bias, MixerSpec(self.layer, self.convolutions - 1))
+        outputs: Tensor = self.plan.convolve(inputs, weight, bias, MixerSpec(self.layer, self.convolutions - 1))
+        return outputs
+
+    def choose(self, rows: IndexRows, layer: int) -> Tensor:
+        chosen: Tensor = self.plan.choose(rows, layer)
+        return chosen if self.choices is None else self.choices.choose(layer, chosen)
 
     def scan(self, recurrence: Recurrence, rows: Rows) -> Tensor:
         """Rows are at least float32: states add up over thousands of tokens."""
         self.scans += 1
-        return self.plan.scan(recurrence, rows, MixerSpec(self.layer, self.scans - 1))
+        outputs: Tensor = self.plan.scan(recurrence, rows, MixerSpec(self.layer, self.scans - 1))
+        return outputs
 
 
 class _Calls(threading.local):
@@ -166,7 +176,7 @@ def install_mixers(model: nn.Module) -> bool:
             found = True
             _replace_functions(sys.modules[type(mixer).__module__])
         for indexer in indexers:
-            make_planned(indexer, _find_plan)
+            make_planned(indexer, _find_chooser)
         if (mixers or indexers) and _LAYER not in layer.__dict__:
             layer.__dict__[_LAYER] = next((each.layer_idx for each in mixers if hasattr(each, "layer_idx")), 0)
             layer.register_forward_pre_hook(_enter, with_kwargs=True, prepend=True)
@@ -194,10 +204,10 @@ def _dispatch(original: Callable[..., Any], compute: Callable[..., Any]) -> Any:
     return torch.compiler.disable(dispatch)
 
 
-def _find_plan() -> Any:
-    """Return the plan of the layer that runs in this thread; None if it runs without one."""
+def _find_chooser() -> Chooser | None:
+    """Return what chooses for the indexer of the layer that runs in this thread; None if it runs without a plan."""
     call = _CALLS.running[-1][1] if _CALLS.running else None
-    return None if call is None else call.plan
+    return None if call is None else call.choose
 
 
 def _give_mask(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -210,7 +220,8 @@ def _give_mask(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _enter(layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
     plan = kwargs.get("plan")
-    _CALLS.running.append((layer, None if plan is None else _Call(plan, layer.__dict__[_LAYER])))
+    call = None if plan is None else _Call(plan, layer.__dict__[_LAYER], kwargs.get(CHOICES.name))
+    _CALLS.running.append((layer, call))
 
 
 def _leave(layer: nn.Module, args: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Recurrent layers on two ranks: training is that of one process, in float64."""
+"""Recurrent layers and sparse attention on two ranks: training is that of one process, in float64."""
 
 from __future__ import annotations
 
@@ -36,7 +36,19 @@ CASES = {
     "nemotron_h shard": ("nemotron_h", SHARDED),
     "qwen3_next experts": ("qwen3_next", ParallelDims(shard=2, expert=2)),
     "lfm2 shard": ("lfm2", SHARDED),
+    "glm_moe_dsa shard": ("glm_moe_dsa", SHARDED),
+    "glm_moe_dsa recomputed": ("glm_moe_dsa", SHARDED),
+    "deepseek_v32 tensor": ("deepseek_v32", TENSOR),
+    "glm_moe_dsa context": ("glm_moe_dsa", CONTEXT),
+    "deepseek_v32 ring": ("deepseek_v32", CONTEXT),
+    "deepseek_v32 stages": ("deepseek_v32", STAGES),
+    "glm_moe_dsa stages": ("glm_moe_dsa", STAGES),
+    "deepseek_v32 lora": ("deepseek_v32", SHARDED),
+    "glm_moe_dsa experts": ("glm_moe_dsa", ParallelDims(shard=2, expert=2)),
 }
+
+
+OPTIONS = {"deepseek_v32 ring": {"num_attention_heads": 3, "num_key_value_heads": 3}}  # which do not divide
 
 
 def compute_in_float64(network: Network) -> None:
@@ -52,7 +64,7 @@ def compute_in_float64(network: Network) -> None:
 
 def train_both_ways(rank: int, name: str) -> tuple[TrainingResult, TrainingResult | None, int]:
     family, sizes = CASES[name]
-    CONFIGS[MIXERS + family] = partial(make_config, family)
+    CONFIGS[MIXERS + family] = partial(make_config, family, **OPTIONS.get(name, {}))
     case = shorter(
         Case(
             sizes=sizes,

@@ -201,9 +201,7 @@ class PagedDecodePlan(EnginePlan):
         grouped = query.unflatten(1, (heads, -1))  # [T, kv_heads, G, D]
         rows = grouped if batch.first else grouped[batch.queries].transpose(1, 2).flatten(2, 3)  # [m, kv_heads, R * G, D]
         span = self.cache.page if batch.whole else self.span
-        output, lse = attend_parts(
-            rows, batch.select(keys, span), batch.select(values, span), self._mask(index, spec), spec
-        )
+        output, lse = attend_parts(rows, batch.select(keys, span), batch.select(values, span), self._mask(index, spec), spec)
         if width == 1:
             output, lse = output[batch.place], lse[batch.place]
         else:

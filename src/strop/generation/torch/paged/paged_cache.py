@@ -492,7 +492,7 @@ class PagedCache:
             return {}
         pages = torch.tensor(sequence.pages, device=self.shape.device)
         return {
-            column: held.index_select(0, pages).flatten(0, 1)[:length].to("cpu", copy=True)
+            column: column.cut(held.index_select(0, pages).flatten(0, 1)[:length], length).to("cpu", copy=True)
             for column, held in self.columns.items()
             if column is not INDEX_KEYS
         }
