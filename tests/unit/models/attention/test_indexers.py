@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from strop.learner.parallel.parallel_dims import ParallelDims
+from strop.learner.parallel.pipeline.pipeline_stages import PipelineStages
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.chosen_tokens import EVERYTHING, IndexRows, choose_tokens, pack_bits, sees, take_best
 from strop.models.attention.tree_plan import TreePlan
@@ -205,3 +207,9 @@ def test_the_learner_s_own_choice_is_what_its_engine_recorded() -> None:
     assert counts.tolist()[0] == 0 and counts.tolist()[1] > 0
     network.indexed = None
     assert torch.equal(score(network, batch), replayed)
+
+
+def test_a_stage_that_begins_with_a_layer_without_an_indexer_of_its_own_is_refused() -> None:
+    model = build("glm_moe_dsa", indexer_types=["full", "shared", "shared"])
+    with pytest.raises(ValueError, match=r"layer 2 of GlmMoeDsaForCausalLM attends to the tokens that .* an earlier layer chose"):
+        PipelineStages(Network(model, packed=True), ParallelDims(pipeline=2))
