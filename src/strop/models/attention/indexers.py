@@ -44,6 +44,7 @@ class PlannedIndexer(nn.Module):
 
     index_topk: int
     layer_idx: int
+    checked = False
     find_chooser: Callable[[], Chooser | None]  # of the call that runs; None without a plan
 
     @torch.no_grad()
@@ -57,6 +58,9 @@ class PlannedIndexer(nn.Module):
             super().forward(*args, **kwargs)
         if scoring.query is None or scoring.weight is None or not scoring.taken:
             raise scoring.unknown
+        if not self.checked and any(bool(each.any()) for each in scoring.zeros):
+            raise scoring.unknown  # something is added to the products, or to the scores
+        self.checked = True
         rows = IndexRows(scoring.query, scoring.key, scoring.weight, self.index_topk)
         return choose(rows, self.layer_idx)[None]
 
@@ -76,6 +80,7 @@ class _Scoring(TorchFunctionMode):
     key: Tensor  # [T, D]
     weight: Tensor | None = None  # [T, heads]
     taken = False
+    zeros: tuple[Tensor, ...] = ()  # what became of the zeros
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -88,6 +93,7 @@ class _Scoring(TorchFunctionMode):
             return args[0]
         if func in _TOPK:
             self.taken = self.weight is not None
+            self.zeros += (args[0],)
         if func not in _PRODUCTS:
             return func(*args, **(kwargs or {}))
         left, right = args
@@ -97,4 +103,5 @@ class _Scoring(TorchFunctionMode):
             self.query, self.key = left[0], right[0, 0].mT
         else:
             self.weight = left[0, :, 0]
+            self.zeros += (right,)
         return left.new_zeros(*left.shape[:-1], 1)

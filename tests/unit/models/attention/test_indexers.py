@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.learner.parallel.pipeline.pipeline_stages import PipelineStages
@@ -213,3 +216,11 @@ def test_a_stage_that_begins_with_a_layer_without_an_indexer_of_its_own_is_refus
     model = build("glm_moe_dsa", indexer_types=["full", "shared", "shared"])
     with pytest.raises(ValueError, match=r"layer 2 of GlmMoeDsaForCausalLM attends to the tokens that .* an earlier layer chose"):
         PipelineStages(Network(model, packed=True), ParallelDims(pipeline=2))
+
+
+def test_an_indexer_that_adds_to_its_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("axk2")
+    code = sys.modules[type(model.model.layers[0].self_attn.indexer).__module__]
+    monkeypatch.setattr(code, "F", SimpleNamespace(**{**vars(functional), "relu": lambda scores: functional.relu(scores + 0.5)}))
+    with pytest.warns(UserWarning, match="AXK2Indexer of layer 0 does not choose by the weighted scores of its heads"):
+        assert not Network(model).packed
