@@ -357,7 +357,7 @@ def choose_in_prompts(rows: IndexRows, keys: Sequence[Tensor], lengths: Sequence
     """Choose for the new tokens of prompts, the last ``lengths`` ones of the keys [P, D] of each: [T, bytes] int8."""
     longest = max(map(len, keys))
     if longest <= rows.count:
-        return torch.empty(len(rows.query), 0, dtype=torch.int8, device=rows.query.device)
+        return rows.choose_everything()
     chosen, start = [], 0
     for key, length in zip(keys, lengths, strict=True):
         own = slice(start, start + length)
@@ -383,8 +383,11 @@ class DecodePlan(EnginePlan):
     def choose(self, rows: IndexRows, layer: int) -> Tensor:
         held = self.cache.columns[INDEX_KEYS][:, :, self.cache.shape.indexed.index(layer)]  # [slots, length, D]
         held[self.rows, self.positions] = rows.key.to(held.dtype)
-        keys = held[: len(self.rows), : self.span].to(rows.query.dtype)
-        return choose_tokens(rows, self.positions, keys, count_bytes(self.span) if self.span > rows.count else 0)
+        if self.span <= rows.count:
+            return rows.choose_everything()
+        return choose_tokens(
+            rows, self.positions, held[: len(self.rows), : self.span].to(rows.query.dtype), count_bytes(self.span)
+        )
 
     def _mask(self, window: int | None) -> Tensor:  # [B, 1, 1, span]
         if window not in self._masks:

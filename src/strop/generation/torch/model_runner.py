@@ -547,7 +547,7 @@ class _ShapeRecorder:
 
     def choose(self, rows: IndexRows, layer: int) -> Tensor:
         self.index_sizes[layer] = rows.key.shape[1]
-        return torch.empty(len(rows.query), 0, dtype=torch.int8, device=rows.query.device)
+        return rows.choose_everything()
 
     def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, spec: MixerSpec) -> Tensor:
         channels, size = weight.shape

@@ -25,6 +25,10 @@ class IndexRows:
     weight: Tensor  # [T, heads]
     count: int  # tokens that each token attends to, if its path has more
 
+    def choose_everything(self) -> Tensor:
+        """Return the choice of tokens whose paths have no more: without bytes, [T, 0] int8."""
+        return torch.empty(len(self.query), 0, dtype=torch.int8, device=self.query.device)
+
 
 class IndexerPlan(Protocol):
     """Decides which tokens an indexer may choose."""
@@ -42,13 +46,9 @@ def count_bytes(longest: int) -> int:
 def choose_tokens(rows: IndexRows, positions: Tensor, keys: Tensor, width: int) -> Tensor:
     """Choose for the queries [n, heads, D] at ``positions`` [n] among the keys [n or 1, K, D] at positions 0 to K - 1: [n, width] int8.
 
-    A width of 0 is that of a choice of everything.
-
     Equal scores, such as the zeros where no head is positive, are taken in the order of positions, the lowest first, so the choice depends
     neither on the width of a row nor on the device.
     """
-    if not width:
-        return torch.empty(len(positions), 0, dtype=torch.int8, device=keys.device)
     length, heads = keys.shape[1], rows.query.shape[1]
     size = max(1, SCORES // (heads * length))
     parts = []

@@ -126,9 +126,11 @@ class TreePlan:
 
     def choose(self, rows: IndexRows, layer: int, first: int = 0) -> Tensor:
         """The choice of an indexer among each token's path. ``first``: the token of the row that is the first query of ``rows``."""
-        count, width = len(rows.query), count_bytes(self.longest) if self.longest > rows.count else 0
+        if self.longest <= rows.count:
+            return rows.choose_everything()
+        count, width = len(rows.query), count_bytes(self.longest)
         chosen = torch.full((count, width), EVERYTHING, dtype=torch.int8, device=rows.query.device)
-        for segment, _, position in self.segments.walk() if width else ():
+        for segment, _, position in self.segments.walk():
             offset = self.segments.starts[segment] - position  # of the segment's places in the row from its positions
             low = max(position, first - offset, rows.count)
             high = min(position + self.segments.lengths[segment], first + count - offset)

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,23 +23,27 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from strop.models.attention.chosen_tokens import IndexRows
+from strop.models.attention.chosen_tokens import IndexerPlan, IndexRows
 from strop.models.attention.indexers import Chooser, is_indexer, make_planned
 from strop.models.attention.recorded_choices import RecordedChoices, ReplayedChoices
-from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
+from strop.models.mixers.recurrence import MixerPlan, MixerSpec, Recurrence, Rows
 from strop.models.mixers.scan_packages import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, MAMBA2, with_kernel
 from strop.models.mixers.scans import delta_rule, selective_scan, state_space
 from strop.models.routing.router_config import CHOICES
 from strop.sampling import at_least_float32
 
-_ORIGINAL, _LAYER, _MASKED = "_strop_original", "_strop_mixer_layer", "_strop_masked"
+_ORIGINAL, _LAYER = "_strop_original", "_strop_mixer_layer"
+
+
+class LayerPlan(MixerPlan, IndexerPlan, Protocol):
+    """What a plan computes for layers besides attention."""
 
 
 @dataclass(eq=False)
 class _Call:
     """A decoder layer that runs with a plan."""
 
-    plan: Any  # a MixerPlan, or an IndexerPlan
+    plan: LayerPlan
     layer: int
     choices: RecordedChoices | ReplayedChoices | None = None  # of indexers
     convolutions: int = 0
@@ -47,18 +51,16 @@ class _Call:
 
     def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         self.convolutions += 1
-        outputs: Tensor = self.plan.convolve(inputs, weight, bias, MixerSpec(self.layer, self.convolutions - 1))
-        return outputs
+        return self.plan.convolve(inputs, weight, bias, MixerSpec(self.layer, self.convolutions - 1))
 
     def choose(self, rows: IndexRows, layer: int) -> Tensor:
-        chosen: Tensor = self.plan.choose(rows, layer)
+        chosen = self.plan.choose(rows, layer)
         return chosen if self.choices is None else self.choices.choose(layer, chosen)
 
     def scan(self, recurrence: Recurrence, rows: Rows) -> Tensor:
         """Rows are at least float32: states add up over thousands of tokens."""
         self.scans += 1
-        outputs: Tensor = self.plan.scan(recurrence, rows, MixerSpec(self.layer, self.scans - 1))
-        return outputs
+        return self.plan.scan(recurrence, rows, MixerSpec(self.layer, self.scans - 1))
 
 
 class _Calls(threading.local):
@@ -181,9 +183,8 @@ def install_mixers(model: nn.Module) -> bool:
             layer.__dict__[_LAYER] = next((each.layer_idx for each in mixers if hasattr(each, "layer_idx")), 0)
             layer.register_forward_pre_hook(_enter, with_kwargs=True, prepend=True)
             layer.register_forward_hook(_leave, always_call=True)
-        if indexers and _MASKED not in layer.__dict__:
-            layer.__dict__[_MASKED] = True
-            layer.register_forward_pre_hook(_give_mask, with_kwargs=True)
+            if indexers:
+                layer.register_forward_pre_hook(_give_mask, with_kwargs=True)
     return found
 
 

@@ -158,16 +158,15 @@ class PagedDecodePlan(EnginePlan):
 
     def choose(self, rows: IndexRows, layer: int) -> Tensor:
         held = write_index_keys(self.cache, rows.key, self.pages, self.offsets, layer)
-        width = count_bytes(self.longest) if self.longest > rows.count else 0
-        if not width:
-            return choose_tokens(rows, self.positions, rows.key[None], 0)
+        if self.longest <= rows.count:
+            return rows.choose_everything()
         table = self.layout.table.to(held.device)
         size = max(1, SCORES // (table.shape[1] * self.cache.page * held.shape[2]))
         chosen = []
         for part in (slice(start, start + size) for start in range(0, len(table), size)):
             keys = held[table[part]].flatten(1, 2)[:, : self.longest].to(rows.query.dtype)
             own = replace(rows, query=rows.query[part], weight=rows.weight[part])
-            chosen.append(choose_tokens(own, self.positions[part], keys, width))
+            chosen.append(choose_tokens(own, self.positions[part], keys, count_bytes(self.longest)))
         return torch.cat(chosen)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
