@@ -73,7 +73,7 @@ def take_best(scores: Tensor, count: int) -> Tensor:
     """Return which of the scores [n, K] are the ``count`` largest of their row, the first ones among equal ones, [n, K] bool."""
     if count >= scores.shape[1]:
         return torch.ones_like(scores, dtype=torch.bool)
-    least = scores.topk(count, -1).values[:, -1:]
+    least = scores.topk(count, -1, sorted=False).values.amin(-1, keepdim=True)
     larger, equal = scores > least, scores == least
     return larger | (equal & (equal.cumsum(-1) <= count - larger.sum(-1, keepdim=True)))
 
