@@ -48,7 +48,7 @@ class PlannedIndexer(nn.Module):
     find_chooser: Callable[[], Chooser | None]  # of the call that runs; None without a plan
 
     @torch.no_grad()
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         choose = type(self).find_chooser()
         if choose is None:
