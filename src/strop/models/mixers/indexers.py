@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from strop.models.attention.chosen_tokens import IndexRows
+from strop.models.mixers.chosen_tokens import IndexRows
 
 _CALLED = {"matmul", "relu", "topk"}
 _GIVEN = {"hidden_states", "q_resid", "position_embeddings", "attention_mask", "past_key_values"}
