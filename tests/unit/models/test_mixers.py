@@ -1,4 +1,4 @@
-"""Recurrent layers in packed trees: log-probabilities and gradients beside single sequences and beside Transformers alone."""
+"""Recurrent layers and sparse attention in packed trees: log-probabilities and gradients beside single sequences and Transformers."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ MIXED = (
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "nemotron_h", "granite_hybrid", "falcon_h1", "bamba", "mamba2",
     "jamba", "lfm2", "lfm2_moe",
 )  # fmt: skip
+INDEXED = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2")  # sparse attention, whose indexers choose 6 tokens
+QUICK = ("qwen3_5", "kimi_linear", "nemotron_h", "jamba", "lfm2", "deepseek_v32", "glm_moe_dsa")
 # Branches three levels deep, segments of one token and of none, a chain of segments shorter than a convolution, and a second root.
 LENGTHS = (5, 3, 1, 0, 4, 1, 2, 70, 2, 3, 1, 1, 9)
 PARENTS = (-1, 0, 0, 0, 1, 1, 3, 3, 4, -1, 9, 10, 11)
@@ -91,7 +93,7 @@ def build_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("family", sweep(MIXED, "qwen3_5", "kimi_linear", "nemotron_h", "jamba", "lfm2"))
+@pytest.mark.parametrize("family", sweep((*MIXED, *INDEXED), *QUICK))
 def test_a_packed_tree_is_its_sequences_read_alone(
     family: str, recompute: bool, exact: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +114,7 @@ def test_a_packed_tree_is_its_sequences_read_alone(
         assert float((gradient - shared[name]).abs().max()) <= 1e-11 * max(1.0, float(gradient.abs().max())), name
 
 
-@pytest.mark.parametrize("family", sweep(MIXED, "qwen3_5", "kimi_linear", "nemotron_h", "jamba", "lfm2"))
+@pytest.mark.parametrize("family", sweep((*MIXED, *INDEXED), *QUICK))
 def test_a_packed_tree_is_what_transformers_computes(family: str) -> None:
     model = build(family)
     with torch.no_grad():
@@ -153,6 +155,7 @@ MIXER_OF = {
     "mamba2_chunk_scan": ("Mamba 2", "by heads"),
     "mamba_selective_scan": ("Mamba", "gathered"),
     "causal_conv1d_fn": ("short convolution", "by channels"),
+    "find_chooser": ("[sparse attention](#sparse-attention)", "by heads"),
 }
 
 
@@ -160,12 +163,13 @@ def test_the_table_of_the_documentation_says_what_each_family_can_do() -> None:
     text = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8").partition("### Recurrent layers")[2]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `")]
     said = {family.strip("` "): row[1:] for row in rows for family in row[0].split(",")}
-    assert len(said) == len(MIXED)
-    for family in MIXED:
+    assert len(said) == len(MIXED) + len(INDEXED)
+    for family in (*MIXED, *INDEXED):
         network = Network(build(family), packed=True)
         called = {name for module in network.model.modules() for name in unwrap(type(module).forward).__code__.co_names}
         mixer, context = next(words for function, words in MIXER_OF.items() if function in called)
         tensor, expert, stages = ranks_of(network)
+        tensor = "by heads" if family in INDEXED and tensor == "whole" else tensor
         assert said[network.model.config.model_type] == [mixer, tensor, expert, context, stages], family
 
 

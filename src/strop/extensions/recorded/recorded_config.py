@@ -91,6 +91,8 @@ class RecordedPolicyConfig(PolicyConfig):
             yield Problem(f"{key}.offload", "it has no effect: a run on recorded data has no engine to make room for")
         if self.router_replay.enabled:
             yield Problem(f"{key}.router_replay.enabled", "it has no effect: recorded data has no experts that an engine chose")
+        if self.router_replay.indexers:
+            yield Problem(f"{key}.router_replay.indexers", "it has no effect: recorded data has no tokens that an engine chose")
 
 
 class SftConfig(RecordedTrainingConfig):

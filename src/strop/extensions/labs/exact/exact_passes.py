@@ -21,6 +21,7 @@ from strop.extensions.labs.exact.row_products import NotExactError, PackedWeight
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.loading import is_vision_config
 from strop.models.logprobs.lm_head import LMHead
+from strop.models.mixers.indexers import is_indexer
 from strop.models.network import Network
 from strop.sampling import Sampling, filtered_logits
 
@@ -325,10 +326,11 @@ def check_layers(network: Network) -> None:
             f"policy.exact_on_policy: {type(network.model).__name__} cannot read packed rows "
             f"({network.fallback or 'sequence packing is off'}), and padded rows have no fixed order of additions; set it to false"
         )
-    if network.recurrent:
+    sparse = any(is_indexer(module) for module in network.model.modules())
+    if network.recurrent or sparse:
+        layers = "sparse attention" if sparse else "recurrent layers"
         raise NotExactError(
-            f"policy.exact_on_policy: {type(network.model).__name__} has recurrent layers, which have no fixed order of additions; set "
-            "it to false"
+            f"policy.exact_on_policy: {type(network.model).__name__} has {layers}, without a fixed order of additions; set it to false"
         )
 
 
