@@ -20,7 +20,10 @@ Case = tuple[str, Sizes]
 
 EXACT = 1e-12  # relative, in float64
 ROUTED = 2e-6  # Transformers and Megatron Core compute the weights of experts in float32, in another order
-MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v3-yarn", "glm4_moe")
+MIXTURES = (
+    *("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v3-yarn", "glm4_moe", "gpt_oss"),
+    *("qwen3_next", "qwen3_5_moe", "nemotron_h-moe"),
+)
 
 
 def check_cases(rank: int, cases: list[Case]) -> list[tuple[float, float]]:
@@ -118,5 +121,11 @@ def test_two_ranks() -> None:
         ("qwen2", {"pp": 2}),
         ("qwen3_moe", {"ep": 2}),
         ("deepseek_v2", {"pp": 2, "vp": 2}),
+        ("qwen3_next", {"tp": 2, "sp": True, "etp": 2}),
+        ("qwen3_5", {"tp": 2}),
+        ("qwen3_5_moe", {"ep": 2}),
+        ("nemotron_h", {"tp": 2, "sp": True}),
+        ("nemotron_h-moe", {"pp": 2, "vp": 2}),
+        ("gpt_oss", {"tp": 2, "sp": True, "ep": 2}),
     ]
     check(2, [("qwen2_moe", {}), *divided])

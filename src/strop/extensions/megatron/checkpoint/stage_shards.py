@@ -58,7 +58,7 @@ class StageTensor:
         return (replica,) if isinstance(replica, int) else replica
 
     def blocks(self, values: Tensor, prefix: str = "") -> list[StageBlock]:
-        """Return the blocks of ``values``, which have the shape of the tensor: one, or two of a gate and its projection."""
+        """Return the blocks of ``values``, which have the shape of the tensor: one, or one for each matrix that the tensor has."""
         from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
         key = f"{prefix}{self.sharding.key}"
@@ -108,7 +108,7 @@ def list_stage_tensors(stages: Sequence[nn.Module], stored: TensorReader | None 
 
 def _layers_differ(stage: Any) -> bool:
     """Whether the model has layers with other parameters than others, which cannot be saved stacked."""
-    return len({design.experts for design in stage.architecture.layers}) > 1
+    return len({(design.mixer, design.mlp, design.experts) for design in stage.architecture.layers}) > 1
 
 
 def _shard(stage: Any, metadata: dict[str, Any]) -> Any:

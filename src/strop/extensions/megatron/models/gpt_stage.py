@@ -233,6 +233,7 @@ class GptStage(LanguageModule):  # type: ignore[misc]
                 hidden = hidden * scale.to(hidden.device, hidden.dtype)
         if hidden is not None and torch.is_grad_enabled() and not hidden.requires_grad:
             hidden.requires_grad_()  # of a frozen embedding: a layer that is recomputed has gradients only if its input has
-        tables = rotation_tables(self.architecture.rotaries, row.positions, self.config.params_dtype)
+        rotaries = self.architecture.rotaries
+        tables = rotation_tables(rotaries, row.positions, self.config.params_dtype) if rotaries else None
         output: Tensor = self.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=row)
         return output
