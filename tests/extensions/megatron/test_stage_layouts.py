@@ -20,6 +20,7 @@ Case = tuple[str, Sizes]
 
 EXACT = 1e-12  # relative, in float64
 ROUTED = 2e-6  # Transformers and Megatron Core compute the weights of experts in float32, in another order
+ROUTED_DELTA = 6e-6  # whose rounding a delta rule amplifies
 MIXTURES = (
     *("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v3-yarn", "glm4_moe", "gpt_oss"),
     *("qwen3_next", "qwen3_5_moe", "nemotron_h-moe"),
@@ -103,7 +104,8 @@ def relative(difference: Tensor, size: Tensor) -> float:
 def check(ranks: int, cases: list[Case]) -> None:
     for results in run_on_ranks(ranks, check_cases, cases):
         for (name, sizes), differences in zip(cases, results, strict=True):
-            assert max(differences) < (ROUTED if name in MIXTURES else EXACT), (name, sizes, differences)
+            routed = ROUTED_DELTA if name in ("qwen3_next", "qwen3_5_moe") else ROUTED
+            assert max(differences) < (routed if name in MIXTURES else EXACT), (name, sizes, differences)
 
 
 def test_one_rank_has_the_numbers_of_every_family() -> None:

@@ -18,12 +18,12 @@ from strop.extensions.export.convert import MODEL_FILES, add_tokenizer, conversi
 from strop.extensions.export.model_folder import ConversionError, check_target, copy_adapters, new_folder, save_model
 from strop.extensions.megatron.adapter_folder import PREFIX, AdapterFolder, make_peft_config
 from strop.extensions.megatron.checkpoint.hugging_face import (
-    LAYER,
     WeightShapes,
     read_hugging_face_weights,
     write_megatron_weights,
 )
 from strop.extensions.megatron.checkpoint.torch_dist import find_iteration, open_shards
+from strop.extensions.megatron.families.architecture import LAYER
 from strop.learner.parallel.shard_files import ShardedReader, TensorShard, is_sharded
 from strop.models.adapters import adapter_folder, is_classifier_adapter, merge_adapters
 from strop.models.checkpoint_names import load_model_config

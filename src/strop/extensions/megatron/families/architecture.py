@@ -224,7 +224,7 @@ class PartsOrder:
 
     shares: tuple[int, ...]  # of the rows of the parameter that each part has
     parts: tuple[int, ...]  # those that the weight has, in its order
-    blocks: int = 1  # the weight has so many groups of rows, with an equal number of each part's
+    blocks: int = 1  # groups of rows in the weight, with an equal number of each part's
 
     def pieces(self, rows: int, ranks: int) -> Sequence[Piece]:
         sizes = self._sizes(rows)

@@ -44,7 +44,7 @@ class ParallelAdapter(nn.Module):
         of_rank, shared = halves if divided == "rows" else halves[::-1]
         tensor_parallel.set_tensor_model_parallel_attributes(of_rank, True, 0 if divided == "rows" else 1, 1)
         if hasattr(weight, "part_sizes"):  # only of divided rows
-            self.linear_out.weight.part_sizes = weight.part_sizes  # type: ignore[assignment]
+            self.linear_out.weight.part_sizes = weight.part_sizes  # type: ignore[attr-defined]
         # Megatron Core adds such gradients over the tensor-parallel ranks, each of which has those of its own tokens.
         shared.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 

@@ -21,7 +21,8 @@ from strop.extensions.megatron.families.find_family import check_experts, check_
 from strop.extensions.megatron.layout import MegatronLayout
 from strop.extensions.megatron.megatron_config import Fp8Config, MegatronConfig
 from strop.extensions.megatron.models.gpt_stage import GptStage, Head
-from strop.extensions.megatron.models.layer_specs import NORMS, layer_spec
+from strop.extensions.megatron.models.layer_specs import layer_spec
+from strop.extensions.megatron.models.stage_norms import NORMS
 
 logger = logging.getLogger(__name__)
 SECTION = "policy.megatron_cfg"

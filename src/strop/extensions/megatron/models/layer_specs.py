@@ -81,7 +81,7 @@ class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Take the norms of the spec. Since 0.19 they are refused without ``qk_layernorm``, with which their gradients are added once too
         often without sequence parallelism."""
-        return vars(submodules)
+        return dict(vars(submodules))
 
     def forward(self, hidden_states: Tensor, attention_mask: Any, *, rotary_pos_emb: Tensor, **options: Any) -> Any:
         self._table = rotary_pos_emb[self.rotary]
@@ -224,9 +224,17 @@ def _experts(config: Any, *, adapters: bool) -> ModuleSpec:
     )
 
 
-class OwnedRowLinear(RowParallelLinear):  # type: ignore[misc]
-    """A row-parallel layer whose output may be changed in place: Megatron Core adds biases of experts to it, which PyTorch refuses of the
-    input that a function returned."""
+class ExpertRowLinear(RowParallelLinear):  # type: ignore[misc]
+    """The last linear layer of an expert, with a bias.
+
+    Megatron Core takes the bias for one that all tensor-parallel ranks have, which have other experts: it would add its gradients, and
+    count that of one rank in the norm. And it adds the bias to the output in place, which PyTorch refuses of a function's own input.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.bias.sequence_parallel = False
+        divide_rows(self.bias)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(hidden)
@@ -239,7 +247,7 @@ class BiasedExperts(LocalSpecProvider):  # type: ignore[misc]
     def grouped_mlp_modules(self, *options: Any) -> Any:
         found = super().grouped_mlp_modules(*options)
         submodules = found[1] if isinstance(found, tuple) else found.keywords["submodules"]  # of 0.16, and of 0.19
-        submodules.linear_fc2 = OwnedRowLinear
+        submodules.linear_fc2 = ExpertRowLinear
         return found
 
 
