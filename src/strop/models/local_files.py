@@ -46,7 +46,8 @@ class ModelShape:
     def from_hf(cls, name: str, values: Mapping[str, Any]) -> ModelShape | None:
         """Return the shape of a Hugging Face configuration (its ``to_dict()``); None where it does not say."""
         values = values.get("text_config") or values
-        layers, heads = values.get("num_hidden_layers") or 0, values.get("num_attention_heads")
+        layers = values.get("num_hidden_layers") or len(values.get("layers_block_type") or ())
+        heads = values.get("num_attention_heads")
         if not isinstance(layers, int) or not isinstance(heads, int) or heads < 1:
             return None
         latent = values.get("kv_lora_rank") is not None  # latent attention has keys for every head

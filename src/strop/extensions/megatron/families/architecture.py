@@ -121,6 +121,11 @@ class Architecture:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def layers_differ(self) -> bool:
+        """Whether some layers have other parameters than others, so that checkpoints cannot stack them."""
+        return len({(design.mixer, design.mlp, design.experts) for design in self.layers}) > 1
+
 
 def rotary_of(hf_config: Any, head_dim: int, layer_type: str | None = None) -> Rotary:
     """Return the rotary embedding of a model, for one type of its layers where they differ. Raises ValueError."""

@@ -204,6 +204,7 @@ class GptStage(LanguageModule):  # type: ignore[misc]
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the shards of this stage for dist_checkpointing. Megatron Core's own asks a value network for its output layer."""
+        metadata = {"non_homogeneous_layers": self.architecture.layers_differ, **(metadata or {})}
         if self.head == "lm":
             shards: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         else:
