@@ -30,7 +30,7 @@ SANDBOX := $(shell for pair in bwrap:bubblewrap gcc:gcc g++:g++ node:nodejs; do 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-fast test-all numerics test-browser test-adapters test-sglang test-images test-oldest test-newest package test-gpu gpu-rehearsal lint format docs site docs-check bench clean distclean setup-browser setup-quickstart setup-dev setup-bench setup-vllm setup-sglang setup-sandbox
+.PHONY: help quickstart test test-fast test-all numerics test-browser test-adapters test-sglang test-megatron-next test-images test-oldest test-newest package test-gpu gpu-rehearsal lint format docs site docs-check bench clean distclean setup-browser setup-quickstart setup-dev setup-bench setup-vllm setup-sglang setup-sandbox
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | awk -F'|' '{printf "%-24s %s\n", $$1, $$2}'
@@ -137,6 +137,23 @@ test-gpu: ## the tests that need a CUDA device, with what PYTHON or .venv has
 GPU_MACHINE := $(VENV)/gpu-machine
 GPU_PYTHON ?= $(shell for each in python3.12 "$$HOME"/.pyenv/versions/3.12*/bin/python3.12; do \
     "$$each" -c '' 2>/dev/null && echo "$$each" && break; done)
+
+# Megatron Core needs Python 3.12 since 0.17: a whole environment of its own, of which torch is built for CUDA.
+MEGATRON_NEXT := $(VENV)/megatron-next
+MEGATRON_NEXT_VERSION := 0.19.2
+
+test-megatron-next: $(MEGATRON_NEXT)/.done ## the learner of Megatron Core with its newest version, on Python 3.12: minutes, 5 GB
+	OMP_NUM_THREADS=1 $(MEGATRON_NEXT)/bin/python -m pytest -q -n $(WORKERS) -m "not gpu and not exhaustive" \
+	    $(or $(ARGS),tests/extensions/megatron)
+
+$(MEGATRON_NEXT)/.done: pyproject.toml $(CONSTRAINTS)
+	@[ -n "$(GPU_PYTHON)" ] || { echo "error: Megatron Core $(MEGATRON_NEXT_VERSION) needs Python 3.12, which is not here; install it, or" \
+	    "name one: make test-megatron-next GPU_PYTHON=/path/to/python3.12" >&2; exit 1; }
+	$(GPU_PYTHON) -m venv $(MEGATRON_NEXT)
+	$(MEGATRON_NEXT)/bin/python -m pip --disable-pip-version-check install -q -c $(CONSTRAINTS) '$(TORCH)' -e '.[lora,fp8,ray]' \
+	    pytest pytest-timeout pytest-xdist hypothesis
+	$(MEGATRON_NEXT)/bin/python -m pip --disable-pip-version-check install -q --no-deps megatron-core==$(MEGATRON_NEXT_VERSION)
+	@touch $@
 
 gpu-rehearsal: $(GPU_MACHINE)/.done ## all of benchmarks/gpu at tiny sizes on the CPU and the simulated GPU, in a GPU machine's environment: minutes, 5 GB
 	for device in cpu sim; do OMP_NUM_THREADS=1 $(GPU_MACHINE)/bin/python benchmarks/gpu/run.py --device $$device --budget 1800 \

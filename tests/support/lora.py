@@ -24,11 +24,12 @@ def with_random_adapters(model: Any, *, spread: float = 0.3, base: str = "base",
 
 
 def share_fused(model: Any) -> None:
-    """Give the layers that Megatron Core fuses one A: those of queries, keys and values, and those of gate and up."""
+    """Give the layers that Megatron Core fuses one A: those of queries, keys and values, of gate and up, of what delta nets read."""
     shared: dict[str, Any] = {}
     for layer in lora_layers(model):
         parent, _, name = layer.name.rpartition(".")
         kind = "qkv" if name in ("q_proj", "k_proj", "v_proj") else "fc1" if name in ("gate_proj", "up_proj") else name
+        kind = "in_proj" if name.startswith("in_proj") else kind
         down: Any = layer.module
         down.lora_A[ADAPTER].weight = shared.setdefault(f"{parent}.{kind}", layer.down)
 

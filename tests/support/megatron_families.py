@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -44,6 +45,16 @@ LLAMA3_ROPE = {
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 PATTERN = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 GEMMA = {"head_dim": 8, "sliding_window": 7, "layer_types": PATTERN, "tie_word_embeddings": True}
+
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 4,
+    "full_attention_interval": 2,
+}
+MAMBA = {"head_dim": 8, "ssm_state_size": 6, "mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 4}
 
 # Name of a case -> (class of the configuration, fields beside SIZES)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -91,7 +102,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 2.5,
         },
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+            "sliding_window": 7,
+            "swiglu_limit": 0.5,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
     "nemotron": ("NemotronConfig", {"head_dim": 8}),
+    "qwen3_next": ("Qwen3NextConfig", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [2]}),
+    "qwen3_5": ("Qwen3_5TextConfig", {**DELTA, "tie_word_embeddings": True}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 40}),
+    "nemotron_h": ("NemotronHConfig", {**MAMBA, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}),
+    "nemotron_h-moe": (
+        "NemotronHConfig",
+        {
+            **MAMBA,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 2.5,
+            "moe_latent_size": 20,
+        },
+    ),
 }
 
 
@@ -117,15 +156,37 @@ def make_exact(model: Any) -> None:
     """Let a float64 model compute in float64."""
     model.set_experts_implementation("eager")  # the grouped kernel has no float64
     for module in list(model.modules()):
-        if type(module).__name__.endswith("RMSNorm"):
+        name = type(module).__name__
+        if name.endswith("RMSNorm"):
             module.forward = partial(_exact_norm, module)
+        elif name.endswith("RMSNormGated"):
+            module.forward = partial(_exact_gated_norm, module)
+        elif name.endswith(("GatedDeltaNet", "Mamba2Mixer")):
+            module.forward = partial(_without_float, module.forward)
 
 
 def _exact_norm(norm: Any, hidden: Tensor) -> Tensor:
     """Compute a root mean square norm without Transformers' cast to float32."""
     eps = getattr(norm, "variance_epsilon", None) or norm.eps
-    weight = 1.0 + norm.weight if type(norm).__name__.startswith("Gemma") else norm.weight
-    return weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps)
+    weight = 1.0 + norm.weight if type(norm).__name__.startswith(("Gemma", "Qwen3Next", "Qwen3_5")) else norm.weight
+    return weight * _normalize(hidden, eps)
+
+
+def _exact_gated_norm(norm: Any, hidden: Tensor, gate: Tensor) -> Tensor:
+    gate = torch.nn.functional.silu(gate)
+    if not hasattr(norm, "group_size"):
+        return norm.weight * _normalize(hidden, norm.variance_epsilon) * gate
+    groups = (hidden * gate).unflatten(-1, (-1, norm.group_size))
+    return norm.weight * _normalize(groups, norm.variance_epsilon).flatten(-2)
+
+
+def _normalize(hidden: Tensor, eps: float) -> Tensor:
+    return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps)
+
+
+def _without_float(forward: Any, *arguments: Any, **options: Any) -> Tensor:
+    with mock.patch.object(Tensor, "float", lambda values: values):
+        return forward(*arguments, **options)
 
 
 def randomize(model: Any, seed: int = 0) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from strop.extensions.megatron.megatron_config import MegatronConfig
 from strop.extensions.megatron.megatron_dims import MegatronDims
 from strop.models.attention.tree_plan import TreePlan
+from strop.models.mixers.mixer_interface import install_mixers
 
 SEGMENTS = ((6, -1), (5, 0), (7, 0), (4, 0), (9, -1), (3, 4), (10, 4))  # length and parent: two prompts and their completions
 
@@ -67,6 +68,7 @@ def read_tree(model: Any, tokens: Tensor, positions: Tensor, plan: TreePlan) -> 
     """Return the last hidden states [T, H] of a row by Transformers' model."""
     if model.config.model_type == "nemotron":  # its layers do not hand the plan on
         return read_paths(model, tokens)
+    install_mixers(model)
     model.set_attn_implementation("strop")
     output = model.base_model(tokens[None], position_ids=positions[None], plan=plan, use_cache=False)
     hidden: Tensor = output.last_hidden_state[0]

@@ -22,7 +22,7 @@ from support.megatron_adapters import PEFT, adapters_on_rank
 from support.megatron_parity import MegatronCase, case, compared_alone, train_cases_on_rank
 from support.models import build
 from support.needs import needs_megatron
-from support.parity import Case, Differences, compare, make_batch, shorter, train
+from support.parity import MEGATRON, Case, Differences, compare, make_batch, shorter, train
 from support.sweep import sweep
 from unit.models.test_lora_beside_experts import train as train_saved
 
@@ -67,6 +67,8 @@ CASES = {
         make(2, {"ep": 2, "tp": 2, "sp": True}, adapted(family="deepseek_v3", frozen_routers=True)),
         FLOAT64,
     ),
+    "tensor 2, gated delta nets": (make(2, {"tp": 2}, adapted(family=f"{MEGATRON}qwen3_5")), FLOAT64),
+    "tensor 2, sequence, Mamba": (make(2, {"tp": 2, "sp": True}, adapted(family=f"{MEGATRON}nemotron_h")), FLOAT64),
     "tensor 2, stages 2": (make(4, {"tp": 2, "pp": 2, "sp": True}, adapted(family="qwen3")), FLOAT64),
     "tensor 4, more than groups of heads": (make(4, {"tp": 4}, adapted(family="qwen3", algorithm="sft")), FLOAT64),
     "experts 2, data 4": (make(4, {"ep": 2}, adapted(family="qwen3_moe")), FLOAT64),

@@ -18,6 +18,7 @@ from strop.extensions.megatron.megatron_config import Fp8Config, MegatronConfig
 from strop.extensions.megatron.megatron_dims import MegatronDims, model_errors
 from strop.models.local_files import ModelShape
 from strop.monitoring.run_starts import find_versions
+from support.megatron_families import make_config
 from support.needs import needs_megatron
 from support.overrides import RUN
 from unit.cli.test_dry_run import RUN as DRY_RUN
@@ -121,8 +122,43 @@ def test_layers_and_experts_are_counted_where_megatron_core_trains(folder: Path,
     said = dry_run(capsys, "grpo", *words, *(f"policy.megatron_cfg.{key}={size}" for key, size in sizes.items()), code=2)
     assert "policy.megatron_cfg.pipeline_model_parallel_size: found 4: 4 stages cannot share the 6 layers of model evenly" in said
     assert "policy.megatron_cfg.expert_model_parallel_size: found 16, which does not divide the 8 experts" in said
-    (folder / "model" / "config.json").write_text(json.dumps({**values, "model_type": "nemotron_h"}))
-    assert "does not train models of type nemotron_h: its Mamba layers" in dry_run(capsys, "grpo", *words, code=2)
+    (folder / "model" / "config.json").write_text(json.dumps({**values, "model_type": "deepseek_v32"}))
+    assert "does not train models of type deepseek_v32: its attention chooses keys" in dry_run(capsys, "grpo", *words, code=2)
+
+
+RECURRENT = {"num_attention_heads": 12, "num_key_value_heads": 6}
+CANNOT: list[tuple[str, dict[str, Any], dict[str, int], str]] = [
+    # family, changes of its configuration, sizes, what is said
+    (
+        "qwen3_next",
+        RECURRENT,
+        {"tensor_model_parallel_size": 3},
+        "3, which does not divide the 4 key heads of the model's recurrent",
+    ),
+    (
+        "nemotron_h",
+        RECURRENT,
+        {"tensor_model_parallel_size": 3},
+        "3, which does not divide the 4 groups of heads of the model's recurr",
+    ),
+    (
+        "gpt_oss",
+        {},
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+        "2, but the model's experts have biases",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "sizes", "said"), CANNOT)
+def test_what_a_family_cannot_divide_is_refused_at_its_key(
+    folder: Path, capsys: pytest.CaptureFixture[str], family: str, changes: dict[str, Any], sizes: dict[str, int], said: str
+) -> None:
+    make_config(family, **changes).save_pretrained(folder / "model")
+    words = [*DRY_RUN, "policy.model_name=model", "cluster.gpus_per_node=6", "policy.megatron_cfg.enabled=true"]
+    words += [f"policy.megatron_cfg.{key}={size}" for key, size in sizes.items()]
+    found = dry_run(capsys, "grpo", *words, "policy.megatron_cfg.sequence_parallel=true", code=2)
+    assert f"policy.megatron_cfg.{list(sizes)[-1]}: found {said}" in found
 
 
 @pytest.mark.parametrize("name", ["m", "m/iter_0000000"])

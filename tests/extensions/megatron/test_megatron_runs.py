@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from loop.kinds import GRADED, recorded_config, sampling_config, write_data
 from loop.runs import Outcome, Running, metrics_of, overrides, start, strop, tiny_config
@@ -21,6 +22,7 @@ from loop.victims import Marked
 from strop.models.loading import load_model
 from support.forked_interpreter import Forked, forked_interpreter
 from support.forks import forks_with
+from support.megatron_families import make_model
 from support.needs import needs_vllm
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
@@ -89,6 +91,20 @@ def test_tensor_parallel_ranks_of_megatron_give_the_curve_of_the_torch_learner(
     assert metrics_of(tmp_path / "logs")[STEPS]["train/token_mult_prob_error"] < 1.0005
     assert (tmp_path / "results" / f"step_{STEPS}" / "policy" / "weights" / "iter_0000000").is_dir(), outcome.out
     assert_nobody_left(tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+def test_recurrent_layers_on_tensor_parallel_ranks_give_the_curve_of_the_torch_learner(family: str, tmp_path: Path) -> None:
+    model = build_tiny(tmp_path / "model")
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    changed = make_model(family, torch.float32, vocab_size=vocabulary, pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    changed.save_pretrained(model)
+    sizes = TP2 | ({"expert_tensor_parallel_size": 2, "freeze_moe_router": False} if family == "qwen3_next" else {})
+    run("grpo", grpo_settings(model, **TORCH), tmp_path / "torch")
+    run("grpo", grpo_settings(model, **megatron(**sizes)), tmp_path / "megatron")
+    curves_agree(tmp_path / "torch", tmp_path / "megatron", steps=STEPS, noise=NOISE)
+    assert metrics_of(tmp_path / "megatron" / "logs")[STEPS]["train/token_mult_prob_error"] < 1.001
 
 
 @pytest.mark.exhaustive

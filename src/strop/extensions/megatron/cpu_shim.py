@@ -1,7 +1,7 @@
 """Megatron Core on a CPU: it asks for CUDA devices, streams and generators by name, and gets the CPU's.
 
 Only for machines without a GPU: everything is slower, nothing else differs. The code of Megatron Core is not changed; what it calls in
-``torch.cuda`` is replaced in this process, and tensors that it creates on "cuda" are created on the CPU. Tested with 0.16.1.
+``torch.cuda`` is replaced in this process, and tensors that it creates on "cuda" are created on the CPU. Tested with 0.16.1 and 0.19.2.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ def prepare_megatron(device: str) -> None:
 
     Does nothing on a GPU. Raises ModuleNotFoundError without Megatron Core.
     """
-    for message in (".*(Apex|Transformer Engine).*", "`torch.distributed.*is deprecated", "full scope is deprecated"):
+    for message in (
+        ".*(Apex|Transformer Engine|absl.logging).*",
+        "`torch.distributed.*is deprecated",
+        "full scope is deprecated",
+    ):
         warnings.filterwarnings("ignore", message=message)  # of Megatron Core's own calls and defaults
     if torch.device(device).type != "cpu":
         return

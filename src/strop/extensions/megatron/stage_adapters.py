@@ -87,7 +87,7 @@ def find_adapted_weights(
     linear: dict[str, list[PlacedWeight]] = {}
     experts: dict[str, None] = {}
     for placed in weights.weights:
-        if placed.layer is None or not re.fullmatch(r".*\.linear_\w+\.weight", placed.rule.parameter):
+        if placed.layer is None or not re.fullmatch(r".*\.(linear_\w+|\w+_proj)\.weight", placed.rule.parameter):
             continue
         layer = re.sub(r"^layers\.", f"decoder.layers.{placed.layer}.", placed.rule.parameter.removesuffix(".weight"))
         if placed.rule.of_experts:

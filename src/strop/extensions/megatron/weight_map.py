@@ -16,15 +16,13 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from strop.extensions.megatron.families.architecture import Piece, WeightRule
+from strop.extensions.megatron.families.architecture import LAYER, Piece, WeightRule, find_rule, name_in_file
 from strop.extensions.megatron.families.find_family import find_family
 from strop.extensions.megatron.models.gpt_stage import GptStage, Head
 from strop.models.checkpoint_names import describe_model
 from strop.models.classifiers import draw_score_weight
 from strop.models.load_report import LoadReport, find_not_finite
 from strop.weight_sync.weight_source import Weight
-
-LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,9 @@ class PlacedWeight:
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
-        """The shape without the dimension of experts."""
-        return self.weight.shape[1:] if self.rule.of_experts else self.weight.shape
+        """The shape without the dimension of experts, in the order of the parameter."""
+        shape = self.weight.shape[1:] if self.rule.of_experts else self.weight.shape
+        return shape[::-1] if self.rule.transposed else shape
 
     def parameter_name(self, expert: int | None = None) -> str:
         name = re.sub(r"^layers\.", f"decoder.layers.{self.place.layer}.", self.rule.parameter)
@@ -65,7 +64,7 @@ class PlacedWeight:
 
     def file_name(self, name: str, expert: int | None = None) -> str:
         """Return a name of the rule as it stands in a file."""
-        return re.sub(r"^layers\.", f"model.layers.{self.layer}.", name).format(expert=expert)
+        return name_in_file(name, self.layer, expert)
 
     def pieces_of_rank(self, rank: int, ranks: int) -> list[Piece]:
         """Return the rows, or columns, of this weight that a tensor-parallel rank has; ``whole`` counts from the rank's first."""
@@ -75,8 +74,8 @@ class PlacedWeight:
         share = self.rule.order.size(rows, ranks) // ranks
         low, high = rank * share, (rank + 1) * share
         return [
-            Piece(first - low, start + first - whole, last - first)
-            for whole, start, length in self.rule.order.pieces(rows, ranks)
+            Piece(first - low, start + (first - whole) * step, last - first, step)
+            for whole, start, length, step in self.rule.order.pieces(rows, ranks)
             if (first := max(whole, low)) < (last := min(whole + length, high))
         ]
 
@@ -104,7 +103,7 @@ class WeightMap:
         name = placed.parameter_name(expert)
         parameters = self._parameters[placed.place.stage]
         if name not in parameters and expert is not None:  # Transformer Engine's grouped experts
-            name = re.sub(r"local_experts\.\d+\.(\w+\.weight)", rf"\g<1>{expert}", name)
+            name = re.sub(r"local_experts\.\d+\.(\w+\.(?:weight|bias))", rf"\g<1>{expert}", name)
         if name not in parameters and name == "output_layer.weight":
             return self.stages[placed.place.stage].output_weight
         return parameters[name]
@@ -126,13 +125,11 @@ class WeightMap:
 
 def place_weight(weight: HfWeight, rules: Mapping[str, WeightRule], layers: Sequence[StagePlace]) -> PlacedWeight:
     match = LAYER.match(weight.name)
-    short = LAYER.sub("layers.", weight.name)
-    if short not in rules:
-        raise ValueError(f"{weight.name} has no place in Megatron Core's model: set policy.backend=torch")
+    rule = find_rule(rules, weight.name)
     first, last = StagePlace(0, 0), StagePlace(layers[-1].pipeline_rank, layers[-1].stage)
     layer = None if match is None else int(match[1])
-    outer = first if rules[short].parameter.startswith("embedding.") else last
-    return PlacedWeight(weight, rules[short], layer, outer if layer is None else layers[layer])
+    outer = first if rule.parameter.startswith("embedding.") else last
+    return PlacedWeight(weight, rule, layer, outer if layer is None else layers[layer])
 
 
 def layer_places(config: Any) -> list[StagePlace]:
@@ -151,7 +148,7 @@ def layer_places(config: Any) -> list[StagePlace]:
 def hf_weights(hf_config: Any, head: Head) -> tuple[HfWeight, ...]:
     """Return the weights of the ordinary model in its order, without making it."""
     kind: Any = type(hf_config)
-    return _hf_weights(kind, hf_config.to_json_string(use_diff=False), head)
+    return _hf_weights(kind, json.dumps(hf_config.to_dict()), head)
 
 
 @cache
@@ -215,7 +212,10 @@ def _assemble(placed: PlacedWeight, local: Tensor, dim: int | None, group: Any, 
     rank, ranks = weights.ranks_of(placed)
     parts = [placed.pieces_of_rank(other, ranks) for other in range(ranks)]
     sizes = [sum(piece.length for piece in pieces) for pieces in parts]
-    assert dim is not None
+    if dim is None:  # each of the ranks that divide an expert has it
+        copies = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(copies, local.contiguous(), group=group)
+        return torch.cat(copies[::ranks])
     mine = [local.narrow(dim, piece.whole, piece.length) for piece in parts[rank]]
     shape = [max(sizes) if axis == dim else size for axis, size in enumerate(local.shape)]
     sent = local.new_zeros(shape)  # of equal size on all ranks; with more ranks than groups of heads some have more rows
@@ -223,11 +223,12 @@ def _assemble(placed: PlacedWeight, local: Tensor, dim: int | None, group: Any, 
     gathered = [torch.empty_like(sent) for _ in range(group.size())]
     dist.all_gather(gathered, sent, group=group)
     whole = local.new_empty(placed.weight.shape)
+    matrix = whole.mT if placed.rule.transposed else whole
     for member, part in enumerate(gathered):  # tensor-parallel ranks are next to each other in the group
-        target = whole if not placed.rule.of_experts else whole.narrow(0, member // ranks * len(part), len(part))
+        target = matrix if not placed.rule.of_experts else matrix.narrow(0, member // ranks * len(part), len(part))
         taken = 0
         for piece in parts[member % ranks]:
-            target.narrow(dim, piece.start, piece.length).copy_(part.narrow(dim, taken, piece.length))
+            piece.of(target, dim).copy_(part.narrow(dim, taken, piece.length))
             taken += piece.length
     return whole
 
@@ -348,22 +349,32 @@ def load_weight(placed: PlacedWeight, source: str, weights: WeightMap, reader: W
         parameter = weights.parameter(placed, local)
         if placed.rule.dim is None:
             parameter.copy_(_read(placed, source, expert, 0, slice(None), reader))
-        for whole, start, length in placed.pieces_of_rank(rank, ranks):
+        for piece in placed.pieces_of_rank(rank, ranks):
             assert placed.rule.dim is not None
-            part = _read(placed, source, expert, placed.rule.dim, slice(start, start + length), reader)
-            parameter.narrow(placed.rule.dim, whole, length).copy_(part)
+            part = _read(placed, source, expert, placed.rule.dim, piece.rows, reader)
+            parameter.narrow(placed.rule.dim, piece.whole, piece.length).copy_(part)
 
 
 def _read(placed: PlacedWeight, source: str, expert: int | None, dim: int | None, rows: slice, reader: WeightReader) -> Tensor:
-    """Read ``rows`` of a weight, or columns if ``dim`` is 1, of one expert."""
-    index = tuple(rows if axis == dim else slice(None) for axis in range(len(placed.matrix_shape)))
+    """Read ``rows`` of a weight, or columns if ``dim`` is 1, of one expert. Files are read without steps."""
+    index = tuple(slice(rows.start, rows.stop) if axis == dim else slice(None) for axis in range(len(placed.matrix_shape)))
+    index = index[::-1] if placed.rule.transposed else index
     if expert is None:
-        return reader.read(source, index)
-    if source in reader:
-        return reader.read(source, (slice(expert, expert + 1), *index)).squeeze(0)
+        part = reader.read(source, index)
+    elif source in reader:
+        part = reader.read(source, (slice(expert, expert + 1), *index)).squeeze(0)
+    else:
+        part = _read_expert(placed, expert, index, reader)
+    part = part.T if placed.rule.transposed else part
+    return part if dim is None or rows.step in (None, 1) else part[(slice(None),) * dim + (slice(None, None, rows.step),)]
+
+
+def _read_expert(placed: PlacedWeight, expert: int, index: tuple[slice, ...], reader: WeightReader) -> Tensor:
+    """Read a part of an expert's matrix from files that have experts, or their gates and ups, separately."""
     names = [placed.file_name(name, expert) for name in placed.rule.expert_files]
     if len(names) == 1:
         return reader.read(names[0], index)
     size = placed.matrix_shape[0] // len(names)  # rows of gate and up: a piece is in one of them
+    rows = index[0]
     part = rows.start // size
     return reader.read(names[part], (slice(rows.start - part * size, rows.stop - part * size), *index[1:]))

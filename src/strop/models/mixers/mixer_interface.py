@@ -40,8 +40,8 @@ class LayerPlan(MixerPlan, IndexerPlan, Protocol):
 
 
 @dataclass(eq=False)
-class _Call:
-    """A decoder layer that runs with a plan."""
+class MixerCall:
+    """The convolutions and scans of one decoder layer in a pass, computed by its plan."""
 
     plan: LayerPlan
     layer: int
@@ -67,14 +67,14 @@ class _Calls(threading.local):
     """The layers that run in a thread, outermost first. A backward pass that recomputes has threads of its own."""
 
     def __init__(self) -> None:
-        self.running: list[tuple[nn.Module, _Call | None]] = []
+        self.running: list[tuple[nn.Module, MixerCall | None]] = []
 
 
 _CALLS = _Calls()
 
 
 def _convolve(
-    call: _Call, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+    call: MixerCall, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
 ) -> Tensor:
     """[1, C, T] -> [1, C, T]"""
     outputs = call.convolve(hidden_states[0].T, weight, bias)
@@ -84,7 +84,15 @@ def _convolve(
 
 
 def _delta_rule(
-    call: _Call, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, use_qk_l2norm_in_kernel: bool, **_: Any
+    call: MixerCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    use_qk_l2norm_in_kernel: bool,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """[1, T, H, ...] -> [1, T, H, V]; the decay is one for each head, or one for each channel of a key."""
     dtype = query.dtype
@@ -99,7 +107,7 @@ def _delta_rule(
 
 
 def _state_space(
-    call: _Call,
+    call: MixerCall,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -123,7 +131,7 @@ def _state_space(
 
 
 def _selective_scan(
-    call: _Call,
+    call: MixerCall,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -145,7 +153,7 @@ def _selective_scan(
     return outputs.T[None].to(hidden_states.dtype)
 
 
-def _whole_kernel(call: _Call, *_: Any, **__: Any) -> None:
+def _whole_kernel(call: MixerCall, *_: Any, **__: Any) -> None:
     """A kernel for convolution and scan together, which the mixer then computes one after the other."""
     return None
 
@@ -221,7 +229,7 @@ def _give_mask(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _enter(layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
     plan = kwargs.get("plan")
-    call = None if plan is None else _Call(plan, layer.__dict__[_LAYER], kwargs.get(CHOICES.name))
+    call = None if plan is None else MixerCall(plan, layer.__dict__[_LAYER], kwargs.get(CHOICES.name))
     _CALLS.running.append((layer, call))
 
 

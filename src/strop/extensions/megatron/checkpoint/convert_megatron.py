@@ -18,12 +18,12 @@ from strop.extensions.export.convert import MODEL_FILES, add_tokenizer, conversi
 from strop.extensions.export.model_folder import ConversionError, check_target, copy_adapters, new_folder, save_model
 from strop.extensions.megatron.adapter_folder import PREFIX, AdapterFolder, make_peft_config
 from strop.extensions.megatron.checkpoint.hugging_face import (
-    LAYER,
     WeightShapes,
     read_hugging_face_weights,
     write_megatron_weights,
 )
 from strop.extensions.megatron.checkpoint.torch_dist import find_iteration, open_shards
+from strop.extensions.megatron.families.architecture import LAYER
 from strop.learner.parallel.shard_files import ShardedReader, TensorShard, is_sharded
 from strop.models.adapters import adapter_folder, is_classifier_adapter, merge_adapters
 from strop.models.checkpoint_names import load_model_config
@@ -59,7 +59,9 @@ def read_adapter_shards(iteration: Path, config: Any, peft: Mapping[str, Any], *
         down, up = (_read(reader, key, int(match[1])) for key in keys.values())
         order = model.rule(name).order if model.rule(name).dim == 0 else None
         if order is not None:
-            up = torch.cat([up[piece.whole : piece.whole + piece.length] for piece in order.pieces(shape[0], 1)])
+            stored, up = up, up.new_empty(shape[0], up.shape[1])
+            for piece in order.pieces(shape[0], 1):
+                piece.of(up, 0).copy_(stored[piece.whole : piece.whole + piece.length])
         if (*up.shape, *down.shape) != (shape[0], int(peft["dim"]), int(peft["dim"]), shape[1]):
             raise ValueError(
                 f"{iteration} has adapters of shapes {tuple(down.shape)} and {tuple(up.shape)} where {name} of shape {shape} needs rank "

@@ -18,12 +18,11 @@ from torch import Tensor
 from strop.extensions.export.model_folder import find_model_class
 from strop.extensions.megatron.checkpoint.stage_shards import possible_keys, saved_key
 from strop.extensions.megatron.checkpoint.torch_dist import ITERATION, LATEST, open_shards, write_common
-from strop.extensions.megatron.families.architecture import Piece, WeightRule
+from strop.extensions.megatron.families.architecture import LAYER, Piece, WeightRule, find_rule, name_in_file
 from strop.extensions.megatron.families.find_family import find_family
 from strop.learner.parallel.shard_files import NamedShard, ShardedReader, TensorShard, write_blocks
 from strop.models.loading import quiet_transformers
 
-LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 MANY_PIECES = 2  # a stored block is read once for each piece that is wanted of it: read it whole if there are more
 
 
@@ -36,7 +35,7 @@ class StoredMatrix:
     key: str  # of the whole tensor
     place: tuple[int, ...]  # indices of the layer and the expert in the whole tensor, as far as it has these dimensions
     rule: WeightRule
-    shape: tuple[int, ...]  # of the matrix
+    shape: tuple[int, ...]  # of the matrix, in the order of the parameter
 
     def at(self, parameter: str, *, stacked: bool) -> StoredMatrix:
         """Return it with its place in shards whose layers are ``stacked`` in one tensor, or each have a name."""
@@ -61,7 +60,7 @@ class StoredMatrix:
 
     def block(self, matrix: Tensor, piece: Piece, shape: tuple[int, ...]) -> NamedShard:
         """Return a piece of the matrix as a block of the whole tensor of ``shape``."""
-        part = matrix.narrow(self.axis, piece.start, piece.length)
+        part = piece.of(matrix, self.axis)
         offset = [0] * len(self.shape)
         offset[self.axis] = piece.whole
         return self.key, TensorShard(part[(None,) * len(self.place)], (*self.place, *offset), shape)
@@ -91,10 +90,7 @@ class WeightShapes:
         return 1 + max((int(match[1]) for name in self.shapes if (match := LAYER.match(name))), default=-1)
 
     def rule(self, name: str) -> WeightRule:
-        short = LAYER.sub("layers.", name)
-        if short not in self.rules:
-            raise ValueError(f"{name} has no place in Megatron Core's model")
-        return self.rules[short]
+        return find_rule(self.rules, name)
 
 
 def read_hugging_face_weights(iteration: Path, config: Any) -> dict[str, Tensor]:
@@ -116,6 +112,7 @@ def read_hugging_face_weights(iteration: Path, config: Any) -> dict[str, Tensor]
         weights[name] = torch.empty(shape, dtype=reader.dtypes[matrices[0].key])
         for matrix in matrices:
             target = weights[name] if matrix.expert is None else weights[name][matrix.expert]
+            target = target.T if rule.transposed else target
             if len(matrix.pieces()) > MANY_PIECES:
                 _read_pieces(reader, matrix, target)
             else:
@@ -144,6 +141,7 @@ def write_megatron_weights(weights: Mapping[str, Tensor], config: Any, folder: P
         for matrix in _list_matrices(name, shape, rule):
             placed = matrix.at(key, stacked=stacked)
             values = _find_matrix(weights, placed)
+            values = values.T if rule.transposed else values
             if tuple(values.shape) != placed.shape:
                 raise ValueError(f"{name} has shape {tuple(values.shape)}, and the configuration says {placed.shape}")
             blocks += [placed.block(values, piece, (*leading, *placed.whole_shape)) for piece in placed.pieces()]
@@ -154,11 +152,10 @@ def write_megatron_weights(weights: Mapping[str, Tensor], config: Any, folder: P
 
 def _list_matrices(name: str, shape: tuple[int, ...], rule: WeightRule) -> Iterator[StoredMatrix]:
     """Yield a weight, or each expert's part of one, without its place."""
-    if rule.of_experts:
-        for expert in range(shape[0]):
-            yield StoredMatrix(name, expert, "", (), rule, shape[1:])
-    else:
-        yield StoredMatrix(name, None, "", (), rule, shape)
+    experts = range(shape[0]) if rule.of_experts else (None,)
+    shape = shape[1:] if rule.of_experts else shape
+    for expert in experts:
+        yield StoredMatrix(name, expert, "", (), rule, shape[::-1] if rule.transposed else shape)
 
 
 def _find_stored(
@@ -186,20 +183,17 @@ def _read_pieces(reader: ShardedReader, matrix: StoredMatrix, target: Tensor) ->
     size = whole.shape[matrix.axis]
     reader.read_blocks([matrix.block(whole, Piece(0, 0, size), reader.shapes[matrix.key])])
     for piece in matrix.pieces():
-        target.narrow(matrix.axis, piece.start, piece.length).copy_(whole.narrow(matrix.axis, piece.whole, piece.length))
+        piece.of(target, matrix.axis).copy_(whole.narrow(matrix.axis, piece.whole, piece.length))
 
 
 def _find_matrix(weights: Mapping[str, Tensor], matrix: StoredMatrix) -> Tensor:
     """Return the values of a matrix: those of its weight under one of its names, or of what an expert has in a file."""
     match = LAYER.match(matrix.name)
-
-    def in_files(name: str) -> str:
-        return re.sub(r"^layers\.", f"model.layers.{match[1]}." if match else "", name).format(expert=matrix.expert)
-
-    for name in (matrix.name, *map(in_files, matrix.rule.aliases)):
+    layer = int(match[1]) if match else None
+    for name in (matrix.name, *(name_in_file(each, layer, matrix.expert) for each in matrix.rule.aliases)):
         if name in weights:
             return weights[name] if matrix.expert is None else weights[name][matrix.expert]
-    names = [in_files(name) for name in matrix.rule.expert_files]
+    names = [name_in_file(each, layer, matrix.expert) for each in matrix.rule.expert_files]
     if not names or any(name not in weights for name in names):
         raise ValueError(f"the weights lack {', '.join(names) or matrix.name}")
     parts = [weights[name] for name in names]

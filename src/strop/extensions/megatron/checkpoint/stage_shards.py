@@ -58,7 +58,7 @@ class StageTensor:
         return (replica,) if isinstance(replica, int) else replica
 
     def blocks(self, values: Tensor, prefix: str = "") -> list[StageBlock]:
-        """Return the blocks of ``values``, which have the shape of the tensor: one, or two of a gate and its projection."""
+        """Return the blocks of ``values``, which have the shape of the tensor: one, or one for each matrix that the tensor has."""
         from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
         key = f"{prefix}{self.sharding.key}"
@@ -97,18 +97,13 @@ def list_stage_tensors(stages: Sequence[nn.Module], stored: TensorReader | None 
     metadata: dict[str, Any] = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     tensors: list[StageTensor] = []
     for stage in map(unwrap, stages):
-        by_name = any(".layers.0." in name for name in stored.shapes) if stored is not None else _layers_differ(stage)
+        by_name = any(".layers.0." in name for name in stored.shapes) if stored is not None else stage.architecture.layers_differ
         shardings = list(_flatten(_shard(stage, {**metadata, "non_homogeneous_layers": by_name})))
         keys = {each.key for each in shardings}
         for each in shardings:
             each.key = saved_key(each.key, keys)
         tensors += [StageTensor(each.data, each) for each in shardings]
     return tensors
-
-
-def _layers_differ(stage: Any) -> bool:
-    """Whether the model has layers with other parameters than others, which cannot be saved stacked."""
-    return len({design.experts for design in stage.architecture.layers}) > 1
 
 
 def _shard(stage: Any, metadata: dict[str, Any]) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from torch.nn import functional as F
 
 from strop.models.attention.rotary_scaling import scaled_rotary_frequencies
 
-NormKind = Literal["rms", "rms_plus_one", "layer_norm_plus_one"]
+NormKind = Literal["rms", "rms_wide", "rms_plus_one", "layer_norm_plus_one"]
+MixerKind = Literal["attention", "delta_net", "mamba"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +31,72 @@ class LayerDesign:
     """What one layer has that others may lack."""
 
     window: int | None = None  # a token attends to itself and to the window - 1 positions before it
-    rotary: int = 0  # index into Architecture.rotaries
+    rotary: int | None = 0  # index into Architecture.rotaries; None: positions are not encoded
     experts: bool = False
+    mixer: MixerKind | None = "attention"  # None: only an MLP
+    mlp: bool = True  # False: only a mixer
+
+
+@dataclass(frozen=True)
+class DeltaNetSizes:
+    """A gated delta net: arXiv 2412.06464. Each key head serves ``value_heads / key_heads`` value heads."""
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    kernel: int  # of the convolution, in tokens
+    conv_bias: bool = False
+    divided: ClassVar[str] = "key heads"
+
+    @property
+    def heads(self) -> int:
+        """The number that tensor-parallel ranks divide."""
+        return self.key_heads
+
+    @property
+    def convolved(self) -> tuple[int, ...]:
+        """The channels of queries, keys and values."""
+        keys = self.key_heads * self.key_size
+        return keys, keys, self.value_heads * self.value_size
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The rows of the projection: queries, keys, values, gate, beta, decay."""
+        return *self.convolved, self.convolved[2], self.value_heads, self.value_heads
+
+
+@dataclass(frozen=True)
+class MambaSizes:
+    """A Mamba 2 layer: arXiv 2405.21060. Heads of one group read and write their states by the same C and B."""
+
+    inner_heads: int
+    head_size: int
+    groups: int
+    state_size: int
+    kernel: int
+    conv_bias: bool
+    step_limit: tuple[float, float]  # of the steps dt
+    divided: ClassVar[str] = "groups of heads"
+
+    @property
+    def heads(self) -> int:
+        """The number that tensor-parallel ranks divide."""
+        return self.groups
+
+    @property
+    def inner(self) -> int:
+        return self.inner_heads * self.head_size
+
+    @property
+    def convolved(self) -> tuple[int, ...]:
+        """The channels of x, B and C."""
+        return self.inner, self.groups * self.state_size, self.groups * self.state_size
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The rows of the projection: gate, x, B, C, dt."""
+        return self.inner, *self.convolved, self.inner_heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +114,17 @@ class Architecture:
     softcap: float | None = None  # of attention scores
     embedding_scale: float = 1.0
     latent_attention: bool = False
+    sinks: bool = False  # one more score of each query and head, without a value
+    recurrent: DeltaNetSizes | MambaSizes | None = None  # of the layers whose mixer is not attention
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def layers_differ(self) -> bool:
+        """Whether some layers have other parameters than others, so that checkpoints cannot stack them."""
+        return len({(design.mixer, design.mlp, design.experts) for design in self.layers}) > 1
 
 
 def rotary_of(hf_config: Any, head_dim: int, layer_type: str | None = None) -> Rotary:
@@ -78,6 +151,16 @@ class Piece(NamedTuple):
     whole: int  # the first of them in the whole parameter
     start: int  # in the Hugging Face weight
     length: int
+    step: int = 1  # between them in the Hugging Face weight
+
+    @property
+    def rows(self) -> slice:
+        """The rows in the Hugging Face weight."""
+        return slice(self.start, self.start + (self.length - 1) * self.step + 1, self.step)
+
+    def of(self, weight: Tensor, dim: int) -> Tensor:
+        """Return a view of the rows, or columns if ``dim`` is 1, of the Hugging Face weight."""
+        return weight[(slice(None),) * dim + (self.rows,)]
 
 
 class RowOrder(Protocol):
@@ -107,41 +190,80 @@ class SameOrder:
 
 @dataclass(frozen=True)
 class QkvOrder:
-    """Queries, keys and values in one parameter: for each group of heads its queries, its key, its value."""
+    """Queries, keys and values in one parameter: for each group of heads its queries, its key, its value.
+
+    ``gated``: each head's queries are followed by a gate of its output, and the parameter has a group's gates after its queries.
+    """
 
     heads: int
     groups: int
     head_size: int
     part: int  # 0 queries, 1 keys, 2 values
+    gated: bool = False
 
     def pieces(self, rows: int, ranks: int) -> Sequence[Piece]:
-        queries = self.heads // self.groups * self.head_size
-        offset = (0, queries, queries + self.head_size)[self.part]
-        length = queries if self.part == 0 else self.head_size
-        stride = queries + 2 * self.head_size
-        return [Piece(group * stride + offset, group * length, length) for group in range(self.groups)]
-
-    def size(self, rows: int, ranks: int) -> int:
-        return (self.heads + 2 * self.groups) * self.head_size
-
-
-@dataclass(frozen=True)
-class GatedOrder:
-    """Gate and up projection in one parameter: each rank has its rows of the gate, then its rows of the other."""
-
-    part: int | None  # 0 gate, 1 up; None: the weight has both, first the whole gate
-
-    def pieces(self, rows: int, ranks: int) -> Sequence[Piece]:
-        parts = (0, 1) if self.part is None else (self.part,)
-        length = self.size(rows, ranks) // 2 // ranks
+        shared, size = self.heads // self.groups, self.head_size
+        halves, adjacent = (2, 1) if self.gated else (1, shared)
+        queries = halves * shared * size
+        stride = queries + 2 * size
+        if self.part:
+            offset = queries + (self.part - 1) * size
+            return [Piece(group * stride + offset, group * size, size) for group in range(self.groups)]
         return [
-            Piece((2 * rank + part) * length, (index * ranks + rank) * length, length)
-            for index, part in enumerate(parts)
-            for rank in range(ranks)
+            Piece(
+                head // shared * stride + (half * shared + head % shared) * size,
+                (halves * head + half * adjacent) * size,
+                adjacent * size,
+            )
+            for head in range(0, self.heads, adjacent)
+            for half in range(halves)
         ]
 
     def size(self, rows: int, ranks: int) -> int:
-        return rows if self.part is None else 2 * rows
+        return (self.heads * (2 if self.gated else 1) + 2 * self.groups) * self.head_size
+
+
+@dataclass(frozen=True)
+class PartsOrder:
+    """Several matrices in one parameter: each rank has its rows of the first, then its rows of the second, and so on."""
+
+    shares: tuple[int, ...]  # of the rows of the parameter that each part has
+    parts: tuple[int, ...]  # those that the weight has, in its order
+    blocks: int = 1  # groups of rows in the weight, with an equal number of each part's
+
+    def pieces(self, rows: int, ranks: int) -> Sequence[Piece]:
+        sizes = self._sizes(rows)
+        lengths = [sizes[part] // self.blocks for part in self.parts]  # in a block
+        found: list[Piece] = []
+        start = 0
+        if set(lengths) == {1}:  # as many pieces as parts, not as rows
+            for place, part in enumerate(self.parts):
+                found += self._cut(sizes, part, ranks, Piece(0, place, self.blocks, len(self.parts)))
+            return found
+        for block in range(self.blocks):
+            for part, length in zip(self.parts, lengths, strict=True):
+                found += self._cut(sizes, part, ranks, Piece(block * length, start, length))
+                start += length
+        return found
+
+    def _sizes(self, rows: int) -> list[int]:
+        unit = rows // sum(self.shares[part] for part in self.parts)
+        return [share * unit for share in self.shares]
+
+    @staticmethod
+    def _cut(sizes: Sequence[int], part: int, ranks: int, piece: Piece) -> Iterator[Piece]:
+        """Cut rows of a part, of which ``whole`` is the first in the part, at the ends of ranks."""
+        share, first, last = sizes[part] // ranks, piece.whole, piece.whole + piece.length
+        for rank in range(first // share, -(-last // share)):
+            low, high = max(first, rank * share), min(last, (rank + 1) * share)
+            before = (rank * sum(sizes) + sum(sizes[:part])) // ranks
+            yield Piece(before + low - rank * share, piece.start + (low - first) * piece.step, high - low, piece.step)
+
+    def size(self, rows: int, ranks: int) -> int:
+        return sum(self._sizes(rows))
+
+
+GATE, UP, GATE_AND_UP = (PartsOrder((1, 1), parts) for parts in ((0,), (1,), (0, 1)))
 
 
 @dataclass(frozen=True)
@@ -156,19 +278,40 @@ class WeightRule:
     aliases: tuple[str, ...] = ()  # other names that files have for it
     # For the experts of a layer, one tensor in the module: the names of one expert's parts in files that have them separately.
     expert_files: tuple[str, ...] = ()
+    transposed: bool = False  # the Hugging Face weight has the parameter's columns as rows
 
     @property
     def of_experts(self) -> bool:
         return "{expert}" in self.parameter
 
 
-def qkv_rules(heads: int, groups: int, head_size: int) -> Sequence[WeightRule]:
+LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+
+
+def find_rule(rules: Mapping[str, WeightRule], name: str) -> WeightRule:
+    """Return the rule of a weight: that of its full name, or of its name in any layer. Raises ValueError if there is none."""
+    rule = rules.get(name) or rules.get(LAYER.sub("layers.", name))
+    if rule is None:
+        raise ValueError(f"{name} has no place in Megatron Core's model: set policy.backend=torch")
+    return rule
+
+
+def name_in_file(name: str, layer: int | None, expert: int | None) -> str:
+    """Return a name of a rule as it stands in a file, for a layer and an expert."""
+    return re.sub(r"^(?:(\w+)\.)?layers\.(?!\d)", lambda found: f"{found[1] or 'model'}.layers.{layer}.", name).format(
+        expert=expert
+    )
+
+
+def qkv_rules(
+    heads: int, groups: int, head_size: int, *, module: str = "layers.self_attn.", gated: bool = False
+) -> Sequence[WeightRule]:
     return [
         WeightRule(
-            f"layers.self_attn.{part}_proj.{kind}",
+            f"{module}{part}_proj.{kind}",
             f"layers.self_attention.linear_qkv.{kind}",
             0,
-            QkvOrder(heads, groups, head_size, index),
+            QkvOrder(heads, groups, head_size, index, gated),
         )
         for index, part in enumerate("qkv")
         for kind in ("weight", "bias")
@@ -178,8 +321,8 @@ def qkv_rules(heads: int, groups: int, head_size: int) -> Sequence[WeightRule]:
 def glu_rules(name: str, parameter: str) -> Sequence[WeightRule]:
     """Return the rules of a gated MLP, from the names of its modules in a layer."""
     return (
-        WeightRule(f"layers.{name}gate_proj.weight", f"layers.{parameter}linear_fc1.weight", 0, GatedOrder(0)),
-        WeightRule(f"layers.{name}up_proj.weight", f"layers.{parameter}linear_fc1.weight", 0, GatedOrder(1)),
+        WeightRule(f"layers.{name}gate_proj.weight", f"layers.{parameter}linear_fc1.weight", 0, GATE),
+        WeightRule(f"layers.{name}up_proj.weight", f"layers.{parameter}linear_fc1.weight", 0, UP),
         WeightRule(f"layers.{name}down_proj.weight", f"layers.{parameter}linear_fc2.weight", 1),
     )
 
@@ -193,7 +336,7 @@ def expert_rules(gate: str, up: str, down: str, files: str = "layers.mlp.experts
             "layers.mlp.experts.gate_up_proj",
             f"{local}.linear_fc1.weight",
             0,
-            GatedOrder(None),
+            GATE_AND_UP,
             expert_files=(f"{apart}.{gate}.weight", f"{apart}.{up}.weight"),
         ),
         WeightRule("layers.mlp.experts.down_proj", f"{local}.linear_fc2.weight", 1, expert_files=(f"{apart}.{down}.weight",)),
@@ -223,7 +366,7 @@ def dense_fields(hf_config: Any, hidden_act: str | None = None) -> dict[str, Any
         "num_attention_heads": hf_config.num_attention_heads,
         "num_query_groups": hf_config.num_key_value_heads,
         "kv_channels": head_size(hf_config),
-        "ffn_hidden_size": hf_config.intermediate_size,
+        "ffn_hidden_size": getattr(hf_config, "intermediate_size", None) or hf_config.moe_intermediate_size,
         "gated_linear_unit": True,
         "activation_func": activation(hf_config, hidden_act or hf_config.hidden_act),
         "normalization": "RMSNorm",
@@ -276,23 +419,24 @@ def dense_rules(hf_config: Any) -> Sequence[WeightRule]:
     return (*outer_rules(), *attention_rules(hf_config), *norm_rules(), *glu_rules("mlp.", "mlp."))
 
 
-def outer_rules() -> Sequence[WeightRule]:
+def outer_rules(*, embedding: str = "model.embed_tokens.weight", norm: str = "model.norm") -> Sequence[WeightRule]:
     return (
-        WeightRule("model.embed_tokens.weight", "embedding.word_embeddings.weight", dim=0, order=SameOrder(padded=True)),
+        WeightRule(embedding, "embedding.word_embeddings.weight", dim=0, order=SameOrder(padded=True)),
         WeightRule("lm_head.weight", "output_layer.weight", dim=0, order=SameOrder(padded=True)),
         WeightRule("score.weight", "score.weight"),
-        WeightRule("model.norm.weight", "decoder.final_layernorm.weight"),
-        WeightRule("model.norm.bias", "decoder.final_layernorm.bias"),
+        WeightRule(f"{norm}.weight", "decoder.final_layernorm.weight"),
+        WeightRule(f"{norm}.bias", "decoder.final_layernorm.bias"),
     )
 
 
-def attention_rules(hf_config: Any) -> Sequence[WeightRule]:
+def attention_rules(hf_config: Any, *, module: str = "layers.self_attn.", gated: bool = False) -> Sequence[WeightRule]:
+    """Return the rules of attention. ``gated``: its query projection makes a gate of its output too."""
     groups = hf_config.num_key_value_heads
     return (
-        *qkv_rules(hf_config.num_attention_heads, groups, head_size(hf_config)),
-        WeightRule("layers.self_attn.o_proj.weight", "layers.self_attention.linear_proj.weight", dim=1),
-        WeightRule("layers.self_attn.q_norm.weight", "layers.self_attention.q_layernorm.weight"),
-        WeightRule("layers.self_attn.k_norm.weight", "layers.self_attention.k_layernorm.weight"),
+        *qkv_rules(hf_config.num_attention_heads, groups, head_size(hf_config), module=module, gated=gated),
+        WeightRule(f"{module}o_proj.weight", "layers.self_attention.linear_proj.weight", dim=1),
+        WeightRule(f"{module}q_norm.weight", "layers.self_attention.q_layernorm.weight"),
+        WeightRule(f"{module}k_norm.weight", "layers.self_attention.k_layernorm.weight"),
     )
 
 

@@ -1,15 +1,18 @@
-"""Families of decoders: Llama, Mistral, Qwen, Gemma, Nemotron, GLM 4.5, and DeepSeek 2 and 3."""
+"""Families of decoders: Llama, Mistral, Qwen, Gemma, Nemotron, GLM 4.5, gpt-oss, and DeepSeek 2 and 3."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from strop.extensions.megatron.families.architecture import (
     Architecture,
     LayerDesign,
+    PartsOrder,
     WeightRule,
     activation,
     attention_rules,
@@ -132,11 +135,15 @@ def qwen_fields(hf_config: Any) -> dict[str, Any]:
     fields = dense_fields(hf_config)
     if hf_config.model_type.startswith("qwen2"):
         return fields | {"add_qkv_bias": getattr(hf_config, "qkv_bias", True)}
-    if hf_config.attention_bias:
-        raise ValueError(
-            f"{hf_config.model_type}: attention_bias is not in Megatron Core's Qwen 3 here: set policy.backend=torch"
-        )
-    return fields | {"qk_layernorm": True}
+    return fields | {"qk_layernorm": True} | check_unbiased(hf_config, "attention_bias")
+
+
+def check_unbiased(hf_config: Any, *keys: str) -> dict[str, Any]:
+    """Return no fields. Raises ValueError for a model with one of these biases."""
+    for key in keys:
+        if getattr(hf_config, key, False):
+            raise ValueError(f"{hf_config.model_type}: {key} is not in Megatron Core's model here: set policy.backend=torch")
+    return {}
 
 
 def has_experts(hf_config: Any, layer: int) -> bool:
@@ -248,6 +255,48 @@ class GlmMoe:
 
     def rules(self, hf_config: Any) -> Sequence[WeightRule]:
         return (*outer_rules(), *attention_rules(hf_config), *norm_rules(), *shared_expert_rules())
+
+
+class GptOss:
+    """gpt-oss: attention with sinks, and experts with biases, whose gates and ups alternate in files."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
+
+    def architecture(self, hf_config: Any) -> Architecture:
+        if not hf_config.attention_bias:
+            raise ValueError("gpt_oss: attention_bias=false is not in Megatron Core's gpt-oss here: set policy.backend=torch")
+        fields = dense_fields(hf_config) | {
+            "add_bias_linear": True,
+            "num_moe_experts": hf_config.num_local_experts,
+            "moe_router_topk": hf_config.num_experts_per_tok,
+            "moe_ffn_hidden_size": hf_config.intermediate_size,
+            "activation_func": partial(sigmoid_gate, slope=hf_config.swiglu_alpha),
+            "activation_func_clamp_value": hf_config.swiglu_limit,
+            "glu_linear_offset": 1.0,
+        }
+        layers = tuple(LayerDesign(design.window, experts=True) for design in windowed_layers(hf_config))
+        return dense_architecture(hf_config, transformer=fields, layers=layers, norm="rms_wide", sinks=True)
+
+    def rules(self, hf_config: Any) -> Sequence[WeightRule]:
+        experts, local = "layers.mlp.experts.", "layers.mlp.experts.local_experts.{expert}."
+        alternate = PartsOrder((1, 1), (0, 1), hf_config.intermediate_size)
+        return (
+            *outer_rules(),
+            *attention_rules(hf_config),
+            WeightRule("layers.self_attn.o_proj.bias", "layers.self_attention.linear_proj.bias"),
+            WeightRule("layers.self_attn.sinks", "layers.self_attention.core_attention.softmax_offset", 0),
+            *norm_rules(),
+            WeightRule("layers.mlp.router.weight", "layers.mlp.router.weight"),
+            WeightRule("layers.mlp.router.bias", "layers.mlp.router.bias"),
+            WeightRule(f"{experts}gate_up_proj", f"{local}linear_fc1.weight", 0, alternate, transposed=True),
+            WeightRule(f"{experts}gate_up_proj_bias", f"{local}linear_fc1.bias", 0, alternate),
+            WeightRule(f"{experts}down_proj", f"{local}linear_fc2.weight", 1, transposed=True),
+            WeightRule(f"{experts}down_proj_bias", f"{local}linear_fc2.bias"),
+        )
+
+
+def sigmoid_gate(gate: Tensor, slope: float) -> Tensor:
+    return gate * torch.sigmoid(slope * gate)
 
 
 class DeepSeek:

@@ -12,6 +12,7 @@ from strop.extensions.megatron.families.decoders import (
     Gemma,
     Gemma2,
     GlmMoe,
+    GptOss,
     Llama,
     Mistral,
     Mixtral,
@@ -19,7 +20,9 @@ from strop.extensions.megatron.families.decoders import (
     Qwen,
     QwenMoe,
 )
+from strop.extensions.megatron.families.hybrids import NemotronHybrid, QwenHybrid
 from strop.extensions.megatron.megatron_config import MegatronConfig
+from strop.models.local_files import list_divisors
 from strop.packages import is_installed
 
 
@@ -46,17 +49,23 @@ FAMILIES: tuple[Family, ...] = (
     Gemma(),
     Gemma2(),
     GlmMoe(),
+    GptOss(),
     DeepSeek(),
     Nemotron(),
+    QwenHybrid(),
+    NemotronHybrid(),
 )
 
-_STATE = "layers carry a state along a sequence, which rows with shared prompts do not have one of, and Megatron Core's need"
-_DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+MODEL_TYPES = tuple(sorted(name for family in FAMILIES for name in family.model_types))  # that this learner trains
+
+_VISION = "it has a vision tower; its text models are of type {}"
+_INDEXER = "its attention chooses keys by an indexer, which rows with shared prompts do not have in Megatron Core"
 # Types of models that are refused for their own reason.
 REFUSED = {
-    "nemotron_h": f"its Mamba {_STATE} the packages mamba-ssm and causal-conv1d and a GPU",
-    **dict.fromkeys(_DELTA, f"its gated delta net {_STATE} the package flash-linear-attention and a GPU"),
-    "gemma3": "it has a vision tower; its text models are of type gemma3_text",
+    "gemma3": _VISION.format("gemma3_text"),
+    "qwen3_5": _VISION.format("qwen3_5_text"),
+    "qwen3_5_moe": _VISION.format("qwen3_5_moe_text"),
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _INDEXER),
 }
 
 
@@ -70,9 +79,8 @@ def find_family(hf_config: Any) -> Family:
             f"Megatron Core's learner does not train models of type {hf_config.model_type}: {REFUSED[hf_config.model_type]}. "
             "Set policy.backend=torch"
         )
-    known = ", ".join(sorted(name for family in FAMILIES for name in family.model_types))
     raise ValueError(
-        f"Megatron Core's models here do not include {hf_config.model_type}; they are those of the types {known}. "
+        f"Megatron Core's models here do not include {hf_config.model_type}; they are those of the types {', '.join(MODEL_TYPES)}. "
         "policy.backend=torch trains any"
     )
 
@@ -87,8 +95,19 @@ def check_architecture(config: MegatronConfig, name: str, values: Mapping[str, A
 
     architecture = family.architecture(read_local_model_config(name))
     check_recomputation(config, architecture)
+    check_recurrent(config, architecture)
     if architecture.transformer.get("num_moe_experts"):
         check_experts(config, architecture)
+
+
+def check_recurrent(config: MegatronConfig, architecture: Architecture) -> None:
+    """Raise ValueError for ranks that cannot divide the heads of recurrent layers."""
+    tensor, sizes = config.tensor_model_parallel_size, architecture.recurrent
+    if sizes is not None and sizes.heads % tensor:
+        raise ValueError(
+            f"{SECTION}.tensor_model_parallel_size: found {tensor}, which does not divide the {sizes.heads} {sizes.divided} of the model's "
+            f"recurrent layers. {list_divisors(sizes.heads)}"
+        )
 
 
 def check_recomputation(config: MegatronConfig, architecture: Architecture) -> None:
@@ -116,6 +135,11 @@ def check_experts(config: MegatronConfig, architecture: Architecture) -> None:
         )
         raise ValueError(
             f"{SECTION}.moe_router_enable_expert_bias: found {str(asked).lower()}, but {why}; set it to null, which is as the model has it"
+        )
+    if architecture.transformer.get("add_bias_linear") and config.expert_tensor_parallel_size > 1:
+        raise ValueError(
+            f"{SECTION}.expert_tensor_parallel_size: found {config.expert_tensor_parallel_size}, but the model's experts have biases, "
+            "which each rank would add; set it to 1, and divide experts by expert_model_parallel_size"
         )
     if biased and config.moe_router_bias_update_rate and config.peft.enabled:
         raise ValueError(

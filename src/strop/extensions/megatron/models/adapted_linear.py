@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from strop.extensions.megatron.megatron_config import MegatronPeftConfig
+from strop.extensions.megatron.models.recurrent_layers import shard_parts
 
 Divided = Literal["rows", "columns"]
 
@@ -42,6 +43,8 @@ class ParallelAdapter(nn.Module):
         halves = (self.linear_out.weight, self.linear_in.weight)
         of_rank, shared = halves if divided == "rows" else halves[::-1]
         tensor_parallel.set_tensor_model_parallel_attributes(of_rank, True, 0 if divided == "rows" else 1, 1)
+        if hasattr(weight, "part_sizes"):  # only of divided rows
+            self.linear_out.weight.part_sizes = weight.part_sizes  # type: ignore[attr-defined]
         # Megatron Core adds such gradients over the tensor-parallel ranks, each of which has those of its own tokens.
         shared.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
@@ -118,9 +121,11 @@ def with_adapter(linear: Any, divided: Divided) -> type:
                 tp_group=adapter.group,
                 dp_cp_group=metadata["dp_cp_group"],
             )
+            name, sizes = f"{prefix}adapter.linear_out.weight", getattr(adapter.linear_out.weight, "part_sizes", None)
             if adapter.gated:  # as Megatron Core does with the layer's weight
-                name = f"{prefix}adapter.linear_out.weight"
                 parts[name] = apply_swiglu_sharded_factory(parts[name], sharded_offsets)
+            elif sizes is not None:
+                parts[name] = shard_parts(parts[name], sizes)
             shards.update(parts)
             return shards
 

@@ -204,6 +204,7 @@ class GptStage(LanguageModule):  # type: ignore[misc]
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the shards of this stage for dist_checkpointing. Megatron Core's own asks a value network for its output layer."""
+        metadata = {"non_homogeneous_layers": self.architecture.layers_differ, **(metadata or {})}
         if self.head == "lm":
             shards: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         else:
@@ -233,6 +234,7 @@ class GptStage(LanguageModule):  # type: ignore[misc]
                 hidden = hidden * scale.to(hidden.device, hidden.dtype)
         if hidden is not None and torch.is_grad_enabled() and not hidden.requires_grad:
             hidden.requires_grad_()  # of a frozen embedding: a layer that is recomputed has gradients only if its input has
-        tables = rotation_tables(self.architecture.rotaries, row.positions, self.config.params_dtype)
+        rotaries = self.architecture.rotaries
+        tables = rotation_tables(rotaries, row.positions, self.config.params_dtype) if rotaries else None
         output: Tensor = self.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=row)
         return output

@@ -10,6 +10,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -19,77 +20,46 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from strop.extensions.megatron.families.architecture import Architecture, LayerDesign, NormKind
+from strop.extensions.megatron.families.architecture import Architecture, LayerDesign
 from strop.extensions.megatron.models.adapted_linear import AdaptedBackend
 from strop.extensions.megatron.models.gpt_stage import rotate
+from strop.extensions.megatron.models.recurrent_layers import GatedDeltaNet, Mamba2, divide_rows
+from strop.extensions.megatron.models.stage_norms import NORMS
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.sampling import at_least_float32
 
+multi_latent_attention.HAVE_TE = HAVE_TE  # 0.16.1 asks for its classes without it: isinstance of None
 
-class StageNorm(nn.Module):
-    """A norm whose weight every tensor-parallel rank holds.
 
-    With sequence parallelism each rank normalizes other tokens: the attribute ``sequence_parallel`` makes Megatron Core add the gradients.
+class WholeLinear(nn.Module):
+    """A linear layer that every tensor-parallel rank has whole, in place of Transformer Engine's: [.., inputs] -> [.., outputs].
+
+    Projections before and after routed experts, which read a rank's own tokens.
     """
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+    def __init__(self, inputs: int, outputs: int, *, config: Any, **unused: Any) -> None:
         super().__init__()
-        self.eps = eps
-        self._make_parameters(config, hidden_size)
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        empty = torch.zeros(outputs, inputs, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight = nn.Parameter(empty)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def _make_parameters(self, config: Any, hidden_size: int) -> None:
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
-
-
-class StageRmsNorm(StageNorm):
-    """Root mean square norm, as Llama has it: [.., H] -> [.., H]."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.weight * normalize_rms(hidden, self.eps).to(hidden.dtype)
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        return F.linear(hidden, self.weight), None
 
 
-class RmsNormPlusOne(StageNorm):
-    """Root mean square norm with weights around 0, as Gemma has it: [.., H] -> [.., H]."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return (normalize_rms(hidden, self.eps) * (1.0 + at_least_float32(self.weight))).to(hidden.dtype)
-
-
-class LayerNormPlusOne(StageNorm):
-    """Layer norm with weights around 0, as Nemotron has it: [.., H] -> [.., H]."""
-
-    def _make_parameters(self, config: Any, hidden_size: int) -> None:
-        super()._make_parameters(config, hidden_size)
-        self.bias = nn.Parameter(torch.zeros_like(self.weight))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.layer_norm(hidden, (hidden.shape[-1],), self.weight + 1, self.bias, self.eps)
-
-
-def normalize_rms(hidden: Tensor, eps: float) -> Tensor:
-    wide = at_least_float32(hidden)
-    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-
-
-NORMS: dict[NormKind, type[StageNorm]] = {
-    "rms": StageRmsNorm,
-    "rms_plus_one": RmsNormPlusOne,
-    "layer_norm_plus_one": LayerNormPlusOne,
-}
-
-
-multi_latent_attention.HAVE_TE = HAVE_TE  # 0.16.1 asks for its classes without it: isinstance of None
+if not HAVE_TE:
+    moe_layer.HAVE_TE, moe_layer.TELinear = True, WholeLinear  # it has no others for moe_latent_size
 
 LATENT_EPSILON = 1e-6  # of the norms of compressed inputs, whatever the configuration says of the others
 
@@ -107,6 +77,11 @@ class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
         if self.config.q_lora_rank is not None:
             self.q_layernorm.eps = LATENT_EPSILON
         self._table: Tensor | None = None
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Take the norms of the spec. Since 0.19 they are refused without ``qk_layernorm``, with which their gradients are added once too
+        often without sequence parallelism."""
+        return dict(vars(submodules))
 
     def forward(self, hidden_states: Tensor, attention_mask: Any, *, rotary_pos_emb: Tensor, **options: Any) -> Any:
         self._table = rotary_pos_emb[self.rotary]
@@ -170,15 +145,16 @@ def layer_spec(architecture: Architecture, design: LayerDesign, config: Any, *, 
     row_linear = backend.row_parallel_linear()
     if architecture.post_norms:
         row_linear = with_post_norm(row_linear, norm)
+    mixes, feeds = design.mixer is not None, design.mlp
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=_attention(architecture, design, config, backend, row_linear),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=_experts(config, adapters=adapters) if design.experts else _mlp(backend, row_linear),
-            mlp_bda=get_bias_dropout_add,
+            input_layernorm=norm if mixes else IdentityOp,
+            self_attention=_mixer(architecture, design, config, backend, row_linear) if mixes else IdentityOp,
+            self_attn_bda=get_bias_dropout_add if mixes else IdentityFuncOp,
+            pre_mlp_layernorm=norm if feeds else IdentityOp,
+            mlp=_feed_forward(design, config, backend, row_linear, adapters=adapters) if feeds else IdentityOp,
+            mlp_bda=get_bias_dropout_add if feeds else IdentityFuncOp,
         ),
     )
 
@@ -192,8 +168,16 @@ def choose_backend(config: Any, *, grouped: bool = False) -> Any:
     return TESpecProvider()
 
 
+def _mixer(architecture: Architecture, design: LayerDesign, config: Any, backend: Any, row_linear: Any) -> ModuleSpec:
+    if design.mixer == "attention":
+        return _attention(architecture, design, config, backend, row_linear)
+    module = GatedDeltaNet if design.mixer == "delta_net" else Mamba2
+    return ModuleSpec(module=module, params={"sizes": architecture.recurrent, "backend": backend})
+
+
 def _attention(architecture: Architecture, design: LayerDesign, config: Any, backend: Any, row_linear: Any) -> ModuleSpec:
-    core = ModuleSpec(module=TreeAttention, params={"window": design.window, "softcap": architecture.softcap})
+    options = {"window": design.window, "softcap": architecture.softcap, "sinks": architecture.sinks}
+    core = ModuleSpec(module=TreeAttention, params=options)
     params = {"attn_mask_type": AttnMaskType.causal, "rotary": design.rotary}
     norm = NORMS[architecture.norm]
     column_linear = backend.column_parallel_linear()
@@ -221,17 +205,50 @@ def _attention(architecture: Architecture, design: LayerDesign, config: Any, bac
     return ModuleSpec(module=RowAttention, params=params, submodules=submodules)
 
 
-def _mlp(backend: Any, row_linear: Any) -> ModuleSpec:
+def _feed_forward(design: LayerDesign, config: Any, backend: Any, row_linear: Any, *, adapters: bool) -> Any:
+    if design.experts:
+        return _experts(config, adapters=adapters)
     submodules = MLPSubmodules(linear_fc1=backend.column_parallel_linear(), linear_fc2=row_linear)
+    if hasattr(MLP, "as_mlp_submodule"):  # since 0.19, which warns of a spec in each layer
+        return partial(MLP.as_mlp_submodule, submodules=submodules)
     return ModuleSpec(module=MLP, submodules=submodules)
 
 
 def _experts(config: Any, *, adapters: bool) -> ModuleSpec:
     grouped = config.moe_grouped_gemm  # Megatron Core's own grouped experts without Transformer Engine have other weights
     backend = choose_backend(config, grouped=grouped)
+    if config.add_bias_linear and isinstance(backend, LocalSpecProvider):
+        backend = BiasedExperts()
     return get_moe_module_spec_for_backend(
         backend=AdaptedBackend(backend) if adapters else backend, num_experts=config.num_moe_experts, moe_grouped_gemm=grouped
     )
+
+
+class ExpertRowLinear(RowParallelLinear):  # type: ignore[misc]
+    """The last linear layer of an expert, with a bias.
+
+    Megatron Core takes the bias for one that all tensor-parallel ranks have, which have other experts: it would add its gradients, and
+    count that of one rank in the norm. And it adds the bias to the output in place, which PyTorch refuses of a function's own input.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.bias.sequence_parallel = False
+        divide_rows(self.bias)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(hidden)
+        return output.clone(), bias
+
+
+class BiasedExperts(LocalSpecProvider):  # type: ignore[misc]
+    """Makes the linear layers of experts with biases."""
+
+    def grouped_mlp_modules(self, *options: Any) -> Any:
+        found = super().grouped_mlp_modules(*options)
+        submodules = found[1] if isinstance(found, tuple) else found.keywords["submodules"]  # of 0.16, and of 0.19
+        submodules.linear_fc2 = ExpertRowLinear
+        return found
 
 
 # Linear layers followed by a norm: what attention and MLP of Gemma 2 and 3 add to the residual stream.
@@ -259,19 +276,30 @@ def with_post_norm(linear: Any, norm: Any) -> type:
 class RowAttention(SelfAttention):  # type: ignore[misc]
     """Megatron Core's self-attention with one of the model's rotary embeddings."""
 
-    def __init__(self, *arguments: Any, rotary: int, **options: Any) -> None:
+    def __init__(self, *arguments: Any, rotary: int | None, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.rotary = rotary
         self._table: Tensor | None = None
 
-    def forward(self, hidden_states: Tensor, attention_mask: Any, *, rotary_pos_emb: Tensor, **options: Any) -> Any:
-        self._table = rotary_pos_emb[self.rotary]  # set again where the layer is recomputed, in the order of the backward passes
+    def forward(self, hidden_states: Tensor, attention_mask: Any, *, rotary_pos_emb: Tensor | None, **options: Any) -> Any:
+        if self.rotary is not None:
+            assert rotary_pos_emb is not None
+            self._table = rotary_pos_emb[
+                self.rotary
+            ]  # set again where the layer is recomputed, in the order of the backward passes
         return super().forward(hidden_states, attention_mask, **options)
 
-    def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = super().get_query_key_value_tensors(*arguments, **options)
-        assert self._table is not None
-        return rotate(query, self._table), rotate(key, self._table), value
+    def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+        """Return queries, keys, values, and with ``attention_output_gate`` the gate: [T, 1, heads, D] each."""
+        query, key, value, *gates = super().get_query_key_value_tensors(*arguments, **options)
+        if gates and (share := gates[0].shape[2] // query.shape[2]) > 1:  # 0.16 cuts only the queries where ranks share a key
+            gates = [gates[0].chunk(share, 2)[self.pg_collection.tp.rank() % share]]
+        if self._table is not None:
+            query, key = rotate(query, self._table), rotate(key, self._table)
+        return query, key, value, *gates
+
+    def _apply_output_gate(self, attended: Tensor, gate: Tensor) -> Tensor:
+        return (attended * at_least_float32(gate).sigmoid().view_as(attended)).to(attended.dtype)
 
 
 # Core attention over the tree of a row.
@@ -288,18 +316,29 @@ class TreeAttention(MegatronModule):  # type: ignore[misc]
         *,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
+        pg_collection: Any,
         **unused: Any,
     ) -> None:
         super().__init__(config=config)
+        self.group = pg_collection.tp
+        self.softmax_offset: nn.Parameter | None = None  # the scores of sinks
+        if sinks:
+            heads = config.num_attention_heads // self.group.size()
+            self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=torch.cuda.current_device()))
+            divide_rows(self.softmax_offset)
         self.layer, self.scale, self.window, self.softcap = layer_number - 1, softmax_scale, window, softcap
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: Any, **unused: Any
     ) -> Tensor:
         scale = self.scale if self.scale is not None else query.shape[-1] ** -0.5
-        spec = AttentionSpec(self.layer, scale, self.window, self.softcap)
+        spec = AttentionSpec(self.layer, scale, self.window, self.softcap, self.softmax_offset)
         attended: Tensor = packed_seq_params.plan.attend(query.squeeze(1), key.squeeze(1), value.squeeze(1), spec)
         return attended.flatten(1).unsqueeze(1)
 
-    def sharded_state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-        return {}
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        groups = {"tp_group": self.group, "dp_cp_group": metadata["dp_cp_group"]}
+        own, axes = self.state_dict(keep_vars=True), {"softmax_offset": 0}
+        shards: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
+        return shards
