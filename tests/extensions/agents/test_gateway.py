@@ -117,7 +117,7 @@ def test_retries_branches_edits_sub_agents_and_compaction_become_a_tree() -> Non
     counted = {name.partition("/")[2]: value for name, value in rollout.metrics.items()}
     assert counted == {
         "requests": 7, "retries": 1, "rewritten": 1, "unmatched": 3, "normalized": 1, "overridden": 0, "refused": 0, "unenforced": 0,
-        "malformed_calls": 0, "branches": 4,
+        "throttled": 0, "malformed_calls": 0, "branches": 4,
     }  # fmt: skip
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from strop.extensions.serve.chat_message import dump_arguments, format_reply, read_content
+from strop.extensions.serve.chat_message import dump_arguments, format_reply, read_content, read_parts
+from strop.extensions.serve.http_api import format_error
 from strop.generation.base import Completion
 from strop.safety.site_guard import BadRequest
 from strop.tools.base import ParsedReply
@@ -69,12 +69,12 @@ def read_items(items: Any) -> list[dict[str, Any]]:
 def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
     if kind == "message":
-        content = read_content(item.get("content"), where)
         if item.get("role") == "assistant":
             reply = _open_reply(messages)
-            reply["content"] = (reply["content"] or "") + content
+            reply["content"] = (reply["content"] or "") + read_content(item.get("content"), where)
         else:
-            messages.append({"role": item.get("role"), "content": content})
+            read_parts(item.get("content"), where)
+            messages.append({"role": item.get("role"), "content": item["content"]})
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
@@ -86,8 +86,8 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
         calls.append({"id": item.get("call_id") or item.get("id"), "type": "function", "function": function})
     elif kind == "function_call_output":
         output = item.get("output")
-        content = output if isinstance(output, str) else read_content(output, where)
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        read_parts(output, where)
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     else:
         raise BadRequest(
             f"{where} is of type {kind!r}; message, reasoning, function_call and function_call_output are known", where
@@ -208,7 +208,6 @@ def _item_events(item: Mapping[str, Any], place: Mapping[str, Any]) -> Iterator[
         yield {"type": "response.content_part.done", **where, "part": part}
 
 
-def number_events(events: Iterator[dict[str, Any]], start: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield (name, JSON) of each event, numbered in order."""
-    for number, event in enumerate(events, start):
-        yield event["type"], json.dumps({**event, "sequence_number": number})
+def format_response_error(error: Exception) -> dict[str, Any]:
+    """Return the event of an error after a stream has begun."""
+    return {"type": "error", "param": None, "code": None, "message": format_error(error)["error"]["message"]}
