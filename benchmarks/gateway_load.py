@@ -85,7 +85,7 @@ class Agent:
 
     def __init__(self, http: aiohttp.ClientSession, number: int, url: str, key: str) -> None:
         self.http, self.number, self.url, self.key = http, number, url, key
-        self.seconds: list[float] = []
+        self.answered: list[tuple[float, float]] = []  # when, and how long it took beyond the engine's wait (s)
 
     async def ask(self, messages: list[dict[str, str]]) -> str:
         """Return the text of a reply."""
@@ -122,7 +122,7 @@ class Agent:
                 said = dict(part.split("=") for part in text.split()[:3])
                 if (int(said["session"]), int(said["turn"])) != (self.number, turn):
                     return f"turn {turn} of session {self.number} got {text}"
-                self.seconds.append(took - float(said["wait"]))
+                self.answered.append((time.perf_counter(), took - float(said["wait"])))
                 messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"{turn}\n{RESULT}"}]
         except (aiohttp.ClientError, OSError) as error:
             return f"lost: {type(error).__name__}"
@@ -130,7 +130,7 @@ class Agent:
 
 
 def run_clients(connection: Any) -> None:
-    """Run agents as they are told to: (number, url, key) in, (number, problem, seconds) out; None ends."""
+    """Run agents as they are told to: (number, url, key) in, (number, problem, answered) out; None ends."""
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -141,7 +141,7 @@ def run_clients(connection: Any) -> None:
             async def run(number: int, url: str, key: str) -> None:
                 agent = Agent(http, number, url, key)
                 problem = await agent.run()
-                connection.send((number, problem, agent.seconds))
+                connection.send((number, problem, agent.answered))
 
             arrived: asyncio.Queue[Any] = asyncio.Queue()
             loop.add_reader(connection.fileno(), lambda: arrived.put_nowait(connection.recv()))
@@ -183,22 +183,23 @@ class Load:
         self.gateway, self.connection, self.engine = gateway, connection, engine
         self.template = ChatTemplate(engine.tokenizer)
         self.sessions, self.next, self.stopping = sessions, 0, False
-        self.done: dict[int, asyncio.Future[tuple[str, list[float]]]] = {}
-        self.seconds: list[float] = []
+        self.done: dict[int, asyncio.Future[str]] = {}
+        self.answered: list[tuple[float, float]] = []
+        self.steady = (0.0, 0.0)  # from when to when all sessions were open
         self.endings: Counter[str] = Counter()
         self.lost_after: list[float] = []  # seconds from the kill to the end of a session that it ended
         self.killed_at = 0.0
         self.wrong: list[str] = []
         self.late: list[float] = []
         self.memory: list[Mapping[str, float]] = []
-        self.received = 0  # replies that clients checked
 
     def receive(self) -> None:
-        number, problem, seconds = self.connection.recv()
-        self.seconds += seconds
-        self.received += len(seconds)
-        if number in self.done:
-            self.done.pop(number).set_result((problem, seconds))
+        number, problem, answered = self.connection.recv()
+        self.answered += answered
+        done = self.done.pop(number, None)
+        if done is not None:
+            if not done.done():  # cancelled with its session
+                done.set_result(problem)
         elif not problem.startswith("lost"):
             self.wrong.append(f"session {number} ended twice")
 
@@ -210,7 +211,7 @@ class Load:
         try:
             async with self.gateway.open(rollout, options, self.engine, self.template) as opened:
                 self.connection.send((number, opened.endpoint.base_url, opened.endpoint.api_key))
-                problem, _ = await self.done[number]
+                problem = await self.done[number]
         except Exception as error:
             self.done.pop(number, None)
             self.endings[str(find_ending(error))] += 1
@@ -237,32 +238,35 @@ class Load:
                 await asyncio.sleep(0.1)
                 self.late.append(time.perf_counter() - begun - 0.1)
 
-    async def run(self, minutes: float, ramp: float) -> float:
-        """Returns the seconds from the first session to the last one's end."""
+    async def run(self, minutes: float, ramp: float) -> None:
+        """Keep the sessions open for some minutes after the first ones began, and kill a process half-way."""
         asyncio.get_running_loop().add_reader(self.connection.fileno(), self.receive)
-        begun = time.perf_counter()
         measuring = asyncio.ensure_future(self.measure())
         running = [asyncio.ensure_future(self.keep_open(ramp * index / self.sessions)) for index in range(self.sessions)]
+        await asyncio.sleep(ramp)
+        begun = time.perf_counter()
         await asyncio.sleep(30 * minutes)
         if victim := next((each.pid for each in self.gateway.processes if each.pid), None):
             print(f"killing process {victim} after {30 * minutes:.0f} s", flush=True)
             self.killed_at = time.perf_counter()
             os.kill(victim, signal.SIGKILL)
         await asyncio.sleep(30 * minutes)
-        self.stopping = True
+        self.stopping, self.steady = True, (begun, time.perf_counter())
         await asyncio.gather(*running)
         asyncio.get_running_loop().remove_reader(self.connection.fileno())
         measuring.cancel()
-        return time.perf_counter() - begun
 
 
-def report(load: Load, seconds: float) -> None:
+def report(load: Load) -> None:
     def quantiles(values: Sequence[float]) -> dict[str, float]:
         cuts = statistics.quantiles(values, n=100)
         return {name: round(1000 * cuts[index], 1) for name, index in (("p50 ms", 49), ("p95 ms", 94), ("p99 ms", 98))}
 
-    print("requests", json.dumps({"answered": load.received, "per second": round(load.received / seconds, 1)}))
-    print("beyond the engine's wait", json.dumps({**quantiles(load.seconds), "max ms": round(1000 * max(load.seconds), 1)}))
+    begun, ended = load.steady
+    seconds = [took for at, took in load.answered if begun <= at <= ended]
+    rate = round(len(seconds) / (ended - begun), 1)
+    print("requests", json.dumps({"answered": len(load.answered), "per second while all sessions were open": rate}))
+    print("beyond the engine's wait", json.dumps({**quantiles(seconds), "max ms": round(1000 * max(seconds), 1)}))
     print("event loop of the training process late", json.dumps(quantiles(load.late)))
     for name in load.memory[-1]:
         values = [each[name] for each in load.memory if each.get(name)]
@@ -287,12 +291,12 @@ async def main(arguments: argparse.Namespace) -> None:
     load = Load(gateway, own, WaitingEngine(tiny_tokenizer(), arguments.wait_scale), arguments.sessions)
     try:
         async with gateway.held():
-            seconds = await load.run(arguments.minutes, arguments.ramp)
+            await load.run(arguments.minutes, arguments.ramp)
     finally:
         own.send(None)
         clients.join(10)
         clients.kill()
-    report(load, seconds)
+    report(load)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "listening": {
         "extensions/serve/serve_model.py": "strop serve: loopback unless --host is given",
         "extensions/code/sandbox/sandbox_server.py": "strop sandbox serve: loopback unless --host is given, always with a key",
-        "extensions/agents/gateway/gateway.py": "for agents: loopback unless gateway.host is set, and a key for each episode",
+        "extensions/agents/gateway/gateway_server.py": "for agents: loopback unless gateway.host is set, and a key for each episode",
         "extensions/view/view_routes.py": "strop view: loopback unless --host is given, a token unless --no-token",
     },
 }

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from threading import Lock
 from typing import Any
-
-import torch
 
 from strop.endings import Ending, failing_as
 from strop.extensions.agents.episode_budget import EpisodeBudget
@@ -352,7 +351,7 @@ class AgentSession:
 
 def prompt_key(prompt: Sequence[int], images: Sequence[PromptImage] = ()) -> bytes:
     """Return a digest of a prompt."""
-    state = blake2b(torch.tensor(prompt, dtype=torch.int64).numpy().tobytes(), digest_size=8)
+    state = blake2b(array("q", prompt).tobytes(), digest_size=8)
     for image in images:
         state.update(f"{image.start} {image.digest}".encode())
     return state.digest()

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from strop.extensions.agents.endpoint import Endpoint
 from strop.extensions.agents.gateway.agent_session import AgentSession, SessionOptions, SessionOutcome
 from strop.extensions.agents.gateway.gateway_config import PORT, GatewayConfig
-from strop.extensions.agents.gateway.gateway_process import GatewayProcess
+from strop.extensions.agents.gateway.gateway_process import GatewayDied, GatewayProcess
 from strop.extensions.agents.gateway.gateway_server import GatewayServer, digest_key
 from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
@@ -130,7 +130,7 @@ class Gateway:
             opened.outcome = await session.finish(rollout)
         except TimeoutError:
             if limit.expired():
-                await session.closed  # raises GatewayDied
+                raise GatewayDied(process.death) from None
             raise
         finally:
             process.load -= 1

@@ -29,6 +29,7 @@ from strop.extensions.agents.gateway.process_link import (
     OpenSession,
     Sampled,
     SessionClosed,
+    SessionOpened,
     Start,
     UseTemplate,
     receive,
@@ -62,6 +63,7 @@ class ServedSession:
     generator: Generator
     context: Context  # of the episode
     lost: Callable[[], object]  # called if the process dies
+    opened: asyncio.Future[None]
     closed: asyncio.Future[SessionClosed]
     completions: dict[int, Completion] = field(default_factory=dict)  # by request
     failure: Exception | None = None  # of the engine
@@ -122,6 +124,7 @@ class GatewayProcess:
         self._tasks: set[asyncio.Task[None]] = set()
         self._silence = 0.0
         self.load = 0  # sessions, also those that wait for it to start
+        self.death = ""  # how the last process ended
 
     @property
     def pid(self) -> int | None:
@@ -168,17 +171,21 @@ class GatewayProcess:
         if id(template) not in self._templates:
             self._templates[id(template)] = template
             send(self._writer, UseTemplate(id(template), template))
-        closed: asyncio.Future[SessionClosed] = asyncio.get_running_loop().create_future()
-        closed.add_done_callback(lambda done: done.cancelled() or done.exception())  # an episode that was cancelled does not ask
-        session = ServedSession(next(self._numbers), options, generator, copy_context(), lost, closed)
+        loop = asyncio.get_running_loop()
+        opened, closed = loop.create_future(), loop.create_future()
+        for future in (opened, closed):
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())  # a cancelled episode does not ask
+        session = ServedSession(next(self._numbers), options, generator, copy_context(), lost, opened, closed)
         self._sessions[session.number] = session
         # the mask is recorded here, and the process has no columns
         light = replace(options, sampling=replace(options.sampling, record_sampling_mask=False))
         send(self._writer, OpenSession(session.number, key, light, id(template)))
         try:
+            await opened
             yield session
         finally:
-            send(self._writer, CloseSession(session.number))
+            if session.number in self._sessions:  # not lost
+                send(self._writer, CloseSession(session.number))
 
     def _begin(self, work: Any, context: Context | None = None) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work, context=context)
@@ -207,8 +214,13 @@ class GatewayProcess:
             case Cancel(request):
                 if request in self._sampling:
                     self._sampling[request].cancel()
+            case SessionOpened(number):
+                if not (opened := self._sessions[number].opened).done():  # cancelled
+                    opened.set_result(None)
             case SessionClosed(number):
-                self._sessions.pop(number).closed.set_result(message)
+                closed = self._sessions.pop(number).closed
+                if not closed.done():
+                    closed.set_result(message)
             case Listening(address):
                 if self._address is not None and not self._address.done():
                     self._address.set_result(address)
@@ -260,10 +272,9 @@ class GatewayProcess:
             task.cancel()
         if address is not None and not address.done():
             address.set_exception(GatewayDied(f"a process of the gateway did not start: it {how}"))
+        self.death = f"the gateway's process {process.pid} {how}, and with it the episodes that it served"
         for session in sessions:
-            error = GatewayDied(
-                f"the gateway's process {process.pid} {how}; it served this episode, which had {len(session.completions)} completions"
-            )
-            if not session.closed.done():
-                session.closed.set_exception(error)
+            for future in (session.opened, session.closed):
+                if not future.done():
+                    future.set_exception(GatewayDied(self.death))
             session.lost()

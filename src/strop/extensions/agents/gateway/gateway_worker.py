@@ -30,6 +30,7 @@ from strop.extensions.agents.gateway.process_link import (
     OpenSession,
     Sampled,
     SessionClosed,
+    SessionOpened,
     Start,
     UseTemplate,
     receive,
@@ -136,6 +137,7 @@ class GatewayWorker:
         session = AgentSession(options=opened.options, generator=engine, template=template, config=self._config)
         stack.enter_context(self._server.serving(opened.key, session))
         self._sessions[opened.session] = (session, engine, stack)
+        send(self._writer, SessionOpened(opened.session))
 
     async def _close(self, number: int) -> None:
         session, engine, stack = self._sessions.pop(number)

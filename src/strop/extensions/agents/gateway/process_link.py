@@ -1,8 +1,7 @@
 """Messages between the training process and a process of the gateway, over a socket that only these two have.
 
-training process                                    process of the gateway
-Start, UseTemplate, OpenSession, CloseSession  -->  Listening, Alive
-Generated                                      <--  Generate, Cancel, SessionClosed
+To the process of the gateway: Start, UseTemplate, OpenSession, CloseSession, Generated.
+To the training process: Listening, Alive, SessionOpened, SessionClosed, Generate, Cancel.
 """
 
 from __future__ import annotations
@@ -51,6 +50,13 @@ class OpenSession:
     key: str  # digest of the agent's key
     options: SessionOptions
     template: int
+
+
+@dataclass(frozen=True)
+class SessionOpened:
+    """The agent's key is known."""
+
+    session: int
 
 
 @dataclass(frozen=True)
