@@ -148,7 +148,7 @@ class Gateway:
             return self._address
 
     async def _stop(self) -> None:
-        """Stop listening, and the processes, once nobody uses the gateway."""
+        """Stop listening, and the processes, once no episode is open."""
         async with self._lock:
             if self._users == 0:
                 self._address = ""

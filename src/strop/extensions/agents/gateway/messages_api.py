@@ -70,7 +70,7 @@ def _read_texts(blocks: Any, where: str) -> list[str]:
 
 
 def _read_message(message: Any, where: str) -> Iterator[dict[str, Any]]:
-    """Yield the messages of one message: each result of a tool is a message of its own."""
+    """Yield the messages of one message: each result of a tool is a separate one."""
     role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
     if role not in ("user", "assistant", "system"):
         raise BadRequest(f"{where} must have a role, user or assistant, and a content", where)
