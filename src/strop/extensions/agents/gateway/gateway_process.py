@@ -21,15 +21,15 @@ from strop.extensions.agents.gateway.agent_session import SessionOptions, Sessio
 from strop.extensions.agents.gateway.gateway_config import GatewayConfig
 from strop.extensions.agents.gateway.process_link import (
     Alive,
+    BeginSession,
     Cancel,
-    CloseSession,
+    EndSession,
     Generate,
     Generated,
     Listening,
-    OpenSession,
     Sampled,
-    SessionClosed,
-    SessionOpened,
+    SessionBegun,
+    SessionEnded,
     Start,
     UseTemplate,
     receive,
@@ -64,7 +64,7 @@ class ServedSession:
     context: Context  # of the episode
     lost: Callable[[], object]  # called if the process dies
     opened: asyncio.Future[None]
-    closed: asyncio.Future[SessionClosed]
+    closed: asyncio.Future[SessionEnded]
     completions: dict[int, Completion] = field(default_factory=dict)  # by request
     failure: Exception | None = None  # of the engine
 
@@ -179,13 +179,13 @@ class GatewayProcess:
         self._sessions[session.number] = session
         # the mask is recorded here, and the process has no columns
         light = replace(options, sampling=replace(options.sampling, record_sampling_mask=False))
-        send(self._writer, OpenSession(session.number, key, light, id(template)))
+        send(self._writer, BeginSession(session.number, key, light, id(template)))
         try:
             await opened
             yield session
         finally:
             if session.number in self._sessions:  # not lost
-                send(self._writer, CloseSession(session.number))
+                send(self._writer, EndSession(session.number))
 
     def _begin(self, work: Any, context: Context | None = None) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work, context=context)
@@ -214,10 +214,10 @@ class GatewayProcess:
             case Cancel(request):
                 if request in self._sampling:
                     self._sampling[request].cancel()
-            case SessionOpened(number):
+            case SessionBegun(number):
                 if not (opened := self._sessions[number].opened).done():  # cancelled
                     opened.set_result(None)
-            case SessionClosed(number):
+            case SessionEnded(number):
                 closed = self._sessions.pop(number).closed
                 if not closed.done():
                     closed.set_result(message)

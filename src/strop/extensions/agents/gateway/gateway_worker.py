@@ -22,15 +22,15 @@ from strop.extensions.agents.gateway.gateway_config import GatewayConfig
 from strop.extensions.agents.gateway.gateway_server import GatewayServer
 from strop.extensions.agents.gateway.process_link import (
     Alive,
+    BeginSession,
     Cancel,
-    CloseSession,
+    EndSession,
     Generate,
     Generated,
     Listening,
-    OpenSession,
     Sampled,
-    SessionClosed,
-    SessionOpened,
+    SessionBegun,
+    SessionEnded,
     Start,
     UseTemplate,
     receive,
@@ -49,7 +49,7 @@ class EngineFailed(RuntimeError):
     """The engine failed; the training process has its error."""
 
 
-class RemoteEngine:
+class SessionEngine:
     """The engine of a session, in the training process."""
 
     version = 0
@@ -91,7 +91,7 @@ class GatewayWorker:
         self._config, self._reader, self._writer = config, reader, writer
         self._server = GatewayServer(config)
         self._templates: dict[int, ChatTemplate] = {}
-        self._sessions: dict[int, tuple[AgentSession, RemoteEngine, ExitStack]] = {}
+        self._sessions: dict[int, tuple[AgentSession, SessionEngine, ExitStack]] = {}
         self._numbers = count()
         self._results: dict[int, asyncio.Future[Any]] = {}  # by request
         self._tasks: set[asyncio.Task[None]] = set()
@@ -116,9 +116,9 @@ class GatewayWorker:
                     future.set_result(result)
             case UseTemplate(number, template):
                 self._templates[number] = template
-            case OpenSession():
+            case BeginSession():
                 self._open(message)
-            case CloseSession(number):
+            case EndSession(number):
                 self._begin(self._close(number))
 
     def _begin(self, work: Any) -> None:
@@ -131,13 +131,13 @@ class GatewayWorker:
             send(self._writer, Alive())
             await asyncio.sleep(ALIVE_SECONDS)
 
-    def _open(self, opened: OpenSession) -> None:
-        engine, stack = RemoteEngine(self, opened.session), ExitStack()
+    def _open(self, opened: BeginSession) -> None:
+        engine, stack = SessionEngine(self, opened.session), ExitStack()
         template = self._templates[opened.template]
         session = AgentSession(options=opened.options, generator=engine, template=template, config=self._config)
         stack.enter_context(self._server.serving(opened.key, session))
         self._sessions[opened.session] = (session, engine, stack)
-        send(self._writer, SessionOpened(opened.session))
+        send(self._writer, SessionBegun(opened.session))
 
     async def _close(self, number: int) -> None:
         session, engine, stack = self._sessions.pop(number)
@@ -145,7 +145,7 @@ class GatewayWorker:
         await session.close()
         empty = Rollout(task=Task(id=""), sample=session.options.sample, seed=session.options.seed, messages=(), prompt=EMPTY)
         outcome, requests = engine.strip(session.finish(empty))
-        send(self._writer, SessionClosed(number, replace(outcome, failure=None), requests))
+        send(self._writer, SessionEnded(number, replace(outcome, failure=None), requests))
 
     async def generate(
         self, session: int, prompt: array[int], sampling: Sampling, seed: int, images: tuple[PromptImage, ...]

@@ -1,7 +1,7 @@
 """Messages between the training process and a process of the gateway, over a socket that only these two have.
 
-To the process of the gateway: Start, UseTemplate, OpenSession, CloseSession, Generated.
-To the training process: Listening, Alive, SessionOpened, SessionClosed, Generate, Cancel.
+To the process of the gateway: Start, UseTemplate, BeginSession, EndSession, Generated.
+To the training process: Listening, Alive, SessionBegun, SessionEnded, Generate, Cancel.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class UseTemplate:
 
 
 @dataclass(frozen=True)
-class OpenSession:
+class BeginSession:
     session: int
     key: str  # digest of the agent's key
     options: SessionOptions
@@ -53,19 +53,19 @@ class OpenSession:
 
 
 @dataclass(frozen=True)
-class SessionOpened:
+class SessionBegun:
     """The agent's key is known."""
 
     session: int
 
 
 @dataclass(frozen=True)
-class CloseSession:
+class EndSession:
     session: int
 
 
 @dataclass(frozen=True)
-class SessionClosed:
+class SessionEnded:
     session: int
     outcome: SessionOutcome  # the sampled turns of its rollout have no tokens
     requests: tuple[int, ...]  # that sampled these turns, in the order of ``policy_turns``
