@@ -83,8 +83,8 @@ class WaitingEngine:
 class Agent:
     """A client of one session."""
 
-    def __init__(self, http: aiohttp.ClientSession, number: int, url: str, key: str) -> None:
-        self.http, self.number, self.url, self.key = http, number, url, key
+    def __init__(self, http: aiohttp.ClientSession, stopping: asyncio.Event, number: int, url: str, key: str) -> None:
+        self.http, self.stopping, self.number, self.url, self.key = http, stopping, number, url, key
         self.answered: list[tuple[float, float]] = []  # when, and how long it took beyond the engine's wait (s)
 
     async def ask(self, messages: list[dict[str, str]]) -> str:
@@ -116,6 +116,8 @@ class Agent:
         messages = [{"role": "user", "content": f"task of session {self.number}"}]
         try:
             for turn in range(1, TURNS + 1):
+                if self.stopping.is_set():
+                    break
                 begun = time.perf_counter()
                 text = await self.ask(messages)
                 took = time.perf_counter() - begun
@@ -130,22 +132,26 @@ class Agent:
 
 
 def run_clients(connection: Any) -> None:
-    """Run agents as they are told to: (number, url, key) in, (number, problem, answered) out; None ends."""
+    """Run agents as they are told to: (number, url, key) in, (number, problem, answered) out; "stop" ends them after a turn, None all."""
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         connector, unlimited = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
         tasks: set[asyncio.Task[None]] = set()
+        stopping = asyncio.Event()
         async with aiohttp.ClientSession(connector=connector, timeout=unlimited) as http:
 
             async def run(number: int, url: str, key: str) -> None:
-                agent = Agent(http, number, url, key)
+                agent = Agent(http, stopping, number, url, key)
                 problem = await agent.run()
                 connection.send((number, problem, agent.answered))
 
             arrived: asyncio.Queue[Any] = asyncio.Queue()
             loop.add_reader(connection.fileno(), lambda: arrived.put_nowait(connection.recv()))
             while (asked := await arrived.get()) is not None:
+                if asked == "stop":
+                    stopping.set()
+                    continue
                 task = asyncio.ensure_future(run(*asked))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
@@ -163,10 +169,10 @@ def resident_mb(pid: int | None) -> float:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def check_rollout(rollout: Rollout, number: int, tokenizer: Any) -> str:
-    """Return what is wrong with the rollout of a session whose agent got all replies."""
-    if rollout.branches or len(rollout.policy_turns) != TURNS:
-        return f"session {number} has {len(rollout.policy_turns)} turns and {len(rollout.branches)} branches"
+def check_rollout(rollout: Rollout, number: int, turns: int, tokenizer: Any) -> str:
+    """Return what is wrong with the rollout of a session whose agent got this many replies."""
+    if rollout.branches or len(rollout.policy_turns) != turns:
+        return f"session {number} has {len(rollout.policy_turns)} turns of {turns} and {len(rollout.branches)} branches"
     if f"task of session {number}<" not in tokenizer.decode(rollout.prompt.tolist()):
         return f"session {number} has another prompt"
     for index, turn in enumerate(rollout.policy_turns, 1):
@@ -183,7 +189,7 @@ class Load:
         self.gateway, self.connection, self.engine = gateway, connection, engine
         self.template = ChatTemplate(engine.tokenizer)
         self.sessions, self.next, self.stopping = sessions, 0, False
-        self.done: dict[int, asyncio.Future[str]] = {}
+        self.done: dict[int, asyncio.Future[tuple[str, int]]] = {}
         self.answered: list[tuple[float, float]] = []
         self.steady = (0.0, 0.0)  # from when to when all sessions were open
         self.endings: Counter[str] = Counter()
@@ -199,7 +205,7 @@ class Load:
         done = self.done.pop(number, None)
         if done is not None:
             if not done.done():  # cancelled with its session
-                done.set_result(problem)
+                done.set_result((problem, len(answered)))
         elif not problem.startswith("lost"):
             self.wrong.append(f"session {number} ended twice")
 
@@ -211,15 +217,18 @@ class Load:
         try:
             async with self.gateway.open(rollout, options, self.engine, self.template) as opened:
                 self.connection.send((number, opened.endpoint.base_url, opened.endpoint.api_key))
-                problem = await self.done[number]
+                problem, turns = await self.done[number]
         except Exception as error:
             self.done.pop(number, None)
             self.endings[str(find_ending(error))] += 1
             self.lost_after.append(time.perf_counter() - self.killed_at)
             return
         found = opened.outcome.rollout
-        problem = problem or ("no rollout" if found is None else check_rollout(found, number, self.engine.tokenizer))
-        self.endings["wrong" if problem else str(found and found.ending)] += 1
+        if found is not None:
+            problem = problem or check_rollout(found, number, turns, self.engine.tokenizer)
+        elif turns:
+            problem = problem or f"session {number} has no rollout of {turns} turns"
+        self.endings["wrong" if problem else str(found.ending) if found is not None else "not begun"] += 1
         if problem:
             self.wrong.append(problem)
 
@@ -252,6 +261,7 @@ class Load:
             os.kill(victim, signal.SIGKILL)
         await asyncio.sleep(30 * minutes)
         self.stopping, self.steady = True, (begun, time.perf_counter())
+        self.connection.send("stop")
         await asyncio.gather(*running)
         asyncio.get_running_loop().remove_reader(self.connection.fileno())
         measuring.cancel()
