@@ -111,7 +111,7 @@ $(ADAPTERS)/%/.done: | setup-dev
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib')); print('$(CURDIR)/src')" > \
 	    $$(echo $(ADAPTERS)/$*/lib/python*/site-packages)/base.pth
 	$(PIP) --python $(ADAPTERS)/$*/bin/python install -q $(PACKAGES_$*)
-	$(if $(PROGRAMS_$*),npm install --silent --no-audit --no-fund --prefix $(ADAPTERS)/$* $(PROGRAMS_$*))
+	$(if $(PROGRAMS_$*),! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix $(ADAPTERS)/$* $(PROGRAMS_$*))
 	@touch $@
 
 # Installs nothing: such a machine may have no network. PYTHON is an interpreter with what the tests import (benchmarks/README.md).

@@ -19,7 +19,7 @@ import torch
 
 from strop.base_config import validate_section
 from strop.endings import Ending
-from strop.extensions.agents.gateway.gateway import get_gateway
+from strop.extensions.agents.gateway.gateway import Gateway, get_gateway
 from strop.extensions.agents.gateway.gateway_config import GatewayConfig
 from strop.generation.base import RequestTooLong
 from strop.models.routing.router_config import ROUTES
@@ -202,6 +202,18 @@ def test_a_silent_process_is_killed_but_not_because_the_training_process_was_bus
 
     monkeypatch.setattr(gateway_process, "SILENCE_SECONDS", 1.5)
     assert asyncio.run(watch()) == (-signal.SIGKILL, True)
+
+
+def test_the_number_of_processes_follows_sessions_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    gateway = Gateway(validate_section(GatewayConfig, {"port": 8000}))
+    for sessions, processes in ((0, 0), (63, 0), (64, 1), (255, 1), (256, 2), (2000, 4)):
+        gateway._here = sessions
+        assert (gateway._choose() is None) == (processes == 0) and len(gateway.processes) == processes
+    assert [each._port for each in gateway.processes] == [8001, 8002, 8003, 8004]
+    one_address = Gateway(validate_section(GatewayConfig, {"url": "http://proxy/v1"}))
+    one_address._here = 2000
+    assert one_address._choose() is None
 
 
 def test_one_address_for_several_processes_is_refused() -> None:
