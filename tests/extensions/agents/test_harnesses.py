@@ -74,7 +74,7 @@ def test_codex_is_stored_as_it_was_sampled(tmp_path: Path, monkeypatch: pytest.M
     provider = 'model_providers.strop={name="strop", base_url="$OPENAI_BASE_URL", env_key="OPENAI_API_KEY", wire_api="responses"}'
     script = (
         f'exec "$0" exec --skip-git-repo-check -s danger-full-access -m "$OPENAI_MODEL" -c model_provider=strop -c "{_quote(provider)}" '
-        "-c features.multi_agent=false -c 'web_search=\"disabled\"' 'What is 40+6?' </dev/null"
+        "-c 'web_search=\"disabled\"' 'What is 40+6?' </dev/null"
     )
     policy = Policy(CALL % ("exec_command", "cmd", ""))
     rollout = run(["sh", "-c", script, codex], policy, tmp_path, monkeypatch, CODEX_HOME=str(tmp_path / "codex"))

@@ -31,7 +31,7 @@ def make_chat_body(body: Any, conversations: Conversations) -> dict[str, Any]:
     begin = [{"role": "system", "content": instructions}] if instructions else []
     chat = {name: body[name] for name in SAME_NAME if body.get(name) is not None}
     chat["messages"] = [*begin, *_continue(body, conversations), *read_items(body.get("input"))]
-    chat["tools"] = [_read_tool(tool, index) for index, tool in enumerate(tools)]
+    chat["tools"] = [_read_tool(tool, where) for where, _, tool in _list_tools(tools)]
     if body.get("max_output_tokens") is not None:
         chat["max_completion_tokens"] = body["max_output_tokens"]
     if form not in (None, {"type": "text"}):
@@ -103,10 +103,20 @@ def _open_reply(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return messages[-1]
 
 
-def _read_tool(tool: Any, index: int) -> dict[str, Any]:
+def _list_tools(tools: Sequence[Any]) -> Iterator[tuple[str, str | None, Any]]:
+    """Yield (place, namespace, tool). A namespace holds functions."""
+    for index, tool in enumerate(tools):
+        inner = tool.get("tools") if isinstance(tool, Mapping) and tool.get("type") == "namespace" else None
+        if isinstance(inner, list):
+            yield from ((f"tools[{index}].tools[{number}]", str(tool.get("name")), each) for number, each in enumerate(inner))
+        else:
+            yield f"tools[{index}]", None, tool
+
+
+def _read_tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         kind = tool.get("type") if isinstance(tool, Mapping) else tool
-        raise BadRequest(f"tools[{index}] is of type {kind!r}; only functions can be called", "tools")
+        raise BadRequest(f"{where} is of type {kind!r}; only functions can be called", "tools")
     return {"type": "function", "function": {name: tool[name] for name in ("name", "description", "parameters") if name in tool}}
 
 
@@ -116,6 +126,8 @@ class ResponseAnswer:
     def __init__(self, body: Mapping[str, Any], chat: Mapping[str, Any], *, model: str, prompt_tokens: int) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
         self.chat, self.prompt_tokens = chat, prompt_tokens
+        listed = _list_tools(body.get("tools") or [])
+        self.namespaces = {tool["name"]: {"namespace": name} for _, name, tool in listed if name is not None}
         self.head = {
             "id": self.id,
             "object": "response",
@@ -163,7 +175,12 @@ class ResponseAnswer:
             text = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}
             yield {"type": "message", "id": f"msg_{tail}", "role": "assistant", "status": status, "content": [text]}
         for index, call in enumerate(reply.calls):
-            named = {"call_id": call.id, "name": call.name, "arguments": dump_arguments(call)}
+            named = {
+                "call_id": call.id,
+                "name": call.name,
+                **self.namespaces.get(call.name, {}),
+                "arguments": dump_arguments(call),
+            }
             yield {"type": "function_call", "id": f"fc_{tail}_{index}", "status": status, **named}
 
     def begin(self) -> Iterator[dict[str, Any]]:
