@@ -73,12 +73,14 @@ PACKAGES_openenv := openenv-core==0.3.0
 PACKAGES_lm-eval := lm-eval==0.4.13
 PACKAGES_nemo-gym := --ignore-requires-python --no-deps nemo-gym==0.7.0 openai==2.44.0 anthropic==0.109.2 hydra-core==1.3.8 \
     omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 itsdangerous yappi pydot pyparsing scipy==1.17.1 GitPython devtools tomlkit
+PACKAGES_harnesses := langgraph==1.2.24 mini-swe-agent==2.4.6
+PROGRAMS_harnesses := @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0
 PACKAGES_mlflow := mlflow==3.17.2
 PACKAGES_swanlab := swanlab==0.10.3
 PACKAGES_trackio := trackio==0.43.0
 
-test-adapters: setup-dev $(foreach name,verifiers openenv lm-eval nemo-gym mlflow swanlab trackio,$(ADAPTERS)/$(name)/.done) ## adapters with packages that want an environment of their own
-	STROP_ADAPTERS=$(abspath $(ADAPTERS)) $(PYTEST) tests/extensions/adapters \
+test-adapters: setup-dev $(foreach name,verifiers openenv lm-eval nemo-gym harnesses mlflow swanlab trackio,$(ADAPTERS)/$(name)/.done) ## adapters with packages that want an environment of their own
+	STROP_ADAPTERS=$(abspath $(ADAPTERS)) $(PYTEST) tests/extensions/adapters tests/extensions/agents/test_harnesses.py \
 	    tests/unit/monitoring/test_tracker_readers.py tests/unit/monitoring/test_trackers_that_fail.py $(ARGS)
 
 PACKAGES_release := build==1.6.1 twine==7.0.0
@@ -127,6 +129,7 @@ $(ADAPTERS)/%/.done: | setup-dev
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib')); print('$(CURDIR)/src')" > \
 	    $$(echo $(ADAPTERS)/$*/lib/python*/site-packages)/base.pth
 	$(PIP) --python $(ADAPTERS)/$*/bin/python install -q $(PACKAGES_$*)
+	$(if $(PROGRAMS_$*),! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix $(ADAPTERS)/$* $(PROGRAMS_$*))
 	@touch $@
 
 # Installs nothing: such a machine may have no network. PYTHON is an interpreter with what the tests import (benchmarks/README.md).

@@ -21,7 +21,7 @@ import aiohttp
 import torch
 
 from strop.base_config import validate_section
-from strop.extensions.agents.gateway.agent_session import AgentSession
+from strop.extensions.agents.gateway.agent_session import SessionOptions
 from strop.extensions.agents.gateway.gateway import Gateway
 from strop.extensions.agents.gateway.gateway_config import GatewayConfig
 from strop.generation.base import Completion
@@ -83,22 +83,15 @@ def run_clients(address: str, keys: Sequence[str], results: Any) -> None:
 
 
 async def measure_gateway(generator: Any, template: Any, episodes: int = EPISODES) -> tuple[list[float], float]:
-    gateway = Gateway(validate_section(GatewayConfig, {}))
+    gateway = Gateway(validate_section(GatewayConfig, {"processes": 0}))
     async with AsyncExitStack() as stack:
         endpoints = []
         for episode in range(episodes):
             empty = torch.zeros(0, dtype=torch.int64)
-            session = AgentSession(
-                rollout=Rollout(task=Task(id="t"), sample=episode, seed=episode, messages=(), prompt=empty),
-                generator=generator,
-                template=template,
-                sampling=SAMPLING,
-                config=gateway.config,
-                offer_tools=lambda tools: None,  # type: ignore[arg-type, return-value]
-                max_turns=1000,
-                max_length=LENGTH,
-            )
-            endpoints.append(await stack.enter_async_context(gateway.open(session)))
+            rollout = Rollout(task=Task(id="t"), sample=episode, seed=episode, messages=(), prompt=empty)
+            options = SessionOptions(seed=episode, sample=episode, sampling=SAMPLING, max_turns=1000, max_length=LENGTH)
+            opened = await stack.enter_async_context(gateway.open(rollout, options, generator, template))
+            endpoints.append(opened.endpoint)
         context = multiprocessing.get_context("spawn")
         results = context.Queue()
         keys = [endpoint.api_key for endpoint in endpoints]

@@ -36,6 +36,7 @@ class Ending(StrEnum):
     CONTEXT = "context", Who.POLICY, "the conversation no longer fits the maximum sequence length"
     TURNS = "turns", Who.POLICY, "the maximum number of turns was reached"
     TOOL_CALLS = "tool_calls", Who.POLICY, "the maximum number of tool calls was reached"
+    BUDGET = "budget", Who.POLICY, "the episode used up its budget of tokens or cost"
     TIME = "time", Who.POLICY, "the time limit of the episode was reached: the agent, or what it started, hangs or is slow"
     CRASH = "crash", Who.POLICY, "the agent, or a program that the policy wrote or drives, crashed"
     BROKEN_TASK = "broken_task", Who.TASK, "the task cannot be sampled or scored: its prompt is too long, or its data are broken"
@@ -51,8 +52,8 @@ class Ending(StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """Whether something failed. An episode that ran into a limit of tokens, turns or calls is complete."""
-        return self not in (Ending.STOP, Ending.LENGTH, Ending.CONTEXT, Ending.TURNS, Ending.TOOL_CALLS)
+        """Whether something failed. An episode that ran into a limit of tokens, turns, calls or cost is complete."""
+        return self not in (Ending.STOP, Ending.LENGTH, Ending.CONTEXT, Ending.TURNS, Ending.TOOL_CALLS, Ending.BUDGET)
 
 
 class RolloutFailed(RuntimeError):

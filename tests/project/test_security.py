@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 # Calls that run what they read, or that open a door: the only files that may have them, each with its reason.
 ALLOWED: dict[str, dict[str, str]] = {
     "pickle.loads": {
+        "extensions/agents/gateway/process_link.py": "a pair of sockets between the training process and one that it started",
         "generation/vllm/worker.py": "from the engine's own process, over vLLM's channel",
         "generation/vllm/vllm_engine.py": "from the engine's workers, over vLLM's channel",
         "extensions/sglang/server/scheduler_process.py": "from the run that started the server, which alone has its key",
@@ -55,6 +56,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "learner/parallel/sharded_checkpoint.py": "weights_only",
     },
     "socket.socket": {
+        "extensions/agents/gateway/gateway_worker.py": "the descriptor that the training process gave it",
         "extensions/sglang/server_process.py": "asks for a free port of the loopback interface",
         "extensions/code/sandbox/sandbox_worker.py": "the descriptor that its caller gave it",
         "weight_sync/transports/connection.py": "abstract Unix socket, the peer's user is checked",
@@ -90,7 +92,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "listening": {
         "extensions/serve/serve_model.py": "strop serve: loopback unless --host is given",
         "extensions/code/sandbox/sandbox_server.py": "strop sandbox serve: loopback unless --host is given, always with a key",
-        "extensions/agents/gateway/gateway.py": "for agents: loopback unless gateway.host is set, and a key for each episode",
+        "extensions/agents/gateway/gateway_server.py": "for agents: loopback unless gateway.host is set, and a key for each episode",
         "extensions/view/view_routes.py": "strop view: loopback unless --host is given, a token unless --no-token",
     },
 }

@@ -15,14 +15,12 @@ from strop.environments.base import PromptedTask
 from strop.environments.handle import LocalEnvironment
 from strop.environments.resources import configure_resources
 from strop.extensions.agents.external_agent import ExternalAgent
-from strop.extensions.agents.gateway.agent_session import AgentSession
+from strop.extensions.agents.gateway.agent_session import AgentSession, SessionOptions
 from strop.extensions.agents.gateway.gateway_config import GatewayConfig
 from strop.generation.base import Completion
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_episode
-from strop.rollouts.tool_turns import ToolTurns
 from strop.sampling import Sampling
-from strop.tools.toolbox import ToolOffer
 from strop.types import Rollout, Turn, user
 
 TOOL_CHATML = (
@@ -90,17 +88,15 @@ def play(agent: Callable[..., Any] | None, generator: Any = None, **options: Any
     return asyncio.run(play_async(agent, generator, **options))
 
 
+EMPTY_ROLLOUT = Rollout(task=TASK, sample=0, seed=SEED, messages=(), prompt=torch.zeros(0, dtype=torch.int64))
+
+
 def make_session(generator: Any, **limits: int) -> AgentSession:
     """Return a session without a server."""
-    return AgentSession(
-        rollout=Rollout(task=TASK, sample=0, seed=SEED, messages=(), prompt=torch.zeros(0, dtype=torch.int64)),
-        generator=generator,
-        template=TEMPLATE,
-        sampling=Sampling(max_new_tokens=16),
-        config=validate_section(GatewayConfig, {}),
-        offer_tools=lambda tools: ToolTurns.make(ToolOffer(tuple(tools)), TEMPLATE, None),
-        **{"max_turns": 1000, "max_length": 4000, **limits},
+    options = SessionOptions(
+        seed=SEED, sample=0, sampling=Sampling(max_new_tokens=16), **{"max_turns": 1000, "max_length": 4000, **limits}
     )
+    return AgentSession(options=options, generator=generator, template=TEMPLATE, config=validate_section(GatewayConfig, {}))
 
 
 def check_tree(rollout: Rollout, sampled: Sequence[tuple[list[int], Completion]]) -> None:

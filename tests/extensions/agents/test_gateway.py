@@ -117,7 +117,7 @@ def test_retries_branches_edits_sub_agents_and_compaction_become_a_tree() -> Non
     counted = {name.partition("/")[2]: value for name, value in rollout.metrics.items()}
     assert counted == {
         "requests": 7, "retries": 1, "rewritten": 1, "unmatched": 3, "normalized": 1, "overridden": 0, "refused": 0, "unenforced": 0,
-        "malformed_calls": 0, "branches": 4,
+        "throttled": 0, "malformed_calls": 0, "branches": 4,
     }  # fmt: skip
 
 
@@ -153,6 +153,27 @@ def test_the_responses_api_keeps_conversations_and_calls_tools() -> None:
     assert rollout.error is None and rollout.output == "46in all"
     check_tree(rollout, generator.sampled)
     assert len(rollout.branches) == 1 and sum(turn.sampled for turn in rollout.branches[0].turns) == 3
+
+
+def test_the_functions_of_a_namespace_are_called_by_their_names() -> None:
+    generator = Recorder(CALL, "46")
+
+    def agent(task: Any, endpoint: Any) -> str:
+        client = connect(endpoint)
+        add = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
+        tools: Any = [{"type": "namespace", "name": "sums", "description": "Sums.", "tools": [add]}]
+        first = client.responses.create(model="m", input="12+34?", tools=tools)
+        (call,) = first.output
+        assert (call.type, call.name, call.namespace) == ("function_call", "add", "sums")
+        items: Any = [{"role": "user", "content": "12+34?"}, call.model_dump(exclude_none=True)]
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": "46"})
+        with pytest.raises(openai.BadRequestError, match=r"tools\[0\].tools\[0\] is of type 'web_search'"):
+            client.responses.create(model="m", input="x", tools=[{**tools[0], "tools": [{"type": "web_search"}]}])
+        return client.responses.create(model="m", input=items, tools=tools).output_text
+
+    rollout = play(agent, generator)
+    assert rollout.error is None and rollout.output == "46" and not rollout.branches
+    check_tree(rollout, generator.sampled)
 
 
 def test_completions_continue_texts_by_their_tokens() -> None:

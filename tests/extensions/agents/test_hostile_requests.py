@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loop.tiny import tiny_model
+from strop.extensions.agents.gateway.messages_api import make_chat_body as read_messages_body
 from strop.extensions.agents.gateway.responses_api import make_chat_body
-from strop.extensions.serve.chat_message import read_content
+from strop.extensions.serve.chat_message import read_parts
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.models.network import Network
 from strop.safety.site_guard import BadRequest
@@ -23,9 +24,11 @@ NAMES = (
     "messages", "role", "content", "tool_calls", "function", "name", "arguments", "type", "text", "input", "prompt", "tools", "n", "stop",
     "tool_choice", "max_tokens", "temperature", "stream", "logprobs", "stream_options", "previous_response_id", "instructions", "model",
     "tool_call_id", "call_id", "output", "summary", "reasoning_content", "parallel_tool_calls", "id", "parameters", "format",
+    "system", "source", "thinking", "signature", "input_schema", "tool_use_id", "stop_sequences", "image_url", "url", "data",
 )  # fmt: skip
 WORDS = ("user", "assistant", "tool", "system", "developer", "function", "text", "message", "function_call", "reasoning", "{}", "[1]",
-    "\udc80", "function_call_output", "input_text", "<tool_call>", "required", "none")  # fmt: skip
+    "\udc80", "tool_use", "tool_result", "image", "base64", "thinking",
+    "function_call_output", "input_text", "<tool_call>", "required", "none")  # fmt: skip
 LEAVES = st.none() | st.booleans() | st.integers(-3, 200) | st.floats() | st.sampled_from(WORDS) | st.text(max_size=3)
 VALUES = st.recursive(
     LEAVES,
@@ -38,13 +41,16 @@ BODY = VALUES | st.fixed_dictionaries({}, optional={name: VALUES for name in NAM
 
 
 @settings(max_examples=60, deadline=None)
-@given(BODY, st.lists(MESSAGE, max_size=4), st.lists(ITEM, max_size=3), st.sampled_from(["chat", "text", "responses"]))
+@given(
+    BODY, st.lists(MESSAGE, max_size=4), st.lists(ITEM, max_size=3), st.sampled_from(["chat", "text", "responses", "messages"])
+)
 def test_a_request_is_read_or_refused(body: Any, messages: list[Any], items: list[Any], kind: str) -> None:
     session = make_session(Recorder())
     if isinstance(body, dict) and messages:
         body = {**body, "messages": messages, "input": items or body.get("input")}
     try:
-        read = make_chat_body(body, {}) if kind == "responses" else body
+        reader = {"responses": lambda: make_chat_body(body, {}), "messages": lambda: read_messages_body(body)}
+        read = reader[kind]() if kind in reader else body
         asked, _ = session.read(read, is_chat=kind != "text")
     except BadRequest as error:
         assert str(error) and 400 <= error.status < 500
@@ -52,12 +58,19 @@ def test_a_request_is_read_or_refused(body: Any, messages: list[Any], items: lis
     assert asked.prompts and all(asked.prompts)
 
 
-@pytest.mark.parametrize(
-    "part", [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "input_image", "image_url": "a.png"}]
-)
-def test_an_image_is_refused_with_what_to_do_instead(part: dict[str, object]) -> None:
-    with pytest.raises(BadRequest, match=r"messages\[0\].content has an image, but agents can send only text to the policy"):
-        read_content([{"type": "text", "text": "look"}, part], "messages[0]")
+@pytest.mark.parametrize("url", ["a.png", "/etc/passwd", "file:///etc/passwd", None, 3, {"url": "a.png"}])
+def test_an_image_of_this_machine_is_refused(url: object) -> None:
+    for part in ({"type": "image_url", "image_url": {"url": url}}, {"type": "input_image", "image_url": url}):
+        with pytest.raises(
+            BadRequest, match=r"messages\[0\].content has an image without a URL: send it as data:image/png;base64"
+        ):
+            read_parts([{"type": "text", "text": "look"}, part], "messages[0]")
+
+
+def test_an_image_for_a_model_that_reads_text_is_refused() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with pytest.raises(BadRequest, match="a message has an image, and the model reads only text"):
+        make_session(Recorder()).read({"messages": [{"role": "user", "content": [image]}]}, is_chat=True)
 
 
 def play_with_engine(requests: list[tuple[str, Any]], *, more: int = 0, sampling: str = "run") -> tuple[Rollout, list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ from hypothesis import strategies as st
 
 from loop.fakes import FakeGenerator
 from strop.data.packing import pack
-from strop.extensions.agents.gateway.agent_session import add_turns, count_common
 from strop.extensions.agents.gateway.exchange import Exchange
+from strop.extensions.agents.gateway.turn_tree import add_turns, count_common
 from strop.models.routing.router_config import ROUTES
 from strop.types import Rollout
-from support.agents import END, TOKENIZER, Recorder, check_tree, ids, list_contexts, make_session
+from support.agents import EMPTY_ROLLOUT, END, TOKENIZER, Recorder, check_tree, ids, list_contexts, make_session
 from support.packed import check_routes, routed_turn
 from support.rollouts import make_group, make_rollout
 
@@ -63,7 +64,9 @@ def converse(draw: random.Random, requests: int) -> tuple[Rollout, Recorder]:
             known += [[*messages, {"role": "assistant", "content": reply.content}] for reply in replies]
 
     asyncio.run(run())
-    return session.make_rollout(), generator
+    rollout = session.finish(replace(EMPTY_ROLLOUT, metrics={})).rollout
+    assert rollout is not None
+    return rollout, generator
 
 
 def check_conversation(seed: int, requests: int) -> None:
@@ -95,7 +98,7 @@ def test_the_common_beginning_is_counted(left: list[int], right: list[int]) -> N
 def test_requests_of_an_agent_keep_only_the_experts_that_earlier_ones_lack() -> None:
     def exchange(number: int, context: tuple[int, ...], tokens: tuple[int, ...]) -> Exchange:
         turn = routed_turn(context, tokens)
-        return Exchange(number=number, context=context, turn=turn)
+        return Exchange(number=number, added=context, turn=turn)
 
     first = exchange(0, (5, 6, 7), (8, 9))
     branch, main = exchange(1, (5, 6, 20), (21, 22)), exchange(2, (5, 6, 7, 8, 9, 10), (11, 12))

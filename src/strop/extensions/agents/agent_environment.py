@@ -1,4 +1,4 @@
-"""Environments whose episodes are driven by an agent: code that calls the policy through OpenAI's API.
+"""Environments whose episodes are driven by an agent: code that calls the policy through OpenAI's or Anthropic's API.
 
 The policy's turns are the completions of the agent's requests; ``prompt`` and ``respond`` are not called. Rewards work as in any
 environment.
@@ -18,6 +18,7 @@ from strop.endings import Ending
 from strop.environments.base import Environment, EnvironmentConfigError, TaskT
 from strop.environments.rewards import to_number
 from strop.extensions.agents.endpoint import Endpoint
+from strop.extensions.agents.episode_budget import EpisodeBudget
 from strop.user_code import describe_value
 
 
@@ -55,12 +56,31 @@ class AgentEnvironment(Environment[TaskT]):
 
     agent_timeout_s: float = 600.0  # wall time of an episode, after which the agent is terminated: a failure of the policy
 
+    max_episode_tokens: int | None = None  # tokens that the policy may sample in an episode; null: no limit
+    max_episode_cost: float | None = None  # of an episode, in the currency of the prices; null: no limit
+    read_price: float = 0.0  # of a million tokens of prompts
+    sampled_price: float = 0.0  # of a million sampled tokens
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.max_episode_cost is not None and not (self.read_price or self.sampled_price):
+            raise EnvironmentConfigError(
+                f"max_episode_cost is {self.max_episode_cost:g}, but read_price and sampled_price are 0; set a price per "
+                "million tokens, or remove max_episode_cost"
+            )
         if self.has_tools:
             raise EnvironmentConfigError(
                 "tools are for episodes without an agent: an agent sends its own with its requests; remove env.ALIAS.tools"
             )
+
+    @property
+    def episode_limits(self) -> EpisodeBudget:
+        return EpisodeBudget(
+            max_tokens=self.max_episode_tokens,
+            max_cost=self.max_episode_cost,
+            read_price=self.read_price,
+            sampled_price=self.sampled_price,
+        )
 
     @abstractmethod
     async def run(self, task: TaskT, endpoint: Endpoint) -> Any:

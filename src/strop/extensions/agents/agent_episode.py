@@ -12,16 +12,15 @@ from strop import packages
 from strop.endings import Ending, failing_as
 from strop.environments.handle import EnvironmentHandle
 from strop.environments.resources import find_section
-from strop.extensions.agents.gateway.agent_session import AgentSession
+from strop.extensions.agents.episode_budget import EpisodeBudget
+from strop.extensions.agents.gateway.agent_session import SessionOptions
 from strop.extensions.agents.gateway.gateway_config import GatewayConfig
 from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules
-from strop.rollouts.tool_turns import ToolTurns
 from strop.safety.printable import redact_text
 from strop.sampling import Sampling
 from strop.tools.base import InfrastructureError
-from strop.tools.toolbox import ToolOffer
 from strop.types import Rollout
 
 if TYPE_CHECKING:
@@ -36,9 +35,10 @@ class AgentMadeNoRequest(RuntimeError):
 
 @asynccontextmanager
 async def open_gateway() -> AsyncIterator[str]:
-    """Check that a run can serve agents. The gateway itself listens while an episode is open. Raises InfrastructureError."""
-    config = _find_gateway().config
-    yield f"agents reach the policy at {redact_text(config.url or config.host)}"
+    """Check that a run can serve agents. It listens while an episode is open. Raises InfrastructureError."""
+    gateway = _find_gateway()
+    async with gateway.held():
+        yield f"agents reach the policy at {redact_text(gateway.config.url or gateway.config.host)}"
 
 
 def _find_gateway() -> Gateway:
@@ -65,32 +65,30 @@ async def run_agent(
     An exception caused by a refused request is no failure: the rollout is then truncated. One that reports no cause is a crash of the
     agent, which the policy drives.
     """
-    gateway = _find_gateway()
-    session = AgentSession(
-        rollout=rollout,
-        generator=generator,
-        template=template,
+    options = SessionOptions(
+        seed=rollout.seed,
+        sample=rollout.sample,
         sampling=sampling,
-        config=gateway.config,
-        offer_tools=lambda tools: ToolTurns.make(ToolOffer(tuple(tools), "turn"), template, rules.tool_call_format),
         max_turns=rules.max_turns,
         max_length=rules.max_length,
+        tool_call_format=rules.tool_call_format,
+        budget=environment.traits.episode_limits or EpisodeBudget(),
     )
     result, failure = None, None
-    async with gateway.open(session) as endpoint:
+    async with _find_gateway().open(rollout, options, generator, template) as opened:
         try:
             with failing_as(Ending.CRASH):
-                result = await environment.run_agent(rollout.task, endpoint)
+                result = await environment.run_agent(rollout.task, opened.endpoint)
         except Exception as error:
             log.debug("the agent of task %s failed", rollout.task.id, exc_info=error)
             failure = error
-    if session.failure is not None:
-        raise session.failure
-    if not session.exchanges:
-        raise failure or AgentMadeNoRequest(session.prompt_error or _explain(environment, rollout))
-    finished = session.make_rollout()
+    outcome, finished = opened.outcome, opened.outcome.rollout
+    if outcome.failure is not None:
+        raise outcome.failure
+    if finished is None:
+        raise failure or AgentMadeNoRequest(outcome.prompt_error or _explain(environment, rollout))
     if result is None:
-        return finished, None if session.truncated else failure
+        return finished, None if outcome.truncated else failure
     finished.metrics.update(result.metrics)
     return replace(finished, output=result.output, ending=finished.ending or Ending.STOP), None
 
@@ -98,5 +96,5 @@ async def run_agent(
 def _explain(environment: EnvironmentHandle[Any], rollout: Rollout) -> str:
     return (
         f"the agent of {environment.traits.title} ended on task {rollout.task.id!r} without a completion: let it send its requests to "
-        "endpoint.base_url with endpoint.api_key (OPENAI_BASE_URL and OPENAI_API_KEY of a command)"
+        "endpoint.base_url with endpoint.api_key (OPENAI_BASE_URL and OPENAI_API_KEY of a command, or Anthropic's)"
     )

@@ -146,11 +146,11 @@ SCORE = "score"  # the reward returned by the agent
 
 
 def score(task: Task, rollout: Rollout) -> float | None:
-    """Return the agent's reward; 0 if its last request was refused because of the length or the number of turns."""
+    """Return the agent's reward; 0 if its last request was refused because of the length, the number of turns or the budget."""
     result = current_result()
     if result.unscored:
         return None
-    if result.reward is None and rollout.ending not in ("context", "turns"):
+    if result.reward is None and rollout.ending not in ("context", "turns", "budget"):
         raise AgentFailed(
             f"the agent returned no reward on task {task.id!r}: return a number or a mapping with reward (a command: as JSON in its last "
             "line of output), or set env.ALIAS.reward to a function"

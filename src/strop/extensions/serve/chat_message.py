@@ -9,10 +9,11 @@ from typing import Any
 from strop.safety.site_guard import BadRequest
 from strop.sampling import is_encodable
 from strop.tools.base import ParsedReply
-from strop.types import Message, ToolCall
+from strop.types import Image, Message, ToolCall
 
 # Roles unknown to chat templates, and their replacements.
 ROLES = {"developer": "system", "function": "tool"}
+TEXTS, IMAGES = ("text", "input_text", "output_text"), ("image_url", "input_image")  # types of parts
 
 
 def read_messages(found: Any) -> tuple[Message, ...]:
@@ -29,10 +30,12 @@ def _read_message(message: Any, where: str) -> Message:
     if not isinstance(calls, list):
         raise BadRequest(f"{where}.tool_calls must be a list of calls", where)
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-    role = str(message["role"])
+    role, given = str(message["role"]), message.get("content")
+    content, images = ("", ()) if given is None and calls else read_parts(given, where)
     return Message(
         ROLES.get(role, role),
-        "" if message.get("content") is None and calls else read_content(message.get("content"), where),
+        content,
+        images=images,
         tool_calls=tuple(_read_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)),
         reasoning=reasoning if isinstance(reasoning, str) else "",
         name=str(message.get("name") or ""),
@@ -42,20 +45,39 @@ def _read_message(message: Any, where: str) -> Message:
 
 def read_content(content: Any, where: str) -> str:
     """Read a text, or a list of parts that are texts. Raises BadRequest."""
-    kinds = ("text", "input_text", "output_text")
-    if isinstance(content, list) and any(isinstance(part, Mapping) and "image" in str(part.get("type")) for part in content):
-        raise BadRequest(
-            f"{where}.content has an image, but agents can send only text to the policy; other environments support images "
-            "(docs/images.md)",
-            where,
-        )
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") in kinds for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str):
-        raise BadRequest(f"{where}.content must be a text or a list of texts", where)
-    if not is_encodable(content):
+    text, images = read_parts(content, where)
+    if images:
+        raise BadRequest(f"{where}.content has an image, which is possible only in a message of the user or of a tool", where)
+    return text
+
+
+def read_parts(content: Any, where: str) -> tuple[str, tuple[Image, ...]]:
+    """Read a text, or a list of parts that are texts and images. Raises BadRequest."""
+    text, images = content, list[Image]()
+    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
+        text = ""
+        for part in content:
+            if part.get("type") in TEXTS:
+                text += str(part.get("text", ""))
+            elif part.get("type") in IMAGES:
+                images.append(Image(_read_image(part, where), len(text)))
+            else:
+                text = None
+                break
+    if not isinstance(text, str):
+        raise BadRequest(f"{where}.content must be a text or a list of texts and images", where)
+    if not is_encodable(text):
         raise BadRequest(f"{where}.content has a lone surrogate, which is not text", where)
-    return content
+    return text, tuple(images)
+
+
+def _read_image(part: Mapping[str, Any], where: str) -> str:
+    """Return the URL of an image. A path would let an agent read this machine's files."""
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, Mapping) else given
+    if not isinstance(url, str) or not url.startswith(("data:", "http://", "https://")) or not is_encodable(url):
+        raise BadRequest(f"{where}.content has an image without a URL: send it as data:image/png;base64,...", where)
+    return url
 
 
 def _read_call(call: Any, where: str) -> ToolCall:

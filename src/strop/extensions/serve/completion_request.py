@@ -62,6 +62,7 @@ class RequestReader:
     max_length: int  # tokens of prompt and completion together
     length_key: str = "--max-model-len"  # what sets it
     takes_tools: bool = False
+    takes_images: bool = False
     overrides_sampling: bool = False  # the request's parameters that change the distribution have no effect
 
     def read(
@@ -73,6 +74,8 @@ class RequestReader:
         self._check_supported(body)
         messages = read_messages(body.get("messages")) if is_chat else ()
         tools = read_tools(body)
+        if not self.takes_images and any(message.images for message in messages):
+            raise BadRequest("a message has an image, and the model reads only text (docs/images.md)", "messages")
         if is_chat:
             self._check_characters((*(message.content for message in messages), tools), "messages")
             prompts: Sequence[Sequence[int]] = [self._encode_messages(messages, tools, encode)]

@@ -32,7 +32,8 @@ def format_error(error: Exception) -> dict[str, Any]:
     """Return an error in the format of OpenAI's API. Internal errors are logged, but not sent to the client."""
     if isinstance(error, BadRequest | InvalidRequest):
         status, param, code = (getattr(error, name, None) for name in ("status", "param", "code"))
-        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status or 400, "invalid_request_error")
+        kinds = {401: "authentication_error", 429: "rate_limit_error", 503: "server_error"}
+        kind = kinds.get(status or 400, "invalid_request_error")
         return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
     log.error("a request failed", exc_info=error)
     return {"error": {"message": "the server failed; its log says why", "type": "server_error", "param": None, "code": None}}

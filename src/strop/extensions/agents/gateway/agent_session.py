@@ -4,105 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import pairwise
 from threading import Lock
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from strop.endings import Ending, failing_as
+from strop.extensions.agents.episode_budget import EpisodeBudget
 from strop.extensions.agents.gateway.exchange import Exchange
 from strop.extensions.agents.gateway.gateway_config import GatewayConfig
 from strop.extensions.agents.gateway.history import EncodedRequest, History
+from strop.extensions.agents.gateway.turn_tree import add_turns
 from strop.extensions.serve.completion_request import CompletionRequest, RequestReader
 from strop.extensions.serve.streamed_text import cut_at_stop
 from strop.generation.base import Completion, Generator, InvalidRequest, RequestTooLong
 from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate
+from strop.models.vision.image_files import EncodedPrompt
 from strop.monitoring.waits import waiting
+from strop.rollouts.tool_turns import ToolTurns, make_reply_message
 from strop.safety.site_guard import BadRequest
 from strop.sampling import Sampling, mix_seed
 from strop.thoughts import split_thoughts
 from strop.tools.base import ParsedReply
-from strop.types import Branch, Message, Messages, Rollout, Turn, observation_turn
-
-
-@dataclass(eq=False)
-class _Path:
-    parent: int
-    start: int
-    tokens: tuple[int, ...]  # of the whole path, including its parents
-    turns: list[Turn]
-    exchanges: list[Exchange]
-
-
-def add_turns(rollout: Rollout, exchanges: Sequence[Exchange]) -> Rollout:
-    """Return the rollout with the prompt, turns, branches and messages of its requests. There must be at least one."""
-    ordered = sorted(exchanges, key=lambda exchange: exchange.number)
-    last = ordered[-1]
-    chain = [each for each in ordered[:-1] if last.context[: len(each.tokens)] == each.tokens] + [last]
-    main = chain[0]
-    paths = [_Path(-1, 0, main.tokens, [main.turn], [main])]
-    for exchange in (*chain[1:], *(each for each in ordered if each not in chain)):
-        _insert(paths, exchange)
-    turns = _count_messages(paths[0])
-    return replace(
-        rollout,
-        messages=last.messages,
-        prompt=torch.tensor(main.context, dtype=torch.int64),
-        turns=tuple(turns),
-        branches=tuple(Branch(parent=path.parent, start=path.start, turns=tuple(path.turns)) for path in paths[1:]),
-    )
-
-
-def _insert(paths: list[_Path], exchange: Exchange) -> None:
-    context = exchange.context
-    common = [count_common(context, path.tokens) for path in paths]
-    best = max(common)
-    ends = [index for index, path in enumerate(paths) if common[index] == best == len(path.tokens)]
-    if ends:
-        path = paths[ends[0]]
-    else:
-        parent = common.index(best)
-        path = _Path(parent, best, context[:best], [], [])
-        paths.append(path)
-    if added := context[len(path.tokens) :]:
-        path.turns.append(observation_turn(added, exchange.added_text))
-    path.turns.append(exchange.turn.with_last_read(len(added) + 1))
-    path.tokens = exchange.tokens
-    path.exchanges.append(exchange)
-
-
-def count_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    shorter = min(len(left), len(right))
-    if left[:shorter] == right[:shorter]:
-        return shorter
-    low, high = 0, shorter  # they agree before low, and differ at some position before high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if left[low:middle] == right[low:middle] else (low, middle)
-    return low
-
-
-def _count_messages(path: _Path) -> list[Turn]:
-    """Return the turns of the main path, with the number of messages each of them added, if consistent."""
-    added = [len(after.messages) - len(before.messages) for before, after in pairwise(path.exchanges)]
-    if not path.exchanges[-1].messages or any(count < 1 for count in added):
-        return path.turns
-    numbers = iter([0, *(count - 1 for count in added)])
-    turns: list[Turn] = []
-    for turn in path.turns:
-        if turn.sampled:
-            between = next(numbers)
-            if between and turns and not turns[-1].sampled:
-                turns[-1] = replace(turns[-1], num_messages=between)
-        turns.append(replace(turn, num_messages=1) if turn.sampled else turn)
-    return turns
-
+from strop.tools.toolbox import ToolOffer
+from strop.types import Message, Messages, PromptImage, Rollout, Turn
 
 log = logging.getLogger(__name__)
 
@@ -117,33 +45,47 @@ COUNTED = (
     "overridden",
     "unenforced",
     "refused",
+    "throttled",
     "malformed_calls",
 )
 _said: set[str] = set()  # warnings, each once
 
 
-class ToolCalling(Protocol):
-    """Tools in prompts, and calls in sampled text (``strop.rollouts.tool_turns``)."""
+@dataclass(frozen=True, kw_only=True)
+class SessionOptions:
+    """What a session needs to know of its episode, in whichever process it is served."""
 
-    def describe(self, messages: Messages) -> Messages: ...
+    seed: int
+    sample: int
+    sampling: Sampling
+    max_turns: int
+    max_length: int  # tokens of a conversation
+    tool_call_format: str | None = None  # None: the format of the chat template
+    budget: EpisodeBudget = field(default_factory=EpisodeBudget)
 
-    def encode_prompt(self, messages: Messages) -> list[int]: ...
 
-    def parse(self, turn: Turn, number: int) -> ParsedReply: ...
+@dataclass(frozen=True, kw_only=True)
+class SessionOutcome:
+    """How a session ended."""
+
+    rollout: Rollout | None = None  # with the sampled turns; None if no request was answered
+    prompt_error: str = ""  # why the last request's prompt was refused, if it was
+    failure: Exception | None = None  # of the engine, or of the process that served the session
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the last request was refused, because of the length, the number of turns or the budget."""
+        return self.rollout is not None and self.rollout.ending in (Ending.CONTEXT, Ending.TURNS, Ending.BUDGET)
 
 
 @dataclass(eq=False, kw_only=True)
 class AgentSession:
     """The gateway's state of one episode."""
 
-    rollout: Rollout  # without tokens
+    options: SessionOptions
     generator: Generator
     template: ChatTemplate
-    sampling: Sampling
     config: GatewayConfig
-    offer_tools: Callable[[Sequence[Mapping[str, Any]]], ToolCalling]
-    max_turns: int
-    max_length: int  # tokens of a conversation
     exchanges: list[Exchange] = field(default_factory=list)
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # that answer its requests
     conversations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by response id of the Responses API
@@ -155,9 +97,10 @@ class AgentSession:
         self._reader = RequestReader(
             "",
             self.template,
-            self.max_length,
+            self.options.max_length,
             length_key=LENGTH_KEY,
             takes_tools=True,
+            takes_images=self.template.vision is not None,
             overrides_sampling=self.config.sampling == "run",
         )
         self._history = History(self.template, self._encode_prompt)
@@ -165,6 +108,8 @@ class AgentSession:
         self._requests = self._turns = 0
         self._lock = Lock()
         self._asked: dict[bytes, int] = {}  # contexts -> number of requests with them
+        self._last: tuple[int, tuple[Message, ...]] = (0, ())  # number and messages of the last answered chat
+        self._read_tokens = self._sampled_tokens = 0
 
     def count_request(self) -> None:
         """Count a request before it is read. Raises BadRequest if there were too many."""
@@ -174,6 +119,10 @@ class AgentSession:
                 f"the episode has made {self.config.max_requests} requests, the most that gateway.max_requests allows",
                 code="max_requests_exceeded",
             )
+
+    def count_throttled(self) -> None:
+        """Count a request that may be sent again later."""
+        self._counts["throttled"] += 1
 
     def read(self, body: Any, *, is_chat: bool) -> tuple[CompletionRequest, EncodedRequest | None]:
         """Read a request, in any thread. Raises BadRequest."""
@@ -193,15 +142,31 @@ class AgentSession:
         self._take_turns(len(asked.prompts) * asked.choices)
         return asked, encoded[0] if encoded else None
 
+    def count_tokens(self, body: Any) -> int:
+        """Return the number of tokens that a chat request would have, also if they are too many. Raises BadRequest."""
+        counted: list[int] = []
+
+        def encode(messages: tuple[Message, ...], tools: Sequence[Any]) -> list[int]:
+            tokens = self._history.encode(messages, tools).tokens
+            counted.append(len(tokens))
+            return tokens
+
+        try:
+            self._reader.read(body, is_chat=True, encode=encode)
+        except BadRequest:
+            if not counted:
+                raise
+        return counted[0]
+
     def _take_turns(self, wanted: int) -> None:
         with self._lock:
-            if self._turns + wanted <= self.max_turns:
+            if self._turns + wanted <= self.options.max_turns:
                 self._turns += wanted
                 return
             self._counts["refused"] += 1
             self.ending = Ending.TURNS
         raise BadRequest(
-            f"the episode has had {self._turns} turns of the policy, {wanted} more are requested, and {self.max_turns} are allowed "
+            f"the episode has had {self._turns} turns of the policy, {wanted} more are requested, and {self.options.max_turns} are allowed "
             "(max_rollout_turns)",
             code="max_turns_exceeded",
         )
@@ -212,14 +177,15 @@ class AgentSession:
         """Sample all completions of a request, in order, with their replies."""
         number = self._requests
         self._count(asked, encoded)
+        images = () if encoded is None else encoded.images
         try:
             sampling = self._choose_sampling(asked)
         except ValueError as error:
             raise self._refuse(error) from error
         sampled = [
-            self._sample(prompt, sampling, (number, place * asked.choices + choice))
+            self._sample(prompt, images, sampling, number)
             for place, prompt in enumerate(asked.prompts)
-            for choice in range(asked.choices)
+            for _ in range(asked.choices)
         ]
         try:
             with failing_as(Ending.ENGINE):
@@ -241,15 +207,19 @@ class AgentSession:
             return BadRequest(str(error), code="context_length_exceeded")
         return BadRequest(str(error))
 
-    def _encode_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+    def _offer_tools(self, tools: Sequence[Mapping[str, Any]]) -> ToolTurns:
+        return ToolTurns.make(ToolOffer(tuple(tools), "turn"), self.template, self.options.tool_call_format)
+
+    def _encode_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> EncodedPrompt:
         if not tools:
-            return self.template.encode_prompt(messages)
-        calling = self.offer_tools(tools)
-        return calling.encode_prompt(calling.describe(messages))
+            return self.template.encode_with_images(messages)
+        calling = self._offer_tools(tools)
+        return calling.encode_with_images(calling.describe(messages))
 
     def _count(self, asked: CompletionRequest, encoded: EncodedRequest | None) -> None:
         self._counts["requests"] += 1
-        known = any(prompt_key(prompt) in self._asked for prompt in asked.prompts)
+        images = () if encoded is None else encoded.images
+        known = any(prompt_key(prompt, images) in self._asked for prompt in asked.prompts)
         self._counts["retries"] += known
         if encoded is not None:
             self._counts["rewritten"] += encoded.rewritten
@@ -268,25 +238,37 @@ class AgentSession:
 
     def _choose_sampling(self, asked: CompletionRequest) -> Sampling:
         """Return the run's sampling options within the limits of the request, or the request's if agents may choose."""
-        limit = min(self.sampling.max_new_tokens, asked.sampling.max_new_tokens)
-        stop = tuple(dict.fromkeys((*self.sampling.stop_strings, *asked.stop)))
-        chosen = replace(self.sampling, max_new_tokens=limit, stop_strings=stop)
+        sampling, left = self.options.sampling, self._find_rest_of_budget(asked)
+        limit = min(sampling.max_new_tokens, asked.sampling.max_new_tokens, *left)
+        stop = tuple(dict.fromkeys((*sampling.stop_strings, *asked.stop)))
+        chosen = replace(sampling, max_new_tokens=limit, stop_strings=stop)
         if self.config.sampling == "run":
             return chosen
         given = {name: getattr(asked.sampling, name) for name in asked.sampling_parameters if hasattr(asked.sampling, name)}
         return replace(chosen, **given)
 
-    async def _sample(self, prompt: Sequence[int], sampling: Sampling, place: tuple[int, int]) -> Completion:
+    def _find_rest_of_budget(self, asked: CompletionRequest) -> list[int]:
+        """Return how many tokens may still be sampled; empty without a limit. Raises BadRequest if the budget is used up."""
+        try:
+            return self.options.budget.find_rest(self._read_tokens, self._sampled_tokens, sum(map(len, asked.prompts)))
+        except ValueError as error:
+            self._counts["refused"] += 1
+            self.ending = Ending.BUDGET
+            raise BadRequest(str(error), code="budget_exceeded") from error
+
+    async def _sample(self, prompt: Sequence[int], images: Sequence[PromptImage], sampling: Sampling, number: int) -> Completion:
         """Sample one completion. Its seed depends on the request's content, not on time (law 5)."""
-        key = prompt_key(prompt)
+        key = prompt_key(prompt, images)
         earlier = self._asked.get(key, 0)
         self._asked[key] = earlier + 1
-        with waiting(f"sample {self.rollout.sample}", on=f"engine, request {place[0]}", kind="generation"):
+        shown: dict[str, Any] = {"images": images} if images else {}
+        with waiting(f"sample {self.options.sample}", on=f"engine, request {number}", kind="generation"):
             return await self.generator.generate(
                 prompt,
                 sampling=sampling,
-                seed=mix_seed(self.rollout.seed, int.from_bytes(key, "big"), earlier),
-                session=f"{self.rollout.seed:x}",
+                seed=mix_seed(self.options.seed, int.from_bytes(key, "big"), earlier),
+                session=f"{self.options.seed:x}",
+                **shown,
             )
 
     def _read_reply(self, asked: CompletionRequest, turn: Turn, completion: Completion) -> ParsedReply:
@@ -296,7 +278,7 @@ class AgentSession:
         text = cut_at_stop(turn.text, asked.stop)
         in_channels = CHANNEL in turn.text  # one of the channels has the content
         if asked.tools or in_channels:
-            reply = self.offer_tools(asked.tools).parse(turn, len(self.exchanges))
+            reply = self._offer_tools(asked.tools).parse(turn, len(self.exchanges))
             self._counts["malformed_calls"] += len(reply.malformed)
             if asked.tools and reply.calls:
                 calls = reply.calls if asked.parallel_calls else reply.calls[:1]
@@ -315,23 +297,40 @@ class AgentSession:
         completion: Completion,
     ) -> ParsedReply:
         """Store a completion, and return it in the form of the answer."""
-        context = tuple(asked.prompts[place // asked.choices])
-        turn = make_policy_turn(completion, context, self.template, self.generator, self.sampling)
+        context = asked.prompts[place // asked.choices]
+        turn = make_policy_turn(completion, context, self.template, self.generator, self.options.sampling)
         reply = self._read_reply(asked, turn, completion)
-        if asked.is_chat:
-            message = Message("assistant", reply.content, tool_calls=reply.calls, reasoning=reply.reasoning)
-            known = 0 if encoded is None else encoded.known
-            added = "\n".join(each.content for each in asked.messages[known:])
-            exchange = Exchange(number=number, context=context, turn=turn, messages=(*asked.messages, message), added_text=added)
+        if encoded is not None:
+            self._record_chat(asked, encoded, number, turn, make_reply_message(reply))
         else:
-            prompt = asked.texts[place // asked.choices] if asked.texts else self.template.tokenizer.decode(list(context))
-            exchange = Exchange(number=number, context=context, turn=turn, text=prompt + completion.text)
-        self.exchanges.append(exchange)
-        self._history.add(exchange, asked.tools)
+            exchange = Exchange(number=number, added=tuple(context), turn=turn)
+            text = asked.texts[place // asked.choices] if asked.texts else self.template.tokenizer.decode(list(context))
+            self.exchanges.append(exchange)
+            self._history.add_text(exchange, text + completion.text)
         self.prompt_error = ""
-        full = len(context) + len(turn.tokens) >= self.max_length
+        self._read_tokens += len(context)
+        self._sampled_tokens += len(turn.tokens)
+        full = len(context) + len(turn.tokens) >= self.options.max_length
         self.ending = Ending.STOP if completion.stopped else Ending.CONTEXT if full else Ending.LENGTH
         return reply
+
+    def _record_chat(self, asked: CompletionRequest, encoded: EncodedRequest, number: int, turn: Turn, reply: Message) -> None:
+        parent, messages = encoded.parent, (*asked.messages, reply)
+        before = 0 if parent is None else len(parent.tokens)
+        exchange = Exchange(
+            number=number,
+            turn=turn,
+            parent=parent,
+            added=tuple(encoded.tokens[before:]),
+            images=tuple(image for image in encoded.images if image.start >= before),
+            num_messages=len(messages),
+            reply=reply,
+            added_text="\n".join(each.content for each in asked.messages[encoded.known :]),
+        )
+        self.exchanges.append(exchange)
+        self._history.add(exchange, messages, encoded.digest)
+        if number >= self._last[0]:
+            self._last = number, messages
 
     async def close(self) -> None:
         """Cancel unanswered requests."""
@@ -339,18 +338,20 @@ class AgentSession:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    @property
-    def truncated(self) -> bool:
-        """Whether the last request was refused, because of the length or the number of turns."""
-        return self.ending in (Ending.CONTEXT, Ending.TURNS)
-
-    def make_rollout(self) -> Rollout:
-        """Return the sampled turns as a rollout. There must be an exchange."""
-        rollout = add_turns(self.rollout, self.exchanges)
-        counts = {**self._counts, "branches": len(rollout.branches)}
-        rollout.metrics.update({f"gateway/{name}": float(value) for name, value in counts.items()})
-        return replace(rollout, ending=self.ending)
+    def finish(self, rollout: Rollout) -> SessionOutcome:
+        """Return the outcome, with the sampled turns added to the rollout of the episode."""
+        if not self.exchanges:
+            return SessionOutcome(prompt_error=self.prompt_error, failure=self.failure)
+        last = max(exchange.number for exchange in self.exchanges)
+        found = add_turns(rollout, self.exchanges, self._last[1] if last == self._last[0] else ())
+        counts = {**self._counts, "branches": len(found.branches)}
+        found.metrics.update({f"gateway/{name}": float(value) for name, value in counts.items()})
+        return SessionOutcome(rollout=replace(found, ending=self.ending), prompt_error=self.prompt_error, failure=self.failure)
 
 
-def prompt_key(prompt: Sequence[int]) -> bytes:
-    return blake2b(torch.tensor(prompt, dtype=torch.int64).numpy().tobytes(), digest_size=8).digest()
+def prompt_key(prompt: Sequence[int], images: Sequence[PromptImage] = ()) -> bytes:
+    """Return a digest of a prompt."""
+    state = blake2b(array("q", prompt).tobytes(), digest_size=8)
+    for image in images:
+        state.update(f"{image.start} {image.digest}".encode())
+    return state.digest()

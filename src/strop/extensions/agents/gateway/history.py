@@ -9,14 +9,38 @@ is counted. Everything else is rendered by the chat template again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
 from strop.extensions.agents.gateway.exchange import Exchange
 from strop.models.chat_template import ChatTemplate, ConversationError
-from strop.types import Message, Messages
+from strop.models.vision.image_files import EncodedPrompt
+from strop.types import Message, Messages, PromptImage
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+class Digest:
+    """Digests of tools and messages. The loose one is equal for replies with an insignificant difference."""
+
+    def __init__(self, tools: Tools = ()) -> None:
+        self._exact = blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=20)
+        self._loose = self._exact.copy()
+
+    def add(self, message: Message) -> tuple[bytes, bytes]:
+        """Add a message. Returns both digests of all so far."""
+        written = _write(message).encode()
+        self._exact.update(written)
+        self._loose.update(_write(message, loosely=True).encode() if message.role == "assistant" else written)
+        return self._exact.digest(), self._loose.digest()
+
+    def after(self, message: Message) -> tuple[bytes, bytes]:
+        """Return both digests with one more message, which is not added."""
+        copy = Digest()
+        copy._exact, copy._loose = self._exact.copy(), self._loose.copy()
+        return copy.add(message)
 
 
 @dataclass(frozen=True)
@@ -24,60 +48,67 @@ class EncodedRequest:
     """The tokens of a request, and their origin."""
 
     tokens: list[int]
+    images: tuple[PromptImage, ...] = ()
+    parent: Exchange | None = None  # that it continues
     known: int = 0  # number of messages at its beginning with stored tokens
     normalized: bool = False  # a reply came back with an insignificant change
     rewritten: bool = False  # it has replies that the policy did not give at that place
+    digest: Digest = field(default_factory=Digest)  # of its tools and messages
 
 
 class History:
     """The answered requests of an episode."""
 
-    def __init__(
-        self, template: ChatTemplate, encode_prompt: Callable[[Messages, Sequence[Mapping[str, Any]]], list[int]]
-    ) -> None:
+    def __init__(self, template: ChatTemplate, encode_prompt: Callable[[Messages, Tools], EncodedPrompt]) -> None:
         """``encode_prompt`` encodes messages and tools from scratch."""
         self._template, self._encode_prompt = template, encode_prompt
         self._exact: dict[bytes, Exchange] = {}  # by a digest of tools and messages, including the reply
         self._loose: dict[bytes, Exchange] = {}
         self._texts: dict[str, list[int]] = {}  # completions: prompt and reply -> tokens
-        self._openings: set[str] = set()  # first messages
-        self._replies: set[str] = set()
+        self._openings: set[bytes] = set()  # digests of first messages
+        self._replies: set[bytes] = set()
 
-    def add(self, exchange: Exchange, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Store an answered request. If two requests have the same messages and reply, the later one is used."""
-        if not exchange.messages:
-            self._texts[exchange.text] = list(exchange.tokens)
-            return
-        *_, exact = _digest(exchange.messages, tools)
-        *_, loose = _digest(exchange.messages, tools, loosely=True)
+    def add(self, exchange: Exchange, messages: Messages, digest: Digest) -> None:
+        """Store an answered chat, whose request has this digest. If two have the same messages and reply, the later one is used."""
+        assert exchange.reply is not None
+        exact, loose = digest.after(exchange.reply)
         self._exact[exact] = self._loose[loose] = exchange
-        self._openings.add(_write(exchange.messages[0]))
-        self._replies.add(_write(exchange.messages[-1], loosely=True))
+        self._openings.add(_digest_of(messages[0]))
+        self._replies.add(_digest_of(exchange.reply))
 
-    def encode(self, messages: tuple[Message, ...], tools: Sequence[Mapping[str, Any]] = ()) -> EncodedRequest:
+    def add_text(self, exchange: Exchange, text: str) -> None:
+        """Store an answered completion. ``text``: prompt and reply."""
+        self._texts[text] = exchange.tokens
+
+    def encode(self, messages: tuple[Message, ...], tools: Tools = ()) -> EncodedRequest:
         """Encode a chat request."""
-        exact, loose = list(_digest(messages, tools)), list(_digest(messages, tools, loosely=True))
+        digest = Digest(tools)
+        digests = [digest.add(message) for message in messages]
         for known in range(len(messages) - 1, 0, -1):
             if messages[known - 1].role != "assistant":
                 continue
-            found = self._exact.get(exact[known - 1])
+            exact, loose = digests[known - 1]
+            found = self._exact.get(exact)
             normalized = found is None
-            found = found or self._loose.get(loose[known - 1])
+            found = found or self._loose.get(loose)
             if found is not None:
-                observation = self._encode_after(found, messages[known:])
-                return EncodedRequest([*found.tokens, *observation], known, normalized, self._is_rewritten(messages, known))
-        return EncodedRequest(self._encode_anew(messages, tools), rewritten=self._is_rewritten(messages, 0))
+                before, observation = found.tokens, self._encode_after(found, messages[known:])
+                images = (*found.context_images, *(image.moved(len(before)) for image in observation.images))
+                rewritten = self._is_rewritten(messages, known)
+                return EncodedRequest([*before, *observation.tokens], images, found, known, normalized, rewritten, digest)
+        encoded = self._encode_anew(messages, tools)
+        return EncodedRequest(encoded.tokens, encoded.images, rewritten=self._is_rewritten(messages, 0), digest=digest)
 
-    def _encode_after(self, found: Exchange, messages: Messages) -> list[int]:
+    def _encode_after(self, found: Exchange, messages: Messages) -> EncodedPrompt:
         """Encode the messages after a reply."""
         if not self._template.renders_tool_messages:
             messages = [
                 replace(each, role="user", name="", tool_call_id="") if each.role == "tool" else each for each in messages
             ]
-        calls = found.messages[-1].tool_calls if messages[0].role == "tool" else ()
-        return self._template.encode_observation(messages, found.turn.tokens.tolist(), calls=calls)
+        calls = found.reply.tool_calls if found.reply is not None and messages[0].role == "tool" else ()
+        return self._template.encode_observation_with_images(messages, found.turn.tokens.tolist(), calls=calls)
 
-    def _encode_anew(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+    def _encode_anew(self, messages: Messages, tools: Tools) -> EncodedPrompt:
         try:
             return self._encode_prompt(messages, tools)
         except ConversationError:  # the template writes no reasoning, so the policy never reads its earlier thoughts
@@ -103,16 +134,15 @@ class History:
         count.
         """
         replies = [message for message in messages[known:] if message.role == "assistant"]
-        begun = known > 0 or _write(messages[0]) in self._openings
-        return any(begun or _write(reply, loosely=True) in self._replies for reply in replies)
+        if not replies:
+            return False
+        return (
+            known > 0 or _digest_of(messages[0]) in self._openings or any(_digest_of(each) in self._replies for each in replies)
+        )
 
 
-def _digest(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, loosely: bool = False) -> Iterator[bytes]:
-    """Yield a digest of the tools and the messages up to each of them."""
-    state = blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=20)
-    for message in messages:
-        state.update(_write(message, loosely=loosely and message.role == "assistant").encode())
-        yield state.digest()
+def _digest_of(message: Message) -> bytes:
+    return blake2b(_write(message, loosely=message.role == "assistant").encode(), digest_size=20).digest()
 
 
 def _write(message: Message, *, loosely: bool = False) -> str:
@@ -120,4 +150,5 @@ def _write(message: Message, *, loosely: bool = False) -> str:
     content = message.content.strip() if loosely else message.content
     calls = [[call.name, dict(call.arguments), "" if loosely else call.id] for call in message.tool_calls]
     others = [] if loosely else [message.reasoning, message.name, message.tool_call_id]
-    return json.dumps([message.role, content, calls, *others], sort_keys=True) + "\n"
+    images = [[image.source, image.position] for image in message.images]
+    return json.dumps([message.role, content, calls, *others, *images], sort_keys=True) + "\n"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from strop.extensions.serve.chat_message import dump_arguments, format_reply, read_content
+from strop.extensions.serve.chat_message import dump_arguments, format_reply, read_content, read_parts
+from strop.extensions.serve.http_api import format_error
 from strop.generation.base import Completion
 from strop.safety.site_guard import BadRequest
 from strop.tools.base import ParsedReply
@@ -31,7 +31,7 @@ def make_chat_body(body: Any, conversations: Conversations) -> dict[str, Any]:
     begin = [{"role": "system", "content": instructions}] if instructions else []
     chat = {name: body[name] for name in SAME_NAME if body.get(name) is not None}
     chat["messages"] = [*begin, *_continue(body, conversations), *read_items(body.get("input"))]
-    chat["tools"] = [_read_tool(tool, index) for index, tool in enumerate(tools)]
+    chat["tools"] = [_read_tool(tool, where) for where, _, tool in _list_tools(tools)]
     if body.get("max_output_tokens") is not None:
         chat["max_completion_tokens"] = body["max_output_tokens"]
     if form not in (None, {"type": "text"}):
@@ -69,12 +69,12 @@ def read_items(items: Any) -> list[dict[str, Any]]:
 def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
     if kind == "message":
-        content = read_content(item.get("content"), where)
         if item.get("role") == "assistant":
             reply = _open_reply(messages)
-            reply["content"] = (reply["content"] or "") + content
+            reply["content"] = (reply["content"] or "") + read_content(item.get("content"), where)
         else:
-            messages.append({"role": item.get("role"), "content": content})
+            read_parts(item.get("content"), where)
+            messages.append({"role": item.get("role"), "content": item["content"]})
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
@@ -86,8 +86,8 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
         calls.append({"id": item.get("call_id") or item.get("id"), "type": "function", "function": function})
     elif kind == "function_call_output":
         output = item.get("output")
-        content = output if isinstance(output, str) else read_content(output, where)
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        read_parts(output, where)
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     else:
         raise BadRequest(
             f"{where} is of type {kind!r}; message, reasoning, function_call and function_call_output are known", where
@@ -103,10 +103,20 @@ def _open_reply(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return messages[-1]
 
 
-def _read_tool(tool: Any, index: int) -> dict[str, Any]:
+def _list_tools(tools: Sequence[Any]) -> Iterator[tuple[str, str | None, Any]]:
+    """Yield (place, namespace, tool). A namespace holds functions."""
+    for index, tool in enumerate(tools):
+        inner = tool.get("tools") if isinstance(tool, Mapping) and tool.get("type") == "namespace" else None
+        if isinstance(inner, list):
+            yield from ((f"tools[{index}].tools[{number}]", str(tool.get("name")), each) for number, each in enumerate(inner))
+        else:
+            yield f"tools[{index}]", None, tool
+
+
+def _read_tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         kind = tool.get("type") if isinstance(tool, Mapping) else tool
-        raise BadRequest(f"tools[{index}] is of type {kind!r}; only functions can be called", "tools")
+        raise BadRequest(f"{where} is of type {kind!r}; only functions can be called", "tools")
     return {"type": "function", "function": {name: tool[name] for name in ("name", "description", "parameters") if name in tool}}
 
 
@@ -116,6 +126,8 @@ class ResponseAnswer:
     def __init__(self, body: Mapping[str, Any], chat: Mapping[str, Any], *, model: str, prompt_tokens: int) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
         self.chat, self.prompt_tokens = chat, prompt_tokens
+        listed = _list_tools(body.get("tools") or [])
+        self.namespaces = {tool["name"]: {"namespace": name} for _, name, tool in listed if name is not None}
         self.head = {
             "id": self.id,
             "object": "response",
@@ -163,7 +175,12 @@ class ResponseAnswer:
             text = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}
             yield {"type": "message", "id": f"msg_{tail}", "role": "assistant", "status": status, "content": [text]}
         for index, call in enumerate(reply.calls):
-            named = {"call_id": call.id, "name": call.name, "arguments": dump_arguments(call)}
+            named = {
+                "call_id": call.id,
+                "name": call.name,
+                **self.namespaces.get(call.name, {}),
+                "arguments": dump_arguments(call),
+            }
             yield {"type": "function_call", "id": f"fc_{tail}_{index}", "status": status, **named}
 
     def begin(self) -> Iterator[dict[str, Any]]:
@@ -208,7 +225,6 @@ def _item_events(item: Mapping[str, Any], place: Mapping[str, Any]) -> Iterator[
         yield {"type": "response.content_part.done", **where, "part": part}
 
 
-def number_events(events: Iterator[dict[str, Any]], start: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield (name, JSON) of each event, numbered in order."""
-    for number, event in enumerate(events, start):
-        yield event["type"], json.dumps({**event, "sequence_number": number})
+def format_response_error(error: Exception) -> dict[str, Any]:
+    """Return the event of an error after a stream has begun."""
+    return {"type": "error", "param": None, "code": None, "message": format_error(error)["error"]["message"]}

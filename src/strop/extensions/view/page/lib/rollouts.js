@@ -9,6 +9,7 @@ export const ENDINGS = {
   context: "the conversation no longer fits",
   turns: "the limit of turns",
   tool_calls: "the limit of tool calls",
+  budget: "the budget of the episode",
   time: "the time limit of the episode",
   crash: "the agent or the policy's program crashed",
   broken_task: "the task cannot be sampled or scored",
