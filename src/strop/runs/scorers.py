@@ -99,7 +99,7 @@ def find_teacher_columns(config: DistillationRunConfig, algorithm: Algorithm) ->
 
 
 def get_student_info(policy: LoadedPolicy) -> StudentInfo:
-    return StudentInfo(int(policy.network.head.weight.shape[0]), policy.tokenizer)
+    return StudentInfo(policy.network.head.vocabulary, policy.tokenizer)
 
 
 def combine_teachers(by_teacher: Mapping[str, AsyncColumnSource], config: DistillationRunConfig) -> AsyncColumnSource:
