@@ -267,12 +267,12 @@ class Rollout:
     @property
     def policy_turns(self) -> tuple[Turn, ...]:
         """The policy's turns: those of the main path, then those of each branch."""
-        paths = (self.turns, *(branch.turns for branch in self.branches))
-        return tuple(turn for turns in paths for turn in turns if turn.sampled)
+        own = tuple(turn for turn in self.turns if turn.sampled)
+        return (*own, *(turn for branch in self.branches for turn in branch.turns if turn.sampled)) if self.branches else own
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(len(turn.tokens) for turn in self.policy_turns)
+        return sum(turn.tokens.numel() for turn in self.policy_turns)  # len of a tensor is Python
 
     @property
     def length(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from strop.learner.parallel.collectives import all_gather, copy_to_ranks, join_rows, local_rows
 from strop.learner.parallel.parallel_dims import DeviceMeshes
@@ -16,8 +16,6 @@ from strop.models.attention.attention_interface import IMPLEMENTATION
 from strop.models.attention.tree_plan import TreePlan
 from strop.models.logprobs.lm_head import get_lm_head
 from support.models import CONFIGS, VOCABULARY, build
-
-dist: Any = torch.distributed
 
 
 class Float64Torch:
@@ -119,12 +117,8 @@ def gather_gradient(parameter: Any) -> Tensor:
         return torch.zeros(parameter.shape, dtype=parameter.dtype)
     if not isinstance(parameter.grad, DTensor):
         return parameter.grad.clone()
-    (placement,), part = parameter.grad.placements, parameter.grad.to_local().contiguous()
-    assert isinstance(placement, Shard)
-    group = parameter.grad.device_mesh.get_group()
-    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, part, group=group)
-    return torch.cat(parts, placement.dim)
+    whole: Tensor = parameter.grad.full_tensor()
+    return whole
 
 
 def largest_relative_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:

@@ -18,7 +18,7 @@ from strop.types import PromptImage, Rollout
 
 def same_images(left: Rollout, right: Rollout) -> bool:
     """Return whether two prompts have the same images, since equal tokens may stand for different ones."""
-    return [image.digest for image in left.images] == [image.digest for image in right.images]
+    return left.images is right.images or [each.digest for each in left.images] == [each.digest for each in right.images]
 
 
 def place_images(
@@ -31,6 +31,8 @@ def place_images(
     placed: dict[int, PromptImage] = {}
     for rollout, paths in zip(rollouts, trees, strict=True):
         turns = (rollout.turns, *(branch.turns for branch in rollout.branches))
+        if not rollout.images and not any(turn.images for each in turns for turn in each):
+            continue
         own = [tuple(image for turn in each for image in turn.images) for each in turns]
         for number, (path, images) in enumerate(zip(paths, own, strict=False)):  # without branches if only the end is predicted
             for image in (*rollout.images, *images) if number == 0 else _inherited(rollout, number, images):
@@ -68,7 +70,9 @@ def pack_columns(
 
     Where only an end is predicted, ``at_end``, there are none of predicted tokens. Raises ValueError for values of different shapes.
     """
-    of_turns = _declared(turn.columns for rollout in rollouts for turn in rollout.policy_turns if len(turn.tokens))
+    of_turns = _declared(
+        turn.columns for rollout in rollouts for turn in rollout.policy_turns if turn.columns and turn.tokens.numel()
+    )
     of_tokens = [] if at_end else [column for column in of_turns if column.aligned in ("predicted", "turn")]
     return {
         "columns": {column.name: _join_tokens(column, rollouts) for column in of_tokens},

@@ -22,11 +22,14 @@ from strop.types import Batch, Group, Rollout, RolloutCredit, Totals
 class _Predictions:
     """The predicted tokens of one rollout, in parts."""
 
-    count: int
     source: list[Span]  # in T
     target: list[Tensor]  # int64
     logprobs: list[Tensor]  # float32
     versions: list[Tensor]  # int32
+
+    @property
+    def count(self) -> int:
+        return sum(tokens.numel() for tokens in self.target)
 
 
 def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_prefixes: bool = True) -> Batch:
@@ -47,7 +50,8 @@ def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_
     for group in groups:
         prompt = group.rollouts[0].prompt
         shared = share_prefixes and all(
-            torch.equal(rollout.prompt, prompt) and same_images(rollout, group.rollouts[0]) for rollout in group.rollouts
+            (rollout.prompt is prompt or torch.equal(rollout.prompt, prompt)) and same_images(rollout, group.rollouts[0])
+            for rollout in group.rollouts
         )
         root = TokenPath(prompt, len(prompt)) if shared else None
         trees = [make_paths(rollout, root, share=share_prefixes, at_end=at_end) for rollout in group.rollouts]
@@ -72,8 +76,8 @@ def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_
         sequence=sequence,
         rollout_logprobs=torch.cat([part for predicted in predictions for part in predicted.logprobs]),
         versions=torch.cat([part for predicted in predictions for part in predicted.versions]),
-        advantages=credit.advantages.to(dtype)[sequence],
-        mask=credit.mask.to(dtype)[sequence],
+        advantages=credit.advantages.to(dtype).index_select(0, sequence),
+        mask=credit.mask.to(dtype).index_select(0, sequence),
         leaf=torch.tensor([leaf for each in leaves for leaf in each]),
         group=torch.tensor([index for index, group in enumerate(groups) for _ in group.rollouts]),
         rewards=credit.rewards,
@@ -91,12 +95,12 @@ def _no_credit(rollouts: Sequence[Rollout]) -> RolloutCredit:
 
 def _count_off(counts: Sequence[int]) -> Tensor:
     """Repeat each index by its count."""
-    return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts), output_size=sum(counts))
 
 
 def _predict_tokens(rollout: Rollout, paths: Sequence[TokenPath]) -> _Predictions:
     """Predict every sampled token of a rollout from the one before it on its path."""
-    found = _Predictions(rollout.sampled_tokens, [], [], [], [])
+    found = _Predictions([], [], [], [])
     starts = [(rollout.prompt.numel(), rollout.turns), *((branch.start, branch.turns) for branch in rollout.branches)]
     for path, (start, turns) in zip(paths, starts, strict=True):
         end = start - 1
@@ -117,4 +121,4 @@ def _predict_at_end(rollout: Rollout, paths: Sequence[TokenPath]) -> _Prediction
         raise ValueError(f"a rollout of task {rollout.task.id} has no tokens, so there is no token to score")
     last = rollout.tokens()[end - 1 : end]
     unknown = torch.full((1,), -1, dtype=torch.int32)
-    return _Predictions(1, paths[0].spans(end - 1, end), [last], [torch.zeros(1)], [unknown])
+    return _Predictions(paths[0].spans(end - 1, end), [last], [torch.zeros(1)], [unknown])

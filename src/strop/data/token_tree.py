@@ -60,7 +60,7 @@ class TokenPath:
 
     def append_to(self, flat: FlatTokens) -> None:
         """Append its segments. Those of its parent must already be there, and all paths branching off it must be known."""
-        bounds = [0, *sorted(self.cuts - {self.read}), self.read]
+        bounds = [0, *sorted(self.cuts - {self.read}), self.read] if self.cuts else [0, self.read]
         parent = -1 if self.parent is None else self.parent._segment_before(self.start)
         for first, last in pairwise(bounds):
             offset = flat.length
@@ -93,17 +93,16 @@ class TokenPath:
 def expand(spans: Sequence[Span]) -> Tensor:
     """Return all numbers of some ranges, one range after the other."""
     firsts, counts = torch.tensor(spans, dtype=torch.int64).view(-1, 2).unbind(1)
-    numbers = (firsts - counts.cumsum(0) + counts).repeat_interleave(counts)
-    return numbers + torch.arange(numbers.numel())
+    ends = counts.cumsum(0)
+    total = int(ends[-1]) if spans else 0
+    return (firsts - ends + counts).repeat_interleave(counts, output_size=total).add_(torch.arange(total))
 
 
 def make_paths(rollout: Rollout, root: TokenPath | None, *, share: bool, at_end: bool) -> list[TokenPath]:
     """Return the main path of a rollout and its branches; with ``at_end``, only the main path up to its last sampled token."""
     prompt, (tokens, end) = rollout.prompt, own_tokens(rollout.turns)
-    read = end if at_end else max(end - 1, 0)
-    main = (
-        TokenPath(torch.cat([prompt, tokens]), len(prompt) + read) if root is None else TokenPath(tokens, read, root, len(prompt))
-    )
+    read, length = end if at_end else max(end - 1, 0), prompt.numel()
+    main = TokenPath(torch.cat([prompt, tokens]), length + read) if root is None else TokenPath(tokens, read, root, length)
     branches = () if at_end else rollout.branches
     paths, rows = [main], [rollout.tokens()] if branches else []
     for branch in branches:

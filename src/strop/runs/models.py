@@ -125,7 +125,7 @@ class LoadedPolicy(TokenizerBundle):
     @property
     def vocab_size(self) -> int:
         """Size of the output layer; 0 for a network without one."""
-        return 0 if isinstance(self.network, ValueNetwork) else int(self.network.head.weight.shape[0])
+        return 0 if isinstance(self.network, ValueNetwork) else self.network.head.vocabulary
 
     @property
     def adapter_layers(self) -> tuple[str, ...]:

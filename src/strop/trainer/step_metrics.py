@@ -104,13 +104,13 @@ def batch_metrics(batch: Batch, old_outputs: Outputs, *, recorded: bool = False)
 
     ``strop.trainer.mismatch`` compares sampler and learner.
     """
-    counted = batch.mask > 0
-    logged = {"train/tokens_read": float(len(batch.tokens)), "train/tokens_trained": float(counted.sum())}
+    counted = (batch.mask > 0).nonzero().squeeze(1)
+    logged = {"train/tokens_read": float(len(batch.tokens)), "train/tokens_trained": float(len(counted))}
     if not isinstance(old_outputs, TokenOutputs):
         return logged
-    logged |= {"train/entropy": _mean(old_outputs.entropy[counted]), "train/logprob": _mean(old_outputs.logprobs[counted])}
-    return logged if recorded else {**logged, "train/advantages_abs": _mean(batch.advantages[counted].abs())}
+    logged |= {"train/entropy": _mean(old_outputs.entropy, counted), "train/logprob": _mean(old_outputs.logprobs, counted)}
+    return logged if recorded else {**logged, "train/advantages_abs": _mean(batch.advantages.abs(), counted)}
 
 
-def _mean(values: Tensor) -> float:
-    return float(values.double().mean()) if len(values) else 0.0
+def _mean(values: Tensor, places: Tensor) -> float:
+    return float(values.index_select(0, places).double().mean()) if len(places) else 0.0

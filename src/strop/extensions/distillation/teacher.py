@@ -60,7 +60,7 @@ class TeacherScorer(NetworkScorer):
     def vocab_size(self) -> int:
         """Size of the output layer."""
         assert isinstance(self.network, Network)
-        return int(self.network.head.weight.shape[0])
+        return self.network.head.vocabulary
 
     def top_tokens_local(self, batch: Batch | BatchShare, count: int, vocabulary: int) -> LocalOutputs[TopTokens]:
         """Return the ``count`` most likely of the first ``vocabulary`` token ids at this rank's positions [n] in the batch's N."""

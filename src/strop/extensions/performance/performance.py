@@ -24,6 +24,7 @@ from strop.extensions.performance.devices import (
 )
 from strop.extensions.performance.machine_monitor import MachineMonitor, SystemMonitor
 from strop.extensions.performance.performance_config import PerformanceConfig
+from strop.extensions.performance.shared_cores import SharedCores
 from strop.models.loading import read_model_config
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.local_device import resolve_device_name
@@ -43,15 +44,20 @@ class PerformanceMeter(RunListener):
     setup: RunSetup
     _machines: SystemMonitor = field(default_factory=lambda: SystemMonitor(None), init=False)
     _throughput: Throughput | None = field(default=None, init=False)
+    _shared: SharedCores | None = field(default=None, init=False)  # of a run on this machine's processors
 
     async def on_start(self, step: int, tracker: Tracker) -> None:
         config, cluster = self.setup.config, self.setup.cluster
         self._machines = await watch_machines(config, cluster)
         on_cpu = resolve_device_name(config.policy.device) == "cpu" if cluster is None else cluster.on_cpu
+        if cluster is None and on_cpu and PerformanceConfig.of(config.logger).monitor_gpus:
+            self._shared = SharedCores()
         self._throughput = make_throughput(config, self._machines.gpu_names, tracker.note, on_cpu=on_cpu)
 
     async def on_log(self, step: StepView) -> Mapping[str, float]:
         assert self._throughput is not None
+        if self._shared is not None:
+            self._shared.check()
         rates = self._throughput.metrics(step.batch, self.describe_passes(step), step.metrics)
         return {**rates, **self._machines.metrics()}
 

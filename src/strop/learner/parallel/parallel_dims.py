@@ -173,11 +173,18 @@ class DeviceMeshes:
 
 
 def shard_parameter(parameter: torch.nn.Parameter, mesh: Any, dimension: int) -> torch.nn.Parameter:
-    """Shard a parameter evenly along one dimension over a mesh. Every rank has it in full, so there is no communication."""
+    """Shard a parameter along one dimension over a mesh; the last shards are smaller if it does not split evenly.
+
+    Every rank has it in full, so there is no communication.
+    """
     from torch.distributed.tensor import DTensor, Shard
 
-    shard = parameter.detach().chunk(mesh.size(), dimension)[mesh.get_local_rank()]
-    sharded = DTensor.from_local(shard.contiguous().clone(), mesh, [Shard(dimension)], run_check=False)
+    size: int = parameter.shape[dimension]
+    width = -(-size // mesh.size())
+    first = min(mesh.get_local_rank() * width, size)
+    shard = parameter.detach().narrow(dimension, first, min(width, size - first)).contiguous().clone()
+    shape, stride = parameter.shape, parameter.stride()
+    sharded = DTensor.from_local(shard, mesh, [Shard(dimension)], run_check=False, shape=shape, stride=stride)
     return torch.nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 

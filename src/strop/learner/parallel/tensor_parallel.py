@@ -4,8 +4,7 @@ A *region* (``tensor_plan.py``) has a replicated input and returns the sum of th
 Without sequence parallelism all tensor ranks have all tokens between regions and compute the same; with it each rank has some of
 the tokens, which are gathered at the start of a region and reduce-scattered at its end, at the same cost and with less memory.
 
-The embedding and the output layer are replicated, and each rank applies them to some of the tokens. (Megatron-LM, arXiv 1909.08053 and
-2205.05198.)
+The embedding and the output layer are divided by token ids (``vocabulary.py``). (Megatron-LM, arXiv 1909.08053 and 2205.05198.)
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from strop.learner.parallel.collectives import all_gather, all_reduce, copy_to_ranks, join_rows, local_rows, reduce_scatter
+from strop.learner.parallel.collectives import all_gather, all_reduce, copy_to_ranks, reduce_scatter
 from strop.learner.parallel.expert_parallel import check_experts, find_experts
 from strop.learner.parallel.parallel_dims import DeviceMeshes, shard_parameter, to_local
 from strop.learner.parallel.tensor_plan import PLAN_KEY, Region, ShardedLayer, TensorPlan, find_regions
+from strop.learner.parallel.vocabulary import divide_vocabulary
 from strop.models.adapters import ADAPTER
 from strop.models.layers.rounded_layers import RoundedLinear
 
@@ -53,10 +53,7 @@ def apply_tensor_parallel(model: Any, meshes: DeviceMeshes, plan: TensorPlan | N
         for layer in region.layers:
             sharded |= {id(parameter) for parameter in _shard_layer(layer, meshes.dense["tensor"], group)}
             _register_layer_hooks(layer, group, hooks)
-    embedding = model.get_input_embeddings()
-    embedding.register_forward_pre_hook(partial(_local_tokens, group))
-    if not sequence:
-        embedding.register_forward_hook(partial(_gather_tokens, group))
+    sharded |= {id(parameter) for parameter in divide_vocabulary(model, meshes)}
     partial_ids = {id(parameter) for parameter in _partial_gradient_parameters(model, regions, sequence)} - sharded
     return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in partial_ids)
 
@@ -67,9 +64,8 @@ def _partial_gradient_parameters(model: Any, regions: list[Region], sequence: bo
     if sequence:
         yield from (parameter for parameter in model.parameters() if id(parameter) not in experts)
         return
-    yield from model.get_input_embeddings().parameters()
     decoder = {id(parameter) for parameter in model.base_model.parameters()}
-    # The output layer is applied to some of the tokens.
+    # A score layer is applied to some of the tokens.
     yield from (parameter for parameter in model.parameters() if id(parameter) not in decoder)
     after_sum = {id(layer.base.bias) for region in regions for layer in region.layers if not layer.is_colwise}
     for region in regions:
@@ -171,11 +167,3 @@ def _local_columns(group: Group, _: nn.Module, args: tuple[Any, ...]) -> tuple[A
     """Select this rank's columns, without a collective in the backward pass: inside a region gradients are partial sums."""
     count, rank = args[0].shape[-1] // dist.get_world_size(group), dist.get_rank(group)
     return args[0].narrow(-1, rank * count, count), *args[1:]
-
-
-def _local_tokens(group: Group, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return local_rows(args[0].squeeze(0), group).unsqueeze(0), *args[1:]
-
-
-def _gather_tokens(group: Group, _: nn.Module, __: tuple[Any, ...], embedded: Tensor) -> Tensor:
-    return _apply_to_rows(join_rows, embedded, group)

@@ -130,14 +130,14 @@ def _planned_layers(model: Any, plan: TensorPlan | None) -> list[ShardedLayer]:
         raise ValueError(
             f"{type(model).__name__} has no tensor-parallel plan; name one in {PLAN_KEY}, or set tensor_parallel_size=1"
         )
-    experts, replicated = find_experts(model), _embedding_and_head(model)
+    experts, elsewhere = find_experts(model), _embedding_and_head(model)
     known = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     styles: dict[str, tuple[str, str]] = {}  # name -> (pattern, style)
     for pattern, style in sorted(plan.items(), key=lambda item: -item[0].count("*")):  # the most specific pattern wins
         names = [name for name in known if _matches(pattern, name, model)]
         if not names and not is_default:
             raise ValueError(f"{PLAN_KEY}: {pattern!r} matches nothing in {type(model).__name__}; correct it, or remove it")
-        styles.update((name, (pattern, style)) for name in names if name not in replicated and not _is_inside(name, experts))
+        styles.update((name, (pattern, style)) for name in names if name not in elsewhere and not _is_inside(name, experts))
     modules = dict(model.named_modules())
     # Each rank computes mixers whole: Transformers' plans divide their matrices and gather what they compute.
     mixers = [name for name, module in modules.items() if is_mixer(module)]
@@ -181,7 +181,7 @@ def _check_style(name: str, module: Any, pattern: str, style: str) -> None:
 
 
 def _embedding_and_head(model: Any) -> set[str]:
-    """Return the names of the embedding and the output layer, which are replicated: each rank applies them to some of the tokens."""
+    """Return the names of the embedding and the output layer, which ``vocabulary.py`` divides whatever the plan."""
     ids = {id(model.get_input_embeddings())}
     if (head := model.get_output_embeddings()) is not None:
         ids.add(id(head))

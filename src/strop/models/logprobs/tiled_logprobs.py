@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from strop.device_copies import is_gpu
+from strop.models.logprobs.lm_head import VocabularyDivision
 from strop.models.logprobs.logit_tiles import (
     MOST_KEPT_LOGITS,
     RowSlopes,
@@ -39,20 +40,30 @@ LEAST_ROWS = 16  # of a product: with fewer rows, libraries use other kernels, a
 
 
 def tiled_logprobs(
-    hidden: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, chunk: int | None
+    hidden: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    chunk: int | None,
+    division: VocabularyDivision | None = None,
 ) -> tuple[Tensor, Tensor]:
     """hidden [N, H], target [N], weight [V, H], bias [V] -> log softmax(W h / temperature)[target] and its entropy in nats, [N] each.
 
     Differentiable in hidden, weight and bias. The products are computed in the autocast dtype, or that of ``hidden``. If a
     backward pass will follow, the logits of the first rows are kept for it: up to the size of ``chunk`` rows in float32, 512 MiB
     at most, or on a GPU without ``chunk`` a 32nd of its memory. The others are recomputed, bit-identically.
+
+    With a division, ``weight`` and ``bias`` have this device's rows, and N is equal on all devices: each reads the rows of all.
     """
-    layer = _OutputLayer(temperature, choose_tile_shape(hidden.device, len(weight), chunk))
+    if division is not None:
+        hidden, target = division.gather_rows(hidden), division.gather_rows(target)
+    layer = _OutputLayer(temperature, choose_tile_shape(hidden.device, len(weight), chunk), division)
     most = logit_bytes(hidden.device) if chunk is None else MOST_KEPT_LOGITS
     kept = min(most, 4 * (chunk or layer.tiles.rows) * len(weight)) if torch.is_grad_enabled() else 0
     apply: Any = _TiledLogprobs.apply
-    outputs: tuple[Tensor, Tensor] = apply(hidden, weight, bias, target, layer, kept)
-    return outputs
+    logprobs, entropy = apply(hidden, weight, bias, target, layer, kept)
+    return (logprobs, entropy) if division is None else (division.own_rows(logprobs), division.own_rows(entropy))
 
 
 def choose_operations(device: torch.device, dtype: torch.dtype) -> TileOperations:
@@ -78,6 +89,15 @@ def _has_triton() -> bool:
 class _OutputLayer:
     temperature: float
     tiles: TileShape
+    division: VocabularyDivision | None
+
+    def add_devices(self, chosen: Tensor, normalizer: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Combine the targets' logits, log-normalizers and mean logits of each device's tokens, [N] each."""
+        if self.division is None:
+            return chosen, normalizer, mean
+        chosen, normalizers, means = self.division.stack(torch.stack([chosen, normalizer, mean])).unbind(1)  # [devices, N]
+        normalizer = normalizers.logsumexp(0)
+        return chosen.sum(0), normalizer, ((normalizers - normalizer).exp() * means).sum(0)
 
 
 @dataclass(frozen=True)
@@ -116,10 +136,13 @@ class _TiledLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         with torch.autocast(device, enabled=False):
             rows = _cast(hidden, weight, bias, ctx.dtype, layer.tiles)
+            target = target if layer.division is None else target - layer.division.first  # in no tile if another device has it
             chosen, normalizers, means = _read_tiles(rows, target, layer.temperature, ctx.kept, kept)
-            normalizer = normalizers.logsumexp(1)
+            own = normalizers.logsumexp(1)
+            mean = ((normalizers - own[:, None]).exp() * means).sum(1)
+            chosen, normalizer, mean = layer.add_devices(chosen, own, mean)
             shares = normalizers.sub_(normalizer[:, None])  # log of each tile's share of a row's probability
-            entropy = normalizer - (shares.exp() * means).sum(1)
+            entropy = normalizer - mean
         ctx.save_for_backward(hidden, weight, bias, target, shares, normalizer, entropy)
         return chosen - normalizer, entropy
 

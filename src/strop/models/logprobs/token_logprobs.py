@@ -41,7 +41,8 @@ def token_logprobs(
     """
 
     if head.is_linear and candidates is None and kept is None and not sampling.filtered and not squared_probs:
-        return TokenOutputs(*tiled_logprobs(hidden, target, head.weight, head.bias, sampling.temperature or 1.0, chunk))
+        temperature = sampling.temperature or 1.0
+        return TokenOutputs(*tiled_logprobs(hidden, target, head.weight, head.bias, temperature, chunk, head.division))
 
     def compute(rows: Tensor, targets: Tensor, candidates: Tensor | None, kept: Tensor | None) -> tuple[Tensor, ...]:
         return _chunk_outputs(rows, targets, head, sampling, candidates, kept, squared_probs)

@@ -12,12 +12,23 @@ from tests.support.sharded import use_float64
 from tests.unit.learner.parallel.test_tensor_parallel import LATENT
 
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
+from strop.sampling import Sampling
+from support.models import CONFIGS
 from support.parity import FEW, Case, TrainingResult, compare, make_batch, train
 from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
 EXACT = 1e-10  # float64
+
+
+def qwen2_of_four_key_heads() -> Any:
+    config = CONFIGS["qwen2"]()
+    config.num_key_value_heads = 4
+    return config
+
+
+CONFIGS["qwen2_4"] = qwen2_of_four_key_heads
 FLOAT32 = 2e-4
 
 # At a rate of 1e-2 adapters amplify the order of additions: two cuts of one batch in one process then differ by 1.1e-10 in the third step.
@@ -26,6 +37,8 @@ CASES: dict[int, dict[str, Case]] = {
         "tensor": Case(sizes=ParallelDims(tensor=2)),
         "tensor, tied, checkpointing": Case(sizes=ParallelDims(tensor=2), family="qwen2", checkpointing=True),
         "tensor, lora": Case(sizes=ParallelDims(tensor=2), lora=True, rate=1e-3),
+        "tensor, filters": Case(sizes=ParallelDims(tensor=2), sampling=Sampling(temperature=1.3, top_k=200, top_p=0.99)),
+        "sequence, tied, candidates": Case(sizes=ParallelDims(tensor=2, sequence=True), family="qwen2", algorithm="distillation"),
         "tensor, experts": Case(sizes=ParallelDims(tensor=2), family="qwen3_moe"),
         "sequence": Case(sizes=ParallelDims(tensor=2, sequence=True)),
         "sequence, tied, few groups": Case(
@@ -62,6 +75,7 @@ CASES: dict[int, dict[str, Case]] = {
             sizes=ParallelDims(context=2, tensor=2, sequence=True), family="deepseek_v3", tensor_plan=LATENT
         ),
         "context, tensor": Case(sizes=ParallelDims(context=2, tensor=2)),
+        "tensor of four, tied": Case(sizes=ParallelDims(tensor=4), family="qwen2_4"),
         "context, sequence, experts, lora": Case(
             sizes=ParallelDims(context=2, tensor=2, sequence=True), family="qwen3_moe", lora=True, rate=1e-3
         ),

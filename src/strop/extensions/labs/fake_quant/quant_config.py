@@ -202,7 +202,7 @@ class QuantConfig(PolicyExtension):
                 size=self.quant_calib_size,
                 length=self.quant_sequence_length,
                 tokenizer=tokenizer,
-                vocabulary=int(network.head.weight.shape[0]),
+                vocabulary=network.head.vocabulary,
             )
             return calibrate_inputs(network, texts, self.quant_batch_size)
 
