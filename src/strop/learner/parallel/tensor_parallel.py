@@ -21,9 +21,11 @@ from torch.nn import functional as F
 from strop.learner.parallel.collectives import all_gather, all_reduce, copy_to_ranks, join_rows, local_rows, reduce_scatter
 from strop.learner.parallel.expert_parallel import check_experts, find_experts
 from strop.learner.parallel.parallel_dims import DeviceMeshes, shard_parameter, to_local
+from strop.learner.parallel.tensor_mixers import RowExchange, exchange_rows, shard_mixer
 from strop.learner.parallel.tensor_plan import PLAN_KEY, Region, ShardedLayer, TensorPlan, find_regions
 from strop.models.adapters import ADAPTER
 from strop.models.layers.rounded_layers import RoundedLinear
+from strop.models.mixers.head_layout import is_exchanged
 
 dist: Any = torch.distributed
 Group = Any  # torch.distributed.ProcessGroup
@@ -49,7 +51,10 @@ def apply_tensor_parallel(model: Any, meshes: DeviceMeshes, plan: TensorPlan | N
     for region in regions:
         hooks = _RegionHooks(region, group, sequence)
         region.module.register_forward_pre_hook(hooks.on_enter, with_kwargs=True)
-        region.module.register_forward_hook(hooks.check_output)
+        if not region.is_known:
+            region.module.register_forward_hook(hooks.check_output)
+        if region.layout is not None:
+            shard_mixer(region.module, region.layout, group)
         for layer in region.layers:
             sharded |= {id(parameter) for parameter in _shard_layer(layer, meshes.dense["tensor"], group)}
             _register_layer_hooks(layer, group, hooks)
@@ -96,13 +101,16 @@ class LocalRowwiseLinear(LocalLinear):
 def _shard_layer(layer: ShardedLayer, mesh: Any, group: Group) -> Iterator[nn.Parameter]:
     """Shard a layer's weights, and the adapter weight that has the sharded dimension; yield the sharded parameters."""
     base = layer.base
+    exchange = RowExchange(layer.sections, group) if is_exchanged(layer.sections, mesh.size()) else None
     if isinstance(base, RoundedLinear):
         base.shard(group, 0 if layer.is_colwise else 1)
     else:
         base.__class__ = LocalLinear if layer.is_colwise else LocalRowwiseLinear
     base.weight = shard_parameter(base.weight, mesh, 0 if layer.is_colwise else 1)
     yield base.weight
-    if layer.is_colwise and base.bias is not None:
+    if exchange is not None:
+        exchange_rows(base, exchange)
+    elif layer.is_colwise and base.bias is not None:
         base.bias = shard_parameter(base.bias, mesh, 0)
         yield base.bias
     if layer.module is not base:
@@ -111,6 +119,8 @@ def _shard_layer(layer: ShardedLayer, mesh: Any, group: Group) -> Iterator[nn.Pa
         adapter.__class__ = LocalLinear
         adapter.weight = shard_parameter(adapter.weight, mesh, 0 if layer.is_colwise else 1)
         yield adapter.weight
+        if exchange is not None:
+            exchange_rows(adapter, exchange)
 
 
 # --- hooks ---------------------------------------------------------------------------------------------------------------
@@ -154,7 +164,16 @@ def _register_layer_hooks(layer: ShardedLayer, group: Group, hooks: _RegionHooks
     if not layer.is_colwise:
         if layer.is_boundary_replicated:
             layer.module.register_forward_pre_hook(partial(_local_columns, group))
-        layer.module.register_forward_hook(hooks.sum_outputs)
+        inside = hooks.region.layout.inputs[:-1] if hooks.region.layout is not None else ()
+        if layer.name.removeprefix(f"{hooks.region.name}.") in inside:
+            layer.module.register_forward_hook(partial(_sum_inside, group))
+        else:
+            layer.module.register_forward_hook(hooks.sum_outputs)
+
+
+def _sum_inside(group: Group, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Sum a layer's outputs, of which each rank goes on to compute its own heads."""
+    return copy_to_ranks(all_reduce(output, group), group)
 
 
 def _apply_to_rows(collective: Callable[[Tensor, Group], Tensor], tensor: Tensor, group: Group) -> Tensor:
