@@ -27,7 +27,7 @@ from support.sweep import sweep
 
 MIXED = (
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "nemotron_h", "granite_hybrid", "falcon_h1", "bamba", "mamba2",
-    "jamba", "lfm2", "lfm2_moe",
+    "mamba", "falcon_mamba", "zamba", "zamba2", "jamba", "lfm2", "lfm2_moe",
 )  # fmt: skip
 # Branches three levels deep, segments of one token and of none, a chain of segments shorter than a convolution, and a second root.
 LENGTHS = (5, 3, 1, 0, 4, 1, 2, 70, 2, 3, 1, 1, 9)

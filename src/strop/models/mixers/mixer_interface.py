@@ -4,7 +4,7 @@ Mixers of all families compute what is not token-wise by functions of their mode
 each. Once per file these are replaced by functions that pass their arguments to the *plan* of ``model(..., plan=plan)``; a call
 without a plan reaches the original. Models are not modified, and learner and engine run the same module. The plan reaches them
 through hooks on the decoder layer: not every mixer passes its keyword arguments on, and only the backward pass calls a layer that is
-recomputed.
+recomputed. Not every decoder passes its own on either (Mamba): its layers take the plan of the decoder's call.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.running: list[tuple[nn.Module, _Call | None]] = []
+        self.plan: MixerPlan | None = None  # of the decoder that runs
 
 
 _CALLS = _Calls()
@@ -149,6 +150,11 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 }
 
 
+def running_layer() -> int | None:
+    """Return the index of the innermost decoder layer with a mixer that runs; None if none does."""
+    return _CALLS.running[-1][0].__dict__[_LAYER] if _CALLS.running else None
+
+
 def is_mixer(module: nn.Module) -> bool:
     """Return whether a module mixes tokens by functions that a plan computes."""
     return not FUNCTIONS.keys().isdisjoint(inspect.unwrap(type(module).forward).__code__.co_names)
@@ -168,7 +174,30 @@ def install_mixers(model: nn.Module) -> bool:
             layer.__dict__[_LAYER] = next((each.layer_idx for each in mixers if hasattr(each, "layer_idx")), 0)
             layer.register_forward_pre_hook(_enter, with_kwargs=True, prepend=True)
             layer.register_forward_hook(_leave, always_call=True)
+            kind = type(layer)
+            layer.__class__ = type(kind.__name__, (_PlannedLayer, kind), {"__module__": kind.__module__})
+    if found:
+        decoder = model.get_decoder()  # type: ignore[operator]
+        decoder.register_forward_pre_hook(_enter_decoder, with_kwargs=True, prepend=True)
+        decoder.register_forward_hook(_leave_decoder, always_call=True)
     return found
+
+
+class _PlannedLayer(nn.Module):
+    """Mixin for the class of a decoder layer. Recomputation calls the layer again with the arguments that it has now."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _CALLS.plan is not None:
+            kwargs.setdefault("plan", _CALLS.plan)
+        return super().__call__(*args, **kwargs)
+
+
+def _enter_decoder(decoder: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    _CALLS.plan = kwargs.get("plan")
+
+
+def _leave_decoder(decoder: nn.Module, args: Any, output: Any) -> None:
+    _CALLS.plan = None
 
 
 def _replace_functions(code: Any) -> None:

@@ -1,9 +1,10 @@
-"""Recurrent layers on two ranks: training is that of one process, in float64."""
+"""Recurrent layers on ranks: training is that of one process, in float64."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,22 +22,68 @@ from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
+DIVIDED = (
+    "qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear", "nemotron_h", "granite_hybrid", "falcon_h1", "bamba", "mamba2", "mamba",
+    "falcon_mamba", "jamba", "lfm2",
+)  # fmt: skip
 MIXERS = "mixers/"  # before the name of a family
 SHARDED, STAGES = ParallelDims(shard=2), ParallelDims(pipeline=2)
 TENSOR, CONTEXT = ParallelDims(tensor=2), ParallelDims(context=2)
+SEQUENCE = ParallelDims(tensor=2, sequence=True)
+BOTH = ParallelDims(shard=2, tensor=2)
+
+
+@dataclass(frozen=True)
+class MixerCase:
+    """A family on ranks, with changes of its configuration and options of the training."""
+
+    family: str
+    sizes: ParallelDims
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+LORA: Mapping[str, Any] = {"lora": True, "rate": 1e-3}
+RECOMPUTED: Mapping[str, Any] = {"checkpointing": True}
+TWO_GROUPS, SCALED = {"mamba_n_groups": 2, "mamba_rms_norm": True, "num_key_value_heads": 4}, {"embedding_multiplier": 3.0}
 CASES = {
-    "qwen3_5 shard": ("qwen3_5", SHARDED),
-    "qwen3_5 recomputed": ("qwen3_5", SHARDED),
-    "qwen3_5 tensor": ("qwen3_5", TENSOR),
-    "qwen3_5 context": ("qwen3_5", CONTEXT),
-    "nemotron_h context": ("nemotron_h", CONTEXT),
-    "jamba context": ("jamba", CONTEXT),
-    "qwen3_5 stages": ("qwen3_5", STAGES),
-    "qwen3_5 lora": ("qwen3_5", SHARDED),
-    "nemotron_h shard": ("nemotron_h", SHARDED),
-    "qwen3_next experts": ("qwen3_next", ParallelDims(shard=2, expert=2)),
-    "lfm2 shard": ("lfm2", SHARDED),
+    "shards": MixerCase("qwen3_5", SHARDED),
+    "recomputed": MixerCase("qwen3_5", SHARDED, options=RECOMPUTED),
+    "context": MixerCase("qwen3_5", CONTEXT),
+    "stages": MixerCase("qwen3_5", STAGES),
+    "lora": MixerCase("qwen3_5", SHARDED, options=LORA),
+    "mamba 2, context": MixerCase("nemotron_h", CONTEXT),
+    "mamba 2, shards": MixerCase("nemotron_h", SHARDED),
+    "mamba, context": MixerCase("jamba", CONTEXT),
+    "mamba alone, recomputed": MixerCase("falcon_mamba", SHARDED, options=RECOMPUTED),
+    "experts": MixerCase("qwen3_next", ParallelDims(shard=2, expert=2)),
+    "convolutions": MixerCase("lfm2", SHARDED),
+    "scaled embeddings, stages": MixerCase("granite_hybrid", STAGES, SCALED),
+    "layers that return tuples, stages": MixerCase("falcon_h1", STAGES, SCALED),
+    "bamba, stages": MixerCase("bamba", STAGES),
+    **{f"{family}, tensor": MixerCase(family, TENSOR) for family in DIVIDED},
+    **{f"{family}, sequence": MixerCase(family, SEQUENCE) for family in DIVIDED if family != "kimi_linear"},
+    **{f"{family}, tensor, lora": MixerCase(family, TENSOR, options=LORA) for family in ("qwen3_5", "nemotron_h", "jamba")},
+    "sequence, lora, recomputed": MixerCase("qwen3_next", SEQUENCE, options={**LORA, **RECOMPUTED}),
+    "tensor, muon": MixerCase("qwen3_5", TENSOR, options={"optimizer": "strop.learner.muon.Muon"}),
+    "tensor, groups and biases": MixerCase("nemotron_h", TENSOR, {"n_groups": 2, "use_bias": True}),
+    "tensor, biases, lora": MixerCase("mamba2", TENSOR, {"use_bias": True}, LORA),
+    "tensor, biases of convolutions": MixerCase("lfm2", TENSOR, {"conv_bias": True}),
+    "tensor, norm before gate": MixerCase("falcon_h1", TENSOR, {"mamba_rms_norm": True}),
+    "tensor, norm of groups": MixerCase("falcon_h1", TENSOR, TWO_GROUPS),
+    "shards, tensor": MixerCase("qwen3_5", BOTH),
+    "shards, sequence, lora": MixerCase("nemotron_h", ParallelDims(shard=2, tensor=2, sequence=True), options=LORA),
+    "shards, tensor, recomputed": MixerCase("granite_hybrid", BOTH, options=RECOMPUTED),
+    "a key head for two ranks": MixerCase("qwen3_5", ParallelDims(tensor=4), {"num_key_value_heads": 4}),
+    "a group for two ranks": MixerCase("falcon_h1", ParallelDims(tensor=4), TWO_GROUPS),
+    "context, tensor": MixerCase("jamba", ParallelDims(context=2, tensor=2)),
+    "stages, tensor": MixerCase("qwen3_5", ParallelDims(pipeline=2, tensor=2)),
+    "experts, tensor": MixerCase("qwen3_next", ParallelDims(shard=2, tensor=2, expert=4)),
 }
+KEPT = (  # of each kind of mixer one on tensor ranks
+    "recomputed", "context", "mamba, context", "mamba alone, recomputed", "stages", "layers that return tuples, stages",
+    "jamba, tensor", "lfm2, sequence", "sequence, lora, recomputed", "tensor, biases, lora", "tensor, norm of groups",
+)  # fmt: skip
 
 
 def compute_in_float64(network: Network) -> None:
@@ -51,26 +98,18 @@ def compute_in_float64(network: Network) -> None:
 
 
 def train_both_ways(rank: int, name: str) -> tuple[TrainingResult, TrainingResult | None, int]:
-    family, sizes = CASES[name]
-    CONFIGS[MIXERS + family] = partial(make_config, family)
-    case = shorter(
-        Case(
-            sizes=sizes,
-            family=MIXERS + family,
-            branches=True,
-            change=compute_in_float64,
-            checkpointing="recomputed" in name,
-            lora="lora" in name,
-        )
-    )
+    wanted = CASES[name]
+    sizes, family = wanted.sizes, MIXERS + wanted.family
+    CONFIGS[family] = partial(make_config, wanted.family, **wanted.changes)
+    case = shorter(Case(sizes=sizes, family=family, branches=True, change=compute_in_float64, **wanted.options))
     batch = make_batch(case)
     trained = train(case, batch, DeviceMeshes(sizes, "cpu"))
     return trained, train(replace(case, checkpointing=False), batch) if rank == 0 else None, len(batch.target)
 
 
-@pytest.mark.parametrize("name", sweep(CASES, "qwen3_5 recomputed", "qwen3_5 context", "jamba context", "qwen3_5 stages"))
-def test_training_on_two_ranks_is_training_in_one_process(name: str) -> None:
-    ranks = run_on_ranks(2, train_both_ways, name)
+@pytest.mark.parametrize("name", sweep(CASES, *KEPT))
+def test_training_on_ranks_is_training_in_one_process(name: str) -> None:
+    ranks = run_on_ranks(CASES[name].sizes.world_size, train_both_ways, name)
     single, size = ranks[0][1], ranks[0][2]
     assert single is not None
     found = compare([trained for trained, _, _ in ranks], single, size)
