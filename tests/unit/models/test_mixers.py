@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from strop.learner.parallel.derived_plan import find_mixers
 from strop.learner.parallel.expert_parallel import find_experts
 from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.learner.parallel.pipeline.pipeline_stages import PipelineStages
 from strop.learner.parallel.tensor_plan import check_tensor_plan
 from strop.models.attention.attention_interface import IMPLEMENTATION
 from strop.models.attention.tree_plan import TreePlan
+from strop.models.mixers.head_layout import find_head_layout
 from strop.models.mixers.mixer_interface import install_mixers, is_mixer
 from strop.models.network import Network, set_attention
 from support.every_family import build
@@ -141,10 +143,11 @@ def ranks_of(network: Network) -> list[str]:
 
     model = network.model
     tensor = accepts(lambda: check_tensor_plan(model, ParallelDims(tensor=2)))
+    whole = None in find_mixers(model).values()
     expert = accepts(lambda: check_tensor_plan(model, ParallelDims(shard=2, expert=2)))
-    stages = accepts(lambda: PipelineStages(network, ParallelDims(pipeline=2)).check_passing(4))
+    stages = accepts(lambda: PipelineStages(network, ParallelDims(pipeline=2)))
     experts = ("yes" if expert else "no") if list(find_experts(model)) else "no experts"
-    return ["whole" if tensor else "no plan", experts, "yes" if stages else "no"]
+    return [("whole" if whole else "divided") if tensor else "no", experts, "yes" if stages else "no"]
 
 
 MIXER_OF = {
@@ -175,13 +178,36 @@ def test_a_plan_that_divides_a_mixer_is_refused_at_each_of_its_layers(family: st
     mixer = next(name for name, module in model.named_modules() if is_mixer(module))
     layers = [name for name, module in model.get_submodule(mixer).named_children() if type(module) is nn.Linear]
     for name in layers:
-        with pytest.raises(ValueError, match=f"{mixer}.{name} .* each rank computes whole; name a plan without it"):
+        with pytest.raises(ValueError, match=f"{mixer}.{name} .* whose heads are divided without a plan; name one without it"):
             check_tensor_plan(model, ParallelDims(tensor=2), {f"{mixer.partition('.')[2]}.{name}": "colwise"})
 
 
-def test_sequence_parallel_is_refused_for_a_mixer_that_needs_all_tokens() -> None:
-    with pytest.raises(ValueError, match=r"layers.0.linear_attn is a recurrent layer, .* set sequence_parallel=false"):
-        check_tensor_plan(Network(build("qwen3_next"), packed=True).model, ParallelDims(tensor=2, sequence=True))
+def test_heads_that_ranks_cannot_share_are_refused_with_the_sizes_that_they_can() -> None:
+    cases = {
+        "kimi_linear": (3, "4 heads", "1, 2, 4"),
+        "nemotron_h": (3, "8 heads", "1, 2, 4, 8"),
+        "lfm2": (3, "32 channels", "1, 2, 4"),
+    }
+    for family, (ranks, heads, sizes) in cases.items():
+        wanted = f"tensor_parallel_size {ranks} does not divide the {heads} of the recurrent layer .*; set it to one of {sizes}"
+        with pytest.raises(ValueError, match=wanted):
+            check_tensor_plan(build(family), ParallelDims(tensor=ranks))
+    grouped = build("bamba", mamba_n_groups=4)
+    with pytest.raises(ValueError, match="8 does not divide the 4 key heads .* set it to one of 1, 2, 4$"):
+        check_tensor_plan(build("qwen3_next", linear_num_key_heads=4, num_attention_heads=8), ParallelDims(tensor=8))
+    assert find_head_layout(grouped.model.layers[0].mamba).sizes() == [1, 2, 4, 8]  # type: ignore[union-attr]
+
+
+def test_a_mixer_with_weights_that_nobody_knows_is_computed_whole_and_refused_where_tokens_are_divided() -> None:
+    model = build("nemotron_h")
+    assert find_head_layout(model.model.layers[0].mixer) is not None
+    for layer in model.model.layers:
+        if is_mixer(layer.mixer):
+            layer.mixer.gain = nn.Parameter(torch.ones(64))
+    assert find_head_layout(model.model.layers[0].mixer) is None
+    check_tensor_plan(model, ParallelDims(tensor=2))
+    with pytest.raises(ValueError, match=r"layers.0.mixer is a recurrent layer .* set sequence_parallel=false"):
+        check_tensor_plan(model, ParallelDims(tensor=2, sequence=True))
 
 
 def refusal(model: Any) -> str:
