@@ -183,19 +183,19 @@ def test_a_plan_that_divides_a_mixer_is_refused_at_each_of_its_layers(family: st
 
 
 def test_heads_that_ranks_cannot_share_are_refused_with_the_sizes_that_they_can() -> None:
-    cases = {
-        "kimi_linear": (3, "4 heads", "1, 2, 4"),
-        "nemotron_h": (3, "8 heads", "1, 2, 4, 8"),
-        "lfm2": (3, "32 channels", "1, 2, 4"),
-    }
-    for family, (ranks, heads, sizes) in cases.items():
+    wide = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    cases: list[tuple[str, dict[str, Any], int, str, str]] = [
+        ("olmo_hybrid", {"linear_num_value_heads": 2}, 4, "2 value heads", "1, 2"),
+        ("mamba2", {}, 3, "8 heads", "1, 2, 4, 8"),
+        ("lfm2", {}, 3, "32 channels", "1, 2, 4"),
+        ("qwen3_next", {"linear_num_key_heads": 4, "num_experts": 8, **wide}, 8, "4 key heads", "1, 2, 4$"),
+    ]
+    for family, changes, ranks, heads, sizes in cases:
         wanted = f"tensor_parallel_size {ranks} does not divide the {heads} of the recurrent layer .*; set it to one of {sizes}"
         with pytest.raises(ValueError, match=wanted):
-            check_tensor_plan(build(family), ParallelDims(tensor=ranks))
-    grouped = build("bamba", mamba_n_groups=4)
-    with pytest.raises(ValueError, match="8 does not divide the 4 key heads .* set it to one of 1, 2, 4$"):
-        check_tensor_plan(build("qwen3_next", linear_num_key_heads=4, num_attention_heads=8), ParallelDims(tensor=8))
-    assert find_head_layout(grouped.model.layers[0].mamba).sizes() == [1, 2, 4, 8]  # type: ignore[union-attr]
+            check_tensor_plan(build(family, **changes), ParallelDims(tensor=ranks))
+    shared = build("qwen3_5", linear_num_key_heads=2, linear_num_value_heads=8, **wide)
+    check_tensor_plan(shared, ParallelDims(tensor=8))  # four ranks read each key head
 
 
 def test_a_mixer_with_weights_that_nobody_knows_is_computed_whole_and_refused_where_tokens_are_divided() -> None:

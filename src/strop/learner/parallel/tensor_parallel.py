@@ -48,6 +48,7 @@ def apply_tensor_parallel(model: Any, meshes: DeviceMeshes, plan: TensorPlan | N
     regions = find_regions(model, meshes.dims, plan)
     group, sequence = meshes.tensor, meshes.dims.sequence
     sharded: set[int] = set()
+    shard = _Sharder(meshes.dense["tensor"])
     for region in regions:
         hooks = _RegionHooks(region, group, sequence)
         region.module.register_forward_pre_hook(hooks.on_enter, with_kwargs=True)
@@ -56,7 +57,7 @@ def apply_tensor_parallel(model: Any, meshes: DeviceMeshes, plan: TensorPlan | N
         if region.layout is not None:
             shard_mixer(region.module, region.layout, group)
         for layer in region.layers:
-            sharded |= {id(parameter) for parameter in _shard_layer(layer, meshes.dense["tensor"], group)}
+            sharded |= {id(parameter) for parameter in _shard_layer(layer, shard, group)}
             _register_layer_hooks(layer, group, hooks)
     embedding = model.get_input_embeddings()
     embedding.register_forward_pre_hook(partial(_local_tokens, group))
@@ -98,26 +99,39 @@ class LocalRowwiseLinear(LocalLinear):
         return F.linear(input, to_local(self.weight))
 
 
-def _shard_layer(layer: ShardedLayer, mesh: Any, group: Group) -> Iterator[nn.Parameter]:
+class _Sharder:
+    """Shards each parameter once: layers may share it."""
+
+    def __init__(self, mesh: Any) -> None:
+        self.mesh = mesh
+        self._done: dict[nn.Parameter, nn.Parameter] = {}
+
+    def __call__(self, parameter: nn.Parameter, dimension: int) -> nn.Parameter:
+        if parameter not in self._done:
+            self._done[parameter] = shard_parameter(parameter, self.mesh, dimension)
+        return self._done[parameter]
+
+
+def _shard_layer(layer: ShardedLayer, shard: _Sharder, group: Group) -> Iterator[nn.Parameter]:
     """Shard a layer's weights, and the adapter weight that has the sharded dimension; yield the sharded parameters."""
     base = layer.base
-    exchange = RowExchange(layer.sections, group) if is_exchanged(layer.sections, mesh.size()) else None
+    exchange = RowExchange(layer.sections, group) if is_exchanged(layer.sections, shard.mesh.size()) else None
     if isinstance(base, RoundedLinear):
         base.shard(group, 0 if layer.is_colwise else 1)
     else:
         base.__class__ = LocalLinear if layer.is_colwise else LocalRowwiseLinear
-    base.weight = shard_parameter(base.weight, mesh, 0 if layer.is_colwise else 1)
+    base.weight = shard(base.weight, 0 if layer.is_colwise else 1)
     yield base.weight
     if exchange is not None:
         exchange_rows(base, exchange)
     elif layer.is_colwise and base.bias is not None:
-        base.bias = shard_parameter(base.bias, mesh, 0)
+        base.bias = shard(base.bias, 0)
         yield base.bias
     if layer.module is not base:
         wrapper: Any = layer.module
         adapter = (wrapper.lora_B if layer.is_colwise else wrapper.lora_A)[ADAPTER]
         adapter.__class__ = LocalLinear
-        adapter.weight = shard_parameter(adapter.weight, mesh, 0 if layer.is_colwise else 1)
+        adapter.weight = shard(adapter.weight, 0 if layer.is_colwise else 1)
         yield adapter.weight
         if exchange is not None:
             exchange_rows(adapter, exchange)

@@ -45,7 +45,7 @@ def strop_attention(
         raise ValueError(
             f"attention dropout is {dropout}: packed attention has none; set attention_dropout to 0 in hf_config_overrides"
         )
-    layer = module.layer_idx
+    layer: Any = module.layer_idx
     if layer is None or layer == -1:  # Zamba and Zamba2: several layers share an attention
         layer = running_layer()
     assert isinstance(layer, int)

@@ -32,7 +32,9 @@ class PassedLayer(nn.Module):
         # Decoders read attributes of their layers, such as the attention type, to choose the arguments they pass to them.
         vars(self).update({name: value for name, value in vars(layer).items() if isinstance(value, str | int | float)})
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, None]:
+        if any(isinstance(each, Tensor) and each.shape == hidden_states.shape for each in (*args, *kwargs.values())):
+            raise ValueError("its layers read the embedded tokens too")  # Zamba
         return (hidden_states, None) if self.as_tuple else hidden_states
 
 
