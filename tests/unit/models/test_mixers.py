@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from strop.learner.parallel.derived_plan import find_mixers
 from strop.learner.parallel.expert_parallel import find_experts
+from strop.learner.parallel.head_layout import find_head_layout
 from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.learner.parallel.pipeline.pipeline_stages import PipelineStages
 from strop.learner.parallel.tensor_plan import check_tensor_plan
 from strop.models.attention.attention_interface import IMPLEMENTATION
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.mixers.head_layout import find_head_layout
 from strop.models.mixers.mixer_interface import install_mixers, is_mixer
 from strop.models.network import Network, set_attention
 from support.every_family import build

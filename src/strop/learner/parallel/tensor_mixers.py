@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from strop.learner.parallel.collectives import all_reduce, all_to_all, copy_to_ranks
-from strop.learner.parallel.parallel_dims import to_local
-from strop.models.layers.rounded_layers import RoundedLinear
-from strop.models.mixers.head_layout import (
+from strop.learner.parallel.head_layout import (
     SCALED_NORM_OF_GROUPS,
     HeadLayout,
     Sections,
@@ -28,6 +26,8 @@ from strop.models.mixers.head_layout import (
     is_exchanged,
     rows_of_rank,
 )
+from strop.learner.parallel.parallel_dims import to_local
+from strop.models.layers.rounded_layers import RoundedLinear
 from strop.sampling import at_least_float32
 
 dist: Any = torch.distributed
