@@ -27,11 +27,12 @@ class DerivedLayer:
 
 @dataclass(frozen=True, eq=False)
 class DerivedRegion:
-    """A module with such layers. Its code is known: it changes the sum of its last layer by constants at most."""
+    """A module with such layers."""
 
     name: str
     layers: tuple[DerivedLayer, ...]
     layout: HeadLayout | None = None  # of a mixer
+    is_known: bool = False  # by its code, which multiplies the sum of its last layer by a constant at most
 
 
 def find_mixers(model: nn.Module) -> dict[str, HeadLayout | None]:
@@ -64,7 +65,7 @@ def derive_attentions_and_mlps(model: nn.Module) -> Iterator[DerivedRegion]:
         found = _MLPS[form] if form is not None else _attention_layers(module)
         if found is not None:
             colwise = (DerivedLayer(f"{name}.{each}", COLWISE, _halves(module, each)) for each in found[0])
-            yield DerivedRegion(name, (*colwise, DerivedLayer(f"{name}.{found[1]}", ROWWISE)))
+            yield DerivedRegion(name, (*colwise, DerivedLayer(f"{name}.{found[1]}", ROWWISE)), is_known=form is not None)
 
 
 def _halves(module: nn.Module, name: str) -> Sections:

@@ -10,6 +10,7 @@ The embedding and the output layer are replicated, and each rank applies them to
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from strop.learner.parallel.collectives import all_gather, all_reduce, copy_to_ranks, join_rows, local_rows, reduce_scatter
+from strop.learner.parallel.derived_plan import find_mixers
 from strop.learner.parallel.expert_parallel import check_experts, find_experts
 from strop.learner.parallel.head_layout import is_exchanged
 from strop.learner.parallel.parallel_dims import DeviceMeshes, shard_parameter, to_local
@@ -27,6 +29,7 @@ from strop.learner.parallel.tensor_plan import PLAN_KEY, Region, ShardedLayer, T
 from strop.models.adapters import ADAPTER
 from strop.models.layers.rounded_layers import RoundedLinear
 
+log = logging.getLogger(__name__)
 dist: Any = torch.distributed
 Group = Any  # torch.distributed.ProcessGroup
 
@@ -46,6 +49,8 @@ def apply_tensor_parallel(model: Any, meshes: DeviceMeshes, plan: TensorPlan | N
         return frozenset()
     check_experts(model, meshes.dims)
     regions = find_regions(model, meshes.dims, plan)
+    if whole := [name for name, layout in find_mixers(model).items() if layout is None]:
+        log.warning("each tensor rank computes all of %s, recurrent layers with weights of no known kind", ", ".join(whole))
     group, sequence = meshes.tensor, meshes.dims.sequence
     sharded: set[int] = set()
     shard = _Sharder(meshes.dense["tensor"])

@@ -137,7 +137,7 @@ def find_regions(model: Any, dims: ParallelDims, plan: TensorPlan | None = None)
 
 def _make_region(model: Any, derived: DerivedRegion) -> Region:
     layers = tuple(ShardedLayer(each.name, model.get_submodule(each.name), each.style, each.sections) for each in derived.layers)
-    return Region(derived.name, model.get_submodule(derived.name), layers, derived.layout, is_known=True)
+    return Region(derived.name, model.get_submodule(derived.name), layers, derived.layout, derived.is_known)
 
 
 # --- from patterns to layers ---------------------------------------------------------------------------------------------

@@ -6,11 +6,16 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.unit.learner.parallel.test_sharded_checkpoint import ONE, Form, differences, learner_of, whole_state
+from tests.unit.learner.parallel.test_sharded_checkpoint import train as train_by_hand
 
+from strop.learner.parallel.export.sharded_export import iter_sharded_weights
+from strop.learner.parallel.head_layout import Section, rows_of_rank
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.models.network import Network
 from support.every_family import make_config
@@ -114,3 +119,42 @@ def test_training_on_ranks_is_training_in_one_process(name: str) -> None:
     assert single is not None
     found = compare([trained for trained, _, _ in ranks], single, size)
     assert found.loss < 1e-9 and found.norm < 1e-9 and found.outputs < 1e-6 and found.weights < 1e-9, found
+
+
+FORM = Form(family=MIXERS + "nemotron_h")
+
+
+def name_family() -> None:
+    CONFIGS[FORM.family] = partial(make_config, "nemotron_h", n_groups=2)
+
+
+def load_save_and_export(rank: int, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Size]]:
+    name_family()
+    learner = learner_of(FORM, TENSOR, seed=1)
+    learner.load(folder / "one")
+    learner.save(folder / "two")
+    placement: Any = learner.parallelism
+    exported = {weight.name: weight.gather() for weight in iter_sharded_weights(placement)}
+    return whole_state(learner), exported, {name: tensor.shape for name, tensor in placement.local_parameters.items()}
+
+
+def test_a_divided_mixer_is_saved_and_published_as_the_whole_one(tmp_path: Path) -> None:
+    name_family()
+    alone = learner_of(FORM, ONE)
+    train_by_hand(alone)
+    alone.save(tmp_path / "one")
+    wanted = whole_state(alone)
+    for state, exported, shapes in run_on_ranks(2, load_save_and_export, tmp_path):
+        assert differences(state, wanted) == []
+        weights = dict(alone.weights())
+        assert list(exported) == list(weights)
+        assert all(torch.equal(exported[name], weight) for name, weight in weights.items())
+        mixer = "model.layers.0.mixer."
+        assert shapes[f"{mixer}in_proj.weight"][0] * 2 == len(weights[f"{mixer}in_proj.weight"])
+        assert shapes[f"{mixer}out_proj.weight"][1] * 2 == weights[f"{mixer}out_proj.weight"].shape[1]
+        assert shapes[f"{mixer}conv1d.weight"] == weights[f"{mixer}conv1d.weight"].shape
+    again = learner_of(FORM, ONE, seed=1)
+    again.load(tmp_path / "two")
+    assert differences(whole_state(again), wanted) == []
+    exchanged = rows_of_rank((Section(64, 8, "heads"), Section(32, 2, "groups"), Section(8, 8, "heads")), 1, 2)
+    assert exchanged == [range(32, 64), range(80, 96), range(100, 104)]
