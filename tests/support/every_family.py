@@ -170,6 +170,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "bloom": own("BloomConfig", hidden_size=32, n_layer=2, n_head=4),
     "mamba2": own("Mamba2Config", hidden_size=32, num_hidden_layers=2, state_size=16, num_heads=8, head_dim=8, expand=2, n_groups=1),
+    "mamba": own("MambaConfig", hidden_size=32, num_hidden_layers=2, state_size=8),
+    "falcon_mamba": own("FalconMambaConfig", hidden_size=32, num_hidden_layers=2, state_size=8),
+    "zamba": family(
+        "ZambaConfig", (), **FOUR, layers_block_type=["mamba", "hybrid", "mamba", "hybrid"], mamba_d_state=8, n_mamba_heads=2,
+        use_mamba_kernels=False,
+    ),
+    "zamba2": family(
+        "Zamba2Config", (), **FOUR, layers_block_type=["mamba", "hybrid", "mamba", "hybrid"], mamba_d_state=16, mamba_ngroups=1,
+        n_mamba_heads=8, mamba_headdim=8, use_mamba_kernels=False, num_mem_blocks=1, adapter_rank=4,
+    ),
     "jamba": family(
         "JambaConfig", (), experts=True, **FOUR, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, num_experts=2,
         mamba_d_state=8, use_mamba_kernels=False,

@@ -153,10 +153,11 @@ def _gpt2() -> Any:
     return GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2)
 
 
-def _mamba() -> Any:
-    from transformers import MambaConfig
+def _recurrent_gemma() -> Any:
+    from transformers import RecurrentGemmaConfig
 
-    return MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=2, eos_token_id=2, pad_token_id=0)
+    blocks = {"block_types": ["recurrent", "attention"], "attention_window_size": WINDOW, "lru_width": 32}
+    return RecurrentGemmaConfig(**_SIZES, **blocks)
 
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -175,11 +176,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
     "gpt2": _gpt2,
-    "mamba": _mamba,
+    "recurrent_gemma": _recurrent_gemma,
 }
 
 _SHARED_EXPERTS = ("deepseek_v3", "qwen2_moe", "glm4_moe")  # built where a test is of these
-FAMILIES = tuple(name for name in CONFIGS if name not in ("mamba", *_SHARED_EXPERTS))  # support packed rows and the cached engine
+FAMILIES = tuple(
+    name for name in CONFIGS if name not in ("recurrent_gemma", *_SHARED_EXPERTS)
+)  # support packed rows and the cached engine
 
 
 def make_config(family: str, layers: int | None = None) -> Any:

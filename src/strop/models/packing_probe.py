@@ -60,6 +60,8 @@ def _mixes_unseen(module: nn.Module) -> bool:
         return True
     if isinstance(module, GradientCheckpointingLayer) or hasattr(module, "get_input_embeddings"):
         return False  # what they contain is looked at by itself
+    if any(_follows_a_plan(child) for child in module.children()):
+        return False  # a layer inside of a layer, as Zamba's shared attention
     forward = inspect.unwrap(type(module).forward)
     caches = not _CACHES.isdisjoint(inspect.signature(forward).parameters)
     return (caches or hasattr(module, "layer_idx")) and not (_follows_a_plan(module) or _calls_only_children(module, forward))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from strop import cli
+from support.every_family import make_config
 from support.models import CONFIGS
 from support.overrides import RUN
 from support.tokenizer import build_tokenizer
@@ -20,7 +21,8 @@ D = "policy.dtensor_cfg"
 
 def write_config(folder: Path, family: str, **changes: Any) -> None:
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**CONFIGS[family]().to_dict(), **changes}))
+    config = CONFIGS[family]() if family in CONFIGS else make_config(family)
+    (folder / "config.json").write_text(json.dumps({**config.to_dict(), **changes}))
 
 
 def refuse(capsys: pytest.CaptureFixture[str], *words: str, section: str = "grpo") -> str:
@@ -43,6 +45,10 @@ CASES: list[tuple[str, dict[str, Any], list[str], str]] = [
     ("llama", {"intermediate_size": 49}, [*RANKS, f"{D}.tensor_parallel_size=2"],
      "does not divide the 49 outputs of model.layers.0"),
     ("llama", {}, [*RANKS, f"{D}.expert_parallel_size=2"], "expert_parallel_size is 2 and LlamaForCausalLM has no expert layers"),
+    ("qwen3_5", {"linear_num_value_heads": 6, "num_key_value_heads": 4}, [*RANKS, f"{D}.tensor_parallel_size=4"],
+     f"{D}.tensor_parallel_size: tensor_parallel_size 4 does not divide the 6 value heads of the recurrent layer"),
+    ("recurrent_gemma", {}, [*RANKS, f"{D}.pipeline_parallel_size=2"],
+     f"{D}.pipeline_parallel_size: RecurrentGemmaForCausalLM cannot be cut into pipeline stages (its forward pass changes hidden"),
     ("qwen3_moe", {"num_local_experts": 6}, [*RANKS, f"{D}.expert_parallel_size=4"], "4 does not divide the 6 experts"),
     ("llama", {}, [*RANKS, f"{D}.pipeline_parallel_size=4"], "pipeline_parallel_size: found 4, which needs 4 stages"),
     ("llama", {}, [*RANKS, f"{D}.tensor_parallel_size=2", f"{D}.custom_parallel_plan=no_such:PLAN"],
@@ -99,11 +105,11 @@ def test_a_reward_model_of_a_family_without_classifiers_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_config(tmp_path / "model", "mamba")
+    write_config(tmp_path / "model", "recurrent_gemma")
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "1", "chosen": "2", "rejected": "3"}) + "\n")
     words = ["data.train.dataset_name=pairs.jsonl", "rm.val_period=0", "checkpointing.metric_name=null", "policy.device=cpu"]
     said = refuse(capsys, "policy.model_name=model", *words, section="rm")
-    assert "policy.model_name: model is a mamba model, for which Transformers has no sequence classifier" in said
+    assert "policy.model_name: model is a recurrent_gemma model, for which Transformers has no sequence classifier" in said
 
 
 # --- chat templates and turns ------------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ def test_sampler_and_learner_agree_to_float_precision(network: Network, sampling
 def test_sampler_and_learner_agree_through_the_slow_runner_and_padded_rows() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        network = Network(build("mamba"))
+        network = Network(build("recurrent_gemma"))
     sampling = RECORDING["top_k_and_top_p"]
     batch = batch_of(completions_of(network, sampling, RecomputeRunner(network, max_slots=3, length=48)))
     assert float((score(network, batch, sampling).logprobs - batch.rollout_logprobs).abs().max()) < FLOAT32

@@ -113,8 +113,10 @@ def test_a_learner_that_trains_agrees_after_every_step() -> None:
 
 
 def test_a_model_without_plans_agrees_through_the_slow_runner() -> None:
-    with pytest.warns(UserWarning, match=r"MambaForCausalLM cannot read packed rows .*every rollout computes its prompt again"):
-        network = Network(build("mamba"))
+    with pytest.warns(
+        UserWarning, match=r"RecurrentGemmaForCausalLM cannot read packed rows .*every rollout computes its prompt again"
+    ):
+        network = Network(build("recurrent_gemma"))
     assert not network.packed
     sampling = SAMPLINGS["top_k_and_top_p"]
     batch, entropies = sample(RecomputeRunner(network, max_slots=3, length=48), sampling)

@@ -71,7 +71,7 @@ def test_what_cannot_be_a_classifier_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="there is no folder"):
         load_classifier(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="for which Transformers has no sequence classifier"):
-        load_classifier(saved(tmp_path / "mamba", build("mamba")))
+        load_classifier(saved(tmp_path / "recurrent_gemma", build("recurrent_gemma")))
     from transformers import AutoModelForSequenceClassification
 
     config = build("llama").config

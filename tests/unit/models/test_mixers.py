@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from strop.learner.parallel.derived_plan import find_mixers
 from strop.learner.parallel.expert_parallel import find_experts
+from strop.learner.parallel.head_layout import find_head_layout
 from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.learner.parallel.pipeline.pipeline_stages import PipelineStages
 from strop.learner.parallel.tensor_plan import check_tensor_plan
@@ -27,7 +29,7 @@ from support.sweep import sweep
 
 MIXED = (
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "nemotron_h", "granite_hybrid", "falcon_h1", "bamba", "mamba2",
-    "jamba", "lfm2", "lfm2_moe",
+    "mamba", "falcon_mamba", "zamba", "zamba2", "jamba", "lfm2", "lfm2_moe",
 )  # fmt: skip
 INDEXED = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2")  # sparse attention, whose indexers choose 6 tokens
 QUICK = ("qwen3_5", "kimi_linear", "nemotron_h", "jamba", "lfm2", "deepseek_v32", "glm_moe_dsa")
@@ -143,10 +145,11 @@ def ranks_of(network: Network) -> list[str]:
 
     model = network.model
     tensor = accepts(lambda: check_tensor_plan(model, ParallelDims(tensor=2)))
+    whole = None in find_mixers(model).values()
     expert = accepts(lambda: check_tensor_plan(model, ParallelDims(shard=2, expert=2)))
-    stages = accepts(lambda: PipelineStages(network, ParallelDims(pipeline=2)).check_passing(4))
+    stages = accepts(lambda: PipelineStages(network, ParallelDims(pipeline=2)))
     experts = ("yes" if expert else "no") if list(find_experts(model)) else "no experts"
-    return ["whole" if tensor else "no plan", experts, "yes" if stages else "no"]
+    return [("whole" if whole else "divided") if tensor else "no", experts, "yes" if stages else "no"]
 
 
 MIXER_OF = {
@@ -179,13 +182,36 @@ def test_a_plan_that_divides_a_mixer_is_refused_at_each_of_its_layers(family: st
     mixer = next(name for name, module in model.named_modules() if is_mixer(module))
     layers = [name for name, module in model.get_submodule(mixer).named_children() if type(module) is nn.Linear]
     for name in layers:
-        with pytest.raises(ValueError, match=f"{mixer}.{name} .* each rank computes whole; name a plan without it"):
+        with pytest.raises(ValueError, match=f"{mixer}.{name} .* whose heads are divided without a plan; name one without it"):
             check_tensor_plan(model, ParallelDims(tensor=2), {f"{mixer.partition('.')[2]}.{name}": "colwise"})
 
 
-def test_sequence_parallel_is_refused_for_a_mixer_that_needs_all_tokens() -> None:
-    with pytest.raises(ValueError, match=r"layers.0.linear_attn is a recurrent layer, .* set sequence_parallel=false"):
-        check_tensor_plan(Network(build("qwen3_next"), packed=True).model, ParallelDims(tensor=2, sequence=True))
+def test_heads_that_ranks_cannot_share_are_refused_with_the_sizes_that_they_can() -> None:
+    wide = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    cases: list[tuple[str, dict[str, Any], int, str, str]] = [
+        ("olmo_hybrid", {"linear_num_value_heads": 2}, 4, "2 value heads", "1, 2"),
+        ("mamba2", {}, 3, "8 heads", "1, 2, 4, 8"),
+        ("lfm2", {}, 3, "32 channels", "1, 2, 4"),
+        ("qwen3_next", {"linear_num_key_heads": 4, "num_experts": 8, **wide}, 8, "4 key heads", "1, 2, 4$"),
+    ]
+    for family, changes, ranks, heads, sizes in cases:
+        wanted = f"tensor_parallel_size {ranks} does not divide the {heads} of the recurrent layer .*; set it to one of {sizes}"
+        with pytest.raises(ValueError, match=wanted):
+            check_tensor_plan(build(family, **changes), ParallelDims(tensor=ranks))
+    shared = build("qwen3_5", linear_num_key_heads=2, linear_num_value_heads=8, **wide)
+    check_tensor_plan(shared, ParallelDims(tensor=8))  # four ranks read each key head
+
+
+def test_a_mixer_with_weights_that_nobody_knows_is_computed_whole_and_refused_where_tokens_are_divided() -> None:
+    model = build("nemotron_h")
+    assert find_head_layout(model.model.layers[0].mixer) is not None
+    for layer in model.model.layers:
+        if is_mixer(layer.mixer):
+            layer.mixer.gain = nn.Parameter(torch.ones(64))
+    assert find_head_layout(model.model.layers[0].mixer) is None
+    check_tensor_plan(model, ParallelDims(tensor=2))
+    with pytest.raises(ValueError, match=r"layers.0.mixer is a recurrent layer .* set sequence_parallel=false"):
+        check_tensor_plan(model, ParallelDims(tensor=2, sequence=True))
 
 
 def refusal(model: Any) -> str:

@@ -55,7 +55,7 @@ def test_packed_rows_give_the_log_probabilities_of_each_rollout_alone(family: st
     assert max(len(rollout.tokens()) for group in simple_groups(*SHAPES) for rollout in group.rollouts) > 2 * WINDOW
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "mamba"])
+@pytest.mark.parametrize("family", [*FAMILIES, "recurrent_gemma"])
 def test_padded_rows_give_the_log_probabilities_of_each_rollout_alone(family: str) -> None:
     """Gemma 2 among them, whose soft cap Transformers' sdpa attention leaves out without a word."""
     network = Network(build(family), packed=False)
@@ -66,8 +66,10 @@ def test_padded_rows_give_the_log_probabilities_of_each_rollout_alone(family: st
 
 
 def test_a_recurrent_model_falls_back_to_padded_rows_and_says_what_is_lost() -> None:
-    with pytest.warns(UserWarning, match=r"MambaForCausalLM cannot read packed rows .*every rollout computes its prompt again"):
-        network = Network(build("mamba"))
+    with pytest.warns(
+        UserWarning, match=r"RecurrentGemmaForCausalLM cannot read packed rows .*every rollout computes its prompt again"
+    ):
+        network = Network(build("recurrent_gemma"))
     assert not network.packed
     assert network.fallback is not None
     assert not network.supports_attention_plans()

@@ -142,7 +142,7 @@ def broadcast_weights(
         )
         _replace_parameter(model, parameter, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
     root.load_state_dict({}, strict=False)  # loads nothing, but makes FSDP update its references to the parameters
-    for holder, key, tensor in _non_parameter_tensors(model):
+    for holder, key, tensor in non_parameter_tensors(model):
         received = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if tensor.is_meta else tensor.to(device)
         dist.broadcast(received, 0)
         holder[key] = received
@@ -168,7 +168,7 @@ def _replace_parameter(model: nn.Module, old: Tensor, new: nn.Parameter) -> None
                 module._parameters[key] = new
 
 
-def _non_parameter_tensors(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+def non_parameter_tensors(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """Yield buffers and tensors that are plain attributes, as (dictionary, key, tensor)."""
     for module in model.modules():
         holders: tuple[dict[str, Any], ...] = (module._buffers, vars(module))

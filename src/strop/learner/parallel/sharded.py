@@ -118,8 +118,11 @@ def shard_network(
     for name, module in list(model.named_modules()):
         if name in experts and ignored.isdisjoint(module.parameters()):
             _fully_shard(module, meshes.expert_fsdp, fsdp_options)
-    for layer in decoder_layers(network.decoder):
-        if ignored.isdisjoint(layer.parameters()):
+    layers = decoder_layers(network.decoder)
+    uses = Counter(parameter for layer in layers for parameter in layer.parameters())
+    apart = ignored | {parameter for parameter, count in uses.items() if count > 1}  # of several layers (Zamba): with the root
+    for layer in layers:
+        if apart.isdisjoint(layer.parameters()):
             _fully_shard(layer, meshes.fsdp, fsdp_options)
     fsdp_options |= {"mp_policy": replace(policy, cast_forward_inputs=False), "ignored_params": ignored}
     root = _fully_shard(FsdpRoot(model), meshes.fsdp, fsdp_options)

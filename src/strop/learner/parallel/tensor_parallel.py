@@ -9,6 +9,7 @@ The embedding and the output layer are divided by token ids (``vocabulary.py``).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,13 +19,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from strop.learner.parallel.collectives import all_gather, all_reduce, copy_to_ranks, reduce_scatter
+from strop.learner.parallel.derived_plan import find_mixers
 from strop.learner.parallel.expert_parallel import check_experts, find_experts
+from strop.learner.parallel.head_layout import is_exchanged
 from strop.learner.parallel.parallel_dims import DeviceMeshes, shard_parameter, to_local
+from strop.learner.parallel.tensor_mixers import RowExchange, exchange_rows, shard_mixer
 from strop.learner.parallel.tensor_plan import PLAN_KEY, Region, ShardedLayer, TensorPlan, find_regions
 from strop.learner.parallel.vocabulary import divide_vocabulary
 from strop.models.adapters import ADAPTER
 from strop.models.layers.rounded_layers import RoundedLinear
 
+log = logging.getLogger(__name__)
 dist: Any = torch.distributed
 Group = Any  # torch.distributed.ProcessGroup
 
@@ -44,14 +49,20 @@ def apply_tensor_parallel(model: Any, meshes: DeviceMeshes, plan: TensorPlan | N
         return frozenset()
     check_experts(model, meshes.dims)
     regions = find_regions(model, meshes.dims, plan)
+    if whole := [name for name, layout in find_mixers(model).items() if layout is None]:
+        log.warning("each tensor rank computes all of %s, recurrent layers with weights of no known kind", ", ".join(whole))
     group, sequence = meshes.tensor, meshes.dims.sequence
     sharded: set[int] = set()
+    shard = _Sharder(meshes.dense["tensor"])
     for region in regions:
         hooks = _RegionHooks(region, group, sequence)
         region.module.register_forward_pre_hook(hooks.on_enter, with_kwargs=True)
-        region.module.register_forward_hook(hooks.check_output)
+        if not region.is_known:
+            region.module.register_forward_hook(hooks.check_output)
+        if region.layout is not None:
+            shard_mixer(region.module, region.layout, group)
         for layer in region.layers:
-            sharded |= {id(parameter) for parameter in _shard_layer(layer, meshes.dense["tensor"], group)}
+            sharded |= {id(parameter) for parameter in _shard_layer(layer, shard, group)}
             _register_layer_hooks(layer, group, hooks)
     sharded |= {id(parameter) for parameter in divide_vocabulary(model, meshes)}
     partial_ids = {id(parameter) for parameter in _partial_gradient_parameters(model, regions, sequence)} - sharded
@@ -89,24 +100,42 @@ class LocalRowwiseLinear(LocalLinear):
         return F.linear(input, to_local(self.weight))
 
 
-def _shard_layer(layer: ShardedLayer, mesh: Any, group: Group) -> Iterator[nn.Parameter]:
+class _Sharder:
+    """Shards each parameter once: layers may share it."""
+
+    def __init__(self, mesh: Any) -> None:
+        self.mesh = mesh
+        self._done: dict[nn.Parameter, nn.Parameter] = {}
+
+    def __call__(self, parameter: nn.Parameter, dimension: int) -> nn.Parameter:
+        if parameter not in self._done:
+            self._done[parameter] = shard_parameter(parameter, self.mesh, dimension)
+        return self._done[parameter]
+
+
+def _shard_layer(layer: ShardedLayer, shard: _Sharder, group: Group) -> Iterator[nn.Parameter]:
     """Shard a layer's weights, and the adapter weight that has the sharded dimension; yield the sharded parameters."""
     base = layer.base
+    exchange = RowExchange(layer.sections, group) if is_exchanged(layer.sections, shard.mesh.size()) else None
     if isinstance(base, RoundedLinear):
         base.shard(group, 0 if layer.is_colwise else 1)
     else:
         base.__class__ = LocalLinear if layer.is_colwise else LocalRowwiseLinear
-    base.weight = shard_parameter(base.weight, mesh, 0 if layer.is_colwise else 1)
+    base.weight = shard(base.weight, 0 if layer.is_colwise else 1)
     yield base.weight
-    if layer.is_colwise and base.bias is not None:
-        base.bias = shard_parameter(base.bias, mesh, 0)
+    if exchange is not None:
+        exchange_rows(base, exchange)
+    elif layer.is_colwise and base.bias is not None:
+        base.bias = shard(base.bias, 0)
         yield base.bias
     if layer.module is not base:
         wrapper: Any = layer.module
         adapter = (wrapper.lora_B if layer.is_colwise else wrapper.lora_A)[ADAPTER]
         adapter.__class__ = LocalLinear
-        adapter.weight = shard_parameter(adapter.weight, mesh, 0 if layer.is_colwise else 1)
+        adapter.weight = shard(adapter.weight, 0 if layer.is_colwise else 1)
         yield adapter.weight
+        if exchange is not None:
+            exchange_rows(adapter, exchange)
 
 
 # --- hooks ---------------------------------------------------------------------------------------------------------------
@@ -150,7 +179,16 @@ def _register_layer_hooks(layer: ShardedLayer, group: Group, hooks: _RegionHooks
     if not layer.is_colwise:
         if layer.is_boundary_replicated:
             layer.module.register_forward_pre_hook(partial(_local_columns, group))
-        layer.module.register_forward_hook(hooks.sum_outputs)
+        inside = hooks.region.layout.inputs[:-1] if hooks.region.layout is not None else ()
+        if layer.name.removeprefix(f"{hooks.region.name}.") in inside:
+            layer.module.register_forward_hook(partial(_sum_inside, group))
+        else:
+            layer.module.register_forward_hook(hooks.sum_outputs)
+
+
+def _sum_inside(group: Group, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Sum a layer's outputs, of which each rank goes on to compute its own heads."""
+    return copy_to_ranks(all_reduce(output, group), group)
 
 
 def _apply_to_rows(collective: Callable[[Tensor, Group], Tensor], tensor: Tensor, group: Group) -> Tensor:

@@ -1,6 +1,7 @@
 """Tensor-parallel plans: which linear layers are sharded over the tensor ranks, by the model's own plan or a custom one.
 
-A plan maps patterns of module names to styles, as in Transformers. It defines a list of *regions*: an attention or an MLP whose first
+A plan maps patterns of module names to styles, as in Transformers. Mixers need none, and neither do models of known code
+(``derived_plan.py``). A plan defines a list of *regions*: an attention or an MLP whose first
 layers are sharded by columns (outputs: heads, neurons) and whose last layers by rows (inputs), so that each tensor rank computes a partial
 sum of the region's output. Modules in a region that are not sharded run on every rank and contribute to that rank's partial sum:
 their gradient is a partial sum too, regardless of their style in the plan.
@@ -16,7 +17,9 @@ from typing import Any
 
 from torch import nn
 
+from strop.learner.parallel.derived_plan import DerivedRegion, derive_attentions_and_mlps, derive_mixers, find_mixers
 from strop.learner.parallel.expert_parallel import check_experts, find_experts
+from strop.learner.parallel.head_layout import HeadLayout, Sections
 from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.models.attention.attention_interface import mixes_tokens
 from strop.models.layers.rounded_layers import RoundedLinear
@@ -41,6 +44,7 @@ class ShardedLayer:
     name: str
     module: nn.Module
     style: str
+    sections: Sections = ()  # of the outputs of a mixer's layer
 
     @property
     def is_colwise(self) -> bool:
@@ -63,6 +67,8 @@ class Region:
     name: str
     module: nn.Module
     layers: tuple[ShardedLayer, ...]
+    layout: HeadLayout | None = None  # of a mixer
+    is_known: bool = False  # returns its sum, or a multiple of it
 
     @property
     def mixes_tokens(self) -> bool:
@@ -103,11 +109,20 @@ def check_tensor_plan(model: Any, dims: ParallelDims, plan: TensorPlan | None = 
 
 def find_regions(model: Any, dims: ParallelDims, plan: TensorPlan | None = None) -> list[Region]:
     """Return the checked regions of a model under a plan (None: its own). Raises ValueError as ``check_tensor_plan`` does."""
-    layers = _planned_layers(model, plan)
+    mixers = find_mixers(model)
+    layers = _planned_layers(model, plan, mixers)
+    derived = list(derive_mixers(mixers))
+    if plan is None and not layers:
+        derived += derive_attentions_and_mlps(model)
     parents: dict[str, list[ShardedLayer]] = {}
     for layer in layers:
         parents.setdefault(layer.name.rpartition(".")[0], []).append(layer)
     regions = [Region(name, model.get_submodule(name), tuple(members)) for name, members in parents.items()]
+    regions += [_make_region(model, each) for each in derived]
+    if not regions and plan is None and not model.tp_plan:
+        raise ValueError(
+            f"{type(model).__name__} has no tensor-parallel plan; name one in {PLAN_KEY}, or set tensor_parallel_size=1"
+        )
     for region in regions:
         _check_region(region, regions, model, dims)
     if not regions:
@@ -120,16 +135,18 @@ def find_regions(model: Any, dims: ParallelDims, plan: TensorPlan | None = None)
     return regions
 
 
+def _make_region(model: Any, derived: DerivedRegion) -> Region:
+    layers = tuple(ShardedLayer(each.name, model.get_submodule(each.name), each.style, each.sections) for each in derived.layers)
+    return Region(derived.name, model.get_submodule(derived.name), layers, derived.layout, derived.is_known)
+
+
 # --- from patterns to layers ---------------------------------------------------------------------------------------------
 
 
-def _planned_layers(model: Any, plan: TensorPlan | None) -> list[ShardedLayer]:
-    """Return the sharded layers in the model's order."""
+def _planned_layers(model: Any, plan: TensorPlan | None, mixers: Iterable[str]) -> list[ShardedLayer]:
+    """Return the layers that a plan shards, in the model's order, without those of mixers."""
     is_default = plan is None
-    if plan is None and not (plan := model.tp_plan):
-        raise ValueError(
-            f"{type(model).__name__} has no tensor-parallel plan; name one in {PLAN_KEY}, or set tensor_parallel_size=1"
-        )
+    plan = (model.tp_plan or {}) if plan is None else plan
     experts, elsewhere = find_experts(model), _embedding_and_head(model)
     known = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     styles: dict[str, tuple[str, str]] = {}  # name -> (pattern, style)
@@ -139,14 +156,12 @@ def _planned_layers(model: Any, plan: TensorPlan | None) -> list[ShardedLayer]:
             raise ValueError(f"{PLAN_KEY}: {pattern!r} matches nothing in {type(model).__name__}; correct it, or remove it")
         styles.update((name, (pattern, style)) for name in names if name not in elsewhere and not _is_inside(name, experts))
     modules = dict(model.named_modules())
-    # Each rank computes mixers whole: Transformers' plans divide their matrices and gather what they compute.
-    mixers = [name for name, module in modules.items() if is_mixer(module)]
     divided = [name for name in styles if _is_inside(name, mixers)]
     if divided and not is_default:
         pattern, style = styles[divided[0]]
         raise ValueError(
-            f"the tensor-parallel plan gives {divided[0]} (by {pattern!r}) the style {style!r}, and it is part of a recurrent layer, which "
-            f"each rank computes whole; name a plan without it in {PLAN_KEY}"
+            f"the tensor-parallel plan gives {divided[0]} (by {pattern!r}) the style {style!r}, and it is part of a recurrent layer, whose "
+            f"heads are divided without a plan; name one without it in {PLAN_KEY}"
         )
     styles = {name: each for name, each in styles.items() if name not in divided}
     layers = [ShardedLayer(name, modules[name], styles[name][1]) for name in modules if name in styles]
@@ -215,7 +230,10 @@ def _check_region(region: Region, regions: list[Region], model: Any, dims: Paral
             f"the tensor-parallel plan shards layers of {region.name} and of {nested} inside it, so that the sum would be taken twice; "
             f"name another plan in {PLAN_KEY}"
         )
-    _check_heads(region, model, dims.tensor)
+    if region.layout is None:
+        _check_heads(region, model, dims.tensor)
+    else:
+        _check_mixer(region, region.layout, dims.tensor)
     for layer in region.layers:
         size = layer.base.out_features if layer.is_colwise else layer.base.in_features
         if size % dims.tensor:
@@ -240,6 +258,15 @@ def _check_heads(region: Region, model: Any, ranks: int) -> None:
             )
 
 
+def _check_mixer(region: Region, layout: HeadLayout, ranks: int) -> None:
+    unfit = next((section for section in layout.sections() if not section.fits(ranks)), None)
+    if unfit is not None:
+        raise ValueError(
+            f"tensor_parallel_size {ranks} does not divide the {unfit.count} {unfit.what} of the recurrent layer {region.name}; set it to "
+            f"one of {', '.join(map(str, layout.sizes()))}"
+        )
+
+
 def _check_sequence(model: Any, regions: list[Region]) -> None:
     """Check that modules that mix tokens are inside regions, because between regions a rank has only some of the tokens."""
     experts = find_experts(model)
@@ -251,7 +278,7 @@ def _check_sequence(model: Any, regions: list[Region]) -> None:
     outside = [name for name in mixers if not _is_inside(name, [region.name for region in regions])]
     if outside and is_mixer(mixers[outside[0]]):
         raise ValueError(
-            f"sequence_parallel is true, and {outside[0]} is a recurrent layer, which needs all tokens on each rank; set "
+            f"sequence_parallel is true, and {outside[0]} is a recurrent layer that each rank computes whole, from all tokens; set "
             "sequence_parallel=false"
         )
     if outside or not mixers:

@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
+from strop.models.mixers.mixer_interface import running_layer
 
 IMPLEMENTATION = "strop"
 
@@ -47,7 +48,9 @@ def strop_attention(
         raise ValueError(
             f"attention dropout is {dropout}: packed attention has none; set attention_dropout to 0 in hf_config_overrides"
         )
-    layer = module.layer_idx
+    layer: Any = module.layer_idx
+    if layer is None or layer == -1:  # Zamba and Zamba2: several layers share an attention
+        layer = running_layer()
     assert isinstance(layer, int)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     chosen = None if indices is None or not indices.shape[-1] else indices[0]

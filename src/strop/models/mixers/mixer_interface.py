@@ -3,8 +3,9 @@
 Mixers of all families compute what is not token-wise by functions of their modeling file, with the same names and arguments in
 each. Once per file these are replaced by functions that pass their arguments to the *plan* of ``model(..., plan=plan)``; a call
 without a plan reaches the original. Learner and engine run the same module. The plan reaches them through hooks on the decoder layer: not
-every mixer passes its keyword arguments on, and only the backward pass calls a layer that is recomputed. The plan reaches indexers of
-sparse attention (``indexers``) in the same way.
+every mixer passes its keyword arguments on, and only the backward pass calls a layer that is recomputed. Not every decoder passes its own
+on either (Mamba): its layers take the plan of the decoder's call. The plan reaches indexers of sparse attention (``indexers``) in the same
+way.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.running: list[tuple[nn.Module, MixerCall | None]] = []
+        self.plan: LayerPlan | None = None  # of the decoder that runs
 
 
 _CALLS = _Calls()
@@ -170,6 +172,11 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 }
 
 
+def running_layer() -> int | None:
+    """Return the index of the innermost decoder layer with a mixer that runs; None if none does."""
+    return _CALLS.running[-1][0].__dict__[_LAYER] if _CALLS.running else None
+
+
 def is_mixer(module: nn.Module) -> bool:
     """Return whether a module mixes tokens by functions that a plan computes."""
     return not FUNCTIONS.keys().isdisjoint(inspect.unwrap(type(module).forward).__code__.co_names)
@@ -193,7 +200,31 @@ def install_mixers(model: nn.Module) -> bool:
             layer.register_forward_hook(_leave, always_call=True)
             if indexers:
                 layer.register_forward_pre_hook(_give_mask, with_kwargs=True)
+            if mixers:
+                kind = type(layer)
+                layer.__class__ = type(kind.__name__, (_PlannedLayer, kind), {"__module__": kind.__module__})
+    if found:
+        decoder = model.get_decoder()  # type: ignore[operator]
+        decoder.register_forward_pre_hook(_enter_decoder, with_kwargs=True, prepend=True)
+        decoder.register_forward_hook(_leave_decoder, always_call=True)
     return found
+
+
+class _PlannedLayer(nn.Module):
+    """Mixin for the class of a decoder layer. Recomputation calls the layer again with the arguments that it has now."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _CALLS.plan is not None:
+            kwargs.setdefault("plan", _CALLS.plan)
+        return super().__call__(*args, **kwargs)
+
+
+def _enter_decoder(decoder: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    _CALLS.plan = kwargs.get("plan")
+
+
+def _leave_decoder(decoder: nn.Module, args: Any, output: Any) -> None:
+    _CALLS.plan = None
 
 
 def _replace_functions(code: Any) -> None:

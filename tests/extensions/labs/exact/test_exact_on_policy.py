@@ -137,8 +137,8 @@ def test_a_frozen_copy_has_its_own_weights_and_the_ordinary_passes() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*cannot read packed rows")
 def test_a_model_that_cannot_be_exact_is_refused_by_name() -> None:
-    with pytest.raises(NotExactError, match="exact_on_policy: MambaForCausalLM cannot read packed rows"):
-        make_network("mamba", torch.float32)
+    with pytest.raises(NotExactError, match="exact_on_policy: RecurrentGemmaForCausalLM cannot read packed rows"):
+        make_network("recurrent_gemma", torch.float32)
 
 
 def test_a_model_with_an_operation_without_a_fixed_order_is_refused_and_left_as_it_was() -> None:

@@ -1,15 +1,21 @@
-"""Recurrent layers and sparse attention on two ranks: training is that of one process, in float64."""
+"""Recurrent layers and sparse attention on ranks: training is that of one process, in float64."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.unit.learner.parallel.test_sharded_checkpoint import ONE, Form, differences, learner_of, whole_state
+from tests.unit.learner.parallel.test_sharded_checkpoint import train as train_by_hand
 
+from strop.learner.parallel.export.sharded_export import iter_sharded_weights
+from strop.learner.parallel.head_layout import Section, rows_of_rank
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.models.mixers.chosen_tokens import pack_bits
 from strop.models.network import Network
@@ -24,36 +30,81 @@ from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
+DIVIDED = (
+    "qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear", "nemotron_h", "granite_hybrid", "falcon_h1", "bamba", "mamba2", "mamba",
+    "falcon_mamba", "jamba", "lfm2",
+)  # fmt: skip
 MIXERS = "mixers/"  # before the name of a family
 SHARDED, STAGES = ParallelDims(shard=2), ParallelDims(pipeline=2)
 TENSOR, CONTEXT = ParallelDims(tensor=2), ParallelDims(context=2)
+SEQUENCE = ParallelDims(tensor=2, sequence=True)
+BOTH = ParallelDims(shard=2, tensor=2)
+
+
+@dataclass(frozen=True)
+class MixerCase:
+    """A family on ranks, with changes of its configuration and options of the training."""
+
+    family: str
+    sizes: ParallelDims
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    replayed: bool = False  # the choices of indexers
+
+
+LORA: Mapping[str, Any] = {"lora": True, "rate": 1e-3}
+RECOMPUTED: Mapping[str, Any] = {"checkpointing": True}
+TWO_GROUPS, SCALED = {"mamba_n_groups": 2, "mamba_rms_norm": True, "num_key_value_heads": 4}, {"embedding_multiplier": 3.0}
 CASES = {
-    "qwen3_5 shard": ("qwen3_5", SHARDED),
-    "qwen3_5 recomputed": ("qwen3_5", SHARDED),
-    "qwen3_5 tensor": ("qwen3_5", TENSOR),
-    "qwen3_5 context": ("qwen3_5", CONTEXT),
-    "nemotron_h context": ("nemotron_h", CONTEXT),
-    "jamba context": ("jamba", CONTEXT),
-    "qwen3_5 stages": ("qwen3_5", STAGES),
-    "qwen3_5 lora": ("qwen3_5", SHARDED),
-    "nemotron_h shard": ("nemotron_h", SHARDED),
-    "qwen3_next experts": ("qwen3_next", ParallelDims(shard=2, expert=2)),
-    "lfm2 shard": ("lfm2", SHARDED),
-    "glm_moe_dsa shard": ("glm_moe_dsa", SHARDED),
-    "glm_moe_dsa recomputed": ("glm_moe_dsa", SHARDED),
-    "deepseek_v32 tensor": ("deepseek_v32", TENSOR),
-    "glm_moe_dsa context": ("glm_moe_dsa", CONTEXT),
-    "deepseek_v32 ring": ("deepseek_v32", CONTEXT),
-    "deepseek_v32 stages": ("deepseek_v32", STAGES),
-    "glm_moe_dsa stages": ("glm_moe_dsa", STAGES),
-    "deepseek_v32 lora": ("deepseek_v32", SHARDED),
-    "glm_moe_dsa replayed": ("glm_moe_dsa", CONTEXT),
-    "deepseek_v32 replayed": ("deepseek_v32", ParallelDims(tensor=2, sequence=True)),
-    "glm_moe_dsa experts": ("glm_moe_dsa", ParallelDims(shard=2, expert=2)),
+    "shards": MixerCase("qwen3_5", SHARDED),
+    "recomputed": MixerCase("qwen3_5", SHARDED, options=RECOMPUTED),
+    "context": MixerCase("qwen3_5", CONTEXT),
+    "stages": MixerCase("qwen3_5", STAGES),
+    "lora": MixerCase("qwen3_5", SHARDED, options=LORA),
+    "mamba 2, context": MixerCase("nemotron_h", CONTEXT),
+    "mamba 2, shards": MixerCase("nemotron_h", SHARDED),
+    "mamba, context": MixerCase("jamba", CONTEXT),
+    "mamba alone, recomputed": MixerCase("falcon_mamba", SHARDED, options=RECOMPUTED),
+    "experts": MixerCase("qwen3_next", ParallelDims(shard=2, expert=2)),
+    "convolutions": MixerCase("lfm2", SHARDED),
+    "scaled embeddings, stages": MixerCase("granite_hybrid", STAGES, SCALED),
+    "layers that return tuples, stages": MixerCase("falcon_h1", STAGES, SCALED),
+    "bamba, stages": MixerCase("bamba", STAGES),
+    **{f"{family}, tensor": MixerCase(family, TENSOR) for family in DIVIDED},
+    **{f"{family}, sequence": MixerCase(family, SEQUENCE) for family in DIVIDED if family != "kimi_linear"},
+    **{f"{family}, tensor, lora": MixerCase(family, TENSOR, options=LORA) for family in ("qwen3_5", "nemotron_h", "jamba")},
+    "sequence, lora, recomputed": MixerCase("qwen3_next", SEQUENCE, options={**LORA, **RECOMPUTED}),
+    "tensor, muon": MixerCase("qwen3_5", TENSOR, options={"optimizer": "strop.learner.muon.Muon"}),
+    "tensor, groups and biases": MixerCase("nemotron_h", TENSOR, {"n_groups": 2, "use_bias": True}),
+    "tensor, biases, lora": MixerCase("mamba2", TENSOR, {"use_bias": True}, LORA),
+    "tensor, biases of convolutions": MixerCase("lfm2", TENSOR, {"conv_bias": True}),
+    "tensor, norm before gate": MixerCase("falcon_h1", TENSOR, {"mamba_rms_norm": True}),
+    "tensor, norm of groups": MixerCase("falcon_h1", TENSOR, TWO_GROUPS),
+    "shards, tensor": MixerCase("qwen3_5", BOTH),
+    "shards, sequence, lora": MixerCase("nemotron_h", ParallelDims(shard=2, tensor=2, sequence=True), options=LORA),
+    "shards, tensor, recomputed": MixerCase("granite_hybrid", BOTH, options=RECOMPUTED),
+    "a key head for two ranks": MixerCase("qwen3_5", ParallelDims(tensor=4), {"num_key_value_heads": 4}),
+    "a group for two ranks": MixerCase("falcon_h1", ParallelDims(tensor=4), TWO_GROUPS),
+    "context, tensor": MixerCase("jamba", ParallelDims(context=2, tensor=2)),
+    "stages, tensor": MixerCase("qwen3_5", ParallelDims(pipeline=2, tensor=2)),
+    "experts, tensor": MixerCase("qwen3_next", ParallelDims(shard=2, tensor=2, expert=4)),
+    "indexers, shards": MixerCase("glm_moe_dsa", SHARDED),
+    "indexers, recomputed": MixerCase("glm_moe_dsa", SHARDED, options=RECOMPUTED),
+    "indexers, tensor": MixerCase("deepseek_v32", TENSOR),
+    "indexers, context": MixerCase("glm_moe_dsa", CONTEXT),
+    "indexers, ring": MixerCase("deepseek_v32", CONTEXT, {"num_attention_heads": 3, "num_key_value_heads": 3}),  # which do not divide
+    "indexers, stages": MixerCase("deepseek_v32", STAGES),
+    "shared indexers, stages": MixerCase("glm_moe_dsa", STAGES),
+    "indexers, lora": MixerCase("deepseek_v32", SHARDED, options=LORA),
+    "indexers, context, replayed": MixerCase("glm_moe_dsa", CONTEXT, replayed=True),
+    "indexers, sequence, replayed": MixerCase("deepseek_v32", SEQUENCE, replayed=True),
+    "indexers, experts": MixerCase("glm_moe_dsa", ParallelDims(shard=2, expert=2)),
 }
-
-
-OPTIONS = {"deepseek_v32 ring": {"num_attention_heads": 3, "num_key_value_heads": 3}}  # which do not divide
+KEPT = (  # of each kind of mixer one on tensor ranks
+    "recomputed", "context", "mamba, context", "mamba alone, recomputed", "stages", "layers that return tuples, stages",
+    "jamba, tensor", "lfm2, sequence", "sequence, lora, recomputed", "tensor, biases, lora", "tensor, norm of groups",
+    "indexers, context, replayed",
+)  # fmt: skip
 
 
 def compute_in_float64(network: Network) -> None:
@@ -82,29 +133,61 @@ def record_choices(batch: Batch, layers: int) -> Batch:
 
 
 def train_both_ways(rank: int, name: str) -> tuple[TrainingResult, TrainingResult | None, int]:
-    family, sizes = CASES[name]
-    CONFIGS[MIXERS + family] = partial(make_config, family, **OPTIONS.get(name, {}))
-    case = shorter(
-        Case(
-            sizes=sizes,
-            family=MIXERS + family,
-            branches=True,
-            change=replay_choices if "replayed" in name else compute_in_float64,
-            checkpointing="recomputed" in name,
-            lora="lora" in name,
-        )
-    )
+    wanted = CASES[name]
+    sizes, family = wanted.sizes, MIXERS + wanted.family
+    CONFIGS[family] = partial(make_config, wanted.family, **wanted.changes)
+    change = replay_choices if wanted.replayed else compute_in_float64
+    case = shorter(Case(sizes=sizes, family=family, branches=True, change=change, **wanted.options))
     batch = make_batch(case)
-    if "replayed" in name:
-        batch = record_choices(batch, layers=2 if family == "glm_moe_dsa" else 3)
+    if wanted.replayed:
+        batch = record_choices(batch, layers=2 if wanted.family == "glm_moe_dsa" else 3)
     trained = train(case, batch, DeviceMeshes(sizes, "cpu"))
     return trained, train(replace(case, checkpointing=False), batch) if rank == 0 else None, len(batch.target)
 
 
-@pytest.mark.parametrize("name", sweep(CASES, "qwen3_5 recomputed", "qwen3_5 context", "jamba context", "qwen3_5 stages"))
-def test_training_on_two_ranks_is_training_in_one_process(name: str) -> None:
-    ranks = run_on_ranks(2, train_both_ways, name)
+@pytest.mark.parametrize("name", sweep(CASES, *KEPT))
+def test_training_on_ranks_is_training_in_one_process(name: str) -> None:
+    ranks = run_on_ranks(CASES[name].sizes.world_size, train_both_ways, name)
     single, size = ranks[0][1], ranks[0][2]
     assert single is not None
     found = compare([trained for trained, _, _ in ranks], single, size)
     assert found.loss < 1e-9 and found.norm < 1e-9 and found.outputs < 1e-6 and found.weights < 1e-9, found
+
+
+FORM = Form(family=MIXERS + "nemotron_h")
+
+
+def name_family() -> None:
+    CONFIGS[FORM.family] = partial(make_config, "nemotron_h", n_groups=2)
+
+
+def load_save_and_export(rank: int, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Size]]:
+    name_family()
+    learner = learner_of(FORM, TENSOR, seed=1)
+    learner.load(folder / "one")
+    learner.save(folder / "two")
+    placement: Any = learner.parallelism
+    exported = {weight.name: weight.gather() for weight in iter_sharded_weights(placement)}
+    return whole_state(learner), exported, {name: tensor.shape for name, tensor in placement.local_parameters.items()}
+
+
+def test_a_divided_mixer_is_saved_and_published_as_the_whole_one(tmp_path: Path) -> None:
+    name_family()
+    alone = learner_of(FORM, ONE)
+    train_by_hand(alone)
+    alone.save(tmp_path / "one")
+    wanted = whole_state(alone)
+    for state, exported, shapes in run_on_ranks(2, load_save_and_export, tmp_path):
+        assert differences(state, wanted) == []
+        weights = dict(alone.weights())
+        assert list(exported) == list(weights)
+        assert all(torch.equal(exported[name], weight) for name, weight in weights.items())
+        mixer = "model.layers.0.mixer."
+        assert shapes[f"{mixer}in_proj.weight"][0] * 2 == len(weights[f"{mixer}in_proj.weight"])
+        assert shapes[f"{mixer}out_proj.weight"][1] * 2 == weights[f"{mixer}out_proj.weight"].shape[1]
+        assert shapes[f"{mixer}conv1d.weight"] == weights[f"{mixer}conv1d.weight"].shape
+    again = learner_of(FORM, ONE, seed=1)
+    again.load(tmp_path / "two")
+    assert differences(whole_state(again), wanted) == []
+    exchanged = rows_of_rank((Section(64, 8, "heads"), Section(32, 2, "groups"), Section(8, 8, "heads")), 1, 2)
+    assert exchanged == [range(32, 64), range(80, 96), range(100, 104)]

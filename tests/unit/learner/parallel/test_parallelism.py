@@ -207,7 +207,7 @@ def test_any_number_of_context_ranks_divides_packed_rows() -> None:
     check_parallelizable(Network(build("llama"), packed=True), ParallelDims(context=3))  # 4 heads: a ring
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mamba", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "recurrent_gemma", "qwen3_moe"])
 def test_the_layers_of_a_decoder_are_found(family: str) -> None:
     model = build(family)
     layers = decoder_layers(model.get_decoder())

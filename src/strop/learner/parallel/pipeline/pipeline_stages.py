@@ -15,23 +15,29 @@ from torch import Tensor, nn
 
 from strop.learner.parallel.dtensor_config import find_stage_problems
 from strop.learner.parallel.parallel_dims import ParallelDims
+from strop.learner.parallel.rank_zero_loading import non_parameter_tensors
 from strop.models.network import Network
 from strop.problems import raise_problems
 
 KEY = "dtensor_cfg.pipeline_parallel_size"
+SCALE = "embedding_multiplier"  # of Granite and its relatives, also of inputs that are embedded already
 
 
 class PassedLayer(nn.Module):
-    """Replaces a decoder layer or norm that another stage runs: returns its input."""
+    """Replaces a decoder layer or norm that another stage runs: returns its input, as the first of two results if ``as_tuple``."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, *, as_tuple: bool = False) -> None:
         super().__init__()
+        self.as_tuple = as_tuple
         # Decoders read attributes of their layers, such as the attention type, to choose the arguments they pass to them.
         vars(self).update({name: value for name, value in vars(layer).items() if isinstance(value, str | int | float)})
 
-    def forward(self, hidden_states: Tensor, *_: Any, **kwargs: Any) -> Any:
-        # Layers that share the choice of an indexer return it with their output.
-        return (hidden_states, kwargs["prev_topk_indices"]) if "prev_topk_indices" in kwargs else hidden_states
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Any]:
+        if any(isinstance(each, Tensor) and each.shape == hidden_states.shape for each in (*args, *kwargs.values())):
+            raise ValueError("its layers read the embedded tokens too")  # Zamba
+        if "prev_topk_indices" in kwargs:  # layers that share the choice of an indexer return it with their output
+            return hidden_states, kwargs["prev_topk_indices"]
+        return (hidden_states, None) if self.as_tuple else hidden_states
 
 
 def shares_choice(layer: nn.Module) -> bool:
@@ -76,6 +82,8 @@ class PipelineStages:
                 f"layer {cut[0]} of {self.name} attends to the tokens that an indexer of an earlier layer chose, and would begin a stage; "
                 f"set {KEY} to a number of stages that begin with layers that choose, or to 1"
             )
+        self._layers_return_tuples = False
+        self._check_passing()
 
     def stage_of_layer(self, layer: int) -> int:
         """Return the stage of a layer. If the layers do not divide evenly, the first stages have one layer more."""
@@ -105,37 +113,57 @@ class PipelineStages:
     @contextmanager
     def run_only(self, stage: int, received: Tensor | None) -> Iterator[None]:
         """Make the decoder run only the layers of one stage, on hidden states [t, H] from the previous stage."""
-        replaced: list[tuple[Any, str]] = [
+        layers: list[tuple[Any, str]] = [
             (self.layers, str(index)) for index in range(len(self.layers)) if self.stage_of_layer(index) != stage
         ]
-        replaced += [(self.decoder, self._norms[0])] if stage < self.count - 1 else []
+        replaced = layers + ([(self.decoder, self._norms[0])] if stage < self.count - 1 else [])
         modules = [parent._modules[name] for parent, name in replaced]
         for (parent, name), module in zip(replaced, modules, strict=True):
-            parent._modules[name] = PassedLayer(module)
+            parent._modules[name] = PassedLayer(module, as_tuple=parent is self.layers and self._layers_return_tuples)
+        scale = vars(self.decoder).get(SCALE)
+        if scale is not None and received is not None:
+            setattr(self.decoder, SCALE, 1.0)
         self.network.received = received
         try:
             yield
         finally:
             self.network.received = None
+            if scale is not None:
+                setattr(self.decoder, SCALE, scale)
             for (parent, name), module in zip(replaced, modules, strict=True):
                 parent._modules[name] = module
 
+    def _check_passing(self) -> None:
+        """Find what the layers return. Raises ValueError for a decoder that changes hidden states between stages, such as by adding
+        positions.
+        """
+        reasons = []
+        for self._layers_return_tuples in (False, True):
+            if (reason := self._find_change()) is None:
+                return
+            reasons.append(reason)
+        raise ValueError(f"{self.name} cannot be cut into pipeline stages ({reasons[0]}); set {KEY}=1")
+
     @torch.no_grad()
-    def check_passing(self, rows: int) -> None:
-        """Raises ValueError for a decoder that changes hidden states between stages, such as by scaling them or adding positions."""
-        device = self.network.device
-        hidden = torch.linspace(-1, 1, rows * self.embedding.weight.shape[1], device=device).view(rows, -1)
-        positions = torch.arange(rows, device=device)
-        reason = "its forward pass changes hidden states outside of its layers"
+    def _find_change(self) -> str | None:
+        """Run the decoder without layers, on the CPU if it has no values; their absence changes only what layers are passed."""
+        meta = self.embedding.weight.is_meta
+        device = torch.device("cpu") if meta else self.embedding.weight.device
+        places = [place for place in non_parameter_tensors(self.decoder) if meta and place[2].is_meta]
+        hidden = torch.linspace(-1, 1, 4 * self.embedding.weight.shape[1], device=device).view(4, -1)
+        for holder, key, tensor in places:
+            holder[key] = torch.full_like(tensor, 0.5, device=device)
         try:
             with self.run_only(-1, hidden):
+                positions = torch.arange(4, device=device)
                 output = self.decoder(inputs_embeds=hidden[None], position_ids=positions[None], plan=None, use_cache=False)
-            passed: Tensor = output.last_hidden_state[0]
-            if torch.equal(passed, hidden):
-                return
+            same = torch.equal(output.last_hidden_state[0], hidden)
+            return None if same else "its forward pass changes hidden states outside of its layers"
         except (TypeError, RuntimeError, KeyError, AttributeError, IndexError, ValueError) as error:
-            reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{self.name} cannot be cut into pipeline stages ({reason}); set {KEY}=1")
+            return f"{type(error).__name__}: {error}"
+        finally:
+            for holder, key, tensor in places:
+                holder[key] = tensor
 
 
 def _count_stages(layers: int, dims: ParallelDims, name: str) -> int:

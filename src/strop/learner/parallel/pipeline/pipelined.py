@@ -42,7 +42,6 @@ def parallelize_stages(network: Network, meshes: DeviceMeshes, **options: Any) -
     ranks = stages.parameter_ranks()
     elsewhere = frozenset(name for name, having in ranks.items() if meshes.pipeline_rank not in having)
     model = shard_network(network, meshes, ShardingOptions(**options), elsewhere)
-    stages.check_passing(2 * meshes.dims.sample)
     shared = [name for name, having in ranks.items() if len(having) > 1 and meshes.pipeline_rank in having]
     return Pipelined(network, meshes, model, stages, shared)
 
