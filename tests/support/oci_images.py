@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-PROGRAMS = ("sh cat ls sleep id env touch mkdir rm chmod date dd head tar stat true ln mkfifo kill tr seq").split()
+PROGRAMS = "sh cat ls sleep id env touch mkdir rm chmod date dd head tar stat true ln mkfifo kill tr seq"
 CONFIG = {"Env": ["PATH=/bin", "COLOUR=blue"], "WorkingDir": "/work"}
 Entry = tarfile.TarInfo | tuple[tarfile.TarInfo, bytes]
 
@@ -50,7 +50,7 @@ def make_layer(entries: Iterable[Entry]) -> bytes:
 def programs_layer() -> bytes:
     """A shell, a few programs and their libraries, with users as Debian has them."""
     files: dict[str, Path] = {}
-    for name in PROGRAMS:
+    for name in PROGRAMS.split():
         path = Path(shutil.which(name, path="/usr/bin:/bin") or "").resolve()
         files[f"bin/{name}"] = path
         listed = subprocess.run(["ldd", str(path)], capture_output=True, text=True, check=False).stdout

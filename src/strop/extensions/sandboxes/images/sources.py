@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -219,6 +220,10 @@ class _Files:
     path: Path
     archive: tarfile.TarFile | None
 
+    @cached_property
+    def names(self) -> dict[str, tarfile.TarInfo]:
+        return {each.name.removeprefix("./"): each for each in (self.archive.getmembers() if self.archive else ())}
+
     @contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
         if name.startswith("/") or ".." in name.split("/"):
@@ -231,7 +236,7 @@ class _Files:
                 with path.open("rb") as file:
                     yield file
                 return
-            found = self.archive.extractfile(name)  # follows links inside the archive, as docker save writes them
+            found = self.archive.extractfile(self.names[name])  # follows links inside the archive, as docker save writes them
         except (OSError, KeyError) as error:
             raise broken(f"{self.path} has no file {name!r:.100}") from error
         if found is None:
@@ -241,7 +246,7 @@ class _Files:
 
     def read(self, name: str) -> bytes | None:
         """Return a small file; None if there is none."""
-        if not ((self.path / name).is_file() if self.archive is None else name in self.archive.getnames()):
+        if not ((self.path / name).is_file() if self.archive is None else name in self.names):
             return None
         with self.open(name) as file:
             data = file.read(MAX_JSON + 1)

@@ -51,7 +51,9 @@ START_S = 30.0  # until a sandbox is ready, its image being here
 GRACE_S = 20.0  # after a limit, on a busy machine
 USERS = 0x60000000  # user n of images is this + n outside, which is no user of any machine
 _INIT = Path(__file__).with_name("sandbox_init.py")
-_CAPABILITIES = "SYS_ADMIN SYS_PTRACE SYS_RESOURCE SETPCAP SETFCAP SETUID SETGID KILL CHOWN DAC_OVERRIDE FOWNER FSETID NET_BIND_SERVICE"
+_CAPABILITIES = (
+    "SYS_ADMIN SYS_PTRACE SYS_RESOURCE SETPCAP SETFCAP SETUID SETGID KILL CHOWN DAC_OVERRIDE FOWNER FSETID NET_BIND_SERVICE"
+)
 # What programs of an image may call that a single program may not: sockets, and memory that the control group counts.
 _CALLS = ("socket", "memfd_create", "shmget", "shmat", "semget", "msgget", "mq_open", "personality", "sync", "syncfs", "fadvise64",
           "inotify_init", "inotify_init1", "inotify_add_watch")  # fmt: skip
@@ -262,7 +264,7 @@ class LocalSandbox:
         return found
 
     async def exec(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
-        config, cgroup = self._started.image.config, self._started.cgroup
+        config = self._started.image.config
         request = {
             "do": "exec",
             "argv": list(command.argv),
@@ -270,7 +272,7 @@ class LocalSandbox:
             "cwd": command.cwd or config.workdir,
             "user": command.user or config.user,
         }
-        began, kills = time.monotonic(), cgroup.count_kills() if cgroup else 0
+        began, kills = time.monotonic(), self._count_kills()
         streams = Streams(command.stdin, command.output_kb << 10, on_output)
         try:
             answer, reason = await self._run(request, streams.theirs, command.wall_s, streams)
@@ -280,9 +282,14 @@ class LocalSandbox:
             raise SandboxFailure(FailureCause.REQUEST, f"the command {command.argv[0]!r:.100} cannot start: {answer['refused']}")
         status = int(answer["status"])
         if reason == ExitReason.EXIT and status < 0:
-            out_of_memory = answer["memory"] or (cgroup is not None and cgroup.count_kills() > kills)
+            out_of_memory = answer["memory"] or self._count_kills() > kills
             reason = ExitReason.MEMORY if out_of_memory else ExitReason.SIGNAL
         return CommandResult(reason=reason, exit_code=status, wall_s=time.monotonic() - began, **found)
+
+    def _count_kills(self) -> int:
+        with suppress(OSError):  # the group is gone with its sandbox
+            return self._started.cgroup.count_kills() if self._started.cgroup else 0
+        return 0
 
     async def _run(
         self, request: Mapping[str, Any], descriptors: Sequence[int], wall_s: float, streams: Streams | None = None
