@@ -30,6 +30,7 @@ from strop.extensions.sandboxes.base import (
 )
 from strop.extensions.sandboxes.trees import make_archive, read_file, write_files
 
+AT_A_TIME = 6  # checks; most of them wait
 RESOURCES = Resources(memory_mb=256, disk_mb=64, processes=32)
 
 
@@ -64,7 +65,7 @@ CHECKS: dict[str, tuple[Check | Shared, str]] = {}  # by name: the function, and
 
 
 def check(needs: str = "") -> Callable[[Any], Any]:
-    """Add a check, named as its function. One that takes a sandbox shares it with others, one after another."""
+    """Add a check, named as its function. One that takes a sandbox shares it with others, which run at the same time."""
 
     def add(function: Any) -> Any:
         CHECKS[function.__name__.strip("_").replace("_", " ")] = (function, needs)
@@ -77,17 +78,20 @@ async def check_provider(
     provider: SandboxProvider, image: str, report: Callable[[CheckResult], object] = lambda result: None
 ) -> list[CheckResult]:
     """Run every check. ``report`` gets each result at once. Raises SandboxFailure if no sandbox can be made."""
-    bench, results = Bench(provider, SandboxSpec(image=image, resources=RESOURCES)), []
-    async with bench.sandbox() as shared:
-        for name, (function, needs) in CHECKS.items():
-            began = time.monotonic()
+    bench, places = Bench(provider, SandboxSpec(image=image, resources=RESOURCES)), asyncio.Semaphore(AT_A_TIME)
+
+    async def run(name: str, function: Any, needs: str, shared: Sandbox) -> CheckResult:
+        async with places:
+            began, error = time.monotonic(), None
             takes_sandbox = next(iter(inspect.signature(function).parameters)) == "sandbox"
-            error: str | None = None
             if not needs or _has(provider.capabilities, needs):
-                error = await _try(function(shared if takes_sandbox else bench))  # type: ignore[arg-type]
-            results.append(CheckResult(name, error, time.monotonic() - began))
-            report(results[-1])
-    return results
+                error = await _try(function(shared if takes_sandbox else bench))
+            result = CheckResult(name, error, time.monotonic() - began)
+            report(result)
+            return result
+
+    async with bench.sandbox() as shared:
+        return await asyncio.gather(*(run(name, *each, shared) for name, each in CHECKS.items()))
 
 
 def _has(capabilities: Capabilities, name: str) -> bool:
