@@ -59,7 +59,8 @@ class FailureCause(StrEnum):
     DISK = "disk", Ending.SANDBOX, True, "the provider, not the program, ran out of disk space"
     REGISTRY = "registry", Ending.SERVICE, True, "a registry of images could not be reached, or sent damaged data"
     IMAGE = "image", Ending.BROKEN_TASK, False, "the image does not exist, is damaged, or is larger than allowed"
-    REQUEST = "request", Ending.BROKEN_TASK, False, "a path, a user or a command of the task does not exist in the image"
+    # The policy can cause it, by removing what is looked for. Before it acts, it is the task's fault (task_sandbox.prepare).
+    REQUEST = "request", Ending.CRASH, False, "a path, a user or a program does not exist in the sandbox, or a file is too large"
 
 
 class SandboxFailure(SandboxError):

@@ -55,6 +55,7 @@ class DockerProvider:
     """Makes containers."""
 
     name = "docker"
+    options_type = DockerOptions
     capabilities = Capabilities(
         egress=frozenset({"none", "all"}),
         snapshot=True,

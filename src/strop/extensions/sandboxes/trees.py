@@ -6,7 +6,6 @@ import io
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
-from posixpath import dirname
 from typing import Protocol
 
 from strop.extensions.sandboxes.base import FailureCause, SandboxFailure
@@ -78,8 +77,3 @@ async def download(sandbox: HasTrees, path: str, folder: Path, limit_mb: int = 6
             archive.extractall(folder, filter="data")
         except tarfile.FilterError as error:
             raise SandboxFailure(FailureCause.REQUEST, f"{path!r:.200} cannot be copied to this machine: {error}") from error
-
-
-async def copy_tree(source: HasTrees, path: str, target: HasTrees, limit_mb: int = 256) -> None:
-    """Copy a file or a folder from one sandbox to the same place in another, without unpacking it here."""
-    await target.put_tree(dirname(path.rstrip("/")) or "/", await source.get_tree(path, limit_mb))

@@ -82,6 +82,7 @@ class LocalProvider:
     """Makes sandboxes in bubblewrap."""
 
     name = "local"
+    options_type = LocalOptions
 
     def __init__(self, options: LocalOptions = LocalOptions()) -> None:
         if sys.platform != "linux" or shutil.which("bwrap") is None:
@@ -148,7 +149,8 @@ class _Started:
         with theirs, tempfile.TemporaryFile() as errors:
             try:
                 if self.cgroup is not None:
-                    self.cgroup.limit(spec.resources.memory_mb, spec.resources.processes)
+                    files = spec.resources.disk_mb  # which are in memory: full, they must not count against programs
+                    self.cgroup.limit(spec.resources.memory_mb + files, spec.resources.processes)
                 command = self._command(spec, theirs.fileno(), many_users)
                 groups = {self.cgroup.memory, self.cgroup.pids} if self.cgroup else set()
                 environment = {
@@ -280,6 +282,8 @@ class LocalSandbox:
             found = streams.close()
         if "refused" in answer:
             raise SandboxFailure(FailureCause.REQUEST, f"the command {command.argv[0]!r:.100} cannot start: {answer['refused']}")
+        if "full" in answer:  # the policy's own processes are in the way
+            return CommandResult(reason=ExitReason.EXIT, exit_code=126, stderr=str(answer["full"]).encode())
         status = int(answer["status"])
         if reason == ExitReason.EXIT and status < 0:
             out_of_memory = answer["memory"] or self._count_kills() > kills
@@ -425,6 +429,6 @@ class LocalSandbox:
 
 
 def _check_copy(answer: Mapping[str, Any], reason: ExitReason, what: str) -> None:
-    if reason != ExitReason.EXIT or answer.get("refused") or answer.get("status"):
-        why = answer.get("refused") or f"it was ended by its limits ({reason}, {answer.get('status')})"
+    if reason != ExitReason.EXIT or answer.get("status") != 0:
+        why = answer.get("refused") or answer.get("full") or f"it was ended by its limits ({reason}, {answer.get('status')})"
         raise SandboxFailure(FailureCause.REQUEST, f"{what!r:.200} cannot be copied: {why}")

@@ -79,8 +79,8 @@ def main() -> None:
         os.setresgid(0, 0, 0)
         os.setresuid(0, 0, 0)
     upper, overlay = make_root(settings)
-    enter_users(65536 if settings.many_users else 1)
     listeners = [socket.create_server(("127.0.0.1", port)) for port in settings.ports]
+    enter_users(65536 if settings.many_users else 1)
     _libc.prctl(_DUMPABLE, 0, 0, 0, 0)
     ready = json.dumps({"ready": True, "overlay": overlay}).encode()
     socket.send_fds(channel, [ready], [each.fileno() for each in listeners])
@@ -272,7 +272,7 @@ class Init:
         except OSError as error:
             os.close(reading)
             os.close(writing)
-            self.reply(message["number"], refused=f"no process can be started: {error.strerror}")
+            self.reply(message["number"], full=f"no process can be started: {error.strerror}")
             return
         if process == 0:
             become(message, descriptors, writing, self.settings, self.upper)
@@ -347,10 +347,14 @@ def become(message: dict[str, Any], descriptors: list[int], errors: int, setting
         for number in (signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
         os.setsid()
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # not the first process, whose end would look like a fault of this machine
         if message["do"] == "exec":
             for stream, descriptor in enumerate(descriptors):
                 os.dup2(descriptor, stream)
             user = find_user(message["user"] if settings.many_users else "0")
+            with suppress(OSError):
+                os.makedirs(message["cwd"], exist_ok=True)  # by root, as Docker makes the working folder of an image
             give_up(settings, user)
             enter(message["cwd"])
             environment = {"PATH": _PATHS, "HOME": user.home, **message["environment"]}
@@ -433,12 +437,6 @@ def give_up(settings: Settings, user: User) -> None:
 def enter(folder: str) -> None:
     try:
         os.chdir(folder)
-    except FileNotFoundError:
-        try:
-            os.makedirs(folder)  # as Docker does for the working folder of an image
-            os.chdir(folder)
-        except OSError as error:
-            raise Refused(f"there is no folder {folder}: {error.strerror}") from None
     except OSError as error:
         raise Refused(f"the folder {folder} cannot be entered: {error.strerror}") from None
 
