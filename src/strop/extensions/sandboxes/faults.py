@@ -116,7 +116,7 @@ class _FaultySandbox:
             await self.inner.destroy()
 
 
-HANG_GRACE_S = 1.0
+HANG_GRACE_S, START_S = 1.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ async def find_faults(
 
 async def _observe(inner: SandboxProvider, fault: Fault, image: str, times: int | None) -> str:
     provider = FaultyProvider(inner, fault, times=times, after=1)
-    pool = WarmPool(provider, max_open=2, start_s=2.0, tries=2)
+    pool = WarmPool(provider, max_open=2, start_s=START_S, tries=2)
     try:
         return await _episode(pool, image)
     except SandboxFailure as failure:

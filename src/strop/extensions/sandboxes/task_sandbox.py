@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from posixpath import dirname
+from posixpath import basename, dirname
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -25,7 +25,7 @@ from strop.extensions.agents.endpoint import Endpoint
 from strop.extensions.agents.external_agent import SCORE, format_task, last_json, score
 from strop.extensions.sandboxes.base import Command, CommandResult, ExitReason, FailureCause, Sandbox, SandboxFailure
 from strop.extensions.sandboxes.providers import get_pool, make_spec
-from strop.extensions.sandboxes.trees import write_files
+from strop.extensions.sandboxes.trees import check_tree, write_files
 from strop.safety.printable import shorten
 from strop.tools.base import Tool, ToolError
 from strop.types import Rollout, Task
@@ -145,7 +145,7 @@ class GradedInSandbox(InSandbox, FunctionEnvironment):
         async with get_pool().lend(make_spec(episode.image)) as fresh:
             await prepare(fresh, task)
             try:
-                archive = await used.get_tree(folder, self.max_test_mb) if folder else b""
+                archive = check_tree(await used.get_tree(folder, self.max_test_mb), basename(folder)) if folder else b""
             except SandboxFailure as failure:
                 if failure.cause != FailureCause.REQUEST:
                     raise

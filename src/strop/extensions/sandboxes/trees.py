@@ -77,3 +77,35 @@ async def download(sandbox: HasTrees, path: str, folder: Path, limit_mb: int = 6
             archive.extractall(folder, filter="data")
         except tarfile.FilterError as error:
             raise SandboxFailure(FailureCause.REQUEST, f"{path!r:.200} cannot be copied to this machine: {error}") from error
+
+
+def check_tree(archive: bytes, top: str) -> bytes:
+    """Return an archive of a sandbox's folder ``top`` if it unpacks into that folder only. Raises SandboxFailure.
+
+    The sandbox may have made it with a program that the policy wrote, to change files of the sandbox that it is unpacked in.
+    """
+    links: set[str] = set()
+
+    def check(name: str) -> None:
+        parts = name.rstrip("/").split("/")
+        inside = parts[0] == top and not {"..", ".", ""} & set(parts)
+        if not inside or any("/".join(parts[:length]) in links for length in range(1, len(parts))):
+            raise SandboxFailure(
+                FailureCause.REQUEST, f"the archive of {top!r:.100} has the path {name!r:.200}, which leads out of it"
+            )
+
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as opened:
+            for entry in opened:
+                check(entry.name)
+                if entry.islnk():
+                    check(entry.linkname)
+                if entry.islnk() and entry.linkname.rstrip("/") in links:
+                    raise SandboxFailure(
+                        FailureCause.REQUEST, f"the archive of {top!r:.100} links to the link {entry.linkname!r:.200}"
+                    )
+                if entry.issym():
+                    links.add(entry.name.rstrip("/"))
+    except tarfile.TarError as error:
+        raise SandboxFailure(FailureCause.REQUEST, f"the archive of {top!r:.100} is damaged: {error}") from error
+    return archive

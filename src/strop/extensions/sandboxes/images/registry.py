@@ -165,7 +165,7 @@ class RegistrySource:
             return f"Basic {login}"
         values = dict(_CHALLENGE.findall(rest))
         realm = values.get("realm", "")
-        if kind.lower() != "bearer" or not realm.startswith(("https://", self._address.partition("/v2/")[0])):
+        if kind.lower() != "bearer" or not realm.startswith(("https://", f"{self._address.partition('/v2/')[0]}/")):
             raise broken(f"the registry {self.host} asks for a login that is not known: {challenge!r:.200}")
         query = {"service": values.get("service", ""), "scope": values.get("scope") or f"repository:{self.name}:pull"}
         request = urllib.request.Request(f"{realm}?{urllib.parse.urlencode(query)}")
