@@ -18,8 +18,10 @@ from strop.extensions.sandboxes.base import (
 )
 from strop.extensions.sandboxes.conformance import CHECKS, check_provider
 from strop.extensions.sandboxes.docker_provider import DockerOptions, DockerProvider
+from strop.extensions.sandboxes.kubernetes_provider import Cluster, KubernetesOptions, KubernetesProvider, find_cluster
 from strop.extensions.sandboxes.local.local_provider import LocalProvider
 from support.fake_docker import Answer, FakeDocker
+from support.fake_kubernetes import FakeKubernetes
 
 MakeLocal = Callable[[], LocalProvider]
 
@@ -103,3 +105,91 @@ def test_a_daemon_that_is_not_there_and_a_policy_it_cannot_keep_are_refused(sock
     assert found.value.cause == FailureCause.REFUSED and found.value.ending == "sandbox"
     with pytest.raises(Unsupported, match="has no network egress=allow; set one of all, none"):
         asyncio.run(provider.create(SandboxSpec(image="box:1", network=Network(egress="allow", hosts=("a.b",)))))
+
+
+# --- Kubernetes ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_kubernetes_keeps_the_protocol(make_local: MakeLocal, image: str):
+    async def work() -> None:
+        async with FakeKubernetes(make_local(), {"box:1": image}) as cluster:
+            provider = KubernetesProvider(cluster=Cluster(cluster.url, "tests", token="t0k"))
+            left_out = {
+                "a full disk is an error of the program", "a fork bomb is contained", "a command runs as the user that is set",
+                "a snapshot is an image of which forks differ",
+            }  # fmt: skip
+            await check_all(provider, "box:1", left_out)
+            await provider.close()
+            assert cluster.pods == {} and cluster.tokens == {"Bearer t0k"}
+
+    asyncio.run(work())
+
+
+def test_a_pod_has_few_rights_and_those_of_ended_runs_are_removed(make_local: MakeLocal, image: str):
+    async def work() -> None:
+        async with FakeKubernetes(make_local(), {"box:1": image}) as cluster:
+            options = KubernetesOptions(runtime_class="gvisor", node_selector={"pool": "sandboxes"})
+            provider = KubernetesProvider(options, Cluster(cluster.url, "tests"))
+            await provider.create(SandboxSpec(image="box:1"))
+            (pod,) = cluster.pods.values()
+            spec, container = pod["spec"], pod["spec"]["containers"][0]
+            assert (
+                not spec["automountServiceAccountToken"]
+                and spec["activeDeadlineSeconds"] == 86400
+                and spec["restartPolicy"] == "Never"
+            )
+            assert spec["runtimeClassName"] == "gvisor" and spec["nodeSelector"] == {"pool": "sandboxes"}
+            assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+            assert container["resources"]["limits"] == {"cpu": "1", "memory": "2048Mi", "ephemeral-storage": "1024Mi"}
+            selected = {each["spec"]["policyTypes"][0]: each["spec"]["podSelector"]["matchLabels"] for each in cluster.policies}
+            assert selected["Egress"].items() <= pod["metadata"]["labels"].items()
+            ended = provider.owner.rsplit(":", 2)[0] + ":4194304:17"
+            cluster.pods["old"] = {"metadata": {"name": "old", "annotations": {"strop.dev/owner": ended}}}
+            assert await provider.remove_left_over() == 1 and "old" not in cluster.pods
+            await provider.close()
+
+    asyncio.run(work())
+
+
+WAITING = {"phase": "Pending", "containerStatuses": [{"state": {"waiting": {"reason": "CreateContainerError"}}}]}
+
+
+@pytest.mark.parametrize(
+    "refused, state, cause",
+    [
+        ((403, {"message": "exceeded quota: pods"}), None, FailureCause.REFUSED),
+        ((429, {"message": "too many requests"}), None, FailureCause.THROTTLED),
+        ((422, {"message": "invalid image"}), None, FailureCause.IMAGE),
+        (None, WAITING, FailureCause.REFUSED),
+        (None, {"phase": "Failed", "reason": "Evicted"}, FailureCause.DISK),
+    ],
+)
+def test_what_a_cluster_refuses_has_a_cause_and_leaves_nothing(make_local: MakeLocal, image: str, refused, state, cause):
+    async def work() -> None:
+        async with FakeKubernetes(make_local(), {"box:1": image}) as cluster:
+            cluster.refuses, cluster.states = [refused] if refused else [], [state] if state else []
+            with pytest.raises(SandboxFailure) as found:
+                await KubernetesProvider(cluster=Cluster(cluster.url, "tests")).create(SandboxSpec(image="box:1"))
+            assert found.value.cause == cause and cluster.pods == {}
+
+    asyncio.run(work())
+
+
+def test_a_cluster_is_found_by_the_kubeconfig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    with pytest.raises(Unsupported, match="set KUBECONFIG"):
+        find_cluster(KubernetesOptions())
+    (tmp_path / "config").write_text(
+        "current-context: here\n"
+        "contexts: [{name: here, context: {cluster: c, user: u, namespace: train}}, {name: other, context: {cluster: c, user: login}}]\n"
+        "clusters: [{name: c, cluster: {server: 'http://127.0.0.1:1/'}}]\n"
+        "users: [{name: u, user: {token: t0k}}, {name: login, user: {exec: {command: aws}}}]\n"
+    )
+    cluster = find_cluster(KubernetesOptions())
+    assert (cluster.url, cluster.namespace, cluster.headers) == ("http://127.0.0.1:1", "train", {"Authorization": "Bearer t0k"})
+    with pytest.raises(Unsupported, match="logs in by a program"):
+        find_cluster(KubernetesOptions(context="other"))
+    with pytest.raises(Unsupported, match="no context named 'missing'"):
+        find_cluster(KubernetesOptions(context="missing"))

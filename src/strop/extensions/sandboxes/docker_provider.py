@@ -10,11 +10,9 @@ import json
 import os
 import posixpath
 import secrets
-import socket as sockets
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import quote, urlencode
 
@@ -25,11 +23,10 @@ from strop.extensions.sandboxes.base import (
     SandboxSpec,
     check_spec,
 )
-from strop.extensions.sandboxes.supervised import GRACE_S, OnPart, SupervisedSandbox
+from strop.extensions.sandboxes.supervised import GRACE_S, STAY, OnPart, SupervisedSandbox, has_ended, name_owner
 
 LABEL = "strop.sandbox"
 _KEPT = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "NET_BIND_SERVICE")
-_STAY = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"
 MAX_JSON = 64 << 20  # bytes
 _TEXTS = {  # what daemons say, in lower case
     "no space left": FailureCause.DISK,
@@ -66,7 +63,7 @@ class DockerProvider:
     def __init__(self, options: DockerOptions = DockerOptions()) -> None:
         self.options = options
         self.socket = options.socket or self._find_socket()
-        self.owner = f"{sockets.gethostname()}:{os.getpid()}:{_started(os.getpid())}"
+        self.owner = name_owner()
         self._open: set[DockerSandbox] = set()
 
     def _find_socket(self) -> str:
@@ -106,7 +103,7 @@ class DockerProvider:
         }
         return {
             "Image": spec.image,
-            "Entrypoint": ["/bin/sh", "-c", _STAY],
+            "Entrypoint": ["/bin/sh", "-c", STAY],
             "Cmd": [],
             "Env": [f"{name}={value}" for name, value in spec.environment.items()],
             "Labels": {LABEL: self.owner},
@@ -148,14 +145,12 @@ class DockerProvider:
 
     async def remove_left_over(self) -> int:
         """Remove containers of runs of this machine that have ended."""
-        here = sockets.gethostname()
         found = await self.call(
             "GET", f"/containers/json?{urlencode({'all': 'true', 'filters': json.dumps({'label': [LABEL]})})}"
         )
         removed = 0
         for each in found:
-            host, process, started = [*each.get("Labels", {}).get(LABEL, "").rsplit(":", 2), "", ""][:3]
-            if host == here and process.isdigit() and _started(int(process)) != started:
+            if has_ended(each.get("Labels", {}).get(LABEL, "")):
                 await self.call("DELETE", f"/containers/{each['Id']}?force=true&v=true", missing=True)
                 removed += 1
         return removed
@@ -283,11 +278,3 @@ def _read_failure(status: int, text: str) -> SandboxFailure:
     if status == 429:
         cause = FailureCause.THROTTLED
     return SandboxFailure(cause, f"the container daemon refused ({status}): {text.strip()[:500]}")
-
-
-def _started(process: int) -> str:
-    """When a process of this machine began, in ticks since it booted; "" if there is none: its number may be another's by now."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""

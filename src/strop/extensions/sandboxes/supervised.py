@@ -7,11 +7,15 @@ the end of a command that nobody waits for, and files by ``tar`` in the sandbox.
 from __future__ import annotations
 
 import asyncio
+import os
+import posixpath
 import secrets
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
 from strop.extensions.sandboxes.base import (
@@ -24,6 +28,7 @@ from strop.extensions.sandboxes.base import (
     SandboxFailure,
 )
 
+STAY = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"  # what a container runs itself
 GRACE_S = 20.0  # after a limit, and for requests of the provider's own
 # Arguments: a file for its process number, a folder or "", a mark for errors, how many variables, NAME=VALUE ..., the command.
 _SCRIPT = """
@@ -169,10 +174,9 @@ class SupervisedSandbox(ABC):
             raise SandboxFailure(FailureCause.REQUEST, f"{path!r:.200} cannot be written: {result.text.strip()[-300:]}")
 
     async def get_tree(self, path: str, limit_mb: int = 64) -> bytes:
-        script = (
-            'test -e "$1" || { echo "there is no $1" >&2; exit 1; }; exec tar -c -f - -C "$(dirname "$1")" "$(basename "$1")"'
-        )
-        argv = ("/bin/sh", "-c", script, "sh", path.rstrip("/") or "/")
+        script = 'test -e "$1" || { echo "there is no $1" >&2; exit 1; }; exec tar -c -f - -C "$2" "$3"'
+        path = posixpath.normpath(path)
+        argv = ("/bin/sh", "-c", script, "sh", path, posixpath.dirname(path), posixpath.basename(path) or ".")
         result = await self.exec(Command(argv=argv, wall_s=300.0, output_kb=(limit_mb << 10) + 64))
         if not result.succeeded or len(result.stdout) > limit_mb << 20:
             why = (
@@ -198,3 +202,22 @@ class SupervisedSandbox(ABC):
         first, self.lost = not self.lost or self.lost != "it was destroyed", "it was destroyed"
         if first:
             await self.remove()
+
+
+def name_owner() -> str:
+    """Name this process, for what it makes elsewhere: host, process, and when that began."""
+    return f"{socket.gethostname()}:{os.getpid()}:{_started(os.getpid())}"
+
+
+def has_ended(owner: str) -> bool:
+    """Whether a named process was one of this machine, and is gone. Its number may be another's by now."""
+    host, process, began = [*owner.rsplit(":", 2), "", ""][:3]
+    return host == socket.gethostname() and process.isdigit() and _started(int(process)) != began
+
+
+def _started(process: int) -> str:
+    """When a process began, in ticks since this machine booted; "" if there is none."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
