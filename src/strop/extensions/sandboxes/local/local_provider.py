@@ -9,9 +9,11 @@ the channel closes, the first process of the sandbox exits, and the kernel remov
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import json
 import os
+import py_compile
 import shutil
 import signal
 import socket
@@ -100,6 +102,10 @@ class LocalProvider:
             egress=frozenset({"none", "allow", "all"}), forward=True, snapshot=True, users=self.many_users, limits_disk=True,
             limits_processes=True,
         )  # fmt: skip
+        digest = hashlib.sha256(_INIT.read_bytes()).hexdigest()[:16]
+        self.init = str(self.store.folder / f"init-{sys.implementation.cache_tag}-{digest}.pyc")
+        if not Path(self.init).exists():
+            py_compile.compile(str(_INIT), self.init, doraise=True)  # once, not in each sandbox
         self._threads = ThreadPoolExecutor(max(2, len(os.sched_getaffinity(0))), thread_name_prefix="sandbox_start")
         self._open: set[LocalSandbox] = set()
 
@@ -120,7 +126,7 @@ class LocalProvider:
 
     def _start(self, spec: SandboxSpec, image: UnpackedImage) -> _Started:
         try:
-            return _Started(spec, image, self.many_users)
+            return _Started(spec, image, self.many_users, self.init)
         except BaseException:
             image.release()
             raise
@@ -140,8 +146,8 @@ class LocalProvider:
 class _Started:
     """The processes of a sandbox, and the channel to the first one inside. Made in a thread."""
 
-    def __init__(self, spec: SandboxSpec, image: UnpackedImage, many_users: bool) -> None:
-        self.image, self.id = image, f"strop_{os.getpid()}_{next(_numbers)}"
+    def __init__(self, spec: SandboxSpec, image: UnpackedImage, many_users: bool, init: str) -> None:
+        self.init, self.image, self.id = init, image, f"strop_{os.getpid()}_{next(_numbers)}"
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.cgroup: Cgroup | None = make_cgroup()
         self.child_handle, self.ports = -1, [PROXY_PORT] * (spec.network.egress != "none") + list(spec.network.forward)
@@ -189,12 +195,12 @@ class _Started:
         shown = show_system(())
         for number, layer in enumerate(self.image.layers):
             shown += ["--ro-bind", str(layer), f"/layers/{number}"]
-        shown += ["--ro-bind", str(_INIT), "/sandbox_init.py", "--dir", "/state", "--dir", "/image", "--dev", "/dev"]
+        shown += ["--ro-bind", self.init, "/sandbox_init.pyc", "--dir", "/state", "--dir", "/image", "--dev", "/dev"]
         options = [*NAMESPACES, "--hostname", "sandbox", "--cap-drop", "ALL"]
         for name in _CAPABILITIES.split():
             options += ["--cap-add", f"CAP_{name}"]
         as_nobody = [] if many_users else ["--uid", "0", "--gid", "0"]
-        init = [python, "-I", "-S", "-B", "-X", "utf8", "/sandbox_init.py", str(channel), json.dumps(settings)]
+        init = [python, "-I", "-S", "-B", "-X", "utf8", "/sandbox_init.pyc", str(channel), json.dumps(settings)]
         entering = self.cgroup.entering if self.cgroup is not None else []
         bubblewrap = [str(shutil.which("bwrap")), *options, *as_nobody, *shown, "--chdir", "/"]
         return ["/bin/sh", "-c", _WRAPPER, "sh", *entering, *bubblewrap, *init]

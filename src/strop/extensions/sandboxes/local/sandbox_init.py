@@ -23,10 +23,12 @@ import stat
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # each import that every sandbox would wait for counts: dataclasses alone is half of its start
+    from collections.abc import Callable, Iterator
+    from typing import Any, NoReturn
 
 OPAQUE = "user.overlay.opaque"
 PACKET = 1 << 18  # bytes of one message, at most
@@ -49,17 +51,17 @@ class _SystemCallFilter(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-@dataclass(frozen=True)
 class Settings:
     """What the provider decides."""
 
-    layers: list[str]  # folders, the lowest first
-    disk_mb: int
-    filter: str  # of system calls, as hexadecimal digits
-    ports: list[int]  # of 127.0.0.1, at which the provider listens in this sandbox
-    many_users: bool  # whether the image's users exist in this namespace; else there is only root
-    processes: int
-    memory_mb: int  # measured, where there is no control group; else 0
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.layers: list[str] = values["layers"]  # folders, the lowest first
+        self.disk_mb: int = values["disk_mb"]
+        self.filter: str = values["filter"]  # of system calls, as hexadecimal digits
+        self.ports: list[int] = values["ports"]  # of 127.0.0.1, at which the provider listens in this sandbox
+        self.many_users: bool = values["many_users"]  # whether the image's users exist in this namespace; else there is only root
+        self.processes: int = values["processes"]
+        self.memory_mb: int = values["memory_mb"]  # measured, where there is no control group; else 0
 
 
 class Refused(Exception):
@@ -71,7 +73,7 @@ def main() -> None:
     channel.set_inheritable(False)  # commands must not reach it
     os.closerange(3, channel.fileno())
     os.closerange(channel.fileno() + 1, 4096)
-    settings = Settings(**json.loads(sys.argv[2]))
+    settings = Settings(json.loads(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tarfile.pwd = tarfile.grp = None  # type: ignore[attr-defined]  # names of users would load libraries that the image chooses
     if settings.many_users:
@@ -375,14 +377,11 @@ def become(message: dict[str, Any], descriptors: list[int], errors: int, setting
     os._exit(127)
 
 
-@dataclass(frozen=True)
 class User:
     """A user of the image."""
 
-    uid: int = 0
-    gid: int = 0
-    home: str = "/root"
-    groups: tuple[int, ...] = ()
+    def __init__(self, uid: int = 0, gid: int = 0, home: str = "/root", groups: tuple[int, ...] = ()) -> None:
+        self.uid, self.gid, self.home, self.groups = uid, gid, home, groups
 
 
 def find_user(text: str) -> User:
