@@ -18,12 +18,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from strop.extensions.sandboxes.base import Command, Resources, Sandbox, SandboxSpec
+from strop.extensions.sandboxes.base import Resources, Sandbox, SandboxCommand, SandboxSpec
 from strop.extensions.sandboxes.local.bubblewrap import find_parents
 from strop.extensions.sandboxes.local.local_provider import LocalOptions, LocalProvider
 from support.oci_images import programs_layer, write_layout
 
-TRUE = Command(argv=("true",))
+TRUE = SandboxCommand(argv=("true",))
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:

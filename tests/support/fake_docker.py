@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from strop.extensions.sandboxes.base import Command, ExitReason, Network, Resources, Sandbox, SandboxFailure, SandboxSpec
+from strop.extensions.sandboxes.base import (
+    ExitReason,
+    NetworkPolicy,
+    Resources,
+    Sandbox,
+    SandboxCommand,
+    SandboxFailure,
+    SandboxSpec,
+)
 from strop.extensions.sandboxes.local.local_provider import LocalProvider
 
 
@@ -106,7 +114,7 @@ class FakeDocker:
                 host = values["HostConfig"]
                 resources = Resources(memory_mb=host["Memory"] >> 20, processes=host["PidsLimit"], disk_mb=200)
                 environment = dict(each.split("=", 1) for each in values["Env"])
-                network = Network(egress="none" if host["NetworkMode"] == "none" else "all")
+                network = NetworkPolicy(egress="none" if host["NetworkMode"] == "none" else "all")
                 image = self.images[values["Image"]]
                 spec = SandboxSpec(image=image, resources=resources, environment=environment, network=network)
                 self.sandboxes[name] = await self.provider.create(spec)
@@ -140,7 +148,9 @@ class FakeDocker:
 
         with suppress(SandboxFailure):
             stdin = await reader.read(-1)
-            command = Command(argv=tuple(found["Cmd"]), stdin=stdin, user=found.get("User", ""), wall_s=200, output_kb=1 << 20)
+            command = SandboxCommand(
+                argv=tuple(found["Cmd"]), stdin=stdin, user=found.get("User", ""), wall_s=200, output_kb=1 << 20
+            )
             result = await self.sandboxes[found["container"]].exec(command, send)
             found["code"] = exit_code(result.exit_code, result.reason)
         with suppress(OSError):

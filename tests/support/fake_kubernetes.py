@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from strop.extensions.sandboxes.base import Command, Resources, Sandbox, SandboxFailure, SandboxSpec
+from strop.extensions.sandboxes.base import Resources, Sandbox, SandboxCommand, SandboxFailure, SandboxSpec
 from strop.extensions.sandboxes.local.local_provider import LocalProvider
 from support.fake_docker import exit_code
 
@@ -107,7 +107,7 @@ class FakeKubernetes:
                 await channel.send_bytes(part)
 
         sending = asyncio.ensure_future(send())
-        command = Command(argv=tuple(request.query.getall("command")), stdin=stdin, wall_s=200, output_kb=1 << 20)
+        command = SandboxCommand(argv=tuple(request.query.getall("command")), stdin=stdin, wall_s=200, output_kb=1 << 20)
         with suppress(SandboxFailure, ConnectionError):
             result = await sandbox.exec(
                 command, lambda stream, part: parts.put_nowait(bytes([1 if stream == "stdout" else 2]) + part)

@@ -15,7 +15,15 @@ from typing import Any
 
 import pytest
 
-from strop.extensions.sandboxes.base import Command, FailureCause, Network, Resources, Sandbox, SandboxFailure, SandboxSpec
+from strop.extensions.sandboxes.base import (
+    FailureCause,
+    NetworkPolicy,
+    Resources,
+    Sandbox,
+    SandboxCommand,
+    SandboxFailure,
+    SandboxSpec,
+)
 from strop.extensions.sandboxes.local import local_provider
 from strop.extensions.sandboxes.local.bubblewrap import find_parents
 from strop.extensions.sandboxes.local.egress_proxy import EgressProxy
@@ -38,7 +46,7 @@ def use(provider: LocalProvider, spec: SandboxSpec, work: Callable[[Sandbox], Aw
 
 def shell(provider: LocalProvider, spec: SandboxSpec, *scripts: str, **options: Any) -> list[str]:
     async def work(sandbox: Sandbox) -> list[str]:
-        return [(await sandbox.exec(Command(argv=("sh", "-c", script), **options))).text.strip() for script in scripts]
+        return [(await sandbox.exec(SandboxCommand(argv=("sh", "-c", script), **options))).text.strip() for script in scripts]
 
     return use(provider, spec, work)
 
@@ -73,7 +81,7 @@ ATTACKS = {
 @each("attack", ATTACKS, ids=list(ATTACKS))
 def test_root_of_an_image_is_not_root(make_local: MakeLocal, image: str, attack: str):
     async def work(sandbox: Sandbox) -> None:
-        result = await sandbox.exec(Command(argv=("sh", "-c", ATTACKS[attack]), wall_s=20))
+        result = await sandbox.exec(SandboxCommand(argv=("sh", "-c", ATTACKS[attack]), wall_s=20))
         assert not result.succeeded, result
         assert (await sandbox.health()).answers
 
@@ -91,7 +99,7 @@ def test_an_image_whose_folders_are_links_leads_nowhere(make_local: MakeLocal, t
 
 def test_a_killed_sandbox_is_lost_and_gone(make_local: MakeLocal, image: str):
     async def work(sandbox: Any) -> None:
-        running = asyncio.ensure_future(sandbox.exec(Command(argv=("sleep", "60"))))
+        running = asyncio.ensure_future(sandbox.exec(SandboxCommand(argv=("sleep", "60"))))
         await asyncio.sleep(0.2)
         signal.pidfd_send_signal(sandbox._started.child_handle, signal.SIGKILL)
         with pytest.raises(SandboxFailure, match="ended from outside") as found:
@@ -105,7 +113,7 @@ def test_memory_is_bounded_without_control_groups(make_local: MakeLocal, image: 
     monkeypatch.setattr(local_provider, "make_cgroup", lambda: None)
 
     async def work(sandbox: Sandbox) -> str:
-        result = await sandbox.exec(Command(argv=("sh", "-c", "dd if=/dev/zero bs=300M count=1 | sleep 5"), wall_s=20))
+        result = await sandbox.exec(SandboxCommand(argv=("sh", "-c", "dd if=/dev/zero bs=300M count=1 | sleep 5"), wall_s=20))
         return result.reason
 
     assert use(make_local(), SandboxSpec(image=image, resources=Resources(memory_mb=100)), work) == "memory"
@@ -149,7 +157,7 @@ def test_without_overlayfs_layers_are_copied(make_local: MakeLocal, tmp_path: Pa
     (("*.a.b",), "a.b", 443, False), (("*.a.b",), "xa.b", 443, False), (("a.b:80",), "a.b", 443, False), (("a.b:80",), "a.b", 80, True),
 ])  # fmt: skip
 def test_a_policy_names_hosts(hosts, host, port, named):
-    assert EgressProxy(Network(egress="allow", hosts=hosts)).names(host, port) == named
+    assert EgressProxy(NetworkPolicy(egress="allow", hosts=hosts)).names(host, port) == named
 
 
 def test_only_what_the_policy_names_is_reached_and_only_through_the_proxy(make_local: MakeLocal, tmp_path: Path):
@@ -166,10 +174,10 @@ def test_only_what_the_policy_names_is_reached_and_only_through_the_proxy(make_l
         port = server.sockets[0].getsockname()[1]
         found = []
         for network in (
-            Network(egress="allow", hosts=(f"127.0.0.1:{port}",)),
-            Network(egress="allow", hosts=("127.0.0.1",)),
-            Network(egress="all"),
-            Network(egress="allow", hosts=("other.example",)),
+            NetworkPolicy(egress="allow", hosts=(f"127.0.0.1:{port}",)),
+            NetworkPolicy(egress="allow", hosts=("127.0.0.1",)),
+            NetworkPolicy(egress="all"),
+            NetworkPolicy(egress="allow", hosts=("other.example",)),
         ):
             proxy = await asyncio.start_server(EgressProxy(network).serve, "127.0.0.1", 0)
             reader, writer = await asyncio.open_connection(*proxy.sockets[0].getsockname())
@@ -190,28 +198,28 @@ def test_only_what_the_policy_names_is_reached_and_only_through_the_proxy(make_l
 def test_a_sandbox_reaches_its_proxy_and_forwarded_ports_and_nothing_else(make_local: MakeLocal, image: str):
     async def work(sandbox: Any) -> None:
         assert sandbox._started.ports == [3128, 8123]
-        said = await sandbox.exec(Command(argv=("sh", "-c", "cat /proc/net/tcp; env")))
+        said = await sandbox.exec(SandboxCommand(argv=("sh", "-c", "cat /proc/net/tcp; env")))
         listening = {int(line.split()[1].partition(":")[2], 16) for line in said.stdout.decode().splitlines() if " 0A " in line}
         assert listening == {3128, 8123} and b"HTTPS_PROXY=http://127.0.0.1:3128" in said.stdout
 
-    use(make_local(), SandboxSpec(image=image, network=Network(egress="all", forward=(8123,))), work)
+    use(make_local(), SandboxSpec(image=image, network=NetworkPolicy(egress="all", forward=(8123,))), work)
 
 
 # --- kills --------------------------------------------------------------------------------------------------------------------
 
 RUN = """
 import asyncio, json, sys
-from strop.extensions.sandboxes.base import Command, SandboxSpec, Network
+from strop.extensions.sandboxes.base import SandboxCommand, SandboxSpec, NetworkPolicy
 from strop.extensions.sandboxes.local.local_provider import LocalOptions, LocalProvider
 
 async def main():
     provider = LocalProvider(LocalOptions(folder=sys.argv[1]))
     async def one(number):
         while True:
-            sandbox = await provider.create(SandboxSpec(image=sys.argv[2], network=Network(egress="all")))
+            sandbox = await provider.create(SandboxSpec(image=sys.argv[2], network=NetworkPolicy(egress="all")))
             print("open", flush=True)
             script = "(setsid sleep 4217 &); head -c 1000000 /dev/zero > /file; sleep 0.3; exit 0"
-            await sandbox.exec(Command(argv=("sh", "-c", script)))
+            await sandbox.exec(SandboxCommand(argv=("sh", "-c", script)))
             await sandbox.destroy()
     await asyncio.gather(*(one(number) for number in range(3)))
 
@@ -277,11 +285,11 @@ def test_nothing_is_left_after_a_hundred_kills(make_local: MakeLocal, image: str
 def test_closing_leaves_no_descriptor_process_or_group(make_local: MakeLocal, image: str):
     async def run() -> None:
         provider = make_local()
-        spec = SandboxSpec(image=image, network=Network(egress="all"))
+        spec = SandboxSpec(image=image, network=NetworkPolicy(egress="all"))
         before = 1 << 20
         for round_number in range(3):
             for sandbox in [await provider.create(spec) for _ in range(2)]:
-                await sandbox.exec(Command(argv=("true",)))
+                await sandbox.exec(SandboxCommand(argv=("true",)))
                 await sandbox.destroy()
             assert round_number == 0 or len(os.listdir("/proc/self/fd")) <= before
             before = len(os.listdir("/proc/self/fd"))

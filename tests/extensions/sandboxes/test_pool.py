@@ -13,15 +13,15 @@ import pytest
 from strop.extensions.sandboxes import faults, warm_pool
 from strop.extensions.sandboxes.base import (
     Capabilities,
-    Command,
     CommandResult,
     ExitReason,
     FailureCause,
     Health,
-    Network,
+    NetworkPolicy,
+    SandboxCommand,
     SandboxFailure,
     SandboxSpec,
-    Unsupported,
+    UnsupportedSpec,
 )
 from strop.extensions.sandboxes.faults import Fault, FaultyProvider, find_faults
 from strop.extensions.sandboxes.providers import make_provider
@@ -36,7 +36,7 @@ class FakeSandbox:
     def __init__(self, provider: FakeProvider, name: str) -> None:
         self.provider, self.id, self.open = provider, name, True
 
-    async def exec(self, command: Command, on_output: Any = None) -> CommandResult:
+    async def exec(self, command: SandboxCommand, on_output: Any = None) -> CommandResult:
         if not self.open:
             raise SandboxFailure(FailureCause.LOST, "gone")
         return CommandResult(reason=ExitReason.EXIT, exit_code=0)
@@ -158,10 +158,10 @@ def test_what_a_run_does_about_each_fault(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_unknown_option_and_an_impossible_policy_are_errors():
-    with pytest.raises(Unsupported, match=r"no option 'cache_bg'.*did you mean 'cache_gb'"):
+    with pytest.raises(UnsupportedSpec, match=r"no option 'cache_bg'.*did you mean 'cache_gb'"):
         make_provider("local", {"cache_bg": 3})
     with pytest.raises(ValueError, match="hosts are for egress=allow"):
-        Network(egress="all", hosts=("a.b",))
+        NetworkPolicy(egress="all", hosts=("a.b",))
 
 
 def hostile(*entries: tuple[str, bytes, str]) -> bytes:

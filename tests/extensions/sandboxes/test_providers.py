@@ -10,15 +10,15 @@ import pytest
 
 from strop.extensions.sandboxes.base import (
     FailureCause,
-    Network,
+    NetworkPolicy,
     SandboxFailure,
     SandboxProvider,
     SandboxSpec,
-    Unsupported,
+    UnsupportedSpec,
 )
 from strop.extensions.sandboxes.conformance import CHECKS, check_provider
 from strop.extensions.sandboxes.docker_provider import DockerOptions, DockerProvider
-from strop.extensions.sandboxes.kubernetes_provider import Cluster, KubernetesOptions, KubernetesProvider, find_cluster
+from strop.extensions.sandboxes.kubernetes_provider import KubernetesApi, KubernetesOptions, KubernetesProvider, find_cluster
 from strop.extensions.sandboxes.local.local_provider import LocalProvider
 from support.fake_docker import Answer, FakeDocker
 from support.fake_kubernetes import FakeKubernetes
@@ -103,8 +103,8 @@ def test_a_daemon_that_is_not_there_and_a_policy_it_cannot_keep_are_refused(sock
     with pytest.raises(SandboxFailure, match="does not answer at") as found:
         asyncio.run(provider.create(SandboxSpec(image="box:1")))
     assert found.value.cause == FailureCause.REFUSED and found.value.ending == "sandbox"
-    with pytest.raises(Unsupported, match="has no network egress=allow; set one of all, none"):
-        asyncio.run(provider.create(SandboxSpec(image="box:1", network=Network(egress="allow", hosts=("a.b",)))))
+    with pytest.raises(UnsupportedSpec, match="has no network egress=allow; set one of all, none"):
+        asyncio.run(provider.create(SandboxSpec(image="box:1", network=NetworkPolicy(egress="allow", hosts=("a.b",)))))
 
 
 # --- Kubernetes ---------------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_a_daemon_that_is_not_there_and_a_policy_it_cannot_keep_are_refused(sock
 def test_kubernetes_keeps_the_protocol(make_local: MakeLocal, image: str):
     async def work() -> None:
         async with FakeKubernetes(make_local(), {"box:1": image}) as cluster:
-            provider = KubernetesProvider(cluster=Cluster(cluster.url, "tests", token="t0k"))
+            provider = KubernetesProvider(cluster=KubernetesApi(cluster.url, "tests", token="t0k"))
             left_out = {
                 "a full disk is an error of the program", "a fork bomb is contained", "a command runs as the user that is set",
                 "a snapshot is an image of which forks differ",
@@ -130,7 +130,7 @@ def test_a_pod_has_few_rights_and_those_of_ended_runs_are_removed(make_local: Ma
     async def work() -> None:
         async with FakeKubernetes(make_local(), {"box:1": image}) as cluster:
             options = KubernetesOptions(runtime_class="gvisor", node_selector={"pool": "sandboxes"})
-            provider = KubernetesProvider(options, Cluster(cluster.url, "tests"))
+            provider = KubernetesProvider(options, KubernetesApi(cluster.url, "tests"))
             await provider.create(SandboxSpec(image="box:1"))
             (pod,) = cluster.pods.values()
             spec, container = pod["spec"], pod["spec"]["containers"][0]
@@ -170,7 +170,7 @@ def test_what_a_cluster_refuses_has_a_cause_and_leaves_nothing(make_local: MakeL
         async with FakeKubernetes(make_local(), {"box:1": image}) as cluster:
             cluster.refuses, cluster.states = [refused] if refused else [], [state] if state else []
             with pytest.raises(SandboxFailure) as found:
-                await KubernetesProvider(cluster=Cluster(cluster.url, "tests")).create(SandboxSpec(image="box:1"))
+                await KubernetesProvider(cluster=KubernetesApi(cluster.url, "tests")).create(SandboxSpec(image="box:1"))
             assert found.value.cause == cause and cluster.pods == {}
 
     asyncio.run(work())
@@ -179,7 +179,7 @@ def test_what_a_cluster_refuses_has_a_cause_and_leaves_nothing(make_local: MakeL
 def test_a_cluster_is_found_by_the_kubeconfig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
-    with pytest.raises(Unsupported, match="set KUBECONFIG"):
+    with pytest.raises(UnsupportedSpec, match="set KUBECONFIG"):
         find_cluster(KubernetesOptions())
     (tmp_path / "config").write_text(
         "current-context: here\n"
@@ -189,7 +189,7 @@ def test_a_cluster_is_found_by_the_kubeconfig(tmp_path: Path, monkeypatch: pytes
     )
     cluster = find_cluster(KubernetesOptions())
     assert (cluster.url, cluster.namespace, cluster.headers) == ("http://127.0.0.1:1", "train", {"Authorization": "Bearer t0k"})
-    with pytest.raises(Unsupported, match="logs in by a program"):
+    with pytest.raises(UnsupportedSpec, match="logs in by a program"):
         find_cluster(KubernetesOptions(context="other"))
-    with pytest.raises(Unsupported, match="no context named 'missing'"):
+    with pytest.raises(UnsupportedSpec, match="no context named 'missing'"):
         find_cluster(KubernetesOptions(context="missing"))

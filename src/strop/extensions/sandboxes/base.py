@@ -71,7 +71,7 @@ class SandboxFailure(SandboxError):
         self.cause, self.retry_after_s = cause, retry_after_s
 
 
-class Unsupported(ValueError):
+class UnsupportedSpec(ValueError):
     """A provider cannot do what a configuration asks. Raised before a sandbox is made; the message says what to set instead."""
 
 
@@ -86,7 +86,7 @@ class Resources:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class NetworkPolicy:
     """Where a sandbox may connect to. Nothing connects to it."""
 
     egress: Literal["none", "allow", "all"] = "none"
@@ -106,12 +106,12 @@ class SandboxSpec:
 
     image: str
     resources: Resources = Resources()
-    network: Network = Network()
+    network: NetworkPolicy = NetworkPolicy()
     environment: Mapping[str, str] = field(default_factory=dict)  # in addition to the image's
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class SandboxCommand:
     """One command in a sandbox."""
 
     argv: tuple[str, ...]
@@ -173,7 +173,7 @@ class Sandbox(Protocol):
     @property
     def id(self) -> str: ...
 
-    async def exec(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
+    async def exec(self, command: SandboxCommand, on_output: OnOutput | None = None) -> CommandResult:
         """Run a command. ``on_output`` gets its output while it runs. Raises SandboxFailure."""
         ...
 
@@ -209,7 +209,7 @@ class SandboxProvider(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
-        """Make a sandbox. Raises SandboxFailure, and Unsupported for what ``capabilities`` lacks."""
+        """Make a sandbox. Raises SandboxFailure, and UnsupportedSpec for what ``capabilities`` lacks."""
         ...
 
     async def remove_left_over(self) -> int:
@@ -222,9 +222,9 @@ class SandboxProvider(Protocol):
 
 
 def check_spec(spec: SandboxSpec, provider: str, can: Capabilities) -> None:
-    """Raise Unsupported for a spec that a provider cannot keep."""
+    """Raise UnsupportedSpec for a spec that a provider cannot keep."""
     if spec.network.egress not in can.egress:
         known = ", ".join(sorted(can.egress))
-        raise Unsupported(f"the provider {provider} has no network egress={spec.network.egress}; set one of {known}")
+        raise UnsupportedSpec(f"the provider {provider} has no network egress={spec.network.egress}; set one of {known}")
     if spec.network.forward and not can.forward:
-        raise Unsupported(f"the provider {provider} cannot forward ports of this machine; leave forward empty")
+        raise UnsupportedSpec(f"the provider {provider} cannot forward ports of this machine; leave forward empty")

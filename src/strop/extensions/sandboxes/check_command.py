@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from strop.cli.output import USAGE_ERROR
-from strop.extensions.sandboxes.base import Unsupported
+from strop.extensions.sandboxes.base import UnsupportedSpec
 from strop.extensions.sandboxes.conformance import CheckResult, check_provider
 from strop.extensions.sandboxes.faults import FaultRow, find_faults
 from strop.extensions.sandboxes.providers import make_provider
@@ -23,7 +23,7 @@ async def check_named(name: str, image: str, options: Sequence[str], faults: boo
     values = dict(_read_option(option) for option in options)
     try:
         provider = make_provider(name, values)
-    except (Unsupported, UserCodeError) as error:
+    except (UnsupportedSpec, UserCodeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
     print(f"sandboxes.provider={name}{f' (tested {provider.capabilities.tests})' if provider.capabilities.tests else ''}")

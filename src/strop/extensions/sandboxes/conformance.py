@@ -18,12 +18,12 @@ from typing import Any
 
 from strop.extensions.sandboxes.base import (
     Capabilities,
-    Command,
     CommandResult,
     ExitReason,
     FailureCause,
     Resources,
     Sandbox,
+    SandboxCommand,
     SandboxFailure,
     SandboxProvider,
     SandboxSpec,
@@ -112,7 +112,7 @@ async def _try(work: Awaitable[None]) -> str:
 
 
 async def _shell(sandbox: Sandbox, script: str, **options: Any) -> CommandResult:
-    return await sandbox.exec(Command(argv=("sh", "-c", script), **options))
+    return await sandbox.exec(SandboxCommand(argv=("sh", "-c", script), **options))
 
 
 def _expect(found: object, expected: object, what: str) -> None:
@@ -146,19 +146,19 @@ async def _exit_code_and_both_streams_are_returned(sandbox: Sandbox) -> None:
 @check()
 async def _bytes_pass_unchanged(sandbox: Sandbox) -> None:
     data = bytes(range(256)) * 2000
-    result = await sandbox.exec(Command(argv=("cat",), stdin=data))
+    result = await sandbox.exec(SandboxCommand(argv=("cat",), stdin=data))
     assert result.stdout == data, f"{len(data)} bytes of stdin came back as {len(result.stdout)}, or changed"
 
 
 @check()
 async def _a_command_that_reads_no_input_ends(sandbox: Sandbox) -> None:
-    _expect((await sandbox.exec(Command(argv=("true",), stdin=b"x" * 300_000))).exit_code, 0, "the exit code")
+    _expect((await sandbox.exec(SandboxCommand(argv=("true",), stdin=b"x" * 300_000))).exit_code, 0, "the exit code")
 
 
 @check()
 async def _arguments_and_environment_are_not_interpreted(sandbox: Sandbox) -> None:
     words = ("a b", "$HOME", "'\"`;\n*", "", "ümlaut")
-    command = Command(argv=("sh", "-c", 'printf "%s|" "$@" "$GIVEN"', "sh", *words), environment={"GIVEN": "x = $y\n"})
+    command = SandboxCommand(argv=("sh", "-c", 'printf "%s|" "$@" "$GIVEN"', "sh", *words), environment={"GIVEN": "x = $y\n"})
     _expect((await sandbox.exec(command)).stdout.decode(), "|".join((*words, "x = $y\n", "")), "the words")
 
 
@@ -169,7 +169,7 @@ async def _a_command_runs_where_it_should(sandbox: Sandbox) -> None:
 
 @check()
 async def _a_program_that_is_not_there_is_refused(sandbox: Sandbox) -> None:
-    await _fails(sandbox.exec(Command(argv=("/no/such/program",))), FailureCause.REQUEST)
+    await _fails(sandbox.exec(SandboxCommand(argv=("/no/such/program",))), FailureCause.REQUEST)
 
 
 @check("users")
@@ -195,7 +195,7 @@ async def _an_output_limit_ends_a_command(sandbox: Sandbox) -> None:
 @check()
 async def _output_arrives_while_a_command_runs(sandbox: Sandbox) -> None:
     arrived: list[tuple[float, bytes]] = []
-    command = Command(argv=("sh", "-c", "echo first; sleep 1; echo second"))
+    command = SandboxCommand(argv=("sh", "-c", "echo first; sleep 1; echo second"))
     result = await sandbox.exec(command, lambda stream, part: arrived.append((time.monotonic(), part)))
     _expect((b"".join(part for _, part in arrived), result.stdout), (b"first\nsecond\n",) * 2, "the output")
     assert arrived[-1][0] - arrived[0][0] > 0.5, "all of it arrived at the end"
@@ -291,7 +291,7 @@ async def _a_sandbox_without_network_has_none(sandbox: Sandbox) -> None:
 @check()
 async def _a_command_beyond_its_memory_ends_and_the_sandbox_lives(bench: Bench) -> None:
     async with bench.sandbox() as sandbox:
-        result = await sandbox.exec(Command(argv=("dd", "if=/dev/zero", "of=/dev/null", "bs=700000000", "count=1")))
+        result = await sandbox.exec(SandboxCommand(argv=("dd", "if=/dev/zero", "of=/dev/null", "bs=700000000", "count=1")))
         assert not result.succeeded, f"a command held 700 MB, and {bench.spec.resources.memory_mb} are allowed"
         _expect((await _shell(sandbox, "echo well")).stdout, b"well\n", "what the next command prints")
 

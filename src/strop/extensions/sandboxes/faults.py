@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from strop.extensions.sandboxes.base import (
-    Command,
     CommandResult,
     FailureCause,
     Health,
     OnOutput,
     Sandbox,
+    SandboxCommand,
     SandboxFailure,
     SandboxProvider,
     SandboxSpec,
@@ -86,7 +86,7 @@ class _FaultySandbox:
         if self.provider.fault == Fault.HANGING:
             await asyncio.sleep(self.provider.delay_s)
 
-    async def exec(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
+    async def exec(self, command: SandboxCommand, on_output: OnOutput | None = None) -> CommandResult:
         try:
             async with asyncio.timeout(command.wall_s + HANG_GRACE_S):
                 await self._pass()
@@ -156,7 +156,7 @@ async def _observe(inner: SandboxProvider, fault: Fault, image: str, times: int 
 
 async def _episode(pool: WarmPool, image: str) -> str:
     async with pool.lend(SandboxSpec(image=image)) as sandbox:
-        commands: list[Awaitable[CommandResult]] = [sandbox.exec(Command(argv=("true",), wall_s=1.0)) for _ in range(2)]
+        commands: list[Awaitable[CommandResult]] = [sandbox.exec(SandboxCommand(argv=("true",), wall_s=1.0)) for _ in range(2)]
         for command in commands:
             await command
     return f"the episode goes on, after {pool.retried} more tries" if pool.retried else "the episode goes on"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, urlencode
 
-from strop.extensions.sandboxes.base import Capabilities, FailureCause, SandboxFailure, SandboxSpec, Unsupported, check_spec
+from strop.extensions.sandboxes.base import Capabilities, FailureCause, SandboxFailure, SandboxSpec, UnsupportedSpec, check_spec
 from strop.extensions.sandboxes.supervised import STAY, OnPart, SupervisedSandbox, has_ended, name_owner
 
 LABEL, OWNER, EGRESS, POLICY = "strop.dev/sandbox", "strop.dev/owner", "strop.dev/egress", "strop-sandbox"
@@ -45,7 +45,7 @@ class KubernetesOptions:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class KubernetesApi:
     """How the API is reached."""
 
     url: str
@@ -60,17 +60,17 @@ class Cluster:
         return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-def find_cluster(options: KubernetesOptions) -> Cluster:
-    """Find the cluster: that of this pod, else by the kubeconfig. Raises Unsupported."""
+def find_cluster(options: KubernetesOptions) -> KubernetesApi:
+    """Find the cluster: that of this pod, else by the kubeconfig. Raises UnsupportedSpec."""
     host = os.environ.get("KUBERNETES_SERVICE_HOST")
     if host and (_ACCOUNT / "token").exists():
         url = f"https://{f'[{host}]' if ':' in host else host}:{os.environ.get('KUBERNETES_SERVICE_PORT', '443')}"
         namespace = options.namespace or (_ACCOUNT / "namespace").read_text().strip()
         context = ssl.create_default_context(cafile=str(_ACCOUNT / "ca.crt"))
-        return Cluster(url, namespace, token_file=str(_ACCOUNT / "token"), context=context)
+        return KubernetesApi(url, namespace, token_file=str(_ACCOUNT / "token"), context=context)
     path = Path((os.environ.get("KUBECONFIG") or "").partition(":")[0] or Path.home() / ".kube" / "config")
     if not path.exists():
-        raise Unsupported(
+        raise UnsupportedSpec(
             f"sandboxes.provider=kubernetes finds no cluster: this is no pod, and there is no {path}; set KUBECONFIG"
         )
     from ruamel.yaml import YAML
@@ -78,30 +78,32 @@ def find_cluster(options: KubernetesOptions) -> Cluster:
     return _read_kubeconfig(YAML(typ="safe").load(path), options, path)
 
 
-def _read_kubeconfig(values: Mapping[str, Any], options: KubernetesOptions, path: Path) -> Cluster:
+def _read_kubeconfig(values: Mapping[str, Any], options: KubernetesOptions, path: Path) -> KubernetesApi:
     def named(kind: str, name: str) -> Mapping[str, Any]:
         found = next((each for each in values.get(kind) or () if each.get("name") == name), None)
         if found is None:
-            raise Unsupported(f"{path} has no {kind[:-1]} named {name!r}; set sandboxes.options.context")
+            raise UnsupportedSpec(f"{path} has no {kind[:-1]} named {name!r}; set sandboxes.options.context")
         result: Mapping[str, Any] = found[kind[:-1]]
         return result
 
     context = named("contexts", options.context or str(values.get("current-context", "")))
     cluster, user = named("clusters", context["cluster"]), named("users", context["user"])
     if "exec" in user or "auth-provider" in user:
-        raise Unsupported(f"the user of {path} logs in by a program, which is not supported: make a token for a service account")
+        raise UnsupportedSpec(
+            f"the user of {path} logs in by a program, which is not supported: make a token for a service account"
+        )
     secure = None
     if cluster["server"].startswith("https://"):
         secure = ssl.create_default_context(cadata=_read(cluster, "certificate-authority").decode() or None)
         if cluster.get("insecure-skip-tls-verify"):
-            raise Unsupported(f"{path} skips the verification of certificates, which is refused: set certificate-authority")
+            raise UnsupportedSpec(f"{path} skips the verification of certificates, which is refused: set certificate-authority")
         if certificate := _read(user, "client-certificate"):
             with tempfile.NamedTemporaryFile() as file:
                 file.write(certificate + b"\n" + _read(user, "client-key"))
                 file.flush()
                 secure.load_cert_chain(file.name)
     namespace = options.namespace or context.get("namespace") or "default"
-    return Cluster(cluster["server"].rstrip("/"), namespace, user.get("tokenFile", ""), user.get("token", ""), secure)
+    return KubernetesApi(cluster["server"].rstrip("/"), namespace, user.get("tokenFile", ""), user.get("token", ""), secure)
 
 
 def _read(values: Mapping[str, Any], key: str) -> bytes:
@@ -119,7 +121,7 @@ class KubernetesProvider:
         egress=frozenset({"none", "all"}), users=False, limits_disk=False, tests="against a small server of the same API"
     )
 
-    def __init__(self, options: KubernetesOptions = KubernetesOptions(), cluster: Cluster | None = None) -> None:
+    def __init__(self, options: KubernetesOptions = KubernetesOptions(), cluster: KubernetesApi | None = None) -> None:
         self.options, self.cluster = options, cluster or find_cluster(options)
         self.owner = name_owner()
         self._open: set[KubernetesSandbox] = set()

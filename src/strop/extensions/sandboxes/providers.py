@@ -10,7 +10,7 @@ from typing import Any
 
 from strop import plugins
 from strop.environments.resources import find_section
-from strop.extensions.sandboxes.base import Network, Resources, SandboxProvider, SandboxSpec, Unsupported
+from strop.extensions.sandboxes.base import NetworkPolicy, Resources, SandboxProvider, SandboxSpec, UnsupportedSpec
 from strop.extensions.sandboxes.sandboxes_config import SandboxesConfig
 from strop.extensions.sandboxes.warm_pool import WarmPool
 from strop.user_code import suggest_names
@@ -19,12 +19,14 @@ _pools: dict[tuple[int, int], WarmPool] = {}  # by process and event loop
 
 
 def make_provider(name: str, options: Mapping[str, Any]) -> SandboxProvider:
-    """Make a provider that a package declares: a class with ``options_type``, a dataclass. Raises Unsupported."""
+    """Make a provider that a package declares: a class with ``options_type``, a dataclass. Raises UnsupportedSpec."""
     kind = plugins.load("sandbox_providers", name)
     known = kind.options_type.__dataclass_fields__
     for option in options:
         if option not in known:
-            raise Unsupported(f"sandboxes.options: the provider {name} has no option {option!r}{suggest_names(option, known)}")
+            raise UnsupportedSpec(
+                f"sandboxes.options: the provider {name} has no option {option!r}{suggest_names(option, known)}"
+            )
     provider: SandboxProvider = kind(kind.options_type(**options))
     return provider
 
@@ -45,7 +47,7 @@ def make_spec(image: str, forward: tuple[int, ...] = ()) -> SandboxSpec:
     return SandboxSpec(
         image=image,
         resources=Resources(cpus=config.cpus, memory_mb=config.memory_mb, disk_mb=config.disk_mb, processes=config.processes),
-        network=Network(egress=config.egress, hosts=config.hosts, forward=forward),
+        network=NetworkPolicy(egress=config.egress, hosts=config.hosts, forward=forward),
     )
 
 

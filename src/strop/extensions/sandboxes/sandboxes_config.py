@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from strop import packages, plugins
 from strop.base_config import BaseConfig
 from strop.problems import Problem
 from strop.user_code import suggest_names
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 class SandboxesConfig(BaseConfig):
@@ -41,7 +45,9 @@ class SandboxesConfig(BaseConfig):
     egress: Literal["none", "allow", "all"] = Field(
         "none", description="Where sandboxes may connect to: nowhere, hosts, or everywhere but this machine and private networks."
     )
-    hosts: tuple[str, ...] = Field((), description="Hosts for egress=allow: HOST, HOST:PORT or *.DOMAIN.")
+    hosts: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
+        (), description="Hosts for egress=allow: HOST, HOST:PORT or *.DOMAIN."
+    )
 
     def errors(self, key: str) -> Iterator[Problem]:
         known = plugins.declared("sandbox_providers")

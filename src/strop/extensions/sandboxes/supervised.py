@@ -1,7 +1,7 @@
 """Sandboxes that are reached over a network: commands run under a small shell script, so that limits hold wherever they run.
 
 A subclass says how a command is attached to (``attach``); this class adds the working folder, the environment, limits of time and output,
-the end of a command that nobody waits for, and files by ``tar`` in the sandbox.
+the end of a cancelled command, and files by ``tar`` in the sandbox.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from strop.extensions.sandboxes.base import (
-    Command,
     CommandResult,
     ExitReason,
     FailureCause,
     Health,
     OnOutput,
+    SandboxCommand,
     SandboxFailure,
 )
 
@@ -81,7 +81,7 @@ class SupervisedSandbox(ABC):
         """Whether the memory limit has ended a process."""
         return False
 
-    async def exec(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
+    async def exec(self, command: SandboxCommand, on_output: OnOutput | None = None) -> CommandResult:
         self._check()
         mark, began = f"strop-{secrets.token_hex(8)}", time.monotonic()
         kept: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
@@ -169,7 +169,7 @@ class SupervisedSandbox(ABC):
         await self.copy_in(["/bin/sh", "-c", 'mkdir -p "$1" && exec tar -x -f - -C "$1"', "sh", path], archive, path)
 
     async def copy_in(self, argv: Sequence[str], data: bytes, path: str) -> None:
-        result = await self.exec(Command(argv=tuple(argv), stdin=data, wall_s=300.0))
+        result = await self.exec(SandboxCommand(argv=tuple(argv), stdin=data, wall_s=300.0))
         if not result.succeeded:
             raise SandboxFailure(FailureCause.REQUEST, f"{path!r:.200} cannot be written: {result.text.strip()[-300:]}")
 
@@ -177,7 +177,7 @@ class SupervisedSandbox(ABC):
         script = 'test -e "$1" || { echo "there is no $1" >&2; exit 1; }; exec tar -c -f - -C "$2" "$3"'
         path = posixpath.normpath(path)
         argv = ("/bin/sh", "-c", script, "sh", path, posixpath.dirname(path), posixpath.basename(path) or ".")
-        result = await self.exec(Command(argv=argv, wall_s=300.0, output_kb=(limit_mb << 10) + 64))
+        result = await self.exec(SandboxCommand(argv=argv, wall_s=300.0, output_kb=(limit_mb << 10) + 64))
         if not result.succeeded or len(result.stdout) > limit_mb << 20:
             why = (
                 "it is larger than allowed"
@@ -190,7 +190,7 @@ class SupervisedSandbox(ABC):
     async def health(self) -> Health:
         try:
             began = time.time()
-            result = await self.exec(Command(argv=("date", "+%s"), wall_s=GRACE_S))
+            result = await self.exec(SandboxCommand(argv=("date", "+%s"), wall_s=GRACE_S))
             now = (began + time.time()) / 2
             return Health(result.succeeded, int(result.stdout) - now if result.succeeded else None)
         except SandboxFailure as failure:

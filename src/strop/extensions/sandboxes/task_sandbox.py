@@ -23,7 +23,7 @@ from strop.environments.rewards import RewardFunction, RewardMark
 from strop.extensions.agents.agent_environment import AgentEnvironment, AgentFailed, AgentResult, AgentTimeout, read_result
 from strop.extensions.agents.endpoint import Endpoint
 from strop.extensions.agents.external_agent import SCORE, format_task, last_json, score
-from strop.extensions.sandboxes.base import Command, CommandResult, ExitReason, FailureCause, Sandbox, SandboxFailure
+from strop.extensions.sandboxes.base import CommandResult, ExitReason, FailureCause, Sandbox, SandboxCommand, SandboxFailure
 from strop.extensions.sandboxes.providers import get_pool, make_spec
 from strop.extensions.sandboxes.trees import check_tree, write_files
 from strop.safety.printable import shorten
@@ -66,7 +66,7 @@ async def prepare(sandbox: Sandbox, task: Task) -> str:
     """Run the setup_command of a task. Return the folder in which the image's commands run. Raises RolloutFailed."""
     script = f'here=$(pwd)\n(\n{task.metadata.get("setup_command") or ":"}\n) >&2 || exit\nprintf "%s" "$here"'
     with failing_as_task(task):
-        result = await sandbox.exec(Command(argv=("sh", "-c", script), wall_s=1800.0, output_kb=1 << 16))
+        result = await sandbox.exec(SandboxCommand(argv=("sh", "-c", script), wall_s=1800.0, output_kb=1 << 16))
     if not result.succeeded:
         raise RolloutFailed(f"the setup_command of task {task.id!r} failed: {result.text[-500:]}", Ending.BROKEN_TASK)
     return result.stdout.decode("utf-8", "replace")
@@ -151,12 +151,12 @@ class GradedInSandbox(InSandbox, FunctionEnvironment):
                     raise
                 return False  # the policy removed it, or made it larger than allowed
             if folder:
-                await fresh.exec(Command(argv=("rm", "-rf", folder), cwd="/"))
+                await fresh.exec(SandboxCommand(argv=("rm", "-rf", folder), cwd="/"))
                 await fresh.put_tree(dirname(folder) or "/", archive)
             hidden = task.metadata.get("test_files") or {}
             hidden = json.loads(hidden) if isinstance(hidden, str) else hidden
             await write_files(fresh, {str(path): str(text).encode() for path, text in hidden.items()})
-            tests = Command(argv=("sh", "-c", command), cwd=folder, wall_s=self.test_timeout_s, output_kb=1 << 16)
+            tests = SandboxCommand(argv=("sh", "-c", command), cwd=folder, wall_s=self.test_timeout_s, output_kb=1 << 16)
             with failing_as_task(task):
                 result = await fresh.exec(tests)
         rollout.metrics["test_seconds"] = result.wall_s
@@ -194,7 +194,7 @@ class SandboxAgent(GradedInSandbox, AgentEnvironment[PromptedTask]):
         address = urlsplit(endpoint.base_url)
         local = address.hostname in ("127.0.0.1", "localhost") and address.port is not None
         sandbox = await current_sandbox().open((address.port,) if local and address.port else ())
-        command = Command(
+        command = SandboxCommand(
             argv=tuple(self.command), stdin=format_task(task).encode() + b"\n", environment=endpoint.environ, wall_s=self.agent_timeout_s,
             output_kb=1 << 16,
         )  # fmt: skip
@@ -230,7 +230,7 @@ class ShellTool:
         async def shell(command: str) -> str:
             sandbox = await current_sandbox().open()
             try:
-                result = await sandbox.exec(Command(argv=("sh", "-c", command), wall_s=self.timeout_s, user=self.user))
+                result = await sandbox.exec(SandboxCommand(argv=("sh", "-c", command), wall_s=self.timeout_s, user=self.user))
             except SandboxFailure as failure:
                 if failure.cause == FailureCause.REQUEST:
                     raise ToolError(str(failure)) from failure

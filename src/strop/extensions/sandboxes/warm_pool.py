@@ -37,7 +37,7 @@ class WarmPool:
 
     @asynccontextmanager
     async def lend(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        """Yield a sandbox, which nobody has used before, and destroy it at the end. Raises SandboxFailure."""
+        """Yield a new sandbox, and destroy it at the end. Raises SandboxFailure."""
         async with self._places:
             sandbox = await self._take(spec)
             try:

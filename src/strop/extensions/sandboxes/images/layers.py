@@ -1,6 +1,6 @@
 """Unpacks the layers of an image (OCI image specification 1.1, "Image Layer Filesystem Changeset") into folders for overlayfs.
 
-A layer is hostile data. Each layer becomes a folder of its own; every path is resolved inside it and the layers below it, so that neither
+A layer is hostile data. Each layer becomes a separate folder; every path is resolved inside it and the layers below it, so that neither
 ``..`` nor a symbolic link leads out of them. Files keep their modes without setuid, setgid; devices are left out; extended attributes are
 not read. A whiteout ``.wh.NAME`` becomes overlayfs' character device 0/0 (or just removes what the same layer has), an opaque folder gets
 the attribute ``user.overlay.opaque``. Sizes, entries and headers are bounded.

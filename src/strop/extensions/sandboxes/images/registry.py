@@ -28,7 +28,7 @@ from strop.extensions.sandboxes.images.sources import (
     MAX_JSON,
     Blob,
     ImageConfig,
-    Manifest,
+    ImageManifest,
     Verifying,
     choose_platform,
     read_json,
@@ -75,7 +75,7 @@ class RegistrySource:
         local = self.host.partition(":")[0] in ("localhost", "127.0.0.1") or self.host.startswith("[::1]")
         return f"{'http' if local else 'https'}://{self.host}/v2/{self.name}"
 
-    def read_manifest(self) -> Manifest:
+    def read_manifest(self) -> ImageManifest:
         values = self._read_manifest(self.wanted)
         if values.get("manifests"):
             values = self._read_manifest(choose_platform(values).digest)

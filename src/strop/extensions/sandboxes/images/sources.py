@@ -66,7 +66,7 @@ class ImageConfig:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ImageManifest:
     """An image as its source describes it."""
 
     config: ImageConfig
@@ -76,26 +76,13 @@ class Manifest:
 class ImageSource(Protocol):
     """One image. Its methods block."""
 
-    def read_manifest(self) -> Manifest:
+    def read_manifest(self) -> ImageManifest:
         """Raises SandboxFailure."""
         ...
 
     def open_layer(self, blob: Blob, most: int) -> Any:
         """Return a context manager that yields the verified file of a layer, of at most ``most`` bytes. Raises SandboxFailure."""
         ...
-
-
-def find_source(reference: str) -> ImageSource:
-    """Return the source that a reference names. Raises SandboxFailure."""
-    kind, _, rest = reference.partition(":")
-    if kind in ("oci", "oci-archive", "docker-archive"):
-        path, _, tag = rest.partition(":")
-        if not Path(path).exists():
-            raise broken(f"there is no {path}")
-        return LocalSource(Path(path), tag)
-    from strop.extensions.sandboxes.images.registry import RegistrySource
-
-    return RegistrySource(reference)
 
 
 def choose_platform(index: Mapping[str, Any]) -> Blob:
@@ -120,11 +107,11 @@ def read_json(data: bytes, what: str) -> dict[str, Any]:
     return values
 
 
-def read_manifest(values: Mapping[str, Any], config: ImageConfig) -> Manifest:
+def read_manifest(values: Mapping[str, Any], config: ImageConfig) -> ImageManifest:
     layers = values.get("layers")
     if not isinstance(layers, list) or not layers:
         raise broken("its manifest has no layers")
-    return Manifest(config, tuple(Blob.read(each) for each in layers))
+    return ImageManifest(config, tuple(Blob.read(each) for each in layers))
 
 
 class Verifying:
@@ -158,7 +145,7 @@ class LocalSource:
     path: Path
     tag: str = ""  # org.opencontainers.image.ref.name, or a tag of Docker; "": the only one
 
-    def read_manifest(self) -> Manifest:
+    def read_manifest(self) -> ImageManifest:
         with self._opened() as files:
             if (index := files.read("index.json")) is not None:
                 return self._read_layout(files, read_json(index, "index.json"))
@@ -166,7 +153,7 @@ class LocalSource:
                 return self._read_docker(files, listed)
         raise broken(f"{self.path} has neither an index.json (OCI) nor a manifest.json (docker save)")
 
-    def _read_layout(self, files: _Files, index: Mapping[str, Any]) -> Manifest:
+    def _read_layout(self, files: _Files, index: Mapping[str, Any]) -> ImageManifest:
         found = [each for each in index.get("manifests") or () if isinstance(each, Mapping)]
         names = [str((each.get("annotations") or {}).get("org.opencontainers.image.ref.name", "")) for each in found]
         chosen = [each for each, name in zip(found, names, strict=True) if self.tag in ("", name)]
@@ -178,7 +165,7 @@ class LocalSource:
         config = read_json(files.read_blob(Blob.read(values.get("config"))), "configuration")
         return read_manifest(values, ImageConfig.read(config))
 
-    def _read_docker(self, files: _Files, listed: bytes) -> Manifest:
+    def _read_docker(self, files: _Files, listed: bytes) -> ImageManifest:
         images = json.loads(listed)
         chosen = [each for each in images if not self.tag or self.tag in (each.get("RepoTags") or ())]
         if len(chosen) != 1:
@@ -189,7 +176,7 @@ class LocalSource:
         if not names or len(names) != len(digests):
             raise broken("its manifest.json and its configuration list different layers")
         layers = [Blob.read({"digest": each, "mediaType": f"file:{name}"}) for each, name in zip(digests, names, strict=True)]
-        return Manifest(ImageConfig.read(values), tuple(layers))
+        return ImageManifest(ImageConfig.read(values), tuple(layers))
 
     @contextmanager
     def open_layer(self, blob: Blob, most: int) -> Iterator[IO[bytes]]:

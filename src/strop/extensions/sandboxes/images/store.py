@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import IO
 
 from strop.extensions.sandboxes.images.layers import LayerLimits, Owners, Unpacked, broken, unpack_layer
-from strop.extensions.sandboxes.images.sources import Blob, ImageConfig, ImageSource, find_source
+from strop.extensions.sandboxes.images.registry import RegistrySource
+from strop.extensions.sandboxes.images.sources import Blob, ImageConfig, ImageSource, LocalSource
 
 FORMAT = "1"  # of unpacked layers; a change makes the old ones unused
 SNAPSHOT = "snapshot:"
@@ -192,3 +193,14 @@ class ImageStore:
         """A layer is unpacked on top of others, whose links and folders its paths lead through: they are part of what it is."""
         text = "\n".join((FORMAT, str(self.owners.base), *below[-1:], blob.digest))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def find_source(reference: str) -> ImageSource:
+    """Return the source that a reference names. Raises SandboxFailure."""
+    kind, _, rest = reference.partition(":")
+    if kind not in ("oci", "oci-archive", "docker-archive"):
+        return RegistrySource(reference)
+    path, _, tag = rest.partition(":")
+    if not Path(path).exists():
+        raise broken(f"there is no {path}")
+    return LocalSource(Path(path), tag)

@@ -143,7 +143,9 @@ def start_bubblewrap(
         place = command.index("--cap-drop")
         held = ["--userns-block-fd", str(blocked)] if find_maps is not None else []
         command = [*command[:place], "--info-fd", str(info), *held, *command[place:]]
-        process = subprocess.Popen(command, pass_fds=(*descriptors, info, *([blocked] if held else [])), **options)
+        # With the reading end: if this process is killed now, bubblewrap must not die of its report, because what it has started waits for
+        # its next word forever.
+        process = subprocess.Popen(command, pass_fds=(*descriptors, reading, info, *([blocked] if held else [])), **options)
         os.close(info)
         info = -1
         text = b""

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from strop.extensions.sandboxes.base import Network
+from strop.extensions.sandboxes.base import NetworkPolicy
 
 PROXY_PORT = 3128  # in the sandbox
 CONNECT_S, HEADER_S, IDLE_S = 20.0, 30.0, 600.0
@@ -35,7 +35,7 @@ class _Refused(Exception):
 class EgressProxy:
     """Serves the connections of one sandbox."""
 
-    network: Network
+    network: NetworkPolicy
 
     def names(self, host: str, port: int) -> bool:
         """Whether the policy names a host: HOST, *.DOMAIN, or HOST:PORT."""

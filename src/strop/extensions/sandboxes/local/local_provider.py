@@ -30,15 +30,15 @@ from typing import Any
 
 from strop.extensions.sandboxes.base import (
     Capabilities,
-    Command,
     CommandResult,
     ExitReason,
     FailureCause,
     Health,
     OnOutput,
+    SandboxCommand,
     SandboxFailure,
     SandboxSpec,
-    Unsupported,
+    UnsupportedSpec,
     check_spec,
 )
 from strop.extensions.sandboxes.images.layers import LayerLimits, Owners
@@ -88,7 +88,7 @@ class LocalProvider:
 
     def __init__(self, options: LocalOptions = LocalOptions()) -> None:
         if sys.platform != "linux" or shutil.which("bwrap") is None:
-            raise Unsupported(
+            raise UnsupportedSpec(
                 "sandboxes.provider=local needs Linux and bubblewrap (apt-get install bubblewrap); or set another provider"
             )
         self.many_users = can_map_users()
@@ -271,7 +271,7 @@ class LocalSandbox:
             found |= {"no_proxy": "localhost,127.0.0.1", "NO_PROXY": "localhost,127.0.0.1"}
         return found
 
-    async def exec(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
+    async def exec(self, command: SandboxCommand, on_output: OnOutput | None = None) -> CommandResult:
         config = self._started.image.config
         request = {
             "do": "exec",
@@ -396,7 +396,7 @@ class LocalSandbox:
 
     async def snapshot(self) -> str:
         if not self._started.overlay:
-            raise Unsupported("a snapshot needs overlayfs in user namespaces (Linux 5.11), which this machine lacks")
+            raise UnsupportedSpec("a snapshot needs overlayfs in user namespaces (Linux 5.11), which this machine lacks")
         with tempfile.TemporaryFile() as file:
             await self._collect({"do": "snapshot"}, file, "snapshot")
             threads = self._provider._threads

@@ -64,7 +64,7 @@ class Settings:
         self.memory_mb: int = values["memory_mb"]  # measured, where there is no control group; else 0
 
 
-class Refused(Exception):
+class _Refused(Exception):
     """A command cannot start, by what the image or the request has."""
 
 
@@ -321,7 +321,7 @@ def receive(channel: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def kill_session(leader: int) -> None:
-    """End a command and what it started, except for what began a session of its own: a server that it leaves running."""
+    """End a command and what it started, except for what began its own session: a server that it leaves running."""
     for _ in range(100):
         with suppress(ProcessLookupError):
             os.killpg(leader, signal.SIGKILL)
@@ -385,11 +385,11 @@ class User:
 
 
 def find_user(text: str) -> User:
-    """Find ``USER[:GROUP]``, names or numbers, in the image's own tables. Raises Refused."""
+    """Find ``USER[:GROUP]``, names or numbers, in the image's own tables. Raises _Refused."""
     name, _, group = text.partition(":")
     rows = [row for row in _read_table("/etc/passwd") if len(row) >= 6 and (name or "0") in (row[0], row[2])]
     if not rows and not (name or "0").isdigit():
-        raise Refused(f"the image has no user {name!r}")
+        raise _Refused(f"the image has no user {name!r}")
     try:
         user = User(int(rows[0][2]), int(rows[0][3]), rows[0][5] or "/") if rows else User(int(name or 0), int(name or 0), "/")
         names = _read_table("/etc/group")
@@ -398,7 +398,7 @@ def find_user(text: str) -> User:
             gids = [int(row[2]) for row in names if len(row) >= 3 and row[0] == group] or [int(group)]
             user = User(user.uid, gids[0], user.home)
     except ValueError:
-        raise Refused(f"the image has no user {text!r}, or its tables of users are damaged") from None
+        raise _Refused(f"the image has no user {text!r}, or its tables of users are damaged") from None
     return User(user.uid, user.gid, user.home, more[:64])
 
 
@@ -437,7 +437,7 @@ def enter(folder: str) -> None:
     try:
         os.chdir(folder)
     except OSError as error:
-        raise Refused(f"the folder {folder} cannot be entered: {error.strerror}") from None
+        raise _Refused(f"the folder {folder} cannot be entered: {error.strerror}") from None
 
 
 # --- files ------------------------------------------------------------------------------------------------------------------
@@ -459,7 +459,7 @@ class _Bounded:
     def write(self, data: bytes) -> int:
         self.left -= len(data)
         if self.left < 0:
-            raise Refused("it is larger than allowed")
+            raise _Refused("it is larger than allowed")
         view = memoryview(data)
         while view:
             view = view[os.write(self.descriptor, view) :]
