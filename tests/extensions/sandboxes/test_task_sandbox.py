@@ -16,7 +16,7 @@ from strop.extensions.agents.endpoint import Endpoint
 from strop.extensions.sandboxes.local.local_provider import LocalProvider
 from strop.extensions.sandboxes.sandboxes_config import SandboxesConfig
 from strop.extensions.sandboxes.task_sandbox import SandboxAgent, current_sandbox
-from strop.tools.base import ParsedReply
+from strop.tools.base import InfrastructureError, ParsedReply
 from strop.types import Rollout, ToolCall, user
 from support.written_rollouts import rollout_of
 
@@ -109,6 +109,15 @@ def test_a_broken_task_ends_as_one(sandboxes: None, image: str, given: str | Non
     with pytest.raises(Exception, match=match) as found:
         play(make_task(given, **columns), "true")
     assert find_ending(found.value) == Ending.BROKEN_TASK
+
+
+def test_a_provider_that_cannot_keep_the_network_policy_ends_the_run_at_its_start(image: str):
+    configure_resources({"sandboxes": SandboxesConfig(provider="docker", egress="allow", hosts=("a.b",))})
+    try:
+        with pytest.raises(InfrastructureError, match="the provider docker has no network egress=allow; set one of all, none"):
+            play(make_task(image))
+    finally:
+        configure_resources({})
 
 
 def test_the_tool_without_a_sandbox_is_an_error():

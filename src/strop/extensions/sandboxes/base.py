@@ -71,7 +71,7 @@ class SandboxFailure(SandboxError):
         self.cause, self.retry_after_s = cause, retry_after_s
 
 
-class UnsupportedSpec(ValueError):
+class UnsupportedSpec(SandboxError):
     """A provider cannot do what a configuration asks. Raised before a sandbox is made; the message says what to set instead."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from strop import plugins
 from strop.environments.resources import find_section
-from strop.extensions.sandboxes.base import NetworkPolicy, Resources, SandboxProvider, SandboxSpec, UnsupportedSpec
+from strop.extensions.sandboxes.base import NetworkPolicy, Resources, SandboxProvider, SandboxSpec, UnsupportedSpec, check_spec
 from strop.extensions.sandboxes.sandboxes_config import SandboxesConfig
 from strop.extensions.sandboxes.warm_pool import WarmPool
 from strop.user_code import suggest_names
@@ -56,6 +56,7 @@ async def open_sandboxes() -> AsyncIterator[str]:
     """Open the pool of a run, remove what killed runs have left, and close it at the end. Yields where images run."""
     pool = get_pool()
     try:
+        check_spec(make_spec(""), pool.provider.name, pool.provider.capabilities)
         left = await pool.provider.remove_left_over()
         note = f"; {left} of runs that were killed are removed" if left else ""
         yield f"images of tasks run in sandboxes of the provider {pool.provider.name}{note}"
