@@ -5,17 +5,8 @@ from __future__ import annotations
 import io
 import tarfile
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Protocol
 
-from strop.extensions.sandboxes.base import FailureCause, SandboxFailure
-
-
-class HasTrees(Protocol):
-    """A sandbox, as far as files are concerned."""
-
-    async def put_tree(self, path: str, archive: bytes) -> None: ...
-    async def get_tree(self, path: str, limit_mb: int = 64) -> bytes: ...
+from strop.extensions.sandboxes.base import FailureCause, Sandbox, SandboxFailure
 
 
 def make_archive(files: Mapping[str, bytes], mode: int = 0o644) -> bytes:
@@ -29,7 +20,7 @@ def make_archive(files: Mapping[str, bytes], mode: int = 0o644) -> bytes:
     return buffer.getvalue()
 
 
-async def write_files(sandbox: HasTrees, files: Mapping[str, bytes], mode: int = 0o644) -> None:
+async def write_files(sandbox: Sandbox, files: Mapping[str, bytes], mode: int = 0o644) -> None:
     """Write files by their absolute paths. Raises SandboxFailure."""
     for path in files:
         if not path.startswith("/"):
@@ -37,7 +28,7 @@ async def write_files(sandbox: HasTrees, files: Mapping[str, bytes], mode: int =
     await sandbox.put_tree("/", make_archive(files, mode))
 
 
-async def read_file(sandbox: HasTrees, path: str, limit_mb: int = 64) -> bytes:
+async def read_file(sandbox: Sandbox, path: str, limit_mb: int = 64) -> bytes:
     """Return the content of a file. Raises SandboxFailure, with the cause ``request`` if it is none or too large."""
     return read_archive(await sandbox.get_tree(path, limit_mb), path)
 
@@ -51,32 +42,8 @@ def read_archive(archive: bytes, path: str) -> bytes:
             if file is not None:
                 return file.read()
     except (tarfile.TarError, KeyError, OSError) as error:
-        raise SandboxFailure(FailureCause.LOST, f"the sandbox sent a damaged archive of {path!r:.200}: {error}") from error
+        raise SandboxFailure(FailureCause.REQUEST, f"the sandbox sent a damaged archive of {path!r:.200}: {error}") from error
     raise SandboxFailure(FailureCause.REQUEST, f"{path!r:.200} is no file")
-
-
-async def upload(sandbox: HasTrees, folder: Path, path: str) -> None:
-    """Copy a folder of this machine into the sandbox, at ``path``."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for each in sorted(folder.iterdir()):
-            archive.add(each, each.name, filter=_as_root)
-    await sandbox.put_tree(path, buffer.getvalue())
-
-
-def _as_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    entry.uid = entry.gid = 0
-    entry.uname = entry.gname = ""
-    return entry
-
-
-async def download(sandbox: HasTrees, path: str, folder: Path, limit_mb: int = 64) -> None:
-    """Copy a file or a folder of the sandbox into a folder of this machine: regular files, folders, and links that stay inside."""
-    with tarfile.open(fileobj=io.BytesIO(await sandbox.get_tree(path, limit_mb)), mode="r:") as archive:
-        try:
-            archive.extractall(folder, filter="data")
-        except tarfile.FilterError as error:
-            raise SandboxFailure(FailureCause.REQUEST, f"{path!r:.200} cannot be copied to this machine: {error}") from error
 
 
 def check_tree(archive: bytes, top: str) -> bytes:
