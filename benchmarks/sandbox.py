@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from strop.base_config import validate_section
-from strop.extensions.code.sandbox import launcher
 from strop.extensions.code.sandbox.base import Program
 from strop.extensions.code.sandbox.sandbox_config import SandboxConfig
 from strop.extensions.code.sandbox.sandbox_pool import SandboxPool
+from strop.extensions.sandboxes.local import bubblewrap
 
 SOURCE = """
 import sys
@@ -96,7 +96,7 @@ def quantile(values: list[float], share: float) -> float:
 def list_what_could_leak() -> dict[str, set[str]]:
     """Processes below this one, its open files, its control groups, its mounts, its temporary files."""
     gc.collect()
-    parents = launcher.find_parents()
+    parents = bubblewrap.find_parents()
     groups = {
         path.name for folder in ((parents.memory, parents.pids) if parents else ()) for path in folder.glob("strop_sandbox_*")
     }

@@ -59,10 +59,13 @@ ALLOWED: dict[str, dict[str, str]] = {
         "extensions/agents/gateway/gateway_worker.py": "the descriptor that the training process gave it",
         "extensions/sglang/server_process.py": "asks for a free port of the loopback interface",
         "extensions/code/sandbox/sandbox_worker.py": "the descriptor that its caller gave it",
+        "extensions/sandboxes/local/local_provider.py": "listeners that a sandbox made in its own network namespace",
+        "extensions/sandboxes/local/sandbox_init.py": "the descriptor that its caller gave it",
         "weight_sync/transports/connection.py": "abstract Unix socket, the peer's user is checked",
         "weight_sync/transports/broadcast.py": "asks for this machine's address, sends nothing",
     },
     "socket.create_server": {
+        "extensions/sandboxes/local/sandbox_init.py": "loopback of the sandbox's own network namespace",
         "extensions/view/view_routes.py": "strop view: loopback unless --host is given, a token unless --no-token",
         "weight_sync/transports/secret_store.py": "one address, a secret per sender",
         "distributed/base.py": "one address",

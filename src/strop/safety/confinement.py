@@ -16,7 +16,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -81,6 +81,7 @@ _NEWEST = 450  # the newest call considered; x86-64's x32 calls have far higher 
 _CLONE3 = 435  # its flags are in memory, which a filter cannot read; the C library falls back to clone
 _NEW_NAMESPACE = 0x7E020080  # the flags of clone that create one
 _UNIX_SOCKET = 1  # the only family allowed for a pair; others are created before they are refused, and load a kernel module
+_SOCKETS = (_UNIX_SOCKET, 2, 10)  # families that may be allowed: Unix, IPv4, IPv6
 _TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX, which type into a terminal
 
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06  # classic BPF: load a word, jump if equal, if any bit, return
@@ -113,8 +114,11 @@ def build_confining_filter() -> bytes:
     return _build_filter(*_ARCHITECTURES[_machine()])
 
 
-def build_program_filter() -> bytes:
-    """Return the filter for programs in separate namespaces. Raises OSError if there is none for this machine."""
+def build_program_filter(allowed: Collection[str] = ()) -> bytes:
+    """Return the filter for programs in separate namespaces. Raises OSError if there is none for this machine.
+
+    ``allowed``: calls that are not denied. Sockets that are allowed are Unix and Internet ones: others leave a network namespace (vsock).
+    """
     machine = _machine()
     checked, denied = _PROGRAMS[machine]
     code = [
@@ -127,8 +131,12 @@ def build_program_filter() -> bytes:
         (_EQUAL, 0, 1, _CLONE3),
         (_RETURN, 0, 0, _UNKNOWN),
     ]
-    for number in [*denied.values(), *_BOTH_DENIED.values()]:
-        code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _DENY)]
+    for name, number in {**denied, **_BOTH_DENIED}.items():
+        if name not in allowed:
+            code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _DENY)]
+        elif name == "socket":
+            families = [(_EQUAL, 3 - place, 0, family) for place, family in enumerate(_SOCKETS)]
+            code += _check_argument(number, 0, *families, (_RETURN, 0, 0, _DENY))
     code += _check_argument(checked["clone"], 0, (_ANY_BIT, 0, 1, _NEW_NAMESPACE), (_RETURN, 0, 0, _DENY))
     code += _check_argument(checked["prlimit64"], 0, (_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _DENY))  # of other processes
     code += _check_argument(checked["socketpair"], 0, (_EQUAL, 1, 0, _UNIX_SOCKET), (_RETURN, 0, 0, _DENY))

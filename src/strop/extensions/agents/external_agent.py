@@ -60,7 +60,7 @@ async def run_command_agent(
         raise AgentFailed(
             f"the agent {command[0]} {how}: {shorten((errors or output).strip()[-500:] or 'it printed nothing', 500)}"
         )
-    result = AgentResult() if reward_from == "exit_code" else read_result(_last_json(output))
+    result = AgentResult() if reward_from == "exit_code" else read_result(last_json(output))
     return replace(result, output=shown)
 
 
@@ -94,7 +94,7 @@ def format_task(task: Task) -> str:
     return json.dumps({**values, "messages": messages} if messages else values, default=str)
 
 
-def _last_json(output: str) -> Any:
+def last_json(output: str) -> Any:
     """Return the reward in the last line of an output, a number or an object with a reward; None if there is none."""
     lines = [line for line in output.splitlines() if line.strip()]
     try:

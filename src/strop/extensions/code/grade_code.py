@@ -24,7 +24,7 @@ from typing import Any
 
 from strop.extensions.code.problem_rows import AssertTest, CallTest, CodeProblem, StdioTest
 from strop.extensions.code.programs.plain_values import encode_value
-from strop.extensions.code.sandbox.base import ExitReason, Limits, Program, RunResult, Sandbox
+from strop.extensions.code.sandbox.base import ExitReason, Limits, Program, ProgramRunner, RunResult
 
 _NUMBER = re.compile(r"[+-]?(?:\d{1,64}(?:\.\d{0,64})?|\.\d{1,64})(?:[eE][+-]?\d{1,3})?")
 
@@ -134,7 +134,7 @@ class GradingRules:
     stop_early: bool = False  # at the first failure
 
 
-async def grade_code(sandbox: Sandbox, problem: CodeProblem, code: str, language: str, rules: GradingRules) -> CodeGrade:
+async def grade_code(sandbox: ProgramRunner, problem: CodeProblem, code: str, language: str, rules: GradingRules) -> CodeGrade:
     """Run the tests of a problem on a program. Raises CodeTestError, SandboxError."""
     if not code.strip():
         return CodeGrade(passed=0, total=len(problem.tests), compiled=False, messages=("the reply has no program",))
@@ -145,7 +145,7 @@ async def grade_code(sandbox: Sandbox, problem: CodeProblem, code: str, language
     return await _grade_asserts(sandbox, problem, code, rules)
 
 
-async def _grade_stdio(sandbox: Sandbox, problem: CodeProblem, code: str, language: str, rules: GradingRules) -> CodeGrade:
+async def _grade_stdio(sandbox: ProgramRunner, problem: CodeProblem, code: str, language: str, rules: GradingRules) -> CodeGrade:
     tests = [test for test in problem.tests if isinstance(test, StdioTest)]
     program = Program(source=f"{problem.prefix}\n{code}" if problem.prefix else code, language=language, limits=rules.limits)
     if language in COMPILE and len(tests) > 1:
@@ -200,7 +200,7 @@ class _Answers:
 
 
 async def _ask(
-    sandbox: Sandbox, problem: CodeProblem, code: str, calls: Sequence[Mapping[str, Any]], rules: GradingRules
+    sandbox: ProgramRunner, problem: CodeProblem, code: str, calls: Sequence[Mapping[str, Any]], rules: GradingRules
 ) -> _Answers:
     seconds = min(rules.total_s, rules.limits.cpu_s * max(1, len(calls)))
     limits = replace(
@@ -225,7 +225,7 @@ async def _ask(
     )
 
 
-async def _grade_calls(sandbox: Sandbox, problem: CodeProblem, code: str, rules: GradingRules) -> CodeGrade:
+async def _grade_calls(sandbox: ProgramRunner, problem: CodeProblem, code: str, rules: GradingRules) -> CodeGrade:
     tests = [test for test in problem.tests if isinstance(test, CallTest)]
     calls: list[dict[str, Any]] = [
         {
@@ -274,7 +274,7 @@ def parse_line(line: str) -> Any:
         return None
 
 
-async def _grade_asserts(sandbox: Sandbox, problem: CodeProblem, code: str, rules: GradingRules) -> CodeGrade:
+async def _grade_asserts(sandbox: ProgramRunner, problem: CodeProblem, code: str, rules: GradingRules) -> CodeGrade:
     tests = [test.source for test in problem.tests if isinstance(test, AssertTest)]
     verdict = await _check(sandbox, problem, tests, {})
     if verdict is None or verdict.get("ungradable") or not verdict["calls"]:
@@ -317,7 +317,7 @@ async def _grade_asserts(sandbox: Sandbox, problem: CodeProblem, code: str, rule
 
 
 async def _check(
-    sandbox: Sandbox, problem: CodeProblem, tests: Sequence[str], answers: Mapping[str, str]
+    sandbox: ProgramRunner, problem: CodeProblem, tests: Sequence[str], answers: Mapping[str, str]
 ) -> dict[str, Any] | None:
     """Return what a pass over the tests found, or None where it did not end well."""
     remote = [problem.entry_point] if problem.entry_point else []

@@ -24,6 +24,7 @@ from strop.extensions.code.sandbox.base import ExitReason, Limits, Program, RunR
 from strop.extensions.code.sandbox.sandbox_check import check_sandbox
 from strop.extensions.code.sandbox.sandbox_config import SandboxConfig
 from strop.extensions.code.sandbox.sandbox_pool import SandboxPool, get_sandbox
+from strop.extensions.sandboxes.local import bubblewrap
 from support.sweep import sweep
 
 T = TypeVar("T")
@@ -248,7 +249,7 @@ def test_closing_a_pool_ends_what_runs_and_leaves_no_process_and_no_group() -> N
 
 
 def list_groups() -> Iterator[str]:
-    parents = launcher.find_parents()
+    parents = bubblewrap.find_parents()
     if parents is not None:
         yield from (path.name for folder in {parents.memory, parents.pids} for path in folder.iterdir())
 
@@ -369,12 +370,12 @@ def test_the_sandbox_of_a_process_is_the_configured_one() -> None:
 
 
 def test_groups_of_processes_that_were_killed_are_removed() -> None:
-    parents = launcher.find_parents()
+    parents = bubblewrap.find_parents()
     if parents is None:  # nothing to remove
         return
     left = parents.memory / "strop_sandbox_999999999_0"
     left.mkdir()
-    launcher._remove_left_over.cache_clear()
+    bubblewrap._remove_left_over.cache_clear()
     use(lambda pool: pool.run(Program(source="")), workers=1)
     assert not left.exists()
 

@@ -1,15 +1,15 @@
-"""The interface of sandboxes: a program in, what it did out. Nothing that a program does is an exception here."""
+"""The interface of the sandbox for programs: a program in, what it did out. Nothing that a program does is an exception here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol
 
-from strop.endings import Ending
-from strop.tools.base import InfrastructureError
+from strop.extensions.sandboxes.base import ExitReason as ExitReason
+from strop.extensions.sandboxes.base import SandboxError as SandboxError
+from strop.extensions.sandboxes.base import SandboxFull as SandboxFull
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +37,6 @@ class Program:
     limits: Limits = Limits()
 
 
-class ExitReason(StrEnum):
-    """Why a program ended."""
-
-    EXIT = "exit"  # by itself, with ``exit_code``
-    TIME = "time"  # its limit on processor or wall time
-    MEMORY = "memory"
-    OUTPUT = "output"  # it wrote more than its limit
-    SIGNAL = "signal"  # a signal that no limit sent; ``exit_code`` is its negative number
-    COMPILE = "compile"  # its compiler refused it; ``stderr`` says why
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
     """What a program did. Text that is not UTF-8 has replacement characters."""
@@ -64,16 +53,6 @@ class RunResult:
         return self.reason == ExitReason.EXIT and self.exit_code == 0
 
 
-class SandboxError(InfrastructureError):
-    """The sandbox itself failed; no fault of a program. The message says what to do."""
-
-    ending = Ending.SANDBOX
-
-
-class SandboxFull(SandboxError):
-    """As many interpreters are open as may be; one that closes makes room."""
-
-
 class SandboxSession(Protocol):
     """An interpreter that keeps its variables and files from one call to the next."""
 
@@ -82,7 +61,7 @@ class SandboxSession(Protocol):
         ...
 
 
-class Sandbox(Protocol):
+class ProgramRunner(Protocol):
     """Runs programs, many at a time. Safe to call from any event loop."""
 
     async def run(self, program: Program) -> RunResult:

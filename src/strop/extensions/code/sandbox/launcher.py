@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import os
 import shutil
@@ -16,129 +15,13 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from strop.extensions.code.sandbox.base import SandboxError
 from strop.extensions.code.sandbox.sandbox_config import SandboxConfig, SandboxLevel, find_missing
+from strop.extensions.sandboxes.local.bubblewrap import Cgroup, make_cgroup, start_bubblewrap
 from strop.safety.confinement import NAMESPACES, NOBODY, build_confining_filter, build_program_filter, show_system
-
-_MOUNT = Path("/sys/fs/cgroup")
-_BASE_MB, _BASE_PROCESSES = 32, 4  # of the worker and the job
-_numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class Cgroup:
-    """The folders of one group: one for each controller in version 1, one for all in version 2."""
-
-    memory: Path
-    pids: Path
-    version: int
-
-    @property
-    def entering(self) -> list[str]:
-        """The beginning of a command that joins the group before it runs the rest."""
-        script = " ".join(f'echo $$ > "{folder}/cgroup.procs" &&' for folder in {self.memory, self.pids}) + ' exec "$@"'
-        return ["/bin/sh", "-c", script, "sh"]
-
-    def limit(self, memory_mb: int, processes: int) -> None:
-        """Set what the next job may use."""
-        memory = str((memory_mb + _BASE_MB) << 20)
-        with suppress(OSError):  # below what is in use just now: the measurement of the job holds the limit
-            (self.memory / ("memory.limit_in_bytes" if self.version == 1 else "memory.max")).write_text(memory)
-        (self.pids / "pids.max").write_text(str(processes + _BASE_PROCESSES))
-
-    def count_kills(self) -> int:
-        """How often the kernel has killed a process of the group for its memory."""
-        file = self.memory / ("memory.oom_control" if self.version == 1 else "memory.events")
-        lines = [line.split() for line in file.read_text().splitlines()]
-        return next((int(words[1]) for words in lines if words[0] == "oom_kill"), 0)
-
-    def remove(self) -> None:
-        for folder in {self.memory, self.pids}:
-            for _ in range(100):
-                try:
-                    folder.rmdir()
-                    break
-                except FileNotFoundError:
-                    break
-                except OSError:  # its last process is still leaving
-                    time.sleep(0.01)
-
-
-def make_cgroup() -> Cgroup | None:
-    """Make a group; None where this process may not."""
-    parents = find_parents()
-    if parents is None:
-        return None
-    _remove_left_over(parents)
-    name = f"strop_sandbox_{os.getpid()}_{next(_numbers)}"
-    group = Cgroup(parents.memory / name, parents.pids / name, parents.version)
-    for folder in {group.memory, group.pids}:
-        folder.mkdir(exist_ok=True)
-    return group
-
-
-@lru_cache(maxsize=1)
-def _remove_left_over(parents: Cgroup) -> None:
-    """Remove the groups of processes that were killed. One that is in use cannot be removed."""
-    for folder in {parents.memory, parents.pids}:
-        for group in folder.glob("strop_sandbox_*_*"):
-            if not Path("/proc", group.name.split("_")[2]).exists():
-                with suppress(OSError):
-                    group.rmdir()
-
-
-@lru_cache(maxsize=1)
-def find_parents() -> Cgroup | None:
-    """Return the folders in which this process may make groups; None if there are none."""
-    own = dict(_own_groups())
-    if "memory" in own and "pids" in own:
-        candidate = Cgroup(_MOUNT / "memory" / own["memory"], _MOUNT / "pids" / own["pids"], 1)
-        return candidate if _can_make_groups(candidate) else None
-    here = _MOUNT / own.get("", "")
-    for folder in (here, here.parent):
-        if folder == _MOUNT.parent:
-            continue
-        with suppress(OSError):
-            if {"memory", "pids"} <= set((folder / "cgroup.subtree_control").read_text().split()):
-                candidate = Cgroup(folder, folder, 2)
-                if _can_make_groups(candidate):
-                    return candidate
-    return None
-
-
-def _own_groups() -> Mapping[str, str]:
-    """The groups of this process by controller; "" is version 2."""
-    with suppress(OSError):
-        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-        return {controller: path.lstrip("/") for _, controllers, path in lines for controller in controllers.split(",")}
-    return {}
-
-
-def _can_make_groups(parents: Cgroup) -> bool:
-    made: list[Path] = []
-    try:
-        for folder in {parents.memory, parents.pids}:
-            probe = folder / f"strop_sandbox_probe_{os.getpid()}"
-            probe.mkdir()
-            made.append(probe)
-        group = Cgroup(
-            made[0] if parents.version == 2 else parents.memory / made[0].name, parents.pids / made[0].name, parents.version
-        )
-        group.limit(64, 16)
-        group.count_kills()
-        return True
-    except OSError:
-        return False
-    finally:
-        for probe in made:
-            with suppress(OSError):
-                probe.rmdir()
-
 
 COMMANDS = {"bash": "bash", "c": "gcc", "cpp": "g++", "javascript": "node"}
 LANGUAGES = ("python", *COMMANDS)
@@ -271,7 +154,12 @@ def _start(config: SandboxConfig, channel: int, errors: Any, cgroup: Cgroup | No
         command = [*cgroup.entering, *command]
     if not as_root:
         return subprocess.Popen(command, pass_fds=(channel,), **options)
-    return _start_as_root(command, channel, options)
+    # root, who prepares each job, and a user that exists nowhere, who runs the program
+    return start_bubblewrap(command, (channel,), options, lambda child: [_map(_USERS + child), _map(NOBODY)])[0]
+
+
+def _map(user: int) -> str:
+    return f"0 0 1\n{NOBODY} {user} 1\n"
 
 
 def _bubblewrap_options(paths: tuple[str, ...]) -> list[str]:
@@ -292,38 +180,3 @@ def _bubblewrap_options(paths: tuple[str, ...]) -> list[str]:
 def _shown_at(path: str) -> str:
     """Where a program finds a path of this machine: in its own place, unless the program has its own folder there."""
     return f"/opt/shown{path}" if path.startswith(tuple(f"{folder}/" for folder in _OWN_FOLDERS)) else path
-
-
-def _start_as_root(command: list[str], channel: int, options: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Start bubblewrap as root: its namespace maps root, who prepares each job, and a user that exists nowhere, who runs the program."""
-    blocked, ready = os.pipe()
-    reading, info = os.pipe()
-    try:
-        place = command.index("--cap-drop")
-        command[place:place] = ["--userns-block-fd", str(blocked), "--info-fd", str(info)]
-        process = subprocess.Popen(command, pass_fds=(channel, blocked, info), **options)
-        os.close(info)
-        info = -1
-        text = b""
-        while part := os.read(reading, 4096):
-            text += part
-        if not text:
-            process.wait()
-            raise WorkerDied("bubblewrap ended")
-        child = json.loads(text)["child-pid"]
-        _map_users(child, _USERS + child)
-        os.write(ready, b"1")
-        return process
-    finally:
-        for descriptor in (blocked, ready, reading, info):
-            if descriptor >= 0:
-                os.close(descriptor)
-
-
-def _map_users(process: int, user: int) -> None:
-    for kind in ("uid", "gid"):
-        path = Path(f"/proc/{process}/{kind}_map")
-        try:
-            path.write_text(f"0 0 1\n{NOBODY} {user} 1\n")
-        except OSError:  # this root has few users itself, in a container
-            path.write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")

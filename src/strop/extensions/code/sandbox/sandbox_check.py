@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strop.extensions.code.sandbox.base import ExitReason, Limits, Program, SandboxError
-from strop.extensions.code.sandbox.launcher import LANGUAGES, PACKAGES, find_parents
+from strop.extensions.code.sandbox.launcher import LANGUAGES, PACKAGES
 from strop.extensions.code.sandbox.sandbox_config import SandboxConfig, SandboxLevel, find_missing
 from strop.extensions.code.sandbox.sandbox_pool import SandboxPool
+from strop.extensions.sandboxes.local.bubblewrap import find_parents
 
 LIMITS = Limits(cpu_s=1.0, wall_s=2.0, memory_mb=64, processes=8, open_files=16, file_mb=1, disk_mb=4, output_kb=4)
 

@@ -42,6 +42,14 @@ def make_sandbox_parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     check = actions.add_parser("check", help="try what this machine enforces, and print a table", allow_abbrev=False)
     check.set_defaults(action=_check)
+    check.add_argument("--provider", metavar="NAME", help="check a provider of sandboxes from images instead; needs --image")
+    check.add_argument("--image", metavar="IMAGE", help="an image with sh, cat, sleep, id, head and dd")
+    check.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="an option of the provider, as JSON or text"
+    )
+    check.add_argument(
+        "--faults", action="store_true", help="inject faults into the provider, and print what a run does about each"
+    )
     serve = actions.add_parser("serve", help="run programs that come over HTTP", allow_abbrev=False)
     serve.set_defaults(action=_serve)
     for each in (check, serve):
@@ -74,6 +82,10 @@ def _positive(text: str) -> int:
 def _check(options: argparse.Namespace, config: Any) -> int:
     import asyncio
 
+    if options.provider or options.image:
+        from strop.extensions.sandboxes.check_command import check_named
+
+        return asyncio.run(check_named(options.provider or "local", options.image or "", options.option, options.faults))
     from strop.extensions.code.sandbox.sandbox_check import check_sandbox
 
     findings = asyncio.run(check_sandbox(config))

@@ -20,7 +20,7 @@ from typing import Any
 
 from strop.base_config import validate_section
 from strop.environments.resources import find_section
-from strop.extensions.code.sandbox.base import ExitReason, Limits, Program, RunResult, Sandbox, SandboxError, SandboxFull
+from strop.extensions.code.sandbox.base import ExitReason, Limits, Program, ProgramRunner, RunResult, SandboxError, SandboxFull
 from strop.extensions.code.sandbox.launcher import LANGUAGES, PACKAGES, SandboxWorker, WorkerDied, check_level, find_commands
 from strop.extensions.code.sandbox.sandbox_config import SandboxConfig, SandboxLevel
 from strop.hardware import total_memory
@@ -35,7 +35,7 @@ WEAKNESSES: dict[SandboxLevel, str] = {
 }
 
 
-def get_sandbox() -> Sandbox:
+def get_sandbox() -> ProgramRunner:
     """Return this process's sandbox, as configured by the section ``sandbox``. A forked process gets its own."""
     return _make_sandbox(os.getpid(), find_section(SandboxConfig))
 
@@ -65,7 +65,7 @@ async def try_sandbox() -> str:
 
 
 @lru_cache(maxsize=8)
-def _make_sandbox(process: int, config: SandboxConfig) -> Sandbox:
+def _make_sandbox(process: int, config: SandboxConfig) -> ProgramRunner:
     if config.url:
         from strop.extensions.code.sandbox.remote_sandbox import RemoteSandbox
 

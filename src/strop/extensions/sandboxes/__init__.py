@@ -1,0 +1,1 @@
+"""Sandboxes from images: one protocol, several providers (docs/sandboxes.md)."""

@@ -1,0 +1,280 @@
+"""Sandboxes as containers of Docker or Podman, by the HTTP API (1.41) of their socket.
+
+The socket gives its user the rights of root on that machine: only the run may reach it, never a sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import posixpath
+import secrets
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+from urllib.parse import quote, urlencode
+
+from strop.extensions.sandboxes.base import (
+    Capabilities,
+    FailureCause,
+    SandboxFailure,
+    SandboxSpec,
+    check_spec,
+)
+from strop.extensions.sandboxes.supervised import GRACE_S, STAY, OnPart, SupervisedSandbox, has_ended, name_owner
+
+LABEL = "strop.sandbox"
+_KEPT = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "NET_BIND_SERVICE")
+MAX_JSON = 64 << 20  # bytes
+_TEXTS = {  # what daemons say, in lower case
+    "no space left": FailureCause.DISK,
+    "toomanyrequests": FailureCause.THROTTLED,
+    "manifest unknown": FailureCause.IMAGE,
+    "not found": FailureCause.IMAGE,
+    "no such image": FailureCause.IMAGE,
+    "does not exist": FailureCause.IMAGE,
+    "invalid reference": FailureCause.IMAGE,
+    "denied": FailureCause.IMAGE,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DockerOptions:
+    """Options of ``sandboxes.provider: docker`` and ``podman``."""
+
+    socket: str = ""  # "": that of DOCKER_HOST, or the usual one
+    runtime: str = ""  # of containers, for example runsc; "": the daemon's
+
+
+class DockerProvider:
+    """Makes containers."""
+
+    name = "docker"
+    options_type = DockerOptions
+    capabilities = Capabilities(
+        egress=frozenset({"none", "all"}),
+        snapshot=True,
+        limits_processes=True,
+        tests="against a server of the same API, made for the tests",
+    )
+
+    def __init__(self, options: DockerOptions = DockerOptions()) -> None:
+        self.options = options
+        self.socket = options.socket or self._find_socket()
+        self.owner = name_owner()
+        self._open: set[DockerSandbox] = set()
+
+    def _find_socket(self) -> str:
+        named = os.environ.get("DOCKER_HOST", "")
+        if named.startswith("unix://"):
+            return named.removeprefix("unix://")
+        return "/var/run/docker.sock"
+
+    async def create(self, spec: SandboxSpec) -> DockerSandbox:
+        check_spec(spec, self.name, self.capabilities)
+        if (await self.call("GET", f"/images/{quote(spec.image, safe='')}/json", missing=True)) is None:
+            await self._pull(spec.image)
+        name = f"strop-{secrets.token_hex(8)}"
+        await self.call("POST", f"/containers/create?name={name}", self._describe(spec))
+        sandbox = DockerSandbox(name, self)
+        try:
+            await self.call("POST", f"/containers/{name}/start")
+        except BaseException:
+            await asyncio.shield(sandbox.destroy())
+            raise
+        self._open.add(sandbox)
+        return sandbox
+
+    def _describe(self, spec: SandboxSpec) -> dict[str, Any]:
+        resources, network = spec.resources, spec.network
+        host = {
+            "Init": True,
+            "NetworkMode": "none" if network.egress == "none" else "bridge",
+            "Memory": resources.memory_mb << 20,
+            "MemorySwap": resources.memory_mb << 20,
+            "NanoCpus": int(resources.cpus * 1e9),
+            "PidsLimit": resources.processes,
+            "CapDrop": ["ALL"],
+            "CapAdd": list(_KEPT),
+            "SecurityOpt": ["no-new-privileges"],
+            **({"Runtime": self.options.runtime} if self.options.runtime else {}),
+        }
+        return {
+            "Image": spec.image,
+            "Entrypoint": ["/bin/sh", "-c", STAY],
+            "Cmd": [],
+            "Env": [f"{name}={value}" for name, value in spec.environment.items()],
+            "Labels": {LABEL: self.owner},
+            "NetworkDisabled": network.egress == "none",
+            "HostConfig": host,
+        }
+
+    async def _pull(self, image: str) -> None:
+        tag = {} if "@" in image or ":" in image.rpartition("/")[2] else {"tag": "latest"}  # without one, Docker pulls all tags
+        text = await self.call("POST", f"/images/create?{urlencode({'fromImage': image, **tag})}", raw=MAX_JSON)
+        for line in (text or b"").splitlines():
+            if (found := json.loads(line)).get("error"):
+                raise _read_failure(500, str(found["error"]))
+
+    async def call(self, method: str, path: str, body: Any = None, *, missing: bool = False, raw: int = 0) -> Any:
+        """Send a request. Return the JSON of its answer, or ``raw`` bytes of it at most; None for a 404 if ``missing``.
+
+        Raises SandboxFailure.
+        """
+        import aiohttp
+
+        data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
+        kind = {"Content-Type": "application/x-tar" if isinstance(body, bytes) else "application/json"}
+        try:
+            async with (
+                aiohttp.ClientSession(
+                    connector=aiohttp.UnixConnector(self.socket), timeout=aiohttp.ClientTimeout(None)
+                ) as session,
+                session.request(method, f"http://docker/v1.41{path}", data=data, headers=kind) as answer,
+            ):
+                content = await read_at_most(answer.content, raw or MAX_JSON)
+                if answer.status == 404 and missing:
+                    return None
+                if answer.status >= 400:
+                    raise _read_failure(answer.status, content.decode("utf-8", "replace"))
+                return content if raw else json.loads(content or b"null")
+        except (OSError, aiohttp.ClientError, ValueError) as error:
+            raise SandboxFailure(FailureCause.REFUSED, f"{self.name} does not answer at {self.socket}: {error}") from error
+
+    async def remove_left_over(self) -> int:
+        """Remove containers of runs of this machine that have ended."""
+        found = await self.call(
+            "GET", f"/containers/json?{urlencode({'all': 'true', 'filters': json.dumps({'label': [LABEL]})})}"
+        )
+        removed = 0
+        for each in found:
+            if has_ended(each.get("Labels", {}).get(LABEL, "")):
+                await self.call("DELETE", f"/containers/{each['Id']}?force=true&v=true", missing=True)
+                removed += 1
+        return removed
+
+    def forget(self, sandbox: DockerSandbox) -> None:
+        self._open.discard(sandbox)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(sandbox.destroy() for sandbox in list(self._open)))
+
+
+class PodmanProvider(DockerProvider):
+    """Makes containers by Podman's socket, which answers Docker's API."""
+
+    name = "podman"
+
+    def _find_socket(self) -> str:
+        own = f"{os.environ.get('XDG_RUNTIME_DIR', f'/run/user/{os.getuid()}')}/podman/podman.sock"
+        return own if os.path.exists(own) else "/run/podman/podman.sock"
+
+
+class DockerSandbox(SupervisedSandbox):
+    """A container."""
+
+    def __init__(self, name: str, provider: DockerProvider) -> None:
+        super().__init__(name)
+        self.provider = provider
+
+    async def attach(self, argv: Sequence[str], stdin: bytes, user: str, on_part: OnPart) -> int:
+        body: Mapping[str, Any] = {
+            "AttachStdin": True, "AttachStdout": True, "AttachStderr": True, "Cmd": list(argv), **({"User": user} if user else {}),
+        }  # fmt: skip
+        made = await self.provider.call("POST", f"/containers/{self.id}/exec", body, missing=True)
+        if made is None:
+            self.lost = self.lost or "there is no such container"
+            raise SandboxFailure(FailureCause.LOST, f"the sandbox {self.id} is gone: {self.lost}")
+        reader, writer = await asyncio.open_unix_connection(self.provider.socket, limit=1 << 20)
+        try:
+            await self._start(reader, writer, str(made["Id"]))
+            await asyncio.gather(_feed(writer, stdin), _read_frames(reader, on_part))
+        finally:
+            writer.close()
+        found = await self.provider.call("GET", f"/exec/{made['Id']}/json", missing=True)
+        if found is None or found.get("ExitCode") is None:
+            raise SandboxFailure(FailureCause.LOST, f"the sandbox {self.id} is gone: its command ended without an exit code")
+        return int(found["ExitCode"])
+
+    async def _start(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: str) -> None:
+        """Start an exec, after which the connection carries its streams."""
+        body = b'{"Detach": false, "Tty": false}'
+        head = (
+            f"POST /v1.41/exec/{number}/start HTTP/1.1\r\nHost: docker\r\nContent-Type: application/json\r\nConnection: Upgrade\r\n"
+            f"Upgrade: tcp\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        await writer.drain()
+        async with asyncio.timeout(GRACE_S):
+            answer = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        status = int(answer.split(" ", 2)[1])
+        if status >= 400:
+            text = (await reader.read(4096)).decode("utf-8", "replace")
+            raise _read_failure(status, text)
+
+    async def put_tree(self, path: str, archive: bytes) -> None:
+        await self.copy_in(["mkdir", "-p", path], b"", path)
+        await self.provider.call("PUT", f"/containers/{self.id}/archive?{urlencode({'path': path})}", archive)
+
+    async def get_tree(self, path: str, limit_mb: int = 64) -> bytes:
+        path = posixpath.normpath(path)
+        data = await self.provider.call(
+            "GET", f"/containers/{self.id}/archive?{urlencode({'path': path})}", missing=True, raw=(limit_mb << 20) + 1
+        )
+        if data is None or len(data) > limit_mb << 20:
+            why = "there is none" if data is None else "it is larger than allowed"
+            raise SandboxFailure(FailureCause.REQUEST, f"{path!r:.200} cannot be copied: {why}")
+        return cast(bytes, data)
+
+    async def was_out_of_memory(self) -> bool:
+        found = await self.provider.call("GET", f"/containers/{self.id}/json", missing=True)
+        return bool(found and found.get("State", {}).get("OOMKilled"))
+
+    async def snapshot(self) -> str:
+        made = await self.provider.call("POST", f"/commit?{urlencode({'container': self.id, 'repo': 'strop-snapshot'})}", {})
+        return str(made["Id"])
+
+    async def remove(self) -> None:
+        self.provider.forget(self)
+        await self.provider.call("DELETE", f"/containers/{self.id}?force=true&v=true", missing=True)
+
+
+async def read_at_most(stream: Any, limit: int) -> bytes:
+    """Read a body up to a number of bytes, which a sandbox may have chosen."""
+    kept = bytearray()
+    while len(kept) < limit and (part := await stream.read(min(1 << 16, limit - len(kept)))):
+        kept += part
+    return bytes(kept)
+
+
+async def _feed(writer: asyncio.StreamWriter, stdin: bytes) -> None:
+    try:
+        writer.write(stdin)
+        await writer.drain()
+        writer.write_eof()
+    except OSError:  # the command reads no more
+        pass
+
+
+async def _read_frames(reader: asyncio.StreamReader, on_part: OnPart) -> None:
+    """Read frames of eight bytes (stream, length) and their data until the end."""
+    names: tuple[Literal["stdout", "stderr"], ...] = ("stdout", "stdout", "stderr")
+    while head := await reader.read(1):
+        head += await reader.readexactly(7)
+        stream, left = struct.unpack(">BxxxI", head)
+        while left:
+            part = await reader.read(min(left, 1 << 16))
+            if not part:
+                raise EOFError("the connection ended in the middle of a frame")
+            left -= len(part)
+            on_part(names[min(stream, 2)], part)
+
+
+def _read_failure(status: int, text: str) -> SandboxFailure:
+    """Read why a daemon refused something."""
+    cause = next((cause for word, cause in _TEXTS.items() if word in text.lower()), FailureCause.REFUSED)
+    if status == 429:
+        cause = FailureCause.THROTTLED
+    return SandboxFailure(cause, f"the container daemon refused ({status}): {text.strip()[:500]}")

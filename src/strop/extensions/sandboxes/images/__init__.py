@@ -1,0 +1,1 @@
+"""Images: where they come from, and their layers unpacked without a daemon."""

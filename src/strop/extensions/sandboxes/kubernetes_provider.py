@@ -1,0 +1,321 @@
+"""Sandboxes as pods of Kubernetes 1.30 or later: one pod each, commands by the exec subresource over a WebSocket.
+
+Without egress a pod gets a label that a NetworkPolicy of the namespace selects; whether it holds depends on the cluster's network plugin,
+which ``strop sandbox check`` cannot see from inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import re
+import secrets
+import ssl
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote, urlencode
+
+from strop.extensions.sandboxes.base import Capabilities, FailureCause, SandboxFailure, SandboxSpec, UnsupportedSpec, check_spec
+from strop.extensions.sandboxes.supervised import STAY, OnPart, SupervisedSandbox, has_ended, name_owner
+
+LABEL, OWNER, EGRESS, POLICY = "strop.dev/sandbox", "strop.dev/owner", "strop.dev/egress", "strop-sandbox"
+PROTOCOL = "v5.channel.k8s.io"  # the first that can end a command's input
+POLL_S = 0.25
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_KEPT = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "NET_BIND_SERVICE"]
+_STDIN, _STDOUT, _STDERR, _ERROR, _CLOSE = 0, 1, 2, 3, 255
+_NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesOptions:
+    """Options of ``sandboxes.provider: kubernetes``."""
+
+    namespace: str = ""  # "": that of the context or of this pod
+    context: str = ""  # of the kubeconfig; "": the current one
+    runtime_class: str = ""  # for example gvisor
+    node_selector: Mapping[str, str] | None = None
+    max_hours: float = 24.0  # after which the cluster ends a sandbox, whatever became of its run
+
+
+@dataclass(frozen=True)
+class KubernetesApi:
+    """How the API is reached."""
+
+    url: str
+    namespace: str
+    token_file: str = ""  # read for each request: tokens of pods are renewed
+    token: str = ""
+    context: ssl.SSLContext | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        token = Path(self.token_file).read_text().strip() if self.token_file else self.token
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def find_cluster(options: KubernetesOptions) -> KubernetesApi:
+    """Find the cluster: that of this pod, else by the kubeconfig. Raises UnsupportedSpec."""
+    host = os.environ.get("KUBERNETES_SERVICE_HOST")
+    if host and (_ACCOUNT / "token").exists():
+        url = f"https://{f'[{host}]' if ':' in host else host}:{os.environ.get('KUBERNETES_SERVICE_PORT', '443')}"
+        namespace = options.namespace or (_ACCOUNT / "namespace").read_text().strip()
+        context = ssl.create_default_context(cafile=str(_ACCOUNT / "ca.crt"))
+        return KubernetesApi(url, namespace, token_file=str(_ACCOUNT / "token"), context=context)
+    path = Path((os.environ.get("KUBECONFIG") or "").partition(":")[0] or Path.home() / ".kube" / "config")
+    if not path.exists():
+        raise UnsupportedSpec(
+            f"sandboxes.provider=kubernetes finds no cluster: this is no pod, and there is no {path}; set KUBECONFIG"
+        )
+    from ruamel.yaml import YAML
+
+    return _read_kubeconfig(YAML(typ="safe").load(path), options, path)
+
+
+def _read_kubeconfig(values: Mapping[str, Any], options: KubernetesOptions, path: Path) -> KubernetesApi:
+    def named(kind: str, name: str) -> Mapping[str, Any]:
+        found = next((each for each in values.get(kind) or () if each.get("name") == name), None)
+        if found is None:
+            raise UnsupportedSpec(f"{path} has no {kind[:-1]} named {name!r}; set sandboxes.options.context")
+        result: Mapping[str, Any] = found[kind[:-1]]
+        return result
+
+    context = named("contexts", options.context or str(values.get("current-context", "")))
+    cluster, user = named("clusters", context["cluster"]), named("users", context["user"])
+    if "exec" in user or "auth-provider" in user:
+        raise UnsupportedSpec(
+            f"the user of {path} logs in by a program, which is not supported: make a token for a service account"
+        )
+    secure = None
+    if cluster["server"].startswith("https://"):
+        secure = ssl.create_default_context(cadata=_read(cluster, "certificate-authority").decode() or None)
+        if cluster.get("insecure-skip-tls-verify"):
+            raise UnsupportedSpec(f"{path} skips the verification of certificates, which is refused: set certificate-authority")
+        if certificate := _read(user, "client-certificate"):
+            with tempfile.NamedTemporaryFile() as file:
+                file.write(certificate + b"\n" + _read(user, "client-key"))
+                file.flush()
+                secure.load_cert_chain(file.name)
+    namespace = options.namespace or context.get("namespace") or "default"
+    return KubernetesApi(cluster["server"].rstrip("/"), namespace, user.get("tokenFile", ""), user.get("token", ""), secure)
+
+
+def _read(values: Mapping[str, Any], key: str) -> bytes:
+    if data := values.get(f"{key}-data"):
+        return base64.b64decode(data)
+    return Path(values[key]).read_bytes() if values.get(key) else b""
+
+
+class KubernetesProvider:
+    """Makes pods."""
+
+    name = "kubernetes"
+    options_type = KubernetesOptions
+    capabilities = Capabilities(
+        egress=frozenset({"none", "all"}), users=False, limits_disk=False, tests="against a small server of the same API"
+    )
+
+    def __init__(self, options: KubernetesOptions = KubernetesOptions(), cluster: KubernetesApi | None = None) -> None:
+        self.options, self.cluster = options, cluster or find_cluster(options)
+        self.owner = name_owner()
+        self._open: set[KubernetesSandbox] = set()
+        self._has_policy = False
+
+    @property
+    def pods(self) -> str:
+        return f"/api/v1/namespaces/{quote(self.cluster.namespace)}/pods"
+
+    async def create(self, spec: SandboxSpec) -> KubernetesSandbox:
+        check_spec(spec, self.name, self.capabilities)
+        await self._add_policy()
+        sandbox = KubernetesSandbox(f"strop-{secrets.token_hex(8)}", self)
+        self._open.add(sandbox)
+        try:
+            await self.call("POST", self.pods, self.describe(sandbox.id, spec))
+            while not _is_ready(pod := await self.call("GET", f"{self.pods}/{sandbox.id}"), spec.image):
+                await asyncio.sleep(POLL_S)
+            sandbox.pod = pod
+        except BaseException:
+            await asyncio.shield(sandbox.destroy())
+            raise
+        return sandbox
+
+    def describe(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
+        resources = spec.resources
+        limits = {
+            "cpu": f"{resources.cpus:g}",
+            "memory": f"{resources.memory_mb}Mi",
+            "ephemeral-storage": f"{resources.disk_mb}Mi",
+        }
+        container = {
+            "name": "sandbox",
+            "image": spec.image,
+            "command": ["/bin/sh", "-c", STAY],
+            "env": [{"name": name, "value": value} for name, value in spec.environment.items()],
+            "resources": {"limits": limits, "requests": limits},
+            "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], "add": _KEPT}},
+        }
+        labels = {LABEL: "true", EGRESS: spec.network.egress}
+        pod: dict[str, Any] = {
+            "restartPolicy": "Never",
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "terminationGracePeriodSeconds": 0,
+            "activeDeadlineSeconds": int(self.options.max_hours * 3600),
+            "containers": [container],
+        }
+        pod |= {"runtimeClassName": self.options.runtime_class} if self.options.runtime_class else {}
+        pod |= {"nodeSelector": dict(self.options.node_selector)} if self.options.node_selector else {}
+        metadata = {"name": name, "labels": labels, "annotations": {OWNER: self.owner}}
+        return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod}
+
+    async def _add_policy(self) -> None:
+        """Let nothing connect to a sandbox, and those without egress to nothing."""
+        if self._has_policy:
+            return
+        path = f"/apis/networking.k8s.io/v1/namespaces/{quote(self.cluster.namespace)}/networkpolicies"
+        for name, labels, kind in (
+            (f"{POLICY}-ingress", {LABEL: "true"}, "Ingress"),
+            (f"{POLICY}-egress", {EGRESS: "none"}, "Egress"),
+        ):
+            spec = {"podSelector": {"matchLabels": labels}, "policyTypes": [kind]}
+            body = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": name}, "spec": spec}
+            await self.call("POST", path, body, accepted=(409,))
+        self._has_policy = True
+
+    async def call(self, method: str, path: str, body: Any = None, *, accepted: tuple[int, ...] = ()) -> Any:
+        """Send a request. Return the JSON of its answer. Raises SandboxFailure, for a 404 with the cause ``lost``."""
+        import aiohttp
+
+        try:
+            async with (
+                aiohttp.ClientSession(headers=self.cluster.headers, timeout=aiohttp.ClientTimeout(60)) as session,
+                session.request(method, self.cluster.url + path, json=body, ssl=self.cluster.context or True) as answer,
+            ):
+                values = await answer.json(content_type=None)
+                if answer.status < 400 or answer.status in accepted:
+                    return values
+                raise _read_status(answer.status, values, answer.headers.get("Retry-After", ""))
+        except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise SandboxFailure(
+                FailureCause.REFUSED, f"the API of Kubernetes does not answer at {self.cluster.url}: {error}"
+            ) from error
+
+    async def remove_left_over(self) -> int:
+        """Remove pods of runs of this machine that have ended. Those of other machines end after ``max_hours``."""
+        found = await self.call("GET", f"{self.pods}?{urlencode({'labelSelector': f'{LABEL}=true'})}")
+        ended = [each for each in found["items"] if has_ended(each["metadata"].get("annotations", {}).get(OWNER, ""))]
+        for each in ended:
+            await self.call("DELETE", f"{self.pods}/{each['metadata']['name']}?gracePeriodSeconds=0", accepted=(404,))
+        return len(ended)
+
+    def forget(self, sandbox: KubernetesSandbox) -> None:
+        self._open.discard(sandbox)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(sandbox.destroy() for sandbox in list(self._open)))
+
+
+class KubernetesSandbox(SupervisedSandbox):
+    """A pod."""
+
+    def __init__(self, name: str, provider: KubernetesProvider) -> None:
+        super().__init__(name)
+        self.provider = provider
+        self.pod: Mapping[str, Any] = {}
+
+    async def attach(self, argv: Sequence[str], stdin: bytes, user: str, on_part: OnPart) -> int:
+        import aiohttp
+
+        if user:
+            raise SandboxFailure(FailureCause.REQUEST, "Kubernetes runs commands as the user of the image; leave user empty")
+        streams = [("container", "sandbox"), ("stdin", "true"), ("stdout", "true"), ("stderr", "true")]
+        query = urlencode([*streams, *(("command", word) for word in argv)])
+        cluster = self.provider.cluster
+        url = f"{cluster.url}{self.provider.pods}/{self.id}/exec?{query}"
+        try:
+            async with (
+                aiohttp.ClientSession(headers=cluster.headers) as session,
+                session.ws_connect(url, protocols=[PROTOCOL], ssl=cluster.context or True, max_msg_size=0) as channel,
+            ):
+                if channel.protocol != PROTOCOL:
+                    raise SandboxFailure(
+                        FailureCause.REFUSED, f"the API does not speak {PROTOCOL}: Kubernetes 1.30 or later is needed"
+                    )
+                feeding = asyncio.ensure_future(_feed(channel, stdin))
+                try:
+                    return await _read_channel(self.id, channel, on_part)
+                finally:
+                    feeding.cancel()
+        except aiohttp.WSServerHandshakeError as error:
+            cause = FailureCause.THROTTLED if error.status == 429 else FailureCause.LOST
+            raise SandboxFailure(cause, f"the sandbox {self.id} takes no command: {error.status} {error.message}") from error
+        except aiohttp.ClientError as error:
+            raise SandboxFailure(FailureCause.LOST, f"the connection to the sandbox {self.id} broke: {error}") from error
+
+    async def was_out_of_memory(self) -> bool:
+        pod = await self.provider.call("GET", f"{self.provider.pods}/{self.id}")
+        states = [each.get("lastState", {}).get("terminated", {}) for each in pod.get("status", {}).get("containerStatuses", ())]
+        return any(state.get("reason") == "OOMKilled" for state in states)
+
+    async def remove(self) -> None:
+        self.provider.forget(self)
+        await self.provider.call("DELETE", f"{self.provider.pods}/{self.id}?gracePeriodSeconds=0", accepted=(404,))
+
+
+async def _feed(channel: Any, stdin: bytes) -> None:
+    with suppress(ConnectionError):
+        for at in range(0, len(stdin), 1 << 15):
+            await channel.send_bytes(bytes([_STDIN]) + stdin[at : at + (1 << 15)])
+        await channel.send_bytes(bytes([_CLOSE, _STDIN]))
+
+
+async def _read_channel(name: str, channel: Any, on_part: OnPart) -> int:
+    names: dict[int, Literal["stdout", "stderr"]] = {_STDOUT: "stdout", _STDERR: "stderr"}
+    async for message in channel:
+        data = message.data if isinstance(message.data, bytes) else b""
+        if data and data[0] in names:
+            on_part(names[data[0]], data[1:])
+        elif data and data[0] == _ERROR:
+            return _read_exit(name, json.loads(data[1:] or b"{}"))
+    raise SandboxFailure(FailureCause.LOST, f"the sandbox {name} is gone: the connection ended before its command")
+
+
+def _read_exit(name: str, status: Mapping[str, Any]) -> int:
+    if status.get("status") == "Success":
+        return 0
+    for cause in status.get("details", {}).get("causes", ()):
+        if cause.get("reason") == "ExitCode":
+            return int(cause["message"])
+    raise SandboxFailure(FailureCause.LOST, f"the sandbox {name} is gone: {str(status.get('message', status))[:300]}")
+
+
+def _is_ready(pod: Mapping[str, Any], image: str) -> bool:
+    """Whether a pod takes commands. Raises SandboxFailure for one that never will."""
+    status = pod.get("status", {})
+    for each in status.get("containerStatuses", ()):
+        waiting = each.get("state", {}).get("waiting", {})
+        if waiting.get("reason") in _NO_IMAGE:
+            raise SandboxFailure(FailureCause.IMAGE, f"{image} cannot be pulled: {waiting.get('message', waiting['reason'])}")
+        if "Error" in waiting.get("reason", ""):
+            raise SandboxFailure(
+                FailureCause.REFUSED, f"the container did not start: {waiting.get('message', waiting['reason'])}"
+            )
+    if status.get("phase") in ("Failed", "Succeeded"):
+        cause = FailureCause.DISK if status.get("reason") == "Evicted" else FailureCause.REFUSED
+        raise SandboxFailure(cause, f"the pod ended at once: {status.get('reason')} {status.get('message', '')}")
+    return bool(status.get("phase") == "Running")
+
+
+def _read_status(code: int, values: Any, after: str) -> SandboxFailure:
+    message = str(values.get("message", values) if isinstance(values, Mapping) else values)[:500]
+    causes = {404: FailureCause.LOST, 429: FailureCause.THROTTLED, 400: FailureCause.IMAGE, 422: FailureCause.IMAGE}
+    cause = causes.get(code, FailureCause.REFUSED)
+    seconds = float(after) if re.fullmatch(r"\d+", after) else 0.0
+    return SandboxFailure(cause, f"Kubernetes refused ({code}): {message}", retry_after_s=seconds)

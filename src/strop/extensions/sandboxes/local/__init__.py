@@ -1,0 +1,1 @@
+"""Sandboxes of this machine: bubblewrap over the unpacked layers of an image."""

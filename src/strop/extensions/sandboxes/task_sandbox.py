@@ -1,0 +1,257 @@
+"""Environments whose tasks bring an image: tools and agents work in a sandbox of it, and hidden tests judge in a second one.
+
+Columns of a row: ``image``; ``setup_command``, run before the episode; ``test_command``, whose exit code 0 is the reward 1; ``test_files``,
+a mapping of absolute paths to texts, which only the second sandbox gets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from posixpath import basename, dirname
+from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from strop.endings import Ending, RolloutFailed
+from strop.environments.base import Environment, EnvironmentConfigError, PromptedTask
+from strop.environments.function_environment import FunctionEnvironment
+from strop.environments.rewards import RewardFunction, RewardMark
+from strop.extensions.agents.agent_environment import AgentEnvironment, AgentFailed, AgentResult, AgentTimeout, read_result
+from strop.extensions.agents.endpoint import Endpoint
+from strop.extensions.agents.external_agent import SCORE, format_task, last_json, score
+from strop.extensions.sandboxes.base import CommandResult, ExitReason, FailureCause, Sandbox, SandboxCommand, SandboxFailure
+from strop.extensions.sandboxes.providers import get_pool, make_spec
+from strop.extensions.sandboxes.trees import check_tree, write_files
+from strop.safety.printable import shorten
+from strop.tools.base import Tool, ToolError
+from strop.types import Rollout, Task
+
+TESTS = "tests"  # the reward of a row's own tests
+
+
+@dataclass
+class TaskSandbox:
+    """The sandbox of an episode, made when something first needs it."""
+
+    task: Task
+    image: str
+    stack: AsyncExitStack
+    sandbox: Sandbox | None = field(default=None, init=False)
+    folder: str = field(default="/", init=False)  # where the image's commands run
+
+    async def open(self, forward: tuple[int, ...] = ()) -> Sandbox:
+        """Return the sandbox. ``forward``: ports of this machine that it reaches, if it is made now. Raises SandboxFailure."""
+        if self.sandbox is None:
+            self.sandbox = await self.stack.enter_async_context(get_pool().lend(make_spec(self.image, forward)))
+            self.folder = await prepare(self.sandbox, self.task)
+        return self.sandbox
+
+
+@contextmanager
+def failing_as_task(task: Task) -> Iterator[None]:
+    """Report what does not exist in a sandbox that the policy has not used as a fault of the task."""
+    try:
+        yield
+    except SandboxFailure as failure:
+        if failure.cause != FailureCause.REQUEST:
+            raise
+        raise RolloutFailed(f"task {task.id!r} is broken: {failure}", Ending.BROKEN_TASK) from failure
+
+
+async def prepare(sandbox: Sandbox, task: Task) -> str:
+    """Run the setup_command of a task. Return the folder in which the image's commands run. Raises RolloutFailed."""
+    script = f'here=$(pwd)\n(\n{task.metadata.get("setup_command") or ":"}\n) >&2 || exit\nprintf "%s" "$here"'
+    with failing_as_task(task):
+        result = await sandbox.exec(SandboxCommand(argv=("sh", "-c", script), wall_s=1800.0, output_kb=1 << 16))
+    if not result.succeeded:
+        raise RolloutFailed(f"the setup_command of task {task.id!r} failed: {result.text[-500:]}", Ending.BROKEN_TASK)
+    return result.stdout.decode("utf-8", "replace")
+
+
+_current: ContextVar[TaskSandbox | None] = ContextVar("strop_task_sandbox", default=None)
+
+
+def current_sandbox() -> TaskSandbox:
+    """Return the sandbox of this episode, for tools and rewards. Raises EnvironmentConfigError."""
+    found = _current.get()
+    if found is None:
+        raise EnvironmentConfigError(
+            "this episode has no sandbox: the tool shell and rewards that use one need env.ALIAS.type=sandbox"
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class InSandbox(Environment[PromptedTask]):
+    """Gives each episode a sandbox. Put it before other environment classes: ``class Mine(InSandbox, DatasetEnvironment)``."""
+
+    needed_resources: ClassVar[tuple[str, ...]] = ("sandboxes",)
+    image: str | None = None  # of tasks whose rows name none in the column ``image``
+
+    def session(self, task: PromptedTask) -> AbstractAsyncContextManager[TaskSandbox]:
+        @asynccontextmanager
+        async def opened() -> AsyncIterator[TaskSandbox]:
+            image = task.metadata.get("image") or self.image
+            if not isinstance(image, str):
+                why = f"task {task.id!r} has no image: give its row the column image, or set env.ALIAS.image"
+                raise RolloutFailed(why, Ending.BROKEN_TASK)
+            async with AsyncExitStack() as stack:
+                sandbox = TaskSandbox(task, image, stack)
+                token = _current.set(sandbox)
+                try:
+                    yield sandbox
+                finally:
+                    _current.reset(token)
+
+        return opened()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradedInSandbox(InSandbox, FunctionEnvironment):
+    """Adds the reward ``tests`` where no other is set: the row's test_command passes on the episode's files."""
+
+    test_timeout_s: float = 600.0
+    test_folder: str = ""  # what the tests get of the episode; "": the folder in which the image's commands run
+    max_test_mb: int = 256  # of that folder
+
+    @cached_property
+    def reward_functions(self) -> Mapping[str, RewardFunction]:
+        if self.reward is None and self.rewards is None:
+            return {TESTS: RewardFunction(self.tests_pass, RewardMark(accuracy=True), "the row's test_command")}
+        return super().reward_functions
+
+    @property
+    def declares_accuracy(self) -> bool:
+        return (self.reward is None and self.rewards is None) or super().declares_accuracy
+
+    @classmethod
+    def list_marks(cls, options: Mapping[str, Any]) -> Mapping[str, RewardMark]:
+        if options.get("reward") is None and options.get("rewards") is None:
+            return {TESTS: RewardMark(accuracy=True)}
+        return super().list_marks(options)
+
+    async def tests_pass(self, task: PromptedTask, rollout: Rollout) -> bool:
+        """Run the tests in a second sandbox, with the episode's folder and files that the first one never had. Raises SandboxFailure."""
+        command = task.metadata.get("test_command")
+        if not isinstance(command, str):
+            raise RolloutFailed(f"task {task.id!r} has no test_command, and no reward is set", Ending.BROKEN_TASK)
+        episode = current_sandbox()
+        used = await episode.open()
+        folder = (self.test_folder or episode.folder).rstrip("/")
+        async with get_pool().lend(make_spec(episode.image)) as fresh:
+            await prepare(fresh, task)
+            try:
+                archive = check_tree(await used.get_tree(folder, self.max_test_mb), basename(folder)) if folder else b""
+            except SandboxFailure as failure:
+                if failure.cause != FailureCause.REQUEST:
+                    raise
+                return False  # the policy removed it, or made it larger than allowed
+            if folder:
+                await fresh.exec(SandboxCommand(argv=("rm", "-rf", folder), cwd="/"))
+                await fresh.put_tree(dirname(folder) or "/", archive)
+            hidden = task.metadata.get("test_files") or {}
+            hidden = json.loads(hidden) if isinstance(hidden, str) else hidden
+            await write_files(fresh, {str(path): str(text).encode() for path, text in hidden.items()})
+            tests = SandboxCommand(argv=("sh", "-c", command), cwd=folder, wall_s=self.test_timeout_s, output_kb=1 << 16)
+            with failing_as_task(task):
+                result = await fresh.exec(tests)
+        rollout.metrics["test_seconds"] = result.wall_s
+        return result.succeeded
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxEnvironment(GradedInSandbox):
+    """``type: sandbox``: the policy works in its task's sandbox by the tool ``shell``, or others in ``tools``."""
+
+    tools: Any = ("shell",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxAgent(GradedInSandbox, AgentEnvironment[PromptedTask]):
+    """``type: sandbox_agent``: an agent that runs inside its task's sandbox, and reaches the policy at a forwarded port."""
+
+    needed_resources: ClassVar[tuple[str, ...]] = ("gateway", "sandboxes")
+    command: list[str]  # a program of the image and its arguments
+    reward_from: Literal["tests", "stdout"] = "tests"  # the row's test_command, or JSON in the last line of the agent's output
+
+    @cached_property
+    def reward_functions(self) -> Mapping[str, RewardFunction]:
+        if self.reward_from == "stdout" and self.reward is None and self.rewards is None:
+            return {SCORE: RewardFunction(score, RewardMark(accuracy=True), "the agent's result")}
+        return super().reward_functions
+
+    @classmethod
+    def list_marks(cls, options: Mapping[str, Any]) -> Mapping[str, RewardMark]:
+        if options.get("reward_from") == "stdout" and options.get("reward") is None and options.get("rewards") is None:
+            return {SCORE: RewardMark(accuracy=True)}
+        return super().list_marks(options)
+
+    async def run(self, task: PromptedTask, endpoint: Endpoint) -> Any:
+        address = urlsplit(endpoint.base_url)
+        local = address.hostname in ("127.0.0.1", "localhost") and address.port is not None
+        sandbox = await current_sandbox().open((address.port,) if local and address.port else ())
+        command = SandboxCommand(
+            argv=tuple(self.command), stdin=format_task(task).encode() + b"\n", environment=endpoint.environ, wall_s=self.agent_timeout_s,
+            output_kb=1 << 16,
+        )  # fmt: skip
+        result = await sandbox.exec(command)
+        if result.reason == ExitReason.TIME:
+            raise AgentTimeout(f"the agent took longer than {self.agent_timeout_s:g} s on task {task.id!r}")
+        if not result.succeeded:
+            raise AgentFailed(
+                f"the agent {self.command[0]} {_describe(result, self.agent_timeout_s)}: {result.text.strip()[-500:]}"
+            )
+        output = result.stdout.decode("utf-8", "replace")
+        return read_result(last_json(output)) if self.reward_from == "stdout" else AgentResult(output=output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShellTool:
+    """``shell(command)``: runs a command in the sandbox of the episode's task. Files stay; each call is a new shell."""
+
+    needed_resources: ClassVar[tuple[str, ...]] = ("sandboxes",)
+    timeout_s: float = 50.0  # of a call; less than the environment's tool_timeout_s, which ends the call without its output
+    max_output_chars: int = 8000
+    user: str = ""  # of the image
+
+    def open(self) -> AbstractAsyncContextManager[Sequence[Tool]]:
+        @asynccontextmanager
+        async def opened() -> AsyncIterator[Sequence[Tool]]:
+            current_sandbox()
+            yield (self._make_tool(),)
+
+        return opened()
+
+    def _make_tool(self) -> Tool:
+        async def shell(command: str) -> str:
+            sandbox = await current_sandbox().open()
+            try:
+                result = await sandbox.exec(SandboxCommand(argv=("sh", "-c", command), wall_s=self.timeout_s, user=self.user))
+            except SandboxFailure as failure:
+                if failure.cause == FailureCause.REQUEST:
+                    raise ToolError(str(failure)) from failure
+                raise
+            text = shorten(result.text.rstrip("\n"), self.max_output_chars, around="\n")
+            return text or "(no output)" if result.succeeded else f"{text}\n[{_describe(result, self.timeout_s)}]".lstrip("\n")
+
+        parameters = {
+            "type": "object",
+            "properties": {"command": {"type": "string", "description": "The command, for sh."}},
+            "required": ["command"],
+        }
+        return Tool("shell", "Run a shell command. Files stay from one call to the next.", parameters, shell)
+
+
+def _describe(result: CommandResult, wall_s: float) -> str:
+    """How a command ended, in words for the policy."""
+    endings = {
+        ExitReason.TIME: f"was ended after {wall_s:g} s",
+        ExitReason.MEMORY: "was ended because it used more memory than allowed",
+        ExitReason.OUTPUT: "was ended because it wrote more than allowed",
+        ExitReason.SIGNAL: f"was ended by signal {-result.exit_code}",
+    }
+    return endings.get(result.reason, f"ended with exit code {result.exit_code}")
