@@ -36,6 +36,11 @@ CASES = {
     "nemotron_h shard": ("nemotron_h", SHARDED),
     "qwen3_next experts": ("qwen3_next", ParallelDims(shard=2, expert=2)),
     "lfm2 shard": ("lfm2", SHARDED),
+    "gemma4 recomputed": ("gemma4", SHARDED),
+    "gemma4 tensor": ("gemma4", TENSOR),
+    "gemma4 context": ("gemma4", CONTEXT),
+    "gemma4_moe stages": ("gemma4_moe", STAGES),
+    "gemma4_moe experts": ("gemma4_moe", ParallelDims(shard=2, expert=2)),
 }
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strop.generation.torch.kv_cache import EnginePlan, PromptFlash, attend_prompt
+from strop.generation.torch.kv_cache import EnginePlan, ImageRuns, PromptFlash, attend_prompt, of_layer
 from strop.generation.torch.mixer_states import MixerPass
 from strop.generation.torch.paged.paged_cache import PagedCache, PagedSequence
 from strop.models.attention.attention_plan import AttentionSpec
@@ -141,7 +141,7 @@ class PagedDecodePlan(EnginePlan):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         place = self.cache.shape.place(spec.layer)
-        keys, values = self.cache.keys[place], self.cache.values[place]
+        keys, values = of_layer(self.cache.keys[place], key), of_layer(self.cache.values[place], value)
         dtype = keys.dtype
         keys[self.pages, :, self.offsets] = key.to(dtype)
         values[self.pages, :, self.offsets] = value.to(dtype)
@@ -245,7 +245,7 @@ class PromptRead:
     tokens: tuple[int, ...]
     cached: int
     pages: Sequence[int]  # of the sequence, in order
-    blocks: Tensor | None = None  # [P], runs of tokens that also attend to later tokens of the run (-1: none)
+    runs: ImageRuns | None = None
 
     @property
     def length(self) -> int:
@@ -266,7 +266,7 @@ class PagedPrefillPlan(EnginePlan):
         self.positions = torch.tensor(positions, device=device)
         self.pages = torch.tensor(pages, device=device)
         self.offsets = self.positions % cache.page
-        exact = any(read.blocks is not None for read in reads)
+        exact = any(read.runs is not None for read in reads)
         self.flash = None if exact else PromptFlash(self.lengths, [read.cached for read in reads])
         self._tables = [torch.tensor(read.pages[: -(-len(read.tokens) // cache.page)], device=device) for read in reads]
 
@@ -277,7 +277,7 @@ class PagedPrefillPlan(EnginePlan):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         place = self.cache.shape.place(spec.layer)
-        cached = self.cache.keys[place], self.cache.values[place]
+        cached = of_layer(self.cache.keys[place], key), of_layer(self.cache.values[place], value)
         query, key, value = (tensor.to(cached[0].dtype) for tensor in (query, key, value))
         cached[0][self.pages, :, self.offsets] = key
         cached[1][self.pages, :, self.offsets] = value
@@ -293,7 +293,7 @@ class PagedPrefillPlan(EnginePlan):
             if self.reads[index].cached:
                 k, v = (self._gather(index, tensor) for tensor in cached)
             queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-            outputs.append(attend_prompt(queries, keys, values, self.reads[index].blocks, spec)[0].transpose(0, 1))
+            outputs.append(attend_prompt(queries, keys, values, self.reads[index].runs, spec)[0].transpose(0, 1))
         return torch.cat(outputs)
 
     def _gather(self, index: int, cache: Tensor) -> Tensor:  # [length, heads, D]
