@@ -26,10 +26,10 @@ ALL = tuple(FAMILIES)
 
 
 def bound(family: str) -> float:
-    """The largest difference in float64, relative for gradients. Routers, the position embeddings of GLM's tower and Transformers' gated
-    delta rule compute in float32.
+    """The largest difference in float64, relative for gradients. Routers, the position embeddings of GLM's tower, the averages of
+    Gemma 4's and Transformers' gated delta rule compute in float32.
     """
-    return 1e-5 if family == "qwen3_5" else 1e-6 if "moe" in family or family.startswith("glm") else 1e-9
+    return 1e-5 if family == "qwen3_5" else 1e-6 if "moe" in family or family.startswith(("glm", "gemma4")) else 1e-9
 
 
 def keep(*kept: str) -> list[Any]:
