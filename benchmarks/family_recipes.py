@@ -3,9 +3,9 @@
 python benchmarks/family_recipes.py CHECKOUT                      every one; prints a table
 python benchmarks/family_recipes.py CHECKOUT --only nanov3 --keep folder
 
-Of a recipe stay the algorithm with its loss, the optimizer and its schedule, packing, checkpointing of activations and adapters. The overrides
-of ``small`` replace models, data and environments, take the torch learner and the embedded engine, cut sizes and remove what belongs to machines.
-A recipe that is refused as it is was, of course, refused before: `strop translate --all CHECKOUT/examples` says so, in the second column.
+Of a recipe stay the algorithm with its loss, the optimizer and its schedule, packing, checkpointing of activations and adapters. The
+overrides of ``small`` replace models, data and environments, take the torch learner and the embedded engine, and cut sizes. The fourth column
+is what becomes of the recipe as it is (`strop translate --all CHECKOUT/examples`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from loop.kinds import DATA, GRADED, write_data
 from loop.runs import strop
 from loop.tiny import tiny_tokenizer
-from support.every_family import FAMILIES, Family, build, family
-from support.vision_models import save_vision_model
-
 from strop.config.source.yaml_source import read_config_file
 from strop.extensions.recipes.library_recipe import find_format
 from strop.extensions.recipes.translated_recipe import ExaminedRecipe, Outcome, examine_recipe
+from support.every_family import FAMILIES, Family, build, family
+from support.vision_models import save_vision_model
 
 # The name of a model -> a family of tests/support/every_family.py, or with "images/" of tests/support/vision_models.py.
 MODELS = {

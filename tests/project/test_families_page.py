@@ -1,4 +1,4 @@
-"""The table of families in docs/training.md says what the code decides. ``python tests/support/family_table.py --write`` writes it again."""
+"""The table of families in docs/training.md says what the code decides; ``tests/support/family_table.py --write`` writes it."""
 
 from __future__ import annotations
 

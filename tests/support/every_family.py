@@ -120,8 +120,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma4_moe": family(
         "Gemma4TextConfig", (), experts=True, spread=0.08, **FOUR, **HEADS, **WINDOW, **TWICE, global_head_dim=16,
-        num_key_value_heads=4, num_global_key_value_heads=2, attention_k_eq_v=True, hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=4,
-        top_k_experts=2, moe_intermediate_size=24, use_bidirectional_attention="vision",
+        num_key_value_heads=4, num_global_key_value_heads=2, attention_k_eq_v=True, hidden_size_per_layer_input=0,
+        enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=24, use_bidirectional_attention="vision",
     ),
     "phi3": family("Phi3Config", ("longrope",), original_max_position_embeddings=ORIGINAL),
     "mistral": family("MistralConfig", **WINDOW),
