@@ -3,9 +3,9 @@
 python benchmarks/family_recipes.py CHECKOUT                      every one; prints a table
 python benchmarks/family_recipes.py CHECKOUT --only nanov3 --keep folder
 
-Of a recipe stay the algorithm with its loss, the optimizer and its schedule, packing, checkpointing of activations and adapters. The
-overrides of ``small`` replace models, data and environments, take the torch learner and the embedded engine, and cut sizes. The fourth column
-is what becomes of the recipe as it is (`strop translate --all CHECKOUT/examples`).
+Of a recipe stay the algorithm with its loss, the optimizer and its schedule, packing, checkpointing of activations, adapters. The
+overrides of ``small`` replace models, data and environments, take the torch learner and the embedded engine, and cut sizes. The
+fourth column is what becomes of the recipe as it is (`strop translate --all CHECKOUT/examples`).
 """
 
 from __future__ import annotations
