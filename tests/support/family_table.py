@@ -130,7 +130,7 @@ def _name_mixer(mixers: Sequence[Any], recorder: _Recorder, network: Network) ->
     if getattr(network.model.config, "index_topk", None):
         return "sparse attention"
     if not network.packed:
-        return str(network.fallback).partition(", a ")[2].partition(",")[0].partition(" ")[0]
+        return str(network.fallback).partition(", a ")[2].partition(",")[0] or "attention"  # the module that is in the way
     return "attention, windows" if recorder.windows - {None} else "attention"
 
 
