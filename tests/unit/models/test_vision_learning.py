@@ -14,12 +14,12 @@ from torch import Tensor
 from strop.data.packing import pack
 from strop.data.splitting import split_micro_batches
 from strop.models.network import Network
-from strop.models.vision.vision_tower import freeze_tower, row_positions
+from strop.models.vision.vision_tower import freeze_audio, freeze_tower, row_positions
 from strop.sampling import Sampling
 from strop.types import Batch, Branch, Group, Turn, observation_turn
 from support.learners import make_torch_learner
 from support.models import copy_gradients, largest_difference
-from support.vision_models import FAMILIES, build_vision_model, draw_image, keep_rotary_float64
+from support.vision_models import FAMILIES, build_vision_model, draw_image, keep_rotary_float64, make_vision_config
 from support.vision_rollouts import encode_images, make_image_groups, make_vision_network, make_vision_processor, policy_turn
 
 ALL = tuple(FAMILIES)
@@ -197,6 +197,18 @@ def test_a_frozen_tower_has_no_gradient_and_its_projection_has_one() -> None:
     found = {name: parameter.grad for name, parameter in network.model.named_parameters()}
     assert all(gradient is None for name, gradient in found.items() if "vision_tower" in name)
     assert all(gradient is not None for name, gradient in found.items() if "multi_modal_projector" in name)
+
+
+def test_what_reads_audio_is_not_trained() -> None:
+    from transformers import AutoModelForImageTextToText, Gemma4AudioConfig
+
+    config = make_vision_config("gemma4")
+    config.audio_config = Gemma4AudioConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, output_proj_dims=16)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    freeze_audio(model)
+    frozen = {name.split(".")[1] for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"audio_tower", "embed_audio"}
 
 
 def test_another_image_gives_other_log_probabilities() -> None:

@@ -208,6 +208,13 @@ def freeze_tower(model: Any) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
+def freeze_audio(model: Any) -> None:
+    """Freeze what reads audio, which no data here has: weight decay would shrink it."""
+    for name in ("audio_tower", "embed_audio"):
+        if (module := getattr(model.model, name, None)) is not None:
+            module.requires_grad_(False)
+
+
 def _flatten(rows: Any) -> Tensor:
     """[[R, H], ...] or [images, R, H] -> [rows of all images, H]"""
     joined: Tensor = torch.cat(list(rows)) if isinstance(rows, list | tuple) else rows
