@@ -8,8 +8,10 @@ from strop.generation.torch.model_runner import infer_cache_shape
 from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.learner.parallel.pipeline.pipeline_stages import PipelineStages
 from strop.learner.parallel.tensor_plan import check_tensor_plan
+from strop.models.loading import apply_overrides
 from strop.models.network import Network, freeze_routers
 from support.every_family import build
+from support.vision_models import make_vision_config
 
 
 def test_layers_that_share_keys_have_one_place_in_the_cache_and_smaller_heads_the_beginning_of_their_room() -> None:
@@ -37,3 +39,11 @@ def test_a_layer_that_needs_the_keys_of_an_earlier_one_is_not_cut_from_it() -> N
 def test_all_weights_of_a_router_are_frozen() -> None:
     names = freeze_routers(build("gemma4_moe"))
     assert {name.partition("router.")[2] for name in names} == {"proj.weight", "scale", "per_expert_scale"}
+
+
+def test_a_field_of_a_part_of_a_configuration_can_be_changed_alone() -> None:
+    config = make_vision_config("gemma4")
+    changed = apply_overrides(config, {"text_config": {"sliding_window": 5}})
+    assert changed.text_config.sliding_window == 5 and changed.text_config.hidden_size == 64
+    with pytest.raises(ValueError, match=r"policy\.hf_config_overrides\.text_config\.window: Gemma4TextConfig has no such field"):
+        apply_overrides(config, {"text_config": {"window": 5}})
