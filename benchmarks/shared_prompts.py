@@ -1,4 +1,4 @@
-"""Seconds of one forward and backward pass over a GRPO group whose prompt is shared, packed without sharing, or padded.
+"""Processor seconds of one forward and backward pass over a GRPO group whose prompt is shared, packed without sharing, or padded.
 
 python benchmarks/shared_prompts.py                                  three families, groups of 8 and 16, prompts of 512 and 2,048
 python benchmarks/shared_prompts.py --families qwen3_5 --prompts 512
@@ -61,13 +61,13 @@ def count_tokens(batch: Batch, layout: str) -> int:
 
 
 def measure(network: Network, batch: Batch) -> tuple[float, float]:
-    """Return the seconds of the forward and of the backward pass."""
+    """Return the processor's seconds of the forward and of the backward pass, which other processes change little."""
     network.model.zero_grad(set_to_none=True)
-    start = time.perf_counter()
+    start = time.process_time()
     loss = network.outputs(batch, Sampling()).logprobs.mean()
-    middle = time.perf_counter()
+    middle = time.process_time()
     loss.backward()
-    return middle - start, time.perf_counter() - middle
+    return middle - start, time.process_time() - middle
 
 
 def main() -> None:
