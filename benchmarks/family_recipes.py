@@ -76,14 +76,16 @@ def make_model(name: str, folder: Path) -> Path:
 
 def small(kind: str, values: Mapping[str, Any], model: Path, *, images: bool) -> list[str]:
     """The overrides that make a recipe one of seconds."""
-    length = 256 if images else 64
+    length = 512 if images else 64
     settings: dict[str, Any] = {
         "policy.model_name": str(model), "policy.tokenizer.name": str(model), "policy.backend": "torch", "policy.device": "cpu",
         "policy.max_total_sequence_length": length, "policy.train_global_batch_size": 8, "policy.train_micro_batch_size": 4,
         "policy.num_threads": 1, "policy.precision": "float32", "cluster.gpus_per_node": 1, "cluster.num_nodes": 1,
+        "cluster.segment_size": None,
         "data.max_input_seq_length": length - 8, "checkpointing.enabled": False, "logger.log_dir": "logs", "logger.console": "none",
         f"{kind}.max_num_steps": 2, f"{kind}.val_period": 0, f"{kind}.val_at_start": False,
         **{f"policy.dtensor_cfg.{each}": 1 for each in PARALLEL}, "policy.dtensor_cfg.sequence_parallel": False,
+        "policy.dtensor_cfg.cpu_offload": False,
         **{f"logger.{each}_enabled": False for each in ("wandb", "tensorboard", "mlflow", "swanlab")},
     }  # fmt: skip
     removed = [
