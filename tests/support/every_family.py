@@ -41,6 +41,8 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_gr
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 WINDOW = {"sliding_window": 7}
 TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
+TWICE = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+LAYER_INPUTS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ROUTED = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_shared_experts": 1,
@@ -114,6 +116,19 @@ FAMILIES: dict[str, Family] = {
         "Gemma2Config", **HEADS, **WINDOW, attn_logit_softcapping=5.0, final_logit_softcapping=3.0, query_pre_attn_scalar=8
     ),
     "gemma3": family("Gemma3TextConfig", BY_LAYER, **HEADS, **WINDOW, **TWO_KINDS, query_pre_attn_scalar=8),
+    "gemma3n": family(
+        "Gemma3nTextConfig", (), **FOUR, **HEADS, **WINDOW, **TWICE, **LAYER_INPUTS, laurel_rank=4,
+        activation_sparsity_pattern=[0.5, 0.5, 0.0, 0.0], final_logit_softcapping=3.0,
+    ),
+    "gemma4": family(
+        "Gemma4TextConfig", (), spread=0.08, **FOUR, **HEADS, **WINDOW, **TWICE, **LAYER_INPUTS, global_head_dim=16,
+        use_double_wide_mlp=True, final_logit_softcapping=3.0,
+    ),
+    "gemma4_moe": family(
+        "Gemma4TextConfig", (), experts=True, spread=0.08, **FOUR, **HEADS, **WINDOW, **TWICE, global_head_dim=16,
+        num_key_value_heads=4, num_global_key_value_heads=2, attention_k_eq_v=True, hidden_size_per_layer_input=0,
+        enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=24, use_bidirectional_attention="vision",
+    ),
     "phi3": family("Phi3Config", ("longrope",), original_max_position_embeddings=ORIGINAL),
     "mistral": family("MistralConfig", **WINDOW),
     "ministral": family("MinistralConfig", **HEADS, **WINDOW, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),

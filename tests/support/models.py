@@ -218,7 +218,7 @@ def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, lay
 class ExactNorm(nn.Module):
     """Llama's RMSNorm without its cast to float32, which would round a float64 model to seven digits."""
 
-    def __init__(self, weight: nn.Parameter, eps: float, offset: float = 0.0) -> None:
+    def __init__(self, weight: Tensor, eps: float, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = weight
         self.eps = eps

@@ -23,6 +23,7 @@ _COMMON = (PAD, "<|im_start|>", END)
 _QWEN = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 _TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
 _GLM = ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|video|>", "<|end_of_video|>")
+_GEMMA4 = ("<|image>", "<|image|>", "<image|>", "<|video|>", "<|audio|>")
 _IDEFICS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *_TILES)
 
 _TEMPLATE = (
@@ -224,6 +225,40 @@ def _gemma3(ids: Mapping[str, int], text: dict[str, Any]) -> Any:
     )
 
 
+def _gemma4(**sizes: Any) -> Callable[[Mapping[str, int], dict[str, Any]], Any]:
+    def make(ids: Mapping[str, int], text: dict[str, Any]) -> Any:
+        from transformers import Gemma4Config
+
+        kinds = ["sliding_attention", "full_attention"] * 2
+        own = {"num_hidden_layers": 4, "layer_types": kinds, "sliding_window": 12, "global_head_dim": 48}
+        names = {"boi": "<|image>", "image": "<|image|>", "eoi": "<image|>", "video": "<|video|>", "audio": "<|audio|>"}
+        vision = {
+            "hidden_size": 32,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 2,
+            "position_embedding_size": 64,
+        }
+        return Gemma4Config(
+            text_config={**text, **own, **sizes},
+            vision_config=vision,
+            audio_config=None,
+            tie_word_embeddings=False,
+            **{f"{name}_token_id": ids[token] for name, token in names.items()},
+        )
+
+    return make
+
+
+def _gemma4_images() -> Any:
+    from transformers import Gemma4ImageProcessorPil
+
+    return Gemma4ImageProcessorPil(patch_size=2, max_soft_tokens=70)
+
+
 def _llava(ids: Mapping[str, int], text: dict[str, Any]) -> Any:
     from transformers import LlavaConfig
 
@@ -321,6 +356,28 @@ FAMILIES: dict[str, TinyFamily] = {
     "gemma3": TinyFamily(
         ("<start_of_image>", "<end_of_image>", "<image_soft_token>"), "<start_of_image>", _gemma3, _gemma3_images
     ),
+    "gemma4": TinyFamily(
+        _GEMMA4,
+        "<|image|>",
+        _gemma4(hidden_size_per_layer_input=16, vocab_size_per_layer_input=320, num_kv_shared_layers=2, use_double_wide_mlp=True),
+        _gemma4_images,
+    ),
+    "gemma4_moe": TinyFamily(
+        _GEMMA4,
+        "<|image|>",
+        _gemma4(
+            hidden_size_per_layer_input=0,
+            use_bidirectional_attention="vision",
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+            num_key_value_heads=2,
+            enable_moe_block=True,
+            num_experts=4,
+            top_k_experts=2,
+            moe_intermediate_size=24,
+        ),
+        _gemma4_images,
+    ),
     "llava": TinyFamily(("<image>",), "<image>\n", _llava, _llava_images),
     "smolvlm": TinyFamily(_IDEFICS, "<image>", _idefics("SmolVLMConfig"), _idefics_images("SmolVLMImageProcessorPil")),
     "idefics3": TinyFamily(_IDEFICS, "<image>", _idefics("Idefics3Config"), _idefics_images("Idefics3ImageProcessorPil")),
@@ -372,7 +429,7 @@ def build_vision_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch
 def vision_to_float64(model: Any) -> Any:
     """Convert a model entirely to float64, without the norms' casts to float32."""
     to_float64(model)
-    if "moe" in model.config.model_type:
+    if "moe" in model.config.model_type or getattr(model.config.text_config, "enable_moe_block", False):
         model.set_experts_implementation("eager")  # grouped matrix products do not support float64
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -380,6 +437,8 @@ def vision_to_float64(model: Any) -> Any:
                 setattr(parent, name, ExactNorm(child.weight, child.variance_epsilon))
             elif type(child).__name__ == "Gemma3RMSNorm":
                 setattr(parent, name, ExactNorm(child.weight, child.eps, 1.0))
+            elif type(child).__name__ == "Gemma4RMSNorm":
+                setattr(parent, name, ExactNorm(getattr(child, "weight", torch.ones(())), child.eps))
     return model
 
 

@@ -211,12 +211,22 @@ def load_base_config(adapters: Path) -> Any | None:
 
 
 def apply_overrides(config: Any, overrides: Mapping[str, Any] | None) -> Any:
-    """Set fields of a model's configuration, in place, and return it. Raises ValueError for an unknown field."""
-    for key, value in (overrides or {}).items():
-        if not hasattr(config, key):
-            raise ValueError(f"policy.hf_config_overrides.{key}: {type(config).__name__} has no such field")
-        setattr(config, key, value)
+    """Set fields of a model's configuration, in place, and return it. A mapping changes fields of a part, such as ``text_config``.
+
+    Raises ValueError for an unknown field.
+    """
+    _override(config, overrides or {}, "policy.hf_config_overrides")
     return config
+
+
+def _override(config: Any, overrides: Mapping[str, Any], section: str) -> None:
+    for key, value in overrides.items():
+        if not hasattr(config, key):
+            raise ValueError(f"{section}.{key}: {type(config).__name__} has no such field")
+        if isinstance(value, Mapping) and hasattr(part := getattr(config, key), "model_type"):
+            _override(part, value, f"{section}.{key}")
+        else:
+            setattr(config, key, value)
 
 
 def override_config(folder: Path, overrides: Mapping[str, Any]) -> None:

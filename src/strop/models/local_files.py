@@ -60,3 +60,13 @@ class ModelShape:
 
 def list_divisors(count: int) -> str:
     return f"Set it to one of {', '.join(str(number) for number in range(1, count + 1) if count % number == 0)}."
+
+
+def override_values(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a config.json with fields changed; a mapping changes fields of a part, such as ``text_config``."""
+    parts = {
+        key: override_values(values[key], each)
+        for key, each in overrides.items()
+        if isinstance(each, Mapping) and isinstance(values.get(key), Mapping) and "model_type" in values[key]
+    }
+    return {**values, **overrides, **parts}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from strop.models.local_files import override_values
 from strop.problems import Problem
 
 # Model families with learned position embeddings, which cannot be exceeded. Other embeddings extrapolate.
@@ -113,7 +114,7 @@ def read_model_sizes(name: str, overrides: Mapping[str, Any] | None = None) -> M
         base = _read_json(folder / "adapter_config.json").get("base_model_name_or_path")
         folder = find_folder(base) if isinstance(base, str) else None
     values = {} if folder is None else _read_json(folder / "config.json")
-    return ModelSizes.of(name, {**values, **(overrides or {})}) if values else None
+    return ModelSizes.of(name, override_values(values, overrides or {})) if values else None
 
 
 def find_folder(name: str) -> Path | None:

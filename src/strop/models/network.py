@@ -503,10 +503,11 @@ def disable_dropout(model: nn.Module) -> Sequence[str]:
 def freeze_routers(model: nn.Module) -> Sequence[str]:
     """Freeze the weights that choose the experts of each token, and return their names; empty for a model without experts."""
     names = [
-        f"{name}.{child}.weight"
+        f"{name}.{child}.{weight}"
         for name, block in model.named_modules()
         for child in ("gate", "router")
-        if isinstance(getattr(block, "experts", None), nn.Module) and hasattr(getattr(block, child, None), "weight")
+        if isinstance(getattr(block, "experts", None), nn.Module) and isinstance(getattr(block, child, None), nn.Module)
+        for weight, _ in getattr(block, child).named_parameters()
     ]
     for name in names:
         model.get_parameter(name).requires_grad_(False)

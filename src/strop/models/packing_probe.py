@@ -8,6 +8,7 @@ part of a decoder layer, on random inputs with random weights: with its own weig
 from __future__ import annotations
 
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -172,6 +173,6 @@ def _widen(value: Any) -> Any:
 def _map(change: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_map(change, each) for each in value)
-    if isinstance(value, dict):
-        return {name: _map(change, each) for name, each in value.items()}
+    if isinstance(value, (dict, UserDict)):  # a copy: layers may store keys and values there for later ones
+        return type(value)({name: _map(change, each) for name, each in value.items()})
     return change(value)

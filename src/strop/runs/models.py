@@ -48,7 +48,7 @@ from strop.models.network import Network, disable_dropout, freeze_routers
 from strop.models.quantization.float8_training import convert_to_float8
 from strop.models.value_network import ValueHead, ValueNetwork
 from strop.models.vision.vision_processor import find_vision_processor
-from strop.models.vision.vision_tower import freeze_tower
+from strop.models.vision.vision_tower import freeze_audio, freeze_tower
 from strop.runs.local_device import resolve_device_name
 from strop.runs.run_algorithm import count_steps_per_batch
 from strop.sampling import Sampling
@@ -369,6 +369,8 @@ def _make_network(kind: Callable[..., Any], model: Any, config: ModelConfig, loa
     cast_weights(model, PRECISIONS[config.weights_dtype])
     if config.freeze_moe_router:
         log.info("%d routers of experts are frozen", len(freeze_routers(model)))
+    if is_vision_config(model.config):
+        freeze_audio(model)
     if config.freeze_vision_tower and is_vision_config(model.config):
         log.info("the vision tower is frozen: %s weights", f"{freeze_tower(model):,}")
     return network

@@ -44,7 +44,10 @@ def disagreement(network: Network, batch: Batch, sampling: Sampling | None = Non
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(name, marks=() if name in ("qwen3_vl", "gemma3", "smolvlm") else pytest.mark.exhaustive) for name in FAMILIES],
+    [
+        pytest.param(name, marks=() if name in ("qwen3_vl", "gemma3", "gemma4", "smolvlm") else pytest.mark.exhaustive)
+        for name in FAMILIES
+    ],
 )
 def test_sampler_and_learner_agree_about_images_in_float32(family: str) -> None:
     network = make_vision_network(family)
@@ -82,7 +85,9 @@ def test_another_image_is_seen_in_the_log_probabilities(family: str) -> None:
     assert disagreement(network, wrong) > 100 * FLOAT32
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("gemma3", "gemma4_moe"))]
+)
 @pytest.mark.parametrize("make", RUNNERS.values(), ids=RUNNERS)
 def test_prompts_with_equal_tokens_and_different_images_share_no_cache(family: str, make: Any) -> None:
     """One after another and side by side, each gives what it gives alone, though all have the same tokens."""
@@ -107,7 +112,7 @@ def test_prompts_with_equal_tokens_and_different_images_share_no_cache(family: s
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "smolvlm"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "gemma4", "smolvlm"])
 @pytest.mark.parametrize("make", RUNNERS.values(), ids=RUNNERS)
 def test_an_observation_may_have_an_image(family: str, make: Any) -> None:
     """The second turn reads the conversation's cached keys and values; the learner reads it all at once."""
@@ -143,7 +148,7 @@ def test_a_request_that_gave_up_its_memory_sees_its_image_again(family: str) -> 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm", "gemma3", "gemma4", "gemma4_moe"])
 def test_a_long_prompt_with_images_is_read_in_parts(family: str) -> None:
     """All but those whose image tokens see each other both ways, which are read whole."""
     network = make_vision_network(family)

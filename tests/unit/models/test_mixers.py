@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from inspect import unwrap
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from strop.learner.parallel.derived_plan import find_mixers
-from strop.learner.parallel.expert_parallel import find_experts
-from strop.learner.parallel.head_layout import find_head_layout
 from strop.learner.parallel.parallel_dims import ParallelDims
-from strop.learner.parallel.pipeline.pipeline_stages import PipelineStages
 from strop.learner.parallel.tensor_plan import check_tensor_plan
 from strop.models.attention.attention_interface import IMPLEMENTATION
 from strop.models.attention.tree_plan import TreePlan
@@ -131,49 +125,6 @@ def test_a_packed_tree_is_what_transformers_computes(family: str) -> None:
         for path in paths():
             wanted = model(input_ids=tokens[path][None], use_cache=False).logits[0].log_softmax(-1)
             assert float((together[path] - wanted).abs().max() / wanted.abs().max()) < 1e-6
-
-
-def ranks_of(network: Network) -> list[str]:
-    """How tensor, expert and context ranks and pipeline stages divide a model, in the words of the table of the documentation."""
-
-    def accepts(check: Callable[[], object]) -> bool:
-        try:
-            check()
-        except ValueError:
-            return False
-        return True
-
-    model = network.model
-    tensor = accepts(lambda: check_tensor_plan(model, ParallelDims(tensor=2)))
-    whole = None in find_mixers(model).values()
-    expert = accepts(lambda: check_tensor_plan(model, ParallelDims(shard=2, expert=2)))
-    stages = accepts(lambda: PipelineStages(network, ParallelDims(pipeline=2)))
-    experts = ("yes" if expert else "no") if list(find_experts(model)) else "no experts"
-    return [("whole" if whole else "divided") if tensor else "no", experts, "yes" if stages else "no"]
-
-
-MIXER_OF = {
-    "torch_chunk_gated_delta_rule": ("gated delta rule", "by heads"),
-    "chunk_kimi_delta_attention": ("Kimi delta attention", "by heads"),
-    "mamba2_chunk_scan": ("Mamba 2", "by heads"),
-    "mamba_selective_scan": ("Mamba", "gathered"),
-    "causal_conv1d_fn": ("short convolution", "by channels"),
-    "find_chooser": ("[sparse attention](#sparse-attention)", "by heads"),
-}
-
-
-def test_the_table_of_the_documentation_says_what_each_family_can_do() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8").partition("### Recurrent layers")[2]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `")]
-    said = {family.strip("` "): row[1:] for row in rows for family in row[0].split(",")}
-    assert len(said) == len(MIXED) + len(INDEXED)
-    for family in (*MIXED, *INDEXED):
-        network = Network(build(family), packed=True)
-        called = {name for module in network.model.modules() for name in unwrap(type(module).forward).__code__.co_names}
-        mixer, context = next(words for function, words in MIXER_OF.items() if function in called)
-        tensor, expert, stages = ranks_of(network)
-        tensor = "by heads" if family in INDEXED and tensor == "whole" else tensor
-        assert said[network.model.config.model_type] == [mixer, tensor, expert, context, stages], family
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h", "jamba", "lfm2"])

@@ -14,22 +14,22 @@ from torch import Tensor
 from strop.data.packing import pack
 from strop.data.splitting import split_micro_batches
 from strop.models.network import Network
-from strop.models.vision.vision_tower import freeze_tower, row_positions
+from strop.models.vision.vision_tower import freeze_audio, freeze_tower, row_positions
 from strop.sampling import Sampling
 from strop.types import Batch, Branch, Group, Turn, observation_turn
 from support.learners import make_torch_learner
 from support.models import copy_gradients, largest_difference
-from support.vision_models import FAMILIES, build_vision_model, draw_image, keep_rotary_float64
+from support.vision_models import FAMILIES, build_vision_model, draw_image, keep_rotary_float64, make_vision_config
 from support.vision_rollouts import encode_images, make_image_groups, make_vision_network, make_vision_processor, policy_turn
 
 ALL = tuple(FAMILIES)
 
 
 def bound(family: str) -> float:
-    """The largest difference in float64, relative for gradients. Routers, the position embeddings of GLM's tower and Transformers' gated
-    delta rule compute in float32.
+    """The largest difference in float64, relative for gradients. Routers, the position embeddings of GLM's tower, the averages of
+    Gemma 4's and Transformers' gated delta rule compute in float32.
     """
-    return 1e-5 if family == "qwen3_5" else 1e-6 if "moe" in family or family.startswith("glm") else 1e-9
+    return 1e-5 if family == "qwen3_5" else 1e-6 if "moe" in family or family.startswith(("glm", "gemma4")) else 1e-9
 
 
 def keep(*kept: str) -> list[Any]:
@@ -68,11 +68,12 @@ def reference(family: str, model: Any, groups: Sequence[Group]) -> Tensor:
             pixels = [processor.pixels(image) for image in rollout.path_images]
             arguments = {name: torch.cat([each[name] for each in pixels]) for name in processor.family.tower_inputs}
             arguments = processor.family.arrange(arguments)
-            arguments["pixel_values"] = arguments["pixel_values"].double()
+            if not family.startswith("gemma4"):  # which scales pixels in their own dtype
+                arguments["pixel_values"] = arguments["pixel_values"].double()
             if family.startswith(("qwen", "glm")):
                 arguments["mm_token_type_ids"] = is_image[None]
-            if family == "gemma3":
-                arguments["token_type_ids"] = is_image[None]
+            if family.startswith("gemma"):
+                arguments[processor.family.token_types] = is_image[None]
         logits = model(input_ids=read[None], attention_mask=torch.ones_like(read)[None], use_cache=False, **arguments).logits[0]
         position = len(rollout.prompt)
         for turn in rollout.turns:
@@ -103,7 +104,7 @@ def gradients_of(network: Network, batches: Sequence[tuple[Batch, Tensor]], weig
     return copy_gradients(network.model)
 
 
-@pytest.mark.parametrize("family", keep("qwen3_vl", "qwen3_5", "glm46v", "gemma3", "smolvlm"))
+@pytest.mark.parametrize("family", keep("qwen3_vl", "qwen3_5", "glm46v", "gemma3", "gemma4", "smolvlm"))
 def test_log_probabilities_and_gradients_are_those_of_transformers(family: str) -> None:
     groups = without_image_tokens(family, make_image_groups(family, 0))
     network = make_vision_network(family)
@@ -196,6 +197,18 @@ def test_a_frozen_tower_has_no_gradient_and_its_projection_has_one() -> None:
     found = {name: parameter.grad for name, parameter in network.model.named_parameters()}
     assert all(gradient is None for name, gradient in found.items() if "vision_tower" in name)
     assert all(gradient is not None for name, gradient in found.items() if "multi_modal_projector" in name)
+
+
+def test_what_reads_audio_is_not_trained() -> None:
+    from transformers import AutoModelForImageTextToText, Gemma4AudioConfig
+
+    config = make_vision_config("gemma4")
+    config.audio_config = Gemma4AudioConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, output_proj_dims=16)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    freeze_audio(model)
+    frozen = {name.split(".")[1] for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"audio_tower", "embed_audio"}
 
 
 def test_another_image_gives_other_log_probabilities() -> None:

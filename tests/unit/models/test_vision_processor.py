@@ -56,7 +56,16 @@ def reference_tokens(family: str, text: str, files: list[bytes]) -> list[int]:
         options = {"image_seq_length": 4}
     if family == "llava":
         options = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    kind = {"gemma3": "Gemma3Processor", "llava": "LlavaProcessor", "idefics3": "Idefics3Processor"}[family]
+    if family == "gemma4":
+        pytest.importorskip("torchvision")  # which its processor imports
+        for name in ("boi", "eoi", "image"):
+            token = getattr(config, f"{name}_token_id")
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token))
+        tokenizer.image_token_id = config.image_token_id
+        options = {"feature_extractor": None, "video_processor": None}
+    kind = {"gemma3": "Gemma3Processor", "gemma4": "Gemma4Processor", "llava": "LlavaProcessor", "idefics3": "Idefics3Processor"}[
+        family
+    ]
     processor = getattr(transformers, kind)(image_processor=FAMILIES[family].image_processor(), tokenizer=tokenizer, **options)
     images = [[decode_image(file) for file in files]]
     read = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
@@ -64,7 +73,7 @@ def reference_tokens(family: str, text: str, files: list[bytes]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("family", ["gemma3", "llava", "idefics3"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "llava", "idefics3"])
 def test_a_prompt_has_the_tokens_that_the_processor_of_transformers_gives(family: str) -> None:
     files = [draw_image(1), draw_image(2, 90, 30)]
     template = make_template(family)

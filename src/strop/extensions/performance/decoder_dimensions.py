@@ -54,11 +54,12 @@ def read_config(values: Mapping[str, Any]) -> Any:
 
 def _measure_layer(layer: nn.Module, index: int, config: Any) -> LayerDimensions:
     attention = _find_attention(layer, index, config)
+    config = config.per_layer_config[index] if config.is_heterogeneous else config  # layers differ in heads (Gemma 4)
     expert_matrices = [each for each in _matrices(layer) if each.dim() == 3]  # stacked [experts, out, in]
     beside = _count(each for each in _matrices(layer) if each.dim() == 2) - _count(_matrices(attention))
     resident = _count(expert_matrices)
     experts = len(expert_matrices[0]) if expert_matrices else 1
-    chosen = config.num_experts_per_tok if expert_matrices else 1
+    chosen = getattr(config, "num_experts_per_tok", None) or config.top_k_experts if expert_matrices else 1
     query, value, cache = _widths(attention, config)
     return LayerDimensions(
         attention=_count(_matrices(attention)),

@@ -122,6 +122,7 @@ def _read_model(config: TrainingRunConfig, file: Path | None) -> ModelSize:
     """Read the sizes of the policy. Raises UnknownDimensions, ModelNotFound, OSError."""
     from strop.extensions.planning.learner_memory import ModelSize
     from strop.models.loading import ModelNotFound
+    from strop.models.local_files import override_values
 
     name = config.policy.model_name
     if file is not None:
@@ -131,7 +132,7 @@ def _read_model(config: TrainingRunConfig, file: Path | None) -> ModelSize:
             values = _read_config_json(name)
         except ModelNotFound as error:
             raise ValueError(f"{error}; or give its config.json with --model-config FILE") from error
-    return ModelSize.from_config(name, {**values, **config.policy.hf_config_overrides})
+    return ModelSize.from_config(name, override_values(values, config.policy.hf_config_overrides))
 
 
 def _read_sizes_beside(config: TrainingRunConfig) -> dict[str, ModelSize]:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.models.vision.vision_tower import DecoderInputs, ImageFeatures, VisionTower, row_positions
+from strop.generation.torch.kv_cache import ImageRuns
+from strop.models.vision.vision_tower import ImageFeatures, VisionTower, row_positions
 from strop.types import PromptImage
 
 ROWS = 1 << 24  # ids per image: more than any image has rows
@@ -112,10 +113,11 @@ class ImageReader:
         """Whether images give tokens three positions (m-RoPE)."""
         return self.tower.family.grid_key is not None
 
-    @property
-    def sees_both_ways(self) -> bool:
-        """Whether the tokens of an image attend to later ones in it."""
-        return self.tower.family.bidirectional
+    def find_runs(self, marked: Sequence[int]) -> ImageRuns | None:
+        """Return the images of a prompt whose tokens attend to later ones in it; None if there are none."""
+        layers = self.tower.family.bidirectional
+        blocks = None if layers == "none" else find_blocks(marked)
+        return None if blocks is None else ImageRuns(blocks, layers == "windows")
 
     def mark(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> tuple[tuple[int, ...], PromptImages]:
         """Return a prompt with ids for the rows of its images, and the images by number."""
@@ -131,15 +133,10 @@ class ImageReader:
         places = is_image.nonzero().squeeze(1)
         marks = [read_mark(token) for token in tokens[places].tolist()]
         features = self._read(list(dict.fromkeys(number for number, _ in marks)), images)
-        layer = self.tower.model.get_input_embeddings()
-        device = layer.weight.device
-        embeddings = layer(tokens.clamp(min=0).to(device))
-        if len(places):
-            rows = torch.stack([features[number].rows[row] for number, row in marks])
-            embeddings = embeddings.index_copy(0, places.to(device), rows.to(embeddings.dtype))
+        rows = torch.stack([features[number].rows[row] for number, row in marks]) if marks else None
         levels = range(min((len(each.deepstack) for each in features.values()), default=0))
         deepstack = tuple(torch.stack([features[number].deepstack[level][row] for number, row in marks]) for level in levels)
-        return DecoderInputs(embeddings, is_image.to(device), deepstack).arguments(1, len(tokens))
+        return self.tower.insert(tokens, is_image, rows, deepstack).arguments(1, len(tokens))
 
     def _read(self, numbers: Sequence[int], images: Mapping[int, PromptImage]) -> dict[int, ImageFeatures]:
         """Return the tower's features of some images, computing those not cached."""

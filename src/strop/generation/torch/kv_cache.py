@@ -32,17 +32,21 @@ INDEX_KEYS = TokenColumn("index_keys", dtype="float32", aligned="read", stored=F
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
-    """Shape of a model's key-value cache, and of the states of its sequences."""
+    """Shape of a model's key-value cache, and of the states of its sequences.
+
+    Layers whose heads are fewer or smaller than others' (Gemma 4's windows) use the beginning of their room.
+    """
 
     layers: int  # with keys and values
-    heads: int  # key-value heads
-    head_size: int  # of keys
-    value_size: int  # of values
+    heads: int  # key-value heads, the most of a layer
+    head_size: int  # of keys, the largest
+    value_size: int  # of values, the largest
     dtype: torch.dtype
     device: torch.device
     state_size: int = 0  # numbers of the policy's state that are held for a drafter, float32
     exact: FixedOrder | None = None  # attention in the learner's order of additions
-    attending: tuple[int, ...] = ()  # the model's layers that have keys, if not all do
+    attending: tuple[int, ...] = ()  # the model's layers that have keys of their own, if not all do
+    shared: Mapping[int, int] = field(default_factory=dict)  # layer -> the earlier one whose keys and values it attends to
     states: Mapping[StateKey, StateShape] = field(default_factory=dict)  # that layers carry from token to token
     indexed: tuple[int, ...] = ()  # the model's layers with an indexer
     index_size: int = 0  # of its keys, float32
@@ -56,6 +60,7 @@ class CacheShape:
 
     def place(self, layer: int) -> int:
         """Return the place of a layer's keys in the cache."""
+        layer = self.shared.get(layer, layer)
         return self.attending.index(layer) if self.attending else layer
 
     def round_span(self, span: int) -> int:
@@ -78,6 +83,13 @@ class CacheShape:
     def state_tokens(self) -> int:
         """Tokens whose keys and values take as much memory as the states of a sequence."""
         return -(-self.state_bytes // self.bytes_per_token)
+
+
+def of_layer(cached: Tensor, new: Tensor) -> Tensor:
+    """[.., heads, length, D], the part of a layer's room that its new keys or values [T, heads, D] fill."""
+    heads, size = new.shape[1:]
+    whole = cached.shape[-3] == heads and cached.shape[-1] == size
+    return cached if whole else cached[..., :heads, :, :size]
 
 
 class SlotCache:
@@ -183,6 +195,14 @@ class PrefixStore:
         self.num_tokens = 0
 
 
+@dataclass(frozen=True, eq=False)
+class ImageRuns:
+    """Runs of a prompt's tokens that also attend to later tokens of their run."""
+
+    blocks: Tensor  # [P] int64, the run of each token; -1: none
+    windows_only: bool = False  # only in layers with a window
+
+
 def see_blocks(blocks: Tensor, queries: int, window: int | None) -> Tensor:
     """Return which keys the last ``queries`` tokens see within their own blocks [P], a mask [queries, P], limited by a window."""
     own = blocks[len(blocks) - queries :, None]
@@ -193,10 +213,9 @@ def see_blocks(blocks: Tensor, queries: int, window: int | None) -> Tensor:
     return inside & (places[len(blocks) - queries :, None] - places[None] < window)
 
 
-def attend_prompt(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """Attend causally, and in both directions within blocks: queries [1, heads, L, D] are the last L of the keys [1, kv_heads, P,
-    D].
-    """
+def attend_prompt(query: Tensor, key: Tensor, value: Tensor, runs: ImageRuns | None, spec: AttentionSpec) -> Tensor:
+    """Attend causally, and in both directions within runs: queries [1, heads, L, D] are the last L of the keys [1, kv_heads, P, D]."""
+    blocks = None if runs is None or (runs.windows_only and spec.window is None) else runs.blocks
     spec = spec.drop_unused_window(key.shape[2])
     causal = query.shape[2] == key.shape[2] and spec.window is None and blocks is None and spec.chosen is None
     mask = None if causal else causal_mask(query.shape[2], key.shape[2], spec.window, query.device)
@@ -266,37 +285,38 @@ class PrefillPlan(EnginePlan):
         shape: CacheShape,
         lengths: list[int],
         prefixes: list[Prefix | None],
-        blocks: Sequence[Tensor | None] = (),
+        runs: Sequence[ImageRuns | None] = (),
         mixing: MixerPass | None = None,
     ) -> None:
-        """``blocks``: per whole prompt [P], runs of tokens that also attend to later tokens of the run (-1: none); None: no runs."""
+        """``runs``: of each whole prompt; None: it has none."""
         super().__init__(mixing)
         self.shape = shape
-        self.blocks = blocks or [None] * len(lengths)
+        self.runs = runs or [None] * len(lengths)
         self.lengths = lengths
         self.prefixes = prefixes
         self.keys: list[Tensor] = []  # per layer [T, heads, D]
         self.values: list[Tensor] = []
         self.index_keys: list[Tensor] = []  # per layer with an indexer [T, D]
-        exact = shape.exact is not None or any(each is not None for each in self.blocks)
+        exact = shape.exact is not None or any(each is not None for each in self.runs)
         self.flash = None if exact else PromptFlash(lengths, [0 if each is None else each.length for each in prefixes])
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         key, value = key.to(self.shape.dtype), value.to(self.shape.dtype)
-        self.keys.append(key)
-        self.values.append(value)
+        if spec.layer not in self.shape.shared:
+            self.keys.append(key)
+            self.values.append(value)
         outputs = []
         query = query.to(self.shape.dtype) if self.shape.exact is None else query
         if self.flash is not None and self.flash.computes(query, key, value, spec):
             cached = [prefix for prefix in self.prefixes if prefix is not None]
             place = self.shape.place(spec.layer)
-            keys = [key, *(prefix.keys[place].transpose(0, 1) for prefix in cached)]
-            values = [value, *(prefix.values[place].transpose(0, 1) for prefix in cached)]
+            keys = [key, *(of_layer(prefix.keys[place], key).transpose(0, 1) for prefix in cached)]
+            values = [value, *(of_layer(prefix.values[place], value).transpose(0, 1) for prefix in cached)]
             return self.flash.attend(query, keys, values, spec)
         parts = (tensor.split(self.lengths) for tensor in (query, key, value))
         specs = split_choice(spec, self.lengths)
-        for q, k, v, prefix, blocks, one in zip(*parts, self.prefixes, self.blocks, specs, strict=True):
-            outputs.append(self._attend_one(q, k, v, prefix, blocks, one))
+        for q, k, v, prefix, runs, one in zip(*parts, self.prefixes, self.runs, specs, strict=True):
+            outputs.append(self._attend_one(q, k, v, prefix, runs, one))
         return torch.cat(outputs)
 
     def choose(self, rows: IndexRows, layer: int) -> Tensor:
@@ -310,28 +330,25 @@ class PrefillPlan(EnginePlan):
         return choose_in_prompts(rows, keys, self.lengths)
 
     def _attend_one(
-        self, query: Tensor, key: Tensor, value: Tensor, prefix: Prefix | None, blocks: Tensor | None, spec: AttentionSpec
+        self, query: Tensor, key: Tensor, value: Tensor, prefix: Prefix | None, runs: ImageRuns | None, spec: AttentionSpec
     ) -> Tensor:
         queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, L, D]
         if prefix is not None:
             place = self.shape.place(spec.layer)
-            keys = torch.cat([prefix.keys[place][None], keys], dim=2)
-            values = torch.cat([prefix.values[place][None], values], dim=2)
+            keys = torch.cat([of_layer(prefix.keys[place], key)[None], keys], dim=2)
+            values = torch.cat([of_layer(prefix.values[place], value)[None], values], dim=2)
         if self.shape.exact is not None:
             positions = torch.arange(keys.shape[2] - len(query), keys.shape[2], device=query.device)
             return self.shape.exact.attend_cached(queries, keys, values, positions[None], spec)[0].transpose(0, 1)
-        return attend_prompt(queries, keys, values, blocks, spec)[0].transpose(0, 1)
+        return attend_prompt(queries, keys, values, runs, spec)[0].transpose(0, 1)
 
     def build_prefix(self, index: int, tokens: tuple[int, ...], logits: Tensor, recorded: Columns) -> Prefix:
         """Return the ``index``-th prompt as a prefix, its cached part included. ``recorded`` [T, ...]: in this pass."""
         start = sum(self.lengths[:index])
         end = start + self.lengths[index]
-        size = (0, self.shape.heads, end - start, self.shape.head_size)  # of a model without attention
         keys, values = (
-            torch.stack([layer[start:end].transpose(0, 1) for layer in found])
-            if found
-            else torch.empty(size, dtype=self.shape.dtype, device=self.shape.device)
-            for found in (self.keys, self.values)
+            self._stack([layer[start:end] for layer in found], end - start, size)
+            for found, size in ((self.keys, self.shape.head_size), (self.values, self.shape.value_size))
         )
         cached = self.prefixes[index]
         if cached is not None:
@@ -344,6 +361,13 @@ class PrefillPlan(EnginePlan):
             for column, rows in recorded.items()
         }
         return Prefix(tokens, keys, values, logits, columns, split_states(self.mixing, index))
+
+    def _stack(self, layers: Sequence[Tensor], length: int, size: int) -> Tensor:
+        """The keys or values [length, heads, D] of the layers -> [layers, heads, length, D], the most and largest heads."""
+        stacked = torch.zeros(len(layers), self.shape.heads, length, size, dtype=self.shape.dtype, device=self.shape.device)
+        for place, rows in enumerate(layers):
+            of_layer(stacked[place], rows).copy_(rows.transpose(0, 1))
+        return stacked
 
 
 def split_choice(spec: AttentionSpec, lengths: Sequence[int]) -> list[AttentionSpec]:
@@ -398,7 +422,7 @@ class DecodePlan(EnginePlan):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         place = self.cache.shape.place(spec.layer)
-        keys, values = self.cache.keys[place], self.cache.values[place]
+        keys, values = of_layer(self.cache.keys[place], key), of_layer(self.cache.values[place], value)
         dtype = keys.dtype
         keys[self.rows, :, self.positions] = key.to(dtype)
         values[self.rows, :, self.positions] = value.to(dtype)

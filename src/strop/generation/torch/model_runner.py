@@ -17,12 +17,13 @@ from strop.generation.torch.decode_kernels import DecodeKernels
 from strop.generation.torch.emulated_quantization import EmulatedQuantization, RoundedCache
 from strop.generation.torch.fast_layers import FastLayers, choose_kernels
 from strop.generation.torch.fast_linears import FastLinears
-from strop.generation.torch.image_tokens import ImageReader, PromptImages, find_blocks
+from strop.generation.torch.image_tokens import ImageReader, PromptImages
 from strop.generation.torch.kv_cache import (
     INDEX_KEYS,
     CacheShape,
     DecodePlan,
     EnginePlan,
+    ImageRuns,
     PrefillPlan,
     Prefix,
     PrefixStore,
@@ -245,9 +246,8 @@ class PlanRunner:
         if self.offsets is not None:
             self.offsets[target] = self.offsets[source]
 
-    def _find_blocks(self, tokens: Sequence[int]) -> Tensor | None:
-        """Return the runs of image rows that attend in both directions, [P] (``find_blocks``); None if there are none."""
-        return find_blocks(tokens) if self.images is not None and self.images.sees_both_ways else None
+    def _find_runs(self, tokens: Sequence[int]) -> ImageRuns | None:
+        return None if self.images is None else self.images.find_runs(tokens)
 
     @torch.no_grad()
     def _forward(self, tokens: Tensor, positions: Tensor, plan: EnginePlan, rows: Tensor | None) -> Tensor:
@@ -411,9 +411,9 @@ class CachedRunner(FixedSlots, PlanRunner):
         prefixes = [cached[prompt.tokens] for prompt in prompts]
         skipped = [prefix.length if prefix is not None else 0 for prefix in prefixes]
         lengths = [len(prompt.tokens) - skip for prompt, skip in zip(prompts, skipped, strict=True)]
-        blocks = [self._find_blocks(prompt.tokens) for prompt in prompts]
+        runs = [self._find_runs(prompt.tokens) for prompt in prompts]
         mixing = self.cache.states.open_prompts(lengths, [{} if prefix is None else prefix.states for prefix in prefixes])
-        plan = PrefillPlan(self.shape, lengths, prefixes, blocks, mixing)
+        plan = PrefillPlan(self.shape, lengths, prefixes, runs, mixing)
         tokens = torch.tensor([token for prompt, skip in zip(prompts, skipped, strict=True) for token in prompt.tokens[skip:]])
         positions = join_positions(prompts, skipped)
         last = torch.tensor(lengths).cumsum(0) - 1
@@ -540,7 +540,9 @@ class _ShapeRecorder:
     """A plan that only records the shapes of keys and states, and the options of each layer."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[int, int, int, int]] = []  # layer, heads, sizes of a key and of a value
+        self.keys: dict[int, Tensor] = {}  # of layers with keys of their own
+        self.sizes: list[tuple[int, int, int]] = []  # of these: heads, sizes of a key and of a value
+        self.shared: dict[int, int] = {}
         self.specs: list[AttentionSpec] = []
         self.states: dict[StateKey, StateShape] = {}
         self.index_sizes: dict[int, int] = {}  # layer -> size of an indexer's key
@@ -560,13 +562,20 @@ class _ShapeRecorder:
         return outputs[0]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        self.seen.append((spec.layer, key.shape[1], key.shape[2], value.shape[2]))
+        if spec.layer in self.keys:
+            raise ValueError(f"layer {spec.layer} attends more than once, which no cache holds")
+        same = (layer for layer, earlier in self.keys.items() if earlier.data_ptr() == key.data_ptr())
+        if (owner := next(same, None)) is not None:
+            self.shared[spec.layer] = owner
+        else:
+            self.keys[spec.layer] = key
+            self.sizes.append((*key.shape[1:], value.shape[2]))
         self.specs.append(spec)
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
 def infer_cache_shape(network: Network) -> CacheShape:
-    """Infer the cache shape of a model from one forward pass. Raises ValueError if its layers differ in shape."""
+    """Infer the cache shape of a model from one forward pass. Raises ValueError if a layer attends more than once, or nothing is held."""
     return infer_cache_layout(network)[0]
 
 
@@ -574,18 +583,17 @@ def infer_cache_shape(network: Network) -> CacheShape:
 def infer_cache_layout(network: Network) -> tuple[CacheShape, list[AttentionSpec]]:
     """Infer the cache shape of a model, and the attention options of each layer, from one forward pass.
 
-    Raises ValueError if its layers differ in shape.
+    Raises ValueError as ``infer_cache_shape``.
     """
     recorder = _ShapeRecorder()
     network.use_plan_attention()
     token = torch.zeros(1, 1, dtype=torch.int64, device=network.device)
     network.decoder(input_ids=token, position_ids=token, plan=recorder, use_cache=False)
     network.use_learner_attention()
-    layers = [layer for layer, *_ in recorder.seen]
-    shapes = {shape[1:] for shape in recorder.seen} or {(0, 0, 0)}
-    if len(shapes) != 1 or layers != sorted(set(layers)) or not (layers or recorder.states):
-        raise ValueError(f"layers with different attention shapes ({sorted(shapes)}) do not fit one cache")
-    heads, size, value_size = shapes.pop()
+    layers = list(recorder.keys)
+    if not (layers or recorder.states):
+        raise ValueError("no layer attends or carries a state")
+    heads, size, value_size = (max(sizes, default=0) for sizes in zip(*recorder.sizes, strict=True)) if layers else (0, 0, 0)
     exact = network.exact  # float32 keys: attention reads them as stored, without a cast per step
     dtype = network.precision if exact is None else torch.float32
     shape = CacheShape(
@@ -597,6 +605,7 @@ def infer_cache_layout(network: Network) -> tuple[CacheShape, list[AttentionSpec
         device=network.device,
         exact=exact,
         attending=() if layers == list(range(len(layers))) else tuple(layers),
+        shared=recorder.shared,
         states=recorder.states,
         indexed=tuple(recorder.index_sizes),
         index_size=max(recorder.index_sizes.values(), default=0),

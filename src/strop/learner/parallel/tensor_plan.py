@@ -246,7 +246,9 @@ def _check_region(region: Region, regions: list[Region], model: Any, dims: Paral
 def _check_heads(region: Region, model: Any, ranks: int) -> None:
     if not region.mixes_tokens or any(layer.is_boundary_replicated for layer in region.layers):
         return
-    config = model.config.get_text_config()
+    config: Any = model.config.get_text_config()
+    if getattr(config, "is_heterogeneous", False):  # layers differ in heads (Gemma 4)
+        config = config.per_layer_config[region.module.layer_idx]
     counts = {"attention heads": config.num_attention_heads}
     if getattr(config, "kv_lora_rank", None) is None:  # latent attention has keys for every head
         counts["key-value heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -1,4 +1,4 @@
-"""Attention in which the tokens of an image see each other in both directions (Gemma 3)."""
+"""Attention in which the tokens of an image see each other in both directions (Gemma 3 and 4)."""
 
 from __future__ import annotations
 
@@ -38,14 +38,20 @@ class ImageBlockPlan:
         parents: Sequence[int],
         images: Sequence[PromptImage],
         device: torch.device,
+        *,
+        windows_only: bool = False,
     ) -> None:
+        """``windows_only``: only in layers with a window."""
         self.plan = plan
+        self.windows_only = windows_only
         self.blocks = [_make_block(starts, lengths, parents, image, device) for image in images]
         self.rows = torch.cat([block.queries for block in self.blocks])  # [rows of images]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention [T, heads, D] x [T, kv_heads, D] -> [T, heads, V]."""
         output = self.plan.attend(query, key, value, spec)
+        if self.windows_only and spec.window is None:
+            return output
         whole = torch.cat([_attend_block(block, query, key, value, spec) for block in self.blocks])
         return output.index_copy(0, self.rows, whole.to(output.dtype))
 

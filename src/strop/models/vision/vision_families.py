@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from strop import plugins
 
 Pixels = Mapping[str, Tensor]  # tower inputs of ONE image, under their Transformers names
+BidirectionalLayers = Literal["none", "windows", "all"]
 
 
 class UnknownFamily(ValueError):
@@ -36,11 +37,16 @@ class VisionFamily(ABC):
 
     config: Any
     kinds: ClassVar[tuple[str, ...]] = ()
-    bidirectional: ClassVar[bool] = False  # tokens of an image attend to each other in both directions
+    token_types: ClassVar[str] = "token_type_ids"  # the model's argument for which tokens are images
     tower_inputs: ClassVar[tuple[str, ...]] = (
         "pixel_values",
     )  # pixel keys; those of several images are joined along the first dimension
     grid_key: ClassVar[str | None] = None  # pixel key of the grid, for rotary positions in three dimensions
+
+    @property
+    def bidirectional(self) -> BidirectionalLayers:
+        """The layers in which the tokens of an image attend to each other in both directions; ``windows``: those with a window."""
+        return "none"
 
     @abstractmethod
     def placeholder(self, tokenizer: Any) -> str:
@@ -92,7 +98,10 @@ class Gemma3(VisionFamily):
     """Gemma 3: a fixed number of tokens between two markers; they attend to each other in both directions."""
 
     kinds = ("gemma3",)
-    bidirectional = True
+
+    @property
+    def bidirectional(self) -> BidirectionalLayers:
+        return "all"
 
     def placeholder(self, tokenizer: Any) -> str:
         token: str = tokenizer.convert_ids_to_tokens(self.config.boi_token_index)
@@ -114,6 +123,36 @@ class Gemma3(VisionFamily):
                 "the image processor has do_pan_and_scan, which cuts an image into several with text between them; set "
                 "policy.image_processor.do_pan_and_scan=false"
             )
+
+
+class Gemma4(VisionFamily):
+    """Gemma 4: patches of an image that keeps its proportions, averaged in squares, between two markers.
+
+    The larger models let the tokens of an image see each other in both directions, in the layers with a window.
+    """
+
+    kinds = ("gemma4",)
+    token_types = "mm_token_type_ids"
+    tower_inputs = ("pixel_values", "image_position_ids")
+
+    @property
+    def bidirectional(self) -> BidirectionalLayers:
+        return "windows" if self.config.text_config.use_bidirectional_attention == "vision" else "none"
+
+    def placeholder(self, tokenizer: Any) -> str:
+        return self.image_token(tokenizer)
+
+    def write(self, pixels: Pixels, tokenizer: Any) -> str:
+        begin, end = (tokenizer.convert_ids_to_tokens(token) for token in (self.config.boi_token_id, self.config.eoi_token_id))
+        return f"{begin}{self.image_token(tokenizer) * self.count_rows(pixels)}{end}"
+
+    def count_rows(self, pixels: Pixels) -> int:
+        patches = int((pixels["image_position_ids"] >= 0).all(-1).sum())  # the others are padding
+        return patches // int(self.config.vision_config.pooling_kernel_size) ** 2
+
+    def process(self, processor: Any, image: Any) -> dict[str, Tensor]:
+        read = super().process(processor, image)
+        return {name: read[name] for name in self.tower_inputs}
 
 
 class Llava(VisionFamily):
@@ -172,7 +211,7 @@ class Idefics3(VisionFamily):
         return int((vision.image_size // vision.patch_size) ** 2 // self.config.scale_factor**2)
 
 
-_OWN: Mapping[str, type[VisionFamily]] = {kind: each for each in (QwenVL, Gemma3, Llava, Idefics3) for kind in each.kinds}
+_OWN: Mapping[str, type[VisionFamily]] = {kind: each for each in (QwenVL, Gemma3, Gemma4, Llava, Idefics3) for kind in each.kinds}
 
 
 def known_families() -> list[str]:

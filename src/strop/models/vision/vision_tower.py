@@ -93,12 +93,15 @@ class DecoderInputs:
     embeddings: Tensor  # [T, H]
     is_image: Tensor  # [T] bool: whether a token stands for a tower row
     deepstack: tuple[Tensor, ...] = field(default=())  # [images' tokens, H] each, in the order of the row
+    of_layers: Tensor | None = None  # [T, layers, E]: each layer's own embeddings of the tokens (Gemma 4)
 
     def arguments(self, *shape: int) -> dict[str, Any]:
         """Return the decoder's keyword arguments, for rows of the shape ``shape`` that together have T tokens."""
         arguments: dict[str, Any] = {"inputs_embeds": self.embeddings.view(*shape, -1)}
         if self.deepstack:
             arguments |= {"visual_pos_masks": self.is_image.view(shape), "deepstack_visual_embeds": list(self.deepstack)}
+        if self.of_layers is not None:
+            arguments["per_layer_inputs"] = self.of_layers.view(*shape, *self.of_layers.shape[1:])
         return arguments
 
 
@@ -159,18 +162,28 @@ class VisionTower:
         for image in images:
             own = slice(image.start, image.end)
             is_image[own] = tokens[own] == self.processor.image_token_id
-        layer = self.model.get_input_embeddings()
-        places = is_image.nonzero().squeeze(1)
-        embeddings = layer(tokens.masked_fill(is_image, 0).to(layer.weight.device))  # the image token may have no embedding
-        if not len(places):
-            return DecoderInputs(embeddings, is_image.to(embeddings.device))
+        if not is_image.any():
+            return self.insert(tokens, is_image, None)
         features = self.features(images)
-        rows = torch.cat([each.rows for each in features]).to(embeddings.dtype)
-        if len(rows) != len(places):
-            raise ValueError(f"{len(places)} tokens of a batch stand for images whose tower makes {len(rows)} rows")
-        embeddings = embeddings.index_copy(0, places.to(embeddings.device), rows)
+        rows, count = torch.cat([each.rows for each in features]), int(is_image.sum())
+        if len(rows) != count:
+            raise ValueError(f"{count} tokens of a batch stand for images whose tower makes {len(rows)} rows")
         levels = zip(*(each.deepstack for each in features), strict=True)
-        return DecoderInputs(embeddings, is_image.to(embeddings.device), tuple(torch.cat(level) for level in levels))
+        return self.insert(tokens, is_image, rows, tuple(torch.cat(level) for level in levels))
+
+    def insert(self, tokens: Tensor, is_image: Tensor, rows: Tensor | None, deepstack: tuple[Tensor, ...] = ()) -> DecoderInputs:
+        """Return the embeddings of tokens [T] with the tower's ``rows`` [images' tokens, H] in the places of images."""
+        layer, decoder = self.model.get_input_embeddings(), self.model.get_decoder()
+        device = layer.weight.device
+        padding = getattr(decoder.config, "pad_token_id", None) or 0  # the image token may have no embedding
+        tokens, is_image = tokens.masked_fill(is_image, padding).to(device), is_image.to(device)
+        embeddings = layer(tokens)
+        if rows is not None:
+            embeddings = embeddings.index_copy(0, is_image.nonzero().squeeze(1), rows.to(embeddings.dtype))
+        of_layers = None
+        if getattr(decoder.config, "hidden_size_per_layer_input", None):
+            of_layers = decoder.get_per_layer_inputs(tokens[None], None)[0]
+        return DecoderInputs(embeddings, is_image, deepstack, of_layers)
 
     def touch(self, embeddings: Tensor) -> Tensor:
         """Return embeddings that depend on each trained weight outside the decoder, with a gradient of zero.
@@ -195,6 +208,13 @@ def freeze_tower(model: Any) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
+def freeze_audio(model: Any) -> None:
+    """Freeze what reads audio, which no data here has: weight decay would shrink it."""
+    for name in ("audio_tower", "embed_audio"):
+        if (module := getattr(model.model, name, None)) is not None:
+            module.requires_grad_(False)
+
+
 def _flatten(rows: Any) -> Tensor:
     """[[R, H], ...] or [images, R, H] -> [rows of all images, H]"""
     joined: Tensor = torch.cat(list(rows)) if isinstance(rows, list | tuple) else rows
@@ -212,8 +232,8 @@ def packed_inputs(tower: VisionTower, batch: Batch, plan: AttentionPlan, device:
     starts, lengths, parents = (column.tolist() for column in (batch.segment_start, batch.segment_length, batch.segment_parent))
     if batch.images and tower.family.grid_key is not None:
         positions = tree_positions(starts, lengths, parents, batch.images, tower.grids(batch.images)).positions[:, None]
-    if batch.images and tower.family.bidirectional:
-        plan = ImageBlockPlan(plan, starts, lengths, parents, batch.images, device)
+    if batch.images and (layers := tower.family.bidirectional) != "none":
+        plan = ImageBlockPlan(plan, starts, lengths, parents, batch.images, device, windows_only=layers == "windows")
     return {**inputs.arguments(1, len(batch.tokens)), "position_ids": positions.to(device), "plan": plan}
 
 
@@ -235,9 +255,11 @@ def padded_inputs(
         starts = range(0, count * longest, longest)
         found = tree_positions(starts, [longest] * count, [-1] * count, images, tower.grids(images))
         arguments["position_ids"] = found.positions.view(3, count, longest).to(device)
-    if tower.family.bidirectional:  # the masks of images are created one level above the decoder
-        arguments["token_type_ids"] = inputs.is_image.view(count, longest).to(torch.int64)
-    return tower.model.model if tower.family.bidirectional else tower.model.get_decoder(), arguments
+    if tower.family.bidirectional == "none":
+        return tower.model.get_decoder(), arguments
+    # the masks of images are created one level above the decoder
+    arguments[tower.family.token_types] = inputs.is_image.view(count, longest).to(torch.int64)
+    return tower.model.model, arguments
 
 
 def _images_of_paths(batch: Batch) -> list[list[PromptImage]]:

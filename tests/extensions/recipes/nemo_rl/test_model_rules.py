@@ -45,6 +45,15 @@ def test_dynamic_batching_cuts_by_its_tokens_and_packs() -> None:
     assert critic.sequence_packing.enabled and critic.batching.train_mb_tokens == 1024
 
 
+def test_a_load_balancing_loss_that_is_switched_off_is_left_out_and_another_is_refused() -> None:
+    key = "policy.hf_config_overrides.text_config.router_aux_loss_coef"
+    loaded = load(f"{key}=0.0", "cluster.master_port_range_low=1400")
+    assert effect_of(loaded, key) is Effect.UNUSED and not loaded.config.policy.hf_config_overrides
+    assert "Set policy.router_losses.aux_loss_coeff" in refusal(
+        "policy.hf_config_overrides.router_aux_loss_coef=0.01", "cluster.master_port_range_low=1400"
+    )
+
+
 def test_environment_variables_go_to_the_learner_s_processes_as_text() -> None:
     loaded = load(
         "cluster.backend=ray",

@@ -99,6 +99,11 @@ CASES = {
     "indexers, context, replayed": MixerCase("glm_moe_dsa", CONTEXT, replayed=True),
     "indexers, sequence, replayed": MixerCase("deepseek_v32", SEQUENCE, replayed=True),
     "indexers, experts": MixerCase("glm_moe_dsa", ParallelDims(shard=2, expert=2)),
+    "gemma 4, recomputed": MixerCase("gemma4", SHARDED, options=RECOMPUTED),
+    "gemma 4, tensor": MixerCase("gemma4", TENSOR),
+    "gemma 4, context": MixerCase("gemma4", CONTEXT),
+    "gemma 4, stages": MixerCase("gemma4_moe", STAGES),
+    "gemma 4, experts": MixerCase("gemma4_moe", ParallelDims(shard=2, expert=2)),
 }
 KEPT = (  # of each kind of mixer one on tensor ranks
     "recomputed", "context", "mamba, context", "mamba alone, recomputed", "stages", "layers that return tuples, stages",

@@ -110,6 +110,26 @@ def translate_fused_adam(recipe: Recipe) -> None:
 OPTIMIZER_RULES: tuple[Rule, ...] = (translate_fused_adam,)
 
 
+def leave_out_router_losses(recipe: Recipe) -> None:
+    """Transformers' own load-balancing loss, which Automodel adds unless its coefficient is 0."""
+    for section in ("policy", "value"):
+        for parent in (f"{section}.hf_config_overrides", f"{section}.hf_config_overrides.text_config"):
+            key = f"{parent}.router_aux_loss_coef"
+            if not recipe.is_set(key):
+                continue
+            if recipe.value(key):
+                recipe.refuse(
+                    key, "Transformers' load-balancing loss is not computed", f"Set {section}.router_losses.aux_loss_coeff."
+                )
+                continue
+            recipe.unused(key, f"Transformers' load-balancing loss is never added; {section}.router_losses adds one")
+            if parent.endswith("text_config") and len(recipe.value(parent)) == 1:
+                recipe.drop(parent)
+
+
+ROUTER_RULES: tuple[Rule, ...] = (leave_out_router_losses,)
+
+
 CUTS = "teacher.logprob_mb_tokens cuts what the teacher reads"
 WHY_UNUSED = {
     "train_*": "the teacher is not trained",

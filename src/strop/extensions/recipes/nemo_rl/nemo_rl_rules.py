@@ -15,6 +15,7 @@ from strop.extensions.recipes.nemo_rl.megatron_rules import MEGATRON_RULES
 from strop.extensions.recipes.nemo_rl.model_rules import (
     MODEL_RULES,
     OPTIMIZER_RULES,
+    ROUTER_RULES,
     RUN_RULES,
     TEACHER_RULES,
     translate_modelopt,
@@ -36,6 +37,7 @@ NEMO_RL_RULES: tuple[Rule, ...] = (
     *MEGATRON_RULES,
     *MODEL_RULES,
     *OPTIMIZER_RULES,
+    *ROUTER_RULES,
     *GENERATION_RULES,
     *DATA_RULES,
     explain_learner,

@@ -18,9 +18,11 @@ from torch import Tensor
 from strop.generation.torch.kv_cache import (
     INDEX_KEYS,
     EnginePlan,
+    ImageRuns,
     PromptFlash,
     attend_prompt,
     choose_in_prompts,
+    of_layer,
     split_choice,
 )
 from strop.generation.torch.mixer_states import MixerPass
@@ -171,7 +173,7 @@ class PagedDecodePlan(EnginePlan):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         place = self.cache.shape.place(spec.layer)
-        keys, values = self.cache.keys[place], self.cache.values[place]
+        keys, values = of_layer(self.cache.keys[place], key), of_layer(self.cache.values[place], value)
         dtype = keys.dtype
         keys[self.pages, :, self.offsets] = key.to(dtype)
         values[self.pages, :, self.offsets] = value.to(dtype)
@@ -290,7 +292,7 @@ class PromptRead:
     tokens: tuple[int, ...]
     cached: int
     pages: Sequence[int]  # of the sequence, in order
-    blocks: Tensor | None = None  # [P], runs of tokens that also attend to later tokens of the run (-1: none)
+    runs: ImageRuns | None = None
 
     @property
     def length(self) -> int:
@@ -311,7 +313,7 @@ class PagedPrefillPlan(EnginePlan):
         self.positions = torch.tensor(positions, device=device)
         self.pages = torch.tensor(pages, device=device)
         self.offsets = self.positions % cache.page
-        exact = any(read.blocks is not None for read in reads)
+        exact = any(read.runs is not None for read in reads)
         self.flash = None if exact else PromptFlash(self.lengths, [read.cached for read in reads])
         self._tables = [torch.tensor(read.pages[: -(-len(read.tokens) // cache.page)], device=device) for read in reads]
 
@@ -322,7 +324,7 @@ class PagedPrefillPlan(EnginePlan):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         place = self.cache.shape.place(spec.layer)
-        cached = self.cache.keys[place], self.cache.values[place]
+        cached = of_layer(self.cache.keys[place], key), of_layer(self.cache.values[place], value)
         query, key, value = (tensor.to(cached[0].dtype) for tensor in (query, key, value))
         cached[0][self.pages, :, self.offsets] = key
         cached[1][self.pages, :, self.offsets] = value
@@ -338,7 +340,7 @@ class PagedPrefillPlan(EnginePlan):
             if self.reads[index].cached:
                 k, v = (self._gather(index, tensor) for tensor in cached)
             queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-            outputs.append(attend_prompt(queries, keys, values, self.reads[index].blocks, specs[index])[0].transpose(0, 1))
+            outputs.append(attend_prompt(queries, keys, values, self.reads[index].runs, specs[index])[0].transpose(0, 1))
         return torch.cat(outputs)
 
     def choose(self, rows: IndexRows, layer: int) -> Tensor:

@@ -109,7 +109,7 @@ class PagedRunner(PlanRunner):
         cached = len(prompt.tokens) - cached
         page = self.cache.page
         end = (cached + max(budget, page)) // page * page  # whole pages
-        if end >= len(prompt.tokens) or self._find_blocks(prompt.tokens) is not None:  # which are read whole
+        if end >= len(prompt.tokens) or self._find_runs(prompt.tokens) is not None:  # which are read whole
             return 0
         opened = self.cache.open(prompt.tokens[:end])
         if opened is None:
@@ -149,7 +149,7 @@ class PagedRunner(PlanRunner):
         return result
 
     def _make_read(self, slot: int, tokens: tuple[int, ...]) -> PromptRead:
-        return PromptRead(tokens, self._opened[slot].cached, self._sequences[slot].pages, self._find_blocks(tokens))
+        return PromptRead(tokens, self._opened[slot].cached, self._sequences[slot].pages, self._find_runs(tokens))
 
     def _copy_own(self, source: int, target: int, length: int) -> None:
         """Copy the states after a prompt, and its tokens that are not in shared pages."""

@@ -70,6 +70,11 @@ class PipelineStages:
                 f"{type(decoder).__name__} of {self.name} is not an embedding, a list of layers and a norm (it has {', '.join(children)}), "
                 f"so it cannot be cut into pipeline stages; set {KEY}=1"
             )
+        if shared := [name for name, module in decoder.named_modules() if getattr(module, "is_kv_shared_layer", False)]:
+            raise ValueError(
+                f"{shared[0]} of {self.name} attends to the keys and values of an earlier layer, which may be on another pipeline stage; "
+                f"set {KEY}=1"
+            )
         self.decoder = decoder
         self.embedding: Any = children[embeddings[0]]
         self.layers: nn.ModuleList = children[lists[0]]  # type: ignore[assignment]
