@@ -21,11 +21,13 @@ from transformers import AutoConfig
 from strop.extensions.megatron.families.find_family import find_family
 from strop.generation.torch.model_runner import infer_cache_shape
 from strop.generation.torch.torch_engine import find_cache_obstacle
+from strop.learner.parallel.derived_plan import find_mixers
 from strop.learner.parallel.expert_parallel import check_experts, find_experts
 from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.learner.parallel.pipeline.pipeline_stages import PipelineStages
 from strop.learner.parallel.tensor_plan import find_regions
 from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.mixers.chosen_tokens import IndexRows
 from strop.models.mixers.mixer_interface import is_mixer
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.models.network import Network
@@ -74,19 +76,22 @@ class _Recorder:
     """A plan that records what layers ask of it."""
 
     def __init__(self) -> None:
-        self.attends = False
+        self.chooses = False  # for an indexer
         self.windows: set[int | None] = set()
         self.scans: list[Recurrence] = []
         self.channels: list[int] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        self.attends = True
         self.windows.add(spec.window)
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
     def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, spec: MixerSpec) -> Tensor:
         self.channels.append(len(weight))
         return inputs
+
+    def choose(self, rows: IndexRows, layer: int) -> Tensor:
+        self.chooses = True
+        return rows.choose_everything()
 
     def scan(self, recurrence: Recurrence, rows: Rows, spec: MixerSpec) -> Tensor:
         self.scans.append(recurrence)
@@ -102,7 +107,7 @@ def find_row(name: str) -> tuple[str, FamilyRow]:
     return kind, FamilyRow(
         mixer=_name_mixer(mixers, recorder, network),
         rows="shared" if network.packed else "padded",
-        tensor=_cell(network, lambda: _divide_tensors(network, mixers)),
+        tensor=_cell(network, lambda: _divide_tensors(network)),
         context=_cell(network, lambda: _divide_context(recorder)),
         expert=_cell(network, lambda: _divide_experts(network)),
         stages=_cell(network, lambda: _cut(network)),
@@ -127,7 +132,7 @@ def _name_mixer(mixers: Sequence[Any], recorder: _Recorder, network: Network) ->
     named = next((text for name, text in MIXERS.items() if name in called), None)
     if named is not None:
         return named
-    if getattr(network.model.config, "index_topk", None):
+    if recorder.chooses:
         return "sparse attention"
     if not network.packed:
         return str(network.fallback).partition(", a ")[2].partition(",")[0] or "attention"  # the module that is in the way
@@ -146,14 +151,13 @@ def _accepts(check: Callable[[], object]) -> str:
     return "yes"
 
 
-def _divide_tensors(network: Network, mixers: Sequence[Any]) -> str:
+def _divide_tensors(network: Network) -> str:
     try:
-        regions = find_regions(network.model, ParallelDims(tensor=2))
+        find_regions(network.model, ParallelDims(tensor=2))
         check_experts(network.model, ParallelDims(tensor=2))
     except ValueError as error:
         return "no plan" if "no tensor-parallel plan" in str(error) or "shards no linear layer" in str(error) else "no"
-    divided = {id(module) for region in regions for module in region.module.modules()}
-    return "yes" if all(id(each) in divided for each in mixers) else "mixers whole"
+    return "mixers whole" if None in find_mixers(network.model).values() else "yes"
 
 
 def _divide_context(recorder: _Recorder) -> str:
@@ -166,7 +170,7 @@ def _divide_experts(network: Network) -> str:
 
 
 def _cut(network: Network) -> str:
-    return _accepts(lambda: PipelineStages(network, ParallelDims(pipeline=2)).check_passing(2))
+    return _accepts(lambda: PipelineStages(network, ParallelDims(pipeline=2)))
 
 
 def _find_engine(network: Network) -> str:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from strop.learner.parallel.head_layout import find_head_layout
 from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.learner.parallel.tensor_plan import check_tensor_plan
 from strop.models.attention.attention_interface import IMPLEMENTATION

@@ -92,7 +92,9 @@ CASES = {
     "indexers, recomputed": MixerCase("glm_moe_dsa", SHARDED, options=RECOMPUTED),
     "indexers, tensor": MixerCase("deepseek_v32", TENSOR),
     "indexers, context": MixerCase("glm_moe_dsa", CONTEXT),
-    "indexers, ring": MixerCase("deepseek_v32", CONTEXT, {"num_attention_heads": 3, "num_key_value_heads": 3}),  # which do not divide
+    "indexers, ring": MixerCase(
+        "deepseek_v32", CONTEXT, {"num_attention_heads": 3, "num_key_value_heads": 3}
+    ),  # which do not divide
     "indexers, stages": MixerCase("deepseek_v32", STAGES),
     "shared indexers, stages": MixerCase("glm_moe_dsa", STAGES),
     "indexers, lora": MixerCase("deepseek_v32", SHARDED, options=LORA),
