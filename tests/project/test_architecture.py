@@ -408,6 +408,7 @@ SHORT = {
     "extensions.labs.draft.drafting_config": "keys of the engine, which are read before those of the policy",
     "extensions.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
     "extensions.recorded.tokenizing_worker": "a process of its own",
+    "extensions.math.math_scorers": "what the processes that score answers import",
     "runs.open_run": "how a run is put together",
     "trainer.publish": "a stage of the loop",
 }
