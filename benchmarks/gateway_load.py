@@ -127,7 +127,7 @@ class Agent:
                 self.answered.append((time.perf_counter(), took - float(said["wait"])))
                 messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"{turn}\n{RESULT}"}]
         except (aiohttp.ClientError, OSError) as error:
-            return f"lost: {type(error).__name__}"
+            return f"lost: {error!r:.300}"
         return ""
 
 
