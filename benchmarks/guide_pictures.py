@@ -133,6 +133,7 @@ def main() -> None:
     flat = {title: {label: metrics[name][title] for label, name in pair.items()} for title in shown}
     draw_curves("flat_reward", flat, {"validation/accuracy": 0.25, "train/rewards/correct": 0.25})
     draw_objectives()
+    run(f"algorithm check grpo objective.high=0.28 --plot {shlex.quote(str(PICTURES / 'clip_formula.png'))}", folder)
 
 
 if __name__ == "__main__":

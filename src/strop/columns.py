@@ -36,6 +36,7 @@ class TokenColumn:
     key: str = ""  # of the configuration, that has the column recorded
     when: str = ""  # a property of the configuration that says whether the key has an effect, if it has not always
     ragged: bool = False  # the sets [K] of tokens have different sizes: one more dimension, padded with ``fill``
+    bits: bool = False  # the last dimension is a bit for each token of a path, eight a byte; padded with ``fill``
     complete: bool = False  # every turn of a batch has it, or none
     check: Callable[[Tensor, Tensor], None] | None = None  # raises ValueError for values [N, ...] that do not go with tokens [N]
 
@@ -50,6 +51,10 @@ class TokenColumn:
     def is_stored(self, config: object) -> bool:
         """Return whether a run of this configuration stores the column with its rollouts."""
         return _is_set(config, self.stored) if isinstance(self.stored, str) else self.stored
+
+    def cut(self, values: Tensor, length: int) -> Tensor:
+        """Return the values [n, ...] of tokens of a path of this length."""
+        return values[..., : -(-length // 8)] if self.bits else values
 
     def find_known(self, values: Tensor) -> Tensor:
         """Return of which entries something was recorded, [n] bool, for values [n, ...]."""

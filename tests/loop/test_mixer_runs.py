@@ -1,4 +1,4 @@
-"""Models with recurrent layers in complete runs: they learn as the tiny Llama does, and go on after a kill."""
+"""Models with recurrent layers and sparse attention in complete runs: they learn as the tiny Llama does, and go on after a kill."""
 
 from __future__ import annotations
 
@@ -21,9 +21,15 @@ pytestmark = pytest.mark.slow
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 QWEN = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 1}
+INDEXED = {
+    "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_shared_experts": 1,
+    "n_group": 1, "topk_group": 1, "index_topk": 8, "index_head_dim": 8, "index_n_heads": 16, "num_hidden_layers": 2,
+}  # fmt: skip
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5TextConfig", {**QWEN, "layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}),
     "nemotron_h": ("NemotronHConfig", {**NEMOTRON, "layers_block_type": ["mamba", "mlp", "attention", "mlp"]}),
+    "deepseek_v32": ("DeepseekV32Config", INDEXED),
 }
 
 
@@ -34,7 +40,7 @@ def build_family(family: str, folder: Path) -> Path:
     tokenizer = tiny_tokenizer()
     name, options = CONFIGS[family]
     config = getattr(transformers, name)(
-        vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0, bos_token_id=None, **SIZES, **options
+        vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0, bos_token_id=None, **{**SIZES, **options}
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -61,7 +67,7 @@ def rewards(model: Path, folder: Path, rate: float) -> list[float]:
 
 
 @pytest.mark.parametrize("family", sweep(CONFIGS, "qwen3_5"))
-def test_a_recurrent_model_learns_as_a_llama_of_its_size(family: str, tmp_path: Path) -> None:
+def test_such_a_model_learns_as_a_llama_of_its_size(family: str, tmp_path: Path) -> None:
     """Each at a rate that suits it: at the Llama's, the others learn as steadily and a third as fast."""
     llama = rewards(build_tiny(tmp_path / "llama"), tmp_path / "run_of_llama", 0.003)
     found = rewards(build_family(family, tmp_path / "model"), tmp_path / "run", 0.01)
@@ -69,11 +75,12 @@ def test_a_recurrent_model_learns_as_a_llama_of_its_size(family: str, tmp_path: 
     assert risen > 0.7 * (sum(llama[-4:]) / 4 - llama[0]) > 0.05, (found, llama)
 
 
-@pytest.mark.parametrize("family", sweep(CONFIGS, "nemotron_h"))
-def test_a_killed_run_of_a_recurrent_model_ends_as_if_nothing_had_happened(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", sweep(CONFIGS, "nemotron_h", "deepseek_v32"))
+def test_a_killed_run_of_such_a_model_ends_as_if_nothing_had_happened(family: str, tmp_path: Path) -> None:
     model = build_family(family, tmp_path / "model")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     settings = {"grpo.max_num_steps": 3, "checkpointing.save_period": 1, "data.validation.size": 2}
+    settings |= {"policy.router_replay.indexers": True} if family == "deepseek_v32" else {}
     assert grpo(model, whole, **settings).code == 0
     assert grpo(model, parts, before=Kill("at the optimizer step", 3), **settings).code == -signal.SIGKILL
     outcome = grpo(model, parts, **settings)

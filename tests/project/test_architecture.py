@@ -85,7 +85,12 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "swanlab": ("extensions/trackers/",),
     "trackio": ("extensions/trackers/",),
     "pynvml": ("extensions/performance/",),
-    "matplotlib": ("extensions/reading/", "extensions/trackers/", "results.py"),  # results.py names its type
+    "matplotlib": (
+        "extensions/checks/",
+        "extensions/reading/",
+        "extensions/trackers/",
+        "results.py",
+    ),  # results.py names its type
     "pyarrow": ("monitoring/", "data/", "extensions/view/", "extensions/replay/"),
     "math_verify": ("environments/",),
     "reasoning_gym": ("extensions/adapters/",),

@@ -26,6 +26,7 @@ from strop.data.splitting import split_micro_batches
 from strop.environments.base import Environment
 from strop.environments.verifiers.base import Verifier
 from strop.extensions.checks import env_command
+from strop.extensions.checks.algorithm_command import make_algorithm_parser
 from strop.extensions.checks.data_command import make_data_parser
 from strop.extensions.code.sandbox.sandbox_command import make_sandbox_parser
 from strop.extensions.comparison.compare_command import make_compare_parser
@@ -216,6 +217,7 @@ def test_commands_name_configurations_that_load(
 ) -> None:
     monkeypatch.chdir(workplace)
     parsers = {
+        "algorithm": make_algorithm_parser,
         "ledger": replay_commands.make_ledger_parser,
         "plot": make_plot_parser,
         "replay": replay_commands.make_parser,

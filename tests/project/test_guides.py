@@ -73,7 +73,7 @@ def write_files_of_others(home: Path) -> None:
     shutil.copy(ROOT / "examples" / "configs" / "grpo_math_1B.yaml", home / "recipe.yaml")
 
 
-@pytest.mark.parametrize("name", sweep(GUIDES))
+@pytest.mark.parametrize("name", sweep(sorted(GUIDES.keys() - {"cluster_run"})))  # its commands need containers, a hub and Slurm
 def test_a_guide_runs_as_it_is_written(name: str, home: Path) -> None:
     servers: list[Running] = []
     if name == "coming_from":

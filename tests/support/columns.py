@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from strop.columns import Columns, TokenColumn
+from strop.models.attention.chosen_tokens import pack_bits
 from strop.types import Batch, Branch, Group, Rollout, Turn
 from support.packed import history, path_rows
 
@@ -17,13 +19,23 @@ PREDICTED = TokenColumn("stranger_predicted", dtype="float64", aligned="predicte
 TURN = TokenColumn("stranger_turn", dtype="float32", aligned="turn", fill=-1)
 ROLLOUT = TokenColumn("stranger_rollout", dtype="int64", aligned="rollout")
 SETS = TokenColumn("stranger_sets", dtype="int32", aligned="predicted", fill=-5, ragged=True)
-STRANGERS = (READ, PREDICTED, TURN, ROLLOUT, SETS)
+BITS = TokenColumn("stranger_bits", dtype="int8", aligned="read", bits=True)
+STRANGERS = (READ, PREDICTED, TURN, ROLLOUT, SETS, BITS)
 
 
 def read_values(tokens: Sequence[int]) -> Tensor:
     """[n, 2] int32: what an engine recorded of tokens that it read, each by what is before it."""
     sums = torch.tensor(list(tokens), dtype=torch.int64).cumsum(0)
     return torch.stack([sums % 997, sums // 3], 1).to(torch.int32)
+
+
+def bits_of(tokens: Sequence[int]) -> Tensor:
+    """[n, 2, bytes] int8: a bit for itself and for some of the tokens before it."""
+    count = len(tokens)
+    before = (torch.tensor(list(tokens), dtype=torch.int64) % 3 == 0).expand(count, -1).tril() | torch.eye(
+        count, dtype=torch.bool
+    )
+    return torch.stack([pack_bits(before, -(-count // 8))] * 2, 1)
 
 
 def pad_sets(sets: Sequence[Sequence[int]], width: int = 0) -> Tensor:
@@ -38,6 +50,7 @@ def report(context: Sequence[int], tokens: Sequence[int]) -> Columns:
     sums = torch.tensor(whole, dtype=torch.float64).cumsum(0)
     return {
         READ: read_values(whole[:-1]),
+        BITS: bits_of(whole[:-1]),
         PREDICTED: sums[len(context) :] / 7,
         TURN: torch.tensor([[len(context), sum(tokens)]], dtype=torch.float32),
         SETS: pad_sets([[*range(token % 4), token] for token in tokens]),
@@ -92,13 +105,15 @@ def check_strangers(groups: Sequence[Group], batch: Batch) -> None:
 
 def check_read(batch: Batch, *, every: bool) -> None:
     """What is recorded of a token that something is predicted from is that of its history."""
-    column = batch.read_columns[READ.name]
+    column, bits = batch.read_columns[READ.name], batch.read_columns[BITS.name]
     for place, source in enumerate(batch.source.tolist()):
         known = bool((column[source] != READ.fill).any())
         assert known or not every
         assert torch.equal(
             column[source], read_values(history(batch, place))[-1] if known else torch.full((2,), -7, dtype=torch.int32)
         )
+        chosen = bits_of(history(batch, place))[-1] if known else bits.new_zeros(2, 0)
+        assert torch.equal(bits[source], pad(chosen, (0, bits.shape[2] - chosen.shape[1])))
 
 
 def check_part(part: Batch, index: Tensor, whole: Batch, rollouts: Sequence[int]) -> None:

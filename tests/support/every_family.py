@@ -46,6 +46,12 @@ ROUTED = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_shared_experts": 1,
 }  # fmt: skip
 
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+# 16 heads: with few, many scores are zeros, among which Transformers chooses by the width of the row.
+INDEXED = {**ROUTED, **LATENT, "num_hidden_layers": 3, "index_topk": 6, "index_head_dim": 8, "index_n_heads": 16}
+
 # Type -> its parameters. longrope's factors are as many as the frequencies.
 SCALINGS: dict[str, Mapping[str, Any]] = {
     "linear": {"factor": 4.0},
@@ -114,9 +120,12 @@ FAMILIES: dict[str, Family] = {
     "glm4": family("Glm4Config", **HEADS),
     "glm4_moe": family("Glm4MoeConfig", experts=True, **HEADS, **ROUTED, use_qk_norm=True),
     "deepseek_v3": family(
-        "DeepseekV3Config", experts=True, **{**ROUTED, "moe_intermediate_size": 24}, num_key_value_heads=4, q_lora_rank=12,
-        kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_group=2, topk_group=1,
+        "DeepseekV3Config", experts=True, **{**ROUTED, "moe_intermediate_size": 24}, **LATENT, n_group=2, topk_group=1
     ),
+    "deepseek_v32": family("DeepseekV32Config", (), experts=True, **INDEXED, n_group=2, topk_group=1),
+    "glm_moe_dsa": family("GlmMoeDsaConfig", (), experts=True, **INDEXED, indexer_types=["full", "shared", "full"]),
+    "hy_v4": family("HYV4Config", (), experts=True, **INDEXED, head_dim=12, hc_mult=2, indexer_types=["full", "shared", "full"]),
+    "axk2": family("AXK2Config", (), experts=True, **INDEXED, gated_norm_rank=4),
     "gpt_oss": family("GptOssConfig", experts=True, **HEADS, **WINDOW, num_local_experts=4, num_experts_per_tok=2),
     "smollm3": family("SmolLM3Config", **FOUR, no_rope_layer_interval=2),
     "olmo2": family("Olmo2Config"),

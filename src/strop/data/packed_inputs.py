@@ -130,6 +130,10 @@ def _find_form(column: TokenColumn, found: Sequence[Tensor]) -> tuple[tuple[int,
     return shapes.pop(), reduce(torch.promote_types, (values.dtype for values in found))
 
 
+def _widen(column: TokenColumn, values: Tensor, width: int) -> Tensor:
+    return pad(values, (0, width - values.shape[-1]), value=column.fill) if column.bits else values
+
+
 def _place_read(
     column: TokenColumn, rollouts: Sequence[Rollout], trees: Sequence[Sequence[TokenPath]], length: int
 ) -> Tensor:  # [T, ...]
@@ -139,7 +143,9 @@ def _place_read(
     values in a cache.
     """
     turns = [turn for rollout in rollouts for turn in rollout.policy_turns]
-    shape, dtype = _find_form(column, [turn.columns[column] for turn in turns if column in turn.columns])
+    recorded = [turn.columns[column] for turn in turns if column in turn.columns]
+    widest = max(values.shape[-1] for values in recorded) if column.bits else 0
+    shape, dtype = _find_form(column, [_widen(column, values, widest) for values in recorded])
     joined = torch.full((length, *shape), column.fill, dtype=dtype)
     placed = torch.zeros(length, dtype=torch.bool)
     for rollout, paths in zip(rollouts, trees, strict=True):
@@ -152,6 +158,6 @@ def _place_read(
                     continue
                 places = expand(path.spans(end - 1 - len(values), end - 1))
                 fresh = column.find_known(values) & ~placed[places]
-                joined[places[fresh]] = values[fresh].to(dtype)
+                joined[places[fresh]] = _widen(column, values[fresh], widest).to(dtype)
                 placed[places[fresh]] = True
     return joined

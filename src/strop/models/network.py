@@ -20,6 +20,7 @@ from strop.models.adapters import disable_adapters
 from strop.models.attention.attention_interface import IMPLEMENTATION
 from strop.models.attention.attention_plan import AttentionPlan
 from strop.models.attention.kernel_choice import AttentionKernel
+from strop.models.attention.recorded_choices import IndexedLayers, find_indexed_layers
 from strop.models.attention.tree_plan import TreePlan
 from strop.models.draft_head import DraftHead
 from strop.models.fixed_order import FixedOrder
@@ -31,7 +32,7 @@ from strop.models.logprobs.logit_tiles import ROWS
 from strop.models.logprobs.token_logprobs import token_logprobs
 from strop.models.mixers.mixer_interface import install_mixers
 from strop.models.packing_probe import CannotPack, LayerProbe, check_structure
-from strop.models.recorded_columns import RecordedColumn, Recorders
+from strop.models.recorded_columns import RecordedColumn, Recorders, ReplayedColumn
 from strop.models.routing.recorded_experts import ReplayedRoutes, RoutedLayers
 from strop.models.routing.router_config import RouterLossConfig
 from strop.models.routing.router_observer import ObservedRouters, RouterObserver
@@ -55,8 +56,10 @@ class TokenSharding(Protocol):
         """Hidden states of this device's tokens -> those of all T tokens, [T or more, H]."""
         ...
 
-    def shard_layers(self, column: Tensor, padding: int) -> Tensor:
-        """[T, ...] -> the rows that this device's layers compute between attentions; rows of ``padding`` where there is no token."""
+    def shard_layers(self, column: Tensor, padding: int, *, mixing: bool = False) -> Tensor:
+        """[T, ...] -> the rows that this device's layers compute between attentions, or in them with ``mixing``; rows of ``padding``
+        where there is no token.
+        """
         ...
 
     def add_counts(self, counts: Tensor) -> Tensor:
@@ -81,7 +84,7 @@ class NoTokenSharding:
     def gather_hidden(self, hidden: Tensor) -> Tensor:
         return hidden
 
-    def shard_layers(self, column: Tensor, padding: int) -> Tensor:
+    def shard_layers(self, column: Tensor, padding: int, *, mixing: bool = False) -> Tensor:
         return column
 
     def add_counts(self, counts: Tensor) -> Tensor:
@@ -117,7 +120,8 @@ class Network:
         self.token_sharding: TokenSharding = NoTokenSharding()
         self.routed: RoutedLayers | None = None  # with router replay
         self.observed_routers: ObservedRouters | None = None  # with router losses
-        self.router_counts: Tensor | None = None  # since the last read: (token, layer) pairs that differ, compared
+        self.indexed: IndexedLayers | None = None  # with replay of what indexers chose
+        self.replay_counts: dict[str, Tensor] = {}  # column -> since the last read: (token, layer) pairs that differ, compared
         self.exact: FixedOrder | None = None  # of an extension
         self.draft: DraftHead | None = None  # of an extension
         self.vision: VisionTower | None = None  # with a processor of images
@@ -159,7 +163,7 @@ class Network:
         device.
         """
         whole = isinstance(self.token_sharding, NoTokenSharding)
-        return self.packed and whole and self.vision is None and self.routed is None and self.draft is None
+        return self.packed and whole and self.vision is None and not self.recorded_columns and self.draft is None
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """[R] int64 -> embeddings [R, H]."""
@@ -169,6 +173,17 @@ class Network:
     def enable_router_replay(self) -> None:
         """Enable recording an engine's experts and training with recorded ones. Raises ValueError for a model without experts."""
         self.routed = install_router_replay(self.model)
+
+    def enable_indexer_replay(self, longest: int) -> None:
+        """Enable recording what an engine's indexers chose for rollouts of up to ``longest`` tokens, and training with it. Raises
+        ValueError for a model without indexers, or that reads padded rows.
+        """
+        if not self.packed:
+            raise ValueError(
+                f"policy.router_replay.indexers: {type(self.model).__name__} reads padded rows ({self.fallback or 'as configured'}), in "
+                "which indexers choose by themselves; set it to false"
+            )
+        self.indexed = find_indexed_layers(self.model, longest)
 
     def observe_routers(self, config: RouterLossConfig, section: str) -> None:
         """Add router losses to the gradient of observed passes, and count expert load. Raises ValueError without experts."""
@@ -202,33 +217,41 @@ class Network:
     @property
     def recorded_columns(self) -> Sequence[RecordedColumn]:
         """What the passes of an engine record of the tokens that they read."""
-        return () if self.routed is None else (self.routed,)
+        owners: tuple[RecordedColumn | None, ...] = (self.routed, self.indexed)
+        return [each for each in owners if each is not None]
 
     def record_columns(self) -> Recorders:
         """Return what records these columns in one pass."""
         return {each.column: each.record() for each in self.recorded_columns}
 
-    def _replay(self, batch: Batch, source: Tensor | None = None) -> dict[str, ReplayedRoutes]:
-        """Return the keyword argument of the decoder that replays the recorded experts of a batch.
+    def _replay(self, batch: Batch, source: Tensor | None = None) -> dict[str, ReplayedColumn]:
+        """Return the keyword arguments of the decoder that replay what was recorded for a batch.
 
         ``source`` [N]: for padded rows, the positions (over all rows) from which the predicted tokens are predicted.
         """
-        column = None if self.routed is None else self.routed.column
-        if self.routed is None or column is None or column.name not in batch.read_columns:
-            return {}
-        recorded = batch.read_columns[column.name]
-        if source is not None:
-            recorded = pad_sequence(_read_rows(batch, recorded), batch_first=True, padding_value=int(column.fill)).flatten(0, 1)
-        counted = torch.bincount(batch.source if source is None else source, minlength=len(recorded))
-        padded = ((recorded, int(column.fill)), (counted, 0))
-        local = (self.token_sharding.shard_layers(values, padding).to(self.device) for values, padding in padded)
-        return {column.name: ReplayedRoutes(self.routed, *local)}
+        replayed: dict[str, ReplayedColumn] = {}
+        for owner in self.recorded_columns:
+            column = owner.column
+            if column.name not in batch.read_columns:
+                continue
+            recorded, fill = batch.read_columns[column.name], int(column.fill)
+            if source is not None:
+                recorded = pad_sequence(_read_rows(batch, recorded), batch_first=True, padding_value=fill).flatten(0, 1)
+            counted = torch.bincount(batch.source if source is None else source, minlength=len(recorded))
+            mixing = owner is self.indexed
+            local = (
+                self.token_sharding.shard_layers(values, padding, mixing=mixing).to(self.device)
+                for values, padding in ((recorded, fill), (counted, 0))
+            )
+            replayed[column.name] = owner.replay(*local)
+        return replayed
 
-    def _count_differences(self, replayed: Mapping[str, ReplayedRoutes]) -> None:
-        for experts in replayed.values():
-            experts.check(replayable_layers(self.decoder))
-            counts = self.token_sharding.add_counts(experts.counts)
-            self.router_counts = counts if self.router_counts is None else self.router_counts + counts
+    def _count_differences(self, replayed: Mapping[str, ReplayedColumn]) -> None:
+        for name, each in replayed.items():
+            if isinstance(each, ReplayedRoutes):
+                each.check(replayable_layers(self.decoder))
+            counts = self.token_sharding.add_counts(each.counts)
+            self.replay_counts[name] = counts + self.replay_counts.get(name, 0)
 
     def autocast(self) -> torch.autocast:
         """Return bfloat16 autocast if that is the precision, else a context without effect."""

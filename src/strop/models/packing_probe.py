@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from strop.models.attention.indexers import is_indexer
 from strop.models.layers.known_code import decoder_layers
 from strop.models.mixers.mixer_interface import is_mixer
 
@@ -46,6 +47,8 @@ def check_structure(decoder: nn.Module) -> None:
     """Raise CannotPack for a module that mixes positions in a way that no plan computes."""
     mixers: list[str] = []
     for name, module in decoder.named_modules():
+        if is_indexer(module):
+            continue
         if is_mixer(module):
             mixers.append(f"{name}.")
         elif _mixes_unseen(module) and not (isinstance(module, _POSITIONAL) and name.startswith(tuple(mixers))):

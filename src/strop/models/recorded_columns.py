@@ -19,6 +19,12 @@ class ColumnRecorder(Protocol):
         ...
 
 
+class ReplayedColumn(Protocol):
+    """Replaces a model's choices in one pass. The decoder is given it as a keyword argument of the column's name."""
+
+    counts: Tensor  # [2]: (token, layer) pairs that differ, compared
+
+
 Recorders = Mapping[TokenColumn, ColumnRecorder]
 
 
@@ -37,6 +43,10 @@ class RecordedColumn(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def record(self) -> ColumnRecorder: ...
+
+    def replay(self, values: Tensor, weights: Tensor) -> ReplayedColumn:
+        """Return what replays the values [n, ...] of the tokens of a pass, with the weight of each in the counts [n]."""
+        ...
 
 
 def name_recorders(recorders: Recorders) -> dict[str, Any]:

@@ -259,6 +259,8 @@ def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_
     policy = load(config.policy, config.training.seed, loader)
     if isinstance(config, RolloutRunConfig) and config.policy.router_replay.enabled:
         policy.network.enable_router_replay()
+    if isinstance(config, RolloutRunConfig) and config.policy.router_replay.indexers:
+        policy.network.enable_indexer_replay(config.policy.max_total_sequence_length)
     for extension in policy_extensions(config.policy):
         extension.change_policy(policy.network, policy.tokenizer, loader.measure, config.training.seed)
     convert_to_float8(policy.network.model, config.policy.fp8, resolve_device(config.policy.device), "policy.fp8")

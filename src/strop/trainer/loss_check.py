@@ -6,6 +6,7 @@ Both are decided from the gradient with respect to the network's outputs, so nei
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from strop.algorithms.base import Algorithm, LossFn, Outputs
 from strop.algorithms.policy_gradient.parts import Part
 from strop.data.splitting import select_rollouts
 from strop.learner.parallel.micro_batch import tensor_fields
+from strop.metrics import Metrics, merge
 from strop.types import Batch
 
 ROUNDING = 1e-3  # relative error of the gradient: reordered float32 sums differ by far less, and a wrong divisor by half of it
@@ -29,27 +31,38 @@ def check_loss(algorithm: Algorithm, loss: LossFn, batch: Batch, outputs: Output
     """
     if all(type(part).__module__.startswith("strop.") for part in (algorithm, *_parts(algorithm))):
         return
-    whole = _gradient(loss, batch, outputs)
+    whole, _ = differentiate(loss, batch, outputs)
     if not bool(whole.isfinite().all()):
         return  # the step is skipped, and counted
-    name = f"the loss of {type(algorithm).__name__}"
-    _check_cut(name, whole, _gradient_in_halves(loss, batch, outputs, whole_groups=algorithm.whole_groups))
-    if batch.zero_gradient is not None and (lost := whole[batch.zero_gradient[batch.sequence]].norm()) > 0:
-        raise ValueError(
-            f"{name} has a gradient (of the norm {lost:.4g}) at rollouts that zero_gradient says have none: they are not trained on. "
-            "Define zero_gradient(batch, learner) for what the loss adds, or set zero_gradient_without_advantage = False in its Objective"
-        )
+    name, unit = type(algorithm).__name__, batch.group.tolist() if algorithm.whole_groups else range(batch.num_sequences)
+    halves = [[sequence for sequence, each in enumerate(unit) if each % 2 == side] for side in (0, 1)]
+    if fault := find_cut_fault(name, whole, differentiate_parts(loss, batch, outputs, halves), "in two halves"):
+        raise ValueError(fault)
+    if fault := find_zero_fault(name, whole, batch):
+        raise ValueError(fault)
 
 
-def _check_cut(name: str, whole: Tensor, halves: Tensor | None) -> None:
-    difference = 0.0 if halves is None else float((whole - halves).norm())
-    if halves is not None and difference > max(ROUNDING * float(whole.norm()), SMALLEST / len(whole) ** 0.5):
-        raise ValueError(
-            f"{name} depends on how a batch is cut into micro-batches: the gradient by the outputs of this step's {len(whole)} tokens has "
-            f"the norm {whole.norm():.4g}, and in two halves {halves.norm():.4g}. Divide by batch.totals, as strop.algorithms.functional."
-            "aggregate does, never by the size of what the loss is handed (no mean()); compute what needs the whole step in prepare_step; "
-            "set whole_groups = True for a loss that compares the rollouts of a group"
-        )
+def find_cut_fault(name: str, whole: Tensor, cut: tuple[Tensor, Metrics] | None, how: str) -> str | None:
+    """Return what is wrong if the gradient of a cut batch differs from that of the whole one, both [N, outputs]."""
+    if cut is None or float((whole - cut[0]).norm()) <= max(ROUNDING * float(whole.norm()), SMALLEST / len(whole) ** 0.5):
+        return None
+    return (
+        f"the loss of {name} depends on how a batch is cut into micro-batches: the gradient by the outputs of this step's {len(whole)} "
+        f"tokens has the norm {whole.norm():.4g}, and {how} {cut[0].norm():.4g}. Divide by batch.totals, as strop.algorithms.functional."
+        "aggregate does, never by the size of what the loss is handed (no mean()); compute what needs the whole step in prepare_step; "
+        "set whole_groups = True for a loss that compares the rollouts of a group"
+    )
+
+
+def find_zero_fault(name: str, whole: Tensor, batch: Batch) -> str | None:
+    """Return what is wrong if a rollout of ``batch.zero_gradient`` has a gradient. ``whole``: [N, outputs]."""
+    if batch.zero_gradient is None or not (lost := whole[batch.zero_gradient[batch.sequence]].norm()) > 0:
+        return None
+    return (
+        f"the loss of {name} has a gradient (of the norm {lost:.4g}) at rollouts that zero_gradient says have none: they are not "
+        "trained on. Define zero_gradient(batch, learner) for what the loss adds, or set zero_gradient_without_advantage = False in its "
+        "Objective"
+    )
 
 
 def _parts(algorithm: Algorithm) -> list[object]:
@@ -57,26 +70,27 @@ def _parts(algorithm: Algorithm) -> list[object]:
     return [part for value in values for part in (value if isinstance(value, tuple) else (value,)) if isinstance(part, Part)]
 
 
-def _gradient_in_halves(loss: LossFn, batch: Batch, outputs: Outputs, *, whole_groups: bool) -> Tensor | None:
-    """Return the gradient of two parts, cut by every second rollout (which splits groups) or every second group; None if there is
-    only one.
+def differentiate_parts(
+    loss: LossFn, batch: Batch, outputs: Outputs, parts: Sequence[Sequence[int]]
+) -> tuple[Tensor, Metrics] | None:
+    """Return the gradient [N, outputs] and the merged metrics of the loss over ``parts`` of a batch's rollouts; None if fewer than
+    two parts have tokens.
     """
-    unit = batch.group.tolist() if whole_groups else range(batch.num_sequences)
-    chosen = [[sequence for sequence, each in enumerate(unit) if each % 2 == side] for side in (0, 1)]
-    halves = [select_rollouts(batch, sequences) for sequences in chosen if sequences]
-    if len(halves) < 2 or not all(len(half.index) for half in halves):
+    cut = [part for part in (select_rollouts(batch, sequences) for sequences in parts if sequences) if len(part.index)]
+    if len(cut) < 2:
         return None
-    columns: list[dict[str, Any]] = [{name: column[half.index] for name, column in tensor_fields(outputs)} for half in halves]
-    joined = torch.cat([_gradient(loss, half.batch, replace(outputs, **own)) for half, own in zip(halves, columns, strict=True)])
-    return joined.index_copy(0, torch.cat([half.index for half in halves]), joined)
+    columns: list[dict[str, Any]] = [{name: column[part.index] for name, column in tensor_fields(outputs)} for part in cut]
+    found = [differentiate(loss, part.batch, replace(outputs, **own)) for part, own in zip(cut, columns, strict=True)]
+    joined = torch.cat([gradient for gradient, _ in found])
+    return joined.index_copy(0, torch.cat([part.index for part in cut]), joined), merge(*(logged for _, logged in found))
 
 
-def _gradient(loss: LossFn, batch: Batch, outputs: Outputs) -> Tensor:  # [N, outputs]
-    """Return the gradient of a loss with respect to all outputs of each token."""
+def differentiate(loss: LossFn, batch: Batch, outputs: Outputs) -> tuple[Tensor, Metrics]:
+    """Return the gradient [N, outputs] of a loss with respect to all outputs of each token, and its metrics."""
     leaves: dict[str, Any] = {name: column.detach().clone().requires_grad_() for name, column in tensor_fields(outputs)}
     with torch.enable_grad():
-        value, _ = loss(replace(outputs, **leaves), batch)
+        value, logged = loss(replace(outputs, **leaves), batch)
     columns = [*leaves.values()]
     found = torch.autograd.grad(value, columns, allow_unused=True) if value.requires_grad else [None] * len(columns)
     filled = [torch.zeros_like(column) if each is None else each for each, column in zip(found, columns, strict=True)]
-    return torch.cat([each.reshape(len(each), -1).double() for each in filled], 1)
+    return torch.cat([each.reshape(len(each), -1).double() for each in filled], 1), logged

@@ -15,7 +15,18 @@ from strop.data.shares.divide_batch import divide_batch
 from strop.data.shares.split_rule import SplitRule
 from strop.data.splitting import split_micro_batches, split_mini_batches
 from strop.types import Batch, RolloutCredit, observation_turn
-from support.columns import PREDICTED, READ, STRANGERS, TURN, check_part, check_read, check_strangers, report, with_strangers
+from support.columns import (
+    BITS,
+    PREDICTED,
+    READ,
+    STRANGERS,
+    TURN,
+    check_part,
+    check_read,
+    check_strangers,
+    report,
+    with_strangers,
+)
 from support.rollouts import GroupShape, batch_shapes, make_agent_groups, make_group, make_groups, make_rollout, sampled_turn
 
 properties = settings(max_examples=60, deadline=None, derandomize=True)
@@ -65,7 +76,7 @@ def test_where_only_an_end_is_scored_there_is_nothing_of_predicted_tokens() -> N
     groups = [with_strangers(group) for group in make_agent_groups()]
     ones = torch.ones(3, dtype=torch.float64)
     batch = pack(groups, RolloutCredit(rewards=ones, advantages=ones, mask=ones, predict="last_token"))
-    assert not batch.columns and set(batch.read_columns) == {READ.name} and len(batch.rollout_columns) == 1
+    assert not batch.columns and set(batch.read_columns) == {READ.name, BITS.name} and len(batch.rollout_columns) == 1
 
 
 def test_a_later_turn_keeps_of_what_it_read_only_what_earlier_ones_lack() -> None:

@@ -1,6 +1,7 @@
 """Models whose layers carry states from token to token, sampled by the embedded engine from the states that it holds.
 
-DeepSeek V3 carries none: as in Kimi Linear's layers with attention, its keys and values differ in size.
+DeepSeek V3 carries none: as in Kimi Linear's layers with attention, its keys and values differ in size. Of those with an indexer, its keys
+are held too, and it chooses among them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from support.torch_engine import Request, cache_config, make_engine, make_paged_
 
 FAMILIES = (
     "qwen3_5", "qwen3_next", "olmo_hybrid", "nemotron_h", "falcon_h1", "granite_hybrid", "bamba", "lfm2", "jamba", "mamba2",
-    "kimi_linear", "deepseek_v3",
+    "kimi_linear", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2",
 )  # fmt: skip
 OPTIONS = {"kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2}}
 PROMPTS = ([5, 40, 60, 5, 40, 60, 7, 9, 5, 40, 60], [17, 300], [5, 40, 60, 5, 40, 60, 7, 9, 11] * 3, [8])
@@ -81,7 +82,7 @@ def make_pages(network: Network, **options: Any) -> PagedRunner:
 
 
 @pytest.mark.parametrize("make", [make_slots, make_pages])
-@pytest.mark.parametrize("family", sweep(FAMILIES, "qwen3_5", "nemotron_h"))
+@pytest.mark.parametrize("family", sweep(FAMILIES, "qwen3_5", "nemotron_h", "glm_moe_dsa"))
 def test_the_engine_samples_what_the_model_computes_for_the_whole_sequence(family: str, make: Callable[..., ModelRunner]) -> None:
     network = build_network(family)
     engine = make_engine(make(network))
@@ -122,7 +123,9 @@ class Foreseeing:
         pass
 
 
-@pytest.mark.parametrize("family", sweep([each for each in FAMILIES if each != "mamba2"], "qwen3_5", "falcon_h1", "lfm2"))
+@pytest.mark.parametrize(
+    "family", sweep([each for each in FAMILIES if each != "mamba2"], "qwen3_5", "falcon_h1", "lfm2", "deepseek_v32")
+)
 def test_drafts_that_turn_out_wrong_leave_no_trace(family: str) -> None:
     network = build_network(family)
     sampling = Sampling(max_new_tokens=20, temperature=0.7)

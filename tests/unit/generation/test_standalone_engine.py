@@ -7,6 +7,7 @@ import copy
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from strop.weight_sync.publisher import PublishOptions, WeightPublisher
 from strop.weight_sync.transports.host_memory import MemorySender
 from strop.weight_sync.verification import Canary, VerificationFailed
 from strop.weight_sync.weight_sync_config import WeightSyncConfig
+from support import every_family
 from support.lora import with_random_adapters
 from support.models import build
 from support.torch_engine import make_runner
@@ -200,21 +202,28 @@ def test_a_layer_whose_copy_is_not_refreshed_is_found_by_name(layer: str, precis
     run(found, work)
 
 
-def test_a_wrong_tensor_in_the_module_is_found_by_name() -> None:
-    engine = apart(lambda: build("llama", seed=9), prepack=False)
-    found = pair(build("llama"), engine)
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (partial(build, "llama"), "model.norm.weight"),
+        (partial(every_family.build, "deepseek_v32"), "model.layers.1.self_attn.indexer.wk.weight"),
+    ],
+)
+def test_a_wrong_tensor_in_the_module_is_found_by_name(make: Callable[[], Any], name: str) -> None:
+    engine = apart(make, prepack=False)
+    found = pair(make(), engine)
 
     async def work() -> None:
         await found.weights.publish(0)
         activate_version = engine._engine.activate_version  # type: ignore[union-attr]
 
         def spoilt(version: int) -> None:
-            norm = engine._engine.runner.network.model.model.norm.weight  # type: ignore[union-attr]
-            norm.data[3] += 1e-3
+            weight = engine._engine.runner.network.model.get_parameter(name)  # type: ignore[union-attr]
+            weight.data.view(-1)[3] += 1e-3
             activate_version(version)
 
         engine._engine.activate_version = spoilt  # type: ignore[union-attr, method-assign]
-        with pytest.raises(VerificationFailed, match=r"model\.norm\.weight"):
+        with pytest.raises(VerificationFailed, match=name):
             await found.weights.publish(1)
 
     run(found, work)

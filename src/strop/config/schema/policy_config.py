@@ -72,6 +72,7 @@ class PolicyConfig(ModelConfig):
         yield from self._check_adapter_dropout(key)
         yield from self._check_engine_length(f"{key}.generation")
         yield from self._check_router_replay(key)
+        yield from self._check_indexer_replay(key)
         yield from self._check_compile(key)
         if self.deterministic:
             yield from self._check_deterministic(key)
@@ -105,6 +106,20 @@ class PolicyConfig(ModelConfig):
                 f"found {length}, but a rollout may have policy.max_total_sequence_length = {total} tokens, and the engine would truncate "
                 "it earlier",
                 f"Leave it unset, set it to {total} or more, or lower policy.max_total_sequence_length.",
+            )
+
+    def _check_indexer_replay(self, key: str) -> Iterator[Problem]:
+        if self.router_replay.indexers and self.generation.uses_engines:
+            yield Problem(
+                f"{key}.router_replay.indexers",
+                f"found true, but {self.generation.engine_name} does not report the tokens that indexers chose",
+                f"Set {key}.generation.backend=torch, or {key}.router_replay.indexers=false.",
+            )
+        if self.router_replay.indexers and not self.uses_torch:
+            yield Problem(
+                f"{key}.router_replay.indexers",
+                "found true, but only the torch learner replays the tokens that indexers chose",
+                f"Set {key}.backend=torch, or {key}.router_replay.indexers=false.",
             )
 
     def _check_router_replay(self, key: str) -> Iterator[Problem]:
@@ -213,3 +228,5 @@ class RecordedPolicyConfig(PolicyConfig):
             yield Problem(f"{key}.offload", "it has no effect: a run on recorded data has no engine to make room for")
         if self.router_replay.enabled:
             yield Problem(f"{key}.router_replay.enabled", "it has no effect: recorded data has no experts that an engine chose")
+        if self.router_replay.indexers:
+            yield Problem(f"{key}.router_replay.indexers", "it has no effect: recorded data has no tokens that an engine chose")

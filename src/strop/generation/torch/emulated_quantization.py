@@ -14,6 +14,7 @@ from torch import Tensor
 
 from strop.generation.torch.kv_cache import EnginePlan
 from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.chosen_tokens import IndexRows
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.models.quantization.number_format import E4M3
 from strop.models.quantization.quantization_plan import QuantizationPlan
@@ -55,6 +56,9 @@ class RoundedCache:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         return self.plan.attend(query, _round_e4m3(key), _round_e4m3(value), spec)
+
+    def choose(self, rows: IndexRows, layer: int) -> Tensor:
+        return self.plan.choose(rows, layer)
 
     def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, spec: MixerSpec) -> Tensor:
         return self.plan.convolve(inputs, weight, bias, spec)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from strop.columns import Columns
+from strop.columns import Columns, TokenColumn
 from strop.device_copies import is_gpu
 from strop.generation.torch.mixer_states import MixerPass, SlotStates, StateKey, States, StateShape, split_states
 from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.chosen_tokens import IndexRows, choose_tokens, count_bytes, sees
 from strop.models.attention.flash_kernel import VarlenFlashKernel, flash_obstacle
 from strop.models.attention.merged_attention import attend_in_pieces
 from strop.models.attention.plain_attention import causal_mask, masked_attention
@@ -24,6 +25,9 @@ from strop.models.recorded_columns import RecordedColumn, Recorders, allocate_co
 from strop.types import PromptImage
 
 SPAN_STEP = 32  # positions
+
+# [R, layers, D]: the keys of indexers, which the cache holds as it holds recorded columns
+INDEX_KEYS = TokenColumn("index_keys", dtype="float32", aligned="read", stored=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,15 @@ class CacheShape:
     exact: FixedOrder | None = None  # attention in the learner's order of additions
     attending: tuple[int, ...] = ()  # the model's layers that have keys, if not all do
     states: Mapping[StateKey, StateShape] = field(default_factory=dict)  # that layers carry from token to token
+    indexed: tuple[int, ...] = ()  # the model's layers with an indexer
+    index_size: int = 0  # of its keys, float32
+
+    def allocate_columns(self, recorded: Sequence[RecordedColumn], size: tuple[int, ...]) -> dict[TokenColumn, Tensor]:
+        """Return memory for the recorded columns of tokens, and for the keys of indexers, [*size, ...] each."""
+        columns = allocate_columns(recorded, size, self.device)
+        if self.indexed:
+            columns[INDEX_KEYS] = torch.zeros((*size, len(self.indexed), self.index_size), device=self.device)
+        return columns
 
     def place(self, layer: int) -> int:
         """Return the place of a layer's keys in the cache."""
@@ -53,7 +66,8 @@ class CacheShape:
     @property
     def bytes_per_token(self) -> int:
         """At least one, for models that have only states."""
-        return (self.layers * self.heads * (self.head_size + self.value_size) * self.dtype.itemsize + 4 * self.state_size) or 1
+        keys = self.layers * self.heads * (self.head_size + self.value_size) * self.dtype.itemsize
+        return keys + 4 * (self.state_size + len(self.indexed) * self.index_size) or 1
 
     @property
     def state_bytes(self) -> int:
@@ -72,7 +86,7 @@ class SlotCache:
     def __init__(self, shape: CacheShape, slots: int, length: int, recorded: Sequence[RecordedColumn] = ()) -> None:
         """``recorded``: columns of tokens that are held too."""
         self.shape = shape
-        self.columns = allocate_columns(recorded, (slots, length), shape.device)  # [slots, length, ...]
+        self.columns = shape.allocate_columns(recorded, (slots, length))  # [slots, length, ...]
         self.slots = slots
         self.length = length
         size = (shape.layers, slots, shape.heads, length)
@@ -184,8 +198,10 @@ def attend_prompt(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | No
     D].
     """
     spec = spec.drop_unused_window(key.shape[2])
-    causal = query.shape[2] == key.shape[2] and spec.window is None and blocks is None
+    causal = query.shape[2] == key.shape[2] and spec.window is None and blocks is None and spec.chosen is None
     mask = None if causal else causal_mask(query.shape[2], key.shape[2], spec.window, query.device)
+    if mask is not None and spec.chosen is not None:
+        mask = mask & sees(spec.chosen, torch.arange(key.shape[2], device=query.device))
     if mask is not None and blocks is not None:
         mask = mask | see_blocks(blocks.to(query.device), query.shape[2], spec.window)
     return masked_attention(query, key, value, mask, spec, causal=causal)
@@ -230,6 +246,9 @@ class EnginePlan:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         raise NotImplementedError
 
+    def choose(self, rows: IndexRows, layer: int) -> Tensor:
+        raise NotImplementedError
+
     def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, spec: MixerSpec) -> Tensor:
         assert self.mixing is not None
         return self.mixing.convolve(inputs, weight, bias, spec)
@@ -258,6 +277,7 @@ class PrefillPlan(EnginePlan):
         self.prefixes = prefixes
         self.keys: list[Tensor] = []  # per layer [T, heads, D]
         self.values: list[Tensor] = []
+        self.index_keys: list[Tensor] = []  # per layer with an indexer [T, D]
         exact = shape.exact is not None or any(each is not None for each in self.blocks)
         self.flash = None if exact else PromptFlash(lengths, [0 if each is None else each.length for each in prefixes])
 
@@ -274,9 +294,20 @@ class PrefillPlan(EnginePlan):
             values = [value, *(prefix.values[place].transpose(0, 1) for prefix in cached)]
             return self.flash.attend(query, keys, values, spec)
         parts = (tensor.split(self.lengths) for tensor in (query, key, value))
-        for q, k, v, prefix, blocks in zip(*parts, self.prefixes, self.blocks, strict=True):
-            outputs.append(self._attend_one(q, k, v, prefix, blocks, spec))
+        specs = split_choice(spec, self.lengths)
+        for q, k, v, prefix, blocks, one in zip(*parts, self.prefixes, self.blocks, specs, strict=True):
+            outputs.append(self._attend_one(q, k, v, prefix, blocks, one))
         return torch.cat(outputs)
+
+    def choose(self, rows: IndexRows, layer: int) -> Tensor:
+        place = len(self.index_keys)
+        self.index_keys.append(rows.key)
+        own = rows.key.split(self.lengths)
+        keys = [
+            key if prefix is None else torch.cat([prefix.columns[INDEX_KEYS][:, place], key])
+            for key, prefix in zip(own, self.prefixes, strict=True)
+        ]
+        return choose_in_prompts(rows, keys, self.lengths)
 
     def _attend_one(
         self, query: Tensor, key: Tensor, value: Tensor, prefix: Prefix | None, blocks: Tensor | None, spec: AttentionSpec
@@ -305,12 +336,36 @@ class PrefillPlan(EnginePlan):
         cached = self.prefixes[index]
         if cached is not None:
             keys, values = torch.cat([cached.keys, keys], dim=2), torch.cat([cached.values, values], dim=2)
+        if self.index_keys:
+            recorded = {**recorded, INDEX_KEYS: torch.stack(self.index_keys, 1)}
         before = {} if cached is None else cached.columns
         columns = {
             column: torch.cat([*([before[column]] if column in before else []), rows[start:end]])
             for column, rows in recorded.items()
         }
         return Prefix(tokens, keys, values, logits, columns, split_states(self.mixing, index))
+
+
+def split_choice(spec: AttentionSpec, lengths: Sequence[int]) -> list[AttentionSpec]:
+    """Return the options for the queries of each of several prompts."""
+    if spec.chosen is None:
+        return [spec] * len(lengths)
+    return [replace(spec, chosen=chosen) for chosen in spec.chosen.split(list(lengths))]
+
+
+def choose_in_prompts(rows: IndexRows, keys: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+    """Choose for the new tokens of prompts, the last ``lengths`` ones of the keys [P, D] of each: [T, bytes] int8."""
+    longest = max(map(len, keys))
+    if longest <= rows.count:
+        return rows.choose_everything()
+    chosen, start = [], 0
+    for key, length in zip(keys, lengths, strict=True):
+        own = slice(start, start + length)
+        part = IndexRows(rows.query[own], key, rows.weight[own], rows.count)
+        positions = torch.arange(len(key) - length, len(key), device=key.device)
+        chosen.append(choose_tokens(part, positions, key[None], count_bytes(longest)))
+        start += length
+    return torch.cat(chosen)
 
 
 class DecodePlan(EnginePlan):
@@ -324,6 +379,15 @@ class DecodePlan(EnginePlan):
         self.positions = positions
         self.span = span
         self._masks: dict[int | None, Tensor] = {}
+
+    def choose(self, rows: IndexRows, layer: int) -> Tensor:
+        held = self.cache.columns[INDEX_KEYS][:, :, self.cache.shape.indexed.index(layer)]  # [slots, length, D]
+        held[self.rows, self.positions] = rows.key.to(held.dtype)
+        if self.span <= rows.count:
+            return rows.choose_everything()
+        return choose_tokens(
+            rows, self.positions, held[: len(self.rows), : self.span].to(rows.query.dtype), count_bytes(self.span)
+        )
 
     def _mask(self, window: int | None) -> Tensor:  # [B, 1, 1, span]
         if window not in self._masks:
@@ -343,11 +407,10 @@ class DecodePlan(EnginePlan):
             cached_keys, cached_values = (tensor[:count, :, : self.span] for tensor in (keys, values))
             return exact.attend_cached(query[:, :, None], cached_keys, cached_values, self.positions[:, None], spec)[:, :, 0]
         spec = spec.drop_unused_window(self.span)
+        mask = self._mask(spec.window)
+        if spec.chosen is not None:
+            mask = mask & sees(spec.chosen, torch.arange(self.span, device=mask.device))[:, None, None]
         output = masked_attention(
-            query.to(dtype)[:, :, None],
-            keys[:count, :, : self.span],
-            values[:count, :, : self.span],
-            self._mask(spec.window),
-            spec,
+            query.to(dtype)[:, :, None], keys[:count, :, : self.span], values[:count, :, : self.span], mask, spec
         )
         return output[:, :, 0]

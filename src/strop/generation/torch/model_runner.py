@@ -18,11 +18,21 @@ from strop.generation.torch.emulated_quantization import EmulatedQuantization, R
 from strop.generation.torch.fast_layers import FastLayers, choose_kernels
 from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.image_tokens import ImageReader, PromptImages, find_blocks
-from strop.generation.torch.kv_cache import CacheShape, DecodePlan, EnginePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
+from strop.generation.torch.kv_cache import (
+    INDEX_KEYS,
+    CacheShape,
+    DecodePlan,
+    EnginePlan,
+    PrefillPlan,
+    Prefix,
+    PrefixStore,
+    SlotCache,
+)
 from strop.generation.torch.mixer_states import StateKey, StateShape
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights
 from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.chosen_tokens import IndexRows
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.models.network import Network
 from strop.models.recorded_columns import name_recorders, stack_columns
@@ -367,7 +377,8 @@ class CachedRunner(FixedSlots, PlanRunner):
         if self.network.exact is not None or not is_gpu(self.network.device):
             return None
         states = "its layers carry states from token to token" if self.shape.states else None
-        obstacle = states or capture_obstacle(self.network.model)
+        indexed = "its indexers choose tokens" if self.shape.indexed else None
+        obstacle = states or indexed or capture_obstacle(self.network.model)
         if obstacle is not None:
             log.warning("decoding %s without CUDA graphs: %s", type(self.network.model).__name__, obstacle)
             return None
@@ -448,7 +459,8 @@ class CachedRunner(FixedSlots, PlanRunner):
         self.prefixes.put(session, self.cache.read_prefix(slot, tokens))
 
     def read_columns(self, slot: int, length: int) -> Columns:
-        return {column: held[slot, :length].to("cpu", copy=True) for column, held in self.cache.columns.items()}
+        columns = {column: held for column, held in self.cache.columns.items() if column is not INDEX_KEYS}
+        return {column: column.cut(held[slot, :length], length).to("cpu", copy=True) for column, held in columns.items()}
 
     def reset_prefix_cache(self) -> None:
         self.prefixes.clear()
@@ -531,6 +543,11 @@ class _ShapeRecorder:
         self.seen: list[tuple[int, int, int, int]] = []  # layer, heads, sizes of a key and of a value
         self.specs: list[AttentionSpec] = []
         self.states: dict[StateKey, StateShape] = {}
+        self.index_sizes: dict[int, int] = {}  # layer -> size of an indexer's key
+
+    def choose(self, rows: IndexRows, layer: int) -> Tensor:
+        self.index_sizes[layer] = rows.key.shape[1]
+        return rows.choose_everything()
 
     def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, spec: MixerSpec) -> Tensor:
         channels, size = weight.shape
@@ -581,5 +598,7 @@ def infer_cache_layout(network: Network) -> tuple[CacheShape, list[AttentionSpec
         exact=exact,
         attending=() if layers == list(range(len(layers))) else tuple(layers),
         states=recorder.states,
+        indexed=tuple(recorder.index_sizes),
+        index_size=max(recorder.index_sizes.values(), default=0),
     )
     return shape, recorder.specs

@@ -57,7 +57,7 @@ from strop.models.fixed_order import forget_copies
 from strop.models.layers.known_code import decoder_layers
 from strop.models.malloc import trim_freed_memory
 from strop.models.network import Network
-from strop.models.routing.recorded_experts import measure_disagreement, measure_missing_routes, take_router_counts
+from strop.models.routing.recorded_experts import measure_disagreement, measure_missing_routes, take_replay_counts
 from strop.models.routing.router_observer import ObservedRouters
 from strop.sampling import Sampling
 from strop.types import Batch
@@ -241,7 +241,7 @@ class TorchLearner:
         free = measure_free(device)
         weights = sum(each.nbytes for each in self.parameters if each.device.type == device.type)
         self._drop_gradients()
-        take_router_counts(self.network)
+        take_replay_counts(self.network)
         return MemoryProbe(
             device=device.type,
             tokens=rollouts * length,
@@ -294,14 +294,14 @@ class TorchLearner:
             logged.append({**measured, **missing})
             return value
 
-        take_router_counts(self.network)  # those of earlier scores
+        take_replay_counts(self.network)  # those of earlier scores
         key = f"{self._budget_key}.{'train' if backward else 'logprob'}_mb_tokens"
         observing = nullcontext() if routers is None else routers.observing()
         with explain_full_memory(key, token_budget, trains=backward), observing:
             compute = partial(self._compute_trained, logged) if backward else self._compute_outputs
             results = self.parallelism.run_passes(micro_batches, compute, compute_loss, backward=backward)
-        if (counts := take_router_counts(self.network)) is not None:
-            logged.append(measure_disagreement(torch.stack(list(self.parallelism.gather_stages(counts))).sum(0)))
+        for metric, counts in take_replay_counts(self.network).items():
+            logged.append(measure_disagreement(torch.stack(list(self.parallelism.gather_stages(counts))).sum(0), metric))
         if routers is not None:
             logged.append(routers.take(self.parallelism.add_over_ranks))
         return MicroBatchOutputs(results, metrics.merge(*logged)) if self.parallelism.is_leader else MicroBatchOutputs()

@@ -32,10 +32,13 @@ def strop_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     plan: AttentionPlan | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function called by Transformers: [1, heads, T, D] -> [1, T, heads, D]. ``s_aux`` [heads]: attention sinks."""
+    """The attention function called by Transformers: [1, heads, T, D] -> [1, T, heads, D]. ``s_aux`` [heads]: attention sinks;
+    ``indices`` [1, T, bytes]: an indexer's choice.
+    """
     if plan is None:
         raise RuntimeError(
             "attention implementation 'strop' needs a plan: call the model with plan=..., or set another implementation"
@@ -46,7 +49,9 @@ def strop_attention(
         )
     layer = module.layer_idx
     assert isinstance(layer, int)
-    spec = AttentionSpec(layer, scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    chosen = None if indices is None or not indices.shape[-1] else indices[0]
+    spec = AttentionSpec(layer, scale, sliding_window, softcap, s_aux, chosen)
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # rotary embeddings return float32
         query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.chosen_tokens import sees
 from strop.models.attention.merged_attention import Gradients, merge_part
 from strop.models.attention.tree_pieces import AttentionPiece, Levels
 from strop.sampling import at_least_float32
@@ -94,6 +95,9 @@ class BlockwiseKernel:
         if block.distance is not None:
             hidden = _hidden(block.queries, block.keys, block.distance, spec.window, scores.device)
             scores.masked_fill_(hidden, float("-inf"))
+        if spec.chosen is not None and spec.key_positions is not None:
+            rows, columns = _places(block)
+            scores.masked_fill_(~sees(spec.chosen[rows], spec.key_positions[columns]).unsqueeze(1), float("-inf"))
         return scores, slope
 
 

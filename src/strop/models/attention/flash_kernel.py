@@ -32,6 +32,8 @@ LARGEST_HEAD = 256  # of the GPU kernels
 def flash_obstacle(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> str | None:
     """Return why the fused kernels cannot compute this attention; None if they can."""
     size, values = query.shape[2], value.shape[2]
+    if spec.chosen is not None:
+        return "an indexer chooses the keys of each query"
     if query.device.type == "cpu":
         if spec.window is not None:
             return "the layer has a sliding window"

@@ -52,11 +52,11 @@ def choose_kernel(
         return asked
     obstacle = flash_obstacle(query, key, value, spec)
     if asked == "auto":
-        choice = _choose(query, value, scores, obstacle)
+        choice = _choose(query, value, spec, scores, obstacle)
     elif asked == "flash":
         choice = KernelChoice("flash", "as configured") if obstacle is None else KernelChoice("blockwise", obstacle, "flash")
     else:
-        missing = _flex_obstacle(query.device.type, min(query.shape[2], value.shape[2]))
+        missing = _flex_obstacle(query, value, spec)
         choice = KernelChoice("flex", "as configured") if missing is None else KernelChoice("blockwise", missing, "flex")
     _log_once(choice, query.device.type, query.dtype)
     return choice.kernel
@@ -76,7 +76,7 @@ def choose_piece_kernel(
     return choice.kernel
 
 
-def _choose(query: Tensor, value: Tensor, scores: int, obstacle: str | None) -> KernelChoice:
+def _choose(query: Tensor, value: Tensor, spec: AttentionSpec, scores: int, obstacle: str | None) -> KernelChoice:
     device, dtype = query.device.type, query.dtype
     limit = PLAIN_SCORES.get(("gpu" if is_gpu(query.device) else device, dtype), 0)
     if scores <= limit:
@@ -85,14 +85,21 @@ def _choose(query: Tensor, value: Tensor, scores: int, obstacle: str | None) -> 
         return KernelChoice("flash", f"more than {limit:,} scores, which it does not keep" if limit else "no padding and no mask")
     if device == "cpu":
         return KernelChoice("blockwise", f"no fused kernel: {obstacle}")
-    missing = _flex_obstacle(device, min(query.shape[2], value.shape[2]))
+    missing = _flex_obstacle(query, value, spec)
     if missing is None:
         return KernelChoice("flex", f"no fused kernel: {obstacle}")
     return KernelChoice("blockwise", f"no fused kernel: {obstacle}; no FlexAttention: {missing}")
 
 
+def _flex_obstacle(query: Tensor, value: Tensor, spec: AttentionSpec) -> str | None:
+    """Return why FlexAttention cannot compute this attention; None if it can."""
+    if spec.chosen is not None:
+        return "its mask is that of all layers"
+    return _compile_obstacle(query.device.type, min(query.shape[2], value.shape[2]))
+
+
 @cache
-def _flex_obstacle(device: str, size: int) -> str | None:
+def _compile_obstacle(device: str, size: int) -> str | None:
     """Return why FlexAttention cannot be compiled for this head size on a device; None if it can."""
     if device == "cuda":
         if size < SMALLEST_FLEX_HEAD:

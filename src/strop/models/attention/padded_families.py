@@ -12,6 +12,7 @@ from torch import Tensor
 
 from strop.device_copies import move
 from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.chosen_tokens import EVERYTHING, sees
 from strop.models.attention.plain_attention import causal_mask, masked_attention
 from strop.models.attention.tree_pieces import TreeSegments
 
@@ -87,13 +88,15 @@ class PaddedFamilies:
         if order is not None:
             query, key, value = (move_rows(tensor, order, None) for tensor in (query, key, value))
         queries, keys, values = (tensor.split(self.sizes) for tensor in (query, key, value))
+        chosen = None if spec.chosen is None else spec.chosen if order is None else spec.chosen.index_select(0, order)
+        choices = [None] * len(families) if chosen is None else chosen.split(self.sizes)
         outputs = [
             self._attend_family(
                 family,
                 queries[index],
                 (keys[index], _gather_prefix(family, keys)),
                 (values[index], _gather_prefix(family, values)),
-                spec,
+                replace(spec, chosen=choices[index]),
             )
             for index, family in enumerate(families)
         ]
@@ -113,8 +116,10 @@ class PaddedFamilies:
         span = family.prefix_length + family.max_length
         spec = spec.drop_unused_window(span)
         keys, values = (_prepend_prefix(_pad(tensor, family), prefix) for tensor, prefix in (key, value))
-        causal = not family.prefix and spec.window is None
+        causal = not family.prefix and spec.window is None and spec.chosen is None
         mask = None if causal else self._mask(family.max_length, span, spec.window, query.device)
+        if mask is not None and spec.chosen is not None:
+            mask = mask & _see_chosen(family, spec.chosen)
         output = masked_attention(_pad(query, family), keys, values, mask, spec, causal=causal)
         flat = output.transpose(1, 2).flatten(0, 1)
         return flat if family.padded_index is None else move_rows(flat, family.padded_index, None)
@@ -148,6 +153,15 @@ def _pad(flat: Any, family: SiblingSegments) -> Tensor:
         flat = move_rows(flat, None, family.padded_index, family.count * family.max_length)
     padded: Tensor = flat.unflatten(0, (family.count, family.max_length))
     return padded.transpose(1, 2)
+
+
+def _see_chosen(family: SiblingSegments, chosen: Tensor) -> Tensor:
+    """[tokens, bytes] -> [count, 1, max_length, keys] bool; padding attends to everything, because a query needs a key."""
+    if family.padded_index is not None:
+        padded = chosen.new_full((family.count * family.max_length, chosen.shape[1]), EVERYTHING)
+        chosen = padded.index_copy_(0, family.padded_index, chosen)
+    positions = torch.arange(family.prefix_length + family.max_length, device=chosen.device)
+    return sees(chosen, positions).view(family.count, 1, family.max_length, -1)
 
 
 def _prepend_prefix(tensor: Tensor, prefix: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.blockwise_kernel import BlockwiseKernel
+from strop.models.attention.chosen_tokens import EVERYTHING, IndexRows, choose_tokens, count_bytes
 from strop.models.attention.flash_kernel import CpuFlashKernel, VarlenFlashKernel
 from strop.models.attention.flex_kernel import FlexKernel
 from strop.models.attention.kernel_choice import AttentionKernel, AttentionKernelName, choose_kernel
@@ -43,6 +45,7 @@ class TreePlan:
         self._kernels: dict[str, PieceKernel] = {}
         self._levels: dict[int | None, Levels] = {}
         self._paths: dict[int | None, Levels] = {}
+        self._places: dict[int, Tensor] = {}
 
     @cached_property
     def families(self) -> PaddedFamilies:
@@ -58,6 +61,15 @@ class TreePlan:
         return max(position + self.segments.lengths[segment] for segment, _, position in self.segments.walk())
 
     @cached_property
+    def positions(self) -> Tensor:
+        """[T] int64, of each token on its path."""
+        found = torch.empty(sum(self.segments.lengths), dtype=torch.int64)
+        for segment, _, position in self.segments.walk():
+            start, length = self.segments.starts[segment], self.segments.lengths[segment]
+            found[start : start + length] = torch.arange(position, position + length)
+        return found.to(self.device)
+
+    @cached_property
     def flex(self) -> FlexKernel:
         return FlexKernel(self.segments, self.device)
 
@@ -70,6 +82,8 @@ class TreePlan:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention [T, heads, D] x [T, kv_heads, D] -> [T, heads, V]."""
         spec = spec.drop_unused_window(self.longest)
+        if spec.chosen is not None:
+            spec = replace(spec, key_positions=self.positions)
         kernel = choose_kernel(self.kernel, query, key, value, spec, self.families.count_scores(query.shape[1]))
         if kernel == "plain":
             return self.families.attend(query, key, value, spec)
@@ -109,6 +123,32 @@ class TreePlan:
     def scan(self, recurrence: Recurrence, rows: Rows, spec: MixerSpec) -> Tensor:
         """A recurrence along each path; a segment starts from the last state of its parent."""
         return self.mixing.scan(recurrence, rows)
+
+    def choose(self, rows: IndexRows, layer: int, first: int = 0) -> Tensor:
+        """The choice of an indexer among each token's path. ``first``: the token of the row that is the first query of ``rows``."""
+        if self.longest <= rows.count:
+            return rows.choose_everything()
+        count, width = len(rows.query), count_bytes(self.longest)
+        chosen = torch.full((count, width), EVERYTHING, dtype=torch.int8, device=rows.query.device)
+        for segment, _, position in self.segments.walk():
+            offset = self.segments.starts[segment] - position  # of the segment's places in the row from its positions
+            low = max(position, first - offset, rows.count)
+            high = min(position + self.segments.lengths[segment], first + count - offset)
+            if low < high:
+                own = slice(low + offset - first, high + offset - first)
+                part = IndexRows(rows.query[own], rows.key, rows.weight[own], rows.count)
+                keys = rows.key.index_select(0, self._path(segment)[:high])
+                chosen[own] = choose_tokens(part, torch.arange(low, high, device=self.device), keys[None], width)
+        return chosen
+
+    def _path(self, segment: int) -> Tensor:
+        """[P] int64: the places in the row of the tokens from the root to the end of a segment."""
+        if segment not in self._places:
+            start, length = self.segments.starts[segment], self.segments.lengths[segment]
+            own = torch.arange(start, start + length, device=self.device)
+            parent = self.segments.parents[segment]
+            self._places[segment] = own if parent == -1 else torch.cat([self._path(parent), own])
+        return self._places[segment]
 
     def piece_kernel(self, name: AttentionKernelName, device: torch.device) -> PieceKernel:
         """Return the kernel that computes pieces of a row, ``flash`` or ``blockwise``; the same one for each layer."""

@@ -2,9 +2,9 @@
 
 Mixers of all families compute what is not token-wise by functions of their modeling file, with the same names and arguments in
 each. Once per file these are replaced by functions that pass their arguments to the *plan* of ``model(..., plan=plan)``; a call
-without a plan reaches the original. Models are not modified, and learner and engine run the same module. The plan reaches them
-through hooks on the decoder layer: not every mixer passes its keyword arguments on, and only the backward pass calls a layer that is
-recomputed.
+without a plan reaches the original. Learner and engine run the same module. The plan reaches them through hooks on the decoder layer: not
+every mixer passes its keyword arguments on, and only the backward pass calls a layer that is recomputed. The plan reaches indexers of
+sparse attention (``attention.indexers``) in the same way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,26 +23,39 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from strop.models.attention.chosen_tokens import IndexerPlan, IndexRows
+from strop.models.attention.indexers import Chooser, is_indexer, make_planned
+from strop.models.attention.recorded_choices import RecordedChoices, ReplayedChoices
 from strop.models.mixers.recurrence import MixerPlan, MixerSpec, Recurrence, Rows
 from strop.models.mixers.scan_packages import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, MAMBA2, with_kernel
 from strop.models.mixers.scans import delta_rule, selective_scan, state_space
+from strop.models.routing.router_config import CHOICES
 from strop.sampling import at_least_float32
 
 _ORIGINAL, _LAYER = "_strop_original", "_strop_mixer_layer"
+
+
+class LayerPlan(MixerPlan, IndexerPlan, Protocol):
+    """What a plan computes for layers besides attention."""
 
 
 @dataclass(eq=False)
 class MixerCall:
     """The convolutions and scans of one decoder layer in a pass, computed by its plan."""
 
-    plan: MixerPlan
+    plan: LayerPlan
     layer: int
+    choices: RecordedChoices | ReplayedChoices | None = None  # of indexers
     convolutions: int = 0
     scans: int = 0
 
     def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         self.convolutions += 1
         return self.plan.convolve(inputs, weight, bias, MixerSpec(self.layer, self.convolutions - 1))
+
+    def choose(self, rows: IndexRows, layer: int) -> Tensor:
+        chosen = self.plan.choose(rows, layer)
+        return chosen if self.choices is None else self.choices.choose(layer, chosen)
 
     def scan(self, recurrence: Recurrence, rows: Rows) -> Tensor:
         """Rows are at least float32: states add up over thousands of tokens."""
@@ -155,19 +168,23 @@ def is_mixer(module: nn.Module) -> bool:
 
 
 def install_mixers(model: nn.Module) -> bool:
-    """Let the plans of calls compute the mixers of a model. Returns whether it has any."""
+    """Let the plans of calls compute the mixers of a model, and choose for its indexers. Returns whether it has mixers."""
     found = False
-    for layer in model.modules():
-        mixers = (
-            [module for module in layer.modules() if is_mixer(module)] if isinstance(layer, GradientCheckpointingLayer) else []
-        )
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    for layer in layers:
+        mixers = [module for module in layer.modules() if is_mixer(module)]
+        indexers = [module for module in layer.modules() if is_indexer(module)]
         for mixer in mixers:
             found = True
             _replace_functions(sys.modules[type(mixer).__module__])
-        if mixers and _LAYER not in layer.__dict__:
+        for indexer in indexers:
+            make_planned(indexer, _find_chooser)
+        if (mixers or indexers) and _LAYER not in layer.__dict__:
             layer.__dict__[_LAYER] = next((each.layer_idx for each in mixers if hasattr(each, "layer_idx")), 0)
             layer.register_forward_pre_hook(_enter, with_kwargs=True, prepend=True)
             layer.register_forward_hook(_leave, always_call=True)
+            if indexers:
+                layer.register_forward_pre_hook(_give_mask, with_kwargs=True)
     return found
 
 
@@ -188,9 +205,24 @@ def _dispatch(original: Callable[..., Any], compute: Callable[..., Any]) -> Any:
     return torch.compiler.disable(dispatch)
 
 
+def _find_chooser() -> Chooser | None:
+    """Return what chooses for the indexer of the layer that runs in this thread; None if it runs without a plan."""
+    call = _CALLS.running[-1][1] if _CALLS.running else None
+    return None if call is None else call.choose
+
+
+def _give_mask(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Give the attention of a layer with an indexer a mask of one token, of which it takes parts and which no plan reads."""
+    if kwargs.get("plan") is not None and kwargs.get("attention_mask") is None:
+        hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        kwargs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=hidden.device)
+    return args, kwargs
+
+
 def _enter(layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
     plan = kwargs.get("plan")
-    _CALLS.running.append((layer, None if plan is None else MixerCall(plan, layer.__dict__[_LAYER])))
+    call = None if plan is None else MixerCall(plan, layer.__dict__[_LAYER], kwargs.get(CHOICES.name))
+    _CALLS.running.append((layer, call))
 
 
 def _leave(layer: nn.Module, args: Any, output: Any) -> None:

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from strop import metrics
 from strop.columns import TokenColumn
 from strop.metrics import Metrics
-from strop.models.routing.router_config import NO_ROUTE, ROUTES
+from strop.models.routing.router_config import CHOICES, NO_ROUTE, ROUTES
 from strop.types import Batch
 
 
@@ -52,6 +52,9 @@ class RoutedLayers:
 
     def record(self) -> RecordedRoutes:
         return RecordedRoutes(self)
+
+    def replay(self, routes: Tensor, weights: Tensor) -> ReplayedRoutes:
+        return ReplayedRoutes(self, routes, weights)
 
 
 class RecordedRoutes:
@@ -125,19 +128,18 @@ def check_all_layers(layers: Iterable[int], seen: Container[int]) -> None:
         )
 
 
-# Router replay metrics: how far the learner's own routing would differ from the engine's.
+# Router replay metrics: how far the learner's own choices would differ from the engine's.
 #
 # The N predicted tokens are counted, each by the token it is predicted from, so the metrics do not depend on how often a prompt is
 # read.
 
 
-def take_router_counts(network: Any) -> Tensor | None:
-    """Return the counts of a torch learner's network since the last call, [2]; None if it replayed nothing."""
-    counts: Tensor | None = getattr(network, "router_counts", None)
-    if counts is None:
-        return None
-    network.router_counts = None
-    return counts.cpu()
+def take_replay_counts(network: Any) -> dict[str, Tensor]:
+    """Return the counts [2] of a torch learner's network since the last call, by the metric that they are of."""
+    counts: dict[str, Tensor] = getattr(network, "replay_counts", {})
+    found = {DISAGREEMENT[name]: values.cpu() for name, values in counts.items()}
+    counts.clear()
+    return found
 
 
 def measure_missing_routes(routed: RoutedLayers | None, batch: Batch) -> Metrics:
@@ -150,13 +152,15 @@ def measure_missing_routes(routed: RoutedLayers | None, batch: Batch) -> Metrics
     return {"tokens_without_routes": metrics.mean(missing, len(batch.target))}
 
 
-def measure_disagreement(counts: Tensor | None) -> Metrics:
-    """Return ``router_disagreement``: the share of (token, layer) pairs whose recorded set of experts differs from the learner's
-    choice.
+DISAGREEMENT = {ROUTES.name: "router_disagreement", CHOICES.name: "indexer_disagreement"}
 
-    ``counts`` [2]: pairs that differ, pairs compared; None without router replay.
+
+def measure_disagreement(counts: Tensor | None, metric: str = DISAGREEMENT[ROUTES.name]) -> Metrics:
+    """Return the share of (token, layer) pairs whose recorded set of experts, or of tokens, differs from the learner's choice.
+
+    ``counts`` [2]: pairs that differ, pairs compared; None without replay.
     """
     if counts is None:
         return {}
     differ, compared = counts.tolist()
-    return {"router_disagreement": metrics.mean(differ / compared, compared)} if compared else {}
+    return {metric: metrics.mean(differ / compared, compared)} if compared else {}

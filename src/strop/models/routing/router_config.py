@@ -44,13 +44,25 @@ ROUTES = TokenColumn(
     "routes", dtype="int16", aligned="read", fill=NO_ROUTE, stored="logger.routes", key="policy.router_replay.enabled"
 )
 
+# [T, layers, bytes]: the tokens that the engine's indexers chose for each token that it read (``attention.recorded_choices``)
+CHOICES = TokenColumn(
+    "chosen_tokens", dtype="int8", aligned="read", stored="logger.routes", key="policy.router_replay.indexers", bits=True
+)
+
 
 class RouterReplayConfig(BaseConfig):
-    """Experts in training: replay those that the engine chose in the rollout."""
+    """Choices in training: replay the experts and tokens that the engine chose in the rollout."""
 
     enabled: bool = Field(
         False,
         description="Record the experts that the engine chose for each token, and train with them instead of choosing again (R3, arXiv "
         "2510.11370), so that engine and learner compute with the same experts. Needs a model with experts, and an engine that reports "
         "them: torch, or vLLM with its model runner V2. Takes a byte per token, layer and chosen expert.",
+    )
+    indexers: bool = Field(
+        False,
+        description="Record the tokens that the indexers of sparse attention chose for each token, and train with them instead of choosing "
+        "again, so that engine and learner attend to the same tokens. Needs the torch engine. Takes a bit per token, layer with an indexer "
+        "and token of the longest rollout: 62 KB a token for 61 layers and 8,192 tokens. Rollouts of up to index_topk tokens attend to "
+        "everything and do not need it.",
     )

@@ -48,6 +48,8 @@ def build_torch_engine(
         convert_to_float8(model, config.fp8, device, "policy.fp8")
         if config.router_replay.enabled:
             network.enable_router_replay()
+        if config.router_replay.indexers:
+            network.enable_indexer_replay(config.max_total_sequence_length)
         if vision is not None:
             network.enable_vision(vision)
         length = config.max_total_sequence_length

@@ -60,10 +60,14 @@ def examine_torch_model(
 
 
 def _check_router_replay(config: RolloutRunConfig) -> Iterator[Problem]:
-    name = config.policy.model_name
-    values = read_local_config(name) if config.policy.router_replay.enabled else {}
-    if values and "expert" not in json.dumps(values):
-        yield Problem("policy.router_replay.enabled", f"found true, but {name} has no experts", "Set it to false.")
+    name, replay = config.policy.model_name, config.policy.router_replay
+    values = json.dumps(read_local_config(name)) if replay.enabled or replay.indexers else ""
+    for key, wanted, word, what in (
+        ("enabled", replay.enabled, "expert", "experts"),
+        ("indexers", replay.indexers, "index_topk", "indexers that choose tokens"),
+    ):
+        if wanted and len(values) > 2 and word not in values:
+            yield Problem(f"policy.router_replay.{key}", f"found true, but {name} has no {what}", "Set it to false.")
 
 
 def _check_vllm(config: RolloutRunConfig) -> Iterator[Problem]:

@@ -30,11 +30,14 @@ def test_what_has_no_fixed_order_is_refused(overrides: list[str], key: str, reas
     assert not [problem for problem in accepted(EXACT) if "policy.compile" in problem]  # auto leaves layers as they are
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "llama"])
-def test_recurrent_layers_are_refused_from_config_json_alone(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [("qwen3_next", "recurrent layers"), ("nemotron_h", "recurrent layers"), ("axk2", "sparse attention"), ("llama", "")],
+)
+def test_layers_without_a_fixed_order_are_refused_from_config_json_alone(family: str, layers: str, tmp_path: Path) -> None:
     build(family).config.save_pretrained(tmp_path)
     config = load_config(None, [*RUN, EXACT, f"policy.model_name={tmp_path}"], root=GrpoRunConfig).config
-    found = [(problem.key, "has recurrent layers" in str(problem)) for problem in find_network_problems(config)]
+    found = [(problem.key, f"has {layers}" in str(problem)) for problem in find_network_problems(config)]
     assert found == ([] if family == "llama" else [("policy.exact_on_policy", True)])
 
 

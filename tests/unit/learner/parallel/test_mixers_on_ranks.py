@@ -1,4 +1,4 @@
-"""Recurrent layers on two ranks: training is that of one process, in float64."""
+"""Recurrent layers and sparse attention on two ranks: training is that of one process, in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
+from strop.models.attention.chosen_tokens import pack_bits
 from strop.models.network import Network
+from strop.models.routing.router_config import CHOICES
+from strop.types import Batch
 from support.every_family import make_config
 from support.models import CONFIGS
 from support.parity import Case, TrainingResult, compare, make_batch, shorter, train
@@ -36,7 +39,21 @@ CASES = {
     "nemotron_h shard": ("nemotron_h", SHARDED),
     "qwen3_next experts": ("qwen3_next", ParallelDims(shard=2, expert=2)),
     "lfm2 shard": ("lfm2", SHARDED),
+    "glm_moe_dsa shard": ("glm_moe_dsa", SHARDED),
+    "glm_moe_dsa recomputed": ("glm_moe_dsa", SHARDED),
+    "deepseek_v32 tensor": ("deepseek_v32", TENSOR),
+    "glm_moe_dsa context": ("glm_moe_dsa", CONTEXT),
+    "deepseek_v32 ring": ("deepseek_v32", CONTEXT),
+    "deepseek_v32 stages": ("deepseek_v32", STAGES),
+    "glm_moe_dsa stages": ("glm_moe_dsa", STAGES),
+    "deepseek_v32 lora": ("deepseek_v32", SHARDED),
+    "glm_moe_dsa replayed": ("glm_moe_dsa", CONTEXT),
+    "deepseek_v32 replayed": ("deepseek_v32", ParallelDims(tensor=2, sequence=True)),
+    "glm_moe_dsa experts": ("glm_moe_dsa", ParallelDims(shard=2, expert=2)),
 }
+
+
+OPTIONS = {"deepseek_v32 ring": {"num_attention_heads": 3, "num_key_value_heads": 3}}  # which do not divide
 
 
 def compute_in_float64(network: Network) -> None:
@@ -50,20 +67,36 @@ def compute_in_float64(network: Network) -> None:
     network.model.config._experts_implementation = "eager"
 
 
+def replay_choices(network: Network) -> None:
+    compute_in_float64(network)
+    network.enable_indexer_replay(64)
+
+
+def record_choices(batch: Batch, layers: int) -> Batch:
+    """As if an engine had chosen any tokens for most tokens, always with the token itself."""
+    drawn = torch.rand(len(batch.tokens), layers, 64, generator=torch.Generator().manual_seed(0)) < 0.3
+    drawn.scatter_(2, batch.positions[:, None, None].expand(-1, layers, 1), True)
+    choices = pack_bits(drawn.flatten(0, 1), 8).unflatten(0, (-1, layers))
+    choices[::7] = 0  # nothing was recorded
+    return replace(batch, read_columns={CHOICES.name: choices})
+
+
 def train_both_ways(rank: int, name: str) -> tuple[TrainingResult, TrainingResult | None, int]:
     family, sizes = CASES[name]
-    CONFIGS[MIXERS + family] = partial(make_config, family)
+    CONFIGS[MIXERS + family] = partial(make_config, family, **OPTIONS.get(name, {}))
     case = shorter(
         Case(
             sizes=sizes,
             family=MIXERS + family,
             branches=True,
-            change=compute_in_float64,
+            change=replay_choices if "replayed" in name else compute_in_float64,
             checkpointing="recomputed" in name,
             lora="lora" in name,
         )
     )
     batch = make_batch(case)
+    if "replayed" in name:
+        batch = record_choices(batch, layers=2 if family == "glm_moe_dsa" else 3)
     trained = train(case, batch, DeviceMeshes(sizes, "cpu"))
     return trained, train(replace(case, checkpointing=False), batch) if rank == 0 else None, len(batch.target)
 

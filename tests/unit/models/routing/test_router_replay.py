@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from strop.metrics import Metrics
 from strop.models.network import Network
-from strop.models.routing.recorded_experts import measure_disagreement, measure_missing_routes, take_router_counts
+from strop.models.routing.recorded_experts import measure_disagreement, measure_missing_routes, take_replay_counts
 from strop.models.routing.router_config import NO_ROUTE, ROUTES
 from strop.sampling import Sampling
 from strop.types import Batch
@@ -115,9 +115,12 @@ def score(network: Network, batch: Batch) -> Tensor:
 
 
 def measure(network: Network, batch: Batch) -> Metrics:
-    take_router_counts(network)
+    take_replay_counts(network)
     score(network, batch)
-    return {**measure_missing_routes(network.routed, batch), **measure_disagreement(take_router_counts(network))}
+    return {
+        **measure_missing_routes(network.routed, batch),
+        **measure_disagreement(take_replay_counts(network).get("router_disagreement")),
+    }
 
 
 def routers(network: Network) -> list[Any]:
@@ -240,10 +243,12 @@ def test_the_gradient_reaches_the_router_also_where_layers_are_computed_again() 
         if again:
             network.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         network.model.zero_grad()
-        take_router_counts(network)
+        take_replay_counts(network)
         network.outputs(batch, SAMPLING).logprobs.sum().backward()
         gradients.append([router.weight.grad.clone() for router in routers(network)])
-        assert measure_disagreement(take_router_counts(network))["router_disagreement"].weight == 2 * len(batch.target)
+        assert measure_disagreement(take_replay_counts(network).get("router_disagreement"))[
+            "router_disagreement"
+        ].weight == 2 * len(batch.target)
     assert all(float(gradient.abs().max()) > 1e-4 for gradient in gradients[0])
     assert all(torch.allclose(left, right, atol=1e-7) for left, right in zip(*gradients, strict=True))
 

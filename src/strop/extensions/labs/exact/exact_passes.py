@@ -19,6 +19,7 @@ from strop.algorithms.base import TokenOutputs
 from strop.extensions.labs.exact.exact_attention import KEY_BLOCK, ExactTree, attend_cached
 from strop.extensions.labs.exact.row_products import NotExactError, PackedWeights, apply_whole_vectors, exact_linear
 from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.indexers import is_indexer
 from strop.models.loading import is_vision_config
 from strop.models.logprobs.lm_head import LMHead
 from strop.models.network import Network
@@ -325,10 +326,11 @@ def check_layers(network: Network) -> None:
             f"policy.exact_on_policy: {type(network.model).__name__} cannot read packed rows "
             f"({network.fallback or 'sequence packing is off'}), and padded rows have no fixed order of additions; set it to false"
         )
-    if network.recurrent:
+    sparse = any(is_indexer(module) for module in network.model.modules())
+    if network.recurrent or sparse:
+        layers = "sparse attention" if sparse else "recurrent layers"
         raise NotExactError(
-            f"policy.exact_on_policy: {type(network.model).__name__} has recurrent layers, which have no fixed order of additions; set "
-            "it to false"
+            f"policy.exact_on_policy: {type(network.model).__name__} has {layers}, without a fixed order of additions; set it to false"
         )
 
 

@@ -9,15 +9,24 @@ are the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from strop.generation.torch.kv_cache import EnginePlan, PromptFlash, attend_prompt
+from strop.generation.torch.kv_cache import (
+    INDEX_KEYS,
+    EnginePlan,
+    PromptFlash,
+    attend_prompt,
+    choose_in_prompts,
+    split_choice,
+)
 from strop.generation.torch.mixer_states import MixerPass
 from strop.generation.torch.paged.paged_cache import PagedCache, PagedSequence
 from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.chosen_tokens import SCORES, IndexRows, choose_tokens, count_bytes, sees
 from strop.models.attention.plain_attention import masked_attention
 from strop.models.recorded_columns import stack_columns
 
@@ -51,8 +60,15 @@ class PageLayout:
     """Which new tokens attend to which pages, for T tokens of B sequences. It changes only when pages do."""
 
     batches: tuple[PageBatch, ...]
+    token_pages: tuple[Sequence[int], ...]  # the pages of each token's sequence, in order
     single: bool  # each sequence has only one page, its own
     simple: bool  # the same with pages in order, for one new token per sequence
+
+    @cached_property
+    def table(self) -> Tensor:
+        """[T, n] int64: ``token_pages`` padded with 0."""
+        longest = max(map(len, self.token_pages))
+        return torch.tensor([[*pages, *[0] * (longest - len(pages))] for pages in self.token_pages])
 
 
 def make_layout(cache: PagedCache, sequences: Sequence[PagedSequence], widths: Sequence[int]) -> PageLayout:
@@ -73,7 +89,8 @@ def make_layout(cache: PagedCache, sequences: Sequence[PagedSequence], widths: S
     batches += [_make_batch(pages, readers, starts, sum(widths), cache) for pages in _group_by_readers(set(shared), readers)]
     single = all(len(sequence.own) == 1 for sequence in sequences)
     simple = single and len(batches) == 1 and batches[0].first
-    return PageLayout(tuple(batches), single, simple)
+    pages = tuple(sequence.pages for sequence, width in zip(sequences, widths, strict=True) for _ in range(width))
+    return PageLayout(tuple(batches), pages, single, simple)
 
 
 def _group_by_readers(pages: set[int], readers: dict[int, list[int]]) -> list[list[int]]:
@@ -139,6 +156,19 @@ class PagedDecodePlan(EnginePlan):
         for column, values in stack_columns(self.recorders).items():
             self.cache.columns[column][self.pages, self.offsets] = values
 
+    def choose(self, rows: IndexRows, layer: int) -> Tensor:
+        held = write_index_keys(self.cache, rows.key, self.pages, self.offsets, layer)
+        if self.longest <= rows.count:
+            return rows.choose_everything()
+        table = self.layout.table.to(held.device)
+        size = max(1, SCORES // (table.shape[1] * self.cache.page * held.shape[2]))
+        chosen = []
+        for part in (slice(start, start + size) for start in range(0, len(table), size)):
+            keys = held[table[part]].flatten(1, 2)[:, : self.longest].to(rows.query.dtype)
+            own = replace(rows, query=rows.query[part], weight=rows.weight[part])
+            chosen.append(choose_tokens(own, self.positions[part], keys, count_bytes(self.longest)))
+        return torch.cat(chosen)
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         place = self.cache.shape.place(spec.layer)
         keys, values = self.cache.keys[place], self.cache.values[place]
@@ -154,7 +184,7 @@ class PagedDecodePlan(EnginePlan):
 
     def _attend_simple(self, query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
         count = len(query)
-        visible = self._mask(0, spec.window)
+        visible = self._mask(0, spec)
         assert visible is not None
         output = masked_attention(
             query[:, :, None], keys[:count, :, : self.span], values[:count, :, : self.span], visible[:, :, None], spec
@@ -170,9 +200,7 @@ class PagedDecodePlan(EnginePlan):
         grouped = query.unflatten(1, (heads, -1))  # [T, kv_heads, G, D]
         rows = grouped if batch.first else grouped[batch.queries].transpose(1, 2).flatten(2, 3)  # [m, kv_heads, R * G, D]
         span = self.cache.page if batch.whole else self.span
-        output, lse = attend_parts(
-            rows, batch.select(keys, span), batch.select(values, span), self._mask(index, spec.window), spec
-        )
+        output, lse = attend_parts(rows, batch.select(keys, span), batch.select(values, span), self._mask(index, spec), spec)
         if width == 1:
             output, lse = output[batch.place], lse[batch.place]
         else:
@@ -184,7 +212,17 @@ class PagedDecodePlan(EnginePlan):
             lse = lse.masked_fill(batch.missing[:, :, None, None], HIDDEN)
         return output, lse
 
-    def _mask(self, index: int, window: int | None) -> Tensor | None:
+    def _mask(self, index: int, spec: AttentionSpec) -> Tensor | None:
+        """Return which positions of its pages a batch's queries attend to, [m, R, span]; None if to all."""
+        visible, batch = self._visible(index, spec.window), self.layout.batches[index]
+        if spec.chosen is None:
+            return visible
+        span = self.cache.page if batch.whole else self.span
+        held = batch.starts[:, None, None] + torch.arange(span, device=batch.starts.device)
+        chosen = sees(spec.chosen[batch.queries], held.expand(-1, batch.queries.shape[1], -1))
+        return chosen if visible is None else visible & chosen
+
+    def _visible(self, index: int, window: int | None) -> Tensor | None:
         """Return which positions of its pages a batch's queries see, [m, R, span]; None if they see all."""
         if (index, window) not in self._masks:
             batch = self.layout.batches[index]
@@ -196,6 +234,13 @@ class PagedDecodePlan(EnginePlan):
                 visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
             self._masks[index, window] = visible
         return self._masks[index, window]
+
+
+def write_index_keys(cache: PagedCache, keys: Tensor, pages: Tensor, offsets: Tensor, layer: int) -> Tensor:
+    """Write the keys [T, D] of new tokens of a layer's indexer, and return those of all pages, [pages, page, D]."""
+    held = cache.columns[INDEX_KEYS][:, :, cache.shape.indexed.index(layer)]
+    held[pages, offsets] = keys.to(held.dtype)
+    return held
 
 
 def attend_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -288,13 +333,19 @@ class PagedPrefillPlan(EnginePlan):
                 for own, tensor in zip((key, value), cached, strict=True)
             )
             return self.flash.attend(query, keys, values, spec)
-        outputs = []
+        outputs, specs = [], split_choice(spec, self.lengths)
         for index, (q, k, v) in enumerate(zip(*(tensor.split(self.lengths) for tensor in (query, key, value)), strict=True)):
             if self.reads[index].cached:
                 k, v = (self._gather(index, tensor) for tensor in cached)
             queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-            outputs.append(attend_prompt(queries, keys, values, self.reads[index].blocks, spec)[0].transpose(0, 1))
+            outputs.append(attend_prompt(queries, keys, values, self.reads[index].blocks, specs[index])[0].transpose(0, 1))
         return torch.cat(outputs)
+
+    def choose(self, rows: IndexRows, layer: int) -> Tensor:
+        held = write_index_keys(self.cache, rows.key, self.pages, self.offsets, layer)
+        tables = zip(self._tables, self.reads, strict=True)
+        keys = [held[table].flatten(0, 1)[: len(read.tokens)].to(rows.query.dtype) for table, read in tables]
+        return choose_in_prompts(rows, keys, self.lengths)
 
     def _gather(self, index: int, cache: Tensor) -> Tensor:  # [length, heads, D]
         pages = cache.index_select(0, self._tables[index])

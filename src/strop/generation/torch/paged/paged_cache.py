@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from strop.columns import Columns
-from strop.generation.torch.kv_cache import CacheShape
+from strop.generation.torch.kv_cache import INDEX_KEYS, CacheShape
 from strop.generation.torch.mixer_states import States
-from strop.models.recorded_columns import RecordedColumn, allocate_columns
+from strop.models.recorded_columns import RecordedColumn
 
 
 class PagePool:
@@ -335,7 +335,7 @@ class PagedCache:
         # Uninitialized: a page is zeroed on its first use and takes memory only then.
         self.keys = torch.empty((*size, shape.head_size), dtype=shape.dtype, device=shape.device)
         self.values = torch.empty((*size, shape.value_size), dtype=shape.dtype, device=shape.device)
-        self.columns = allocate_columns(recorded, (pages, page), shape.device)  # [pages, page, ...]
+        self.columns = shape.allocate_columns(recorded, (pages, page))  # [pages, page, ...]
         self.states: Tensor | None = None  # [pages, page, H], fused for a drafter
         if shape.state_size:
             self.states = torch.zeros((pages, page, shape.state_size), dtype=torch.float32, device=shape.device)
@@ -492,6 +492,7 @@ class PagedCache:
             return {}
         pages = torch.tensor(sequence.pages, device=self.shape.device)
         return {
-            column: held.index_select(0, pages).flatten(0, 1)[:length].to("cpu", copy=True)
+            column: column.cut(held.index_select(0, pages).flatten(0, 1)[:length], length).to("cpu", copy=True)
             for column, held in self.columns.items()
+            if column is not INDEX_KEYS
         }

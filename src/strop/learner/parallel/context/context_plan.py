@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from strop.learner.parallel.collectives import all_gather, all_to_all, local_rows
 from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
+from strop.models.attention.chosen_tokens import IndexRows
 from strop.models.attention.kernel_choice import choose_piece_kernel
 from strop.models.attention.merged_attention import PieceKernel, merge_part, sink_gradient, weigh_sinks
 from strop.models.attention.tree_pieces import Levels
@@ -52,6 +53,13 @@ class ContextPlan:
             return self.heads_exchanged.attend(query, key, value, spec)
         _log_once(query.shape[1], ranks)
         return self.ring.attend(query, key, value, spec)
+
+    def choose(self, rows: IndexRows, layer: int) -> Tensor:
+        """The choice of this rank's queries among the keys of all ranks."""
+        keys = all_gather(rows.key, self.group)[: self.length]
+        first = dist.get_rank(self.group) * len(rows.key)
+        assert isinstance(self.plan, TreePlan), f"{type(self.plan).__name__} chooses for whole rows"
+        return self.plan.choose(replace(rows, key=keys), layer, first)
 
     def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, spec: MixerSpec) -> Tensor:
         """Convolution of this rank's rows, [t, C] -> [t, C]."""
@@ -109,6 +117,8 @@ class UlyssesPlan:
         query, key, value = (tensor[: self.length] for tensor in (query, key, value))
         if spec.sinks is not None and self.world_size > 1:
             spec = replace(spec, sinks=spec.sinks.chunk(self.world_size)[dist.get_rank(self.group)])
+        if spec.chosen is not None:
+            spec = replace(spec, chosen=all_gather(spec.chosen, self.group)[: self.length])
         attended = self.plan.attend(query, key, value, spec)
         return self._to_tokens(pad(attended, (0, 0, 0, 0, 0, padding)) if padding else attended)
 
@@ -188,6 +198,12 @@ class RingPlan:
         """Return the rank whose keys and values this rank holds after ``step`` steps."""
         return (self.rank - step) % self.world_size
 
+    def of_keys(self, spec: AttentionSpec, source: int, rows: int) -> AttentionSpec:
+        """Return the options for the keys of rank ``source``."""
+        if spec.chosen is None:
+            return spec
+        return replace(spec, key_positions=self.tree.positions[source * rows : (source + 1) * rows])
+
     def start_passing(self, held: Tensor) -> _Passing:
         """Start sending the held tensor to the next rank, and receiving one from the previous rank."""
         received = torch.empty_like(held)
@@ -232,7 +248,8 @@ class _RingAttention(torch.autograd.Function):
             passing = ring.start_passing(held) if step + 1 < ring.world_size else None
             if levels := ring.pieces(ring.source(step), len(query), spec.window):
                 keys, values = held.split([key.shape[2], value.shape[2]], dim=-1)
-                merge_part(output, lse, *kernel.forward(query, keys, values, levels, spec, final=False))
+                part = ring.of_keys(spec, ring.source(step), len(query))
+                merge_part(output, lse, *kernel.forward(query, keys, values, levels, part, final=False))
             held = held if passing is None else passing.wait()
         if sinks is not None:
             output, lse = weigh_sinks(output, lse, sinks)
@@ -254,7 +271,8 @@ class _RingAttention(torch.autograd.Function):
             passing = ring.start_passing(held) if step + 1 < ring.world_size else None
             if levels := ring.pieces(ring.source(step), len(query), ctx.spec.window):
                 rows = (query, *held.split(sizes, dim=-1))
-                own, *others = ctx.kernel.backward(rows, output, lse, grad, levels, ctx.spec, final=False)
+                part = ring.of_keys(ctx.spec, ring.source(step), len(query))
+                own, *others = ctx.kernel.backward(rows, output, lse, grad, levels, part, final=False)
                 query_grad += own
                 held_grad += torch.cat(others, dim=-1)
             held = held if passing is None else passing.wait()

@@ -55,12 +55,14 @@ class SampleSharding:
         gather = all_gather if self.dims.sequence else copy_to_ranks
         return all_gather(gather(hidden, self.tensor), self.context)
 
-    def shard_layers(self, column: Tensor, padding: int) -> Tensor:
-        """[T, ...] -> [t, ...]: the rows of this context rank, and with sequence parallelism those of this tensor rank among them."""
+    def shard_layers(self, column: Tensor, padding: int, *, mixing: bool = False) -> Tensor:
+        """[T, ...] -> [t, ...]: the rows of this context rank, and with sequence parallelism those of this tensor rank among them, unless
+        they are for attention.
+        """
         missing = self.padded_length(len(column)) - len(column)
         column = torch.cat([column, column.new_full((missing, *column.shape[1:]), padding)])
         column = column.chunk(self.dims.context)[dist.get_rank(self.context)]
-        return column.chunk(self.dims.tensor)[dist.get_rank(self.tensor)] if self.dims.sequence else column
+        return column.chunk(self.dims.tensor)[dist.get_rank(self.tensor)] if self.dims.sequence and not mixing else column
 
     def add_counts(self, counts: Tensor) -> Tensor:
         dist.all_reduce(counts, group=self.sample)

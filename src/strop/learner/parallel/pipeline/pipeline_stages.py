@@ -29,8 +29,14 @@ class PassedLayer(nn.Module):
         # Decoders read attributes of their layers, such as the attention type, to choose the arguments they pass to them.
         vars(self).update({name: value for name, value in vars(layer).items() if isinstance(value, str | int | float)})
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden_states
+    def forward(self, hidden_states: Tensor, *_: Any, **kwargs: Any) -> Any:
+        # Layers that share the choice of an indexer return it with their output.
+        return (hidden_states, kwargs["prev_topk_indices"]) if "prev_topk_indices" in kwargs else hidden_states
+
+
+def shares_choice(layer: nn.Module) -> bool:
+    """Return whether a decoder layer attends to the tokens that an earlier layer's indexer chose."""
+    return any(getattr(module, "skip_topk", False) is True for module in layer.modules())
 
 
 class PipelineStages:
@@ -63,6 +69,13 @@ class PipelineStages:
         self.layers: nn.ModuleList = children[lists[0]]  # type: ignore[assignment]
         self.count = _count_stages(len(self.layers), dims, self.name)
         self.ranks = dims.pipeline
+        shared = [index for index, layer in enumerate(self.layers) if shares_choice(layer)]
+        cut = [index for index in shared if self.stage_of_layer(index) != self.stage_of_layer(index - 1)]
+        if cut:
+            raise ValueError(
+                f"layer {cut[0]} of {self.name} attends to the tokens that an indexer of an earlier layer chose, and would begin a stage; "
+                f"set {KEY} to a number of stages that begin with layers that choose, or to 1"
+            )
 
     def stage_of_layer(self, layer: int) -> int:
         """Return the stage of a layer. If the layers do not divide evenly, the first stages have one layer more."""

@@ -1,0 +1,108 @@
+"""The tokens that indexers chose, the column CHOICES [T, layers, bytes]: for each token and layer with an indexer, a bitmap over the
+positions of its path (``chosen_tokens``).
+
+A bitmap is as long as the longest rollout of a batch needs, a byte for eight positions, and nothing was recorded where it is zero: such a
+token chooses again. It is smaller than the indices of 2,048 tokens, as other libraries record them (8 KB), up to 64 thousand positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from strop.columns import TokenColumn
+from strop.models.attention.chosen_tokens import EVERYTHING, count_bytes
+from strop.models.attention.indexers import is_indexer
+from strop.models.routing.router_config import CHOICES
+
+
+@dataclass(frozen=True)
+class IndexedLayers:
+    """The layers of a decoder that have an indexer."""
+
+    places: Mapping[int, int]  # layer -> its place in the column
+    longest: int  # tokens of a rollout, at most
+
+    column: ClassVar[TokenColumn] = CHOICES
+    dtype: ClassVar[torch.dtype] = torch.int8
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.places), count_bytes(self.longest)
+
+    def record(self) -> RecordedChoices:
+        return RecordedChoices(self)
+
+    def replay(self, choices: Tensor, weights: Tensor) -> ReplayedChoices:
+        return ReplayedChoices(self, choices, weights)
+
+
+def find_indexed_layers(model: nn.Module, longest: int) -> IndexedLayers:
+    """Raises ValueError for a model without indexers."""
+    found = [int(module.layer_idx) for module in model.modules() if is_indexer(module)]  # type: ignore[arg-type]
+    if not found:
+        raise ValueError(
+            f"policy.router_replay.indexers: {type(model).__name__} has no indexers that choose tokens to attend to; set it to false"
+        )
+    return IndexedLayers({layer: place for place, layer in enumerate(found)}, longest)
+
+
+class RecordedChoices:
+    """Records the tokens that indexers choose."""
+
+    def __init__(self, indexed: IndexedLayers) -> None:
+        self.indexed = indexed
+        self._chosen: dict[int, Tensor] = {}
+
+    def choose(self, layer: int, own: Tensor) -> Tensor:
+        self._chosen[layer] = own
+        return own
+
+    def stack(self) -> Tensor:  # [n, layers, bytes]
+        missing = self.indexed.places.keys() - self._chosen.keys()
+        if missing:
+            raise RuntimeError(f"the indexer of layer {min(missing)} chose nothing; set policy.router_replay.indexers=false")
+        return torch.stack([_fit(self._chosen[layer], self.indexed.shape[1]) for layer in self.indexed.places], 1)
+
+
+class ReplayedChoices:
+    """Replaces what indexers choose by what was recorded, where it was, and counts the choices among more tokens than they take."""
+
+    def __init__(self, indexed: IndexedLayers, choices: Tensor, weights: Tensor) -> None:
+        """``choices`` [n, layers, bytes] of the tokens of the pass, and the weight of each token in the counts [n]. Raises ValueError
+        for those of another model.
+        """
+        if choices.shape[1] != len(indexed.places):
+            raise ValueError(
+                f"the recorded choices are of {choices.shape[1]} layers with indexers, and the model has {len(indexed.places)}: the engine "
+                "runs another model; set policy.router_replay.indexers=false, or let it load the learner's configuration"
+            )
+        self.indexed = indexed
+        self.choices = choices
+        self.weights = weights.double()
+        self.counts = torch.zeros(2, dtype=torch.float64, device=choices.device)  # (token, layer) pairs: differing, compared
+        self._read: set[int] = set()
+
+    def choose(self, layer: int, own: Tensor) -> Tensor:
+        if not own.shape[1]:
+            return own
+        recorded = _fit(self.choices[:, self.indexed.places[layer]], own.shape[1])
+        known = (recorded != 0).any(1)
+        if layer not in self._read:  # a layer recomputed in the backward pass was already counted
+            compared = known & (own != EVERYTHING).any(1)
+            differs = compared & (recorded != own).any(1)
+            self.counts += torch.stack([self.weights @ differs.double(), self.weights @ compared.double()])
+        self._read.add(layer)
+        return torch.where(known[:, None], recorded, own)
+
+
+def _fit(chosen: Tensor, width: int) -> Tensor:
+    """[n, bytes] -> [n, width]: positions that are missing or left out come after the token."""
+    if not chosen.shape[1]:
+        return chosen.new_full((len(chosen), width), EVERYTHING)
+    return pad(chosen[:, :width], (0, max(0, width - chosen.shape[1])))
