@@ -129,8 +129,8 @@ def measure(name: str, world: int) -> list[tuple[Sizes, Differences]]:
     names = make_model(name, torch.float32).state_dict()
     vectors = ("norm", "bias", "A_log", ".D", "sinks")  # which Megatron Core does not decay
     no_decay = [pattern for pattern in vectors if any(pattern in each for each in names)]
-    # A delta rule amplifies the rounding of the first step: Megatron Core clips gradients by a float32 norm.
-    steps = 1 if name.startswith(("qwen3_next", "qwen3_5")) else 3
+    # A delta rule and a choice of keys amplify the rounding of the first step: Megatron Core clips gradients by a float32 norm.
+    steps = 1 if name.startswith(("qwen3_next", "qwen3_5", "glm_moe_dsa")) else 3
     trained = case(family=MEGATRON + name, branches=True, packed=name != "nemotron", no_decay=no_decay, steps=steps)
     batch = make_batch(trained)
     single = compared_alone(train(trained, batch))

@@ -171,7 +171,9 @@ class Indexer(nn.Module):
             at_least_float32(torch.cat((each, other[..., size:]), -1)) for each, other in zip(turned, (query, key), strict=True)
         )
         weight = at_least_float32(self.weights_proj(hidden)[0])
-        row.chosen[self.layer] = row.plan.choose(IndexRows(query[:, 0], key[:, 0, 0], weight[:, 0], self.sizes.count), self.layer)
+        chosen = row.plan.choose(IndexRows(query[:, 0], key[:, 0, 0], weight[:, 0], self.sizes.count), self.layer)
+        if chosen.shape[-1]:  # otherwise no path has more tokens than are chosen
+            row.chosen[self.layer] = chosen
 
     def _turn(self, heads: Tensor, table: Tensor) -> Tensor:
         return _rotate(heads, table) if self.sizes.interleaved else rotate(heads, table)
@@ -379,7 +381,7 @@ class TreeAttention(MegatronModule):  # type: ignore[misc]
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: Any, **unused: Any
     ) -> Tensor:
         scale = self.scale if self.scale is not None else query.shape[-1] ** -0.5
-        chosen = None if self.chooser is None else packed_seq_params.chosen[self.chooser]
+        chosen = packed_seq_params.chosen.get(self.chooser)
         spec = AttentionSpec(self.layer, scale, self.window, self.softcap, self.softmax_offset, chosen)
         attended: Tensor = packed_seq_params.plan.attend(query.squeeze(1), key.squeeze(1), value.squeeze(1), spec)
         return attended.flatten(1).unsqueeze(1)
