@@ -46,14 +46,15 @@ class ModelShape:
     def from_hf(cls, name: str, values: Mapping[str, Any]) -> ModelShape | None:
         """Return the shape of a Hugging Face configuration (its ``to_dict()``); None where it does not say."""
         values = values.get("text_config") or values
-        layers = values.get("num_hidden_layers") or len(values.get("layers_block_type") or ())
+        kinds = values.get("layers_block_type") or ()  # of layers that are a mixer, an MLP or experts
+        layers = values.get("num_hidden_layers") or len(kinds)
         heads = values.get("num_attention_heads")
         if not isinstance(layers, int) or not isinstance(heads, int) or heads < 1:
             return None
         latent = values.get("kv_lora_rank") is not None  # latent attention has keys for every head
         key_value = heads if latent else values.get("num_key_value_heads") or heads
         names = ("num_experts", "num_local_experts", "n_routed_experts")
-        experts = next((values[each] for each in names if values.get(each)), 0)
+        experts = 0 if kinds and "moe" not in kinds else next((values[each] for each in names if values.get(each)), 0)
         return cls(name=name, layers=layers, heads=heads, key_value_heads=key_value, experts=experts)
 
 

@@ -112,6 +112,41 @@ def test_one_rank_has_the_numbers_of_every_family() -> None:
     check(1, [(name, {}) for name in FAMILIES])
 
 
+FAULTS = {  # family -> (parameter of the first layer, its row that is wrong, the weight that has it)
+    "qwen3_5": ("self_attention.in_proj.weight", -1, "linear_attn.in_proj_a.weight"),
+    "qwen3_next": ("self_attention.in_proj.weight", -1, "linear_attn.in_proj_ba.weight"),
+    "nemotron_h": ("self_attention.conv1d.bias", 3, "mixer.conv1d.bias"),
+    "gpt_oss": ("self_attention.core_attention.softmax_offset", 1, "self_attn.sinks"),
+}
+
+
+def export_faults(rank: int) -> dict[str, list[str]]:
+    """Return the weights that are exported wrong for each fault."""
+    from strop.extensions.megatron.cpu_shim import prepare_megatron
+
+    prepare_megatron("cpu")
+    from strop.extensions.megatron.models.build_stages import build_stages
+    from strop.extensions.megatron.weight_map import MemoryWeights, iter_weights, load_weights
+
+    found = {}
+    for name, (parameter, row, _) in FAULTS.items():
+        model = make_model(name, torch.float64)
+        state, config = {key: tensor.detach() for key, tensor in model.state_dict().items()}, make_layout()
+        layout = start_layout(config)
+        with layout.activate(), torch.no_grad():
+            stages = build_stages(model.config, config, layout, dtype=torch.float64)
+            load_weights(stages, model.config, MemoryWeights(state))
+            stages[0].get_parameter(f"decoder.layers.0.{parameter}")[row] += 1e-9
+            exported = {weight.name: weight.gather() for weight in iter_weights(stages, model.config)}
+        found[name] = [key for key, tensor in state.items() if not torch.equal(exported[key], tensor)]
+    return found
+
+
+def test_a_wrong_row_of_a_parameter_is_exported_in_the_weight_that_has_it() -> None:
+    [found] = run_on_ranks(1, export_faults)
+    assert found == {name: [f"model.layers.0.{weight}"] for name, (_, _, weight) in FAULTS.items()}
+
+
 @pytest.mark.exhaustive
 def test_two_ranks() -> None:
     """Each way of dividing, of some families; and one that is not divided, on ranks that read the same row."""

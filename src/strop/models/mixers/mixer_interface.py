@@ -84,7 +84,15 @@ def _convolve(
 
 
 def _delta_rule(
-    call: MixerCall, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, use_qk_l2norm_in_kernel: bool, **_: Any
+    call: MixerCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    use_qk_l2norm_in_kernel: bool,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """[1, T, H, ...] -> [1, T, H, V]; the decay is one for each head, or one for each channel of a key."""
     dtype = query.dtype
