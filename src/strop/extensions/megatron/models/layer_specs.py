@@ -77,7 +77,9 @@ class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
     ) -> None:
         super().__init__(*arguments, **options)
         self.rotary = rotary
-        self.indexer = Indexer(self.config, sizes, chooser) if sizes is not None and chooser == self.layer_number - 1 else None
+        self.indexer: Indexer | None = None
+        if sizes is not None and chooser == self.layer_number - 1:  # other layers share the choice of one before them
+            self.indexer = Indexer(self.config, sizes, self.layer_number - 1)
         self._row: Any = None
         self.kv_layernorm.eps = LATENT_EPSILON
         if self.config.q_lora_rank is not None:
