@@ -55,7 +55,7 @@ DELTA = {
     "linear_value_head_dim": 4,
     "full_attention_interval": 2,
 }
-MAMBA = {"head_dim": 8, "ssm_state_size": 6, "mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 4}
+MAMBA = {"pad_token_id": 146, "head_dim": 8, "ssm_state_size": 6, "mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 4}
 
 # Name of a case -> (class of the configuration, fields beside SIZES)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -142,7 +142,13 @@ class NemotronHybrid:
             LayerDesign(rotary=None, mixer=mixers.get(kind), mlp=kind not in mixers, experts=kind == "moe") for kind in kinds
         )
         return dense_architecture(
-            hf_config, transformer=fields, layers=layers, rotaries=(), norm="rms_wide", recurrent=mamba_sizes(hf_config)
+            hf_config,
+            transformer=fields,
+            layers=layers,
+            rotaries=(),
+            padding_token=None,  # Transformers trains the embeddings of all tokens here
+            norm="rms_wide",
+            recurrent=mamba_sizes(hf_config),
         )
 
     def rules(self, hf_config: Any) -> Sequence[WeightRule]:
