@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from strop.gpus import KIND
 from strop.models.network import Network
-from strop.models.routing.recorded_experts import RecordedRoutes
+from strop.models.routing.recorded_experts import RecordedRoutes, take_replay_counts
 from strop.models.routing.router_config import ROUTES
 from strop.sampling import Sampling
+from support.every_family import build as build_family
 from support.models import VOCABULARY, build
+from support.rollouts import make_group, make_rollout, make_turn, pack_grpo
 from support.tokenizer import END
-from support.torch_engine import Request, make_engine, make_runner, run_requests
+from support.torch_engine import Request, make_engine, make_paged_runner, make_runner, run_requests
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -42,6 +45,22 @@ def test_captured_graphs_record_the_experts_of_every_token(graphs: bool) -> None
     completions = run_requests(make_engine(make_runner(network, slots=3, cuda_graphs=graphs)), requests)
     for request, completion in zip(requests, completions, strict=True):
         assert agreement(network, [*request.prompt, *completion.tokens.tolist()][:-1], completion.columns[ROUTES]) > 0.95
+
+
+@pytest.mark.parametrize("make", [make_runner, make_paged_runner])
+def test_indexers_choose_for_the_engine_what_they_choose_for_the_learner(make: Callable[..., Any]) -> None:
+    network = Network(build_family("glm_moe_dsa").to(DEVICE))
+    network.enable_indexer_replay(64)
+    sampling = Sampling(max_new_tokens=12)
+    requests = [Request([5 + place, 40, 200, 31], sampling, seed=place) for place in range(5)]
+    completions = run_requests(make_engine(make(network, length=64, slots=3)), requests)
+    rollouts = [make_rollout(request.prompt, make_turn(found)) for request, found in zip(requests, completions, strict=True)]
+    batch = pack_grpo([make_group(rollout, index=place) for place, rollout in enumerate(rollouts)])
+    scores = network.outputs(batch, sampling).logprobs
+    (-scores.sum()).backward()
+    assert float((scores.detach().cpu() - batch.rollout_logprobs).abs().max()) < 1e-3
+    (counts,) = take_replay_counts(network).values()
+    assert counts[1] > 0 and counts[0] < 0.05 * counts[1]
 
 
 def test_vllm_says_the_experts_of_prompts_and_completions(tmp_path: Path, tokenizer: Any) -> None:

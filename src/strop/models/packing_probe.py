@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from strop.models.attention.indexers import is_indexer
 from strop.models.layers.known_code import decoder_layers
+from strop.models.mixers.indexers import is_indexer
 from strop.models.mixers.mixer_interface import is_mixer
 
 LARGEST = 1 << 28  # parameters of a part that gets random weights: experts larger than that mix no positions

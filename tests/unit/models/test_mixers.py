@@ -155,6 +155,7 @@ MIXER_OF = {
     "mamba2_chunk_scan": ("Mamba 2", "by heads"),
     "mamba_selective_scan": ("Mamba", "gathered"),
     "causal_conv1d_fn": ("short convolution", "by channels"),
+    "find_chooser": ("[sparse attention](#sparse-attention)", "by heads"),
 }
 
 
@@ -162,12 +163,13 @@ def test_the_table_of_the_documentation_says_what_each_family_can_do() -> None:
     text = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8").partition("### Recurrent layers")[2]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `")]
     said = {family.strip("` "): row[1:] for row in rows for family in row[0].split(",")}
-    assert len(said) == len(MIXED)
-    for family in MIXED:
+    assert len(said) == len(MIXED) + len(INDEXED)
+    for family in (*MIXED, *INDEXED):
         network = Network(build(family), packed=True)
         called = {name for module in network.model.modules() for name in unwrap(type(module).forward).__code__.co_names}
         mixer, context = next(words for function, words in MIXER_OF.items() if function in called)
         tensor, expert, stages = ranks_of(network)
+        tensor = "by heads" if family in INDEXED and tensor == "whole" else tensor
         assert said[network.model.config.model_type] == [mixer, tensor, expert, context, stages], family
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strop.generation.torch.kv_cache import EnginePlan
 from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.attention.chosen_tokens import IndexRows
+from strop.models.mixers.chosen_tokens import IndexRows
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.models.quantization.number_format import E4M3
 from strop.models.quantization.quantization_plan import QuantizationPlan

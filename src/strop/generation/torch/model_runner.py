@@ -32,7 +32,7 @@ from strop.generation.torch.mixer_states import StateKey, StateShape
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights
 from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.attention.chosen_tokens import IndexRows
+from strop.models.mixers.chosen_tokens import IndexRows
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.models.network import Network
 from strop.models.recorded_columns import name_recorders, stack_columns

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.attention.chosen_tokens import sees
 from strop.models.attention.merged_attention import Gradients, merge_part
 from strop.models.attention.tree_pieces import AttentionPiece, Levels
+from strop.models.mixers.chosen_tokens import sees
 from strop.sampling import at_least_float32
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from strop.device_copies import move
 from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.attention.chosen_tokens import EVERYTHING, sees
 from strop.models.attention.plain_attention import causal_mask, masked_attention
 from strop.models.attention.tree_pieces import TreeSegments
+from strop.models.mixers.chosen_tokens import EVERYTHING, sees
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.blockwise_kernel import BlockwiseKernel
-from strop.models.attention.chosen_tokens import EVERYTHING, IndexRows, choose_tokens, count_bytes
 from strop.models.attention.flash_kernel import CpuFlashKernel, VarlenFlashKernel
 from strop.models.attention.flex_kernel import FlexKernel
 from strop.models.attention.kernel_choice import AttentionKernel, AttentionKernelName, choose_kernel
@@ -18,6 +17,7 @@ from strop.models.attention.merged_attention import PieceKernel, attend_in_piece
 from strop.models.attention.padded_families import PaddedFamilies
 from strop.models.attention.tree_mixing import TreeMixing
 from strop.models.attention.tree_pieces import Levels, TreeSegments
+from strop.models.mixers.chosen_tokens import EVERYTHING, IndexRows, choose_tokens, count_bytes
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 
 LAUNCHES = 8_000_000  # numbers of a level that take a GPU as long as the ten launches that gather rows of several families

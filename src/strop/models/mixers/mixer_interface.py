@@ -4,7 +4,7 @@ Mixers of all families compute what is not token-wise by functions of their mode
 each. Once per file these are replaced by functions that pass their arguments to the *plan* of ``model(..., plan=plan)``; a call
 without a plan reaches the original. Learner and engine run the same module. The plan reaches them through hooks on the decoder layer: not
 every mixer passes its keyword arguments on, and only the backward pass calls a layer that is recomputed. The plan reaches indexers of
-sparse attention (``attention.indexers``) in the same way.
+sparse attention (``indexers``) in the same way.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from strop.models.attention.chosen_tokens import IndexerPlan, IndexRows
-from strop.models.attention.indexers import Chooser, is_indexer, make_planned
-from strop.models.attention.recorded_choices import RecordedChoices, ReplayedChoices
+from strop.models.mixers.chosen_tokens import IndexerPlan, IndexRows
+from strop.models.mixers.indexers import Chooser, is_indexer, make_planned
+from strop.models.mixers.recorded_choices import RecordedChoices, ReplayedChoices
 from strop.models.mixers.recurrence import MixerPlan, MixerSpec, Recurrence, Rows
 from strop.models.mixers.scan_packages import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, MAMBA2, with_kernel
 from strop.models.mixers.scans import delta_rule, selective_scan, state_space

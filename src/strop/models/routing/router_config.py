@@ -44,7 +44,7 @@ ROUTES = TokenColumn(
     "routes", dtype="int16", aligned="read", fill=NO_ROUTE, stored="logger.routes", key="policy.router_replay.enabled"
 )
 
-# [T, layers, bytes]: the tokens that the engine's indexers chose for each token that it read (``attention.recorded_choices``)
+# [T, layers, bytes]: the tokens that the engine's indexers chose for each token that it read (``mixers.recorded_choices``)
 CHOICES = TokenColumn(
     "chosen_tokens", dtype="int8", aligned="read", stored="logger.routes", key="policy.router_replay.indexers", bits=True
 )

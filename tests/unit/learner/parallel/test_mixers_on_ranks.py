@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
-from strop.models.attention.chosen_tokens import pack_bits
+from strop.models.mixers.chosen_tokens import pack_bits
 from strop.models.network import Network
 from strop.models.routing.router_config import CHOICES
 from strop.types import Batch

@@ -19,9 +19,9 @@ from strop.algorithms.base import TokenOutputs
 from strop.extensions.labs.exact.exact_attention import KEY_BLOCK, ExactTree, attend_cached
 from strop.extensions.labs.exact.row_products import NotExactError, PackedWeights, apply_whole_vectors, exact_linear
 from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.attention.indexers import is_indexer
 from strop.models.loading import is_vision_config
 from strop.models.logprobs.lm_head import LMHead
+from strop.models.mixers.indexers import is_indexer
 from strop.models.network import Network
 from strop.sampling import Sampling, filtered_logits
 

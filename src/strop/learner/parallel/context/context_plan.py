@@ -17,11 +17,11 @@ from torch.nn.functional import pad
 
 from strop.learner.parallel.collectives import all_gather, all_to_all, local_rows
 from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
-from strop.models.attention.chosen_tokens import IndexRows
 from strop.models.attention.kernel_choice import choose_piece_kernel
 from strop.models.attention.merged_attention import PieceKernel, merge_part, sink_gradient, weigh_sinks
 from strop.models.attention.tree_pieces import Levels
 from strop.models.attention.tree_plan import TreePlan
+from strop.models.mixers.chosen_tokens import IndexRows
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.sampling import at_least_float32
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from strop.models.attention.chosen_tokens import IndexRows
+from strop.models.mixers.chosen_tokens import IndexRows
 
 _CALLED = {"matmul", "relu", "topk"}
 _GIVEN = {"hidden_states", "q_resid", "position_embeddings", "attention_mask", "past_key_values"}
@@ -48,7 +48,7 @@ class PlannedIndexer(nn.Module):
     find_chooser: Callable[[], Chooser | None]  # of the call that runs; None without a plan
 
     @torch.no_grad()
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         choose = type(self).find_chooser()
         if choose is None:

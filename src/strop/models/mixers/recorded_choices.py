@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from strop.columns import TokenColumn
-from strop.models.attention.chosen_tokens import EVERYTHING, count_bytes
-from strop.models.attention.indexers import is_indexer
+from strop.models.mixers.chosen_tokens import EVERYTHING, count_bytes
+from strop.models.mixers.indexers import is_indexer
 from strop.models.routing.router_config import CHOICES
 
 
