@@ -34,6 +34,7 @@ LATENT = {
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 2.5,
 }
+INDEXER = {"q_lora_rank": 12, "n_group": 1, "topk_group": 1, "index_topk": 6, "index_head_dim": 8, "index_n_heads": 3}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -88,6 +89,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 1,
             "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         },
+    ),
+    "deepseek_v32": ("DeepseekV32Config", {**LATENT, **INDEXER}),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        {**LATENT, **INDEXER, "indexer_types": ["full", "shared", "full", "shared"]},
     ),
     "glm4_moe": (
         "Glm4MoeConfig",

@@ -43,12 +43,12 @@ def test_what_megatrons_model_cannot_do_is_refused(name: str) -> None:
 
 
 def test_unknown_families_are_refused_with_the_known_ones() -> None:
-    from transformers import DeepseekV32Config, GPT2Config, Qwen3_5Config
+    from transformers import DeepseekV4Config, GPT2Config, Qwen3_5Config
 
     with pytest.raises(ValueError, match=r"do not include gpt2; .*gemma3_text.*policy\.backend=torch trains any"):
         find_family(GPT2Config())
-    with pytest.raises(ValueError, match="chooses keys by an indexer"):
-        find_family(DeepseekV32Config())
+    with pytest.raises(ValueError, match="reads compressed keys"):
+        find_family(DeepseekV4Config())
     with pytest.raises(ValueError, match="a vision tower; its text models are of type qwen3_5_text"):
         find_family(Qwen3_5Config())
 
@@ -113,10 +113,11 @@ MIXTURE: dict[int, list[Sizes]] = {
     4: [{"tp": 2, "sp": True, "ep": 2}, {"tp": 2, "sp": True, "ep": 2, "etp": 2}, {"pp": 2, "ep": 2}, {"cp": 2, "ep": 4}],
 }
 BIASED = {world: [sizes for sizes in layouts if "etp" not in sizes] for world, layouts in MIXTURE.items()}
+SHARED = {world: [sizes for sizes in layouts if "vp" not in sizes] for world, layouts in MIXTURE.items()}  # choices of indexers
 BIASED[2].append({"tp": 2, "sp": True, "ep": 2})
 MIXTURES = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v3-yarn", "glm4_moe", "gpt_oss"),
-    *("qwen3_next", "qwen3_5_moe", "nemotron_h-moe"),
+    *("qwen3_next", "qwen3_5_moe", "nemotron_h-moe", "deepseek_v32", "glm_moe_dsa"),
 )
 FLOAT64 = Differences(loss=2e-7, norm=2e-7, outputs=2e-7, weights=3e-8, metrics=3e-7)
 ROUTED = Differences(loss=1e-6, norm=1e-6, outputs=1e-6, weights=3e-7, metrics=1e-6)  # weights of experts are float32
@@ -128,12 +129,14 @@ def measure(name: str, world: int) -> list[tuple[Sizes, Differences]]:
     names = make_model(name, torch.float32).state_dict()
     vectors = ("norm", "bias", "A_log", ".D", "sinks")  # which Megatron Core does not decay
     no_decay = [pattern for pattern in vectors if any(pattern in each for each in names)]
-    # A delta rule amplifies the rounding of the first step: Megatron Core clips gradients by a float32 norm.
-    steps = 1 if name.startswith(("qwen3_next", "qwen3_5")) else 3
+    # A delta rule and a choice of keys amplify the rounding of the first step: Megatron Core clips gradients by a float32 norm.
+    steps = 1 if name.startswith(("qwen3_next", "qwen3_5", "glm_moe_dsa")) else 3
     trained = case(family=MEGATRON + name, branches=True, packed=name != "nemotron", no_decay=no_decay, steps=steps)
     batch = make_batch(trained)
     single = compared_alone(train(trained, batch))
-    layouts = (BIASED if name == "gpt_oss" else MIXTURE if name in MIXTURES else DENSE)[world]
+    layouts = (SHARED if name == "glm_moe_dsa" else BIASED if name == "gpt_oss" else MIXTURE if name in MIXTURES else DENSE)[
+        world
+    ]
     cases = {str(sizes): (MegatronCase(case=trained, world=world, sizes=sizes), batch) for sizes in layouts}
     ranks = run_on_ranks(world, train_cases_on_rank, cases)
     return [(sizes, compare([rank[str(sizes)] for rank in ranks], single, len(batch.target))) for sizes in layouts]

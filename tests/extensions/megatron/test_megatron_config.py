@@ -122,8 +122,10 @@ def test_layers_and_experts_are_counted_where_megatron_core_trains(folder: Path,
     said = dry_run(capsys, "grpo", *words, *(f"policy.megatron_cfg.{key}={size}" for key, size in sizes.items()), code=2)
     assert "policy.megatron_cfg.pipeline_model_parallel_size: found 4: 4 stages cannot share the 6 layers of model evenly" in said
     assert "policy.megatron_cfg.expert_model_parallel_size: found 16, which does not divide the 8 experts" in said
-    (folder / "model" / "config.json").write_text(json.dumps({**values, "model_type": "deepseek_v32"}))
-    assert "does not train models of type deepseek_v32: its attention chooses keys" in dry_run(capsys, "grpo", *words, code=2)
+    (folder / "model" / "config.json").write_text(json.dumps({**values, "model_type": "deepseek_v4"}))
+    assert "does not train models of type deepseek_v4: its attention reads compressed keys" in dry_run(
+        capsys, "grpo", *words, code=2
+    )
 
 
 RECURRENT = {"num_attention_heads": 12, "num_key_value_heads": 6}

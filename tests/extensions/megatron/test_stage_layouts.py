@@ -23,7 +23,7 @@ ROUTED = 2e-6  # Transformers and Megatron Core compute the weights of experts i
 ROUTED_DELTA = 6e-6  # whose rounding a delta rule amplifies
 MIXTURES = (
     *("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v3-yarn", "glm4_moe", "gpt_oss"),
-    *("qwen3_next", "qwen3_5_moe", "nemotron_h-moe"),
+    *("qwen3_next", "qwen3_5_moe", "nemotron_h-moe", "deepseek_v32", "glm_moe_dsa"),
 )
 
 
@@ -164,5 +164,7 @@ def test_two_ranks() -> None:
         ("nemotron_h", {"tp": 2, "sp": True}),
         ("nemotron_h-moe", {"pp": 2, "vp": 2}),
         ("gpt_oss", {"tp": 2, "sp": True, "ep": 2}),
+        ("deepseek_v32", {"tp": 2, "sp": True, "etp": 2}),
+        ("glm_moe_dsa", {"pp": 2}),
     ]
     check(2, [("qwen2_moe", {}), *divided])

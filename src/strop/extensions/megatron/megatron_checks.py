@@ -75,6 +75,12 @@ def _check_model(key: str, model: ModelConfig) -> Problems:
 
 
 def _check_policy(key: str, policy: PolicyConfig, *, samples: bool) -> Problems:
+    if policy.router_replay.indexers:
+        yield Problem(
+            f"{key}.router_replay.indexers",
+            "found true, but indexers of Megatron Core's models choose tokens themselves",
+            f"Set it to false, or {key}.backend=torch.",
+        )
     if samples and fixes_order(policy):
         yield Problem(
             f"{key}.exact_on_policy",

@@ -35,6 +35,7 @@ class LayerDesign:
     experts: bool = False
     mixer: MixerKind | None = "attention"  # None: only an MLP
     mlp: bool = True  # False: only a mixer
+    chooser: int | None = None  # the layer whose indexer chooses the tokens that this one attends to
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,16 @@ class MambaSizes:
         return self.inner, *self.convolved, self.inner_heads
 
 
+@dataclass(frozen=True)
+class IndexerSizes:
+    """An indexer of DeepSeek Sparse Attention (arXiv 2512.02556), which every rank has whole."""
+
+    heads: int
+    head_size: int
+    count: int  # tokens that it chooses
+    interleaved: bool  # whether pairs of neighbours are rotated, or halves
+
+
 @dataclass(frozen=True, eq=False)
 class Architecture:
     """A language model, as ``build_stages`` needs it."""
@@ -116,6 +127,7 @@ class Architecture:
     latent_attention: bool = False
     sinks: bool = False  # one more score of each query and head, without a value
     recurrent: DeltaNetSizes | MambaSizes | None = None  # of the layers whose mixer is not attention
+    indexer: IndexerSizes | None = None
 
     @property
     def num_layers(self) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from strop.extensions.megatron.families.architecture import (
     Architecture,
+    IndexerSizes,
     LayerDesign,
     PartsOrder,
     WeightRule,
@@ -300,9 +301,10 @@ def sigmoid_gate(gate: Tensor, slope: float) -> Tensor:
 
 
 class DeepSeek:
-    """DeepSeek 3, and models with its configuration (Moonlight), and DeepSeek 2 without groups of experts."""
+    """DeepSeek 3, and models with its configuration (Moonlight), DeepSeek 2 without groups of experts; DeepSeek 3.2 and GLM 5, whose
+    attention has indexers."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v2", "deepseek_v3")
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 
     def architecture(self, hf_config: Any) -> Architecture:
         if hf_config.attention_bias or not getattr(hf_config, "rope_interleave", True):
@@ -310,7 +312,7 @@ class DeepSeek:
                 f"{hf_config.model_type}: Megatron Core's latent attention here has attention_bias=false and rope_interleave=true: "
                 "set policy.backend=torch"
             )
-        routed = hf_config.model_type == "deepseek_v3"
+        routed = hf_config.model_type != "deepseek_v2"
         fields = dense_fields(hf_config) | latent_fields(hf_config)
         fields |= (sigmoid_fields if routed else softmax_fields)(hf_config)
         return dense_architecture(
@@ -319,16 +321,36 @@ class DeepSeek:
             layers=sparse_layers(hf_config),
             rotaries=(rotary_of(hf_config, hf_config.qk_rope_head_dim),),
             latent_attention=True,
+            indexer=indexer_sizes(hf_config),
         )
 
     def rules(self, hf_config: Any) -> Sequence[WeightRule]:
-        return (*outer_rules(), *latent_rules(), *norm_rules(), *shared_expert_rules())
+        return (*outer_rules(), *latent_rules(), *indexer_rules(), *norm_rules(), *shared_expert_rules())
 
 
 def sparse_layers(hf_config: Any) -> tuple[LayerDesign, ...]:
-    """Return layers of which the first have no experts."""
-    first = hf_config.first_k_dense_replace
-    return tuple(LayerDesign(experts=index >= first) for index in range(hf_config.num_hidden_layers))
+    """Return layers of which the first have no experts, and some share the choice of an indexer in a layer before them."""
+    first, count = hf_config.first_k_dense_replace, hf_config.num_hidden_layers
+    kinds = getattr(hf_config, "mlp_layer_types", None) or ["sparse" if index >= first else "dense" for index in range(count)]
+    shared = getattr(hf_config, "indexer_types", None) or ["full"] * count
+    chooser: int | None = None
+    layers: list[LayerDesign] = []
+    for index, (kind, indexer) in enumerate(zip(kinds, shared, strict=True)):
+        chooser = index if indexer == "full" and hasattr(hf_config, "index_topk") else chooser
+        layers.append(LayerDesign(experts=kind == "sparse", chooser=chooser))
+    return tuple(layers)
+
+
+def indexer_sizes(hf_config: Any) -> IndexerSizes | None:
+    if not hasattr(hf_config, "index_topk"):
+        return None
+    interleaved = hf_config.model_type == "glm_moe_dsa"
+    return IndexerSizes(hf_config.index_n_heads, hf_config.index_head_dim, hf_config.index_topk, interleaved)
+
+
+def indexer_rules() -> Sequence[WeightRule]:
+    names = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+    return [WeightRule(f"layers.self_attn.indexer.{name}", f"layers.self_attention.indexer.{name}") for name in names]
 
 
 def shared_expert_rules() -> Sequence[WeightRule]:

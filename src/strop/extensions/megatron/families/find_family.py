@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, ClassVar, Protocol
 
@@ -59,13 +60,12 @@ FAMILIES: tuple[Family, ...] = (
 MODEL_TYPES = tuple(sorted(name for family in FAMILIES for name in family.model_types))  # that this learner trains
 
 _VISION = "it has a vision tower; its text models are of type {}"
-_INDEXER = "its attention chooses keys by an indexer, which rows with shared prompts do not have in Megatron Core"
 # Types of models that are refused for their own reason.
 REFUSED = {
     "gemma3": _VISION.format("gemma3_text"),
     "qwen3_5": _VISION.format("qwen3_5_text"),
     "qwen3_5_moe": _VISION.format("qwen3_5_moe_text"),
-    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _INDEXER),
+    "deepseek_v4": "its attention reads compressed keys, which Megatron Core's models here do not have",
 }
 
 
@@ -96,6 +96,7 @@ def check_architecture(config: MegatronConfig, name: str, values: Mapping[str, A
     architecture = family.architecture(read_local_model_config(name))
     check_recomputation(config, architecture)
     check_recurrent(config, architecture)
+    check_indexers(config, architecture)
     if architecture.transformer.get("num_moe_experts"):
         check_experts(config, architecture)
 
@@ -108,6 +109,28 @@ def check_recurrent(config: MegatronConfig, architecture: Architecture) -> None:
             f"{SECTION}.tensor_model_parallel_size: found {tensor}, which does not divide the {sizes.heads} {sizes.divided} of the model's "
             f"recurrent layers. {list_divisors(sizes.heads)}"
         )
+
+
+def check_indexers(config: MegatronConfig, architecture: Architecture) -> None:
+    """Raise ValueError for a stage that begins with a layer that shares the choice of an indexer in the stage before."""
+    for first in list_stage_starts(config, architecture.num_layers):
+        chooser = architecture.layers[first].chooser
+        if chooser not in (None, first):
+            raise ValueError(
+                f"{SECTION}.pipeline_model_parallel_size: found {config.pipeline_model_parallel_size}, but layer {first}, with which a "
+                f"stage or a part of one begins, attends to what the indexer of layer {chooser} chose, which is in the stage before; set "
+                "another number of stages or of layers in the first one, or 1"
+            )
+
+
+def list_stage_starts(config: MegatronConfig, layers: int) -> list[int]:
+    """Return the first layer of each stage, or of each part of one. Of stages that do not divide the layers: those of one stage."""
+    stages, parts = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    ends = {0: config.num_layers_in_first_pipeline_stage, stages - 1: config.num_layers_in_last_pipeline_stage}
+    own = {stage: size for stage, size in ends.items() if size is not None}
+    equal = (layers - sum(own.values())) // max(1, stages - len(own))
+    sizes = [own.get(stage, equal) // parts for stage in range(stages)] * parts
+    return list(accumulate(sizes[:-1], initial=0)) if sum(sizes) == layers else [0]
 
 
 def check_recomputation(config: MegatronConfig, architecture: Architecture) -> None:

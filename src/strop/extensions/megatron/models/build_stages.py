@@ -17,7 +17,13 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from strop.extensions.megatron.families.architecture import Architecture
-from strop.extensions.megatron.families.find_family import check_experts, check_recomputation, check_recurrent, find_family
+from strop.extensions.megatron.families.find_family import (
+    check_experts,
+    check_indexers,
+    check_recomputation,
+    check_recurrent,
+    find_family,
+)
 from strop.extensions.megatron.layout import MegatronLayout
 from strop.extensions.megatron.megatron_config import Fp8Config, MegatronConfig
 from strop.extensions.megatron.models.gpt_stage import GptStage, Head
@@ -77,6 +83,7 @@ def transformer_config(architecture: Architecture, config: MegatronConfig, dtype
     """Return the configuration of the model's layers, whose weights have the data type ``dtype``."""
     check_recomputation(config, architecture)
     check_recurrent(config, architecture)
+    check_indexers(config, architecture)
     kind = MLATransformerConfig if architecture.latent_attention else TransformerConfig
     fields: dict[str, Any] = {
         **architecture.transformer,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -108,6 +108,7 @@ class StageRow:
     positions: Tensor  # [T] int64
     plan: AttentionPlan
     experts: ReplayedRoutes | None = None  # the recorded experts of the tokens that this rank's layers read
+    chosen: dict[int, Tensor] = field(default_factory=dict)  # by the layer: what its indexer chose (``chosen_tokens``)
 
     qkv_format: ClassVar[str] = "tree"
     cp_group: ClassVar[None] = None

@@ -13,6 +13,7 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_ba
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -31,12 +32,13 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from strop.extensions.megatron.families.architecture import Architecture, LayerDesign
+from strop.extensions.megatron.families.architecture import Architecture, IndexerSizes, LayerDesign
 from strop.extensions.megatron.models.adapted_linear import AdaptedBackend
 from strop.extensions.megatron.models.gpt_stage import rotate
 from strop.extensions.megatron.models.recurrent_layers import GatedDeltaNet, Mamba2, divide_rows
 from strop.extensions.megatron.models.stage_norms import NORMS
 from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.mixers.chosen_tokens import IndexRows
 from strop.sampling import at_least_float32
 
 multi_latent_attention.HAVE_TE = HAVE_TE  # 0.16.1 asks for its classes without it: isinstance of None
@@ -70,9 +72,15 @@ class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
     Its own also leaves the gradient of the keys' rotated part, which all heads share, on each tensor-parallel rank separately.
     """
 
-    def __init__(self, *arguments: Any, rotary: int, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, rotary: int, sizes: IndexerSizes | None = None, chooser: int | None = None, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
         self.rotary = rotary
+        self.indexer: Indexer | None = None
+        if sizes is not None and chooser == self.layer_number - 1:  # other layers share the choice of one before them
+            self.indexer = Indexer(self.config, sizes, self.layer_number - 1)
+        self._row: Any = None
         self.kv_layernorm.eps = LATENT_EPSILON
         if self.config.q_lora_rank is not None:
             self.q_layernorm.eps = LATENT_EPSILON
@@ -84,7 +92,7 @@ class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
         return dict(vars(submodules))
 
     def forward(self, hidden_states: Tensor, attention_mask: Any, *, rotary_pos_emb: Tensor, **options: Any) -> Any:
-        self._table = rotary_pos_emb[self.rotary]
+        self._table, self._row = rotary_pos_emb[self.rotary], options["packed_seq_params"]
         for unused in ("rotary_pos_cos", "rotary_pos_sin", "rotary_pos_cos_sin"):
             options.pop(unused, None)
         return super().forward(hidden_states, attention_mask, **options)
@@ -93,6 +101,12 @@ class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
         """Return queries and keys [T, 1, heads, qk size], values [T, 1, heads, v size], and the two compressed inputs."""
         config, table = self.config, self._table
         compressed_query = self._compress_query(hidden_states)
+        if self.indexer is not None:
+            tokens = [hidden_states, compressed_query]
+            if config.sequence_parallel:
+                tokens = [gather_from_sequence_parallel_region(each.detach(), group=self.tp_group) for each in tokens]
+            assert table is not None
+            self.indexer(*tokens, table, self._row)
         compressed = self._gather_columns(self.linear_kv_down_proj(hidden_states)[0])  # [T, 1, rank + turned size]
         compressed, key_turned = compressed.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
         key_turned = copy_to_tensor_model_parallel_region(key_turned, group=self.tp_group)  # every rank's heads have it
@@ -131,6 +145,40 @@ class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
 
     def _scatter_tokens(self, whole: Tensor) -> Tensor:
         return scatter_to_sequence_parallel_region(whole, group=self.tp_group) if self.config.sequence_parallel else whole
+
+
+class Indexer(nn.Module):
+    """Chooses the tokens of its path that each token attends to, for its layer and those that share its choice.
+
+    It is not trained, as in Transformers: no gradient passes through a choice. Every tensor-parallel rank has it whole, and all tokens.
+    """
+
+    def __init__(self, config: Any, sizes: IndexerSizes, layer: int) -> None:
+        super().__init__()
+        self.sizes, self.layer = sizes, layer
+        self.wq_b = WholeLinear(config.q_lora_rank, sizes.heads * sizes.head_size, config=config)
+        self.wk = WholeLinear(config.hidden_size, sizes.head_size, config=config)
+        kind: dict[str, Any] = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.k_norm = nn.LayerNorm(sizes.head_size, eps=1e-6, **kind)
+        self.weights_proj = WholeLinear(config.hidden_size, sizes.heads, config=config)
+        self.requires_grad_(False)
+
+    @torch.no_grad()
+    def forward(self, hidden: Tensor, compressed_query: Tensor, table: Tensor, row: Any) -> None:
+        query = self.wq_b(compressed_query)[0].unflatten(-1, (self.sizes.heads, -1))  # [T, 1, heads, D]
+        key = self.k_norm(self.wk(hidden)[0]).unsqueeze(2)
+        size = table.shape[-1]
+        turned = (self._turn(each[..., :size], table) for each in (query, key))
+        query, key = (
+            at_least_float32(torch.cat((each, other[..., size:]), -1)) for each, other in zip(turned, (query, key), strict=True)
+        )
+        weight = at_least_float32(self.weights_proj(hidden)[0])
+        chosen = row.plan.choose(IndexRows(query[:, 0], key[:, 0, 0], weight[:, 0], self.sizes.count), self.layer)
+        if chosen.shape[-1]:  # otherwise no path has more tokens than are chosen
+            row.chosen[self.layer] = chosen
+
+    def _turn(self, heads: Tensor, table: Tensor) -> Tensor:
+        return _rotate(heads, table) if self.sizes.interleaved else rotate(heads, table)
 
 
 def _rotate(heads: Tensor, table: Tensor) -> Tensor:
@@ -176,9 +224,9 @@ def _mixer(architecture: Architecture, design: LayerDesign, config: Any, backend
 
 
 def _attention(architecture: Architecture, design: LayerDesign, config: Any, backend: Any, row_linear: Any) -> ModuleSpec:
-    options = {"window": design.window, "softcap": architecture.softcap, "sinks": architecture.sinks}
+    options = {"window": design.window, "softcap": architecture.softcap, "sinks": architecture.sinks, "chooser": design.chooser}
     core = ModuleSpec(module=TreeAttention, params=options)
-    params = {"attn_mask_type": AttnMaskType.causal, "rotary": design.rotary}
+    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal, "rotary": design.rotary}
     norm = NORMS[architecture.norm]
     column_linear = backend.column_parallel_linear()
     if architecture.latent_attention:
@@ -194,6 +242,7 @@ def _attention(architecture: Architecture, design: LayerDesign, config: Any, bac
             q_layernorm=norm,
             kv_layernorm=norm,
         )
+        params |= {"sizes": architecture.indexer, "chooser": design.chooser}
         return ModuleSpec(module=RowLatentAttention, params=params, submodules=latent)
     submodules = SelfAttentionSubmodules(
         linear_qkv=column_linear,
@@ -317,11 +366,12 @@ class TreeAttention(MegatronModule):  # type: ignore[misc]
         window: int | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        chooser: int | None = None,
         pg_collection: Any,
         **unused: Any,
     ) -> None:
         super().__init__(config=config)
-        self.group = pg_collection.tp
+        self.group, self.chooser = pg_collection.tp, chooser
         self.softmax_offset: nn.Parameter | None = None  # the scores of sinks
         if sinks:
             heads = config.num_attention_heads // self.group.size()
@@ -333,7 +383,8 @@ class TreeAttention(MegatronModule):  # type: ignore[misc]
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: Any, **unused: Any
     ) -> Tensor:
         scale = self.scale if self.scale is not None else query.shape[-1] ** -0.5
-        spec = AttentionSpec(self.layer, scale, self.window, self.softcap, self.softmax_offset)
+        chosen = packed_seq_params.chosen.get(self.chooser)
+        spec = AttentionSpec(self.layer, scale, self.window, self.softcap, self.softmax_offset, chosen)
         attended: Tensor = packed_seq_params.plan.attend(query.squeeze(1), key.squeeze(1), value.squeeze(1), spec)
         return attended.flatten(1).unsqueeze(1)
 
