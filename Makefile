@@ -42,11 +42,11 @@ quickstart: setup-quickstart ## train SmolLM2-135M to add, on this machine; prin
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS)
 
 # The core's tests run without the extensions, in a copy of the package (tests/core_alone.py); those of the extensions and of the whole
-# project run with them. With ARGS, such as a path, all run in one session.
+# project, and those of the core that need an extension, run with them. With ARGS, such as a path, all run in one session.
 define RUN_TESTS
 $(if $(ARGS),$(PYTEST) -m "$(1)" $(ARGS),\
 status=0; $(CORE_ALONE) -m "$(1)" --durations=10 || status=$$?; \
-$(PYTEST) -m "$(1)" --durations=10 tests/extensions tests/project || status=$$?; exit $$status)
+$(PYTEST) -m "$(1)" --durations=10 tests/extensions tests/project @build/needs_extensions.txt || status=$$?; exit $$status)
 endef
 CORE_ALONE := $(subst -m pytest,tests/core_alone.py,$(PYTEST))
 

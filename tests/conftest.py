@@ -46,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
         from support.simulated_device.in_process import take_simulated_gpu
 
         take_simulated_gpu()
+    if not hasattr(config, "workerinput") and (file := os.environ.pop("STROP_NEED_EXTENSIONS", "")):
+        config.pluginmanager.register(NeedExtensions(Path(file)))
 
 
 @pytest.fixture(scope="session")
@@ -126,6 +128,24 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # after pytest's own last searches for garbage
+
+
+class NeedExtensions:
+    """Lists the tests that are skipped where Strop has no extensions, in a file (``tests/core_alone.py``)."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._list(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._list(report)
+
+    def _list(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.skipped and ("Strop's extensions" in str(report.longrepr) or "strop.extensions" in str(report.longrepr)):
+            with self.file.open("a") as file:
+                file.write(f"{report.nodeid}\n")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -104,6 +104,7 @@ def test_a_cache_that_holds_no_sequence_says_what_to_raise(refused):
 # --- data -----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 def test_prompts_that_are_all_too_long_stop_the_run_with_the_limit(refused):
     said = refused(1, {"rows.jsonl": LONG * 20}, **ROWS)
     assert "16 groups in a row failed" in said and "PromptTooLong: the prompt of task" in said
@@ -122,6 +123,7 @@ def test_fewer_tasks_than_a_step_needs_do_not_pass_for_a_finished_run(refused):
     assert "nothing was trained" in said and "grpo.num_prompts_per_step" in said and "grpo.max_num_epochs" in said
 
 
+@pytest.mark.extensions
 def test_a_prompt_that_is_too_long_is_dropped_counted_and_stored(tiny, tmp_path):
     (tmp_path / "rows.jsonl").write_text((GOOD + GOOD + LONG) * 4)
     outcome = grpo(tiny, tmp_path, **ROWS)

@@ -233,6 +233,7 @@ def test_pairs_are_told_apart(name: str, tiny: Path, tmp_path: Path) -> None:
         assert logged[last]["train/margin"] > logged[1]["train/margin"] + 0.3
 
 
+@pytest.mark.extensions
 def test_every_algorithm_is_in_one_of_these_tests() -> None:
     tested = [name for section in ("grpo", "ppo", "distillation", "sft", "dpo", "rm") for name in of_section(section)]
     assert sorted(tested) == sorted(all_algorithms()) and set(QUICK) <= set(FAMILIES) <= set(tested)

@@ -105,7 +105,7 @@ def test_engines_of_a_deterministic_run_are_batch_invariant_over_ray_too(monkeyp
         backend.policy_info = SimpleNamespace(on_cpu=on_cpu)  # type: ignore[assignment]
         backend.bundle = SimpleNamespace(template=SimpleNamespace(vision=None))  # type: ignore[assignment]
         launched: list[VllmLaunch] = []
-        vars(backend)["_thread_env"] = lambda *arguments, **options: {}
+        vars(backend)["thread_env"] = lambda *arguments, **options: {}
         vars(backend)["_make_launched_engine"] = lambda number, slot, launch: launched.append(launch)
         backend._launch_engine(0, SimpleNamespace(further=()), Path("folder"), Path("outputs"), False)  # type: ignore[arg-type]
         return launched[0].env_vars

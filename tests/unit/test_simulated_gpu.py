@@ -23,12 +23,14 @@ def compiler() -> None:
         pytest.skip(obstacle)
 
 
+@pytest.mark.extensions
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("file", [file for file in FILES if file not in REASONS])
 def test_what_runs_on_a_gpu_runs_on_the_simulated_one(file: str, tmp_path: Path) -> None:
     run_simulated([file], tmp_path)
 
 
+@pytest.mark.extensions
 def test_the_telling_cases_of_a_gpu_run_on_the_simulated_one(tmp_path: Path) -> None:
     run_simulated(QUICK, tmp_path, "-m", "not exhaustive")
 

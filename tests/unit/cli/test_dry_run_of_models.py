@@ -100,6 +100,7 @@ def test_what_fits_passes_and_a_model_of_the_cache_is_asked_too(
     assert "the 2 key-value heads" in said
 
 
+@pytest.mark.extensions
 @pytest.mark.slow
 def test_a_reward_model_of_a_family_without_classifiers_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

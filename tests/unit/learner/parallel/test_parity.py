@@ -169,6 +169,7 @@ def on_all(world: int, kept: bool) -> Callable[[str], Differences]:
     return compare_on_ranks(world, {name: shorter(BOUNDS[name][0]) if kept else BOUNDS[name][0] for name in names})
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", sweep(BOUNDS, *KEPT))
 def test_training_on_many_ranks_is_training_in_one_process(name: str) -> None:
     case, bound = BOUNDS[name]

@@ -81,6 +81,7 @@ def on_ranks(kept: bool) -> list[dict[str, TrainingResult]]:
     return run_on_ranks(2, train_on_rank, [case for case in CASES if (case in KEPT) == kept])
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in KEPT else pytest.mark.exhaustive) for case in CASES])
 def test_two_ranks_train_as_one_process_does(case: str) -> None:
     batch = make_batch(CASES[case][0])

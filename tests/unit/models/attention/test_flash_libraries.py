@@ -79,11 +79,11 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Any:
         found = lambda library, device, dtype, shape, spec: faults(library.name, shape[2], spec.softcap is not None)  # noqa: E731
         monkeypatch.setattr(flash_libraries, "find_fault", found)
         monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-        for cached in (flash_libraries._choose, flash_libraries._log_choice, kernel_choice._flex_obstacle):
+        for cached in (flash_libraries._choose, flash_libraries._log_choice, kernel_choice._compile_obstacle):
             cached.cache_clear()
 
     yield take
-    for cached in (flash_libraries._choose, flash_libraries._log_choice, kernel_choice._flex_obstacle):
+    for cached in (flash_libraries._choose, flash_libraries._log_choice, kernel_choice._compile_obstacle):
         cached.cache_clear()
 
 

@@ -59,9 +59,9 @@ def test_a_kernel_that_cannot_compute_a_layer_is_replaced_with_a_warning(
     assert choose_kernel("flash", *rows(), WINDOW, 1) == "blockwise"
     assert choose_piece_kernel("plain", *rows(), PLAIN) == "flash"
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    kernel_choice._flex_obstacle.cache_clear()
+    kernel_choice._compile_obstacle.cache_clear()
     assert choose_kernel("flex", *rows(), PLAIN, 1) == "blockwise"
-    kernel_choice._flex_obstacle.cache_clear()
+    kernel_choice._compile_obstacle.cache_clear()
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "attention on cpu, float32: blockwise instead of flash: the layer has a sliding window",
         "attention on cpu, float32: flash instead of plain: as the keys are in several places",
@@ -75,7 +75,7 @@ def test_a_gpu_has_no_flex_attention_for_heads_below_16(
     """Its compiler would refuse them in the middle of a pass."""
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
     monkeypatch.setattr(flash_libraries, "card", lambda device: 8)
-    kernel_choice._flex_obstacle.cache_clear()
+    kernel_choice._compile_obstacle.cache_clear()
     with FakeTensorMode():
         for size, values, wanted in (
             (16, 16, "flex"),
@@ -87,7 +87,7 @@ def test_a_gpu_has_no_flex_attention_for_heads_below_16(
             query, key, value = rows(torch.bfloat16, "cuda", size, values)
             for asked in ("auto", "flex"):
                 assert choose_kernel(asked, query, key, value, CAP, LONG) == wanted, (asked, size, values)  # type: ignore[arg-type]
-    kernel_choice._flex_obstacle.cache_clear()
+    kernel_choice._compile_obstacle.cache_clear()
     assert "blockwise instead of flex: its products need heads of size 16 or more, and these have size 15" in caplog.text
 
 

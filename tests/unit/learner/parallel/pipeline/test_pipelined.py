@@ -106,6 +106,7 @@ def layout_of(name: str) -> str:
     return "kept" if name in KEPT else str(BOUNDS[name][0].sizes) + BOUNDS[name][0].family
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", sweep(BOUNDS, *KEPT))
 def test_training_in_pipeline_stages_is_training_in_one_process(name: str) -> None:
     case, bound = BOUNDS[name]
