@@ -125,7 +125,7 @@ FAMILIES: dict[str, Family] = {
         use_double_wide_mlp=True, final_logit_softcapping=3.0,
     ),
     "gemma4_moe": family(
-        "Gemma4TextConfig", (), experts=True, spread=0.08, **FOUR, **HEADS, **WINDOW, **TWICE, global_head_dim=16,
+        "Gemma4TextConfig", (), experts=True, **FOUR, **HEADS, **WINDOW, **TWICE, global_head_dim=16,
         num_key_value_heads=4, num_global_key_value_heads=2, attention_k_eq_v=True, hidden_size_per_layer_input=0,
         enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=24, use_bidirectional_attention="vision",
     ),

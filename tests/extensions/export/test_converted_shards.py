@@ -121,7 +121,7 @@ def test_weights_of_another_model_than_its_configuration_are_refused(script: Mod
 
 def test_pieces_named_as_a_model_say_how_to_make_one_of_them(tmp_path: Path, tokenizer: Any) -> None:
     saved(tmp_path, "llama", tokenizer)
-    with pytest.raises(ModelNotFound, match=r"convert_dcp_to_hf\.py --dcp-ckpt-path"):
+    with pytest.raises(ModelNotFound, match=r"convert them first: strop export"):
         load_model(str(tmp_path / "policy" / "weights"))
 
 

@@ -79,7 +79,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, tokenizer: Any) ->
 def test_a_run_of_the_torch_learner_says_how_to_use_it(tmp_path: Path, tokenizer: Any) -> None:
     save_model(tmp_path / "hf", "llama", tokenizer)
     convert_to_megatron(str(tmp_path / "hf"), tmp_path / "policy" / "weights")
-    with pytest.raises(ModelNotFound, match=r"checkpoint of Megatron Core.*convert_megatron_to_hf"):
+    with pytest.raises(ModelNotFound, match=r"checkpoint of Megatron Core; convert it first: strop export"):
         load_model(str(tmp_path / "policy" / "weights"))
     optimizer = tmp_path / "policy" / "optimizer"
     write_shards(optimizer, {"optimizer.state.exp_avg.a": TensorShard(torch.ones(2), (0,), (2,))}, None)
