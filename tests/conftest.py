@@ -143,7 +143,8 @@ class NeedExtensions:
         self._list(report)
 
     def _list(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        if report.skipped and ("Strop's extensions" in str(report.longrepr) or "strop.extensions" in str(report.longrepr)):
+        reasons = ("Strop's extensions are not here", "could not import 'strop.extensions", "is an extension's")
+        if report.skipped and any(reason in str(report.longrepr) for reason in reasons):
             with self.file.open("a") as file:
                 file.write(f"{report.nodeid}\n")
 

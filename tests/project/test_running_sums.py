@@ -14,7 +14,16 @@ OF_EXTENSIONS = ("extensions/recorded", "extensions/distillation", "extensions/p
 def test_no_running_sum_of_floats_is_left_that_torch_would_refuse() -> None:
     """In code that computes on the device of a model; integers and CPU tensors are summed as ever."""
     source = Path(determinism.__file__).parent
-    integers = ("image_tokens", "model_runner", "paged_runner", "reference_store", "draft_trainer", "exact_passes", "referenced", "chosen_tokens")
+    integers = (
+        "image_tokens",
+        "model_runner",
+        "paged_runner",
+        "reference_store",
+        "draft_trainer",
+        "exact_passes",
+        "referenced",
+        "chosen_tokens",
+    )
     on_the_cpu = ("kl", "turns", "token_objectives", "baselines")  # columns of whole steps
     files = [source / "sampling.py"]
     for folder in ("generation/torch", "learner", "models", "algorithms", "extensions/labs", *OF_EXTENSIONS):
