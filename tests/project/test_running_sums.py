@@ -7,7 +7,6 @@ from pathlib import Path
 
 from strop import determinism
 
-
 OF_EXTENSIONS = ("extensions/recorded", "extensions/distillation", "extensions/policy_gradients")
 
 
