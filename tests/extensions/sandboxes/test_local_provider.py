@@ -283,6 +283,8 @@ def test_nothing_is_left_after_a_hundred_kills(make_local: MakeLocal, image: str
 
 
 def test_closing_leaves_no_descriptor_process_or_group(make_local: MakeLocal, image: str):
+    others = set(list_groups(os.getpid()))  # of sandboxes that earlier tests of this process keep
+
     async def run() -> None:
         provider = make_local()
         spec = SandboxSpec(image=image, network=NetworkPolicy(egress="all"))
@@ -296,4 +298,4 @@ def test_closing_leaves_no_descriptor_process_or_group(make_local: MakeLocal, im
         await provider.close()
 
     asyncio.run(run())
-    assert list_groups(os.getpid()) == []
+    assert set(list_groups(os.getpid())) <= others
