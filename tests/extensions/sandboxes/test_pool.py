@@ -178,19 +178,19 @@ FILE, LINK, HARD = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE
 
 
 @each("entries", [
-    [("bin/sh", FILE, "")], [("../bin/sh", FILE, "")], [("/work/a", FILE, "")], [("work/../bin/sh", FILE, "")],
-    [("work/x", LINK, "/bin"), ("work/x/sh", FILE, "")], [("work", LINK, "/"), ("work/bin/sh", FILE, "")],
-    [("work/a", HARD, "bin/sh")], [("work/x", LINK, "/bin/sh"), ("work/a", HARD, "work/x")], [("workshop/a", FILE, "")],
+    [("bin/sh", FILE, "")], [("../bin/sh", FILE, "")], [("/repo/a", FILE, "")], [("repo/../bin/sh", FILE, "")],
+    [("repo/x", LINK, "/bin"), ("repo/x/sh", FILE, "")], [("repo", LINK, "/"), ("repo/bin/sh", FILE, "")],
+    [("repo/a", HARD, "bin/sh")], [("repo/x", LINK, "/bin/sh"), ("repo/a", HARD, "repo/x")], [("repository/a", FILE, "")],
 ])  # fmt: skip
 def test_a_folder_to_be_graded_cannot_bring_other_files(entries):
     with pytest.raises(SandboxFailure) as found:
-        check_tree(hostile(*entries), "work")
+        check_tree(hostile(*entries), "repo")
     assert found.value.ending == "crash"
 
 
 def test_a_folder_to_be_graded_keeps_its_files_and_links():
-    data = hostile(("work", tarfile.DIRTYPE, ""), ("work/a", FILE, ""), ("work/b", LINK, "/anywhere"), ("work/c", HARD, "work/a"))
-    assert check_tree(data, "work") == data
+    data = hostile(("repo", tarfile.DIRTYPE, ""), ("repo/a", FILE, ""), ("repo/b", LINK, "/anywhere"), ("repo/c", HARD, "repo/a"))
+    assert check_tree(data, "repo") == data
     with pytest.raises(SandboxFailure, match="damaged"):
-        check_tree(b"x" * 2000, "work")
+        check_tree(b"x" * 2000, "repo")
     assert make_archive({"a": b"b"})
