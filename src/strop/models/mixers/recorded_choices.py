@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from strop.columns import TokenColumn
 from strop.models.mixers.chosen_tokens import EVERYTHING, count_bytes
 from strop.models.mixers.indexers import is_indexer
+from strop.models.routing.recorded_experts import Replayed
 from strop.models.routing.router_config import CHOICES
 
 
@@ -70,7 +71,7 @@ class RecordedChoices:
         return torch.stack([_fit(self._chosen[layer], self.indexed.shape[1]) for layer in self.indexed.places], 1)
 
 
-class ReplayedChoices:
+class ReplayedChoices(Replayed):
     """Replaces what indexers choose by what was recorded, where it was, and counts the choices among more tokens than they take."""
 
     def __init__(self, indexed: IndexedLayers, choices: Tensor, weights: Tensor) -> None:
@@ -82,22 +83,16 @@ class ReplayedChoices:
                 f"the recorded choices are of {choices.shape[1]} layers with indexers, and the model has {len(indexed.places)}: the engine "
                 "runs another model; set policy.router_replay.indexers=false, or let it load the learner's configuration"
             )
+        super().__init__(weights)
         self.indexed = indexed
         self.choices = choices
-        self.weights = weights.double()
-        self.counts = torch.zeros(2, dtype=torch.float64, device=choices.device)  # (token, layer) pairs: differing, compared
-        self._read: set[int] = set()
 
     def choose(self, layer: int, own: Tensor) -> Tensor:
         if not own.shape[1]:
             return own
         recorded = _fit(self.choices[:, self.indexed.places[layer]], own.shape[1])
         known = (recorded != 0).any(1)
-        if layer not in self._read:  # a layer recomputed in the backward pass was already counted
-            compared = known & (own != EVERYTHING).any(1)
-            differs = compared & (recorded != own).any(1)
-            self.counts += torch.stack([self.weights @ differs.double(), self.weights @ compared.double()])
-        self._read.add(layer)
+        self.count(layer, (recorded != own).any(1), known & (own != EVERYTHING).any(1))
         return torch.where(known[:, None], recorded, own)
 
 

@@ -81,7 +81,23 @@ class RecordedRoutes:
         return torch.stack(columns, dim=1).to(self.routed.dtype)
 
 
-class ReplayedRoutes:
+class Replayed:
+    """Counts where the choices of a pass differ from recorded ones."""
+
+    def __init__(self, weights: Tensor) -> None:
+        """``weights`` [n]: of each token in the counts."""
+        self.weights = weights.double()
+        self.counts = torch.zeros(2, dtype=torch.float64, device=weights.device)  # (token, layer) pairs: differing, compared
+        self._read: set[int] = set()
+
+    def count(self, layer: int, differs: Tensor, compared: Tensor) -> None:
+        """Count a layer's tokens [n] bool, once: a layer recomputed in the backward pass was already counted."""
+        if layer not in self._read:
+            self.counts += torch.stack([self.weights @ (differs & compared).double(), self.weights @ compared.double()])
+        self._read.add(layer)
+
+
+class ReplayedRoutes(Replayed):
     """Replaces the routers' choice by recorded experts, where they exist, and counts differences."""
 
     def __init__(self, routed: RoutedLayers, routes: Tensor, weights: Tensor) -> None:
@@ -95,11 +111,9 @@ class ReplayedRoutes:
                 f"{routed.layers} layers and {routed.width} experts a token: the engine runs another model; set "
                 "policy.router_replay.enabled=false, or let it load the learner's configuration"
             )
+        super().__init__(weights)
         self.routed = routed
         self.routes = routes
-        self.weights = weights.double()
-        self.counts = torch.zeros(2, dtype=torch.float64, device=routes.device)  # (token, layer) pairs: differing, compared
-        self._read: set[int] = set()
 
     def choose(self, layer: int, own: Tensor) -> Tensor:
         recorded = self.routes[:, layer, : own.shape[1]].to(own.dtype)
@@ -108,10 +122,7 @@ class ReplayedRoutes:
         known = recorded[:, :1] >= 0
         chosen = torch.where(known, recorded, own)
         differs = (chosen.sort(-1).values != own.sort(-1).values).any(-1)
-        if layer not in self._read:  # a layer recomputed in the backward pass was already counted
-            known = known.squeeze(1)
-            self.counts += torch.stack([self.weights @ (differs & known).double(), self.weights @ known.double()])
-        self._read.add(layer)
+        self.count(layer, differs, known.squeeze(1))
         return chosen
 
     def check(self, layers: Iterable[int]) -> None:
