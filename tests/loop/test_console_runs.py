@@ -43,6 +43,7 @@ def run_unread(*command: str) -> int:
     return ended.returncode
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extensions
 def test_a_command_whose_output_nobody_reads_ends_without_a_traceback() -> None:
     assert run_unread("config") == 141 and run_unread("--help") == 0

@@ -45,6 +45,7 @@ def test_with_recorded_sets_sampler_and_learner_agree_over_several_steps_of_a_ba
     assert all(math.isfinite(line["train/kl_penalty"]) for line in metrics.values())
 
 
+@pytest.mark.exhaustive
 def test_stale_rollouts_are_corrected_and_the_shares_that_were_cut_are_logged(tiny: Path, tmp_path: Path) -> None:
     """A learning rate at which one step of staleness shows: weights leave 1, and some tokens and rollouts are cut."""
     asynchronous = {"grpo.async_grpo.enabled": True, "grpo.async_grpo.max_trajectory_age_steps": 1}

@@ -121,6 +121,7 @@ def test_it_is_described_and_checked_as_the_torch_learner_is(package: Path, tmp_
     assert "cluster.backend: found local, but Their learner runs on ranks" in alone
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_what_it_saved_is_refused_as_a_model(package: Path, tmp_path: Path) -> None:
     model = build_tiny(tmp_path / "model")

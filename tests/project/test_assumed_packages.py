@@ -73,6 +73,7 @@ def laptop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_recipe_for_two_nodes_is_translated_planned_and_looked_at_without_any_package_of_gpus(laptop: Path) -> None:
     ((code, translation, said),) = run_commands(laptop, None, ["translate", "recipe.yaml"], before=WITHOUT)

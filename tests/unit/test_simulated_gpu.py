@@ -13,7 +13,7 @@ from support.simulated_device.in_process import ROOT, run_tests
 from support.simulated_device.not_simulated import REASONS
 
 pytestmark = pytest.mark.slow
-QUICK = [f"test_gpu_{name}.py" for name in ("costs", "engine", "learner", "offload", "router_replay", "waiting")]
+QUICK = [f"test_gpu_{name}.py" for name in ("costs", "engine", "waiting")]
 FILES = sorted(path.name for path in (ROOT / "tests/gpu").glob("test_*.py"))
 
 

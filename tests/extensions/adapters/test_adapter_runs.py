@@ -32,6 +32,7 @@ def run(tiny: Path, folder: Path, **changes: object) -> tuple[Outcome, dict[int,
     return outcome, metrics_of(folder / "logs")
 
 
+@pytest.mark.exhaustive
 def test_a_run_plays_games_of_two_libraries_and_logs_their_rewards(tiny, tmp_path):
     lake = {"id": "FrozenLake-v1", "instruction": "", "invalid_reward": -0.1}
     _, metrics = run(

@@ -99,6 +99,7 @@ def test_an_agent_asks_the_engine_of_vllm(tmp_path: Path) -> None:
     check_nothing_is_left(tmp_path / "run")
 
 
+@pytest.mark.exhaustive
 def test_nothing_of_an_agent_is_left_after_ctrl_c(tiny: Path, tmp_path: Path) -> None:
     command = ["sh", "-c", f'sleep 600 & python3 -c "{SLEEPER}"']
     options = {"env.mine.agent": ..., "env.mine.command": command}

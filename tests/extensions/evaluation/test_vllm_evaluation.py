@@ -16,6 +16,7 @@ needs_vllm()
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+@pytest.mark.exhaustive
 def test_an_evaluation_with_vllm_says_what_one_with_the_embedded_engine_says(tmp_path: Path) -> None:
     served = build_tiny(tmp_path / "tiny", head_dim=32)
     said = {}

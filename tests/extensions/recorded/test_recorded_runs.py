@@ -84,6 +84,7 @@ def test_a_run_of_every_kind_leaves_metrics_weights_and_its_configuration(name: 
     assert steps(tmp_path) == sorted({best, 6}), "the best by validation/loss, and the newest"
 
 
+@pytest.mark.exhaustive
 def test_what_sft_trained_loads_in_transformers_and_says_what_it_was_taught(tiny: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -165,6 +166,7 @@ def _scores(model: Any, tokenizer: Any, prompts: list[str], answers: list[str]) 
         return model(**tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)).logits[:, 0]
 
 
+@pytest.mark.exhaustive
 def test_a_reference_computed_once_gives_the_metrics_of_one_that_is_asked_at_each_step(tiny: Path, tmp_path: Path) -> None:
     changes = {"dpo.max_num_epochs": 2, "dpo.max_num_steps": -1, "dpo.val_at_start": True}
     for name, once in (("once", True), ("each", False)):

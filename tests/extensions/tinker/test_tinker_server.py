@@ -245,6 +245,7 @@ def test_calls_that_arrive_in_another_order_run_in_their_own(training: Any, serv
     assert losses == sorted(losses, reverse=True) and len(set(losses)) == 5
 
 
+@pytest.mark.exhaustive
 def test_the_example_learns(served: ServedTinker, capsys: pytest.CaptureFixture[str]) -> None:
     example = Path(__file__).parents[3] / "examples" / "tinker_digits.py"
     import_attribute(f"{example}:main")(served.address, KEY, NAME)

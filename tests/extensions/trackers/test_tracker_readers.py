@@ -134,6 +134,7 @@ def read_wandb_records(file: Path) -> Iterator[Any]:
             parts = b""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_wandbs_file_has_the_run_its_settings_samples_and_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")

@@ -51,7 +51,7 @@ def disagreement(batch: Batch, scorer: Any) -> float:
     return float((scores.logprobs - batch.rollout_logprobs).abs().max())
 
 
-@pytest.mark.parametrize("family", sweep(FAMILIES, "llama", "qwen2", "gemma3", "gpt2", "phi3", "gpt_oss", "qwen3_moe"))
+@pytest.mark.parametrize("family", sweep(FAMILIES, "llama", "gemma3", "gpt2", "phi3", "gpt_oss"))
 def test_sampler_and_learner_agree_in_float32(family: str) -> None:
     network = Network(build_with_adapters(family, spread=0.1))
     base = Network(build(family))
@@ -64,7 +64,7 @@ def test_sampler_and_learner_agree_in_float32(family: str) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    sweep([family for family in FAMILIES if family not in ("mixtral", "qwen3_moe", "gpt_oss")], "llama", "qwen2", "gemma3"),
+    sweep([family for family in FAMILIES if family not in ("mixtral", "qwen3_moe", "gpt_oss")], "gemma3"),
 )
 def test_sampler_and_learner_agree_in_bfloat16(family: str) -> None:
     network = Network(build_with_adapters(family, spread=0.1), precision=torch.bfloat16)

@@ -77,7 +77,7 @@ def test_log_probabilities_and_entropies_agree_in_float32(family: str, sampling:
 
 
 @pytest.mark.parametrize(
-    "family", sweep([family for family in FAMILIES if family not in ("mixtral", "qwen3_moe", "gpt_oss")], "qwen2", "gemma3")
+    "family", sweep([family for family in FAMILIES if family not in ("mixtral", "qwen3_moe", "gpt_oss")], "gemma3")
 )
 def test_log_probabilities_agree_in_bfloat16(family: str) -> None:
     """Mixtures of experts are left out: where two experts' scores are close, rounding chooses another one."""

@@ -24,6 +24,7 @@ from strop.models.value_network import ValueHead
 from strop.sampling import Sampling
 from support.learners import make_torch_learner
 from support.models import VOCABULARY, build, copy_gradients, largest_difference
+from support.sweep import sweep
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="a CPU needs a C++ compiler")
 FAMILIES = ("qwen2", "qwen3", "mistral", "gemma", "gemma2")
@@ -98,7 +99,7 @@ def check_replacement(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", sweep(["llama", "gemma2"], "llama"))
 def test_traced_layers_see_what_an_engine_replaces_and_its_passes_do_not_compile(family: str, traced: None) -> None:
     check_replacement(family)
 

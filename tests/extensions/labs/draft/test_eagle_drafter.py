@@ -141,6 +141,7 @@ def test_drafts_are_those_of_a_head_that_reads_everything_again(network: Network
             assert draft == draft_slowly(network, sequence, len(draft))
 
 
+@pytest.mark.exhaustive
 def test_drafts_after_a_publish_in_the_middle_read_what_the_new_weights_make_of_everything(seen: Drafts) -> None:
     async def run() -> None:
         engine = make_drafting(network)

@@ -81,6 +81,7 @@ def test_a_conversation_that_goes_on_from_its_cache_has_the_learners_bits(precis
     assert torch.equal(scores.logprobs, batch.rollout_logprobs)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", sweep(PRECISIONS, "bfloat16"))
 def test_adapters_have_the_learners_bits(precision: str) -> None:
     network = Network(build_with_adapters("qwen2", dim=4), precision=PRECISIONS[precision])

@@ -151,12 +151,10 @@ KEPT = (  # each way of dividing, each kind of model and of loss at least once
     "fsdp 2, loaded once, tied",
     "context 2, window",
     "context 2, critic on the policy",
-    "context 3, ring, branches, tied, checkpointing",
     "fsdp 4, fewer pairs than ranks",
     "hsdp 2 x 2, checkpointing",
     "fsdp 2, tensor 2, experts 4, loaded once",
     "fsdp 2, bfloat16 weights, loaded once",
-    "fsdp 2, whole, critic on the policy",
     "hsdp 2 x 2, whole until the last micro-batch",
     "fsdp 2, gathered in bfloat16, whole",
 )

@@ -23,6 +23,7 @@ from support.algorithms import grpo
 from support.learners import make_torch_learner
 from support.models import CONFIGS
 from support.parity import SAMPLING, Case, build_trained_network, make_batch
+from support.sweep import sweep, sweep_rows
 
 dist: Any = torch.distributed
 ROWS, WIDTH, WORDS = 24, 8, 61  # the last rank has fewer words
@@ -75,7 +76,7 @@ def compare_outputs(rank: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", sweep([2, 4], 2))
 def test_divided_rows_of_the_output_layer_give_the_outputs_and_gradients_of_whole_ones(ranks: int) -> None:
     for found in run_on_ranks(ranks, compare_outputs):
         assert len(found) == len(HEADS) * len(REQUESTS)
@@ -130,7 +131,7 @@ def measure_step(rank: int, tied: bool) -> tuple[int, int, int]:
     return LARGE * 32, *peaks
 
 
-@pytest.mark.parametrize(("tied", "most"), [(False, 12.1), (True, 8.1)])
+@pytest.mark.parametrize(("tied", "most"), sweep_rows([(False, 12.1), (True, 8.1)], (True, 8.1)))
 def test_a_rank_of_two_needs_half_of_the_vocabularys_memory(tied: bool, most: float) -> None:
     """Whole, gradients and Adam's two moments take 24 bytes a number, and 12 where both matrices are one."""
     for numbers, alone, divided in run_on_ranks(2, measure_step, tied):

@@ -81,7 +81,6 @@ KEPT = (  # layouts, schedules and kinds of models
     "lora, checkpointing, loaded once",
     "stages 2, qwen3_moe, sft",
     "bfloat16 weights",
-    "stages 2, sequence 2, gemma, dpo",
     "interleaved, shards 2, qwen2, gspo",
 )
 
