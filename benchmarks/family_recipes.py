@@ -106,7 +106,7 @@ def small(kind: str, values: Mapping[str, Any], model: Path, *, images: bool) ->
             _has(values, "policy.generation.vllm_cfg.precision")
             and values["policy"]["generation"]["vllm_cfg"]["precision"] == "fp8"
         ):
-            settings["policy.generation.quantization.emulate"] = True
+            settings |= {"policy.generation.quantization.emulate": True, "policy.fp8.emulate": True}
         environment = {"env_name": "drawn_images"} if images else {"env_name": "graded"}
         settings["data.train"] = environment
         settings["env"] = {"drawn_images": {}} if images else {"graded": {"type": GRADED["env.graded.type"]}}
