@@ -15,6 +15,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from strop.data.packing import pack
 from strop.models.network import Network
 from strop.sampling import Sampling
-from strop.types import Batch, Group, Turn
+from strop.types import Batch, Rollout, Turn
 from support.every_family import build
 from support.rollouts import make_group, make_rollout
 
@@ -39,9 +40,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**WIDE, "num_hidden_layers": 4},
 }  # fmt: skip
 LAYOUTS = ("shared", "packed", "padded")
+ROLLOUTS = 2  # in a pass of the last two, whose memory would be gigabytes
 
 
-def make_one_group(prompt: int, size: int) -> Group:
+def make_rollouts(prompt: int, size: int) -> list[Rollout]:
     chosen = random.Random(0)
     opening = [chosen.randrange(3, 200) for _ in range(prompt)]
 
@@ -52,7 +54,13 @@ def make_one_group(prompt: int, size: int) -> Group:
             logprobs=torch.zeros(length), versions=torch.zeros(length, dtype=torch.int32),
         )  # fmt: skip
 
-    return make_group(*(make_rollout(opening, turn()) for _ in range(size)))
+    return [make_rollout(opening, turn()) for _ in range(size)]
+
+
+def pack_passes(rollouts: Sequence[Rollout], layout: str) -> list[Batch]:
+    size = len(rollouts) if layout == "shared" else ROLLOUTS
+    groups = [make_group(*rollouts[first : first + size]) for first in range(0, len(rollouts), size)]
+    return [pack([group], share_prefixes=layout == "shared") for group in groups]
 
 
 def count_tokens(batch: Batch, layout: str) -> int:
@@ -62,26 +70,28 @@ def count_tokens(batch: Batch, layout: str) -> int:
     return len(lengths) * max(lengths)
 
 
-def measure(network: Network, batch: Batch) -> float:
-    """Return the processor's seconds of the forward and the backward pass, which other processes change little."""
+def measure(network: Network, passes: Sequence[Batch]) -> float:
+    """Return the processor's seconds of the forward and the backward passes, which other processes change little."""
     network.model.zero_grad(set_to_none=True)
     start = time.process_time()
-    network.outputs(batch, Sampling()).logprobs.mean().backward()
+    for batch in passes:
+        network.outputs(batch, Sampling()).logprobs.sum().backward()
     return time.process_time() - start
 
 
-def compare(networks: dict[bool, Network], group: Group, repeats: int) -> list[str]:
+def compare(networks: dict[bool, Network], rollouts: Sequence[Rollout], repeats: int) -> list[str]:
     """Return the cells of one row."""
-    batches = {layout: pack([group], share_prefixes=layout == "shared") for layout in LAYOUTS}
+    passes = {layout: pack_passes(rollouts, layout) for layout in LAYOUTS}
+    tokens = {layout: sum(count_tokens(batch, layout) for batch in passes[layout]) for layout in LAYOUTS}
     seconds: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
     for _ in range(repeats):
-        for layout, batch in batches.items():
-            seconds[layout].append(measure(networks[layout != "padded"], batch))
-    cells = [f"{count_tokens(batches['shared'], 'shared'):,}, {statistics.median(seconds['shared']):.2f}"]
+        for layout, batches in passes.items():
+            seconds[layout].append(measure(networks[layout != "padded"], batches))
+    cells = [f"{tokens['shared']:,}, {statistics.median(seconds['shared']):.2f}"]
     for layout in LAYOUTS[1:]:
         ratios = [one / shared for one, shared in zip(seconds[layout], seconds["shared"], strict=True)]
         spread = f"{statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})"
-        cells.append(f"{count_tokens(batches[layout], layout):,}, {spread}")
+        cells.append(f"{tokens[layout]:,}, {spread}")
     return cells
 
 
@@ -100,10 +110,10 @@ def main() -> None:
     for name in options.families:
         networks = {packed: Network(build(name, **FAMILIES[name]), packed=packed) for packed in (True, False)}
         for network in networks.values():
-            measure(network, pack([make_one_group(64, 2)]))
+            measure(network, pack_passes(make_rollouts(64, 2), "shared"))
         for prompt in options.prompts:
             for size in options.groups:
-                cells = compare(networks, make_one_group(prompt, size), options.repeats)
+                cells = compare(networks, make_rollouts(prompt, size), options.repeats)
                 print(f"| {name} | {prompt:,} | {size} | " + " | ".join(cells) + " |", flush=True)
 
 
