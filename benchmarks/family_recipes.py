@@ -100,8 +100,13 @@ def small(kind: str, values: Mapping[str, Any], model: Path, *, images: bool) ->
         settings |= {
             f"{kind}.num_prompts_per_step": 2, f"{kind}.num_generations_per_prompt": 4, "policy.logprob_batch_size": 4,
             "policy.generation.backend": "torch", "policy.generation.max_new_tokens": 4,
-            "policy.generation.torch_cfg.kv_cache_memory_gb": 0.05,
+            "policy.generation.torch_cfg.kv_cache_memory_gb": 0.05, "policy.generation.colocated.enabled": True,
         }  # fmt: skip
+        if (
+            _has(values, "policy.generation.vllm_cfg.precision")
+            and values["policy"]["generation"]["vllm_cfg"]["precision"] == "fp8"
+        ):
+            settings |= {"policy.generation.quantization.emulate": True, "policy.fp8.emulate": True}
         environment = {"env_name": "drawn_images"} if images else {"env_name": "graded"}
         settings["data.train"] = environment
         settings["env"] = {"drawn_images": {}} if images else {"graded": {"type": GRADED["env.graded.type"]}}

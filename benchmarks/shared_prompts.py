@@ -1,18 +1,21 @@
 """Processor seconds of one forward and backward pass over a GRPO group whose prompt is shared, packed without sharing, or padded.
 
 python benchmarks/shared_prompts.py                                  three families, groups of 8 and 16, prompts of 512 and 2,048
-python benchmarks/shared_prompts.py --families qwen3_5 --prompts 512
+python benchmarks/shared_prompts.py --families qwen3_5 --prompts 512 --repeats 5
 
-Tiny random models in float32 on one thread: 4 layers of width 128, completions of 64 to 128 tokens, one run each after a warm-up on a
-small group. Tokens are those that the network reads.
+Tiny random models in float32 on one thread: 4 layers of width 128, completions of 64 to 128 tokens. Each repetition measures the three
+layouts one after another; printed are the median of the seconds, and the median, smallest and largest of the ratios to the shared pass of
+the same repetition. Tokens are those that the network reads.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from strop.data.packing import pack
 from strop.models.network import Network
 from strop.sampling import Sampling
-from strop.types import Batch, Group, Turn
+from strop.types import Batch, Rollout, Turn
 from support.every_family import build
 from support.rollouts import make_group, make_rollout
 
@@ -37,9 +40,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**WIDE, "num_hidden_layers": 4},
 }  # fmt: skip
 LAYOUTS = ("shared", "packed", "padded")
+ROLLOUTS = 2  # in a pass of the last two, whose memory would be gigabytes
 
 
-def make_one_group(prompt: int, size: int) -> Group:
+def make_rollouts(prompt: int, size: int) -> list[Rollout]:
     chosen = random.Random(0)
     opening = [chosen.randrange(3, 200) for _ in range(prompt)]
 
@@ -50,7 +54,13 @@ def make_one_group(prompt: int, size: int) -> Group:
             logprobs=torch.zeros(length), versions=torch.zeros(length, dtype=torch.int32),
         )  # fmt: skip
 
-    return make_group(*(make_rollout(opening, turn()) for _ in range(size)))
+    return [make_rollout(opening, turn()) for _ in range(size)]
+
+
+def pack_passes(rollouts: Sequence[Rollout], layout: str) -> list[Batch]:
+    size = len(rollouts) if layout == "shared" else ROLLOUTS
+    groups = [make_group(*rollouts[first : first + size]) for first in range(0, len(rollouts), size)]
+    return [pack([group], share_prefixes=layout == "shared") for group in groups]
 
 
 def count_tokens(batch: Batch, layout: str) -> int:
@@ -60,14 +70,29 @@ def count_tokens(batch: Batch, layout: str) -> int:
     return len(lengths) * max(lengths)
 
 
-def measure(network: Network, batch: Batch) -> tuple[float, float]:
-    """Return the processor's seconds of the forward and of the backward pass, which other processes change little."""
+def measure(network: Network, passes: Sequence[Batch]) -> float:
+    """Return the processor's seconds of the forward and the backward passes, which other processes change little."""
     network.model.zero_grad(set_to_none=True)
     start = time.process_time()
-    loss = network.outputs(batch, Sampling()).logprobs.mean()
-    middle = time.process_time()
-    loss.backward()
-    return middle - start, time.process_time() - middle
+    for batch in passes:
+        network.outputs(batch, Sampling()).logprobs.sum().backward()
+    return time.process_time() - start
+
+
+def compare(networks: dict[bool, Network], rollouts: Sequence[Rollout], repeats: int) -> list[str]:
+    """Return the cells of one row."""
+    passes = {layout: pack_passes(rollouts, layout) for layout in LAYOUTS}
+    tokens = {layout: sum(count_tokens(batch, layout) for batch in passes[layout]) for layout in LAYOUTS}
+    seconds: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
+    for _ in range(repeats):
+        for layout, batches in passes.items():
+            seconds[layout].append(measure(networks[layout != "padded"], batches))
+    cells = [f"{tokens['shared']:,}, {statistics.median(seconds['shared']):.2f}"]
+    for layout in LAYOUTS[1:]:
+        ratios = [one / shared for one, shared in zip(seconds[layout], seconds["shared"], strict=True)]
+        spread = f"{statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})"
+        cells.append(f"{tokens[layout]:,}, {spread}")
+    return cells
 
 
 def main() -> None:
@@ -75,21 +100,20 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
     parser.add_argument("--prompts", nargs="+", type=int, default=[512, 2048])
     parser.add_argument("--groups", nargs="+", type=int, default=[8, 16])
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| model | prompt | group | " + " | ".join(f"{each}: tokens, s forward + backward" for each in LAYOUTS) + " |")
-    print("|---" * (3 + len(LAYOUTS)) + "|")
+    print(
+        "| model | prompt | group | shared: tokens, s | packed: tokens, times the seconds | padded: tokens, times the seconds |"
+    )
+    print("|---|---|---|---|---|---|")
     for name in options.families:
         networks = {packed: Network(build(name, **FAMILIES[name]), packed=packed) for packed in (True, False)}
         for network in networks.values():
-            measure(network, pack([make_one_group(64, 2)]))
+            measure(network, pack_passes(make_rollouts(64, 2), "shared"))
         for prompt in options.prompts:
             for size in options.groups:
-                cells = []
-                for layout in LAYOUTS:
-                    batch = pack([make_one_group(prompt, size)], share_prefixes=layout == "shared")
-                    forward, backward = measure(networks[layout != "padded"], batch)
-                    cells.append(f"{count_tokens(batch, layout):,}, {forward:.2f} + {backward:.2f}")
+                cells = compare(networks, make_rollouts(prompt, size), options.repeats)
                 print(f"| {name} | {prompt:,} | {size} | " + " | ".join(cells) + " |", flush=True)
 
 

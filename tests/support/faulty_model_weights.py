@@ -21,6 +21,8 @@ class FaultyModelWeights(ModelWeights):
         kept = list(tensors)
         if self.fault == "dropped tensor":
             kept = [pair for pair in kept if not pair[0].endswith("layers.1.mlp.down_proj.weight")]
+        if self.fault.startswith("drops "):
+            kept = [pair for pair in kept if pair[0] != self.fault.removeprefix("drops ")]
         if self.fault == "swapped pair":
             names = {"model.layers.0.self_attn.o_proj.weight": "model.layers.1.self_attn.o_proj.weight"}
             names |= {other: name for name, other in names.items()}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from strop.models.loading import RemoteCodeRefused, find_auto_class, from_pretrained, locate_model, quiet_transformers
+from strop.models.quantization.quantization_plan import EXPERTS
 
 
 def load_model_config(name: str) -> Any:
@@ -55,6 +56,14 @@ class CheckpointNames:
 
     def stored_names(self, name: str) -> list[str]:
         return list(self._find_parts(name)) or [name]
+
+    def module_name(self, name: str) -> str:
+        """Return a weight's name in a checkpoint; for all experts of a layer, as if they were in one tensor there."""
+        stored = self.stored_names(name)[0]
+        if name.endswith(EXPERTS):  # an engine has them in one module, whatever files call their parts
+            layer = stored.partition(".experts.")[0] if ".experts." in stored else stored.rsplit(".", 2)[0]
+            stored = f"{layer}.experts.{name.rpartition('.')[2]}"
+        return stored
 
     def convert(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield a weight as a checkpoint has it, which may be in several parts."""

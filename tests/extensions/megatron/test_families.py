@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from tests.support.ranks import run_on_ranks
 
 from strop.extensions.megatron.families.architecture import GATE, GATE_AND_UP, UP, PartsOrder, QkvOrder, find_rule, rotary_of
-from strop.extensions.megatron.families.find_family import find_family
+from strop.extensions.megatron.families.find_family import check_architecture, find_family
+from strop.extensions.megatron.megatron_config import MegatronConfig, MegatronPeftConfig
 from strop.models.classifiers import draw_score_weight
 from support.megatron_families import FAMILIES, make_config, make_model
 from support.megatron_parity import MegatronCase, case, compared_alone, train_cases_on_rank
@@ -21,6 +22,7 @@ from support.megatron_stages import make_layout, start_layout
 from support.needs import needs_megatron
 from support.parity import MEGATRON, Differences, compare, make_batch, train
 from support.sweep import sweep
+from support.vision_models import make_vision_config, save_vision_model
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bias": ("llama", {"attention_bias": True}, "attention_bias"),
@@ -43,14 +45,12 @@ def test_what_megatrons_model_cannot_do_is_refused(name: str) -> None:
 
 
 def test_unknown_families_are_refused_with_the_known_ones() -> None:
-    from transformers import DeepseekV4Config, GPT2Config, Qwen3_5Config
+    from transformers import DeepseekV4Config, GPT2Config
 
     with pytest.raises(ValueError, match=r"do not include gpt2; .*gemma3_text.*policy\.backend=torch trains any"):
         find_family(GPT2Config())
     with pytest.raises(ValueError, match="reads compressed keys"):
         find_family(DeepseekV4Config())
-    with pytest.raises(ValueError, match="a vision tower; its text models are of type qwen3_5_text"):
-        find_family(Qwen3_5Config())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -227,3 +227,31 @@ def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(FileNotFoundError, match="read from safetensors"):
         FileWeights(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
+def test_the_language_model_of_one_that_reads_images_is_trained_alone(family: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from strop.extensions.megatron.checkpoint.convert_megatron import convert_to_megatron
+    from strop.extensions.megatron.checkpoint.hugging_face import read_hugging_face_weights
+    from strop.extensions.megatron.checkpoint.torch_dist import ITERATION
+    from strop.extensions.megatron.megatron_policy import find_model_files
+    from strop.extensions.megatron.weight_map import FileWeights
+
+    folder, values = save_vision_model(family, tmp_path / family), make_vision_config(family).to_dict()
+    check_architecture(MegatronConfig(), str(folder), values)
+    adapted = MegatronConfig(peft=MegatronPeftConfig(enabled=True))
+    with pytest.raises(ValueError, match=r"peft\.enabled: found true, but Megatron Core trains the language model of"):
+        check_architecture(adapted, str(folder), values)
+    with pytest.warns(UserWarning, match="trains the language model of"):
+        text = find_model_files(str(folder), {}).config
+    read, stored = FileWeights(folder), load_file(folder / "model.safetensors")
+    expected = {name: stored[read._stored[name]] for name in AutoModelForCausalLM.from_config(text).state_dict()}
+    assert all("vision" not in name and "visual" not in name for name in read._stored if name in expected)
+    convert_to_megatron(str(folder), tmp_path / "megatron")
+    config = AutoConfig.from_pretrained(tmp_path / "megatron")
+    assert config.model_type == text.model_type and config.architectures == text.architectures
+    converted = read_hugging_face_weights(tmp_path / "megatron" / ITERATION, config)
+    assert converted.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in converted.items())

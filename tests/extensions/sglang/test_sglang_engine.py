@@ -43,8 +43,10 @@ from support.engine_contract import (  # noqa: F401
     test_the_tokens_that_each_one_was_drawn_from_are_recorded,
     test_weights_arrive_by_every_transport,
 )
+from support.every_family import build, logprobs_alone, relative
 from support.sglang_engines import LIMIT, TESTS, make_sglang_engine, needs_sglang
 from support.vllm_engines import compute_logprobs, perturb, save_model_folder, serve, served_model
+from support.vllm_families import SERVED
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 needs_sglang()
@@ -286,3 +288,22 @@ def test_sglangs_own_sampler_reports_the_distribution_over_what_it_kept(
             assert (completion.logprobs - expected).abs().max() < 2e-4
     finally:
         room.run(own.close())
+
+
+def test_experts_arrive_by_the_names_of_checkpoints_and_are_named_if_they_do_not(
+    room: BackgroundLoop, tmp_path: Path, tokenizer: Any
+) -> None:
+    model, plain = (build("qwen3_moe", **SERVED["qwen3_moe", "default"]) for _ in range(2))
+    folder = save_model_folder(model, tokenizer, tmp_path / "model")
+    mixture = serve(model, tokenizer, [make_sglang_engine(folder, tokenizer, faulty=True)])
+    try:
+        said = room.run(mixture.weights.publish(0), seconds=LIMIT)
+        assert said["weights/tensors_not_read_back"].value == 0
+        found = ask(room, mixture, SAMPLING)
+        with torch.no_grad():
+            expected = logprobs_alone(plain, [([*PROMPT, *found.tokens.tolist()], len(PROMPT))])
+        assert relative(found.logprobs, expected) < 1e-6
+        for matrix in ("gate_up_proj", "down_proj"):
+            check_fault(room, mixture, f"drops model.layers.1.mlp.experts.{matrix}", rf"layers\.1\.mlp\.experts\.{matrix}")
+    finally:
+        room.run(mixture.close())

@@ -14,9 +14,10 @@ from strop import cli
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, load_config
 from strop.extensions.sglang.server.cpu_stub import CPU_VARIABLE, KernelStubFinder, install_cpu_stub
 from strop.extensions.sglang.server_process import RESERVED_ARGUMENTS, SglangLaunch, make_server_arguments, write_empty_adapter
-from strop.extensions.sglang.sglang_config import SglangConfig, require_sglang
+from strop.extensions.sglang.sglang_config import SglangConfig, find_cpu_problems, require_sglang
 from strop.generation.engine_launch import LaunchedAdapters
 from strop.generation.generation_config import GenerationConfig
+from support.every_family import make_config
 from support.overrides import RUN
 
 BASE = ["policy.model_name=m", "data.train.env_name=arithmetic", "env.arithmetic={}", "policy.generation.backend=sglang"]
@@ -210,6 +211,34 @@ def test_adapters_are_sent_alone_where_they_can_be_written_in_place(changes: lis
 def test_drafts_are_refused_on_a_cpu_where_sglang_would_accept_them_greedily(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="found NGRAM, but on a CPU SGLang accepts drafts greedily whatever the temperature is"):
         arguments(launch(**given))
+
+
+RECURRENT = (
+    "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "nemotron_h", "granite_hybrid", "falcon_h1", "mamba2", "lfm2",
+    "lfm2_moe",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [*RECURRENT, "deepseek_v32", "glm_moe_dsa"])
+def test_what_sglang_computes_by_kernels_of_gpus_alone_is_refused_on_a_cpu(family: str, tmp_path: Path) -> None:
+    model = make_config(family)
+    model.save_pretrained(tmp_path)
+    layers = "recurrent layers and short convolutions" if family in RECURRENT else "sparse attention"
+    with pytest.raises(ConfigError, match=f"{KEY}.backend: found sglang, whose {layers}"):
+        load_config(None, [*BASE, "policy.device=cpu", f"policy.model_name={tmp_path}"], root=GrpoRunConfig)
+    with pytest.raises(ValueError, match=f"and {model.model_type} has such"):
+        arguments(replace(launch(), model=str(tmp_path)))
+
+
+def test_models_of_attention_alone_are_not_refused_for_what_their_family_may_have() -> None:
+    for family, changes in {
+        "llama": {},
+        "gemma4": {},
+        "gpt_oss": {},
+        "granite_hybrid": {"layer_types": ["full_attention"] * 2},
+    }.items():
+        assert not list(find_cpu_problems(make_config(family, **changes).to_dict(), KEY))
+    assert list(find_cpu_problems({"text_config": make_config("qwen3_5").to_dict()}, KEY))
 
 
 def test_values_and_scales_are_sent_only_to_engines_with_layers_for_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 from strop.config import TrainingRunConfig
 from strop.extensions.labs.draft.eagle_head import EagleHead
 from strop.extensions.megatron.cpu_shim import prepare_megatron
+from strop.extensions.megatron.families.find_family import to_text_config
 from strop.models.chat_template import ChatTemplate
 from strop.models.checkpoint_names import load_model_config
 from strop.models.classifiers import choose_pad_token, to_classifier_config
@@ -60,7 +62,14 @@ def find_model_files(name: str, overrides: dict[str, Any]) -> ModelFiles:
     """Find a model by its folder or hub name. ``overrides`` change its configuration. Raises ModelNotFound, ValueError."""
     reason = "ranks of Megatron Core read their shards of safetensors"
     folder = find_model_folder(name, reason=reason, instead=", or set policy.backend=torch")
-    return ModelFiles(name, folder, apply_overrides(load_model_config(str(folder)), overrides))
+    config = apply_overrides(load_model_config(str(folder)), overrides)
+    if (text := to_text_config(config)) is not config:
+        warnings.warn(
+            f"Megatron Core trains the language model of {name} alone: it is published, saved and exported as {text.architectures[0]}, "
+            "without the vision tower. policy.backend=torch trains all of it",
+            stacklevel=2,
+        )
+    return ModelFiles(name, folder, text)
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from strop.extensions.megatron.families.architecture import LAYER, Piece, WeightRule, find_rule, name_in_file
+from strop.extensions.megatron.families.architecture import LAYER, Piece, WeightRule, find_rule, name_in_file, text_name
 from strop.extensions.megatron.families.find_family import find_family
 from strop.extensions.megatron.models.gpt_stage import GptStage, Head
 from strop.models.checkpoint_names import describe_model
@@ -266,13 +266,15 @@ class FileWeights:
         """Raises FileNotFoundError if the folder has none."""
         self.folder = Path(folder)
         self.files = _find_files(self.folder)
+        self._stored = {text_name(name): name for name in self.files}  # by the name that the language model has alone
         self._open: dict[str, Any] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self.files
+        return name in self._stored
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        part: Tensor = self._file(self.files[name]).get_slice(name)[index]
+        stored = self._stored[name]
+        part: Tensor = self._file(self.files[stored]).get_slice(stored)[index]
         LoadReport(not_finite=list(find_not_finite([(name, part)]))).refuse(str(self.folder), "the model", key="")
         return part
 

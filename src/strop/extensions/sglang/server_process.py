@@ -21,9 +21,11 @@ from strop.extensions.sglang.server.cpu_stub import CPU_ENVIRONMENT
 from strop.extensions.sglang.server.engine_calls import WEIGHTS_VARIABLE
 from strop.extensions.sglang.server.seeded_sampler import SAMPLER_VARIABLE
 from strop.extensions.sglang.server.server_entry import REFUSED_PREFIX, REFUSED_STATUS
-from strop.extensions.sglang.sglang_config import SglangConfig
+from strop.extensions.sglang.sglang_config import SglangConfig, find_cpu_problems
 from strop.generation.engine_launch import EngineLaunch, LaunchedAdapters
 from strop.generation.vllm.launch import DRIVER_PID_VARIABLE
+from strop.models.local_files import read_local_config
+from strop.problems import raise_problems
 from strop.safety.remote_code import trusts_remote_code
 
 if TYPE_CHECKING:
@@ -153,6 +155,8 @@ def make_server_arguments(launch: SglangLaunch, *, port: int, key: str) -> dict[
             f"{options.speculative_algorithm or further['speculative_algorithm']}, but on a CPU SGLang accepts drafts "
             "greedily whatever the temperature is, by a kernel that its wheel does not have; set it to null, or policy.device to a GPU"
         )
+    if launch.on_cpu:
+        raise_problems(find_cpu_problems(read_local_config(launch.model), "policy.generation"))
     arguments: dict[str, Any] = {
         "model_path": launch.model,
         "tokenizer_path": launch.tokenizer or launch.model,

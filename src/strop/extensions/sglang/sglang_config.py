@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -15,6 +15,7 @@ from pydantic import Field
 from strop import packages
 from strop.base_config import BaseConfig, PathText, Precision, follows, subsection
 from strop.generation.engine_config import EngineConfig
+from strop.models.local_files import read_local_config
 from strop.packages import install_command
 from strop.problems import Problem
 from strop.sampling import MAX_RECORDED_TOP_K
@@ -173,6 +174,8 @@ class SglangConfig(EngineConfig):
         if hasattr(config, "policy"):  # it is not an evaluation
             yield from self._check_deterministic(key, config.policy)
             yield from self._check_size(key, config)
+            if config.policy.device == "cpu":
+                yield from find_cpu_problems(read_local_config(config.policy.model_name), generation)
 
     def warnings_of_run(self, key: str, config: Any) -> Iterator[Problem]:
         if self._sampled_by(config) is None:
@@ -300,6 +303,27 @@ class SglangConfig(EngineConfig):
                 "found sglang, whose random numbers follow no seed: equal requests give other tokens every time",
                 f"Set {key}.sampler=strop for runs that repeat up to rounding.",
             )
+
+
+RECURRENT_KEYS = ("linear_", "mamba_", "conv_L_cache", "ssm_", "state_size")  # how fields of recurrent layers begin
+
+
+def find_cpu_problems(values: Mapping[str, Any], key: str) -> Iterator[Problem]:
+    """Yield why SGLang cannot sample from a model on a CPU. ``values``: its config.json; ``key``: the section ``generation``."""
+    text = values.get("text_config") or values
+    kinds = text.get("layer_types") or ()
+    attends = kinds and all(kind.endswith("attention") and kind != "linear_attention" for kind in kinds)
+    if not attends and any(name.startswith(RECURRENT_KEYS) for name in text):
+        layers = "recurrent layers and short convolutions are"
+    elif text.get("index_topk"):
+        layers = "sparse attention is"
+    else:
+        return
+    yield Problem(
+        f"{key}.backend",
+        f"found sglang, whose {layers} computed on a CPU by kernels that its wheel does not have, and {text.get('model_type')} has such",
+        "Set it to torch.",
+    )
 
 
 def require_sglang(python: str) -> None:

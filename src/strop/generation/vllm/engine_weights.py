@@ -49,10 +49,7 @@ def map_names(model: Any, names: Iterable[str], checkpoint: CheckpointNames) -> 
     rename = str if mapper is None else replace(mapper, orig_to_new_stacked={}).map_name
     mapped: dict[str | None, str] = {}
     for name in names:
-        stored = checkpoint.stored_names(name)[0]
-        if name.endswith(EXPERTS):  # the engine has them in one module, whatever files call their parts
-            layer = stored.partition(".experts.")[0] if ".experts." in stored else stored.rsplit(".", 2)[0]
-            stored = f"{layer}.experts.{name.rpartition('.')[2]}"
+        stored = checkpoint.module_name(name)
         for part, replacement in _LOADED_AS:
             stored = stored.replace(part, replacement)
         own = rename(tower_name(model, stored))

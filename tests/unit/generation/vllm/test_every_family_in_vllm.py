@@ -35,6 +35,7 @@ RECURRENT = {
         ("mamba.conv1d.weight", "mamba.A_log", "mamba.in_proj.weight", "block_sparse_moe.router.weight"),
     ),
     "falcon_h1": ("bfloat16", SERVED["falcon_h1", "default"], ("mamba.conv1d.weight", "mamba.dt_bias")),
+    "nemotron_h": ("float32", SERVED["nemotron_h", "default"], ("mixer.conv1d.weight", "mixer.A_log", "mixer.in_proj.weight")),
     "qwen3_next": ("bfloat16", DELTA, ("linear_attn.conv1d.weight", "linear_attn.A_log", "mlp.experts.gate_up_proj")),
 }
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from strop.weight_sync.verification import VerificationFailed
+from support.engine_contract import publish
 from support.image_contract import (  # noqa: F401
     FAMILIES,
     FLOAT32,
@@ -29,6 +31,7 @@ from support.image_requests import (
     show,
 )
 from support.vision_models import build_vision_model, build_vision_tokenizer, draw_image, save_vision_model
+from support.vllm_engines import FAULTY, perturb
 
 if TYPE_CHECKING:
     from support.vllm_engines import BackgroundLoop
@@ -67,14 +70,21 @@ def seen(request: Any, room: BackgroundLoop, tmp_path_factory: pytest.TempPathFa
     room.run(seen.served.close())
 
 
-def test_qwen3_5_reads_text_and_images_in_bfloat16(room: BackgroundLoop, tmp_path: Path) -> None:
-    seen = serve_family(room, "qwen3_5", tmp_path, precision="bfloat16")
+def test_qwen3_5_reads_text_and_images_in_bfloat16_and_weights_that_do_not_arrive_are_named(
+    room: BackgroundLoop, tmp_path: Path
+) -> None:
+    seen = serve_family(room, "qwen3_5", tmp_path, precision="bfloat16", worker_extension=FAULTY)
     try:
         for prompt in mixed_prompts("qwen3_5"):
             request = ImageRequest(prompt, seed=1)
             assert seen.disagreement(request, seen.run(request)[0]) < 0.08
         request, other = (ImageRequest(show("qwen3_5", draw_image(seed))) for seed in (1, 5))
         assert seen.disagreement(other, seen.run(request)[0]) > 0.15
+        for seed, name in enumerate(("language_model.layers.0.linear_attn.conv1d", "visual.blocks.0.attn.qkv")):
+            perturb(seen.served.model, seed)
+            room.run(seen.served.engine._call_workers("plant", f"drops model.{name}.weight"))
+            with pytest.raises(VerificationFailed, match=rf"model\.{name}\.weight"):
+                publish(room, seen.served)
     finally:
         room.run(seen.served.close())
 

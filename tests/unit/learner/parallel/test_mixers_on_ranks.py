@@ -39,6 +39,14 @@ SHARDED, STAGES = ParallelDims(shard=2), ParallelDims(pipeline=2)
 TENSOR, CONTEXT = ParallelDims(tensor=2), ParallelDims(context=2)
 SEQUENCE = ParallelDims(tensor=2, sequence=True)
 BOTH = ParallelDims(shard=2, tensor=2)
+MIXTURES = ("qwen3_next", "qwen3_5_moe", "kimi_linear", "nemotron_h", "granite_hybrid", "lfm2_moe", "deepseek_v32", "glm_moe_dsa")
+EVERY = (*MIXTURES, "qwen3_5", "olmo_hybrid", "falcon_h1", "bamba")
+KINDS = {
+    "shards": (SHARDED, EVERY),
+    "context": (CONTEXT, EVERY),
+    "stages": (STAGES, EVERY),
+    "experts": (ParallelDims(shard=2, expert=2), MIXTURES),
+}
 
 
 @dataclass(frozen=True)
@@ -56,20 +64,13 @@ LORA: Mapping[str, Any] = {"lora": True, "rate": 1e-3}
 RECOMPUTED: Mapping[str, Any] = {"checkpointing": True}
 TWO_GROUPS, SCALED = {"mamba_n_groups": 2, "mamba_rms_norm": True, "num_key_value_heads": 4}, {"embedding_multiplier": 3.0}
 CASES = {
-    "shards": MixerCase("qwen3_5", SHARDED),
     "recomputed": MixerCase("qwen3_5", SHARDED, options=RECOMPUTED),
-    "context": MixerCase("qwen3_5", CONTEXT),
-    "stages": MixerCase("qwen3_5", STAGES),
     "lora": MixerCase("qwen3_5", SHARDED, options=LORA),
-    "mamba 2, context": MixerCase("nemotron_h", CONTEXT),
-    "mamba 2, shards": MixerCase("nemotron_h", SHARDED),
     "mamba, context": MixerCase("jamba", CONTEXT),
     "mamba alone, recomputed": MixerCase("falcon_mamba", SHARDED, options=RECOMPUTED),
-    "experts": MixerCase("qwen3_next", ParallelDims(shard=2, expert=2)),
-    "convolutions": MixerCase("lfm2", SHARDED),
     "scaled embeddings, stages": MixerCase("granite_hybrid", STAGES, SCALED),
     "layers that return tuples, stages": MixerCase("falcon_h1", STAGES, SCALED),
-    "bamba, stages": MixerCase("bamba", STAGES),
+    **{f"{family}, {kind}": MixerCase(family, sizes) for kind, (sizes, families) in KINDS.items() for family in families},
     **{f"{family}, tensor": MixerCase(family, TENSOR) for family in DIVIDED},
     **{f"{family}, sequence": MixerCase(family, SEQUENCE) for family in DIVIDED if family != "kimi_linear"},
     **{f"{family}, tensor, lora": MixerCase(family, TENSOR, options=LORA) for family in ("qwen3_5", "nemotron_h", "jamba")},
@@ -88,19 +89,14 @@ CASES = {
     "context, tensor": MixerCase("jamba", ParallelDims(context=2, tensor=2)),
     "stages, tensor": MixerCase("qwen3_5", ParallelDims(pipeline=2, tensor=2)),
     "experts, tensor": MixerCase("qwen3_next", ParallelDims(shard=2, tensor=2, expert=4)),
-    "indexers, shards": MixerCase("glm_moe_dsa", SHARDED),
     "indexers, recomputed": MixerCase("glm_moe_dsa", SHARDED, options=RECOMPUTED),
     "indexers, tensor": MixerCase("deepseek_v32", TENSOR),
-    "indexers, context": MixerCase("glm_moe_dsa", CONTEXT),
     "indexers, ring": MixerCase(
         "deepseek_v32", CONTEXT, {"num_attention_heads": 3, "num_key_value_heads": 3}
     ),  # which do not divide
-    "indexers, stages": MixerCase("deepseek_v32", STAGES),
-    "shared indexers, stages": MixerCase("glm_moe_dsa", STAGES),
     "indexers, lora": MixerCase("deepseek_v32", SHARDED, options=LORA),
     "indexers, context, replayed": MixerCase("glm_moe_dsa", CONTEXT, replayed=True),
     "indexers, sequence, replayed": MixerCase("deepseek_v32", SEQUENCE, replayed=True),
-    "indexers, experts": MixerCase("glm_moe_dsa", ParallelDims(shard=2, expert=2)),
     "gemma 4, recomputed": MixerCase("gemma4", SHARDED, options=RECOMPUTED),
     "gemma 4, tensor": MixerCase("gemma4", TENSOR),
     "gemma 4, context": MixerCase("gemma4", CONTEXT),

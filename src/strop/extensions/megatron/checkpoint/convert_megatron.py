@@ -23,7 +23,8 @@ from strop.extensions.megatron.checkpoint.hugging_face import (
     write_megatron_weights,
 )
 from strop.extensions.megatron.checkpoint.torch_dist import find_iteration, open_shards
-from strop.extensions.megatron.families.architecture import LAYER
+from strop.extensions.megatron.families.architecture import LAYER, text_name
+from strop.extensions.megatron.families.find_family import to_text_config
 from strop.learner.parallel.shard_files import ShardedReader, TensorShard, is_sharded
 from strop.models.adapters import adapter_folder, is_classifier_adapter, merge_adapters
 from strop.models.checkpoint_names import load_model_config
@@ -117,11 +118,14 @@ def convert_to_megatron(model_name: str, target: Path) -> None:
     source = SavedModel(str(folder))
     with new_folder(target) as draft, conversion_errors(source):
         files = sorted(folder.glob("*.safetensors"))  # mapped, not read
-        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        write_megatron_weights(weights, load_model_config(source.weights), draft)
+        weights = {text_name(name): tensor for file in files for name, tensor in load_file(file).items()}
+        config = load_model_config(source.weights)
+        write_megatron_weights(weights, text := to_text_config(config), draft)
         for path in folder.iterdir():
             if path.is_file() and (path.name == "config.json" or not MODEL_FILES.fullmatch(path.name)):
                 shutil.copyfile(path, draft / path.name)
+        if text is not config:
+            text.save_pretrained(draft)
 
 
 def convert_megatron_adapters(

@@ -308,6 +308,12 @@ def find_rule(rules: Mapping[str, WeightRule], name: str) -> WeightRule:
     return rule
 
 
+def text_name(name: str) -> str:
+    """Return a weight's name without that of the language model, of a model that reads images."""
+    head, found, tail = name.partition("language_model.")
+    return f"{head}{tail}" if found and head in ("", "model.") else name
+
+
 def name_in_file(name: str, layer: int | None, expert: int | None) -> str:
     """Return a name of a rule as it stands in a file, for a layer and an expert."""
     return re.sub(r"^(?:(\w+)\.)?layers\.(?!\d)", lambda found: f"{found[1] or 'model'}.layers.{layer}.", name).format(

@@ -59,14 +59,29 @@ FAMILIES: tuple[Family, ...] = (
 
 MODEL_TYPES = tuple(sorted(name for family in FAMILIES for name in family.model_types))  # that this learner trains
 
-_VISION = "it has a vision tower; its text models are of type {}"
 # Types of models that are refused for their own reason.
 REFUSED = {
-    "gemma3": _VISION.format("gemma3_text"),
-    "qwen3_5": _VISION.format("qwen3_5_text"),
-    "qwen3_5_moe": _VISION.format("qwen3_5_moe_text"),
     "deepseek_v4": "its attention reads compressed keys, which Megatron Core's models here do not have",
 }
+
+
+def find_text_type(values: Mapping[str, Any]) -> str | None:
+    """Return the type of the language model in a model that reads images, by its config.json, if this learner trains that one."""
+    kind = (values.get("text_config") or {}).get("model_type")
+    return kind if kind in MODEL_TYPES and values.get("model_type") not in MODEL_TYPES else None
+
+
+def to_text_config(hf_config: Any) -> Any:
+    """Return the configuration of the language model that is trained: a part of that of a model that reads images, else its own."""
+    if find_text_type(hf_config.to_dict()) is None:
+        return hf_config
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    text = hf_config.text_config
+    text.tie_word_embeddings = hf_config.tie_word_embeddings
+    text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type]]
+    text.name_or_path = hf_config.name_or_path
+    return text
 
 
 def find_family(hf_config: Any) -> Family:
@@ -90,10 +105,16 @@ SECTION = "policy.megatron_cfg"
 
 def check_architecture(config: MegatronConfig, name: str, values: Mapping[str, Any]) -> None:
     """Raise ValueError for a model whose config.json, with these ``values``, is here and has no place in Megatron Core's models."""
-    family = find_family(SimpleNamespace(model_type=values.get("model_type")))
+    family = find_family(SimpleNamespace(model_type=find_text_type(values) or values.get("model_type")))
     from strop.models.loading import read_local_model_config
 
-    architecture = family.architecture(read_local_model_config(name))
+    architecture = family.architecture(to_text_config(read_local_model_config(name)))
+    if find_text_type(values) is not None and config.peft.enabled:
+        raise ValueError(
+            f"{SECTION}.peft.enabled: found true, but Megatron Core trains the language model of {values['model_type']} alone, and "
+            "adapters would name its layers as that model does. Set policy.backend=torch, or save the language model first "
+            "(AutoModelForCausalLM, save_pretrained) and set policy.model_name to its folder"
+        )
     check_recomputation(config, architecture)
     check_recurrent(config, architecture)
     check_indexers(config, architecture)

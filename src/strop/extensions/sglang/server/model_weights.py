@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from sglang.srt.runtime_context import get_serving
 from sglang.srt.utils import replace_submodule
 from torch import Tensor, nn
 
+from strop.models.checkpoint_names import CheckpointNames
 from strop.weight_sync.base import AdapterFiles, ChannelAddress, Manifest, Receiver, TensorFingerprint
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
 
@@ -44,8 +46,8 @@ class ModelShard:
     """This process's shard of one tensor."""
 
     name: str  # canonical
-    tensor: Tensor  # [rows, columns], or [n]
-    row: int = 0  # first row in the full tensor
+    tensor: Tensor  # [rows, columns], [n], or of experts [E, rows, columns]
+    row: int = 0  # first row, or expert, in the full tensor
     column: int = 0  # first column
 
     @property
@@ -142,19 +144,15 @@ def _read_rows(path: str, module: Any, done: set[int]) -> Iterator[ModelShard]:
 
 
 def _read_experts(path: str, module: Any, done: set[int]) -> Iterator[ModelShard]:
-    """Yield gate, up and down matrices of the experts that this rank holds whole: with expert parallelism, or with one rank."""
+    """Yield the matrices of the experts that this rank holds whole: with expert parallelism, or with one rank."""
     up, down = getattr(module, "w13_weight", None), getattr(module, "w2_weight", None)
     if not isinstance(up, Tensor) or not isinstance(down, Tensor) or up.dtype.itemsize < 2 or module.moe_tp_size != 1:
         return
     if up.dim() != 3 or up.shape[1] != 2 * down.shape[2] or up.shape[2] != down.shape[1]:
         return  # transposed or packed for a kernel
-    width = down.shape[2]
     first = getattr(module, "moe_ep_rank", 0) * up.shape[0]
-    for index in range(up.shape[0]):
-        expert = f"{path}.{first + index}"
-        yield ModelShard(f"{expert}.gate_proj.weight", up.detach()[index, :width])
-        yield ModelShard(f"{expert}.up_proj.weight", up.detach()[index, width:])
-        yield ModelShard(f"{expert}.down_proj.weight", down.detach()[index])
+    yield ModelShard(f"{path}.gate_up_proj", up.detach(), first)
+    yield ModelShard(f"{path}.down_proj", down.detach(), first)
     done.update(id(parameter) for parameter in module.parameters(recurse=False))
 
 
@@ -326,6 +324,11 @@ class ModelWeights:
         self._receiver: Receiver | None = None
         self._names: dict[str, str] = {}  # SGLang's name of each published tensor -> its own, where they differ
 
+    @cached_property
+    def checkpoint(self) -> CheckpointNames:
+        """The names that SGLang's loaders expect, which take a moment to find."""
+        return CheckpointNames.of(self.runner.model_config.model_path)
+
     def connect(self, address: ChannelAddress, first: int) -> None:
         """Connect to the sender at ``address`` as its receiver number ``first`` + rank."""
         self.disconnect()
@@ -346,7 +349,7 @@ class ModelWeights:
         if self._receiver is None:
             raise RuntimeError("no channel is connected")
         started = time.perf_counter()
-        held = ((engine_name(self.runner.model, name), name) for name in manifest.names)
+        held = ((engine_name(self.runner.model, self.checkpoint.module_name(name)), name) for name in manifest.names)
         self._names = {name: published for name, published in held if name != published}
         fingerprints: dict[str, int] = {}
         tensors = _fingerprint_each(self._receiver.receive(manifest), fingerprints)
@@ -363,7 +366,8 @@ class ModelWeights:
         for runner in runners:
             runner.weight_updater.begin_weight_update()
             with without_adapters(runner.model, getattr(runner, "lora_manager", None)):
-                runner.model.load_weights((engine_name(runner.model, name), tensor) for name, tensor in loaded)
+                stored = (part for name, tensor in loaded for part in self.checkpoint.convert(name, tensor))
+                runner.model.load_weights((engine_name(runner.model, name), tensor) for name, tensor in stored)
             runner.weight_updater.end_weight_update(run_post_load=False)
 
     @torch.no_grad()
