@@ -141,6 +141,13 @@ FAMILIES: dict[str, Family] = {
     "glm_moe_dsa": family("GlmMoeDsaConfig", (), experts=True, **INDEXED, indexer_types=["full", "shared", "full"]),
     "hy_v4": family("HYV4Config", (), experts=True, **INDEXED, head_dim=12, hc_mult=2, indexer_types=["full", "shared", "full"]),
     "axk2": family("AXK2Config", (), experts=True, **INDEXED, gated_norm_rank=4),
+    "deepseek_v4": family(
+        "DeepseekV4Config", (), spread=0.08, experts=True, **HEADS, **WINDOW, num_hidden_layers=4, num_key_value_heads=1,
+        q_lora_rank=12, o_groups=2, o_lora_rank=8, partial_rotary_factor=0.5, index_n_heads=16, index_head_dim=8, index_topk=3,
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, hc_mult=2, num_hash_layers=1,
+        compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        layer_types=["sliding_attention", "heavily_compressed_attention", *["compressed_sparse_attention"] * 2],
+    ),
     "gpt_oss": family("GptOssConfig", experts=True, **HEADS, **WINDOW, num_local_experts=4, num_experts_per_tok=2),
     "smollm3": family("SmolLM3Config", **FOUR, no_rope_layer_interval=2),
     "olmo2": family("Olmo2Config"),

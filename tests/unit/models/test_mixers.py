@@ -27,7 +27,9 @@ MIXED = (
     "mamba", "falcon_mamba", "zamba", "zamba2", "jamba", "lfm2", "lfm2_moe",
 )  # fmt: skip
 INDEXED = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2")  # sparse attention, whose indexers choose 6 tokens
+BLOCKS = ("deepseek_v4",)  # of tokens, chosen or pooled by an extension
 QUICK = ("qwen3_5", "kimi_linear", "nemotron_h", "jamba", "lfm2", "deepseek_v32", "glm_moe_dsa")
+FAMILIES = [*sweep((*MIXED, *INDEXED), *QUICK), *(pytest.param(name, marks=pytest.mark.extensions) for name in BLOCKS)]
 # Branches three levels deep, segments of one token and of none, a chain of segments shorter than a convolution, and a second root.
 LENGTHS = (5, 3, 1, 0, 4, 1, 2, 70, 2, 3, 1, 1, 9)
 PARENTS = (-1, 0, 0, 0, 1, 1, 3, 3, 4, -1, 9, 10, 11)
@@ -90,7 +92,7 @@ def build_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("family", sweep((*MIXED, *INDEXED), *QUICK))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_packed_tree_is_its_sequences_read_alone(
     family: str, recompute: bool, exact: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +113,7 @@ def test_a_packed_tree_is_its_sequences_read_alone(
         assert float((gradient - shared[name]).abs().max()) <= 1e-11 * max(1.0, float(gradient.abs().max())), name
 
 
-@pytest.mark.parametrize("family", sweep((*MIXED, *INDEXED), *QUICK))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_packed_tree_is_what_transformers_computes(family: str) -> None:
     model = build(family)
     with torch.no_grad():

@@ -18,6 +18,7 @@ class AttentionSpec:
     softcap: float | None = None  # logits -> softcap * tanh(logits / softcap), Gemma 2
     sinks: Tensor | None = field(default=None, compare=False)  # [heads]: one more logit for each query, without a value (gpt-oss)
     chosen: Tensor | None = field(default=None, compare=False)  # [T, bytes]: the choice of each query (``chosen_tokens``)
+    pooled: int | None = None  # tokens of a block: after the keys of the row come those of its blocks, among which tokens choose
     key_positions: Tensor | None = field(default=None, compare=False)  # [S] int64, on their paths, for kernels that need them
 
     def drop_unused_window(self, span: int) -> AttentionSpec:

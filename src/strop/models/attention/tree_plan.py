@@ -12,9 +12,10 @@ from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.blockwise_kernel import BlockwiseKernel
 from strop.models.attention.flash_kernel import CpuFlashKernel, VarlenFlashKernel
 from strop.models.attention.flex_kernel import FlexKernel
-from strop.models.attention.kernel_choice import AttentionKernel, AttentionKernelName, choose_kernel
+from strop.models.attention.kernel_choice import AttentionKernel, AttentionKernelName, choose_kernel, choose_piece_kernel
 from strop.models.attention.merged_attention import PieceKernel, attend_in_pieces
 from strop.models.attention.padded_families import PaddedFamilies
+from strop.models.attention.tree_blocks import TreeBlocks, find_blocks
 from strop.models.attention.tree_mixing import TreeMixing
 from strop.models.attention.tree_pieces import Levels, TreeSegments
 from strop.models.mixers.chosen_tokens import EVERYTHING, IndexRows, choose_tokens, count_bytes
@@ -46,6 +47,7 @@ class TreePlan:
         self._levels: dict[int | None, Levels] = {}
         self._paths: dict[int | None, Levels] = {}
         self._places: dict[int, Tensor] = {}
+        self._blocks: dict[int, TreeBlocks] = {}
 
     @cached_property
     def families(self) -> PaddedFamilies:
@@ -80,8 +82,10 @@ class TreePlan:
         return self._levels[window]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Attention [T, heads, D] x [T, kv_heads, D] -> [T, heads, V]."""
+        """Attention [T, heads, D] x [T, kv_heads, D] -> [T, heads, V]; with W keys more that are pooled of blocks."""
         spec = spec.drop_unused_window(self.longest)
+        if spec.pooled is not None:
+            return self._attend_to_blocks(query, key, value, spec, self.blocks(spec.pooled))
         if spec.chosen is not None:
             spec = replace(spec, key_positions=self.positions)
         kernel = choose_kernel(self.kernel, query, key, value, spec, self.families.count_scores(query.shape[1]))
@@ -93,6 +97,23 @@ class TreePlan:
         joined = kernel == "flash" and query.device.type != "cpu" and self._joins(query, key, spec.window)
         levels = self.paths(spec.window) if joined else self.levels(spec.window)
         return attend_in_pieces(query, key, value, pieces, levels, spec)
+
+    def _attend_to_blocks(
+        self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, blocks: TreeBlocks
+    ) -> Tensor:
+        """Attention to tokens within the window and to blocks that have ended, by a choice whose first byte is of the former."""
+        chosen = blocks.ended if spec.chosen is None else blocks.ended & spec.chosen
+        chosen = torch.cat([chosen.new_full((len(chosen), 1), EVERYTHING), chosen], 1)
+        key_positions = torch.cat([torch.zeros_like(self.positions), blocks.index + 8])
+        spec = replace(spec, chosen=chosen, key_positions=key_positions)
+        kernel = self.piece_kernel(choose_piece_kernel(self.kernel, query, key, value, spec), query.device)
+        return attend_in_pieces(query, key, value, kernel, (*self.levels(spec.window), *blocks.levels), spec)
+
+    def blocks(self, size: int) -> TreeBlocks:
+        """Return the complete blocks of ``size`` tokens of each path; the same object for each layer."""
+        if size not in self._blocks:
+            self._blocks[size] = find_blocks(self.segments, size, self._path, self.positions, self.longest)
+        return self._blocks[size]
 
     def paths(self, window: int | None) -> Levels:
         """Return the row as one level, for layers with a window; the same object for each of them."""
@@ -126,19 +147,21 @@ class TreePlan:
 
     def choose(self, rows: IndexRows, layer: int, first: int = 0) -> Tensor:
         """The choice of an indexer among each token's path. ``first``: the token of the row that is the first query of ``rows``."""
-        if self.longest <= rows.count:
+        block = rows.block
+        if self.longest // block <= rows.count:
             return rows.choose_everything()
-        count, width = len(rows.query), count_bytes(self.longest)
+        count, width = len(rows.query), count_bytes(self.longest // block)
         chosen = torch.full((count, width), EVERYTHING, dtype=torch.int8, device=rows.query.device)
         for segment, _, position in self.segments.walk():
             offset = self.segments.starts[segment] - position  # of the segment's places in the row from its positions
-            low = max(position, first - offset, rows.count)
+            low = max(position, first - offset, rows.count * block)
             high = min(position + self.segments.lengths[segment], first + count - offset)
             if low < high:
                 own = slice(low + offset - first, high + offset - first)
-                part = IndexRows(rows.query[own], rows.key, rows.weight[own], rows.count)
-                keys = rows.key.index_select(0, self._path(segment)[:high])
-                chosen[own] = choose_tokens(part, torch.arange(low, high, device=self.device), keys[None], width)
+                part = IndexRows(rows.query[own], rows.key, rows.weight[own], rows.count, block)
+                path = self._path(segment) if block == 1 else self.blocks(block).paths[segment]
+                newest = torch.arange(low + 1, high + 1, device=self.device) // block - 1
+                chosen[own] = choose_tokens(part, newest, rows.key.index_select(0, path[: high // block])[None], width)
         return chosen
 
     def _path(self, segment: int) -> Tensor:

@@ -1,7 +1,8 @@
 """The choice of an indexer: which tokens of its path each token attends to (DeepSeek Sparse Attention, arXiv 2512.02556).
 
 A choice is a bitmap: bit ``p % 8`` of byte ``p // 8`` of a token's row is set if the token attends to position p of its path. As
-positions are those of the path, a choice is the same in a packed tree, in a page of a cache and alone, and can be recorded.
+positions are those of the path, a choice is the same in a packed tree, in a page of a cache and alone, and can be recorded. Bits are of
+blocks of tokens, counted from the root, where a layer attends to blocks.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ class IndexRows:
     """What an indexer scores: token t scores token s by the sum over heads of weight[t, h] * relu(query[t, h] . key[s])."""
 
     query: Tensor  # [T, heads, D], at least float32, as the others
-    key: Tensor  # [T, D]
+    key: Tensor  # [T, D]; [W, D] of blocks
     weight: Tensor  # [T, heads]
-    count: int  # tokens that each token attends to, if its path has more
+    count: int  # keys that each token attends to, if its path has more
+    block: int = 1  # tokens of a key
 
     def choose_everything(self) -> Tensor:
         """Return the choice of tokens whose paths have no more: without bytes, [T, 0] int8."""
@@ -41,6 +43,12 @@ class IndexerPlan(Protocol):
 def count_bytes(longest: int) -> int:
     """Return the bytes of a choice among the positions below ``longest``."""
     return -(-longest // 8)
+
+
+def bits_below(counts: Tensor, width: int) -> Tensor:
+    """Return bitmaps [n, width] int8 in which the first ``counts`` [n] bits are set."""
+    left = counts[:, None] - torch.arange(0, 8 * width, 8, device=counts.device)
+    return ((1 << left.clamp_(0, 8)) - 1).to(torch.uint8).view(torch.int8)
 
 
 def choose_tokens(rows: IndexRows, positions: Tensor, keys: Tensor, width: int) -> Tensor:
