@@ -148,6 +148,15 @@ FAMILIES: dict[str, Family] = {
         compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
         layer_types=["sliding_attention", "heavily_compressed_attention", *["compressed_sparse_attention"] * 2],
     ),
+    "glm5_next": own(
+        "Glm5NextConfig", vision_config={"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
+        text_config={
+            **SIZES, **ROUTED, **LATENT, **FOUR, "qk_rope_head_dim": 0, "mlp_layer_types": ["dense", *["sparse"] * 3],
+            "layer_types": ["linear_attention", *["indexed_attention"] * 3], "indexer_types": ["full", "full", "full", "shared"],
+            "index_topk": 8, "index_kpool": 4, "index_head_dim": 8, "index_n_heads": 16, "linear_num_heads": 4, "linear_head_dim": 8,
+            "hc_mult": 2, "n_group": 1, "topk_group": 1,
+        },
+    ),
     "gpt_oss": family("GptOssConfig", experts=True, **HEADS, **WINDOW, num_local_experts=4, num_experts_per_tok=2),
     "smollm3": family("SmolLM3Config", **FOUR, no_rope_layer_interval=2),
     "olmo2": family("Olmo2Config"),
@@ -251,12 +260,13 @@ def build(name: str, scaling: str = "default", **changes: Any) -> Any:
 
     Its own attention is the eager one: the others leave out caps and sinks of attention scores.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = make_config(name, scaling, **changes)
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+        model = kind.from_config(config, attn_implementation="eager").float().eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() >= 2:

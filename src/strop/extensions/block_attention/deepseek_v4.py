@@ -22,7 +22,6 @@ class Compressor(nn.Module):
     """Mixin for both kinds of compressors, with an indexer or without."""
 
     compress_rate: int
-    indexer: Any
 
     def forward(
         self, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, past_key_values: Any, layer_idx: int
@@ -34,10 +33,9 @@ class Compressor(nn.Module):
                 hidden_states, q_residual, position_ids, past_key_values, layer_idx
             )
             return found
-        call.pooled = self.compress_rate
-        if hasattr(self, "indexer"):
-            chosen = self.indexer(hidden_states, q_residual, position_ids, past_key_values, layer_idx)
-            call.chosen = chosen[0] if chosen.shape[-1] else None
+        choose = getattr(self, "indexer", None)
+        chosen = None if choose is None else choose(hidden_states, q_residual, position_ids, past_key_values, layer_idx)[0]
+        call.attend_to_blocks(self.compress_rate, chosen, pooled=True)
         return compress(self, hidden_states[0], call.plan.blocks(self.compress_rate))[None, None], None
 
 

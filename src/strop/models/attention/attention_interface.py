@@ -8,6 +8,7 @@ module.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,11 +55,10 @@ def strop_attention(
     assert isinstance(layer, int)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     chosen = None if indices is None or not indices.shape[-1] else indices[0]
+    spec = AttentionSpec(layer, scale, sliding_window, softcap, s_aux, chosen)
     call = running_call()
-    pooled = None if call is None else call.pooled
-    if call is not None and pooled is not None:
-        chosen = call.chosen
-    spec = AttentionSpec(layer, scale, sliding_window, softcap, s_aux, chosen, pooled)
+    if call is not None and call.block is not None:
+        spec = replace(spec, chosen=call.chosen, block=call.block, pooled=call.pooled)
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # rotary embeddings return float32
         query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))

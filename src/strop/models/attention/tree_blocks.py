@@ -71,7 +71,7 @@ def find_blocks(
         torch.cat([empty.view(0, size), *places]),
         torch.cat([empty, *index]),
         torch.cat([empty, *before]),
-        bits_below((positions + 1) // size, count_bytes(longest // size)),
+        bits_below((positions + 1) // size, count_bytes(-(-longest // size))),
         levels,
         paths,
     )

@@ -84,10 +84,10 @@ class TreePlan:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention [T, heads, D] x [T, kv_heads, D] -> [T, heads, V]; with W keys more that are pooled of blocks."""
         spec = spec.drop_unused_window(self.longest)
-        if spec.pooled is not None:
-            return self._attend_to_blocks(query, key, value, spec, self.blocks(spec.pooled))
+        if spec.pooled:
+            return self._attend_to_blocks(query, key, value, spec, self.blocks(spec.block))
         if spec.chosen is not None:
-            spec = replace(spec, key_positions=self.positions)
+            spec = replace(spec, key_positions=self.positions // spec.block)
         kernel = choose_kernel(self.kernel, query, key, value, spec, self.families.count_scores(query.shape[1]))
         if kernel == "plain":
             return self.families.attend(query, key, value, spec)
@@ -150,7 +150,7 @@ class TreePlan:
         block = rows.block
         if self.longest // block <= rows.count:
             return rows.choose_everything()
-        count, width = len(rows.query), count_bytes(self.longest // block)
+        count, width = len(rows.query), count_bytes(-(-self.longest // block))
         chosen = torch.full((count, width), EVERYTHING, dtype=torch.int8, device=rows.query.device)
         for segment, _, position in self.segments.walk():
             offset = self.segments.starts[segment] - position  # of the segment's places in the row from its positions

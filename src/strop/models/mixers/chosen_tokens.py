@@ -53,6 +53,7 @@ def bits_below(counts: Tensor, width: int) -> Tensor:
 
 def choose_tokens(rows: IndexRows, positions: Tensor, keys: Tensor, width: int) -> Tensor:
     """Choose for the queries [n, heads, D] at ``positions`` [n] among the keys [n or 1, K, D] at positions 0 to K - 1: [n, width] int8.
+    If keys are of blocks, so are positions: that of the newest complete block of a query, which also attends to the tokens after it.
 
     Equal scores, such as the zeros where no head is positive, are taken in the order of positions, the lowest first, so the choice depends
     neither on the width of a row nor on the device.
@@ -65,7 +66,10 @@ def choose_tokens(rows: IndexRows, positions: Tensor, keys: Tensor, width: int) 
         own = keys[0] if len(keys) == 1 else keys[part]  # of a matrix alone, torch makes one product
         visible = torch.arange(length, device=keys.device) <= positions[part, None]
         scores = _score(rows.query[part], own, rows.weight[part]).masked_fill(~visible, float("-inf"))
-        chosen = pack_bits(take_best(scores, rows.count) & visible, width)
+        best = take_best(scores, rows.count) & visible
+        if rows.block > 1:  # the tokens after the newest block
+            best = torch.nn.functional.pad(best, (0, 1)).scatter_(1, positions[part, None] + 1, True)
+        chosen = pack_bits(best, width)
         parts.append(torch.where(positions[part, None] < rows.count, EVERYTHING, chosen))
     return torch.cat(parts)
 

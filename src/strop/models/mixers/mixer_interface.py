@@ -55,12 +55,18 @@ class MixerCall:
     choices: RecordedChoices | ReplayedChoices | None = None  # of indexers
     convolutions: int = 0
     scans: int = 0
-    pooled: int | None = None  # tokens of a block, if attention reads a pooled key of each
-    chosen: Tensor | None = None  # [T, bytes], among these blocks
+    block: int | None = None  # tokens of a block, if attention reads blocks: with the next two as in its AttentionSpec
+    chosen: Tensor | None = None
+    pooled: bool = False
 
     def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         self.convolutions += 1
         return self.plan.convolve(inputs, weight, bias, MixerSpec(self.layer, self.convolutions - 1))
+
+    def attend_to_blocks(self, size: int, chosen: Tensor | None, *, pooled: bool = False) -> None:
+        """Let the attention of this layer read blocks of ``size`` tokens, those that are chosen, or the pooled keys after its own."""
+        self.block, self.pooled = size, pooled
+        self.chosen = chosen if chosen is not None and chosen.shape[-1] else None
 
     def choose(self, rows: IndexRows, layer: int) -> Tensor:
         chosen = self.plan.choose(rows, layer)
