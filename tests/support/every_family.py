@@ -157,6 +157,11 @@ FAMILIES: dict[str, Family] = {
             "hc_mult": 2, "n_group": 1, "topk_group": 1,
         },
     ),
+    "minimax_m3": family(
+        "MiniMaxM3VLTextConfig", (), experts=True, **HEADS, num_hidden_layers=3, num_local_experts=4, num_experts_per_tok=2,
+        dense_intermediate_size=48, shared_intermediate_size=16, rotary_dim=4, index_n_heads=2, index_head_dim=8, index_block_size=4,
+        index_topk_blocks=3, layer_types=["full_attention", *["minimax_m3_sparse"] * 2], mlp_layer_types=["dense", *["sparse"] * 2],
+    ),
     "gpt_oss": family("GptOssConfig", experts=True, **HEADS, **WINDOW, num_local_experts=4, num_experts_per_tok=2),
     "smollm3": family("SmolLM3Config", **FOUR, no_rope_layer_interval=2),
     "olmo2": family("Olmo2Config"),

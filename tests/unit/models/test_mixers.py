@@ -27,7 +27,7 @@ MIXED = (
     "mamba", "falcon_mamba", "zamba", "zamba2", "jamba", "lfm2", "lfm2_moe",
 )  # fmt: skip
 INDEXED = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2")  # sparse attention, whose indexers choose 6 tokens
-BLOCKS = ("deepseek_v4", "glm5_next")  # of tokens, chosen or pooled by an extension
+BLOCKS = ("deepseek_v4", "glm5_next", "minimax_m3")  # of tokens, chosen or pooled by an extension
 QUICK = ("qwen3_5", "kimi_linear", "nemotron_h", "jamba", "lfm2", "deepseek_v32", "glm_moe_dsa")
 FAMILIES = [*sweep((*MIXED, *INDEXED), *QUICK), *(pytest.param(name, marks=pytest.mark.extensions) for name in BLOCKS)]
 # Branches three levels deep, segments of one token and of none, a chain of segments shorter than a convolution, and a second root.

@@ -67,7 +67,7 @@ class Indexer(nn.Module):
         query = rotate(self, query, hidden_states, position_ids)[0].transpose(0, 1)
         weight = self.scorer.weights_proj(hidden_states)[0]
         wide = (at_least_float32(each) for each in (query, keys, weight))
-        return call.choose(IndexRows(*wide, self.index_topk, self.compress_rate), layer_idx)[None]
+        return call.choose(IndexRows(*wide, self.index_topk, self.compress_rate, pooled=True), layer_idx)[None]
 
 
 def compress(module: Any, hidden: Tensor, blocks: TreeBlocks) -> Tensor:

@@ -41,7 +41,9 @@ class Indexer(nn.Module):
             indices: Tensor = super().forward(hidden_states, q_resid, attention_mask, past_key_values)  # type: ignore[misc]
             return indices
         if not self.index_kpool_always_select_tail:
-            raise UnknownIndexer(f"{type(self).__name__} of layer {self.layer_idx} leaves out the tokens after the last complete block")
+            raise UnknownIndexer(
+                f"{type(self).__name__} of layer {self.layer_idx} leaves out the tokens after the last complete block"
+            )
         hidden, blocks = hidden_states[0], call.plan.blocks(self.index_kpool)
         key = self.k_norm(self.wk(hidden))
         gate = at_least_float32(blocks.take(F.linear(hidden, self.index_kpool_compress_gate))) + self.index_kpool_compress_ape
@@ -49,7 +51,7 @@ class Indexer(nn.Module):
         query = self.wq_b(q_resid[0]).unflatten(-1, (-1, self.head_dim))
         wide = (at_least_float32(each) for each in (query, pooled, self.weights_proj(hidden)))
         count = self.index_topk // self.index_kpool
-        return call.choose(IndexRows(*wide, count, self.index_kpool), self.layer_idx)[None]
+        return call.choose(IndexRows(*wide, count, self.index_kpool, pooled=True), self.layer_idx)[None]
 
 
 class Attention(nn.Module):

@@ -508,7 +508,11 @@ class RecomputeRunner(FixedSlots):
         if self.network.packed:
             starts, device = lengths.cumsum(0) - lengths, self.network.device
             plan = TreePlan(starts, lengths, torch.full_like(lengths, -1), device, self.network.attention_kernel)
-            inputs: dict[str, Any] = {"input_ids": torch.cat(rows)[None], "position_ids": real.nonzero()[:, 1][None], "plan": plan}
+            inputs: dict[str, Any] = {
+                "input_ids": torch.cat(rows)[None],
+                "position_ids": real.nonzero()[:, 1][None],
+                "plan": plan,
+            }
             real = torch.ones(1, int(lengths.sum()), dtype=torch.bool)
         else:
             inputs = {"input_ids": pad_sequence(rows, batch_first=True), "attention_mask": real.long()}
@@ -560,6 +564,8 @@ class _ShapeRecorder:
         raise ValueError(f"a layer attends to blocks of {size} tokens, which no cache holds")
 
     def choose(self, rows: IndexRows, layer: int) -> Tensor:
+        if rows.block > 1:
+            raise ValueError(f"layer {layer} chooses blocks of {rows.block} tokens, for which no cache holds keys")
         self.index_sizes[layer] = rows.key.shape[1]
         return rows.choose_everything()
 

@@ -18,7 +18,7 @@ from strop.models.attention.padded_families import PaddedFamilies
 from strop.models.attention.tree_blocks import TreeBlocks, find_blocks
 from strop.models.attention.tree_mixing import TreeMixing
 from strop.models.attention.tree_pieces import Levels, TreeSegments
-from strop.models.mixers.chosen_tokens import EVERYTHING, IndexRows, choose_tokens, count_bytes
+from strop.models.mixers.chosen_tokens import EVERYTHING, IndexRows
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 
 LAUNCHES = 8_000_000  # numbers of a level that take a GPU as long as the ten launches that gather rows of several families
@@ -88,7 +88,11 @@ class TreePlan:
             return self._attend_to_blocks(query, key, value, spec, self.blocks(spec.block))
         if spec.chosen is not None:
             spec = replace(spec, key_positions=self.positions // spec.block)
-        kernel = choose_kernel(self.kernel, query, key, value, spec, self.families.count_scores(query.shape[1]))
+        kernel = (
+            choose_piece_kernel(self.kernel, query, key, value, spec)
+            if spec.chosen is not None and spec.chosen.dim() == 3
+            else choose_kernel(self.kernel, query, key, value, spec, self.families.count_scores(query.shape[1]))
+        )
         if kernel == "plain":
             return self.families.attend(query, key, value, spec)
         if kernel == "flex" and query.device.type != "cpu":
@@ -98,9 +102,7 @@ class TreePlan:
         levels = self.paths(spec.window) if joined else self.levels(spec.window)
         return attend_in_pieces(query, key, value, pieces, levels, spec)
 
-    def _attend_to_blocks(
-        self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, blocks: TreeBlocks
-    ) -> Tensor:
+    def _attend_to_blocks(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, blocks: TreeBlocks) -> Tensor:
         """Attention to tokens within the window and to blocks that have ended, by a choice whose first byte is of the former."""
         chosen = blocks.ended if spec.chosen is None else blocks.ended & spec.chosen
         chosen = torch.cat([chosen.new_full((len(chosen), 1), EVERYTHING), chosen], 1)
@@ -147,21 +149,21 @@ class TreePlan:
 
     def choose(self, rows: IndexRows, layer: int, first: int = 0) -> Tensor:
         """The choice of an indexer among each token's path. ``first``: the token of the row that is the first query of ``rows``."""
-        block = rows.block
-        if self.longest // block <= rows.count:
+        if self.longest <= rows.count * rows.block:
             return rows.choose_everything()
-        count, width = len(rows.query), count_bytes(-(-self.longest // block))
-        chosen = torch.full((count, width), EVERYTHING, dtype=torch.int8, device=rows.query.device)
+        count, width = len(rows.query), rows.count_bytes(self.longest)
+        size = rows.block if rows.pooled else 1  # tokens of a key
+        chosen = torch.full((count, *rows.choices, width), EVERYTHING, dtype=torch.int8, device=rows.query.device)
         for segment, _, position in self.segments.walk():
             offset = self.segments.starts[segment] - position  # of the segment's places in the row from its positions
-            low = max(position, first - offset, rows.count * block)
+            low = max(position, first - offset, rows.count * rows.block)
             high = min(position + self.segments.lengths[segment], first + count - offset)
             if low < high:
                 own = slice(low + offset - first, high + offset - first)
-                part = IndexRows(rows.query[own], rows.key, rows.weight[own], rows.count, block)
-                path = self._path(segment) if block == 1 else self.blocks(block).paths[segment]
-                newest = torch.arange(low + 1, high + 1, device=self.device) // block - 1
-                chosen[own] = choose_tokens(part, newest, rows.key.index_select(0, path[: high // block])[None], width)
+                part = replace(rows, query=rows.query[own], weight=rows.weight[own])
+                path = self.blocks(size).paths[segment] if rows.pooled else self._path(segment)
+                newest = torch.arange(low + 1, high + 1, device=self.device) // size - 1
+                chosen[own] = part.choose(newest, rows.key.index_select(0, path[: high // size])[None], width)
         return chosen
 
     def _path(self, segment: int) -> Tensor:

@@ -22,10 +22,24 @@ class IndexRows:
     """What an indexer scores: token t scores token s by the sum over heads of weight[t, h] * relu(query[t, h] . key[s])."""
 
     query: Tensor  # [T, heads, D], at least float32, as the others
-    key: Tensor  # [T, D]; [W, D] of blocks
+    key: Tensor  # [T, D]; [W, D] if pooled
     weight: Tensor  # [T, heads]
-    count: int  # keys that each token attends to, if its path has more
-    block: int = 1  # tokens of a key
+    count: int  # blocks that each token attends to, if its path has more
+    block: int = 1  # tokens that are chosen together
+    pooled: bool = False  # keys are of blocks, not of tokens
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The shape of a token's choices: () if all heads attend to the same."""
+        return ()
+
+    def count_bytes(self, longest: int) -> int:
+        """Return the bytes of a choice among the positions below ``longest``."""
+        return count_bytes(-(-longest // self.block))
+
+    def choose(self, positions: Tensor, keys: Tensor, width: int) -> Tensor:
+        """Return the choice of these queries, [n, *choices, width] int8; arguments as of ``choose_tokens``."""
+        return choose_tokens(self, positions, keys, width)
 
     def choose_everything(self) -> Tensor:
         """Return the choice of tokens whose paths have no more: without bytes, [T, 0] int8."""
@@ -41,7 +55,7 @@ class IndexerPlan(Protocol):
 
 
 def count_bytes(longest: int) -> int:
-    """Return the bytes of a choice among the positions below ``longest``."""
+    """Return the bytes of a bitmap of ``longest`` bits."""
     return -(-longest // 8)
 
 
@@ -53,7 +67,7 @@ def bits_below(counts: Tensor, width: int) -> Tensor:
 
 def choose_tokens(rows: IndexRows, positions: Tensor, keys: Tensor, width: int) -> Tensor:
     """Choose for the queries [n, heads, D] at ``positions`` [n] among the keys [n or 1, K, D] at positions 0 to K - 1: [n, width] int8.
-    If keys are of blocks, so are positions: that of the newest complete block of a query, which also attends to the tokens after it.
+    If keys are pooled, so are positions: that of the newest complete block of a query, which also attends to the tokens after it.
 
     Equal scores, such as the zeros where no head is positive, are taken in the order of positions, the lowest first, so the choice depends
     neither on the width of a row nor on the device.
@@ -67,7 +81,7 @@ def choose_tokens(rows: IndexRows, positions: Tensor, keys: Tensor, width: int) 
         visible = torch.arange(length, device=keys.device) <= positions[part, None]
         scores = _score(rows.query[part], own, rows.weight[part]).masked_fill(~visible, float("-inf"))
         best = take_best(scores, rows.count) & visible
-        if rows.block > 1:  # the tokens after the newest block
+        if rows.pooled:  # the tokens after the newest block
             best = torch.nn.functional.pad(best, (0, 1)).scatter_(1, positions[part, None] + 1, True)
         chosen = pack_bits(best, width)
         parts.append(torch.where(positions[part, None] < rows.count, EVERYTHING, chosen))

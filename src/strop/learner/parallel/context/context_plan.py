@@ -63,7 +63,7 @@ class ContextPlan:
 
     def choose(self, rows: IndexRows, layer: int) -> Tensor:
         """The choice of this rank's queries among the keys of all ranks. Keys of blocks are already those of all."""
-        keys = all_gather(rows.key, self.group)[: self.length] if rows.block == 1 else rows.key
+        keys = all_gather(rows.key, self.group)[: self.length] if not rows.pooled else rows.key
         first = dist.get_rank(self.group) * len(rows.query)
         assert isinstance(self.plan, TreePlan), f"{type(self.plan).__name__} chooses for whole rows"
         return self.plan.choose(replace(rows, key=keys), layer, first)
@@ -135,7 +135,10 @@ class UlyssesPlan:
         if spec.sinks is not None and self.world_size > 1:
             spec = replace(spec, sinks=spec.sinks.chunk(self.world_size)[rank])
         if spec.chosen is not None:
-            spec = replace(spec, chosen=all_gather(spec.chosen, self.group)[: self.length])
+            chosen = all_gather(spec.chosen, self.group)[: self.length]
+            if chosen.dim() == 3:
+                chosen = chosen.repeat_interleave(repeats, 1).chunk(self.world_size, 1)[rank]
+            spec = replace(spec, chosen=chosen)
         attended = self.plan.attend(query, key, value, spec)
         return self._to_tokens(pad(attended, (0, 0, 0, 0, 0, padding)) if padding else attended)
 
