@@ -162,9 +162,9 @@ def test_an_indexer_that_scores_otherwise_is_refused_by_its_name() -> None:
 # --- recorded and replayed ---
 
 
-def make_network(seed: int | None = None) -> Network:
-    """Two of its three layers have indexers. ``seed``: of other weights of theirs."""
-    model = build("glm_moe_dsa")
+def make_network(seed: int | None = None, family: str = "glm_moe_dsa") -> Network:
+    """Two of its layers have indexers. ``seed``: of other weights of theirs."""
+    model = build(family)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if seed is not None and "indexer" in name and parameter.dim() == 2:
@@ -174,13 +174,13 @@ def make_network(seed: int | None = None) -> Network:
     return network
 
 
-def sample(network: Network, make: Callable[..., Any]) -> Batch:
+def sample(network: Network, make: Callable[..., Any], choices: int = 2) -> Batch:
     prompts = [[5, 40, 60, 5, 40, 60, 7, 9, 11], [17, 200], [5, 40, 60, 5, 40, 60, 7, 9, 11] * 2]
     requests = [Request(prompt, SAMPLING, seed) for seed, prompt in enumerate((*prompts, prompts[0], prompts[2]))]
     completions = run_requests(make_engine(make(network, length=64, slots=3)), requests)
     for request, found in zip(requests, completions, strict=True):
         read = len(request.prompt) + len(found.tokens) - 1
-        assert found.columns[CHOICES].shape == (read, 2, -(-read // 8))
+        assert found.columns[CHOICES].shape == (read, choices, -(-read // 8))
     rollouts = [make_rollout(request.prompt, make_turn(found)) for request, found in zip(requests, completions, strict=True)]
     return pack_grpo(
         [make_group(rollouts[0], rollouts[3], index=0), *(make_group(rollouts[place], index=place) for place in (1, 2, 4))]

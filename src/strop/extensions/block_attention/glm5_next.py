@@ -1,4 +1,4 @@
-"""GLM-5.3: an indexer that pools the keys of blocks of tokens, and chooses blocks. Tokens after a token's last complete block are chosen too.
+"""GLM-5.3: an indexer that pools the keys of blocks of tokens, and chooses blocks. The tokens after the last complete block are chosen too.
 
 The choice is that of the following layers as well, if they have no indexer of their own.
 """

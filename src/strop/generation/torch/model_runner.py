@@ -534,7 +534,7 @@ class RecomputeRunner(FixedSlots):
         return None
 
     def read_columns(self, slot: int, length: int) -> Columns:
-        return {column: values[:length].clone() for column, values in self._columns[slot].items()}
+        return {column: column.cut(values[:length], length).clone() for column, values in self._columns[slot].items()}
 
     def activate(self) -> None:
         self.network.use_learner_attention()

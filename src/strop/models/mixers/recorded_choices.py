@@ -78,8 +78,9 @@ class ReplayedChoices(Replayed):
     """Replaces what indexers choose by what was recorded, where it was, and counts the choices among more tokens than they take."""
 
     def __init__(self, indexed: IndexedLayers, choices: Tensor, weights: Tensor) -> None:
-        """``choices`` [n, layers * heads, bytes] of the tokens of the pass, and the weight of each token in the counts [n]. Raises ValueError
-        for those of another model.
+        """``choices`` [n, layers * heads, bytes] of the tokens of the pass, and the weight of each token in the counts [n].
+
+        Raises ValueError for those of another model.
         """
         if choices.shape[1] != indexed.shape[0]:
             raise ValueError(
