@@ -66,8 +66,9 @@ class Indexer(nn.Module):
         query = self.q_b_proj(q_residual).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         query = rotate(self, query, hidden_states, position_ids)[0].transpose(0, 1)
         weight = self.scorer.weights_proj(hidden_states)[0]
-        wide = (at_least_float32(each) for each in (query, keys, weight))
-        return call.choose(IndexRows(*wide, self.index_topk, self.compress_rate, pooled=True), layer_idx)[None]
+        query, keys, weight = (at_least_float32(each) for each in (query, keys, weight))  # scales change no choice
+        rows = IndexRows(query, keys, weight, self.index_topk, self.compress_rate, pooled=True)
+        return call.choose(rows, layer_idx)[None]
 
 
 def compress(module: Any, hidden: Tensor, blocks: TreeBlocks) -> Tensor:

@@ -49,9 +49,9 @@ class Indexer(nn.Module):
         gate = at_least_float32(blocks.take(F.linear(hidden, self.index_kpool_compress_gate))) + self.index_kpool_compress_ape
         pooled = (blocks.take(key) * gate.softmax(1).to(key.dtype)).sum(1)
         query = self.wq_b(q_resid[0]).unflatten(-1, (-1, self.head_dim))
-        wide = (at_least_float32(each) for each in (query, pooled, self.weights_proj(hidden)))
-        count = self.index_topk // self.index_kpool
-        return call.choose(IndexRows(*wide, count, self.index_kpool, pooled=True), self.layer_idx)[None]
+        query, pooled, weight = (at_least_float32(each) for each in (query, pooled, self.weights_proj(hidden)))
+        rows = IndexRows(query, pooled, weight, self.index_topk // self.index_kpool, self.index_kpool, pooled=True)
+        return call.choose(rows, self.layer_idx)[None]
 
 
 class Attention(nn.Module):

@@ -52,6 +52,12 @@ class MixerCase:
     replayed: bool = False  # the choices of indexers
 
 
+RECORDED = {
+    "deepseek_v32": (3, 1),
+    "glm_moe_dsa": (2, 1),
+    "deepseek_v4": (2, 2),
+    "minimax_m3": (4, 4),
+}  # choices, tokens of a block
 LORA: Mapping[str, Any] = {"lora": True, "rate": 1e-3}
 RECOMPUTED: Mapping[str, Any] = {"checkpointing": True}
 TWO_GROUPS, SCALED = {"mamba_n_groups": 2, "mamba_rms_norm": True, "num_key_value_heads": 4}, {"embedding_multiplier": 3.0}
@@ -107,6 +113,18 @@ CASES = {
     "blocks, context": MixerCase("deepseek_v4", CONTEXT),
     "blocks, context, replayed": MixerCase("deepseek_v4", CONTEXT, replayed=True),
     "blocks, lora": MixerCase("deepseek_v4", SHARDED, options=LORA),
+    "pooled indexers, recomputed": MixerCase("glm5_next", SHARDED, options=RECOMPUTED),
+    "pooled indexers, tensor": MixerCase("glm5_next", TENSOR),
+    "pooled indexers, context": MixerCase("glm5_next", CONTEXT),
+    "pooled indexers, experts": MixerCase("glm5_next", ParallelDims(shard=2, expert=2)),
+    "indexers by head, recomputed": MixerCase("minimax_m3", SHARDED, options=RECOMPUTED),
+    "indexers by head, tensor": MixerCase("minimax_m3", TENSOR),
+    "indexers by head, context, replayed": MixerCase("minimax_m3", CONTEXT, replayed=True),
+    "indexers by head, ring": MixerCase(
+        "minimax_m3", CONTEXT, {"num_attention_heads": 3, "num_key_value_heads": 3, "index_n_heads": 3}
+    ),
+    "indexers by head, stages": MixerCase("minimax_m3", STAGES),
+    "indexers by head, experts": MixerCase("minimax_m3", ParallelDims(shard=2, expert=2)),
     "gemma 4, recomputed": MixerCase("gemma4", SHARDED, options=RECOMPUTED),
     "gemma 4, tensor": MixerCase("gemma4", TENSOR),
     "gemma 4, context": MixerCase("gemma4", CONTEXT),
@@ -128,7 +146,7 @@ def compute_in_float64(network: Network) -> None:
         code: Any = sys.modules[type(module).__module__]
         if code.__name__.startswith("transformers.models."):
             code.torch = Float64Torch()
-    network.model.config._experts_implementation = "eager"
+    network.model.config.get_text_config()._experts_implementation = "eager"
 
 
 def replay_choices(network: Network) -> None:
@@ -136,10 +154,10 @@ def replay_choices(network: Network) -> None:
     network.enable_indexer_replay(64)
 
 
-def record_choices(batch: Batch, layers: int) -> Batch:
-    """As if an engine had chosen any tokens for most tokens, always with the token itself."""
+def record_choices(batch: Batch, layers: int, block: int) -> Batch:
+    """As if an engine had chosen any tokens or blocks for most tokens, always with the token itself."""
     drawn = torch.rand(len(batch.tokens), layers, 64, generator=torch.Generator().manual_seed(0)) < 0.3
-    drawn.scatter_(2, batch.positions[:, None, None].expand(-1, layers, 1), True)
+    drawn.scatter_(2, batch.positions[:, None, None].expand(-1, layers, 1) // block, True)
     choices = pack_bits(drawn.flatten(0, 1), 8).unflatten(0, (-1, layers))
     choices[::7] = 0  # nothing was recorded
     return replace(batch, read_columns={CHOICES.name: choices})
@@ -153,7 +171,7 @@ def train_both_ways(rank: int, name: str) -> tuple[TrainingResult, TrainingResul
     case = shorter(Case(sizes=sizes, family=family, branches=True, change=change, **wanted.options))
     batch = make_batch(case)
     if wanted.replayed:
-        batch = record_choices(batch, layers=2 if wanted.family == "glm_moe_dsa" else 3)
+        batch = record_choices(batch, *RECORDED[wanted.family])
     trained = train(case, batch, DeviceMeshes(sizes, "cpu"))
     return trained, train(replace(case, checkpointing=False), batch) if rank == 0 else None, len(batch.target)
 
