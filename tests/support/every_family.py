@@ -89,9 +89,9 @@ def family(
     return Family(config, options, scalings, experts, spread=spread)
 
 
-def own(config: str, **options: Any) -> Family:
+def own(config: str, *, experts: bool = False, **options: Any) -> Family:
     """A family whose configuration names sizes otherwise and rotates nothing."""
-    return Family(config, {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, **options}, (), usual=False)
+    return Family(config, {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, **options}, (), experts, usual=False)
 
 
 FAMILIES: dict[str, Family] = {
@@ -149,7 +149,7 @@ FAMILIES: dict[str, Family] = {
         layer_types=["sliding_attention", "heavily_compressed_attention", *["compressed_sparse_attention"] * 2],
     ),
     "glm5_next": own(
-        "Glm5NextConfig", vision_config={"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
+        "Glm5NextConfig", experts=True, vision_config={"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
         text_config={
             **SIZES, **ROUTED, **LATENT, **FOUR, "qk_rope_head_dim": 0, "mlp_layer_types": ["dense", *["sparse"] * 3],
             "layer_types": ["linear_attention", *["indexed_attention"] * 3], "indexer_types": ["full", "full", "full", "shared"],

@@ -49,7 +49,8 @@ class MixerCase:
     sizes: ParallelDims
     changes: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    replayed: bool = False  # the choices of indexers
+    replayed: int = 0  # the choices of indexers for each token
+    block: int = 1  # tokens that are chosen together
 
 
 RECORDED = {
@@ -104,27 +105,9 @@ CASES = {
     "indexers, stages": MixerCase("deepseek_v32", STAGES),
     "shared indexers, stages": MixerCase("glm_moe_dsa", STAGES),
     "indexers, lora": MixerCase("deepseek_v32", SHARDED, options=LORA),
-    "indexers, context, replayed": MixerCase("glm_moe_dsa", CONTEXT, replayed=True),
-    "indexers, sequence, replayed": MixerCase("deepseek_v32", SEQUENCE, replayed=True),
+    "indexers, context, replayed": MixerCase("glm_moe_dsa", CONTEXT, replayed=2),
+    "indexers, sequence, replayed": MixerCase("deepseek_v32", SEQUENCE, replayed=3),
     "indexers, experts": MixerCase("glm_moe_dsa", ParallelDims(shard=2, expert=2)),
-    "blocks, shards": MixerCase("deepseek_v4", SHARDED),
-    "blocks, recomputed": MixerCase("deepseek_v4", SHARDED, options=RECOMPUTED),
-    "blocks, experts": MixerCase("deepseek_v4", ParallelDims(shard=2, expert=2)),
-    "blocks, context": MixerCase("deepseek_v4", CONTEXT),
-    "blocks, context, replayed": MixerCase("deepseek_v4", CONTEXT, replayed=True),
-    "blocks, lora": MixerCase("deepseek_v4", SHARDED, options=LORA),
-    "pooled indexers, recomputed": MixerCase("glm5_next", SHARDED, options=RECOMPUTED),
-    "pooled indexers, tensor": MixerCase("glm5_next", TENSOR),
-    "pooled indexers, context": MixerCase("glm5_next", CONTEXT),
-    "pooled indexers, experts": MixerCase("glm5_next", ParallelDims(shard=2, expert=2)),
-    "indexers by head, recomputed": MixerCase("minimax_m3", SHARDED, options=RECOMPUTED),
-    "indexers by head, tensor": MixerCase("minimax_m3", TENSOR),
-    "indexers by head, context, replayed": MixerCase("minimax_m3", CONTEXT, replayed=True),
-    "indexers by head, ring": MixerCase(
-        "minimax_m3", CONTEXT, {"num_attention_heads": 3, "num_key_value_heads": 3, "index_n_heads": 3}
-    ),
-    "indexers by head, stages": MixerCase("minimax_m3", STAGES),
-    "indexers by head, experts": MixerCase("minimax_m3", ParallelDims(shard=2, expert=2)),
     "gemma 4, recomputed": MixerCase("gemma4", SHARDED, options=RECOMPUTED),
     "gemma 4, tensor": MixerCase("gemma4", TENSOR),
     "gemma 4, context": MixerCase("gemma4", CONTEXT),
@@ -163,26 +146,29 @@ def record_choices(batch: Batch, layers: int, block: int) -> Batch:
     return replace(batch, read_columns={CHOICES.name: choices})
 
 
-def train_both_ways(rank: int, name: str) -> tuple[TrainingResult, TrainingResult | None, int]:
-    wanted = CASES[name]
+def train_both_ways(rank: int, wanted: MixerCase) -> tuple[TrainingResult, TrainingResult | None, int]:
     sizes, family = wanted.sizes, MIXERS + wanted.family
     CONFIGS[family] = partial(make_config, wanted.family, **wanted.changes)
     change = replay_choices if wanted.replayed else compute_in_float64
     case = shorter(Case(sizes=sizes, family=family, branches=True, change=change, **wanted.options))
     batch = make_batch(case)
     if wanted.replayed:
-        batch = record_choices(batch, *RECORDED[wanted.family])
+        batch = record_choices(batch, wanted.replayed, wanted.block)
     trained = train(case, batch, DeviceMeshes(sizes, "cpu"))
     return trained, train(replace(case, checkpointing=False), batch) if rank == 0 else None, len(batch.target)
 
 
-@pytest.mark.parametrize("name", sweep(CASES, *KEPT))
-def test_training_on_ranks_is_training_in_one_process(name: str) -> None:
-    ranks = run_on_ranks(CASES[name].sizes.world_size, train_both_ways, name)
+def check_on_ranks(case: MixerCase) -> None:
+    ranks = run_on_ranks(case.sizes.world_size, train_both_ways, case)
     single, size = ranks[0][1], ranks[0][2]
     assert single is not None
     found = compare([trained for trained, _, _ in ranks], single, size)
     assert found.loss < 1e-9 and found.norm < 1e-9 and found.outputs < 1e-6 and found.weights < 1e-9, found
+
+
+@pytest.mark.parametrize("name", sweep(CASES, *KEPT))
+def test_training_on_ranks_is_training_in_one_process(name: str) -> None:
+    check_on_ranks(CASES[name])
 
 
 FORM = Form(family=MIXERS + "nemotron_h")
