@@ -149,7 +149,8 @@ FAMILIES: dict[str, Family] = {
         layer_types=["sliding_attention", "heavily_compressed_attention", *["compressed_sparse_attention"] * 2],
     ),
     "glm5_next": own(
-        "Glm5NextConfig", experts=True, vision_config={"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
+        "Glm5NextConfig", experts=True,
+        vision_config={"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
         text_config={
             **SIZES, **ROUTED, **LATENT, **FOUR, "qk_rope_head_dim": 0, "mlp_layer_types": ["dense", *["sparse"] * 3],
             "layer_types": ["linear_attention", *["indexed_attention"] * 3], "indexer_types": ["full", "full", "full", "shared"],

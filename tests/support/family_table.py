@@ -27,10 +27,10 @@ from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.learner.parallel.pipeline.pipeline_stages import PipelineStages
 from strop.learner.parallel.tensor_plan import find_regions
 from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.attention.tree_blocks import TreeBlocks
 from strop.models.attention.tree_plan import TreePlan
 from strop.models.mixers.chosen_tokens import IndexRows
 from strop.models.mixers.mixer_interface import is_mixer
+from strop.models.mixers.path_blocks import PathBlocks
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.models.network import Network
 from strop.models.vision.vision_families import known_families
@@ -95,7 +95,7 @@ class _Recorder:
         self.chooses = True
         return rows.choose_everything()
 
-    def blocks(self, size: int) -> TreeBlocks:
+    def blocks(self, size: int) -> PathBlocks:
         self.chooses = True
         return TreePlan(*(torch.tensor([each]) for each in (0, 2, -1)), torch.device("cpu")).blocks(size)
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.models.attention.tree_blocks import TreeBlocks
 from strop.models.mixers.chosen_tokens import IndexRows
 from strop.models.mixers.mixer_interface import running_call
+from strop.models.mixers.path_blocks import PathBlocks
 from strop.sampling import at_least_float32
 
 
-class Compressor(nn.Module):
+class BlockCompressor(nn.Module):
     """Mixin for both kinds of compressors, with an indexer or without."""
 
     compress_rate: int
@@ -39,7 +39,7 @@ class Compressor(nn.Module):
         return compress(self, hidden_states[0], call.plan.blocks(self.compress_rate))[None, None], None
 
 
-class Indexer(nn.Module):
+class BlockIndexer(nn.Module):
     """Mixin for the indexer of compressed sparse attention."""
 
     chooses_tokens = True  # blocks of them
@@ -71,7 +71,7 @@ class Indexer(nn.Module):
         return call.choose(rows, layer_idx)[None]
 
 
-def compress(module: Any, hidden: Tensor, blocks: TreeBlocks) -> Tensor:
+def compress(module: Any, hidden: Tensor, blocks: PathBlocks) -> Tensor:
     """Weigh the projections of each block's tokens, and rotate the sum as its first token: [T, H] -> [W, D]"""
     kv, gate = (blocks.take(project(hidden)) for project in (module.kv_proj, module.gate_proj))
     gate = gate + module.position_bias  # [W, size, D or 2 D]

@@ -17,7 +17,7 @@ from strop.models.mixers.mixer_interface import running_call
 from strop.sampling import at_least_float32
 
 
-class Indexer(nn.Module):
+class PooledIndexer(nn.Module):
     """Mixin for the indexer."""
 
     chooses_tokens = True
@@ -54,7 +54,7 @@ class Indexer(nn.Module):
         return call.choose(rows, self.layer_idx)[None]
 
 
-class Attention(nn.Module):
+class ChosenBlockAttention(nn.Module):
     """Mixin for the attention, which would make a mask of the choice."""
 
     config: Any

@@ -45,7 +45,7 @@ class BlockRows(IndexRows):
         return torch.cat(parts)
 
 
-class Indexer(nn.Module):
+class HeadIndexer(nn.Module):
     """Mixin for the indexer."""
 
     chooses_tokens = True

@@ -34,9 +34,9 @@ from strop.generation.torch.mixer_states import StateKey, StateShape
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights
 from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.attention.tree_blocks import TreeBlocks
 from strop.models.attention.tree_plan import TreePlan
 from strop.models.mixers.chosen_tokens import IndexRows
+from strop.models.mixers.path_blocks import PathBlocks
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.models.network import Network
 from strop.models.recorded_columns import name_recorders, stack_columns
@@ -560,7 +560,7 @@ class _ShapeRecorder:
         self.states: dict[StateKey, StateShape] = {}
         self.index_sizes: dict[int, int] = {}  # layer -> size of an indexer's key
 
-    def blocks(self, size: int) -> TreeBlocks:
+    def blocks(self, size: int) -> PathBlocks:
         raise ValueError(f"a layer attends to blocks of {size} tokens, which no cache holds")
 
     def choose(self, rows: IndexRows, layer: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -15,13 +16,22 @@ from strop.models.attention.flex_kernel import FlexKernel
 from strop.models.attention.kernel_choice import AttentionKernel, AttentionKernelName, choose_kernel, choose_piece_kernel
 from strop.models.attention.merged_attention import PieceKernel, attend_in_pieces
 from strop.models.attention.padded_families import PaddedFamilies
-from strop.models.attention.tree_blocks import TreeBlocks, find_blocks
 from strop.models.attention.tree_mixing import TreeMixing
-from strop.models.attention.tree_pieces import Levels, TreeSegments
-from strop.models.mixers.chosen_tokens import EVERYTHING, IndexRows
+from strop.models.attention.tree_pieces import AttentionPiece, Levels, TreeSegments
+from strop.models.mixers.chosen_tokens import EVERYTHING, IndexRows, bits_below, count_bytes
+from strop.models.mixers.path_blocks import PathBlocks
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 
 LAUNCHES = 8_000_000  # numbers of a level that take a GPU as long as the ten launches that gather rows of several families
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TreeBlocks(PathBlocks):
+    """The W complete blocks of a row of T tokens, for attention to their keys after those of the row."""
+
+    ended: Tensor  # [T, bytes]: bitmap of the blocks that have ended at a token
+    levels: Levels  # each query of a segment and each block that ends in the segment or above; keys are counted from T
+    paths: Mapping[int, Tensor]  # segment -> the blocks on its path
 
 
 class TreePlan:
@@ -181,3 +191,40 @@ class TreePlan:
             flash = CpuFlashKernel if device.type == "cpu" else VarlenFlashKernel
             self._kernels[name] = flash() if name == "flash" else BlockwiseKernel()
         return self._kernels[name]
+
+
+def find_blocks(
+    segments: TreeSegments, size: int, path_of: Callable[[int], Tensor], positions: Tensor, longest: int
+) -> TreeBlocks:
+    """``path_of``: segment -> the places in the row of the tokens from the root to its end. ``positions`` [T] on their paths."""
+    places, index, before = [], [], []
+    paths: dict[int, Tensor] = {-1: positions.new_empty(0)}
+    ranges: dict[int, tuple[int, int]] = {}  # the start of a segment in the row -> its first block, and how many end in it
+    total = 0
+    for segment, _, position in segments.walk():
+        length, above = segments.lengths[segment], paths[segments.parents[segment]]
+        first, last = position // size, (position + length) // size
+        own = torch.arange(total, total + last - first, device=positions.device)
+        paths[segment] = torch.cat([above, own])
+        if length:
+            ranges[segments.starts[segment]] = total, last - first
+        if last > first:
+            places.append(path_of(segment)[first * size : last * size].view(-1, size))
+            index.append(torch.arange(first, last, device=positions.device))
+            before.append(torch.cat([own.new_full((1,), -1), paths[segment]])[first:last])
+            total += last - first
+    count, empty = len(positions), positions.new_empty(0)
+    pieces = (
+        [AttentionPiece(each.query, each.queries, count + ranges[each.key][0], ranges[each.key][1]) for each in level]
+        for level in segments.levels()
+    )
+    levels = tuple(tuple(piece for piece in level if piece.keys) for level in pieces)
+    return TreeBlocks(
+        size=size,
+        places=torch.cat([empty.view(0, size), *places]),
+        index=torch.cat([empty, *index]),
+        before=torch.cat([empty, *before]),
+        ended=bits_below((positions + 1) // size, count_bytes(-(-longest // size))),
+        levels=levels,
+        paths=paths,
+    )

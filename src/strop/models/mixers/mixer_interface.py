@@ -24,9 +24,9 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from strop.models.attention.tree_blocks import TreeBlocks
 from strop.models.mixers.chosen_tokens import IndexerPlan, IndexRows
 from strop.models.mixers.indexers import Chooser, is_indexer, make_planned
+from strop.models.mixers.path_blocks import PathBlocks
 from strop.models.mixers.recorded_choices import RecordedChoices, ReplayedChoices
 from strop.models.mixers.recurrence import MixerPlan, MixerSpec, Recurrence, Rows
 from strop.models.mixers.scan_packages import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, MAMBA2, with_kernel
@@ -41,7 +41,7 @@ _ORIGINAL, _LAYER, _PLANNED = "_strop_original", "_strop_mixer_layer", "_strop_p
 class LayerPlan(MixerPlan, IndexerPlan, Protocol):
     """What a plan computes for layers besides attention."""
 
-    def blocks(self, size: int) -> TreeBlocks:
+    def blocks(self, size: int) -> PathBlocks:
         """Return the complete blocks of ``size`` tokens of each path."""
         ...
 

@@ -76,7 +76,11 @@ CASES = {
     "convolutions": MixerCase("lfm2", SHARDED),
     "scaled embeddings, stages": MixerCase("granite_hybrid", STAGES, SCALED),
     "layers that return tuples, stages": MixerCase("falcon_h1", STAGES, SCALED),
-    "bamba, stages": MixerCase("bamba", STAGES),
+    **{
+        f"{family}, stages": MixerCase(family, STAGES) for family in ("bamba", "mamba", "falcon_mamba", "mamba2", "lfm2", "jamba")
+    },
+    **{f"{family}, tensor": MixerCase(family, TENSOR) for family in ("zamba", "zamba2")},
+    "zamba2, context": MixerCase("zamba2", CONTEXT),
     **{f"{family}, tensor": MixerCase(family, TENSOR) for family in DIVIDED},
     **{f"{family}, sequence": MixerCase(family, SEQUENCE) for family in DIVIDED if family != "kimi_linear"},
     **{f"{family}, tensor, lora": MixerCase(family, TENSOR, options=LORA) for family in ("qwen3_5", "nemotron_h", "jamba")},

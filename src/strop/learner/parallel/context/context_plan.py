@@ -19,11 +19,11 @@ from strop.learner.parallel.collectives import all_gather, all_to_all, local_row
 from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
 from strop.models.attention.kernel_choice import choose_piece_kernel
 from strop.models.attention.merged_attention import PieceKernel, merge_part, sink_gradient, weigh_sinks
-from strop.models.attention.tree_blocks import TreeBlocks
 from strop.models.attention.tree_pieces import Levels
 from strop.models.attention.tree_plan import TreePlan
 from strop.models.local_files import list_divisors
 from strop.models.mixers.chosen_tokens import IndexRows
+from strop.models.mixers.path_blocks import PathBlocks
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.sampling import at_least_float32
 
@@ -68,7 +68,7 @@ class ContextPlan:
         assert isinstance(self.plan, TreePlan), f"{type(self.plan).__name__} chooses for whole rows"
         return self.plan.choose(replace(rows, key=keys), layer, first)
 
-    def blocks(self, size: int) -> TreeBlocks:
+    def blocks(self, size: int) -> PathBlocks:
         """The blocks of the whole row, which take rows of all ranks: each rank pools all of them."""
         assert isinstance(self.plan, TreePlan), f"{type(self.plan).__name__} has no blocks"
         return replace(self.plan.blocks(size), gather=lambda rows: all_gather(rows, self.group)[: self.length])
