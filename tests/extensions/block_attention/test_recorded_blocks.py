@@ -8,9 +8,13 @@ from tests.unit.models.test_indexers import make_network, sample, score
 from strop.generation.torch.model_runner import RecomputeRunner
 from strop.generation.torch.torch_engine import find_cache_obstacle
 from strop.models.routing.recorded_experts import measure_disagreement, take_replay_counts
+from support.sweep import sweep_rows
 
 
-@pytest.mark.parametrize(("family", "choices"), [("deepseek_v4", 2), ("glm5_next", 2), ("minimax_m3", 4)])
+CASES = [("deepseek_v4", 2), ("glm5_next", 2), ("minimax_m3", 4)]
+
+
+@pytest.mark.parametrize(("family", "choices"), sweep_rows(CASES, *CASES[1:]))
 def test_a_learner_attends_to_the_blocks_that_the_engine_chose(family: str, choices: int) -> None:
     sampler, learner = make_network(7, family), make_network(None, family)
     assert "blocks of" in str(find_cache_obstacle(sampler))

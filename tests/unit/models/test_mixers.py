@@ -29,7 +29,11 @@ MIXED = (
 INDEXED = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2")  # sparse attention, whose indexers choose 6 tokens
 BLOCKS = ("deepseek_v4", "glm5_next", "minimax_m3")  # of tokens, chosen or pooled by an extension
 QUICK = ("qwen3_5", "kimi_linear", "nemotron_h", "jamba", "lfm2", "deepseek_v32", "glm_moe_dsa")
-FAMILIES = [*sweep((*MIXED, *INDEXED), *QUICK), *(pytest.param(name, marks=pytest.mark.extensions) for name in BLOCKS)]
+FAMILIES = [
+    *sweep((*MIXED, *INDEXED), *QUICK),
+    pytest.param(BLOCKS[0], marks=pytest.mark.extensions),
+    *(pytest.param(name, marks=[pytest.mark.extensions, pytest.mark.exhaustive]) for name in BLOCKS[1:]),
+]
 # Branches three levels deep, segments of one token and of none, a chain of segments shorter than a convolution, and a second root.
 LENGTHS = (5, 3, 1, 0, 4, 1, 2, 70, 2, 3, 1, 1, 9)
 PARENTS = (-1, 0, 0, 0, 1, 1, 3, 3, 4, -1, 9, 10, 11)
