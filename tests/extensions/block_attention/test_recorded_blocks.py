@@ -10,7 +10,6 @@ from strop.generation.torch.torch_engine import find_cache_obstacle
 from strop.models.routing.recorded_experts import measure_disagreement, take_replay_counts
 from support.sweep import sweep_rows
 
-
 CASES = [("deepseek_v4", 2), ("glm5_next", 2), ("minimax_m3", 4)]
 
 
