@@ -1,6 +1,6 @@
 """Processor seconds of one forward and backward pass over a GRPO group whose prompt is shared, packed without sharing, or padded.
 
-python benchmarks/shared_prompts.py                                  three families, groups of 8 and 16, prompts of 512 and 2,048
+python benchmarks/shared_prompts.py                                  each family, groups of 8 and 16, prompts of 512 and 2,048
 python benchmarks/shared_prompts.py --families qwen3_5 --prompts 512 --repeats 5
 
 Tiny random models in float32 on one thread: 4 layers of width 128, completions of 64 to 128 tokens. Each repetition measures the three
@@ -38,6 +38,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "nemotron_h": {**WIDE, "head_dim": 32, "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 32},
     "llama": {**WIDE, "num_hidden_layers": 4},
+    "deepseek_v4": {
+        **WIDE, "head_dim": 32, "q_lora_rank": 64, "o_lora_rank": 32, "sliding_window": 128, "index_head_dim": 32, "index_topk": 64,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+    },
 }  # fmt: skip
 LAYOUTS = ("shared", "packed", "padded")
 ROLLOUTS = 2  # in a pass of the last two, whose memory would be gigabytes

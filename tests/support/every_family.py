@@ -89,9 +89,9 @@ def family(
     return Family(config, options, scalings, experts, spread=spread)
 
 
-def own(config: str, **options: Any) -> Family:
+def own(config: str, *, experts: bool = False, **options: Any) -> Family:
     """A family whose configuration names sizes otherwise and rotates nothing."""
-    return Family(config, {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, **options}, (), usual=False)
+    return Family(config, {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, **options}, (), experts, usual=False)
 
 
 FAMILIES: dict[str, Family] = {
@@ -141,6 +141,28 @@ FAMILIES: dict[str, Family] = {
     "glm_moe_dsa": family("GlmMoeDsaConfig", (), experts=True, **INDEXED, indexer_types=["full", "shared", "full"]),
     "hy_v4": family("HYV4Config", (), experts=True, **INDEXED, head_dim=12, hc_mult=2, indexer_types=["full", "shared", "full"]),
     "axk2": family("AXK2Config", (), experts=True, **INDEXED, gated_norm_rank=4),
+    "deepseek_v4": family(
+        "DeepseekV4Config", (), spread=0.08, experts=True, **HEADS, **WINDOW, num_hidden_layers=4, num_key_value_heads=1,
+        q_lora_rank=12, o_groups=2, o_lora_rank=8, partial_rotary_factor=0.5, index_n_heads=16, index_head_dim=8, index_topk=3,
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, hc_mult=2, num_hash_layers=1,
+        compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        layer_types=["sliding_attention", "heavily_compressed_attention", *["compressed_sparse_attention"] * 2],
+    ),
+    "glm5_next": own(
+        "Glm5NextConfig", experts=True,
+        vision_config={"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
+        text_config={
+            **SIZES, **ROUTED, **LATENT, **FOUR, "qk_rope_head_dim": 0, "mlp_layer_types": ["dense", *["sparse"] * 3],
+            "layer_types": ["linear_attention", *["indexed_attention"] * 3], "indexer_types": ["full", "full", "full", "shared"],
+            "index_topk": 8, "index_kpool": 4, "index_head_dim": 8, "index_n_heads": 16, "linear_num_heads": 4, "linear_head_dim": 8,
+            "hc_mult": 2, "n_group": 1, "topk_group": 1,
+        },
+    ),
+    "minimax_m3": family(
+        "MiniMaxM3VLTextConfig", (), experts=True, **HEADS, num_hidden_layers=3, num_local_experts=4, num_experts_per_tok=2,
+        dense_intermediate_size=48, shared_intermediate_size=16, rotary_dim=4, index_n_heads=2, index_head_dim=8, index_block_size=4,
+        index_topk_blocks=3, layer_types=["full_attention", *["minimax_m3_sparse"] * 2], mlp_layer_types=["dense", *["sparse"] * 2],
+    ),
     "gpt_oss": family("GptOssConfig", experts=True, **HEADS, **WINDOW, num_local_experts=4, num_experts_per_tok=2),
     "smollm3": family("SmolLM3Config", **FOUR, no_rope_layer_interval=2),
     "olmo2": family("Olmo2Config"),
@@ -244,12 +266,13 @@ def build(name: str, scaling: str = "default", **changes: Any) -> Any:
 
     Its own attention is the eager one: the others leave out caps and sinks of attention scores.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = make_config(name, scaling, **changes)
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+        model = kind.from_config(config, attn_implementation="eager").float().eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() >= 2:

@@ -27,8 +27,10 @@ from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.learner.parallel.pipeline.pipeline_stages import PipelineStages
 from strop.learner.parallel.tensor_plan import find_regions
 from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.tree_plan import TreePlan
 from strop.models.mixers.chosen_tokens import IndexRows
 from strop.models.mixers.mixer_interface import is_mixer
+from strop.models.mixers.path_blocks import PathBlocks
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.models.network import Network
 from strop.models.vision.vision_families import known_families
@@ -92,6 +94,10 @@ class _Recorder:
     def choose(self, rows: IndexRows, layer: int) -> Tensor:
         self.chooses = True
         return rows.choose_everything()
+
+    def blocks(self, size: int) -> PathBlocks:
+        self.chooses = True
+        return TreePlan(*(torch.tensor([each]) for each in (0, 2, -1)), torch.device("cpu")).blocks(size)
 
     def scan(self, recurrence: Recurrence, rows: Rows, spec: MixerSpec) -> Tensor:
         self.scans.append(recurrence)

@@ -195,11 +195,13 @@ def make_config(family: str, layers: int | None = None) -> Any:
 
 def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, layers: int | None = None) -> Any:
     """Build a causal LM with next-token distributions that are neither flat nor peaked, so that errors are visible."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    config = make_config(family, layers)
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(make_config(family, layers)).eval()
+        model = kind.from_config(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -155,8 +155,17 @@ def _linear_layers(model: Any) -> list[str]:
 
     decoder = model.base_model if _is_classifier(model) else model.get_decoder()
     inside = {id(module) for module in decoder.modules()}
-    kinds = (nn.Linear, Conv1D)
-    return [name for name, module in model.named_modules() if isinstance(module, kinds) and id(module) in inside]
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and id(module) in inside and not _has_own_forward(module)
+    ]
+
+
+def _has_own_forward(layer: nn.Module) -> bool:
+    """Return whether a model's linear layer multiplies in another way than torch's, by groups of its inputs for example (DeepSeek V4)."""
+    kind = type(layer)
+    return issubclass(kind, nn.Linear) and kind.__module__.startswith("transformers.models.") and "forward" in vars(kind)
 
 
 def _match_layers(key: str, patterns: Sequence[str], names: Sequence[str], model: nn.Module) -> set[str]:

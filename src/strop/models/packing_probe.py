@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strop.models.layers.known_code import decoder_layers
-from strop.models.mixers.indexers import is_indexer
-from strop.models.mixers.mixer_interface import is_mixer
+from strop.models.mixers.mixer_interface import is_mixer, is_planned
 
 LARGEST = 1 << 28  # parameters of a part that gets random weights: experts larger than that mix no positions
 LEAK = 1e-3  # relative; without a leak float32 differs by 1e-5
@@ -48,7 +47,7 @@ def check_structure(decoder: nn.Module) -> None:
     """Raise CannotPack for a module that mixes positions in a way that no plan computes."""
     mixers: list[str] = []
     for name, module in decoder.named_modules():
-        if is_indexer(module):
+        if is_planned(module):
             continue
         if is_mixer(module):
             mixers.append(f"{name}.")

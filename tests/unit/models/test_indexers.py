@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,6 +132,33 @@ def path_mask() -> Tensor:
     return related & torch.ones(len(segment_of), len(segment_of), dtype=torch.bool).tril()
 
 
+def test_tokens_attend_to_their_window_and_to_chosen_blocks_that_ended_on_their_path() -> None:
+    """A block across a fork is one of each child's. The reference masks all tokens and all blocks of the row."""
+    plan, total, size = make_plan(), sum(LENGTH), 4
+    blocks = plan.blocks(size)
+    ends = blocks.places[:, -1]
+    assert torch.equal(ends.sort().values, (plan.positions % size == size - 1).nonzero().squeeze(1))
+    assert torch.equal(plan.positions[blocks.places], blocks.index[:, None] * size + torch.arange(size))
+    first = blocks.before < 0
+    assert torch.equal(plan.positions[ends[blocks.before[~first]]], plan.positions[ends[~first]] - size)
+    on_path = path_mask()
+    assert bool(on_path[ends[~first], ends[blocks.before[~first]]].all()) and bool(on_path[ends[:, None], blocks.places].all())
+
+    rows = IndexRows(draw(total, 16, 8), draw(len(ends), 8, seed=1), draw(total, 16, seed=2), 5, size, pooled=True)
+    chosen = plan.choose(rows, 0)
+    ended = on_path[:, ends]
+    scores = (rows.weight[:, :, None] * (rows.query @ rows.key.T).relu()).sum(1).masked_fill(~ended, float("-inf"))
+    wanted = ended & (scores >= scores.topk(5).values[:, -1:])
+    query, key, value = draw(total, 4, 12, seed=3), draw(total + len(ends), 2, 12, seed=4), draw(total + len(ends), 2, 8, seed=5)
+    spec = AttentionSpec(0, 0.3, window=7, chosen=chosen, block=size, pooled=True)
+    near = on_path & (plan.positions[:, None] - plan.positions < 7)
+    wide, values = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    for option, seen in ((spec, wanted), (replace(spec, chosen=None), ended)):
+        masked = torch.einsum("qhd,khd->hqk", query, wide).mul(0.3).masked_fill(~torch.cat([near, seen], 1), float("-inf"))
+        reference = torch.einsum("hqk,khd->qhd", masked.softmax(-1), values)
+        assert torch.allclose(plan.attend(query, key, value, option), reference, atol=1e-11)
+
+
 class Averaging(nn.Module):
     """An indexer of the usual form, which scores tokens in another way."""
 
@@ -162,9 +190,9 @@ def test_an_indexer_that_scores_otherwise_is_refused_by_its_name() -> None:
 # --- recorded and replayed ---
 
 
-def make_network(seed: int | None = None) -> Network:
-    """Two of its three layers have indexers. ``seed``: of other weights of theirs."""
-    model = build("glm_moe_dsa")
+def make_network(seed: int | None = None, family: str = "glm_moe_dsa") -> Network:
+    """Two of its layers have indexers. ``seed``: of other weights of theirs."""
+    model = build(family)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if seed is not None and "indexer" in name and parameter.dim() == 2:
@@ -174,13 +202,13 @@ def make_network(seed: int | None = None) -> Network:
     return network
 
 
-def sample(network: Network, make: Callable[..., Any]) -> Batch:
+def sample(network: Network, make: Callable[..., Any], choices: int = 2) -> Batch:
     prompts = [[5, 40, 60, 5, 40, 60, 7, 9, 11], [17, 200], [5, 40, 60, 5, 40, 60, 7, 9, 11] * 2]
     requests = [Request(prompt, SAMPLING, seed) for seed, prompt in enumerate((*prompts, prompts[0], prompts[2]))]
     completions = run_requests(make_engine(make(network, length=64, slots=3)), requests)
     for request, found in zip(requests, completions, strict=True):
         read = len(request.prompt) + len(found.tokens) - 1
-        assert found.columns[CHOICES].shape == (read, 2, -(-read // 8))
+        assert found.columns[CHOICES].shape == (read, choices, -(-read // 8))
     rollouts = [make_rollout(request.prompt, make_turn(found)) for request, found in zip(requests, completions, strict=True)]
     return pack_grpo(
         [make_group(rollouts[0], rollouts[3], index=0), *(make_group(rollouts[place], index=place) for place in (1, 2, 4))]

@@ -27,7 +27,13 @@ MIXED = (
     "mamba", "falcon_mamba", "zamba", "zamba2", "jamba", "lfm2", "lfm2_moe",
 )  # fmt: skip
 INDEXED = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2")  # sparse attention, whose indexers choose 6 tokens
+BLOCKS = ("deepseek_v4", "glm5_next", "minimax_m3")  # of tokens, chosen or pooled by an extension
 QUICK = ("qwen3_5", "kimi_linear", "nemotron_h", "jamba", "lfm2", "deepseek_v32", "glm_moe_dsa")
+FAMILIES = [
+    *sweep((*MIXED, *INDEXED), *QUICK),
+    pytest.param(BLOCKS[0], marks=pytest.mark.extensions),
+    *(pytest.param(name, marks=[pytest.mark.extensions, pytest.mark.exhaustive]) for name in BLOCKS[1:]),
+]
 # Branches three levels deep, segments of one token and of none, a chain of segments shorter than a convolution, and a second root.
 LENGTHS = (5, 3, 1, 0, 4, 1, 2, 70, 2, 3, 1, 1, 9)
 PARENTS = (-1, 0, 0, 0, 1, 1, 3, 3, 4, -1, 9, 10, 11)
@@ -83,14 +89,14 @@ def build_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> Any:
         code = sys.modules[type(module).__module__]
         if code.__name__.startswith("transformers.models."):
             monkeypatch.setattr(code, "torch", Float64Torch())
-    model.config._experts_implementation = "eager"
+    model.config.get_text_config()._experts_implementation = "eager"
     set_attention(model, IMPLEMENTATION)
     install_mixers(model)
     return model
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("family", sweep((*MIXED, *INDEXED), *QUICK))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_packed_tree_is_its_sequences_read_alone(
     family: str, recompute: bool, exact: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +117,7 @@ def test_a_packed_tree_is_its_sequences_read_alone(
         assert float((gradient - shared[name]).abs().max()) <= 1e-11 * max(1.0, float(gradient.abs().max())), name
 
 
-@pytest.mark.parametrize("family", sweep((*MIXED, *INDEXED), *QUICK))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_packed_tree_is_what_transformers_computes(family: str) -> None:
     model = build(family)
     with torch.no_grad():

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from strop.columns import Columns, TokenColumn
 from strop.device_copies import is_gpu, move, upload
@@ -33,7 +34,9 @@ from strop.generation.torch.mixer_states import StateKey, StateShape
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights
 from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.tree_plan import TreePlan
 from strop.models.mixers.chosen_tokens import IndexRows
+from strop.models.mixers.path_blocks import PathBlocks
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.models.network import Network
 from strop.models.recorded_columns import name_recorders, stack_columns
@@ -467,7 +470,7 @@ class CachedRunner(FixedSlots, PlanRunner):
 
 
 class RecomputeRunner(FixedSlots):
-    """Recomputes every sequence at every token, for models whose attention cannot use the key-value cache.
+    """Recomputes every sequence at every token, for models whose attention cannot use the key-value cache: as a packed row, or padded.
 
     Slow, but correct for any causal language model; it reads text only.
     """
@@ -498,19 +501,29 @@ class RecomputeRunner(FixedSlots):
 
     @torch.no_grad()
     def _logits(self, slots: Sequence[int]) -> Tensor:
-        device, rows = self.network.device, [self._tokens[slot] for slot in slots]
         recorders = self.network.record_columns()
-        longest = max(len(row) for row in rows)
-        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
+        rows = [torch.tensor(self._tokens[slot]) for slot in slots]
+        lengths = torch.tensor([len(row) for row in rows])
+        real = torch.arange(int(lengths.max())) < lengths[:, None]
+        if self.network.packed:
+            starts, device = lengths.cumsum(0) - lengths, self.network.device
+            plan = TreePlan(starts, lengths, torch.full_like(lengths, -1), device, self.network.attention_kernel)
+            inputs: dict[str, Any] = {
+                "input_ids": torch.cat(rows)[None],
+                "position_ids": real.nonzero()[:, 1][None],
+                "plan": plan,
+            }
+            real = torch.ones(1, int(lengths.sum()), dtype=torch.bool)
+        else:
+            inputs = {"input_ids": pad_sequence(rows, batch_first=True), "attention_mask": real.long()}
+        inputs = {name: each.to(self.network.device) if isinstance(each, Tensor) else each for name, each in inputs.items()}
         with self.network.autocast():
-            output = self.network.decoder(input_ids=tokens, attention_mask=mask, use_cache=False, **name_recorders(recorders))
-            hidden = output.last_hidden_state
+            output = self.network.decoder(**inputs, use_cache=False, **name_recorders(recorders))
             self._columns.update({slot: {} for slot in slots})
             for column, values in stack_columns(recorders).items():
-                for slot, of_slot in zip(slots, values.unflatten(0, (len(rows), longest)).cpu(), strict=True):
+                for slot, of_slot in zip(slots, values.cpu()[real.flatten()].split(lengths.tolist()), strict=True):
                     self._columns[slot][column] = of_slot
-            last = hidden[torch.arange(len(rows), device=device), torch.tensor([len(row) - 1 for row in rows], device=device)]
+            last = output.last_hidden_state[real.to(self.network.device)][(lengths.cumsum(0) - 1).to(self.network.device)]
             return self.network.head.compute_logits(last)
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -521,10 +534,10 @@ class RecomputeRunner(FixedSlots):
         return None
 
     def read_columns(self, slot: int, length: int) -> Columns:
-        return {column: values[:length].clone() for column, values in self._columns[slot].items()}
+        return {column: column.cut(values[:length], length).clone() for column, values in self._columns[slot].items()}
 
     def activate(self) -> None:
-        self.network.use_native_attention()
+        self.network.use_learner_attention()
 
     def deactivate(self) -> None:
         self.network.use_learner_attention()
@@ -547,7 +560,12 @@ class _ShapeRecorder:
         self.states: dict[StateKey, StateShape] = {}
         self.index_sizes: dict[int, int] = {}  # layer -> size of an indexer's key
 
+    def blocks(self, size: int) -> PathBlocks:
+        raise ValueError(f"a layer attends to blocks of {size} tokens, which no cache holds")
+
     def choose(self, rows: IndexRows, layer: int) -> Tensor:
+        if rows.block > 1:
+            raise ValueError(f"layer {layer} chooses blocks of {rows.block} tokens, for which no cache holds keys")
         self.index_sizes[layer] = rows.key.shape[1]
         return rows.choose_everything()
 

@@ -172,7 +172,7 @@ def _kimi_delta_attention(mixer: Any) -> HeadLayout:
     wide = ("q_proj", "k_proj", "v_proj", "g_b_proj", "forget_gate.f_b_proj")
     projections = {**dict.fromkeys(wide, (channels,)), "b_proj": (heads,)}
     weights = {"conv1d": (channels,) * 3, "forget_gate.A_log": (heads,), "forget_gate.dt_bias": (channels,)}
-    counts = {"num_heads": (heads,), "qkv_dim": (channels,), "conv_dim": (channels,) * 3}
+    counts = {"num_heads": (heads,), "forget_gate.num_heads": (heads,), "qkv_dim": (channels,), "conv_dim": (channels,) * 3}
     return _make(mixer, projections, ("o_proj",), weights, counts)
 
 

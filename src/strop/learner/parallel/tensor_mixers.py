@@ -94,7 +94,8 @@ def shard_mixer(mixer: nn.Module, layout: HeadLayout, group: Group) -> None:
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     _LocalWeights(mixer, layout, rank, ranks)
     for name, sections in layout.counts.items():
-        setattr(mixer, name, sum(map(len, rows_of_rank(sections, rank, ranks))))
+        parent, _, attribute = name.rpartition(".")
+        setattr(mixer.get_submodule(parent), attribute, sum(map(len, rows_of_rank(sections, rank, ranks))))
     if layout.norm_groups % ranks:
         mixer.norm.forward = _SharedNorm(mixer.norm, layout.norm_groups, group)  # type: ignore[union-attr, assignment]
     elif layout.norm_groups and hasattr(mixer.norm, "n_groups"):

@@ -8,6 +8,7 @@ module.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
-from strop.models.mixers.mixer_interface import running_layer
+from strop.models.mixers.mixer_interface import running_call, running_layer
 
 IMPLEMENTATION = "strop"
 
@@ -55,6 +56,9 @@ def strop_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     chosen = None if indices is None or not indices.shape[-1] else indices[0]
     spec = AttentionSpec(layer, scale, sliding_window, softcap, s_aux, chosen)
+    call = running_call()
+    if call is not None and call.block is not None:
+        spec = replace(spec, chosen=call.chosen, block=call.block, pooled=call.pooled)
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # rotary embeddings return float32
         query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))

@@ -17,8 +17,13 @@ class AttentionSpec:
     window: int | None = None  # a token attends to itself and to the window - 1 positions before it
     softcap: float | None = None  # logits -> softcap * tanh(logits / softcap), Gemma 2
     sinks: Tensor | None = field(default=None, compare=False)  # [heads]: one more logit for each query, without a value (gpt-oss)
-    chosen: Tensor | None = field(default=None, compare=False)  # [T, bytes]: the choice of each query (``chosen_tokens``)
-    key_positions: Tensor | None = field(default=None, compare=False)  # [S] int64, on their paths, for kernels that need them
+    # [T, bytes], or [T, kv_heads, bytes]: the choice of each query (``chosen_tokens``)
+    chosen: Tensor | None = field(default=None, compare=False)
+    block: int = 1  # positions that are chosen together
+    pooled: bool = False  # after the keys of the row come those of its blocks, and the choice is among these alone
+    key_positions: Tensor | None = field(
+        default=None, compare=False
+    )  # [S] int64, in blocks on their paths, for kernels that need them
 
     def drop_unused_window(self, span: int) -> AttentionSpec:
         """Return the spec without its window if ``span`` positions fit into the window."""

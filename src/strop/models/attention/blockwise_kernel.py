@@ -97,7 +97,9 @@ class BlockwiseKernel:
             scores.masked_fill_(hidden, float("-inf"))
         if spec.chosen is not None and spec.key_positions is not None:
             rows, columns = _places(block)
-            scores.masked_fill_(~sees(spec.chosen[rows], spec.key_positions[columns]).unsqueeze(1), float("-inf"))
+            seen = sees(spec.chosen[rows], spec.key_positions[columns])  # [n, keys] or [n, kv_heads, keys]
+            seen = seen.unsqueeze(1) if seen.dim() == 2 else seen.transpose(0, 1).unsqueeze(2)
+            scores.masked_fill_(~seen, float("-inf"))
         return scores, slope
 
 

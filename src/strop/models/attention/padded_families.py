@@ -119,7 +119,7 @@ class PaddedFamilies:
         causal = not family.prefix and spec.window is None and spec.chosen is None
         mask = None if causal else self._mask(family.max_length, span, spec.window, query.device)
         if mask is not None and spec.chosen is not None:
-            mask = mask & _see_chosen(family, spec.chosen)
+            mask = mask & _see_chosen(family, spec.chosen, spec.block)
         output = masked_attention(_pad(query, family), keys, values, mask, spec, causal=causal)
         flat = output.transpose(1, 2).flatten(0, 1)
         return flat if family.padded_index is None else move_rows(flat, family.padded_index, None)
@@ -155,12 +155,12 @@ def _pad(flat: Any, family: SiblingSegments) -> Tensor:
     return padded.transpose(1, 2)
 
 
-def _see_chosen(family: SiblingSegments, chosen: Tensor) -> Tensor:
+def _see_chosen(family: SiblingSegments, chosen: Tensor, block: int) -> Tensor:
     """[tokens, bytes] -> [count, 1, max_length, keys] bool; padding attends to everything, because a query needs a key."""
     if family.padded_index is not None:
         padded = chosen.new_full((family.count * family.max_length, chosen.shape[1]), EVERYTHING)
         chosen = padded.index_copy_(0, family.padded_index, chosen)
-    positions = torch.arange(family.prefix_length + family.max_length, device=chosen.device)
+    positions = torch.arange(family.prefix_length + family.max_length, device=chosen.device) // block
     return sees(chosen, positions).view(family.count, 1, family.max_length, -1)
 
 

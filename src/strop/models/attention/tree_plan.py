@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -12,15 +13,25 @@ from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.blockwise_kernel import BlockwiseKernel
 from strop.models.attention.flash_kernel import CpuFlashKernel, VarlenFlashKernel
 from strop.models.attention.flex_kernel import FlexKernel
-from strop.models.attention.kernel_choice import AttentionKernel, AttentionKernelName, choose_kernel
+from strop.models.attention.kernel_choice import AttentionKernel, AttentionKernelName, choose_kernel, choose_piece_kernel
 from strop.models.attention.merged_attention import PieceKernel, attend_in_pieces
 from strop.models.attention.padded_families import PaddedFamilies
 from strop.models.attention.tree_mixing import TreeMixing
-from strop.models.attention.tree_pieces import Levels, TreeSegments
-from strop.models.mixers.chosen_tokens import EVERYTHING, IndexRows, choose_tokens, count_bytes
+from strop.models.attention.tree_pieces import AttentionPiece, Levels, TreeSegments
+from strop.models.mixers.chosen_tokens import EVERYTHING, IndexRows, bits_below, count_bytes
+from strop.models.mixers.path_blocks import PathBlocks
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 
 LAUNCHES = 8_000_000  # numbers of a level that take a GPU as long as the ten launches that gather rows of several families
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TreeBlocks(PathBlocks):
+    """The W complete blocks of a row of T tokens, for attention to their keys after those of the row."""
+
+    ended: Tensor  # [T, bytes]: bitmap of the blocks that have ended at a token
+    levels: Levels  # each query of a segment and each block that ends in the segment or above; keys are counted from T
+    paths: Mapping[int, Tensor]  # segment -> the blocks on its path
 
 
 class TreePlan:
@@ -46,6 +57,7 @@ class TreePlan:
         self._levels: dict[int | None, Levels] = {}
         self._paths: dict[int | None, Levels] = {}
         self._places: dict[int, Tensor] = {}
+        self._blocks: dict[int, TreeBlocks] = {}
 
     @cached_property
     def families(self) -> PaddedFamilies:
@@ -80,11 +92,17 @@ class TreePlan:
         return self._levels[window]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Attention [T, heads, D] x [T, kv_heads, D] -> [T, heads, V]."""
+        """Attention [T, heads, D] x [T, kv_heads, D] -> [T, heads, V]; with W keys more that are pooled of blocks."""
         spec = spec.drop_unused_window(self.longest)
+        if spec.pooled:
+            return self._attend_to_blocks(query, key, value, spec, self.blocks(spec.block))
         if spec.chosen is not None:
-            spec = replace(spec, key_positions=self.positions)
-        kernel = choose_kernel(self.kernel, query, key, value, spec, self.families.count_scores(query.shape[1]))
+            spec = replace(spec, key_positions=self.positions // spec.block)
+        kernel = (
+            choose_piece_kernel(self.kernel, query, key, value, spec)
+            if spec.chosen is not None and spec.chosen.dim() == 3
+            else choose_kernel(self.kernel, query, key, value, spec, self.families.count_scores(query.shape[1]))
+        )
         if kernel == "plain":
             return self.families.attend(query, key, value, spec)
         if kernel == "flex" and query.device.type != "cpu":
@@ -93,6 +111,21 @@ class TreePlan:
         joined = kernel == "flash" and query.device.type != "cpu" and self._joins(query, key, spec.window)
         levels = self.paths(spec.window) if joined else self.levels(spec.window)
         return attend_in_pieces(query, key, value, pieces, levels, spec)
+
+    def _attend_to_blocks(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, blocks: TreeBlocks) -> Tensor:
+        """Attention to tokens within the window and to blocks that have ended, by a choice whose first byte is of the former."""
+        chosen = blocks.ended if spec.chosen is None else blocks.ended & spec.chosen
+        chosen = torch.cat([chosen.new_full((len(chosen), 1), EVERYTHING), chosen], 1)
+        key_positions = torch.cat([torch.zeros_like(self.positions), blocks.index + 8])
+        spec = replace(spec, chosen=chosen, key_positions=key_positions)
+        kernel = self.piece_kernel(choose_piece_kernel(self.kernel, query, key, value, spec), query.device)
+        return attend_in_pieces(query, key, value, kernel, (*self.levels(spec.window), *blocks.levels), spec)
+
+    def blocks(self, size: int) -> TreeBlocks:
+        """Return the complete blocks of ``size`` tokens of each path; the same object for each layer."""
+        if size not in self._blocks:
+            self._blocks[size] = find_blocks(self.segments, size, self._path, self.positions, self.longest)
+        return self._blocks[size]
 
     def paths(self, window: int | None) -> Levels:
         """Return the row as one level, for layers with a window; the same object for each of them."""
@@ -126,19 +159,21 @@ class TreePlan:
 
     def choose(self, rows: IndexRows, layer: int, first: int = 0) -> Tensor:
         """The choice of an indexer among each token's path. ``first``: the token of the row that is the first query of ``rows``."""
-        if self.longest <= rows.count:
+        if self.longest <= rows.count * rows.block:
             return rows.choose_everything()
-        count, width = len(rows.query), count_bytes(self.longest)
-        chosen = torch.full((count, width), EVERYTHING, dtype=torch.int8, device=rows.query.device)
+        count, width = len(rows.query), rows.count_bytes(self.longest)
+        size = rows.block if rows.pooled else 1  # tokens of a key
+        chosen = torch.full((count, *rows.choices, width), EVERYTHING, dtype=torch.int8, device=rows.query.device)
         for segment, _, position in self.segments.walk():
             offset = self.segments.starts[segment] - position  # of the segment's places in the row from its positions
-            low = max(position, first - offset, rows.count)
+            low = max(position, first - offset, rows.count * rows.block)
             high = min(position + self.segments.lengths[segment], first + count - offset)
             if low < high:
                 own = slice(low + offset - first, high + offset - first)
-                part = IndexRows(rows.query[own], rows.key, rows.weight[own], rows.count)
-                keys = rows.key.index_select(0, self._path(segment)[:high])
-                chosen[own] = choose_tokens(part, torch.arange(low, high, device=self.device), keys[None], width)
+                part = replace(rows, query=rows.query[own], weight=rows.weight[own])
+                path = self.blocks(size).paths[segment] if rows.pooled else self._path(segment)
+                newest = torch.arange(low + 1, high + 1, device=self.device) // size - 1
+                chosen[own] = part.choose(newest, rows.key.index_select(0, path[: high // size])[None], width)
         return chosen
 
     def _path(self, segment: int) -> Tensor:
@@ -156,3 +191,40 @@ class TreePlan:
             flash = CpuFlashKernel if device.type == "cpu" else VarlenFlashKernel
             self._kernels[name] = flash() if name == "flash" else BlockwiseKernel()
         return self._kernels[name]
+
+
+def find_blocks(
+    segments: TreeSegments, size: int, path_of: Callable[[int], Tensor], positions: Tensor, longest: int
+) -> TreeBlocks:
+    """``path_of``: segment -> the places in the row of the tokens from the root to its end. ``positions`` [T] on their paths."""
+    places, index, before = [], [], []
+    paths: dict[int, Tensor] = {-1: positions.new_empty(0)}
+    ranges: dict[int, tuple[int, int]] = {}  # the start of a segment in the row -> its first block, and how many end in it
+    total = 0
+    for segment, _, position in segments.walk():
+        length, above = segments.lengths[segment], paths[segments.parents[segment]]
+        first, last = position // size, (position + length) // size
+        own = torch.arange(total, total + last - first, device=positions.device)
+        paths[segment] = torch.cat([above, own])
+        if length:
+            ranges[segments.starts[segment]] = total, last - first
+        if last > first:
+            places.append(path_of(segment)[first * size : last * size].view(-1, size))
+            index.append(torch.arange(first, last, device=positions.device))
+            before.append(torch.cat([own.new_full((1,), -1), paths[segment]])[first:last])
+            total += last - first
+    count, empty = len(positions), positions.new_empty(0)
+    pieces = (
+        [AttentionPiece(each.query, each.queries, count + ranges[each.key][0], ranges[each.key][1]) for each in level]
+        for level in segments.levels()
+    )
+    levels = tuple(tuple(piece for piece in level if piece.keys) for level in pieces)
+    return TreeBlocks(
+        size=size,
+        places=torch.cat([empty.view(0, size), *places]),
+        index=torch.cat([empty, *index]),
+        before=torch.cat([empty, *before]),
+        ended=bits_below((positions + 1) // size, count_bytes(-(-longest // size))),
+        levels=levels,
+        paths=paths,
+    )

@@ -1,7 +1,8 @@
 """The choice of an indexer: which tokens of its path each token attends to (DeepSeek Sparse Attention, arXiv 2512.02556).
 
 A choice is a bitmap: bit ``p % 8`` of byte ``p // 8`` of a token's row is set if the token attends to position p of its path. As
-positions are those of the path, a choice is the same in a packed tree, in a page of a cache and alone, and can be recorded.
+positions are those of the path, a choice is the same in a packed tree, in a page of a cache and alone, and can be recorded. Bits are of
+blocks of tokens, counted from the root, where a layer attends to blocks.
 """
 
 from __future__ import annotations
@@ -21,9 +22,24 @@ class IndexRows:
     """What an indexer scores: token t scores token s by the sum over heads of weight[t, h] * relu(query[t, h] . key[s])."""
 
     query: Tensor  # [T, heads, D], at least float32, as the others
-    key: Tensor  # [T, D]
+    key: Tensor  # [T, D]; [W, D] if pooled
     weight: Tensor  # [T, heads]
-    count: int  # tokens that each token attends to, if its path has more
+    count: int  # blocks that each token attends to, if its path has more
+    block: int = 1  # tokens that are chosen together
+    pooled: bool = False  # keys are of blocks, not of tokens
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The shape of a token's choices: () if all heads attend to the same."""
+        return ()
+
+    def count_bytes(self, longest: int) -> int:
+        """Return the bytes of a choice among the positions below ``longest``."""
+        return count_bytes(-(-longest // self.block))
+
+    def choose(self, positions: Tensor, keys: Tensor, width: int) -> Tensor:
+        """Return the choice of these queries, [n, *choices, width] int8; arguments as of ``choose_tokens``."""
+        return choose_tokens(self, positions, keys, width)
 
     def choose_everything(self) -> Tensor:
         """Return the choice of tokens whose paths have no more: without bytes, [T, 0] int8."""
@@ -39,12 +55,19 @@ class IndexerPlan(Protocol):
 
 
 def count_bytes(longest: int) -> int:
-    """Return the bytes of a choice among the positions below ``longest``."""
+    """Return the bytes of a bitmap of ``longest`` bits."""
     return -(-longest // 8)
+
+
+def bits_below(counts: Tensor, width: int) -> Tensor:
+    """Return bitmaps [n, width] int8 in which the first ``counts`` [n] bits are set."""
+    left = counts[:, None] - torch.arange(0, 8 * width, 8, device=counts.device)
+    return ((1 << left.clamp_(0, 8)) - 1).to(torch.uint8).view(torch.int8)
 
 
 def choose_tokens(rows: IndexRows, positions: Tensor, keys: Tensor, width: int) -> Tensor:
     """Choose for the queries [n, heads, D] at ``positions`` [n] among the keys [n or 1, K, D] at positions 0 to K - 1: [n, width] int8.
+    If keys are pooled, so are positions: that of the newest complete block of a query, which also attends to the tokens after it.
 
     Equal scores, such as the zeros where no head is positive, are taken in the order of positions, the lowest first, so the choice depends
     neither on the width of a row nor on the device.
@@ -57,7 +80,10 @@ def choose_tokens(rows: IndexRows, positions: Tensor, keys: Tensor, width: int) 
         own = keys[0] if len(keys) == 1 else keys[part]  # of a matrix alone, torch makes one product
         visible = torch.arange(length, device=keys.device) <= positions[part, None]
         scores = _score(rows.query[part], own, rows.weight[part]).masked_fill(~visible, float("-inf"))
-        chosen = pack_bits(take_best(scores, rows.count) & visible, width)
+        best = take_best(scores, rows.count) & visible
+        if rows.pooled:  # the tokens after the newest block
+            best = torch.nn.functional.pad(best, (0, 1)).scatter_(1, positions[part, None] + 1, True)
+        chosen = pack_bits(best, width)
         parts.append(torch.where(positions[part, None] < rows.count, EVERYTHING, chosen))
     return torch.cat(parts)
 

@@ -33,7 +33,7 @@ class UnknownIndexer(RuntimeError):
 def is_indexer(module: nn.Module) -> bool:
     """Return whether a module chooses the tokens of its path with the best scores."""
     forward = inspect.unwrap(type(module).forward)
-    if isinstance(module, PlannedIndexer):
+    if isinstance(module, PlannedIndexer) or getattr(module, "chooses_tokens", False):
         return True
     chooses = isinstance(getattr(module, "index_topk", None), int) and isinstance(getattr(module, "layer_idx", None), int)
     return chooses and inspect.signature(forward).parameters.keys() >= _GIVEN and set(forward.__code__.co_names) >= _CALLED

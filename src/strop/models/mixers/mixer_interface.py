@@ -5,7 +5,7 @@ each. Once per file these are replaced by functions that pass their arguments to
 without a plan reaches the original. Learner and engine run the same module. The plan reaches them through hooks on the decoder layer: not
 every mixer passes its keyword arguments on, and only the backward pass calls a layer that is recomputed. Not every decoder passes its own
 on either (Mamba): its layers take the plan of the decoder's call. The plan reaches indexers of sparse attention (``indexers``) in the same
-way.
+way, and modules whose class an extension declares in ``strop.mixers``: the declared class precedes it, and asks ``running_call``.
 """
 
 from __future__ import annotations
@@ -26,18 +26,24 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strop.models.mixers.chosen_tokens import IndexerPlan, IndexRows
 from strop.models.mixers.indexers import Chooser, is_indexer, make_planned
+from strop.models.mixers.path_blocks import PathBlocks
 from strop.models.mixers.recorded_choices import RecordedChoices, ReplayedChoices
 from strop.models.mixers.recurrence import MixerPlan, MixerSpec, Recurrence, Rows
 from strop.models.mixers.scan_packages import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, MAMBA2, with_kernel
 from strop.models.mixers.scans import delta_rule, selective_scan, state_space
 from strop.models.routing.router_config import CHOICES
+from strop.plugins import declared, load
 from strop.sampling import at_least_float32
 
-_ORIGINAL, _LAYER = "_strop_original", "_strop_mixer_layer"
+_ORIGINAL, _LAYER, _PLANNED = "_strop_original", "_strop_mixer_layer", "_strop_planned"
 
 
 class LayerPlan(MixerPlan, IndexerPlan, Protocol):
     """What a plan computes for layers besides attention."""
+
+    def blocks(self, size: int) -> PathBlocks:
+        """Return the complete blocks of ``size`` tokens of each path."""
+        ...
 
 
 @dataclass(eq=False)
@@ -49,10 +55,18 @@ class MixerCall:
     choices: RecordedChoices | ReplayedChoices | None = None  # of indexers
     convolutions: int = 0
     scans: int = 0
+    block: int | None = None  # tokens of a block, if attention reads blocks: with the next two as in its AttentionSpec
+    chosen: Tensor | None = None
+    pooled: bool = False
 
     def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         self.convolutions += 1
         return self.plan.convolve(inputs, weight, bias, MixerSpec(self.layer, self.convolutions - 1))
+
+    def attend_to_blocks(self, size: int, chosen: Tensor | None, *, pooled: bool = False) -> None:
+        """Let the attention of this layer read blocks of ``size`` tokens, those that are chosen, or the pooled keys after its own."""
+        self.block, self.pooled = size, pooled
+        self.chosen = chosen if chosen is not None and chosen.shape[-1] else None
 
     def choose(self, rows: IndexRows, layer: int) -> Tensor:
         chosen = self.plan.choose(rows, layer)
@@ -177,9 +191,19 @@ def running_layer() -> int | None:
     return _CALLS.running[-1][0].__dict__[_LAYER] if _CALLS.running else None
 
 
+def running_call() -> MixerCall | None:
+    """Return the call of the innermost decoder layer with a mixer that runs in this thread; None if it runs without a plan."""
+    return _CALLS.running[-1][1] if _CALLS.running else None
+
+
 def is_mixer(module: nn.Module) -> bool:
     """Return whether a module mixes tokens by functions that a plan computes."""
     return not FUNCTIONS.keys().isdisjoint(inspect.unwrap(type(module).forward).__code__.co_names)
+
+
+def is_planned(module: nn.Module) -> bool:
+    """Return whether a module chooses tokens or pools them as a plan decides."""
+    return is_indexer(module) or _PLANNED in type(module).__dict__
 
 
 def install_mixers(model: nn.Module) -> bool:
@@ -188,13 +212,15 @@ def install_mixers(model: nn.Module) -> bool:
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     for layer in layers:
         mixers = [module for module in layer.modules() if is_mixer(module)]
-        indexers = [module for module in layer.modules() if is_indexer(module)]
+        _install_declared(layer)
+        indexers = [module for module in layer.modules() if is_indexer(module) and _PLANNED not in type(module).__dict__]
+        planned = any(is_planned(module) for module in layer.modules())
         for mixer in mixers:
             found = True
             _replace_functions(sys.modules[type(mixer).__module__])
         for indexer in indexers:
             make_planned(indexer, _find_chooser)
-        if (mixers or indexers) and _LAYER not in layer.__dict__:
+        if (mixers or planned) and _LAYER not in layer.__dict__:
             layer.__dict__[_LAYER] = next((each.layer_idx for each in mixers if hasattr(each, "layer_idx")), 0)
             layer.register_forward_pre_hook(_enter, with_kwargs=True, prepend=True)
             layer.register_forward_hook(_leave, always_call=True)
@@ -208,6 +234,16 @@ def install_mixers(model: nn.Module) -> bool:
         decoder.register_forward_pre_hook(_enter_decoder, with_kwargs=True, prepend=True)
         decoder.register_forward_hook(_leave_decoder, always_call=True)
     return found
+
+
+def _install_declared(layer: nn.Module) -> None:
+    number = next((module.layer_idx for module in layer.modules() if hasattr(module, "layer_idx")), None)
+    for module in layer.modules():
+        kind = type(module)
+        if kind.__name__ in declared("mixers") and _PLANNED not in kind.__dict__:
+            mixin = load("mixers", kind.__name__)
+            module.__class__ = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, _PLANNED: True})
+            module.__dict__.setdefault("layer_idx", number)
 
 
 class _PlannedLayer(nn.Module):
@@ -237,7 +273,7 @@ def _replace_functions(code: Any) -> None:
 def _dispatch(original: Callable[..., Any], compute: Callable[..., Any]) -> Any:
     @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        call = _CALLS.running[-1][1] if _CALLS.running else None
+        call = running_call()
         return original(*args, **kwargs) if call is None else compute(call, *args, **kwargs)
 
     setattr(dispatch, _ORIGINAL, original)
@@ -246,7 +282,7 @@ def _dispatch(original: Callable[..., Any], compute: Callable[..., Any]) -> Any:
 
 def _find_chooser() -> Chooser | None:
     """Return what chooses for the indexer of the layer that runs in this thread; None if it runs without a plan."""
-    call = _CALLS.running[-1][1] if _CALLS.running else None
+    call = running_call()
     return None if call is None else call.choose
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,14 @@ class IndexedLayers:
 
     places: Mapping[int, int]  # layer -> its place in the column
     longest: int  # tokens of a rollout, at most
+    heads: int = 1  # choices of a layer
 
     column: ClassVar[TokenColumn] = CHOICES
     dtype: ClassVar[torch.dtype] = torch.int8
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(self.places), count_bytes(self.longest)
+        return len(self.places) * self.heads, count_bytes(self.longest)
 
     def record(self) -> RecordedChoices:
         return RecordedChoices(self)
@@ -45,12 +46,13 @@ class IndexedLayers:
 
 def find_indexed_layers(model: nn.Module, longest: int) -> IndexedLayers:
     """Raises ValueError for a model without indexers."""
-    found = [int(module.layer_idx) for module in model.modules() if is_indexer(module)]  # type: ignore[arg-type]
-    if not found:
+    indexers: list[Any] = [module for module in model.modules() if is_indexer(module)]
+    if not indexers:
         raise ValueError(
             f"policy.router_replay.indexers: {type(model).__name__} has no indexers that choose tokens to attend to; set it to false"
         )
-    return IndexedLayers({layer: place for place, layer in enumerate(found)}, longest)
+    places = {int(indexer.layer_idx): place for place, indexer in enumerate(indexers)}
+    return IndexedLayers(places, longest, getattr(indexers[0], "choices", 1))
 
 
 class RecordedChoices:
@@ -64,23 +66,25 @@ class RecordedChoices:
         self._chosen[layer] = own
         return own
 
-    def stack(self) -> Tensor:  # [n, layers, bytes]
+    def stack(self) -> Tensor:  # [n, layers * heads, bytes]
         missing = self.indexed.places.keys() - self._chosen.keys()
         if missing:
             raise RuntimeError(f"the indexer of layer {min(missing)} chose nothing; set policy.router_replay.indexers=false")
-        return torch.stack([_fit(self._chosen[layer], self.indexed.shape[1]) for layer in self.indexed.places], 1)
+        found = (_fit(self._chosen[layer], self.indexed.shape[1]) for layer in self.indexed.places)
+        return torch.cat([each.view(len(each), -1, each.shape[-1]).expand(-1, self.indexed.heads, -1) for each in found], 1)
 
 
 class ReplayedChoices(Replayed):
     """Replaces what indexers choose by what was recorded, where it was, and counts the choices among more tokens than they take."""
 
     def __init__(self, indexed: IndexedLayers, choices: Tensor, weights: Tensor) -> None:
-        """``choices`` [n, layers, bytes] of the tokens of the pass, and the weight of each token in the counts [n]. Raises ValueError
-        for those of another model.
+        """``choices`` [n, layers * heads, bytes] of the tokens of the pass, and the weight of each token in the counts [n].
+
+        Raises ValueError for those of another model.
         """
-        if choices.shape[1] != len(indexed.places):
+        if choices.shape[1] != indexed.shape[0]:
             raise ValueError(
-                f"the recorded choices are of {choices.shape[1]} layers with indexers, and the model has {len(indexed.places)}: the engine "
+                f"the recorded choices are of {choices.shape[1]} layers with indexers, and the model has {indexed.shape[0]}: the engine "
                 "runs another model; set policy.router_replay.indexers=false, or let it load the learner's configuration"
             )
         super().__init__(weights)
@@ -88,16 +92,17 @@ class ReplayedChoices(Replayed):
         self.choices = choices
 
     def choose(self, layer: int, own: Tensor) -> Tensor:
-        if not own.shape[1]:
+        if not own.shape[-1]:
             return own
-        recorded = _fit(self.choices[:, self.indexed.places[layer]], own.shape[1])
-        known = (recorded != 0).any(1)
-        self.count(layer, (recorded != own).any(1), known & (own != EVERYTHING).any(1))
-        return torch.where(known[:, None], recorded, own)
+        first, heads = self.indexed.places[layer] * self.indexed.heads, self.indexed.heads
+        recorded = _fit(self.choices[:, first : first + heads], own.shape[-1]).view_as(own)
+        known, differs, some = ((each).flatten(1).any(1) for each in (recorded != 0, recorded != own, own != EVERYTHING))
+        self.count(layer, differs, known & some)
+        return torch.where(known.view(-1, *[1] * (own.dim() - 1)), recorded, own)
 
 
 def _fit(chosen: Tensor, width: int) -> Tensor:
-    """[n, bytes] -> [n, width]: positions that are missing or left out come after the token."""
-    if not chosen.shape[1]:
-        return chosen.new_full((len(chosen), width), EVERYTHING)
-    return pad(chosen[:, :width], (0, max(0, width - chosen.shape[1])))
+    """[n, ..., bytes] -> [n, ..., width]: positions that are missing or left out come after the token."""
+    if not chosen.shape[-1]:
+        return chosen.new_full((*chosen.shape[:-1], width), EVERYTHING)
+    return pad(chosen[..., :width], (0, max(0, width - chosen.shape[-1])))

@@ -57,9 +57,16 @@ class MixerCase:
     sizes: ParallelDims
     changes: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    replayed: bool = False  # the choices of indexers
+    replayed: int = 0  # the choices of indexers for each token
+    block: int = 1  # tokens that are chosen together
 
 
+RECORDED = {
+    "deepseek_v32": (3, 1),
+    "glm_moe_dsa": (2, 1),
+    "deepseek_v4": (2, 2),
+    "minimax_m3": (4, 4),
+}  # choices, tokens of a block
 LORA: Mapping[str, Any] = {"lora": True, "rate": 1e-3}
 RECOMPUTED: Mapping[str, Any] = {"checkpointing": True}
 TWO_GROUPS, SCALED = {"mamba_n_groups": 2, "mamba_rms_norm": True, "num_key_value_heads": 4}, {"embedding_multiplier": 3.0}
@@ -71,6 +78,9 @@ CASES = {
     "scaled embeddings, stages": MixerCase("granite_hybrid", STAGES, SCALED),
     "layers that return tuples, stages": MixerCase("falcon_h1", STAGES, SCALED),
     **{f"{family}, {kind}": MixerCase(family, sizes) for kind, (sizes, families) in KINDS.items() for family in families},
+    **{f"{family}, stages": MixerCase(family, STAGES) for family in ("mamba", "falcon_mamba", "mamba2", "lfm2", "jamba")},
+    **{f"{family}, tensor": MixerCase(family, TENSOR) for family in ("zamba", "zamba2")},
+    "zamba2, context": MixerCase("zamba2", CONTEXT),
     **{f"{family}, tensor": MixerCase(family, TENSOR) for family in DIVIDED},
     **{f"{family}, sequence": MixerCase(family, SEQUENCE) for family in DIVIDED if family != "kimi_linear"},
     **{f"{family}, tensor, lora": MixerCase(family, TENSOR, options=LORA) for family in ("qwen3_5", "nemotron_h", "jamba")},
@@ -95,8 +105,8 @@ CASES = {
         "deepseek_v32", CONTEXT, {"num_attention_heads": 3, "num_key_value_heads": 3}
     ),  # which do not divide
     "indexers, lora": MixerCase("deepseek_v32", SHARDED, options=LORA),
-    "indexers, context, replayed": MixerCase("glm_moe_dsa", CONTEXT, replayed=True),
-    "indexers, sequence, replayed": MixerCase("deepseek_v32", SEQUENCE, replayed=True),
+    "indexers, context, replayed": MixerCase("glm_moe_dsa", CONTEXT, replayed=2),
+    "indexers, sequence, replayed": MixerCase("deepseek_v32", SEQUENCE, replayed=3),
     "gemma 4, recomputed": MixerCase("gemma4", SHARDED, options=RECOMPUTED),
     "gemma 4, tensor": MixerCase("gemma4", TENSOR),
     "gemma 4, context": MixerCase("gemma4", CONTEXT),
@@ -117,7 +127,7 @@ def compute_in_float64(network: Network) -> None:
         code: Any = sys.modules[type(module).__module__]
         if code.__name__.startswith("transformers.models."):
             code.torch = Float64Torch()
-    network.model.config._experts_implementation = "eager"
+    network.model.config.get_text_config()._experts_implementation = "eager"
 
 
 def replay_choices(network: Network) -> None:
@@ -125,35 +135,38 @@ def replay_choices(network: Network) -> None:
     network.enable_indexer_replay(64)
 
 
-def record_choices(batch: Batch, layers: int) -> Batch:
-    """As if an engine had chosen any tokens for most tokens, always with the token itself."""
+def record_choices(batch: Batch, layers: int, block: int) -> Batch:
+    """As if an engine had chosen any tokens or blocks for most tokens, always with the token itself."""
     drawn = torch.rand(len(batch.tokens), layers, 64, generator=torch.Generator().manual_seed(0)) < 0.3
-    drawn.scatter_(2, batch.positions[:, None, None].expand(-1, layers, 1), True)
+    drawn.scatter_(2, batch.positions[:, None, None].expand(-1, layers, 1) // block, True)
     choices = pack_bits(drawn.flatten(0, 1), 8).unflatten(0, (-1, layers))
     choices[::7] = 0  # nothing was recorded
     return replace(batch, read_columns={CHOICES.name: choices})
 
 
-def train_both_ways(rank: int, name: str) -> tuple[TrainingResult, TrainingResult | None, int]:
-    wanted = CASES[name]
+def train_both_ways(rank: int, wanted: MixerCase) -> tuple[TrainingResult, TrainingResult | None, int]:
     sizes, family = wanted.sizes, MIXERS + wanted.family
     CONFIGS[family] = partial(make_config, wanted.family, **wanted.changes)
     change = replay_choices if wanted.replayed else compute_in_float64
     case = shorter(Case(sizes=sizes, family=family, branches=True, change=change, **wanted.options))
     batch = make_batch(case)
     if wanted.replayed:
-        batch = record_choices(batch, layers=2 if wanted.family == "glm_moe_dsa" else 3)
+        batch = record_choices(batch, wanted.replayed, wanted.block)
     trained = train(case, batch, DeviceMeshes(sizes, "cpu"))
     return trained, train(replace(case, checkpointing=False), batch) if rank == 0 else None, len(batch.target)
 
 
-@pytest.mark.parametrize("name", sweep(CASES, *KEPT))
-def test_training_on_ranks_is_training_in_one_process(name: str) -> None:
-    ranks = run_on_ranks(CASES[name].sizes.world_size, train_both_ways, name)
+def check_on_ranks(case: MixerCase) -> None:
+    ranks = run_on_ranks(case.sizes.world_size, train_both_ways, case)
     single, size = ranks[0][1], ranks[0][2]
     assert single is not None
     found = compare([trained for trained, _, _ in ranks], single, size)
     assert found.loss < 1e-9 and found.norm < 1e-9 and found.outputs < 1e-6 and found.weights < 1e-9, found
+
+
+@pytest.mark.parametrize("name", sweep(CASES, *KEPT))
+def test_training_on_ranks_is_training_in_one_process(name: str) -> None:
+    check_on_ranks(CASES[name])
 
 
 FORM = Form(family=MIXERS + "nemotron_h")

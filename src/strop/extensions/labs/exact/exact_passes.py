@@ -21,7 +21,7 @@ from strop.extensions.labs.exact.row_products import NotExactError, PackedWeight
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.loading import is_vision_config
 from strop.models.logprobs.lm_head import LMHead
-from strop.models.mixers.indexers import is_indexer
+from strop.models.mixers.mixer_interface import is_planned
 from strop.models.network import Network
 from strop.sampling import Sampling, filtered_logits
 
@@ -326,7 +326,7 @@ def check_layers(network: Network) -> None:
             f"policy.exact_on_policy: {type(network.model).__name__} cannot read packed rows "
             f"({network.fallback or 'sequence packing is off'}), and padded rows have no fixed order of additions; set it to false"
         )
-    sparse = any(is_indexer(module) for module in network.model.modules())
+    sparse = any(is_planned(module) for module in network.model.modules())
     if network.recurrent or sparse:
         layers = "sparse attention" if sparse else "recurrent layers"
         raise NotExactError(

@@ -21,7 +21,9 @@ from strop.models.attention.kernel_choice import choose_piece_kernel
 from strop.models.attention.merged_attention import PieceKernel, merge_part, sink_gradient, weigh_sinks
 from strop.models.attention.tree_pieces import Levels
 from strop.models.attention.tree_plan import TreePlan
+from strop.models.local_files import list_divisors
 from strop.models.mixers.chosen_tokens import IndexRows
+from strop.models.mixers.path_blocks import PathBlocks
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.sampling import at_least_float32
 
@@ -51,15 +53,25 @@ class ContextPlan:
         ranks = self.heads_exchanged.world_size
         if query.shape[1] % ranks == 0:
             return self.heads_exchanged.attend(query, key, value, spec)
+        if spec.pooled:
+            raise ValueError(
+                f"context_parallel_size {ranks} does not divide the {query.shape[1]} heads of layer {spec.layer}, whose tokens attend to "
+                f"blocks of {spec.block} tokens; set it to one of {list_divisors(query.shape[1])}"
+            )
         _log_once(query.shape[1], ranks)
         return self.ring.attend(query, key, value, spec)
 
     def choose(self, rows: IndexRows, layer: int) -> Tensor:
-        """The choice of this rank's queries among the keys of all ranks."""
-        keys = all_gather(rows.key, self.group)[: self.length]
-        first = dist.get_rank(self.group) * len(rows.key)
+        """The choice of this rank's queries among the keys of all ranks. Keys of blocks are already those of all."""
+        keys = all_gather(rows.key, self.group)[: self.length] if not rows.pooled else rows.key
+        first = dist.get_rank(self.group) * len(rows.query)
         assert isinstance(self.plan, TreePlan), f"{type(self.plan).__name__} chooses for whole rows"
         return self.plan.choose(replace(rows, key=keys), layer, first)
+
+    def blocks(self, size: int) -> PathBlocks:
+        """The blocks of the whole row, which take rows of all ranks: each rank pools all of them."""
+        assert isinstance(self.plan, TreePlan), f"{type(self.plan).__name__} has no blocks"
+        return replace(self.plan.blocks(size), gather=lambda rows: all_gather(rows, self.group)[: self.length])
 
     def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, spec: MixerSpec) -> Tensor:
         """Convolution of this rank's rows, [t, C] -> [t, C]."""
@@ -107,18 +119,26 @@ class UlyssesPlan:
         self.length = length  # tokens of the row without padding
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """[t, heads, D] -> [t, heads, D]; the number of heads must be a multiple of the number of ranks."""
-        kv_heads = key.shape[1]
+        """[t, heads, D] -> [t, heads, D]; the number of heads must be a multiple of the number of ranks. Keys and values of blocks after
+        those of the row are those of all ranks.
+        """
+        kv_heads, count, rank = key.shape[1], len(query), dist.get_rank(self.group)
         repeats = self.world_size // gcd(kv_heads, self.world_size)
         if repeats > 1:  # send a key to every rank with a query head that uses it
             key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-        query, key, value = self._to_heads(query, key, value)
+        pooled = [tensor[count:].chunk(self.world_size, 1)[rank] for tensor in (key, value)]
+        query, key, value = self._to_heads(query, key[:count], value[:count])
         padding = len(query) - self.length
         query, key, value = (tensor[: self.length] for tensor in (query, key, value))
+        if spec.pooled:
+            key, value = (torch.cat(parts) for parts in zip((key, value), pooled, strict=True))
         if spec.sinks is not None and self.world_size > 1:
-            spec = replace(spec, sinks=spec.sinks.chunk(self.world_size)[dist.get_rank(self.group)])
+            spec = replace(spec, sinks=spec.sinks.chunk(self.world_size)[rank])
         if spec.chosen is not None:
-            spec = replace(spec, chosen=all_gather(spec.chosen, self.group)[: self.length])
+            chosen = all_gather(spec.chosen, self.group)[: self.length]
+            if chosen.dim() == 3:
+                chosen = chosen.repeat_interleave(repeats, 1).chunk(self.world_size, 1)[rank]
+            spec = replace(spec, chosen=chosen)
         attended = self.plan.attend(query, key, value, spec)
         return self._to_tokens(pad(attended, (0, 0, 0, 0, 0, padding)) if padding else attended)
 
@@ -202,7 +222,7 @@ class RingPlan:
         """Return the options for the keys of rank ``source``."""
         if spec.chosen is None:
             return spec
-        return replace(spec, key_positions=self.tree.positions[source * rows : (source + 1) * rows])
+        return replace(spec, key_positions=self.tree.positions[source * rows : (source + 1) * rows] // spec.block)
 
     def start_passing(self, held: Tensor) -> _Passing:
         """Start sending the held tensor to the next rank, and receiving one from the previous rank."""

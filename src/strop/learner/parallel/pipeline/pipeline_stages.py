@@ -35,6 +35,8 @@ class PassedLayer(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Any]:
         if any(isinstance(each, Tensor) and each.shape == hidden_states.shape for each in (*args, *kwargs.values())):
             raise ValueError("its layers read the embedded tokens too")  # Zamba
+        if hidden_states.dim() > 3:  # hyper-connections, which begin with copies of the embedded tokens
+            raise ValueError("its layers pass on several streams of hidden states")
         if "prev_topk_indices" in kwargs:  # layers that share the choice of an indexer return it with their output
             return hidden_states, kwargs["prev_topk_indices"]
         return (hidden_states, None) if self.as_tuple else hidden_states
