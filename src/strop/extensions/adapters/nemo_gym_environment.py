@@ -188,7 +188,13 @@ class NemoGymEnvironment(AgentEnvironment[Task]):
         given = task.metadata["responses_create_params"]
         params = {name: value for name, value in given.items() if name not in SAMPLING}
         only = {} if _agent_of(task.metadata) or "task_source" in task.metadata else {"agent_ref": {"name": self._agents[0]}}
-        row = {**task.metadata, **only, "responses_create_params": params, "_ng_task_index": group, "_ng_rollout_index": endpoint.sample}
+        row = {
+            **task.metadata,
+            **only,
+            "responses_create_params": params,
+            "_ng_task_index": group,
+            "_ng_rollout_index": endpoint.sample,
+        }
         done = await self.process.call_async("run", row=row, base_url=endpoint.base_url, api_key=endpoint.api_key)
         if "failure" in done:
             raise RolloutFailed(f"NeMo-Gym's agent of task {task.id} failed: {done['failure']}", done["ending"])
@@ -304,12 +310,13 @@ def _read_verdict(answer: Mapping[str, Any]) -> AgentResult:
 def _score(effort: Mapping[str, Any], task: Task, rollout: Rollout) -> float | None:
     if current_result().unscored:
         return None
-    reward, text = current_result().reward or 0.0, effort.get("low_string")
+    reward: float = current_result().reward or 0.0
+    text = effort.get("low_string")
     if not text or effort.get("low_weight", 0) <= 0 or text not in task.question:
         return reward
     length = 0 if rollout.last_turn is None else len(rollout.last_turn.tokens)
-    bonus = min(1.0, effort["low_weight"] * (1 - length / effort["low_ub"]))
-    return reward + reward * max(bonus, 0.0) + effort["low_penalty"] * min(bonus, 0.0)
+    bonus = min(1.0, float(effort["low_weight"]) * (1 - length / float(effort["low_ub"])))
+    return reward + reward * max(bonus, 0.0) + float(effort["low_penalty"]) * min(bonus, 0.0)
 
 
 def _component(name: str, task: Task, rollout: Rollout) -> float | None:

@@ -116,9 +116,8 @@ class NemoGymRunner:
                 return {"failure": self._dead, "ending": "service"}
             _, result = running.result()
         except Exception as error:
-            told = rollout.refused or getattr(error, "response_content", b"")
-            told = told.decode(errors="replace") if isinstance(told, bytes) else told
-            why = f"{type(error).__name__}: {error} {told}"[:2000]
+            content: bytes = getattr(error, "response_content", None) or b""
+            why = f"{type(error).__name__}: {error} {rollout.refused or content.decode(errors='replace')}"[:2000]
             return {"failure": why, "ending": "error" if rollout.answered else "service"}
         finally:
             if running is not None:
@@ -144,7 +143,7 @@ class NemoGymRunner:
         async def root(request: web.Request) -> web.Response:
             return web.json_response({"status": "ok"})
 
-        async def answer(request: web.Request) -> web.StreamResponse:
+        async def answer(request: web.Request) -> Any:
             return await self._answer(policy, request)
 
         app = web.Application(client_max_size=2**30)
@@ -175,8 +174,11 @@ class NemoGymRunner:
             session.request(request.method, f"{rollout.base_url}/{path}", json=body, headers=headers) as found,
         ):
             rollout.answered += found.status == 200
-            if found.status == 400 and path == "responses" and (await found.json())["error"].get("code") in FULL:
-                return web.json_response(end_response(body or {}, "max_output_tokens"))
+            if found.status != 200:
+                rollout.refused = await found.text()
+                if path == "responses" and any(code in rollout.refused for code in FULL):
+                    return web.json_response(end_response(body or {}, "max_output_tokens"))
+                return web.Response(status=found.status, text=rollout.refused, content_type="application/json")
             answer = web.StreamResponse(status=found.status, headers={"Content-Type": found.headers["Content-Type"]})
             await answer.prepare(request)
             async for part in found.content.iter_any():
