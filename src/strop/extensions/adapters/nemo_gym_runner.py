@@ -28,7 +28,7 @@ POLL_SECONDS = 2.0  # between looks at the servers' processes
 
 
 @dataclass
-class Rollout:
+class GymRollout:
     """Where the policy answers a rollout, and whether it has."""
 
     base_url: str
@@ -64,7 +64,7 @@ class NemoGymRunner:
     """NeMo-Gym's servers, and the rollouts in progress."""
 
     def __init__(self) -> None:
-        self._rollouts: dict[str, Rollout] = {}
+        self._rollouts: dict[str, GymRollout] = {}
         self._helper: Any = None
         self._closing: list[Any] = []
         self._dead = ""  # why no rollout can succeed any more
@@ -105,7 +105,7 @@ class NemoGymRunner:
         from nemo_gym.rollout_collection import RolloutCollectionHelper
 
         name = uuid.uuid4().hex
-        rollout = self._rollouts[name] = Rollout(base_url, api_key)
+        rollout = self._rollouts[name] = GymRollout(base_url, api_key)
         running: asyncio.Future[Any] | None = None
         try:
             (work,) = RolloutCollectionHelper().run_examples([{**row, "_ng_rollout_id": name}])

@@ -1,4 +1,4 @@
-"""A library in an interpreter of its own, in a child process that is asked from any thread."""
+"""A library in a separate interpreter: a child process that any thread calls."""
 
 from __future__ import annotations
 
