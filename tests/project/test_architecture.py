@@ -98,8 +98,9 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "gymnasium": ("extensions/adapters/",),
     "textarena": ("extensions/adapters/",),
     "verifiers": ("extensions/adapters/",),
+    "nemo_gym": ("extensions/adapters/",),
     "lm_eval": ("extensions/adapters/",),
-    "omegaconf": ("config/",),
+    "omegaconf": ("config/", "extensions/adapters/"),
     "pydantic": (
         "*_config.py",
         "config/",
@@ -406,7 +407,6 @@ SHORT = {
     "extensions.performance.performance_config": "read with every configuration",
     "extensions.profiling.profile_config": "read with every configuration, without the recorder",
     "extensions.labs.draft.drafting_config": "keys of the engine, which are read before those of the policy",
-    "extensions.agents.agent_guardian": "a process of its own, which imports nothing of Strop",
     "extensions.recorded.tokenizing_worker": "a process of its own",
     "extensions.math.math_scorers": "what the processes that score answers import",
     "runs.open_run": "how a run is put together",

@@ -32,7 +32,7 @@ def test_the_example_of_verifiers_has_the_options_of_its_environment():
 
 def test_the_example_of_nemo_gym_has_the_options_of_its_environment():
     (options,) = yaml.safe_load(EXAMPLES["nemo_gym"])["env"].values()
-    with pytest.raises(EnvironmentConfigError, match="no head server of NeMo-Gym answers at http://localhost:11000"):
+    with pytest.raises(EnvironmentConfigError, match="python is 'envs/nemo-gym/bin/python', which cannot be started"):
         make_environment("nemo_gym", options)
 
 

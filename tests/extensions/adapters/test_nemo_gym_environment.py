@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import aiohttp
 import pytest
 
 from strop.data.sources.source import DataSource
@@ -117,7 +118,11 @@ def test_the_head_server_says_where_the_resource_server_of_an_agent_is():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "set head_url"),
+        ({}, "set config to start"),
+        ({"config": {"uv_venv_dir": "x"}}, "config_paths is not set"),
+        ({"config": {"config_paths": ["a.yaml"]}, "python": "/nowhere/python"}, "cannot be started"),
+        ({"config": {"config_paths": ["a.yaml"]}}, "has no nemo-gym; .* set python"),
+        ({"servers": {"a": {"url": "http://x"}}, "effort_levels": {"low": 1}}, "effort_levels has no low"),
         ({"servers": {"a": {"url": "http://x", "agent": "swe_agent"}}}, "'swe_agent'"),
         ({"servers": {"a": {"adress": "http://x"}}}, "servers maps the name"),
         ({"head_url": "http://127.0.0.1:9"}, "no head server of NeMo-Gym answers"),
@@ -126,3 +131,63 @@ def test_the_head_server_says_where_the_resource_server_of_an_agent_is():
 def test_a_section_that_cannot_work_is_an_error_at_the_start(options, message):
     with pytest.raises(EnvironmentConfigError, match=message):
         make_environment("nemo_gym", options)
+
+
+class Started:
+    """What stands for the process with NeMo-Gym: an agent that asks once."""
+
+    def __init__(self, **done: object) -> None:
+        self.done, self.rows = done, []
+
+    async def call_async(self, method: str, row: dict, base_url: str, api_key: str) -> dict:
+        async with aiohttp.ClientSession() as session:
+            body = {"input": "go", "chat_template_kwargs": {"thinking": True}}
+            await (await session.post(f"{base_url}/responses", json=body, headers={"x-api-key": api_key})).read()
+        self.rows.append(row)
+        return self.done
+
+
+def start(**done: object) -> tuple[NemoGymEnvironment, Started]:
+    environment = object.__new__(NemoGymEnvironment)  # the package is not here
+    process = Started(**done)
+    made = NemoGymEnvironment(servers={"a": {"url": "http://x"}}, effort_levels=EFFORT)
+    vars(environment).update({**vars(made), "servers": {}, "config": {"config_paths": ["a.yaml"]}})
+    vars(environment).update(process=process, _agents=["one"])
+    return environment, process
+
+
+EFFORT = {"low_string": "briefly", "low_weight": 0.5, "low_ub": 4, "low_penalty": 2.0}
+
+
+def test_an_agent_of_nemo_gym_gets_its_row_with_an_index_of_the_group_and_of_the_sample():
+    environment, process = start(result={"reward": 1.0, "reward_components": {"a": 1.0}}, metrics={"reward": 1.0})
+    row = {"responses_create_params": {"input": "x", "temperature": 0.3, "max_output_tokens": 9}, "verifier": 3}
+    for _ in range(2):
+        rollout = solve(environment, row, "ok")
+    assert rollout.rewards == {"score": 1.0} and rollout.metrics["verify/reward"] == rollout.metrics["component/a"] == 1.0
+    first, second = process.rows
+    assert first["_ng_task_index"] != second["_ng_task_index"] and first["_ng_rollout_index"] == 0
+    assert first["agent_ref"] == {"name": "one"} and first["verifier"] == 3
+    assert first["responses_create_params"] == {"input": "x", "max_output_tokens": 9}
+
+
+def test_a_reward_is_shaped_by_the_length_of_an_answer_that_was_to_be_short():
+    row = {"responses_create_params": {"input": "Answer briefly."}}
+    for text, reward in (("a", 1 + 0.25), ("a" * 7, 1 - 2 * 0.5)):  # with the token that ends the turn
+        environment, _ = start(result={"reward": 1.0}, metrics={})
+        assert solve(environment, row, text).rewards == {"score": reward}
+    environment, _ = start(result={"reward": 1.0}, metrics={})
+    assert solve(environment, {"responses_create_params": {"input": "Answer."}}, "a" * 9).rewards == {"score": 1.0}
+
+
+def test_a_failure_of_the_servers_is_the_rollouts_with_its_cause():
+    environment, _ = start(failure="Process `math` finished unexpectedly!", ending="service")
+    rollout = solve(environment, {"responses_create_params": {"input": "x"}}, "ok")
+    assert rollout.ending == "service" and "`math` finished" in str(rollout.error)
+
+
+def test_rows_name_agents_that_the_configuration_has():
+    environment, _ = start()
+    with pytest.raises(EnvironmentConfigError, match="did you mean 'one'"):
+        environment.tasks(DataSource(rows=[{**ROW, "agent_ref": {"name": "ones"}}]))
+    assert len(environment.tasks(DataSource(rows=[{**ROW, "task_source": "math"}, ROW]))) == 2

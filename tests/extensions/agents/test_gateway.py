@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
+from loop.tiny import tiny_tokenizer
+from strop.models.chat_template import ChatTemplate
+from strop.safety.site_guard import BadRequest
 from strop.types import Ending
-from support.agents import TOKENIZER, Recorder, check_tree, ids, play
+from support.agents import TOKENIZER, TOOL_CHATML, Recorder, check_tree, ids, make_session, play
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 12, "b": 34}}</tool_call>'
@@ -333,3 +338,25 @@ def test_an_error_of_the_engine_is_the_rollouts_error() -> None:
         return 1.0
 
     assert play(agent, Broken()).error == "RuntimeError: the engine is gone"
+
+
+def test_a_request_sets_variables_of_the_chat_template_and_continues_only_what_was_read_with_them() -> None:
+    template = ChatTemplate(tiny_tokenizer(template=TOOL_CHATML + "{% if terse %}short{% endif %}"))
+    session = replace(make_session(Recorder("yes")), template=template)
+    body = {"messages": [{"role": "user", "content": "a"}]}
+
+    async def ask() -> tuple[list[int], list[int], list[int]]:
+        asked, encoded = session.read({**body, "chat_template_kwargs": {"terse": True}}, is_chat=True)
+        await session.complete(asked, encoded)
+        later = {"messages": [*body["messages"], {"role": "assistant", "content": "yes"}, {"role": "user", "content": "b"}]}
+        (_, same), (_, other) = (
+            session.read({**later, "chat_template_kwargs": {"terse": on}}, is_chat=True) for on in (True, False)
+        )
+        assert same is not None and other is not None and same.parent is not None and other.parent is None
+        return list(asked.prompts[0]), same.tokens, other.tokens
+
+    first, same, other = asyncio.run(ask())
+    assert template.tokenizer.decode(first).endswith("short") and same[: len(first)] == first
+    assert "short" not in template.tokenizer.decode(other)
+    with pytest.raises(BadRequest, match="must be an object"):
+        session.read({**body, "chat_template_kwargs": [1]}, is_chat=True)

@@ -170,17 +170,24 @@ env:
   should_use_nemo_gym: true
   should_log_nemo_gym_responses: false
   should_mask_flagged_samples: true
-  nemo_gym: {config_paths: [a.yaml], uv_venv_dir: "${oc.env:NOT_SET_ANYWHERE}/venvs", thinking_tags: ["<think>"]}
+  nemo_gym:
+    config_paths: [a.yaml]
+    is_trajectory_collection: false
+    thinking_tags: ["<think>", "</think>"]
+    num_gpu_nodes: 2
+    effort_levels: {low_string: "", low_weight: 0.0, low_ub: 100, low_penalty: 1.0}
+    policy_model: {responses_api_models: {vllm_model: {extra_body: {chat_template_kwargs: {enable_thinking: false}}}}}
+    code_gen: {resources_servers: {code_gen: {num_processes: "${mul:64,${cluster.num_nodes}}", folder: "${sif_dir}/x"}}}
 data:
-  train: {dataset_name: NemoGymDataset, env_name: nemo_gym, data_path: train.jsonl}
+  train: {dataset_name: NemoGymDataset, env_name: nemo_gym, data_path: nvidia/rows}
   default: {processor: nemo_gym_data_processor}
 policy:
   generation:
     vllm_cfg:
       expose_http_server: true
       reasoning_parser_plugin: parser.py
-      http_server_serving_chat_kwargs: {enable_auto_tools: true, tool_parser: hermes}
-grpo: {invalid_tool_call_advantage: -5, penalize_invalid_tool_call: true, penalize_malformed_thinking: true}
+      http_server_serving_chat_kwargs: {enable_auto_tools: true, tool_parser: hermes, chat_template: "{{ messages }}"}
+grpo: {max_rollout_turns: 1, invalid_tool_call_advantage: -5, penalize_invalid_tool_call: true, penalize_malformed_thinking: true}
 sif_dir: /images
 """
 VIDEO = """
@@ -203,6 +210,7 @@ data:
 grpo: {deduplicate_multimodal_data: true, val_period: 5}
 env: {clevr-cogent: {num_workers: 8, reward_functions: [{name: format, weight: 0.2}, {name: exact_alnum, weight: 0.8}]}}
 """
+POLICY = "env.nemo_gym.policy_model.responses_api_models.vllm_model"
 TEACHERS = """
 on_policy_distillation: {enabled: true, teacher_model_by_agent_name: {math: "${_teachers.general}"}}
 _teachers: {general: /teacher}
@@ -229,7 +237,13 @@ def engine(name: str, options: str) -> str:
 @pytest.mark.parametrize(
     ("recipe", "key", "why"),
     [
-        (GYM, "env.should_use_nemo_gym", "NeMo-Gym's servers run separately from the run"),
+        (GYM.replace("collection: false", "collection: true"), "env.nemo_gym.is_trajectory_collection", "the run trains"),
+        (GYM.replace("{enable_thinking: false}", "{}, bad_words: [no]"), f"{POLICY}.extra_body.bad_words", "cannot be forbidden"),
+        (
+            GYM.replace("{max_roll", "{adv_estimator: {name: gdpo}, max_roll"),
+            "grpo.adv_estimator.name",
+            "a reward for each component",
+        ),
         (VIDEO, "policy.tokenizer.video", "no audio and no video"),
         (SOUND, "data.train.dataset_name", "no audio and no video"),
         (TEACHERS, "on_policy_distillation", "a teacher for each agent"),
@@ -269,16 +283,25 @@ data_plane: {enabled: true, impl: transfer_queue}
     assert {"grpo.best_at_k_k", "data_plane", "on_policy_distillation"} <= left_out
 
 
-def test_a_recipe_of_nemo_gym_translates_where_it_says_where_the_servers_are(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text('{"responses_create_params": {"input": "Hello."}}\n')
-    recipe = GYM.replace("[a.yaml],", "[a.yaml], head_url: 'http://localhost:11000',").replace("sif_dir: /images\n", "")
-    recipe = recipe.replace("data_path: train.jsonl", f"data_path: {tmp_path}/train.jsonl")
-    recipe = recipe.replace(
-        "grpo: {invalid_tool_call_advantage: -5, penalize_invalid_tool_call: true, penalize_malformed_thinking: true}", ""
-    )
-    loaded = load_recipes(tmp_path, recipe)
+def test_a_recipe_of_nemo_gym_starts_the_servers_that_its_section_describes(tmp_path: Path) -> None:
+    loaded = load_recipes(tmp_path, GYM)
     (train,) = loaded.config.data.train
-    assert train.dataset_name == f"{tmp_path}/train.jsonl" and train.env_name == "nemo_gym"
+    assert train.dataset_name == "nvidia/rows" and train.env_name == "nemo_gym"
+    policy = {"responses_api_models": {"vllm_model": {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}}}
+    code = {"resources_servers": {"code_gen": {"num_processes": 64, "folder": "/images/x"}}}
+    assert loaded.config.env["nemo_gym"].options == {
+        "config": {"config_paths": ["a.yaml"], "policy_model": policy, "code_gen": code}
+    }
+    assert loaded.config.grpo.max_rollout_turns == 1024 and loaded.config.reward_penalties.invalid_tool_call_advantage == -5
+    assert loaded.config.policy.tokenizer.chat_template == "{{ messages }}"
+    (changed,) = [difference for difference in loaded.differences if difference.effect is Effect.CHANGED]
+    assert changed.key == "env.nemo_gym.num_gpu_nodes" and "RAY_ADDRESS" in changed.text
+    shaped = load_recipes(tmp_path, GYM.replace('low_string: "", low_weight: 0.0', "low_string: efficient, low_weight: 0.1"))
+    assert shaped.config.env["nemo_gym"].options["effort_levels"]["low_weight"] == 0.1
+
+
+def test_a_recipe_of_nemo_gym_that_says_where_the_servers_are_starts_none(tmp_path: Path) -> None:
+    loaded = load_recipes(tmp_path, GYM.replace("config_paths:", "head_url: 'http://localhost:11000'\n    config_paths:"))
     assert loaded.config.env["nemo_gym"].options == {"head_url": "http://localhost:11000"}
     left_out = {difference.key for difference in loaded.differences if difference.effect is Effect.UNUSED}
     assert {"env.should_use_nemo_gym", "env.nemo_gym.config_paths", "policy.generation.vllm_cfg.expose_http_server"} <= left_out

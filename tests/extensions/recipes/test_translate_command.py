@@ -41,8 +41,8 @@ cluster: {gpus_per_node: 8, num_nodes: 2}
 FILES = {
     "base.yaml": BASE,
     "small/faults.yaml": "defaults: ../base.yaml\ncheckpointing: {ft_save_period: 5, is_async: true}",
-    "small/gym.yaml": "defaults: ../base.yaml\nenv: {should_use_nemo_gym: true}\ndata_plane: {enabled: true}",
-    "small/gym_best.yaml": "defaults: gym.yaml\ngrpo: {use_best_at_k: true}",
+    "small/teachers.yaml": "defaults: ../base.yaml\non_policy_distillation: {enabled: true}\ndata_plane: {enabled: true}",
+    "small/teachers_best.yaml": "defaults: teachers.yaml\ngrpo: {use_best_at_k: true}",
     "small/too_large.yaml": "defaults: ../base.yaml\npolicy: {dtensor_cfg: {tensor_parallel_size: 3}}",
     "quant/weights.yaml": "quant_cfg: {num_bits: 4}",
 }
@@ -84,10 +84,10 @@ def test_comments_name_every_difference_changes_first(recipes: Path, capsys: pyt
 
 
 def test_a_refused_recipe_says_why_and_exits_with_2(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["translate", str(recipes / "small/gym_best.yaml")]) == 2
+    assert cli.main(["translate", str(recipes / "small/teachers_best.yaml")]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "2 problems" in captured.err
-    assert "no key says where they are" in captured.err and "grpo.use_best_at_k" in captured.err
+    assert "a teacher for each agent" in captured.err and "grpo.use_best_at_k" in captured.err
 
 
 def test_a_folder_is_counted_by_outcome_and_reason(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +103,7 @@ def test_a_folder_is_counted_by_outcome_and_reason(recipes: Path, capsys: pytest
     reasons = lines[lines.index("recipes  alone  refused because") + 1 :]
     assert (
         reasons[0]
-        == "2      1  NeMo-Gym's servers run separately from the run, and no key says where they are (env.should_use_nemo_gym)"
+        == "2      1  GRPO with a teacher for each agent (on_policy_distillation) is not in this version (on_policy_distillation)"
     )
     assert len(reasons) == 3 and any(reason.startswith("1      1") and "tensor_parallel_size" in reason for reason in reasons)
 

@@ -1,16 +1,20 @@
-"""NeMo-Gym's resource servers by their HTTP protocol. The servers run separately from the run, with their own packages.
+"""NeMo-Gym's servers. The run starts them with NeMo-Gym (``config``), or reaches resource servers that run separately from it.
 
-Strop takes the place of NeMo-Gym's agent and model servers: of its ``simple_agent``, which calls the tools of a resource server until the
-policy calls none and then asks ``/verify`` for the reward, and of its ``gymnasium_agent``, which asks ``/reset`` and ``/step``.
+In the first case NeMo-Gym's own agents work on the tasks, and the gateway takes the place of its servers for the policy's model
+(``nemo_gym_runner.py``). In the second Strop replaces its agents, too: ``simple_agent``, which calls the tools of a resource
+server until the policy calls none and then asks ``/verify`` for the reward, and of ``gymnasium_agent``, which asks /reset and /step.
 """
 
 from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from hashlib import blake2b
 from typing import Any
 
 from strop.data.sources.records import DataError
@@ -18,6 +22,7 @@ from strop.data.sources.source import DataSource
 from strop.endings import Ending, RolloutFailed, failing_as
 from strop.environments.base import EnvironmentConfigError, GeneratedTasks
 from strop.environments.rewards import RewardFunction, RewardMark, to_number
+from strop.extensions.adapters.runner_process import RunnerProcess, require_module
 from strop.extensions.agents.agent_environment import AgentEnvironment, AgentFailed, AgentResult, current_result
 from strop.extensions.agents.endpoint import Endpoint
 from strop.types import Rollout, Task
@@ -25,6 +30,8 @@ from strop.user_code import suggest_names
 
 SCORE, COMPONENT = "score", "component/"
 AGENTS = ("simple_agent", "gymnasium_agent")
+EFFORT = ("low_string", "low_weight", "low_ub", "low_penalty")
+SAMPLING = ("temperature", "top_p")  # of a row, in whose place the run's are, as in NeMo-RL
 
 
 @dataclass(frozen=True)
@@ -40,18 +47,36 @@ class ResourceServer:
 class NemoGymEnvironment(AgentEnvironment[Task]):
     """Rows of NeMo-Gym's data (``responses_create_params``, ``agent_ref``), worked on with the tools of its resource servers."""
 
-    head_url: str = ""  # of NeMo-Gym's head server, which knows where the others are, such as http://localhost:11000
-    servers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # in its place: agent name -> url, agent, max_steps
+    config: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # NeMo-Gym's: config_paths, and what is set on top of those; starts the servers
+    python: str = ""  # an interpreter that has nemo-gym, for config; "" for this one
+    start_timeout_s: float = 1800.0  # until all servers are ready, their packages installed
+    head_url: str = (
+        ""  # in the place of config: of NeMo-Gym's head server, which knows where the others are, such as http://localhost:11000
+    )
+    servers: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # in the place of both: agent name -> url, agent, max_steps
     # Parts of the reward to be separate rewards (reward_components of /verify), for algorithms such as GDPO; () for their sum.
     components: tuple[str, ...] = ()
-    timeout_s: float = 120.0  # for an answer of a server
+    timeout_s: float = 120.0  # for an answer of a server that runs separately
+    # Of prompts that contain low_string, the reward r of a last turn of n tokens is r + r max(b, 0) + low_penalty min(b, 0), where
+    # b = min(1, low_weight (1 - n / low_ub)), as in NeMo-RL.
+    effort_levels: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if bool(self.head_url) == bool(self.servers):
+        if sum(map(bool, (self.config, self.head_url, self.servers))) != 1:
             raise EnvironmentConfigError(
-                "set head_url to the address of NeMo-Gym's head server, or servers to its resource servers"
+                "set config to start NeMo-Gym's servers, or head_url to the address of its head server, or servers to its resource servers"
             )
+        if unknown := self.effort_levels.keys() - EFFORT:
+            raise EnvironmentConfigError(f"effort_levels has no {', '.join(sorted(unknown))}; it has {', '.join(EFFORT)}")
+        if self.config:
+            if not self.config.get("config_paths"):
+                raise EnvironmentConfigError("config.config_paths is not set; it lists NeMo-Gym's configuration files")
+            return require_module(self.python, "nemo-gym", "nemo_gym")
         for name, server in self.resource_servers.items():
             if server.agent not in AGENTS:
                 raise EnvironmentConfigError(
@@ -70,6 +95,21 @@ class NemoGymEnvironment(AgentEnvironment[Task]):
                 ) from error
         return read_servers(self._fetch_global_config())
 
+    @cached_property
+    def process(self) -> RunnerProcess:
+        process = RunnerProcess("nemo_gym_runner.py:NemoGymRunner", "nemo-gym", "nemo_gym", self.python)
+        self._agents.extend(process.load(self.start_timeout_s, config=dict(self.config)))
+        weakref.finalize(self, process.close)
+        return process
+
+    @cached_property
+    def _agents(self) -> list[str]:
+        return []  # that the process has started
+
+    @cached_property
+    def _groups(self) -> Counter[tuple[str, int]]:
+        return Counter()  # episodes of each task and sample so far
+
     def _fetch_global_config(self) -> Mapping[str, Any]:
         from ruamel.yaml import YAML
 
@@ -86,7 +126,7 @@ class NemoGymEnvironment(AgentEnvironment[Task]):
     def reward_functions(self) -> Mapping[str, RewardFunction]:
         source = "the verifier of NeMo-Gym"
         if not self.components:
-            return {SCORE: RewardFunction(_score, RewardMark(accuracy=True), source)}
+            return {SCORE: RewardFunction(partial(_score, self.effort_levels), RewardMark(accuracy=True), source)}
         return {name: RewardFunction(partial(_component, name), RewardMark(), source) for name in self.components}
 
     @classmethod
@@ -104,13 +144,25 @@ class NemoGymEnvironment(AgentEnvironment[Task]):
                 raise DataError(f"{records.name}, row {place + 1} has no responses_create_params; it is no data of NeMo-Gym")
             return Task(id=f"{records.name}:{place}", question=_last_text(row["responses_create_params"]), metadata=row)
 
-        if len(indices):
+        if self.config:
+            self._check_agents(records[place] for place in indices)
+        elif len(indices):
             self._server_of(make(0))
         return GeneratedTasks(len(indices) * data.repeat, make)
 
+    def _check_agents(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Start the servers, and look for the agents of rows. A row without one has a ``task_source``, which leads NeMo-Gym to it."""
+        self.process  # noqa: B018 starts it
+        only = set(self._agents) if len(self._agents) == 1 else set()
+        for name in sorted({_agent_of(row) for row in rows if "task_source" not in row} - {*self._agents, *(only and {""})}):
+            raise EnvironmentConfigError(
+                f"rows are for the agent {name!r}, and config has {', '.join(self._agents)}{suggest_names(name, self._agents)}; add its "
+                "file to config.config_paths"
+            )
+
     def _server_of(self, task: Task) -> ResourceServer:
         servers = self.resource_servers
-        name = (task.metadata.get("agent_ref") or {}).get("name") or (next(iter(servers)) if len(servers) == 1 else "")
+        name = _agent_of(task.metadata) or (next(iter(servers)) if len(servers) == 1 else "")
         if name not in servers:
             raise EnvironmentConfigError(
                 f"task {task.id} is for the agent {name!r}, and there is a server for {', '.join(servers)}{suggest_names(name, servers)}"
@@ -118,6 +170,8 @@ class NemoGymEnvironment(AgentEnvironment[Task]):
         return servers[name]
 
     async def run(self, task: Task, endpoint: Endpoint) -> AgentResult:
+        if self.config:
+            return await self._run_agent(task, endpoint)
         import aiohttp
 
         server = self._server_of(task)
@@ -125,6 +179,27 @@ class NemoGymEnvironment(AgentEnvironment[Task]):
         async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True), timeout=limit) as session:
             episode = _NemoGymEpisode(task, server, endpoint, session)
             return await (episode.play() if server.agent == "gymnasium_agent" else episode.solve())
+
+    async def _run_agent(self, task: Task, endpoint: Endpoint) -> AgentResult:
+        """Let the agent of a row work on it. The rollouts of a group, which a server may compare, have an index in common."""
+        turn = self._groups[task.id, endpoint.sample]
+        self._groups[task.id, endpoint.sample] += 1
+        group = int.from_bytes(blake2b(f"{task.id}\n{turn}".encode(), digest_size=6).digest(), "big")
+        given = task.metadata["responses_create_params"]
+        params = {name: value for name, value in given.items() if name not in SAMPLING}
+        only = {} if _agent_of(task.metadata) or "task_source" in task.metadata else {"agent_ref": {"name": self._agents[0]}}
+        row = {
+            **task.metadata,
+            **only,
+            "responses_create_params": params,
+            "_ng_task_index": group,
+            "_ng_rollout_index": endpoint.sample,
+        }
+        done = await self.process.call_async("run", row=row, base_url=endpoint.base_url, api_key=endpoint.api_key)
+        if "failure" in done:
+            raise RolloutFailed(f"NeMo-Gym's agent of task {task.id} failed: {done['failure']}", done["ending"])
+        result = _read_verdict(done["result"])
+        return replace(result, metrics={**{f"verify/{name}": value for name, value in done["metrics"].items()}, **result.metrics})
 
 
 def read_servers(config: Mapping[str, Any]) -> dict[str, ResourceServer]:
@@ -232,8 +307,16 @@ def _read_verdict(answer: Mapping[str, Any]) -> AgentResult:
     return AgentResult(reward=value, metrics={f"{COMPONENT}{name}": float(part) for name, part in parts.items()})
 
 
-def _score(task: Task, rollout: Rollout) -> float | None:
-    return None if current_result().unscored else current_result().reward or 0.0
+def _score(effort: Mapping[str, Any], task: Task, rollout: Rollout) -> float | None:
+    if current_result().unscored:
+        return None
+    reward: float = current_result().reward or 0.0
+    text = effort.get("low_string")
+    if not text or effort.get("low_weight", 0) <= 0 or text not in task.question:
+        return reward
+    length = 0 if rollout.last_turn is None else len(rollout.last_turn.tokens)
+    bonus = min(1.0, float(effort["low_weight"]) * (1 - length / float(effort["low_ub"])))
+    return reward + reward * max(bonus, 0.0) + float(effort["low_penalty"]) * min(bonus, 0.0)
 
 
 def _component(name: str, task: Task, rollout: Rollout) -> float | None:
@@ -247,6 +330,10 @@ def _component(name: str, task: Task, rollout: Rollout) -> float | None:
         why = f"the verifier of NeMo-Gym gave no component {name!r} of the reward; it gave {known} (components)"
         raise RolloutFailed(why, Ending.ERROR)
     return part
+
+
+def _agent_of(row: Mapping[str, Any]) -> str:
+    return str((row.get("agent_ref") or {}).get("name") or "")
 
 
 def _last_text(params: Mapping[str, Any]) -> str:

@@ -1,18 +1,14 @@
 """Runs an environment of verifiers (its v1 interface) in an interpreter that has it. It does not import Strop.
 
-``verifiers_process.py`` starts it. Protocol: lines of JSON on standard input and output, requests and answers with an ``id``. A rollout
-talks to the policy through verifiers' own client, at the address that its request names. The process ends with its input.
+``runner.py`` calls it. A rollout talks to the policy through verifiers' own client, at the address that its request names.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
-import sys
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 MAX_TASKS = 100_000  # that an infinite task set is read to, where no size is given
@@ -21,17 +17,31 @@ MAX_TASKS = 100_000  # that an infinite task set is read to, where no size is gi
 class VerifiersRunner:
     """One environment, its tasks, and the rollouts in progress."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    environment: Any
+    _serving: Any = None
+
+    def __init__(self) -> None:
+        self._tasks: list[Any] = []
+        self._key_numbers = itertools.count()
+
+    async def load(self, config: dict[str, Any]) -> None:
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
         agent = config.setdefault("agent", {}) if not config.get("id") else config.get("agent")
         if isinstance(agent, dict):
             agent.setdefault("runtime", {"type": "subprocess"})  # its default is a service
-        self.environment: Any = load_environment(resolve_env_config(config))
-        self._tasks: list[Any] = []
-        self._key_numbers = itertools.count()
+        self.environment = load_environment(resolve_env_config(config))
+        self._serving = self.environment.serving()
+        await self._serving.__aenter__()
 
-    def list_tasks(self, size: int | None) -> list[dict[str, Any]]:
+    async def close(self) -> None:
+        if self._serving is not None:
+            await self._serving.__aexit__(None, None, None)
+
+    async def tasks(self, size: int | None) -> list[dict[str, Any]]:
+        return await asyncio.to_thread(self._list_tasks, size)
+
+    def _list_tasks(self, size: int | None) -> list[dict[str, Any]]:
         taskset = self.environment.taskset
         tasks: Iterable[Any] = taskset if taskset.bounded and size is None else taskset.take(size or MAX_TASKS)
         self._tasks = list(tasks)
@@ -68,57 +78,3 @@ def read_episode(episode: Any) -> dict[str, Any]:
             if reward is not None:
                 metrics[f"reward/{name}"] = float(getattr(reward, "value", reward))
     return {"reward": sum(trace.reward for trace in traces) / len(traces), "metrics": metrics}
-
-
-async def serve(replies: Any) -> None:
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=1 << 24)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    running: dict[int, asyncio.Task[None]] = {}
-    runner: VerifiersRunner | None = None
-    serving: Any = None
-
-    async def answer(request: dict[str, Any]) -> None:
-        nonlocal runner, serving
-        try:
-            if request["call"] == "load":
-                runner = VerifiersRunner(request["config"])
-                serving = runner.environment.serving()
-                await serving.__aenter__()
-                value: Any = None
-            elif request["call"] == "tasks":
-                assert runner is not None
-                value = await asyncio.to_thread(runner.list_tasks, request["size"])
-            else:
-                assert runner is not None
-                value = await runner.run(request["index"], request["base_url"], request["api_key"], request["model"])
-            reply = {"id": request["id"], "value": value}
-        except asyncio.CancelledError:
-            return
-        except BaseException as error:  # whatever the environment raises is the answer
-            reply = {"id": request["id"], "error": f"{type(error).__name__}: {error}"}
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
-
-    def forget(number: int, task: asyncio.Task[None]) -> None:
-        running.pop(number, None)
-
-    while line := await reader.readline():
-        request = json.loads(line)
-        if request["call"] == "cancel":
-            if (cancelled := running.pop(request["of"], None)) is not None:
-                cancelled.cancel()
-            continue
-        running[request["id"]] = task = asyncio.create_task(answer(request))
-        task.add_done_callback(partial(forget, request["id"]))
-    for task in running.values():
-        task.cancel()
-    await asyncio.gather(*running.values(), return_exceptions=True)
-    if serving is not None:
-        await serving.__aexit__(None, None, None)
-
-
-if __name__ == "__main__":
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
-    asyncio.run(serve(answers))

@@ -15,6 +15,7 @@ class Endpoint:
     base_url: str  # with /v1
     api_key: str = field(repr=False)  # valid until the episode ends
     model: str = MODEL
+    sample: int = 0  # of the episode in its group
 
     @property
     def environ(self) -> Mapping[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from strop.endings import Ending, failing_as
 from strop.extensions.agents.episode_budget import EpisodeBudget
@@ -127,9 +129,10 @@ class AgentSession:
     def read(self, body: Any, *, is_chat: bool) -> tuple[CompletionRequest, EncodedRequest | None]:
         """Read a request, in any thread. Raises BadRequest."""
         encoded: list[EncodedRequest] = []
+        template = choose_template(self.template, body.get("chat_template_kwargs") if isinstance(body, Mapping) else None)
 
         def encode(messages: tuple[Message, ...], tools: Sequence[Any]) -> list[int]:
-            encoded.append(self._history.encode(messages, tools))
+            encoded.append(self._history.encode(messages, tools, template))
             return encoded[-1].tokens
 
         try:
@@ -207,13 +210,13 @@ class AgentSession:
             return BadRequest(str(error), code="context_length_exceeded")
         return BadRequest(str(error))
 
-    def _offer_tools(self, tools: Sequence[Mapping[str, Any]]) -> ToolTurns:
-        return ToolTurns.make(ToolOffer(tuple(tools), "turn"), self.template, self.options.tool_call_format)
+    def _offer_tools(self, tools: Sequence[Mapping[str, Any]], template: ChatTemplate | None = None) -> ToolTurns:
+        return ToolTurns.make(ToolOffer(tuple(tools), "turn"), template or self.template, self.options.tool_call_format)
 
-    def _encode_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> EncodedPrompt:
+    def _encode_prompt(self, template: ChatTemplate, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> EncodedPrompt:
         if not tools:
-            return self.template.encode_with_images(messages)
-        calling = self._offer_tools(tools)
+            return template.encode_with_images(messages)
+        calling = self._offer_tools(tools, template)
         return calling.encode_with_images(calling.describe(messages))
 
     def _count(self, asked: CompletionRequest, encoded: EncodedRequest | None) -> None:
@@ -347,6 +350,25 @@ class AgentSession:
         counts = {**self._counts, "branches": len(found.branches)}
         found.metrics.update({f"gateway/{name}": float(value) for name, value in counts.items()})
         return SessionOutcome(rollout=replace(found, ending=self.ending), prompt_error=self.prompt_error, failure=self.failure)
+
+
+_variants: WeakKeyDictionary[ChatTemplate, dict[str, ChatTemplate]] = WeakKeyDictionary()
+
+
+def choose_template(template: ChatTemplate, options: Any) -> ChatTemplate:
+    """Return the template with the options that a request sets (``chat_template_kwargs``), as vLLM takes them. Raises BadRequest."""
+    if not options:
+        return template
+    if not isinstance(options, Mapping):
+        raise BadRequest("chat_template_kwargs must be an object", "chat_template_kwargs")
+    merged = {**template.options, **options}
+    if merged == template.options:
+        return template
+    known = _variants.setdefault(template, {})
+    key = json.dumps(merged, sort_keys=True, default=str)
+    if key not in known:
+        known[key] = ChatTemplate(template.tokenizer, options=merged, reads_images=template.reads_images, vision=template.vision)
+    return known[key]
 
 
 def prompt_key(prompt: Sequence[int], images: Sequence[PromptImage] = ()) -> bytes:

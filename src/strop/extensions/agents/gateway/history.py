@@ -59,7 +59,7 @@ class EncodedRequest:
 class History:
     """The answered requests of an episode."""
 
-    def __init__(self, template: ChatTemplate, encode_prompt: Callable[[Messages, Tools], EncodedPrompt]) -> None:
+    def __init__(self, template: ChatTemplate, encode_prompt: Callable[[ChatTemplate, Messages, Tools], EncodedPrompt]) -> None:
         """``encode_prompt`` encodes messages and tools from scratch."""
         self._template, self._encode_prompt = template, encode_prompt
         self._exact: dict[bytes, Exchange] = {}  # by a digest of tools and messages, including the reply
@@ -80,9 +80,10 @@ class History:
         """Store an answered completion. ``text``: prompt and reply."""
         self._texts[text] = exchange.tokens
 
-    def encode(self, messages: tuple[Message, ...], tools: Tools = ()) -> EncodedRequest:
-        """Encode a chat request."""
-        digest = Digest(tools)
+    def encode(self, messages: tuple[Message, ...], tools: Tools = (), template: ChatTemplate | None = None) -> EncodedRequest:
+        """Encode a chat request. One with another ``template`` continues none of this one."""
+        template = template or self._template
+        digest = Digest(tools if template is self._template else [*tools, template.options])
         digests = [digest.add(message) for message in messages]
         for known in range(len(messages) - 1, 0, -1):
             if messages[known - 1].role != "assistant":
@@ -92,29 +93,29 @@ class History:
             normalized = found is None
             found = found or self._loose.get(loose)
             if found is not None:
-                before, observation = found.tokens, self._encode_after(found, messages[known:])
+                before, observation = found.tokens, self._encode_after(template, found, messages[known:])
                 images = (*found.context_images, *(image.moved(len(before)) for image in observation.images))
                 rewritten = self._is_rewritten(messages, known)
                 return EncodedRequest([*before, *observation.tokens], images, found, known, normalized, rewritten, digest)
-        encoded = self._encode_anew(messages, tools)
+        encoded = self._encode_anew(template, messages, tools)
         return EncodedRequest(encoded.tokens, encoded.images, rewritten=self._is_rewritten(messages, 0), digest=digest)
 
-    def _encode_after(self, found: Exchange, messages: Messages) -> EncodedPrompt:
+    def _encode_after(self, template: ChatTemplate, found: Exchange, messages: Messages) -> EncodedPrompt:
         """Encode the messages after a reply."""
-        if not self._template.renders_tool_messages:
+        if not template.renders_tool_messages:
             messages = [
                 replace(each, role="user", name="", tool_call_id="") if each.role == "tool" else each for each in messages
             ]
         calls = found.reply.tool_calls if found.reply is not None and messages[0].role == "tool" else ()
-        return self._template.encode_observation_with_images(messages, found.turn.tokens.tolist(), calls=calls)
+        return template.encode_observation_with_images(messages, found.turn.tokens.tolist(), calls=calls)
 
-    def _encode_anew(self, messages: Messages, tools: Tools) -> EncodedPrompt:
+    def _encode_anew(self, template: ChatTemplate, messages: Messages, tools: Tools) -> EncodedPrompt:
         try:
-            return self._encode_prompt(messages, tools)
+            return self._encode_prompt(template, messages, tools)
         except ConversationError:  # the template writes no reasoning, so the policy never reads its earlier thoughts
             if not any(message.reasoning for message in messages):
                 raise
-            return self._encode_prompt([replace(message, reasoning="") for message in messages], tools)
+            return self._encode_prompt(template, [replace(message, reasoning="") for message in messages], tools)
 
     def encode_text(self, text: str) -> list[int]:
         """Encode the prompt of a completion."""

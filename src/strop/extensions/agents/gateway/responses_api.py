@@ -14,7 +14,19 @@ from strop.safety.site_guard import BadRequest
 from strop.tools.base import ParsedReply
 
 Conversations = dict[str, list[dict[str, Any]]]  # response id -> the messages up to its reply
-SAME_NAME = ("model", "temperature", "top_p", "tool_choice", "parallel_tool_calls", "stream", "seed", "min_p", "top_k", "stop")
+SAME_NAME = (
+    "model",
+    "temperature",
+    "top_p",
+    "tool_choice",
+    "parallel_tool_calls",
+    "stream",
+    "seed",
+    "min_p",
+    "top_k",
+    "stop",
+    "chat_template_kwargs",
+)
 
 
 def make_chat_body(body: Any, conversations: Conversations) -> dict[str, Any]:

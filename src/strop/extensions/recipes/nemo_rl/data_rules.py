@@ -10,7 +10,6 @@ from strop.base_config import fields_of
 from strop.config.source.yaml_source import get_at
 from strop.data.data_config import DataEntryConfig
 from strop.data.sources.dataset_class import is_dataset_class
-from strop.extensions.recipes.nemo_rl.environment_rules import has_nemo_gym_servers
 from strop.extensions.recipes.nemo_rl.generation_rules import IMAGE_DATASETS, SOUND_DATASETS, note_image_options
 from strop.extensions.recipes.rules import Effect, Recipe, Rule, Unused, is_switched_off
 
@@ -108,7 +107,7 @@ def _translate_dataset(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> No
     name, path = entry.get("dataset_name"), entry.get("data_path")
     if str(name) in IMAGE_DATASETS:
         note_image_options(recipe, key, str(name))
-    if str(name) in SOUND_DATASETS or (name == "NemoGymDataset" and not has_nemo_gym_servers(recipe)):
+    if str(name) in SOUND_DATASETS:
         for option in ("data_path", "download_dir", "allowed_problem_types", "max_samples", "repeat"):
             if not recipe.is_own_key(f"{key}.{option}"):
                 recipe.unused_if_set(f"{key}.{option}", f"it is an option of {name}")
@@ -169,7 +168,9 @@ def _name_path(recipe: Recipe, key: str, name: str, kind: DatasetFormat, entry: 
     path, place = entry.get(kind.path_key), _place(recipe, key, kind.path_key)
     if path is None:
         fix = f"Set {key}.{kind.path_key} to a file or to OWNER/NAME of the hub."
-        return recipe.refuse(_place(recipe, key, "dataset_name"), f"found {name}, but no {kind.path_key} to read", fix)
+        at = place if recipe.is_written(place) else _place(recipe, key, "dataset_name")
+        recipe.refuse(at, f"found {'null' if at == place else name}, but no {kind.path_key} to read", fix)
+        return recipe.drop(f"{key}.{kind.path_key}")
     recipe.set(f"{key}.dataset_name", path, because=place)
     recipe.note(place, Effect.RENAMED, f"{key}.dataset_name={path} here, with the columns of {name}")
     for option, (own, usual) in kind.keys.items():

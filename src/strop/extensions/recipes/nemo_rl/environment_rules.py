@@ -7,6 +7,7 @@ from typing import Any
 
 from strop.config.source.yaml_source import get_at
 from strop.extensions.recipes.nemo_rl.generation_rules import UNSUPPORTED_MEDIA, sample_with_vllm
+from strop.extensions.recipes.nemo_rl.nemo_gym_rules import NEMO_GYM_RULES
 from strop.extensions.recipes.rules import Effect, Recipe, Rule, Unsupported, is_switched_off
 
 MATH_VERIFIERS = {"hf_math_verify": "math_verify", "dapo_math_verify": "dapo"}
@@ -29,31 +30,6 @@ INTERPRETER_KEYS = {"num_workers", "terminate_on_evaluation"}  # of NeMo-RL's en
 
 
 _drop = Recipe.unused_if_set  # (recipe, key, why)
-
-
-NEMO_GYM_ADDRESSES = ("env.nemo_gym.head_url", "env.nemo_gym.servers")
-NEMO_GYM_OPTIONS = ("type", "head_url", "servers", "components", "timeout_s", "agent_timeout_s", "reward_weights")  # Strop's
-STARTED_APART = "NeMo-Gym's servers are started apart from the run, with their own configuration"
-GATEWAY = "the gateway answers agents, and parses tool calls by the model's chat format"
-
-
-def has_nemo_gym_servers(recipe: Recipe) -> bool:
-    """Return whether a recipe says where NeMo-Gym's servers are."""
-    return any(recipe.is_set(key) for key in NEMO_GYM_ADDRESSES)
-
-
-def translate_nemo_gym(recipe: Recipe) -> None:
-    """Translate a recipe of NeMo-Gym's that says where its servers are: its data and its rewards stay, its set-up is not needed."""
-    for key in list(recipe.find("env.should_*nemo_gym*")):
-        recipe.unused(key, "the environment of the data is nemo_gym")
-    for key in list(recipe.find("env.should_mask_flagged_samples")):
-        recipe.unused(key, "a sample that a server could not measure is an error of its rollout, which is not trained on")
-    for name in list(recipe.value("env.nemo_gym") or {}):
-        if name not in NEMO_GYM_OPTIONS:
-            recipe.unused(f"env.nemo_gym.{name}", STARTED_APART)
-    for name in ("expose_http_server", "http_server_serving_chat_kwargs", "reasoning_parser_plugin", "tool_parser_plugin"):
-        for key in list(recipe.find(f"*generation.vllm_cfg.{name}")):
-            recipe.unused(key, GATEWAY)
 
 
 def translate_environments(recipe: Recipe) -> None:
@@ -246,27 +222,6 @@ def _refuse_value(recipe: Recipe, key: str, value: Any, known: tuple[str, ...]) 
 ENVIRONMENT_RULES: tuple[Rule, ...] = (translate_environments,)
 
 
-NEMO_GYM = Unsupported(
-    (
-        "env.should_use_nemo_gym",
-        "data.*dataset_name=NemoGymDataset",
-        "data.*env_name=nemo_gym",
-        "*generation.vllm_cfg.expose_http_server",
-        "env.nemo_gym.config_paths",
-    ),
-    "NeMo-Gym's servers run separately from the run, and no key says where they are",
-    "Start them (gym env start) and set env.nemo_gym.head_url to the address of their head server, or env.nemo_gym.servers to those of the "
-    "resource servers (docs/adapters.md).",
-    details=(
-        "*generation.vllm_cfg.http_server_serving_chat_kwargs",
-        "*generation.vllm_cfg.reasoning_parser_plugin",
-        "env.should_*",
-        "sif_dir",
-    ),
-    hides=("env.*", "data.*", "grpo.*invalid_tool_call*", "grpo.*malformed_thinking*", "reward_penalties"),
-)
-
-
 def engine(backend: str, name: str, *options: str) -> Unsupported:
     """Return what becomes of an inference engine that Strop does not have."""
     return Unsupported(
@@ -319,13 +274,6 @@ BAD_WORDS = Unsupported(
 )
 
 
-def translate_or_refuse_nemo_gym(recipe: Recipe) -> None:
-    if has_nemo_gym_servers(recipe):
-        translate_nemo_gym(recipe)
-    else:
-        NEMO_GYM(recipe)
-
-
 def explain_learner(recipe: Recipe) -> None:
     """Say nothing of the torch learner that a recipe switches off, once it is refused for the learner that it asks for."""
     if any(difference.effect is Effect.REFUSED and ".megatron_cfg." in difference.key for difference in recipe.differences):
@@ -343,7 +291,7 @@ def refuse_template(recipe: Recipe) -> None:
 
 UNSUPPORTED_RULES: tuple[Rule, ...] = (
     refuse_template,
-    translate_or_refuse_nemo_gym,
+    *NEMO_GYM_RULES,
     *UNSUPPORTED_MEDIA,
     *ENGINES,
     sample_with_vllm,
