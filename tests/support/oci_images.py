@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-PROGRAMS = "sh cat ls sleep id env touch mkdir rm chmod date dd head tar stat true ln mkfifo kill tr seq"
+PROGRAMS = "sh cat ls sleep id env touch mkdir rm chmod date dd head tar base64 stat true ln mkfifo kill tr seq"
 CONFIG = {"Env": ["PATH=/bin", "COLOUR=blue"], "WorkingDir": "/work"}
 Entry = tarfile.TarInfo | tuple[tarfile.TarInfo, bytes]
 
