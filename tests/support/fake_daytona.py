@@ -35,6 +35,7 @@ class FakeDaytona(FakeService):
         return [
             web.post("/api/sandbox", self.create), web.get("/api/sandbox", self.list), web.get("/api/sandbox/{name}", self.get),
             web.delete("/api/sandbox/{name}", self.delete), web.post("/api/sandbox/{name}/snapshot", self.snapshot),
+            web.get("/api/snapshots/{name}", self.find_snapshot), web.delete("/api/snapshots/{name}", self.remove_snapshot),
             web.post(box + "/process/session", self.add_session), web.post(box + "/process/session/{session}/exec", self.exec),
             web.get(box + "/process/session/{session}/command/{command}/logs", self.follow),
             web.delete(box + "/process/session/{session}", self.end_session),
@@ -96,6 +97,16 @@ class FakeDaytona(FakeService):
         name = request.match_info["name"]
         self.images[(await request.json())["name"]] = await self.sandboxes[name].snapshot()
         return web.json_response({**self.describe(name), "state": "snapshotting"})
+
+    async def find_snapshot(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        fixed = {"general": False, "state": "active", "size": 1, "entrypoint": [], "cpu": 1, "gpu": 0, "mem": 1, "disk": 1,
+                 "errorReason": None, "createdAt": "2026-11-29", "updatedAt": "2026-11-29", "lastUsedAt": None}  # fmt: skip
+        return web.json_response({**fixed, "id": f"id-{name}", "name": name}, status=200 if name in self.images else 404)
+
+    async def remove_snapshot(self, request: web.Request) -> web.Response:
+        del self.images[request.match_info["name"].removeprefix("id-")]
+        return web.json_response({})
 
     def find(self, request: web.Request) -> Sandbox:
         assert request.headers["Authorization"] == "Bearer k3y"

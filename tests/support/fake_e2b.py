@@ -33,6 +33,7 @@ class FakeE2B(FakeService):
         return [
             web.post("/v2/sandboxes", self.create), web.get("/v2/sandboxes", self.list),
             web.delete("/sandboxes/{name}", self.delete), web.post("/sandboxes/{name}/snapshots", self.snapshot),
+            web.delete("/templates/{name}", self.remove_template),
             web.post("/process.Process/Start", self.start), web.post("/process.Process/SendInput", self.send_input),
             web.post("/process.Process/CloseStdin", self.close_stdin),
         ]  # fmt: skip
@@ -73,6 +74,9 @@ class FakeE2B(FakeService):
         image = await self.sandboxes[request.match_info["name"]].snapshot()
         self.images[f"snapshot{len(self.images)}:default"] = image
         return web.json_response({"snapshotID": list(self.images)[-1], "names": []}, status=201)
+
+    async def remove_template(self, request: web.Request) -> web.Response:
+        return web.Response(status=204 if self.images.pop(request.match_info["name"], None) else 404)
 
     async def start(self, request: web.Request) -> web.StreamResponse:
         sandbox = self.sandboxes.get(request.headers["E2b-Sandbox-Id"])

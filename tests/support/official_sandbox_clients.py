@@ -28,7 +28,8 @@ async def e2b(url: str) -> list[Any]:
     await running.send_stdin("data")
     await running.close_stdin()
     result = await running.wait()
-    await box.create_snapshot(mode="filesystem")
+    kept = await box.create_snapshot(mode="filesystem")
+    await AsyncSandbox.delete_snapshot(kept.snapshot_id, **account)
     listed = await AsyncSandbox.list(**account).next_items()
     await box.kill()
     return [result.exit_code, result.stdout, result.stderr, len(listed)]
@@ -55,6 +56,7 @@ async def daytona(url: str) -> list[Any]:
         data = await box.fs._api_client.download_file("/tmp/file")
         await box.fs.delete_file("/tmp/file")
         await box.create_snapshot("kept")
+        await client.snapshot.delete(await client.snapshot.get("kept"))
         await anext(aiter(client.list()))
         await client.delete(box)
     return [sorted(said), data]

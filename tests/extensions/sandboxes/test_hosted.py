@@ -183,7 +183,7 @@ def list_requests(exchanges: list[dict[str, Any]]) -> dict[str, list[str]]:
     """Return the keys of the body of each kind of request."""
     found: dict[str, set[str]] = {}
     for exchange in exchanges:
-        path = re.sub(r"/(sandboxes|sandbox|toolbox|session|command)/[^/]+", r"/\1/NAME", exchange["path"])
+        path = re.sub(r"/(sandboxes|sandbox|toolbox|session|command|templates|snapshots)/[^/]+", r"/\1/NAME", exchange["path"])
         found.setdefault(f"{exchange['method']} {path}", set()).update(_keys(exchange["body"] or {}))
     return {name: sorted(keys) for name, keys in sorted(found.items()) if "socket.io" not in name}
 
@@ -203,11 +203,12 @@ def test_each_request_is_one_that_the_services_own_client_sends(make_local: Make
         sandbox: Sandbox = await provider.create(spec)
         assert (await sandbox.exec(SandboxCommand(argv=("cat",), stdin=b"\0data"))).stdout == b"\0data"
         await sandbox.get_tree("/etc/passwd")
-        await sandbox.snapshot()
+        await provider.remove_snapshot(await sandbox.snapshot())
         await provider.remove_left_over()
         await sandbox.destroy()
         own = list_requests(server.exchanges)
         assert set(own) <= set(RECORDED[name])
+        assert set(server.images) == {"box:1"}
         assert {kind: set(keys) - set(RECORDED[name][kind]) for kind, keys in own.items()} == {kind: set() for kind in own}
 
     use(name, make_local(), image, work)

@@ -116,6 +116,11 @@ class DaytonaProvider(HttpProvider):
         }
         return body | limits | {"buildInfo": {"dockerfileContent": f"FROM {spec.image}\n"}}
 
+    async def remove_snapshot(self, image: str) -> None:
+        found = await self.call("GET", f"/snapshots/{quote(image.removeprefix(SNAPSHOT))}", accepted=(404,))
+        if found is not None:
+            await self.call("DELETE", f"/snapshots/{quote(found['id'])}", accepted=(404,))
+
     async def remove_left_over(self) -> int:
         """Remove sandboxes of runs of this machine that have ended. Those of other machines end after ``max_hours``."""
         found: list[Mapping[str, Any]] = []

@@ -120,6 +120,9 @@ class DockerProvider(HttpProvider):
             if (found := json.loads(line)).get("error"):
                 raise self.read_failure(500, str(found["error"]))
 
+    async def remove_snapshot(self, image: str) -> None:
+        await self.call("DELETE", f"/images/{quote(image, safe='')}", accepted=(404, 409))
+
     async def remove_left_over(self) -> int:
         """Remove containers of runs of this machine that have ended."""
         found = await self.call(

@@ -76,6 +76,9 @@ class E2BProvider(HttpProvider):
         self.add(sandbox)
         return sandbox
 
+    async def remove_snapshot(self, image: str) -> None:
+        await self.call("DELETE", f"/templates/{quote(image, safe='')}", accepted=(404,))
+
     async def remove_left_over(self) -> int:
         """Remove sandboxes of runs of this machine that have ended. Those of other machines end after ``max_hours``."""
         found: list[Mapping[str, Any]] = []

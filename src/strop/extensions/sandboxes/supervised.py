@@ -239,6 +239,9 @@ class RemoteProvider:
         self.owner = name_owner()
         self._open: set[SupervisedSandbox] = set()
 
+    async def remove_snapshot(self, image: str) -> None:
+        """Leave it to the service, which removes it after some days."""
+
     def add(self, sandbox: SupervisedSandbox) -> None:
         self._open.add(sandbox)
 
