@@ -46,7 +46,7 @@ class TaskSandbox:
     stack: AsyncExitStack
     sandbox: Sandbox | None = field(default=None, init=False)
     folder: str = field(default="/", init=False)  # where the image's commands run
-    kept: str = field(default="", init=False)  # the newest snapshot
+    kept: list[str] = field(default_factory=list, init=False)  # snapshots: the newest, and the one before until that one is noted
 
     async def open(self, forward: tuple[int, ...] = ()) -> Sandbox:
         """Return the sandbox. ``forward``: ports of this machine that it reaches, if it is made now. Raises SandboxFailure."""
@@ -56,28 +56,24 @@ class TaskSandbox:
         return self.sandbox
 
     async def keep(self) -> bytes:
-        """Keep the files in a snapshot, in place of the one before. Raises SandboxFailure."""
-        older, state = self.kept, {"image": "", "folder": self.folder}
-        if self.sandbox is not None:
-            state["image"] = self.kept = await self.sandbox.snapshot()
-        await self._remove(older)
-        return json.dumps(state).encode()
+        """Keep the files in a snapshot. Raises SandboxFailure."""
+        image = "" if self.sandbox is None else await self.sandbox.snapshot()
+        self.kept += [image] if image else []
+        await self.forget(all_but=2)
+        return json.dumps({"image": image, "folder": self.folder}).encode()
 
     async def go_on(self, state: bytes) -> None:
         """Make the sandbox from a snapshot. Raises SandboxFailure."""
         values = json.loads(state)
         if values["image"]:
             self.sandbox = await self.stack.enter_async_context(get_pool().lend(make_spec(values["image"])))
-            self.folder, self.kept = values["folder"], values["image"]
+            self.folder, self.kept = values["folder"], [values["image"]]
 
-    async def forget(self) -> None:
-        """Remove the snapshot of an episode that has ended."""
-        await self._remove(self.kept)
-
-    async def _remove(self, image: str) -> None:
-        if image:
+    async def forget(self, all_but: int = 0) -> None:
+        """Remove snapshots, the oldest first."""
+        while len(self.kept) > all_but:
             with suppress(SandboxFailure):
-                await get_pool().provider.remove_snapshot(image)
+                await get_pool().provider.remove_snapshot(self.kept.pop(0))
 
 
 @dataclass(frozen=True)
