@@ -43,7 +43,8 @@ def test_a_killed_run_goes_on_in_the_middle_of_its_episodes(
             tiny, folder, before=before, **{
                 "data.train.env_name": "growing", "data.validation": ..., "data.validation.env_name": ..., "data.validation.size": ...,
                 "env.arithmetic.max_operand": ..., "env.arithmetic.wording": ..., "env.growing.image": image,
-                "env.growing.type": f"{sandbox_episodes.__file__}:Growing", "env.growing.snapshot_turns": 1, "sandboxes.options.folder": str(store),
+                "env.growing.type": f"{sandbox_episodes.__file__}:Growing", "env.growing.snapshot_turns": 1,
+                "sandboxes.options.folder": str(store),
                 "sandboxes.memory_mb": 256, "grpo.num_prompts_per_step": 2, "grpo.num_generations_per_prompt": 2, "grpo.max_num_steps": 2,
                 "grpo.val_period": 0, "grpo.max_rollout_turns": 3, "policy.max_total_sequence_length": 128,
                 "checkpointing.save_period": 1, "checkpointing.metric_name": None, "logger.console": "plain",
