@@ -1,4 +1,4 @@
-"""Episodes that were in the middle when a run was killed, so that it goes on there: a folder beside the checkpoints.
+"""Episodes that were in the middle when a run was killed, so that it goes on there: a folder next to the checkpoints.
 
     NUMBER OF THE GROUP-SEED.pt     the rollout so far and the environment's state, or a finished rollout of an unfinished group
 

@@ -173,7 +173,7 @@ class SupervisedSandbox(ABC):
                 await self.attach(["/bin/sh", "-c", _KILL, "sh", file], b"", "", lambda stream, part: None)
 
     def later(self, work: Coroutine[Any, Any, object]) -> None:
-        """Do what nobody waits for, and whose failure changes nothing."""
+        """Start work that is not waited for, and whose failure changes nothing."""
 
         async def run() -> None:
             with suppress(SandboxFailure):
