@@ -75,12 +75,13 @@ PACKAGES_nemo-gym := --ignore-requires-python --no-deps nemo-gym==0.7.0 openai==
     omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 itsdangerous yappi pydot pyparsing scipy==1.17.1 GitPython devtools tomlkit
 PACKAGES_harnesses := langgraph==1.2.24 mini-swe-agent==2.4.6
 PROGRAMS_harnesses := @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0
+PACKAGES_sandboxes := e2b==2.63.0 daytona==0.226.1 modal==1.6.4
 PACKAGES_mlflow := mlflow==3.17.2
 PACKAGES_swanlab := swanlab==0.10.3
 PACKAGES_trackio := trackio==0.43.0
 
-test-adapters: setup-dev $(foreach name,verifiers openenv lm-eval nemo-gym harnesses mlflow swanlab trackio,$(ADAPTERS)/$(name)/.done) ## adapters with packages that want an environment of their own
-	STROP_ADAPTERS=$(abspath $(ADAPTERS)) $(PYTEST) tests/extensions/adapters tests/extensions/agents/test_harnesses.py \
+test-adapters: setup-dev $(foreach name,verifiers openenv lm-eval nemo-gym harnesses sandboxes mlflow swanlab trackio,$(ADAPTERS)/$(name)/.done) ## adapters with packages that want an environment of their own
+	STROP_ADAPTERS=$(abspath $(ADAPTERS)) $(PYTEST) tests/extensions/adapters tests/extensions/agents/test_harnesses.py tests/extensions/sandboxes/test_hosted.py \
 	    tests/unit/monitoring/test_tracker_readers.py tests/unit/monitoring/test_trackers_that_fail.py $(ARGS)
 
 PACKAGES_release := build==1.6.1 twine==7.0.0

@@ -99,6 +99,9 @@ class FakeDocker:
                 image = await self.sandboxes[query["container"]].snapshot()
                 self.images[f"sha256:{image}"] = image
                 return {"Id": f"sha256:{image}"}
+            case "DELETE", ["images", name]:
+                del self.images[unquote(name)]
+                return []
             case "GET", ["exec", name, "json"]:
                 return {"ExitCode": self.execs[name].get("code")}
             case _, ["containers", name, *rest] if name in self.containers:

@@ -12,39 +12,32 @@ from aiohttp import web
 from strop.extensions.sandboxes.base import Resources, Sandbox, SandboxCommand, SandboxFailure, SandboxSpec
 from strop.extensions.sandboxes.local.local_provider import LocalProvider
 from support.fake_docker import exit_code
+from support.fake_service import FakeService
 
 PODS = "/api/v1/namespaces/tests/pods"
 
 
-class FakeKubernetes:
-    """Serves loopback. ``images``: references of local images by the name that the cluster has for them."""
+class FakeKubernetes(FakeService):
+    """``images``: references of local images by the name that the cluster has for them."""
 
     def __init__(self, provider: LocalProvider, images: dict[str, str]) -> None:
+        super().__init__()
         self.provider, self.images = provider, images
         self.pods: dict[str, dict[str, Any]] = {}
         self.sandboxes: dict[str, Sandbox] = {}
         self.policies: list[dict[str, Any]] = []
-        self.refuses: list[tuple[int, dict[str, Any]]] = []  # answers of the next requests that make a pod
         self.states: list[dict[str, Any]] = []  # of the next pods, instead of starting
         self.tokens: set[str] = set()
 
-    async def __aenter__(self) -> FakeKubernetes:
-        app = web.Application(client_max_size=1 << 26)
-        app.add_routes([
+    def routes(self) -> list[web.RouteDef]:
+        return [
             web.post("/apis/networking.k8s.io/v1/namespaces/tests/networkpolicies", self.add_policy),
             web.post(PODS, self.create), web.get(PODS, self.list), web.get(PODS + "/{name}", self.get),
             web.delete(PODS + "/{name}", self.delete), web.get(PODS + "/{name}/exec", self.exec),
-        ])  # fmt: skip
-        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
-        return self
+        ]  # fmt: skip
 
-    async def __aexit__(self, *_: object) -> None:
+    async def close(self) -> None:
         await self.provider.close()
-        await self.runner.cleanup()
 
     async def add_policy(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -54,9 +47,6 @@ class FakeKubernetes:
 
     async def create(self, request: web.Request) -> web.Response:
         self.tokens.add(request.headers.get("Authorization", ""))
-        if self.refuses:
-            status, values = self.refuses.pop(0)
-            return web.json_response(values, status=status)
         pod = await request.json()
         name, container = pod["metadata"]["name"], pod["spec"]["containers"][0]
         self.pods[name] = pod

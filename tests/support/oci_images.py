@@ -9,12 +9,13 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-PROGRAMS = "sh cat ls sleep id env touch mkdir rm chmod date dd head tar stat true ln mkfifo kill tr seq"
+PROGRAMS = "sh cat ls sleep id env touch mkdir rm chmod date dd head tar base64 stat true ln mkfifo kill tr seq"
 CONFIG = {"Env": ["PATH=/bin", "COLOUR=blue"], "WorkingDir": "/work"}
 Entry = tarfile.TarInfo | tuple[tarfile.TarInfo, bytes]
 
@@ -46,16 +47,35 @@ def make_layer(entries: Iterable[Entry]) -> bytes:
     return buffer.getvalue()
 
 
+def find_libraries(*paths: Path) -> dict[str, Path]:
+    """Return the shared libraries of files, by their paths in an image."""
+    listed = subprocess.run(["ldd", *map(str, paths)], capture_output=True, text=True, check=False).stdout
+    return {
+        library.lstrip("/"): Path(library).resolve()
+        for library in re.findall(r"(/\S+[^:\s])", listed)
+        if f"{library}:" not in listed
+    }
+
+
+def python_layer() -> bytes:
+    """This interpreter in /python, without packages and with its libraries."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    binary, library = Path(sys.base_prefix, "bin", version), Path(sys.base_prefix, "lib", version)
+    left_out = {"test", "site-packages", "__pycache__", "idlelib", "ensurepip"}
+    found = {path: path.relative_to(library) for path in library.rglob("*") if path.is_file()}
+    files = {f"python/lib/{version}/{name}": path for path, name in found.items() if not left_out & set(name.parts)}
+    files |= {"python/bin/python3": binary.resolve(), **find_libraries(binary, *library.glob("lib-dynload/*.so"))}
+    names = sorted({str(parent) for name in files for parent in Path(name).parents} - {"."})
+    return make_layer([*map(folder, names), *(entry(name, path.read_bytes(), mode=0o755) for name, path in files.items())])
+
+
 @cache
 def programs_layer() -> bytes:
     """A shell, a few programs and their libraries, with users as Debian has them."""
     files: dict[str, Path] = {}
     for name in PROGRAMS.split():
         path = Path(shutil.which(name, path="/usr/bin:/bin") or "").resolve()
-        files[f"bin/{name}"] = path
-        listed = subprocess.run(["ldd", str(path)], capture_output=True, text=True, check=False).stdout
-        for library in re.findall(r"(/\S+)", listed):
-            files[library.lstrip("/")] = Path(library).resolve()
+        files |= {f"bin/{name}": path, **find_libraries(path)}
     tables = {
         "etc/passwd": b"root:x:0:0:root:/root:/bin/sh\nann:x:1000:1000::/home/ann:/bin/sh\n",
         "etc/group": b"root:x:0:\nann:x:1000:\nteam:x:2000:ann\n",

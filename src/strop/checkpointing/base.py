@@ -124,11 +124,17 @@ def write_run_state(path: Path, state: RunState, randomness: Mapping[str, Any]) 
 
 def read_run_state(path: Path) -> tuple[RunState, Mapping[str, Any]]:
     """Read the state and the random states. Raises UntrustedClass, and what the file format raises for a broken file."""
+    saved = load_own_classes(path)
+    return saved["state"], saved["random"]
+
+
+def load_own_classes(path: Path) -> dict[str, Any]:
+    """Read a file of ``torch.save`` that consists of this run's own classes. Raises as ``read_run_state``."""
     with zipfile.ZipFile(path) as file:
         if any(name.endswith("/constants.pkl") for name in file.namelist()):
             raise UntrustedClass(f"{path} is a TorchScript program, not a run's state")
-    saved = torch.load(path, weights_only=False, map_location="cpu", pickle_module=_STATE_PICKLE)
-    return saved["state"], saved["random"]
+    saved: dict[str, Any] = torch.load(path, weights_only=False, map_location="cpu", pickle_module=_STATE_PICKLE)
+    return saved
 
 
 class _StateUnpickler(pickle.Unpickler):

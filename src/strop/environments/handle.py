@@ -52,6 +52,7 @@ class Traits:
     needed_resources: tuple[str, ...] = ()  # of this process (strop.environments.resources)
     prompts_are_of_rows: bool = False  # the messages of a PromptedTask are its exact prompt, so that it can be tokenized ahead
     past_selves: PastSelvesRule | None = None  # the earlier selves of the policy that it plays against
+    episode_state: Any = None  # what keeps the state of its sessions, for an ``EpisodeKeeper``
     episode_limits: Any = None  # what the episode_runner enforces, as the environment defines it
 
     @property
@@ -195,5 +196,6 @@ def read_traits(environment: Environment[Any]) -> Traits:
         needed_resources=tuple(dict.fromkeys(name for each in needing for name in getattr(each, "needed_resources", ()))),
         prompts_are_of_rows=kind.prompt is DatasetEnvironment.prompt and not (has_tools or is_agent),
         past_selves=getattr(environment, "past_selves", None),
+        episode_state=None if is_agent else getattr(environment, "episode_state", None),
         episode_limits=getattr(environment, "episode_limits", None),
     )

@@ -167,7 +167,9 @@ class EnvironmentServer:
 
     async def traits(self) -> Traits:
         """Return the environment's traits, without those that are valid only in its own process."""
-        return replace(self.environment.traits, needed_resources=(), prompts_are_of_rows=False, past_selves=None)
+        return replace(
+            self.environment.traits, needed_resources=(), prompts_are_of_rows=False, past_selves=None, episode_state=None
+        )
 
     async def task_count(self, part: int) -> int:
         """Return the number of tasks. Raises DataError or EnvironmentConfigError."""

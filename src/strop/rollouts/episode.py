@@ -67,6 +67,26 @@ class EpisodeRunner(Protocol):
         ...
 
 
+class EpisodeKeeper(Protocol):
+    """Keeps the episodes of a group while they run, so that those of a killed run go on. Set on ``SampledSource.keep`` by a listener."""
+
+    def find_ended(self, rollout: Rollout) -> Rollout | None:
+        """Return a rollout that had ended while others of its group had not."""
+        ...
+
+    async def restore(self, environment: EnvironmentHandle[Any], rollout: Rollout) -> Rollout | None:
+        """Return a rollout as it was kept, once its environment has its state again; None: it begins."""
+        ...
+
+    async def keep(self, environment: EnvironmentHandle[Any], rollout: Rollout) -> None:
+        """Keep a rollout after a turn if its environment keeps its state, and one that has ended."""
+        ...
+
+    def forget(self) -> None:
+        """Remove what was kept: the group has ended."""
+        ...
+
+
 class PromptTooLong(ValueError):
     """The prompt of a task is too long. Its group is dropped and counted."""
 
@@ -89,6 +109,7 @@ async def run_group(
     past: PastSelves | None = None,
     gates: Sequence[EpisodeGate] = (),
     is_lost: Callable[[Sequence[Rollout]], bool] | None = None,
+    kept: EpisodeKeeper | None = None,
 ) -> Group:
     """Run all rollouts of one task concurrently. An error of the environment or the engine is recorded on its rollout (law 7).
 
@@ -114,6 +135,7 @@ async def run_group(
             sampling=replace(sampling, temperature=0.0) if sample == samples else sampling,
             rules=replace(rules, scaling=None) if compares else rules,
             version=version,
+            kept=kept,
         )
 
     earlier = None if past is None else past.draw(mix_seed(seed, index))
@@ -128,6 +150,8 @@ async def run_group(
         rollouts = [rollout or _abort(task, sample, version) for sample, rollout in enumerate(gathered)]
         if compares:
             rollouts = await run_in_one_process(_score_group, environment, task, rollouts, rules)
+    if kept is not None:
+        kept.forget()
     if rules.penalties is not None:
         least = 0.0 if rules.scaling is None else rules.scaling(0.0)
         rollouts = [_penalize(rollout, rules.penalties, template, least) for rollout in rollouts]
@@ -206,6 +230,7 @@ async def run_episode(
     sampling: Sampling,
     rules: EpisodeRules,
     version: int = 0,
+    kept: EpisodeKeeper | None = None,
 ) -> Rollout:
     """Run one rollout and score it. Errors of the environment or the engine are recorded on the rollout, not raised.
 
@@ -213,10 +238,15 @@ async def run_episode(
     """
     empty = torch.zeros(0, dtype=torch.int64)
     rollout = Rollout(task=task, sample=sample, seed=seed, messages=(), prompt=empty, version=version)
+    if kept is not None and (ended := kept.find_ended(rollout)) is not None:
+        return ended
     try:
-        return await contain_cancellation(_run_episode(environment, rollout, generator, template, sampling, rules))
+        rollout = await contain_cancellation(_run_episode(environment, rollout, generator, template, sampling, rules, kept))
     except NotAnException as error:
-        return fail(rollout, error, rules)
+        rollout = fail(rollout, error, rules)
+    if kept is not None:
+        await kept.keep(environment, rollout)
+    return rollout
 
 
 def fail(rollout: Rollout, error: Exception, rules: EpisodeRules) -> Rollout:
@@ -242,6 +272,7 @@ async def _run_episode(
     template: ChatTemplate,
     sampling: Sampling,
     rules: EpisodeRules,
+    kept: EpisodeKeeper | None,
 ) -> Rollout:
     task, sample = rollout.task, rollout.sample
     scored: RewardResult | None = None
@@ -257,11 +288,7 @@ async def _run_episode(
                         if error is not None:
                             raise error
                     else:
-                        offer = await environment.offer_tools()
-                        tools = None if offer is None else ToolTurns.make(offer, template, rules.tool_call_format)
-                        rollout.metrics.update(dict.fromkeys(() if tools is None else METRICS, 0.0))
-                        messages = _check_text(await environment.prompt(task), environment)
-                        rollout = _start_rollout(rollout, messages, template, rules, tools)
+                        rollout, tools = await _begin(environment, rollout, template, rules, kept)
                     while rollout.ending is None:
                         wanted = await _stop_where_asked(rollout, environment, sampling)
                         rollout, reply = await _policy_turn(rollout, generator, template, wanted, rules, tools)
@@ -269,6 +296,8 @@ async def _run_episode(
                             rollout = await _tool_turn(rollout, environment, tools, reply, rules)
                         else:
                             rollout = await _environment_turn(rollout, environment, template, rules)
+                        if kept is not None and rollout.ending is None:
+                            await kept.keep(environment, rollout)
                 except EngineDied:
                     raise
                 except Exception as error:
@@ -315,6 +344,23 @@ def _wait_for_environment(environment: EnvironmentHandle[Any], rollout: Rollout,
         kind="environment",
         detail=f"task {rollout.task.id}",
     )
+
+
+async def _begin(
+    environment: EnvironmentHandle[Any],
+    rollout: Rollout,
+    template: ChatTemplate,
+    rules: EpisodeRules,
+    kept: EpisodeKeeper | None,
+) -> tuple[Rollout, ToolTurns | None]:
+    """Return the rollout with its prompt, or as it was kept, and the tools of its turns."""
+    offer = await environment.offer_tools()
+    tools = None if offer is None else ToolTurns.make(offer, template, rules.tool_call_format)
+    if kept is not None and (begun := await kept.restore(environment, rollout)) is not None:
+        return begun, tools
+    rollout.metrics.update(dict.fromkeys(() if tools is None else METRICS, 0.0))
+    messages = _check_text(await environment.prompt(rollout.task), environment)
+    return _start_rollout(rollout, messages, template, rules, tools), tools
 
 
 def _start_rollout(

@@ -27,7 +27,7 @@ from strop.learner.client import LearnerClient
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.trackers.base import Tracker
 from strop.problems import raise_problems
-from strop.rollouts.episode import EpisodeRules, make_failed_group, run_group
+from strop.rollouts.episode import EpisodeKeeper, EpisodeRules, make_failed_group, run_group
 from strop.rollouts.in_flight import EpisodeGate, is_beyond_training
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.prepared_ahead import PromptsAhead
@@ -65,6 +65,7 @@ class SampledSource(RunSource):
     options: TrainOptions = field(init=False)  # of the loop, once it is prepared
     selves: TorchPastSelves | None = None  # earlier selves of the policy, opponents in environments
     gates: list[EpisodeGate] = field(default_factory=list)  # that episodes pass, in this order
+    keep: Callable[[int], EpisodeKeeper] | None = None  # makes what keeps the episodes of a group; set by a listener
 
     @classmethod
     def read(cls, config: RolloutRunConfig, algorithm: Algorithm, tracker: Tracker, cluster: Cluster | None) -> Self:
@@ -134,7 +135,8 @@ class SampledSource(RunSource):
                 if each is not None:
                     stack.push_async_callback(each.close)
             baseline = self.algorithm.greedy_baseline
-            episodes = Episodes(config, self.train, synced.generator, template, self.sampling, baseline, selves, self.gates)
+            hooks = self.gates, self.keep
+            episodes = Episodes(config, self.train, synced.generator, template, self.sampling, baseline, selves, *hooks)
             stream = make_rollout_stream(episodes, options, state, ahead)
             stack.push_async_callback(stream.close)
             yield GroupSupply(
@@ -170,6 +172,7 @@ class Episodes:
     greedy_baseline: bool = False
     past: PastSelves | None = None
     gates: Sequence[EpisodeGate] = ()
+    keep: Callable[[int], EpisodeKeeper] | None = None
 
     @cached_property
     def rules(self) -> EpisodeRules:
@@ -197,6 +200,7 @@ class Episodes:
                 past=self.past,
                 gates=self.gates,
                 is_lost=self._make_lost_check(),
+                kept=None if self.keep is None else self.keep(index),
             )
         self.source.observe(group)
         return group

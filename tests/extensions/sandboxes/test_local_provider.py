@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from extensions.code.sandbox.hostile_programs import FILES, KERNEL, NETWORK
 from strop.extensions.sandboxes.base import (
     FailureCause,
     NetworkPolicy,
@@ -29,7 +31,7 @@ from strop.extensions.sandboxes.local.bubblewrap import find_parents
 from strop.extensions.sandboxes.local.egress_proxy import EgressProxy
 from strop.extensions.sandboxes.local.local_provider import LocalProvider
 from support.each import each
-from support.oci_images import entry, folder, link, make_layer, programs_layer, write_layout
+from support.oci_images import entry, folder, link, make_layer, programs_layer, python_layer, write_layout
 
 MakeLocal = Callable[[], LocalProvider]
 
@@ -86,6 +88,35 @@ def test_root_of_an_image_is_not_root(make_local: MakeLocal, image: str, attack:
         assert (await sandbox.health()).answers
 
     use(make_local(), SandboxSpec(image=image), work)
+
+
+# What the sandbox of programs refuses, and an image may do: the files, users, processes and loopback that it sees are its own.
+OWN = {
+    "changes its personality", "sends a datagram", "listens", "reads the users of the machine", "writes into the root folder",
+    "writes beside the interpreter", "lists its parent's files", "writes its own memory", "becomes root",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_what_escapes_from_no_sandbox_of_programs_does_not_escape_from_an_image_as_its_root(
+    make_local: MakeLocal, tmp_path: Path
+):
+    image = write_layout(tmp_path, [programs_layer(), python_layer()])
+    programs = [each for each in (*KERNEL, *NETWORK, *FILES) if each.language == "python"]
+    names = {"PORT": "22", "SECRET": repr(str(tmp_path / "index.json"))}
+
+    async def work(sandbox: Sandbox) -> set[str]:
+        escaped = set()
+        for program in programs:
+            source = re.sub("PORT|SECRET", lambda match: names[match[0]], program.source)
+            result = await sandbox.exec(SandboxCommand(argv=("/python/bin/python3", "-c", source), cwd="/tmp"))
+            assert b"ESCAPED" in result.stdout or program.says.encode() in result.stdout, (program.name, result)
+            escaped |= {program.name} if b"ESCAPED" in result.stdout else set()
+        assert (await sandbox.health()).answers
+        return escaped
+
+    assert use(make_local(), SandboxSpec(image=image), work) == OWN and len(programs) + len(ATTACKS) - len(OWN) >= 60
 
 
 @pytest.mark.parametrize("what", ["dev", "proc"])

@@ -212,6 +212,10 @@ class SandboxProvider(Protocol):
         """Make a sandbox. Raises SandboxFailure, and UnsupportedSpec for what ``capabilities`` lacks."""
         ...
 
+    async def remove_snapshot(self, image: str) -> None:
+        """Remove what ``snapshot`` returned. Sandboxes of it go on. Raises SandboxFailure."""
+        ...
+
     async def remove_left_over(self) -> int:
         """Remove what runs have left that ended without closing the provider. Return how many sandboxes."""
         ...

@@ -326,6 +326,7 @@ async def _a_snapshot_is_an_image_of_which_forks_differ(bench: Bench) -> None:
     async with bench.sandbox(image=image) as left, bench.sandbox(image=image) as right:
         await _shell(left, "echo two > /kept/file")
         _expect((await _shell(right, "cat /kept/file; cat /etc/passwd 2>/dev/null")).stdout, b"one\n", "the files of a fork")
+    await bench.provider.remove_snapshot(image)
 
 
 @check()

@@ -13,7 +13,7 @@ import secrets
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 from urllib.parse import quote, urlencode
 
 from strop.extensions.sandboxes.base import (
@@ -23,21 +23,12 @@ from strop.extensions.sandboxes.base import (
     SandboxSpec,
     check_spec,
 )
-from strop.extensions.sandboxes.supervised import GRACE_S, STAY, OnPart, SupervisedSandbox, has_ended, name_owner
+from strop.extensions.sandboxes.http_provider import MAX_JSON, HttpProvider
+from strop.extensions.sandboxes.supervised import GRACE_S, STAY, OnPart, SupervisedSandbox, has_ended
 
 LABEL = "strop.sandbox"
 _KEPT = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "NET_BIND_SERVICE")
-MAX_JSON = 64 << 20  # bytes
-_TEXTS = {  # what daemons say, in lower case
-    "no space left": FailureCause.DISK,
-    "toomanyrequests": FailureCause.THROTTLED,
-    "manifest unknown": FailureCause.IMAGE,
-    "not found": FailureCause.IMAGE,
-    "no such image": FailureCause.IMAGE,
-    "does not exist": FailureCause.IMAGE,
-    "invalid reference": FailureCause.IMAGE,
-    "denied": FailureCause.IMAGE,
-}
+_NO_IMAGE = ("manifest unknown", "not found", "no such image", "does not exist", "invalid reference", "denied")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +39,16 @@ class DockerOptions:
     runtime: str = ""  # of containers, for example runsc; "": the daemon's
 
 
-class DockerProvider:
+class DockerProvider(HttpProvider):
     """Makes containers."""
 
     name = "docker"
+    service = "the container daemon"
+    texts: ClassVar[Mapping[str, FailureCause]] = {
+        "no space left": FailureCause.DISK,
+        "toomanyrequests": FailureCause.THROTTLED,
+        **dict.fromkeys(_NO_IMAGE, FailureCause.IMAGE),
+    }
     options_type = DockerOptions
     capabilities = Capabilities(
         egress=frozenset({"none", "all"}),
@@ -61,10 +58,14 @@ class DockerProvider:
     )
 
     def __init__(self, options: DockerOptions = DockerOptions()) -> None:
+        super().__init__("http://docker/v1.41")
         self.options = options
         self.socket = options.socket or self._find_socket()
-        self.owner = name_owner()
-        self._open: set[DockerSandbox] = set()
+
+    def make_connector(self) -> Any:
+        import aiohttp
+
+        return aiohttp.UnixConnector(self.socket, limit=0)
 
     def _find_socket(self) -> str:
         named = os.environ.get("DOCKER_HOST", "")
@@ -74,7 +75,7 @@ class DockerProvider:
 
     async def create(self, spec: SandboxSpec) -> DockerSandbox:
         check_spec(spec, self.name, self.capabilities)
-        if (await self.call("GET", f"/images/{quote(spec.image, safe='')}/json", missing=True)) is None:
+        if (await self.call("GET", f"/images/{quote(spec.image, safe='')}/json", accepted=(404,))) is None:
             await self._pull(spec.image)
         name = f"strop-{secrets.token_hex(8)}"
         await self.call("POST", f"/containers/create?name={name}", self._describe(spec))
@@ -84,7 +85,7 @@ class DockerProvider:
         except BaseException:
             await asyncio.shield(sandbox.destroy())
             raise
-        self._open.add(sandbox)
+        self.add(sandbox)
         return sandbox
 
     def _describe(self, spec: SandboxSpec) -> dict[str, Any]:
@@ -113,35 +114,14 @@ class DockerProvider:
 
     async def _pull(self, image: str) -> None:
         tag = {} if "@" in image or ":" in image.rpartition("/")[2] else {"tag": "latest"}  # without one, Docker pulls all tags
-        text = await self.call("POST", f"/images/create?{urlencode({'fromImage': image, **tag})}", raw=MAX_JSON)
-        for line in (text or b"").splitlines():
+        path = f"/images/create?{urlencode({'fromImage': image, **tag})}"
+        text = await self.call("POST", path, raw=MAX_JSON, within_s=None)
+        for line in text.splitlines():
             if (found := json.loads(line)).get("error"):
-                raise _read_failure(500, str(found["error"]))
+                raise self.read_failure(500, str(found["error"]))
 
-    async def call(self, method: str, path: str, body: Any = None, *, missing: bool = False, raw: int = 0) -> Any:
-        """Send a request. Return the JSON of its answer, or ``raw`` bytes of it at most; None for a 404 if ``missing``.
-
-        Raises SandboxFailure.
-        """
-        import aiohttp
-
-        data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-        kind = {"Content-Type": "application/x-tar" if isinstance(body, bytes) else "application/json"}
-        try:
-            async with (
-                aiohttp.ClientSession(
-                    connector=aiohttp.UnixConnector(self.socket), timeout=aiohttp.ClientTimeout(None)
-                ) as session,
-                session.request(method, f"http://docker/v1.41{path}", data=data, headers=kind) as answer,
-            ):
-                content = await read_at_most(answer.content, raw or MAX_JSON)
-                if answer.status == 404 and missing:
-                    return None
-                if answer.status >= 400:
-                    raise _read_failure(answer.status, content.decode("utf-8", "replace"))
-                return content if raw else json.loads(content or b"null")
-        except (OSError, aiohttp.ClientError, ValueError) as error:
-            raise SandboxFailure(FailureCause.REFUSED, f"{self.name} does not answer at {self.socket}: {error}") from error
+    async def remove_snapshot(self, image: str) -> None:
+        await self.call("DELETE", f"/images/{quote(image, safe='')}", accepted=(404, 409))
 
     async def remove_left_over(self) -> int:
         """Remove containers of runs of this machine that have ended."""
@@ -151,15 +131,9 @@ class DockerProvider:
         removed = 0
         for each in found:
             if has_ended(each.get("Labels", {}).get(LABEL, "")):
-                await self.call("DELETE", f"/containers/{each['Id']}?force=true&v=true", missing=True)
+                await self.call("DELETE", f"/containers/{each['Id']}?force=true&v=true", accepted=(404,))
                 removed += 1
         return removed
-
-    def forget(self, sandbox: DockerSandbox) -> None:
-        self._open.discard(sandbox)
-
-    async def close(self) -> None:
-        await asyncio.gather(*(sandbox.destroy() for sandbox in list(self._open)))
 
 
 class PodmanProvider(DockerProvider):
@@ -183,7 +157,7 @@ class DockerSandbox(SupervisedSandbox):
         body: Mapping[str, Any] = {
             "AttachStdin": True, "AttachStdout": True, "AttachStderr": True, "Cmd": list(argv), **({"User": user} if user else {}),
         }  # fmt: skip
-        made = await self.provider.call("POST", f"/containers/{self.id}/exec", body, missing=True)
+        made = await self.provider.call("POST", f"/containers/{self.id}/exec", body, accepted=(404,))
         if made is None:
             self.lost = self.lost or "there is no such container"
             raise SandboxFailure(FailureCause.LOST, f"the sandbox {self.id} is gone: {self.lost}")
@@ -193,7 +167,7 @@ class DockerSandbox(SupervisedSandbox):
             await asyncio.gather(_feed(writer, stdin), _read_frames(reader, on_part))
         finally:
             writer.close()
-        found = await self.provider.call("GET", f"/exec/{made['Id']}/json", missing=True)
+        found = await self.provider.call("GET", f"/exec/{made['Id']}/json", accepted=(404,))
         if found is None or found.get("ExitCode") is None:
             raise SandboxFailure(FailureCause.LOST, f"the sandbox {self.id} is gone: its command ended without an exit code")
         return int(found["ExitCode"])
@@ -212,7 +186,7 @@ class DockerSandbox(SupervisedSandbox):
         status = int(answer.split(" ", 2)[1])
         if status >= 400:
             text = (await reader.read(4096)).decode("utf-8", "replace")
-            raise _read_failure(status, text)
+            raise self.provider.read_failure(status, text)
 
     async def put_tree(self, path: str, archive: bytes) -> None:
         await self.copy_in(["mkdir", "-p", path], b"", path)
@@ -221,7 +195,7 @@ class DockerSandbox(SupervisedSandbox):
     async def get_tree(self, path: str, limit_mb: int = 64) -> bytes:
         path = posixpath.normpath(path)
         data = await self.provider.call(
-            "GET", f"/containers/{self.id}/archive?{urlencode({'path': path})}", missing=True, raw=(limit_mb << 20) + 1
+            "GET", f"/containers/{self.id}/archive?{urlencode({'path': path})}", accepted=(404,), raw=(limit_mb << 20) + 1
         )
         if data is None or len(data) > limit_mb << 20:
             why = "there is none" if data is None else "it is larger than allowed"
@@ -229,7 +203,7 @@ class DockerSandbox(SupervisedSandbox):
         return cast(bytes, data)
 
     async def was_out_of_memory(self) -> bool:
-        found = await self.provider.call("GET", f"/containers/{self.id}/json", missing=True)
+        found = await self.provider.call("GET", f"/containers/{self.id}/json", accepted=(404,))
         return bool(found and found.get("State", {}).get("OOMKilled"))
 
     async def snapshot(self) -> str:
@@ -238,15 +212,7 @@ class DockerSandbox(SupervisedSandbox):
 
     async def remove(self) -> None:
         self.provider.forget(self)
-        await self.provider.call("DELETE", f"/containers/{self.id}?force=true&v=true", missing=True)
-
-
-async def read_at_most(stream: Any, limit: int) -> bytes:
-    """Read a body up to a number of bytes, which a sandbox may have chosen."""
-    kept = bytearray()
-    while len(kept) < limit and (part := await stream.read(min(1 << 16, limit - len(kept)))):
-        kept += part
-    return bytes(kept)
+        await self.provider.call("DELETE", f"/containers/{self.id}?force=true&v=true", accepted=(404,))
 
 
 async def _feed(writer: asyncio.StreamWriter, stdin: bytes) -> None:
@@ -270,11 +236,3 @@ async def _read_frames(reader: asyncio.StreamReader, on_part: OnPart) -> None:
                 raise EOFError("the connection ended in the middle of a frame")
             left -= len(part)
             on_part(names[min(stream, 2)], part)
-
-
-def _read_failure(status: int, text: str) -> SandboxFailure:
-    """Read why a daemon refused something."""
-    cause = next((cause for word, cause in _TEXTS.items() if word in text.lower()), FailureCause.REFUSED)
-    if status == 429:
-        cause = FailureCause.THROTTLED
-    return SandboxFailure(cause, f"the container daemon refused ({status}): {text.strip()[:500]}")

@@ -64,6 +64,9 @@ class FaultyProvider:
             await asyncio.sleep(self.delay_s)
         return _FaultySandbox(await self.inner.create(spec), self)
 
+    async def remove_snapshot(self, image: str) -> None:
+        await self.inner.remove_snapshot(image)
+
     async def remove_left_over(self) -> int:
         return await self.inner.remove_left_over()
 

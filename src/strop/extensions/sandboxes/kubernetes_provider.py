@@ -10,7 +10,6 @@ import asyncio
 import base64
 import json
 import os
-import re
 import secrets
 import ssl
 import tempfile
@@ -18,11 +17,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from urllib.parse import quote, urlencode
 
 from strop.extensions.sandboxes.base import Capabilities, FailureCause, SandboxFailure, SandboxSpec, UnsupportedSpec, check_spec
-from strop.extensions.sandboxes.supervised import STAY, OnPart, SupervisedSandbox, has_ended, name_owner
+from strop.extensions.sandboxes.http_provider import HttpProvider
+from strop.extensions.sandboxes.supervised import STAY, OnPart, SupervisedSandbox, has_ended
 
 LABEL, OWNER, EGRESS, POLICY = "strop.dev/sandbox", "strop.dev/owner", "strop.dev/egress", "strop-sandbox"
 PROTOCOL = "v5.channel.k8s.io"  # the first that can end a command's input
@@ -30,6 +30,7 @@ POLL_S = 0.25
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _KEPT = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "NET_BIND_SERVICE"]
 _STDIN, _STDOUT, _STDERR, _ERROR, _CLOSE = 0, 1, 2, 3, 255
+_NO_EXEC = dict.fromkeys((400, 403, 404, 500, 502, 503), FailureCause.LOST)
 _NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 
 
@@ -112,10 +113,12 @@ def _read(values: Mapping[str, Any], key: str) -> bytes:
     return Path(values[key]).read_bytes() if values.get(key) else b""
 
 
-class KubernetesProvider:
+class KubernetesProvider(HttpProvider):
     """Makes pods."""
 
     name = "kubernetes"
+    service = "the API of Kubernetes"
+    causes: ClassVar[Mapping[int, FailureCause]] = {404: FailureCause.LOST, 400: FailureCause.IMAGE, 422: FailureCause.IMAGE}
     options_type = KubernetesOptions
     capabilities = Capabilities(
         egress=frozenset({"none", "all"}), users=False, limits_disk=False, tests="against a small server of the same API"
@@ -123,9 +126,13 @@ class KubernetesProvider:
 
     def __init__(self, options: KubernetesOptions = KubernetesOptions(), cluster: KubernetesApi | None = None) -> None:
         self.options, self.cluster = options, cluster or find_cluster(options)
-        self.owner = name_owner()
-        self._open: set[KubernetesSandbox] = set()
+        super().__init__(self.cluster.url)
+        self.context = self.cluster.context
         self._has_policy = False
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self.cluster.headers
 
     @property
     def pods(self) -> str:
@@ -135,7 +142,7 @@ class KubernetesProvider:
         check_spec(spec, self.name, self.capabilities)
         await self._add_policy()
         sandbox = KubernetesSandbox(f"strop-{secrets.token_hex(8)}", self)
-        self._open.add(sandbox)
+        self.add(sandbox)
         try:
             await self.call("POST", self.pods, self.describe(sandbox.id, spec))
             while not _is_ready(pod := await self.call("GET", f"{self.pods}/{sandbox.id}"), spec.image):
@@ -189,24 +196,6 @@ class KubernetesProvider:
             await self.call("POST", path, body, accepted=(409,))
         self._has_policy = True
 
-    async def call(self, method: str, path: str, body: Any = None, *, accepted: tuple[int, ...] = ()) -> Any:
-        """Send a request. Return the JSON of its answer. Raises SandboxFailure, for a 404 with the cause ``lost``."""
-        import aiohttp
-
-        try:
-            async with (
-                aiohttp.ClientSession(headers=self.cluster.headers, timeout=aiohttp.ClientTimeout(60)) as session,
-                session.request(method, self.cluster.url + path, json=body, ssl=self.cluster.context or True) as answer,
-            ):
-                values = await answer.json(content_type=None)
-                if answer.status < 400 or answer.status in accepted:
-                    return values
-                raise _read_status(answer.status, values, answer.headers.get("Retry-After", ""))
-        except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise SandboxFailure(
-                FailureCause.REFUSED, f"the API of Kubernetes does not answer at {self.cluster.url}: {error}"
-            ) from error
-
     async def remove_left_over(self) -> int:
         """Remove pods of runs of this machine that have ended. Those of other machines end after ``max_hours``."""
         found = await self.call("GET", f"{self.pods}?{urlencode({'labelSelector': f'{LABEL}=true'})}")
@@ -214,12 +203,6 @@ class KubernetesProvider:
         for each in ended:
             await self.call("DELETE", f"{self.pods}/{each['metadata']['name']}?gracePeriodSeconds=0", accepted=(404,))
         return len(ended)
-
-    def forget(self, sandbox: KubernetesSandbox) -> None:
-        self._open.discard(sandbox)
-
-    async def close(self) -> None:
-        await asyncio.gather(*(sandbox.destroy() for sandbox in list(self._open)))
 
 
 class KubernetesSandbox(SupervisedSandbox):
@@ -231,33 +214,21 @@ class KubernetesSandbox(SupervisedSandbox):
         self.pod: Mapping[str, Any] = {}
 
     async def attach(self, argv: Sequence[str], stdin: bytes, user: str, on_part: OnPart) -> int:
-        import aiohttp
-
         if user:
             raise SandboxFailure(FailureCause.REQUEST, "Kubernetes runs commands as the user of the image; leave user empty")
         streams = [("container", "sandbox"), ("stdin", "true"), ("stdout", "true"), ("stderr", "true")]
         query = urlencode([*streams, *(("command", word) for word in argv)])
-        cluster = self.provider.cluster
-        url = f"{cluster.url}{self.provider.pods}/{self.id}/exec?{query}"
-        try:
-            async with (
-                aiohttp.ClientSession(headers=cluster.headers) as session,
-                session.ws_connect(url, protocols=[PROTOCOL], ssl=cluster.context or True, max_msg_size=0) as channel,
-            ):
-                if channel.protocol != PROTOCOL:
-                    raise SandboxFailure(
-                        FailureCause.REFUSED, f"the API does not speak {PROTOCOL}: Kubernetes 1.30 or later is needed"
-                    )
-                feeding = asyncio.ensure_future(_feed(channel, stdin))
-                try:
-                    return await _read_channel(self.id, channel, on_part)
-                finally:
-                    feeding.cancel()
-        except aiohttp.WSServerHandshakeError as error:
-            cause = FailureCause.THROTTLED if error.status == 429 else FailureCause.LOST
-            raise SandboxFailure(cause, f"the sandbox {self.id} takes no command: {error.status} {error.message}") from error
-        except aiohttp.ClientError as error:
-            raise SandboxFailure(FailureCause.LOST, f"the connection to the sandbox {self.id} broke: {error}") from error
+        url = f"{self.provider.url}{self.provider.pods}/{self.id}/exec?{query}"
+        async with self.provider.connect(url, headers=self.provider.headers, causes=_NO_EXEC, protocols=(PROTOCOL,)) as channel:
+            if channel.protocol != PROTOCOL:
+                raise SandboxFailure(
+                    FailureCause.REFUSED, f"the API does not speak {PROTOCOL}: Kubernetes 1.30 or later is needed"
+                )
+            feeding = asyncio.ensure_future(_feed(channel, stdin))
+            try:
+                return await _read_channel(self.id, channel, on_part)
+            finally:
+                feeding.cancel()
 
     async def was_out_of_memory(self) -> bool:
         pod = await self.provider.call("GET", f"{self.provider.pods}/{self.id}")
@@ -311,11 +282,3 @@ def _is_ready(pod: Mapping[str, Any], image: str) -> bool:
         cause = FailureCause.DISK if status.get("reason") == "Evicted" else FailureCause.REFUSED
         raise SandboxFailure(cause, f"the pod ended at once: {status.get('reason')} {status.get('message', '')}")
     return bool(status.get("phase") == "Running")
-
-
-def _read_status(code: int, values: Any, after: str) -> SandboxFailure:
-    message = str(values.get("message", values) if isinstance(values, Mapping) else values)[:500]
-    causes = {404: FailureCause.LOST, 429: FailureCause.THROTTLED, 400: FailureCause.IMAGE, 422: FailureCause.IMAGE}
-    cause = causes.get(code, FailureCause.REFUSED)
-    seconds = float(after) if re.fullmatch(r"\d+", after) else 0.0
-    return SandboxFailure(cause, f"Kubernetes refused ({code}): {message}", retry_after_s=seconds)

@@ -25,8 +25,8 @@ class SandboxesConfig(BaseConfig):
 
     provider: str = Field(
         "local",
-        description="What makes them: local (bubblewrap on this machine), docker, podman, kubernetes, or a name that a package declares "
-        "in strop.sandbox_providers.",
+        description="What makes them: local (bubblewrap on this machine), docker, podman, kubernetes, e2b, daytona, modal, or a name "
+        "that a package declares in strop.sandbox_providers.",
     )
     options: dict[str, Any] = Field({}, description="Options of the provider, such as {cache_gb: 100}.")
     max_open: int = Field(64, ge=1, description="Sandboxes in use at a time in each process; further episodes wait.")

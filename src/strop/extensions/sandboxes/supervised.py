@@ -13,7 +13,7 @@ import secrets
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -42,19 +42,25 @@ fi
 command -v "$1" >/dev/null 2>&1 || { echo "$mark there is no $1" >&2; exit 126; }
 exec "$@"
 """
-# Ends the process group of a command, and its session where /proc says which processes are in it.
+# Ends a command, what it started, and the processes of its session and group.
 _KILL = """
 leader=$(cat "$1" 2>/dev/null) || exit 0; rm -f "$1"
 for round in 1 2 3; do
-  kill -9 "-$leader" "$leader" 2>/dev/null
-  for stat in /proc/[0-9]*/stat; do
-    read -r line < "$stat" || continue
-    rest=${line##*) }; set -- $rest
-    [ "$4" = "$leader" ] && { pid=${stat#/proc/}; kill -9 "${pid%/stat}"; }
-  done 2>/dev/null
+  found=" $leader " before=
+  while [ "$found" != "$before" ]; do
+    before=$found
+    for stat in /proc/[0-9]*/stat; do
+      read -r line < "$stat" || continue
+      pid=${stat#/proc/}; pid=${pid%/stat}; rest=${line##*) }; set -- $rest
+      case $found in *" $pid "*) ;; *" $2 "*) found="$found$pid " ;; *) [ "$4" = "$leader" ] && found="$found$pid " ;; esac
+    done 2>/dev/null
+  done
+  kill -9 "-$leader" $found 2>/dev/null
 done
 exit 0
 """
+# Gives a command a session of its own where there is setsid, so that _KILL finds what it started, and turns a signal into 128 + N.
+IN_SESSION = 'command -v setsid >/dev/null 2>&1 && set -- setsid "$@"; "$@"; exit $?'
 OnPart = Callable[[Literal["stdout", "stderr"], bytes], None]
 
 
@@ -137,9 +143,7 @@ class SupervisedSandbox(ABC):
             self._result(running)
             return reason, -9
         except asyncio.CancelledError:
-            killing = asyncio.ensure_future(self._kill(file))
-            self._loose.add(killing)
-            killing.add_done_callback(self._loose.discard)
+            self.later(self._kill(file))
             raise
         finally:
             full.cancel()
@@ -152,7 +156,14 @@ class SupervisedSandbox(ABC):
             if self.lost:
                 self._check()
             raise
-        except (OSError, EOFError, ValueError) as error:
+        except (
+            OSError,
+            EOFError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+        ) as error:  # a daemon that a policy replaced
             self._check()
             raise SandboxFailure(FailureCause.LOST, f"the sandbox {self.id} is gone: {error or type(error).__name__}") from error
 
@@ -160,6 +171,17 @@ class SupervisedSandbox(ABC):
         with suppress(SandboxFailure, OSError, TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 await self.attach(["/bin/sh", "-c", _KILL, "sh", file], b"", "", lambda stream, part: None)
+
+    def later(self, work: Coroutine[Any, Any, object]) -> None:
+        """Start work that is not waited for, and whose failure changes nothing."""
+
+        async def run() -> None:
+            with suppress(SandboxFailure):
+                await work
+
+        task = asyncio.ensure_future(run())
+        self._loose.add(task)
+        task.add_done_callback(self._loose.discard)
 
     def _check(self) -> None:
         if self.lost:
@@ -174,9 +196,13 @@ class SupervisedSandbox(ABC):
             raise SandboxFailure(FailureCause.REQUEST, f"{path!r:.200} cannot be written: {result.text.strip()[-300:]}")
 
     async def get_tree(self, path: str, limit_mb: int = 64) -> bytes:
-        script = 'test -e "$1" || { echo "there is no $1" >&2; exit 1; }; exec tar -c -f - -C "$2" "$3"'
+        return await self.pack(path, limit_mb)
+
+    async def pack(self, path: str, limit_mb: int, file: str = "-") -> bytes:
+        """Make a tar archive of a path in a file of the sandbox, or return it. Raises SandboxFailure."""
+        script = 'test -e "$1" || { echo "there is no $1" >&2; exit 1; }; exec tar -c -f "$4" -C "$2" "$3"'
         path = posixpath.normpath(path)
-        argv = ("/bin/sh", "-c", script, "sh", path, posixpath.dirname(path), posixpath.basename(path) or ".")
+        argv = ("/bin/sh", "-c", script, "sh", path, posixpath.dirname(path), posixpath.basename(path) or ".", file)
         result = await self.exec(SandboxCommand(argv=argv, wall_s=300.0, output_kb=(limit_mb << 10) + 64))
         if not result.succeeded or len(result.stdout) > limit_mb << 20:
             why = (
@@ -200,8 +226,30 @@ class SupervisedSandbox(ABC):
 
     async def destroy(self) -> None:
         first, self.lost = not self.lost or self.lost != "it was destroyed", "it was destroyed"
+        for task in self._loose:
+            task.cancel()
         if first:
             await self.remove()
+
+
+class RemoteProvider:
+    """Knows which of its sandboxes are open, and what they are marked with, so that another run can remove them if this one is killed."""
+
+    def __init__(self) -> None:
+        self.owner = name_owner()
+        self._open: set[SupervisedSandbox] = set()
+
+    async def remove_snapshot(self, image: str) -> None:
+        """Leave it to the service, which removes it after some days."""
+
+    def add(self, sandbox: SupervisedSandbox) -> None:
+        self._open.add(sandbox)
+
+    def forget(self, sandbox: SupervisedSandbox) -> None:
+        self._open.discard(sandbox)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(sandbox.destroy() for sandbox in list(self._open)))
 
 
 def name_owner() -> str:

@@ -6,12 +6,14 @@ a mapping of absolute paths to texts, which only the second sandbox gets.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from posixpath import basename, dirname
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -30,6 +32,8 @@ from strop.safety.printable import shorten
 from strop.tools.base import Tool, ToolError
 from strop.types import Rollout, Task
 
+log = logging.getLogger(__name__)
+
 TESTS = "tests"  # the reward of a row's own tests
 
 
@@ -42,6 +46,7 @@ class TaskSandbox:
     stack: AsyncExitStack
     sandbox: Sandbox | None = field(default=None, init=False)
     folder: str = field(default="/", init=False)  # where the image's commands run
+    kept: list[str] = field(default_factory=list, init=False)  # snapshots: the newest, and the one before until that one is noted
 
     async def open(self, forward: tuple[int, ...] = ()) -> Sandbox:
         """Return the sandbox. ``forward``: ports of this machine that it reaches, if it is made now. Raises SandboxFailure."""
@@ -49,6 +54,49 @@ class TaskSandbox:
             self.sandbox = await self.stack.enter_async_context(get_pool().lend(make_spec(self.image, forward)))
             self.folder = await prepare(self.sandbox, self.task)
         return self.sandbox
+
+    async def keep(self) -> bytes:
+        """Keep the files in a snapshot. Raises SandboxFailure."""
+        image = "" if self.sandbox is None else await self.sandbox.snapshot()
+        self.kept += [image] if image else []
+        await self.forget(all_but=2)
+        return json.dumps({"image": image, "folder": self.folder}).encode()
+
+    async def go_on(self, state: bytes) -> None:
+        """Make the sandbox from a snapshot. Raises SandboxFailure."""
+        values = json.loads(state)
+        if values["image"]:
+            self.sandbox = await self.stack.enter_async_context(get_pool().lend(make_spec(values["image"])))
+            self.folder, self.kept = values["folder"], [values["image"]]
+
+    async def forget(self, all_but: int = 0) -> None:
+        """Remove snapshots, the oldest first."""
+        while len(self.kept) > all_but:
+            with suppress(SandboxFailure):
+                await get_pool().provider.remove_snapshot(self.kept.pop(0))
+
+
+@dataclass(frozen=True)
+class SandboxState:
+    """Keeps the sandboxes of episodes after every few turns; an ``EpisodeState``. Processes that run in them are not kept."""
+
+    turns: int
+
+    async def save(self, task: Task, rollout: Rollout) -> bytes | None:
+        provider = get_pool().provider
+        if not provider.capabilities.snapshot:
+            _warn_of(provider.name)
+        elif len(rollout.policy_turns) % self.turns == 0:
+            return await current_sandbox().keep()
+        return None
+
+    async def restore(self, task: Task, rollout: Rollout, state: bytes) -> None:
+        await current_sandbox().go_on(state)
+
+
+@cache
+def _warn_of(provider: str) -> None:
+    log.warning("the provider %s makes no snapshots: the episodes of a run that is killed begin again", provider)
 
 
 @contextmanager
@@ -91,6 +139,23 @@ class InSandbox(Environment[PromptedTask]):
 
     needed_resources: ClassVar[tuple[str, ...]] = ("sandboxes",)
     image: str | None = None  # of tasks whose rows name none in the column ``image``
+    snapshot_turns: int | None = None  # after how many turns the files are kept, so that a killed run goes on there; None: never
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.snapshot_turns is None:
+            return
+        if self.snapshot_turns < 1:
+            raise EnvironmentConfigError(
+                f"snapshot_turns={self.snapshot_turns} is no number of turns; set 1 or more, or leave it out"
+            )
+        if self.episode_runner:
+            why = f"{type(self).__name__} drives its episodes with an agent, whose process no snapshot keeps"
+            raise EnvironmentConfigError(f"{why}: they begin again after a kill; leave snapshot_turns out")
+
+    @property
+    def episode_state(self) -> SandboxState | None:
+        return None if self.snapshot_turns is None else SandboxState(self.snapshot_turns)
 
     def session(self, task: PromptedTask) -> AbstractAsyncContextManager[TaskSandbox]:
         @asynccontextmanager
@@ -104,6 +169,13 @@ class InSandbox(Environment[PromptedTask]):
                 token = _current.set(sandbox)
                 try:
                     yield sandbox
+                except asyncio.CancelledError:  # the run ends, and may go on
+                    raise
+                except BaseException:
+                    await sandbox.forget()
+                    raise
+                else:
+                    await sandbox.forget()
                 finally:
                     _current.reset(token)
 

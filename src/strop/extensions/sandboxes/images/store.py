@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import tempfile
 import threading
@@ -74,11 +75,26 @@ class ImageStore:
         while part := layer.read(1 << 20):
             digest.update(part)
         layer.seek(0)
-        reference = f"{SNAPSHOT}{hashlib.sha256((base.layers[-1].parent.name + digest.hexdigest()).encode()).hexdigest()[:24]}"
+        reference = f"{SNAPSHOT}{secrets.token_hex(12)}"  # not by its content, so that each is removed on its own
         done, keys = Unpacked(self.limits), [path.parent.name for path in base.layers]
         keys.append(self._add_layer(keys, Blob(f"sha256:{digest.hexdigest()}"), layer, done))
         self._write_image(reference, keys, base.config)
         return reference
+
+    def remove_snapshot(self, reference: str) -> None:
+        """Remove a snapshot, and its layer if nothing else needs it."""
+        note = self._image_note(reference)
+        with suppress(OSError, ValueError, KeyError, IndexError):
+            key = json.loads(note.read_text())["layers"][-1]
+            note.unlink()
+            if not any(key in other.read_text() for other in note.parent.glob("*.json")):
+                with self._holding_alone(key) as alone:
+                    if alone:
+                        self._remove_layer(key)
+
+    def _remove_layer(self, key: str) -> None:
+        self._note(key).unlink(missing_ok=True)
+        shutil.rmtree(self.folder / "layers" / key, ignore_errors=True)
 
     def _unpack(self, reference: str, source: ImageSource) -> UnpackedImage:
         manifest = source.read_manifest()
@@ -143,8 +159,7 @@ class ImageStore:
                 return
             with self._holding_alone(key) as alone:
                 if alone:
-                    self._note(key).unlink(missing_ok=True)
-                    shutil.rmtree(self.folder / "layers" / key, ignore_errors=True)
+                    self._remove_layer(key)
                     total -= size
 
     def _remove_left_over(self) -> None:

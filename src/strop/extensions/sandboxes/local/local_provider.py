@@ -134,6 +134,9 @@ class LocalProvider:
     def forget(self, sandbox: LocalSandbox) -> None:
         self._open.discard(sandbox)
 
+    async def remove_snapshot(self, image: str) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._threads, self.store.remove_snapshot, image)
+
     async def remove_left_over(self) -> int:
         """Nothing outlives its run but a control group whose ``sh`` was killed, which the next sandbox removes."""
         return 0
