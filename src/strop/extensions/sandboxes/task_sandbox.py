@@ -1,7 +1,8 @@
 """Environments whose tasks bring an image: tools and agents work in a sandbox of it, and hidden tests judge in a second one.
 
-Columns of a row: ``image``; ``setup_command``, run before the episode; ``test_command``, whose exit code 0 is the reward 1; ``test_files``,
-a mapping of absolute paths to texts, which only the second sandbox gets.
+Columns of a row: ``image``; ``folder``, where the work is done; ``files``, absolute paths with their texts, and ``setup_command``, which both
+sandboxes get before anything else; ``remove``, paths of the image that the episode must not see; ``test_command``, whose exit code 0 is the
+reward 1, and ``test_files``, which only the second sandbox gets.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from posixpath import basename, dirname
 from typing import Any, ClassVar, Literal
@@ -31,6 +32,11 @@ from strop.tools.base import Tool, ToolError
 from strop.types import Rollout, Task
 
 TESTS = "tests"  # the reward of a row's own tests
+# Columns that an agent inside the sandbox is not told, nor the answer: they would give its task away.
+HIDDEN = {
+    "test_command", "test_files", "remove", "solution", "expected", "patch", "test_patch", "fail_to_pass", "pass_to_pass",
+    "expected_output_json",
+}  # fmt: skip
 
 
 @dataclass
@@ -48,6 +54,9 @@ class TaskSandbox:
         if self.sandbox is None:
             self.sandbox = await self.stack.enter_async_context(get_pool().lend(make_spec(self.image, forward)))
             self.folder = await prepare(self.sandbox, self.task)
+            if hidden := self.task.metadata.get("remove"):
+                with failing_as_task(self.task):
+                    await self.sandbox.exec(SandboxCommand(argv=("rm", "-rf", *hidden)))
         return self.sandbox
 
 
@@ -62,11 +71,20 @@ def failing_as_task(task: Task) -> Iterator[None]:
         raise RolloutFailed(f"task {task.id!r} is broken: {failure}", Ending.BROKEN_TASK) from failure
 
 
+async def write_column(sandbox: Sandbox, task: Task, column: str) -> None:
+    """Write the files of a column, a mapping of paths to texts or its JSON. Raises SandboxFailure."""
+    files = task.metadata.get(column) or {}
+    files = json.loads(files) if isinstance(files, str) else files
+    await write_files(sandbox, {str(path): str(text).encode("utf-8", "surrogateescape") for path, text in files.items()})
+
+
 async def prepare(sandbox: Sandbox, task: Task) -> str:
-    """Run the setup_command of a task. Return the folder in which the image's commands run. Raises RolloutFailed."""
+    """Write the files of a task and run its setup_command. Return the folder in which its commands run. Raises RolloutFailed."""
     script = f'here=$(pwd)\n(\n{task.metadata.get("setup_command") or ":"}\n) >&2 || exit\nprintf "%s" "$here"'
+    folder = str(task.metadata.get("folder") or "")
     with failing_as_task(task):
-        result = await sandbox.exec(SandboxCommand(argv=("sh", "-c", script), wall_s=1800.0, output_kb=1 << 16))
+        await write_column(sandbox, task, "files")
+        result = await sandbox.exec(SandboxCommand(argv=("sh", "-c", script), cwd=folder, wall_s=1800.0, output_kb=1 << 16))
     if not result.succeeded:
         raise RolloutFailed(f"the setup_command of task {task.id!r} failed: {result.text[-500:]}", Ending.BROKEN_TASK)
     return result.stdout.decode("utf-8", "replace")
@@ -134,33 +152,50 @@ class GradedInSandbox(InSandbox, FunctionEnvironment):
             return {TESTS: RewardMark(accuracy=True)}
         return super().list_marks(options)
 
-    async def tests_pass(self, task: PromptedTask, rollout: Rollout) -> bool:
-        """Run the tests in a second sandbox, with the episode's folder and files that the first one never had. Raises SandboxFailure."""
-        command = task.metadata.get("test_command")
-        if not isinstance(command, str):
-            raise RolloutFailed(f"task {task.id!r} has no test_command, and no reward is set", Ending.BROKEN_TASK)
+    async def tests_pass(self, task: PromptedTask, rollout: Rollout) -> float:
+        """Judge the episode's files in a second sandbox, with files that the first one never had. Raises SandboxFailure."""
+        self.check_gradable(task)
         episode = current_sandbox()
         used = await episode.open()
         folder = (self.test_folder or episode.folder).rstrip("/")
         async with get_pool().lend(make_spec(episode.image)) as fresh:
             await prepare(fresh, task)
             try:
-                archive = check_tree(await used.get_tree(folder, self.max_test_mb), basename(folder)) if folder else b""
+                archive = await self.collect_work(task, rollout, used, folder)
             except SandboxFailure as failure:
                 if failure.cause != FailureCause.REQUEST:
                     raise
-                return False  # the policy removed it, or made it larger than allowed
-            if folder:
-                await fresh.exec(SandboxCommand(argv=("rm", "-rf", folder), cwd="/"))
-                await fresh.put_tree(dirname(folder) or "/", archive)
-            hidden = task.metadata.get("test_files") or {}
-            hidden = json.loads(hidden) if isinstance(hidden, str) else hidden
-            await write_files(fresh, {str(path): str(text).encode() for path, text in hidden.items()})
-            tests = SandboxCommand(argv=("sh", "-c", command), cwd=folder, wall_s=self.test_timeout_s, output_kb=1 << 16)
+                return 0.0  # the policy removed it, or made it larger than allowed
+            await self.place_work(fresh, folder, archive)
+            await write_column(fresh, task, "test_files")
             with failing_as_task(task):
-                result = await fresh.exec(tests)
+                return await self.judge(task, rollout, fresh, folder)
+
+    def check_gradable(self, task: PromptedTask) -> None:
+        """Raise RolloutFailed for a task that cannot be judged."""
+        if not isinstance(task.metadata.get("test_command"), str):
+            raise RolloutFailed(f"task {task.id!r} has no test_command, and no reward is set", Ending.BROKEN_TASK)
+
+    async def collect_work(self, task: PromptedTask, rollout: Rollout, used: Sandbox, folder: str) -> bytes:
+        """Return what the tests get of the episode: a tar archive of the folder. Raises SandboxFailure, ``request`` for the policy's."""
+        return check_tree(await used.get_tree(folder, self.max_test_mb), basename(folder)) if folder else b""
+
+    async def place_work(self, fresh: Sandbox, folder: str, archive: bytes) -> None:
+        """Put the episode's work in the second sandbox, in place of what is there."""
+        if folder:
+            await fresh.exec(SandboxCommand(argv=("rm", "-rf", folder), cwd="/"))
+            await fresh.put_tree(dirname(folder) or "/", archive)
+
+    async def judge(self, task: PromptedTask, rollout: Rollout, fresh: Sandbox, folder: str) -> float:
+        """Run the tests in the second sandbox. Return the reward."""
+        return float((await self.run_tests(task, rollout, fresh, folder)).succeeded)
+
+    async def run_tests(self, task: PromptedTask, rollout: Rollout, fresh: Sandbox, folder: str, stdin: bytes = b"") -> CommandResult:
+        limit = float(task.metadata.get("test_timeout_s") or self.test_timeout_s)
+        command = ("sh", "-c", str(task.metadata["test_command"]))
+        result = await fresh.exec(SandboxCommand(argv=command, cwd=folder, stdin=stdin, wall_s=limit, output_kb=1 << 16))
         rollout.metrics["test_seconds"] = result.wall_s
-        return result.succeeded
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +229,9 @@ class SandboxAgent(GradedInSandbox, AgentEnvironment[PromptedTask]):
         address = urlsplit(endpoint.base_url)
         local = address.hostname in ("127.0.0.1", "localhost") and address.port is not None
         sandbox = await current_sandbox().open((address.port,) if local and address.port else ())
+        told = replace(task, answer="", metadata={name: each for name, each in task.metadata.items() if name.lower() not in HIDDEN})
         command = SandboxCommand(
-            argv=tuple(self.command), stdin=format_task(task).encode() + b"\n", environment=endpoint.environ, wall_s=self.agent_timeout_s,
+            argv=tuple(self.command), stdin=format_task(told).encode() + b"\n", cwd=current_sandbox().folder, environment=endpoint.environ, wall_s=self.agent_timeout_s,
             output_kb=1 << 16,
         )  # fmt: skip
         result = await sandbox.exec(command)
@@ -228,9 +264,11 @@ class ShellTool:
 
     def _make_tool(self) -> Tool:
         async def shell(command: str) -> str:
-            sandbox = await current_sandbox().open()
+            episode = current_sandbox()
+            sandbox = await episode.open()
+            words = ("sh", "-c", command)
             try:
-                result = await sandbox.exec(SandboxCommand(argv=("sh", "-c", command), wall_s=self.timeout_s, user=self.user))
+                result = await sandbox.exec(SandboxCommand(argv=words, cwd=episode.folder, wall_s=self.timeout_s, user=self.user))
             except SandboxFailure as failure:
                 if failure.cause == FailureCause.REQUEST:
                     raise ToolError(str(failure)) from failure
