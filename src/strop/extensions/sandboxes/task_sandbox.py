@@ -1,6 +1,6 @@
 """Environments whose tasks bring an image: tools and agents work in a sandbox of it, and hidden tests judge in a second one.
 
-Columns of a row: ``image``; ``folder``, where the work is done; ``files``, absolute paths with their texts, and ``setup_command``, which both
+Columns of a row: ``image``; ``environment``, variables; ``folder``, where the work is done; ``files``, absolute paths with their texts, and ``setup_command``, which both
 sandboxes get before anything else; ``remove``, paths of the image that the episode must not see; ``test_command``, whose exit code 0 is the
 reward 1, and ``test_files``, which only the second sandbox gets.
 """
@@ -26,7 +26,7 @@ from strop.extensions.agents.endpoint import Endpoint
 from strop.extensions.agents.external_agent import SCORE, format_task, last_json, score
 from strop.extensions.sandboxes.base import CommandResult, ExitReason, FailureCause, Sandbox, SandboxCommand, SandboxFailure
 from strop.extensions.sandboxes.providers import get_pool, make_spec
-from strop.extensions.sandboxes.trees import check_tree, write_files
+from strop.extensions.sandboxes.trees import check_tree, make_archive, write_files
 from strop.safety.printable import shorten
 from strop.tools.base import Tool, ToolError
 from strop.types import Rollout, Task
@@ -52,12 +52,16 @@ class TaskSandbox:
     async def open(self, forward: tuple[int, ...] = ()) -> Sandbox:
         """Return the sandbox. ``forward``: ports of this machine that it reaches, if it is made now. Raises SandboxFailure."""
         if self.sandbox is None:
-            self.sandbox = await self.stack.enter_async_context(get_pool().lend(make_spec(self.image, forward)))
+            self.sandbox = await self.stack.enter_async_context(lend_sandbox(self.task, self.image, forward))
             self.folder = await prepare(self.sandbox, self.task)
             if hidden := self.task.metadata.get("remove"):
                 with failing_as_task(self.task):
                     await self.sandbox.exec(SandboxCommand(argv=("rm", "-rf", *hidden)))
         return self.sandbox
+
+
+def lend_sandbox(task: Task, image: str, forward: tuple[int, ...] = ()) -> AbstractAsyncContextManager[Sandbox]:
+    return get_pool().lend(replace(make_spec(image, forward), environment=task.metadata.get("environment") or {}))
 
 
 @contextmanager
@@ -83,6 +87,8 @@ async def prepare(sandbox: Sandbox, task: Task) -> str:
     script = f'here=$(pwd)\n(\n{task.metadata.get("setup_command") or ":"}\n) >&2 || exit\nprintf "%s" "$here"'
     folder = str(task.metadata.get("folder") or "")
     with failing_as_task(task):
+        if folder:
+            await sandbox.put_tree(folder, make_archive({}))
         await write_column(sandbox, task, "files")
         result = await sandbox.exec(SandboxCommand(argv=("sh", "-c", script), cwd=folder, wall_s=1800.0, output_kb=1 << 16))
     if not result.succeeded:
@@ -158,7 +164,7 @@ class GradedInSandbox(InSandbox, FunctionEnvironment):
         episode = current_sandbox()
         used = await episode.open()
         folder = (self.test_folder or episode.folder).rstrip("/")
-        async with get_pool().lend(make_spec(episode.image)) as fresh:
+        async with lend_sandbox(task, episode.image) as fresh:
             await prepare(fresh, task)
             try:
                 archive = await self.collect_work(task, rollout, used, folder)
