@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,4 +59,9 @@ def make_tasks(kind: str, size: int | None = None, **options: Any) -> list[Promp
 
 def list_calls(task: PromptedTask) -> list[ToolCall]:
     """The calls of the scripted policy."""
-    return [ToolCall(call["function"]["name"], call["function"]["arguments"]) for call in task.metadata["solution"]]
+    calls = [step["function"] for step in task.metadata["solution"] if not isinstance(step, str)]
+    return [ToolCall(call["name"], call["arguments"]) for call in calls]
+
+
+def last_message(task: PromptedTask) -> str:
+    return next((step for step in task.metadata["solution"] if isinstance(step, str)), "done")

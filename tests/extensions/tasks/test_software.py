@@ -16,23 +16,15 @@ def shell(command: str) -> ToolCall:
     return ToolCall("shell", {"command": command})
 
 
-def test_ten_repositories_are_repaired_by_their_solutions_and_not_by_nothing(play: Play):
-    tasks = make_tasks("software")
-    solved = play("software", [(task, list_calls(task), "done") for task in tasks])
-    idle = play("software", [(task, [], "All tests passed.") for task in tasks])
-    assert [rollout.rewards["tests"] for rollout, _ in solved] == [1.0] * 10
-    assert [rollout.rewards["tests"] for rollout, _ in idle] == [0.0] * 10
-    assert {rollout.metrics["tests_passed"] for rollout, _ in idle} == {0.5}  # the rest still works
-
-
 REPOSITORY = "/work/repository"
+HIDDEN = "test_hidden_pricing.py::test_the_issue"
 FAKES = {
     "prints passed": f"echo \"print('test_hidden_pricing.py::test_the_issue PASSED')\" >> {REPOSITORY}/pricing.py",
     "exits 0 early": f"echo 'import os; os._exit(0)' >> {REPOSITORY}/pricing.py",
     "edits the tests": "for file in test_*.py; do echo 'def test_what_works(): pass' > $file; done",
     "writes the hidden test": "echo 'def test_the_issue(): pass' > test_hidden_pricing.py; chmod 444 test_hidden_pricing.py",
-    "writes the results": "mkdir -p /strop; echo x > /strop/secret; printf 'x\\tPASSED\\ttest_hidden_pricing.py::test_the_issue\\n' > /strop/results",
-    "writes the results while tested": "echo \"open('/strop/results', 'a').write('\\n\\tPASSED\\ttest_hidden_pricing.py::test_the_issue\\n')\" >> pricing.py",
+    "writes the results": f"mkdir -p /strop; echo x > /strop/secret; printf 'x\\tPASSED\\t{HIDDEN}\\n' > /strop/results",
+    "writes the results while tested": f"echo \"open('/strop/results', 'a').write('\\n\\tPASSED\\t{HIDDEN}\\n')\" >> pricing.py",
     "removes the results": "echo \"import os; os.remove('/strop/results')\" >> pricing.py",
     "hooks into Python": "echo 'import os; os._exit(0)' | tee sitecustomize.py conftest.py unittest.py pytest.py > /dev/null",
     "removes the folder": f"rm -rf {REPOSITORY}",
@@ -43,12 +35,16 @@ FAKES = {
 def test_what_only_looks_like_a_solution_gets_nothing(play: Play):
     task = make_tasks("software")[0]
     results = play("software", [(task, [shell(command)], "passed") for command in FAKES.values()])
-    assert {name: rollout.rewards["tests"] for name, (rollout, _) in zip(FAKES, results, strict=True)} == dict.fromkeys(FAKES, 0.0)
+    assert {name: rollout.rewards["tests"] for name, (rollout, _) in zip(FAKES, results, strict=True)} == dict.fromkeys(
+        FAKES, 0.0
+    )
 
 
 def test_a_solution_counts_though_the_policy_also_changed_tests(play: Play):
     task = make_tasks("software")[0]
-    [(rollout, _)] = play("software", [(task, [*list_calls(task), shell("rm test_pricing.py; rm README.md; touch tests.py")], "")])
+    [(rollout, _)] = play(
+        "software", [(task, [*list_calls(task), shell("rm test_pricing.py; rm README.md; touch tests.py")], "")]
+    )
     assert rollout.rewards["tests"] == 1.0
 
 
@@ -68,7 +64,8 @@ SWE_BENCH = {
 }  # fmt: skip
 SWE_REBENCH = {**SWE_BENCH, "docker_image": "swerebench/x:1", "FAIL_TO_PASS": ["tests/test_x.py::test_a"], "PASS_TO_PASS": [],
                "install_config": {"test_cmd": "pytest -rA --color=no"}}  # fmt: skip
-R2E_GYM = {"docker_image": "registry.example.org/x:2", "problem_statement": "It fails.", "expected_output_json": '{"TestX.test_a": "PASSED"}'}
+R2E_GYM = {"docker_image": "registry.example.org/x:2", "problem_statement": "It fails.",
+           "expected_output_json": '{"TestX.test_a": "PASSED"}'}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Environments whose tasks bring an image: tools and agents work in a sandbox of it, and hidden tests judge in a second one.
 
-Columns of a row: ``image``; ``environment``, variables; ``folder``, where the work is done; ``files``, absolute paths with their texts, and ``setup_command``, which both
-sandboxes get before anything else; ``remove``, paths of the image that the episode must not see; ``test_command``, whose exit code 0 is the
-reward 1, and ``test_files``, which only the second sandbox gets.
+Columns of a row: ``image``; ``environment``, variables; ``folder``, where the work is done; ``files``, absolute paths with their texts, and
+``setup_command``, which both sandboxes get before anything else; ``remove``, paths of the image that the episode must not see;
+``test_command``, whose exit code 0 is the reward 1, ``test_timeout_s``, and ``test_files``, which only the second sandbox gets.
 """
 
 from __future__ import annotations
@@ -196,7 +196,9 @@ class GradedInSandbox(InSandbox, FunctionEnvironment):
         """Run the tests in the second sandbox. Return the reward."""
         return float((await self.run_tests(task, rollout, fresh, folder)).succeeded)
 
-    async def run_tests(self, task: PromptedTask, rollout: Rollout, fresh: Sandbox, folder: str, stdin: bytes = b"") -> CommandResult:
+    async def run_tests(
+        self, task: PromptedTask, rollout: Rollout, fresh: Sandbox, folder: str, stdin: bytes = b""
+    ) -> CommandResult:
         limit = float(task.metadata.get("test_timeout_s") or self.test_timeout_s)
         command = ("sh", "-c", str(task.metadata["test_command"]))
         result = await fresh.exec(SandboxCommand(argv=command, cwd=folder, stdin=stdin, wall_s=limit, output_kb=1 << 16))
@@ -235,10 +237,11 @@ class SandboxAgent(GradedInSandbox, AgentEnvironment[PromptedTask]):
         address = urlsplit(endpoint.base_url)
         local = address.hostname in ("127.0.0.1", "localhost") and address.port is not None
         sandbox = await current_sandbox().open((address.port,) if local and address.port else ())
-        told = replace(task, answer="", metadata={name: each for name, each in task.metadata.items() if name.lower() not in HIDDEN})
+        columns = {name: each for name, each in task.metadata.items() if name.lower() not in HIDDEN}
+        told = replace(task, answer="", metadata=columns)
         command = SandboxCommand(
-            argv=tuple(self.command), stdin=format_task(told).encode() + b"\n", cwd=current_sandbox().folder, environment=endpoint.environ, wall_s=self.agent_timeout_s,
-            output_kb=1 << 16,
+            argv=tuple(self.command), stdin=format_task(told).encode() + b"\n", environment=endpoint.environ,
+            cwd=current_sandbox().folder, wall_s=self.agent_timeout_s, output_kb=1 << 16,
         )  # fmt: skip
         result = await sandbox.exec(command)
         if result.reason == ExitReason.TIME:

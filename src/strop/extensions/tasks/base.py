@@ -11,6 +11,8 @@ import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -18,26 +20,32 @@ from strop.data.messages import make_prompt
 from strop.data.prompt_template import PromptTemplate
 from strop.data.sources.source import DataSource
 from strop.data.sources.streamed import is_streamed
-from strop.environments.base import GeneratedTasks, PromptedTask, reward
-from strop.extensions.sandboxes.task_sandbox import InSandbox
+from strop.environments.base import DatasetEnvironment, GeneratedTasks, PromptedTask, reward
 from strop.sampling import mix_seed
 from strop.types import Rollout, ToolCall
 
+MACHINE = "machine:"  # the image of tasks that name none: a shell, git and Python, copied from this machine (provider local)
 TINY = 10  # tasks without a dataset, unless data.size is set
 _ANSWER = re.compile(r"^[ \t*]*answer:(.*)$", re.IGNORECASE | re.MULTILINE)
 
 
-def make_task(name: str, instruction: str, answer: str = "", *, solution: Sequence[ToolCall], **columns: Any) -> PromptedTask:
-    """Return a task. ``columns``: those of its sandbox. With an answer, the scripted policy's last message gives it."""
-    metadata = {**columns, "solution": [call.as_dict() for call in solution]}
-    return PromptedTask(id=name, question=instruction, answer=answer, metadata=metadata, messages=())
+def make_task(
+    name: str, instruction: str, answer: str = "", *, solution: Sequence[ToolCall | str], **columns: Any
+) -> PromptedTask:
+    """Return a task. ``columns``: those of its sandbox. ``solution``: calls, and the last message."""
+    steps = [each.as_dict() if isinstance(each, ToolCall) else each for each in solution]
+    return PromptedTask(id=name, question=instruction, answer=answer, metadata={**columns, "solution": steps}, messages=())
+
+
+@cache
+def read_inside(name: str) -> bytes:
+    """Return a program that runs inside a sandbox."""
+    return Path(__file__).with_name("inside").joinpath(name).read_bytes()
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentTasks(InSandbox):
-    """Tasks of one kind. Put it before an environment class that judges: ``class Mine(AgentTasks, SandboxEnvironment)``."""
-
-    image: str | None = "machine:"  # of tasks that name none: a shell, git and Python, copied from this machine (provider local)
+class AgentTasks(DatasetEnvironment):
+    """Tasks of one kind. Put it before the environment class that judges: ``class Mine(AgentTasks, SandboxEnvironment)``."""
 
     @abstractmethod
     def make(self, index: int, random: Random) -> PromptedTask:
@@ -71,6 +79,9 @@ class AnsweredTasks(AgentTasks):
     @reward(weight=1.0, accuracy=True)
     def correct(self, task: PromptedTask, rollout: Rollout) -> bool:
         return same_answer(find_answer(rollout.content), task.answer)
+
+    def reference_turns(self, task: PromptedTask) -> Sequence[str]:
+        return [str(step) for step in task.metadata.get("solution") or () if isinstance(step, str)]
 
 
 def find_answer(text: str) -> str | None:

@@ -16,8 +16,6 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import cache
-from pathlib import Path
 from posixpath import basename, dirname
 from random import Random
 from typing import Any, Literal
@@ -28,34 +26,27 @@ from strop.environments.base import PromptedTask
 from strop.extensions.sandboxes.base import FailureCause, Sandbox, SandboxCommand, SandboxFailure
 from strop.extensions.sandboxes.task_sandbox import GradedInSandbox, SandboxAgent, SandboxEnvironment
 from strop.extensions.sandboxes.trees import check_tree, read_file, write_files
-from strop.extensions.tasks.base import AgentTasks
+from strop.extensions.tasks.base import MACHINE, AgentTasks, read_inside
 from strop.extensions.tasks.tiny_software import make_repository
 from strop.types import Rollout
 
-# What the tests take from the image, never from the episode: tests, their configuration, what Python runs by itself, and installed packages.
+# What is never taken from the episode: tests, their configuration, what Python runs by itself, and installed packages.
 PROTECTED = (
     ".git", ".venv", "conftest.py", "test_*.py", "*_test.py", "tests.py", "pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml",
     "sitecustomize.py", "usercustomize.py", "*.pth", "run_tests.sh", "r2e_tests",
 )  # fmt: skip
 HERE = "/strop"  # of the second sandbox: what reports outcomes
-_PYTHON = (
-    'for bin in "$PWD/.venv/bin" /opt/miniconda3/envs/testbed/bin; do [ -x "$bin/python" ] && PATH="$bin:$PATH"; done; export PATH; '
-)
+_PYTHON = 'for bin in "$PWD/.venv/bin" /opt/miniconda3/envs/testbed/bin; do [ -x "$bin/python" ] && PATH="$bin:$PATH"; done; export PATH; '
 _APPLY = "git apply --whitespace=nowarn {0} 2>/dev/null || patch -p1 --batch --forward --fuzz=0 -i {0} || exit 1; "
 _PATCHED = re.compile(r"^(?:---|\+\+\+) [ab]/(\S+)", re.MULTILINE)
 _BLOCK = re.compile(r"^```(?:diff|patch)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-
-
-@cache
-def read_inside(name: str) -> bytes:
-    """Return a program that runs inside a sandbox."""
-    return Path(__file__).with_name("inside").joinpath(name).read_bytes()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareTasks(AgentTasks, GradedInSandbox):
     """How repositories are read and judged, whoever works on them."""
 
+    image: str | None = MACHINE
     folder: str = "/testbed"  # of the repository in images
     submit: Literal["folder", "patch"] = "folder"  # the state of the folder, or a ```diff block in the last message
     protected: Sequence[str] = PROTECTED  # names of files and folders of which the tests get the image's
@@ -93,7 +84,25 @@ class SoftwareTasks(AgentTasks, GradedInSandbox):
 
     async def place_work(self, fresh: Sandbox, folder: str, archive: bytes) -> None:
         kept = [word for name in self.protected for word in ("-o", "-name", name)][1:]
-        argv = ("find", folder, "-mindepth", "1", "(", *kept, ")", "-prune", "-o", "!", "-type", "d", "-exec", "rm", "-f", "{}", "+")
+        argv = (
+            "find",
+            folder,
+            "-mindepth",
+            "1",
+            "(",
+            *kept,
+            ")",
+            "-prune",
+            "-o",
+            "!",
+            "-type",
+            "d",
+            "-exec",
+            "rm",
+            "-f",
+            "{}",
+            "+",
+        )
         await fresh.exec(SandboxCommand(argv=argv, cwd="/"))
         await fresh.put_tree(dirname(folder) or "/", archive)
 

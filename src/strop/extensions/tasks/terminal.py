@@ -28,7 +28,7 @@ from strop.environments.base import GeneratedTasks, PromptedTask
 from strop.extensions.sandboxes.base import FailureCause, Sandbox, SandboxFailure
 from strop.extensions.sandboxes.task_sandbox import GradedInSandbox, SandboxAgent, SandboxEnvironment
 from strop.extensions.sandboxes.trees import read_file
-from strop.extensions.tasks.base import AgentTasks, make_task, prompted
+from strop.extensions.tasks.base import MACHINE, AgentTasks, make_task, prompted
 from strop.extensions.tasks.tiny_terminal import make_folder
 from strop.types import Rollout, ToolCall
 
@@ -41,6 +41,7 @@ Files = Mapping[str, str]  # by their paths in a task's folder
 class TerminalTasks(AgentTasks, GradedInSandbox):
     """How task folders are read and judged, whoever works on them."""
 
+    image: str | None = MACHINE
     folder: str | None = None  # a task folder, or one of task folders; null: tiny tasks
     images: Mapping[str, str] = field(default_factory=dict)  # prebuilt images by the name of a task, or a pattern such as "*"
 
@@ -71,7 +72,8 @@ class TerminalTasks(AgentTasks, GradedInSandbox):
             settings["instruction"],
             **columns,
             **({"test_timeout_s": float(limit)} if limit else {}),
-            test_files={f"/{path}": text for path, text in files.items() if path.startswith("tests/")} | {f"/{script}": files[script]},
+            test_files={f"/{path}": text for path, text in files.items() if path.startswith("tests/")}
+            | {f"/{script}": files[script]},
             test_command=f"mkdir -p {LOGS}; export TEST_DIR=/tests; {find_shell(files[script])} /{script}",
             writes_reward=basename(script) == "test.sh",
             solution=[ToolCall("shell", {"command": f"{find_shell(solution)} -c {shlex.quote(solution)}"})] if solution else (),
@@ -141,7 +143,9 @@ def read_settings(name: str, files: Files) -> Mapping[str, Any]:
         settings = yaml.safe_load(files["task.yaml"])
         return {**settings, "instruction": str(settings["instruction"]).strip()}
     except (ValueError, LookupError, TypeError) as error:
-        raise DataError(f"the task {name} cannot be read: {error!r}; it needs task.toml and instruction.md, or task.yaml") from error
+        raise DataError(
+            f"the task {name} cannot be read: {error!r}; it needs task.toml and instruction.md, or task.yaml"
+        ) from error
 
 
 def follow_dockerfile(name: str, files: Files) -> dict[str, Any]:
@@ -153,7 +157,9 @@ def follow_dockerfile(name: str, files: Files) -> dict[str, Any]:
         if word == "WORKDIR":
             folder = join(folder or "/", rest)
         elif word == "ENV":
-            pairs = [each.partition("=")[::2] for each in shlex.split(rest)] if "=" in rest.split(" ")[0] else [rest.split(None, 1)]
+            pairs = (
+                [each.partition("=")[::2] for each in shlex.split(rest)] if "=" in rest.split(" ")[0] else [rest.split(None, 1)]
+            )
             environment |= {key: value.strip() for key, value in pairs}
         elif word in ("COPY", "ADD") and "--from" not in rest and "://" not in rest:
             *sources, target = [each for each in shlex.split(rest) if not each.startswith("--")]

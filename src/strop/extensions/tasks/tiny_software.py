@@ -88,11 +88,12 @@ REPOSITORIES = (
         "table",
         "A field with a quote in it makes the line unreadable. Quotes inside of a field should be doubled, as in RFC 4180.",
         "def write_line(fields):\n    return ','.join(quote(field) for field in fields)\n\n\ndef quote(field):\n"
-        "    if any(character in field for character in ',\"\\n'):\n        return '\"' + field.replace('\"', '\"\"') + '\"'\n    return field\n",
+        "    if any(character in field for character in ',\"\\n'):\n        return '\"' + field.replace('\"', '\"\"') + '\"'\n"
+        "    return field\n",
         "field.replace('\"', '\"\"')",
         "field",
         "assert write_line(['a', 'b,c']) == 'a,\"b,c\"'",
-        "assert write_line(['say \"hi\"', 'x']) == '\"say \"\"hi\"\"\",x'",
+        'assert write_line([\'say "hi"\', \'x\']) == \'"say ""hi""",x\'',
     ),
     Repository(
         "roman",
@@ -123,7 +124,8 @@ REPOSITORIES = (
         "import re\nimport unicodedata\n\n\ndef slug(title):\n    plain = unicodedata.normalize('NFKD', title)\n"
         "    plain = ''.join(letter for letter in plain if not unicodedata.combining(letter))\n"
         "    return re.sub('[^a-z0-9]+', '-', plain.lower()).strip('-')\n",
-        "    plain = unicodedata.normalize('NFKD', title)\n    plain = ''.join(letter for letter in plain if not unicodedata.combining(letter))\n"
+        "    plain = unicodedata.normalize('NFKD', title)\n"
+        "    plain = ''.join(letter for letter in plain if not unicodedata.combining(letter))\n"
         "    return re.sub('[^a-z0-9]+', '-', plain.lower()).strip('-')",
         "    return re.sub('[^a-z0-9]+', '-', title.lower())",
         "assert slug('A long title') == 'a-long-title'",

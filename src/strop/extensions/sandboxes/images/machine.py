@@ -73,7 +73,12 @@ class MachineSource:
     def _layer(self) -> IO[bytes]:
         file = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this source)
         files = collect_programs(PROGRAMS) | collect_python()
-        folders = {str(parent) for name in (*files, *_TABLES) for parent in Path(name).parents} | {"root", "tmp", "work", "home/user"}
+        folders = {str(parent) for name in (*files, *_TABLES) for parent in Path(name).parents} | {
+            "root",
+            "tmp",
+            "work",
+            "home/user",
+        }
         with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
             for name in sorted({*folders, "home"} - {"."}):
                 info = tarfile.TarInfo(name)
@@ -84,7 +89,11 @@ class MachineSource:
                 info = archive.gettarinfo(path, name)
                 info.uid = info.gid = 0
                 info.uname = info.gname = ""
-                info.type, info.linkname, info.size = tarfile.REGTYPE, "", path.stat().st_size  # also of a file with several names
+                info.type, info.linkname, info.size = (
+                    tarfile.REGTYPE,
+                    "",
+                    path.stat().st_size,
+                )  # also of a file with several names
                 with path.open("rb") as content:
                     archive.addfile(info, content)
             for name, text in _TABLES.items():

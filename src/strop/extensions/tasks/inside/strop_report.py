@@ -15,7 +15,7 @@ def open_report(folder):
     with open(os.path.join(folder, "secret")) as file:
         secret = file.read().strip()
     os.remove(os.path.join(folder, "secret"))
-    results = open(os.path.join(folder, "results"), "a")
+    results = open(os.path.join(folder, "results"), "a")  # noqa: SIM115 (until the end)
 
     def report(name, outcome):
         results.write("\n{}\t{}\t{}\n".format(secret, outcome, name.replace("\n", " ")))
@@ -57,7 +57,7 @@ def run_plain(names, report):
             report(name, "SKIPPED")
         except BaseException as error:
             report(name, "FAILED")
-            print("{}: {!r}".format(name, error))
+            print(f"{name}: {error!r}")
         else:
             report(name, "PASSED")
 
@@ -67,14 +67,16 @@ def run_plain(names, report):
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         except BaseException as error:
-            print("{}: {!r}".format(file, error))
+            print(f"{file}: {error!r}")
             continue
         for key, value in sorted(vars(module).items()):
             if isinstance(value, type) and issubclass(value, unittest.TestCase):
                 for method in unittest.defaultTestLoader.getTestCaseNames(value):
                     result = unittest.TestResult()
                     value(method).run(result)
-                    report("::".join((file, key, method)), "PASSED" if result.wasSuccessful() and not result.skipped else "FAILED")
+                    report(
+                        "::".join((file, key, method)), "PASSED" if result.wasSuccessful() and not result.skipped else "FAILED"
+                    )
             elif key.startswith("test") and callable(value):
                 run("::".join((file, key)), value)
 
