@@ -46,9 +46,15 @@ def test_a_notebook_keeps_its_variables_until_it_ends(play: Play):
 
 
 def test_a_browser_says_what_it_cannot_do(play: Play):
-    calls = [("open_page", {"address": "http://127.0.0.1:8000/item/99"}), ("open_page", {"address": "file:///srv/shop.json"}),
-             ("open_page", {"address": "http://127.0.0.1:8000/account"}), ("click", {"what": "Help"}),
-             ("fill", {"field": "name", "value": "x"}), ("fill", {"field": "user", "value": 'a"\' & ü'}), ("click", {"what": "Log in"})]  # fmt: skip
+    calls = [
+        ("open_page", {"address": "http://127.0.0.1:8000/item/99"}),
+        ("open_page", {"address": "file:///srv/shop.json"}),
+        ("open_page", {"address": "http://127.0.0.1:8000/account"}),
+        ("click", {"what": "Help"}),
+        ("fill", {"field": "name", "value": "x"}),
+        ("fill", {"field": "user", "value": "a\"' & ü"}),
+        ("click", {"what": "Log in"}),
+    ]
     [(_, read)] = play("web_pages", [(make_tasks("web_pages")[0], [ToolCall(name, values) for name, values in calls], "")])
     assert "There is no such page" in read[0] and read[1] == "only http and https addresses can be opened"
     assert read[3] == "there is no link and no button 'Help'"

@@ -56,8 +56,8 @@ def test_folders_of_harbor_and_terminal_bench_are_done_as_they_say(play: Play, t
     (done, read), (idle, _) = play(
         "terminal", [(harbor, [look, *list_calls(harbor)], ""), (harbor, [], "")], folder=str(tmp_path)
     )
-    assert read[0].splitlines()[:8] == ["/srv/app/sub", "blue-2 m-new", "ran", "/all/more/a/b.txt", "/all/one.txt", "/all/run", "/all/two.txt",
-                                        "more/a/b.txt"]  # fmt: skip
+    copied = ["/all/more/a/b.txt", "/all/one.txt", "/all/run", "/all/two.txt", "more/a/b.txt"]
+    assert read[0].splitlines()[:8] == ["/srv/app/sub", "blue-2 m-new", "ran", *copied]
     assert "notes/two.txt" in read[0] and read[0].count("No such file") == 2
     assert (done.rewards["tests"], idle.rewards["tests"]) == (0.75, 0.0)
     results = play("terminal", [(bench, list_calls(bench), ""), (bench, [], "")], folder=str(tmp_path))
@@ -81,8 +81,8 @@ def test_a_policy_that_writes_the_reward_or_the_tests_gets_nothing(play: Play):
     "changed, match",
     [
         (
-            {"environment/Dockerfile": "FROM x\nRUN apt-get install gcc\n"},
-            r"task harbor needs an image that is built.*RUN apt-get install gcc",
+            {"environment/Dockerfile": "FROM x\nRUN make\n"},
+            r"task harbor needs an image that is built.*RUN make",
         ),
         ({"environment/Dockerfile": "FROM x\nCOPY --from=y /a /b\n"}, "COPY --from=y"),
         ({"environment/Dockerfile": "FROM x\nUSER me\n"}, "USER me"),

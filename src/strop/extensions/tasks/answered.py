@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import inspect
 import json
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -22,6 +23,7 @@ from strop.types import Rollout, ToolCall
 
 FORM = "End your last message with a line: Answer: ..."
 CORPUS = Path(__file__).with_name("tiny_corpus.jsonl")  # invented places and people
+_FUTURE = "from __future__ import annotations\n"
 _CITATION = re.compile(r"\[[^\]]*\]")
 Rows = list[dict[str, Any]]
 PRODUCTS, CITIES, THINGS = ("lamp", "chair", "desk"), ("Oslo", "Turin", "Lima"), ("lamp", "cup", "rug", "vase")
@@ -39,10 +41,10 @@ class DataScience(AnsweredTasks, InSandbox):
         table = make_table(random)
         product, city = random.choice(PRODUCTS), random.choice(CITIES)
         answer = str(solve(read_table(table.splitlines()), product, city))
-        start = f"import statistics\n{inspect.getsource(read_table)}\nrows = read_table(open('sales.csv'))".replace(": Rows", "")
-        cells = [start, f"Rows = list\n{inspect.getsource(solve)}\nprint({solve.__name__}(rows, {product!r}, {city!r}))"]
+        start = f"{_FUTURE}import csv, statistics\n{inspect.getsource(read_table)}\nrows = read_table(open('sales.csv'))"
+        cells = [start, f"{_FUTURE}{inspect.getsource(solve)}\nprint({solve.__name__}(rows, {product!r}, {city!r}))"]
         asked = f"/work/sales.csv has the columns day, city, product, units, price. {question.format(product=product, city=city)} {FORM}"
-        solution = [*(ToolCall("python", {"code": cell}) for cell in cells), f"Answer: {answer}"]
+        solution: list[ToolCall | str] = [*(ToolCall("python", {"code": cell}) for cell in cells), f"Answer: {answer}"]
         return make_task(solve.__name__, asked, answer, folder="/work", files={"/work/sales.csv": table}, solution=solution)
 
 
@@ -54,49 +56,50 @@ def make_table(random: Random) -> str:
     return "day,city,product,units,price\n" + "".join(row() for _ in range(random.randint(40, 80)))
 
 
-def read_table(lines):  # type: ignore[no-untyped-def]  # its source is a cell, too
-    import csv
+# The source of the functions below is what the scripted policy runs.
 
+
+def read_table(lines: Iterable[str]) -> Rows:
     return [{**row, "units": int(row["units"]), "price": int(row["price"])} for row in csv.DictReader(lines)]
 
 
-def total_units(rows: Rows, product: str, city: str) -> int:
+def total_units(rows: Rows, product: str, city: str) -> object:
     return sum(row["units"] for row in rows if row["city"] == city)
 
 
-def mean_price(rows: Rows, product: str, city: str) -> float:
+def mean_price(rows: Rows, product: str, city: str) -> object:
     return round(statistics.fmean(row["price"] for row in rows if row["product"] == product), 2)
 
 
-def best_city(rows: Rows, product: str, city: str) -> str:
+def best_city(rows: Rows, product: str, city: str) -> object:
     return max(sorted({row["city"] for row in rows}), key=lambda name: sum(row["units"] for row in rows if row["city"] == name))
 
 
-def selling_days(rows: Rows, product: str, city: str) -> int:
+def selling_days(rows: Rows, product: str, city: str) -> object:
     return len({row["day"] for row in rows if row["product"] == product})
 
 
-def median_price(rows: Rows, product: str, city: str) -> float:
+def median_price(rows: Rows, product: str, city: str) -> object:
     return statistics.median(row["price"] for row in rows)
 
 
-def revenue(rows: Rows, product: str, city: str) -> int:
+def revenue(rows: Rows, product: str, city: str) -> object:
     return sum(row["units"] * row["price"] for row in rows if row["city"] == city and row["product"] == product)
 
 
-def best_day(rows: Rows, product: str, city: str) -> str:
+def best_day(rows: Rows, product: str, city: str) -> object:
     return max(sorted({row["day"] for row in rows}), key=lambda day: sum(row["units"] for row in rows if row["day"] == day))
 
 
-def large_share(rows: Rows, product: str, city: str) -> float:
+def large_share(rows: Rows, product: str, city: str) -> object:
     return round(100 * sum(row["units"] > 20 for row in rows) / len(rows), 1)
 
 
-def spread(rows: Rows, product: str, city: str) -> float:
+def spread(rows: Rows, product: str, city: str) -> object:
     return round(statistics.pstdev(row["units"] for row in rows), 3)
 
 
-def slope(rows: Rows, product: str, city: str) -> float:
+def slope(rows: Rows, product: str, city: str) -> object:
     units, prices = [row["units"] for row in rows], [row["price"] for row in rows]
     middle = statistics.fmean(prices)
     covered = sum((price - middle) * unit for price, unit in zip(prices, units, strict=True))

@@ -71,7 +71,7 @@ class TerminalTasks(AgentTasks, GradedInSandbox):
             name,
             settings["instruction"],
             **columns,
-            **({"test_timeout_s": float(limit)} if limit else {}),
+            test_timeout_s=float(limit) if limit else None,
             test_files={f"/{path}": text for path, text in files.items() if path.startswith("tests/")}
             | {f"/{script}": files[script]},
             test_command=f"mkdir -p {LOGS}; export TEST_DIR=/tests; {find_shell(files[script])} /{script}",

@@ -104,7 +104,10 @@ class MachineSource:
 
     def read_manifest(self) -> ImageManifest:
         self._layer.seek(0)
-        return ImageManifest(_CONFIG, (Blob(f"sha256:{hashlib.file_digest(self._layer, 'sha256').hexdigest()}"),))
+        digest = hashlib.sha256()
+        while part := self._layer.read(1 << 20):
+            digest.update(part)
+        return ImageManifest(_CONFIG, (Blob(f"sha256:{digest.hexdigest()}"),))
 
     @contextmanager
     def open_layer(self, blob: Blob, most: int) -> Iterator[IO[bytes]]:

@@ -9,11 +9,12 @@ import tempfile
 import time
 import traceback
 from contextlib import suppress
+from typing import Any
 
 MOST = 1 << 20  # bytes of an answer
 
 
-def run_cell(code: str, namespace: dict) -> bytes:
+def run_cell(code: str, namespace: "dict[str, Any]") -> bytes:
     """Run code as a notebook does. Return what it and its programs print, and the value of the last expression."""
     with tempfile.TemporaryFile() as file:
         saved = [os.dup(stream) for stream in (1, 2)]
@@ -31,9 +32,10 @@ def run_cell(code: str, namespace: dict) -> bytes:
             sys.stdout.flush()
             kind, error, frames = sys.exc_info()
             traceback.print_exception(kind, error, frames.tb_next if frames else None)
-        for stream, old in ((sys.stdout, saved[0]), (sys.stderr, saved[1])):
-            stream.flush()
-            os.dup2(old, stream.fileno())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for stream, old in zip((1, 2), saved):  # noqa: B905 (no strict before Python 3.10)
+            os.dup2(old, stream)
             os.close(old)
         file.seek(0)
         return file.read(MOST)
@@ -44,7 +46,7 @@ def serve(path: str) -> None:
     server = socket.socket(socket.AF_UNIX)
     server.bind(path)
     server.listen(8)
-    namespace = {"__name__": "__main__"}  # type: dict
+    namespace: dict[str, Any] = {"__name__": "__main__"}
     while True:
         connection, _ = server.accept()
         with suppress(OSError), connection, connection.makefile("rb") as stream:  # a client may have ended

@@ -5,6 +5,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from html.parser import HTMLParser
+from typing import Any
 
 MOST = 1 << 20  # bytes of a page
 BLOCKS = {"p", "div", "li", "tr", "h1", "h2", "h3", "h4", "br", "form", "ul", "ol", "table", "title", "section", "hr"}
@@ -16,12 +17,14 @@ class Page(HTMLParser):
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.text, self.links, self.forms, self._open = "", [], [], None  # type: ignore[var-annotated]
-        self._hidden = 0
+        self.text, self._hidden, self._select = "", 0, ""
+        self.links: list[tuple[str, str]] = []
+        self.forms: list[dict[str, Any]] = []
+        self._open: Any = None  # of a link or a button whose label is being read: its kind, what it does, where it starts
         self.feed(html)
         self.close()
 
-    def handle_starttag(self, tag: str, attributes: list) -> None:
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
         values = {key: value or "" for key, value in attributes}
         if tag in BLOCKS:
             self.text += "\n"
@@ -44,9 +47,7 @@ class Page(HTMLParser):
         ):
             self.forms[-1]["fields"][self._select] = values.get("value", "")
 
-    _select = ""
-
-    def _add_field(self, tag: str, values: dict) -> None:
+    def _add_field(self, tag: str, values: Any) -> None:
         form, name, kind = self.forms[-1], values.get("name", ""), values.get("type", "text").lower()
         if kind in BUTTONS:
             form["buttons"].append((values.get("value", "Submit"), name, values.get("value", "")))
@@ -121,7 +122,7 @@ class Browser:
         known = ", ".join(name for form in self.page.forms for name in form["fields"])
         return "there is no field {!r}; there are: {}".format(field, known or "none")
 
-    def _send(self, form: dict, more: dict) -> str:
+    def _send(self, form: Any, more: Any) -> str:
         data = urllib.parse.urlencode(dict(form["fields"], **more))
         if form["method"] == "post":
             return self.open(form["action"] or self.address, data.encode())

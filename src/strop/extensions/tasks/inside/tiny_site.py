@@ -26,13 +26,13 @@ def find_code(*parts: object) -> str:
     return hashlib.sha256("|".join(map(str, (SHOP["secret"], *parts))).encode()).hexdigest()[:8]
 
 
-def list_items(items: list) -> str:
+def list_items(items: "list[int]") -> str:
     return "<ul>{}</ul>".format(
         "".join('<li><a href="/item/{}">{}</a>'.format(n, html.escape(SHOP["items"][n]["name"])) for n in items)
     )
 
 
-def answer(path: str, query: dict, form: dict, cookie: str) -> "tuple[str, str]":
+def answer(path: str, query: "dict[str, str]", form: "dict[str, str]", cookie: str) -> "tuple[str, str]":
     """Return a page, and a cookie to set."""
     numbers = list(range(len(SHOP["items"])))
     if path == "/catalogue":
