@@ -128,16 +128,16 @@ def learn(folder: Path, model: Path, seed: int, steps: int) -> list[dict[str, fl
         "data.validation.env_name": "held_out",
         "env.terminal.folder": str(write_tasks(folder / "tasks", 20 * KINDS, seed)),
         "env.held_out.type": "terminal",
-        "env.held_out.folder": str(write_tasks(folder / "held_out", 8 * KINDS, seed + 1000)),
+        "env.held_out.folder": str(write_tasks(folder / "held_out", 6 * KINDS, seed + 1000)),
         "policy.generation.max_new_tokens": 64,
         "policy.generation.torch_cfg.kv_cache_memory_gb": 0.2,
-        "policy.optimizer.kwargs.lr": 5e-4,
+        "policy.optimizer.kwargs.lr": 1e-3,
         "grpo.max_rollout_turns": 2,
         "grpo.num_prompts_per_step": 8,
         "grpo.num_generations_per_prompt": 6,
         "grpo.max_num_steps": steps,
         "grpo.max_num_epochs": None,
-        "grpo.val_period": max(steps // 2, 1),
+        "grpo.val_period": steps,
         "grpo.val_at_start": True,
         "grpo.seed": seed,
         "checkpointing.enabled": False,
@@ -161,8 +161,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--warm-up-steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warm-up-steps", type=int, default=100)
     parser.add_argument("--folder", type=Path, default=None)
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="strop-task-training-"))

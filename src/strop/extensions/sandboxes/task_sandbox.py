@@ -60,8 +60,11 @@ class TaskSandbox:
         return self.sandbox
 
 
-def lend_sandbox(task: Task, image: str, forward: tuple[int, ...] = ()) -> AbstractAsyncContextManager[Sandbox]:
-    return get_pool().lend(replace(make_spec(image, forward), environment=task.metadata.get("environment") or {}))
+def lend_sandbox(
+    task: Task, image: str, forward: tuple[int, ...] = (), *, judging: bool = False
+) -> AbstractAsyncContextManager[Sandbox]:
+    spec = replace(make_spec(image, forward), environment=task.metadata.get("environment") or {})
+    return get_pool().lend(spec, judging=judging)
 
 
 @contextmanager
@@ -164,7 +167,7 @@ class GradedInSandbox(InSandbox, FunctionEnvironment):
         episode = current_sandbox()
         used = await episode.open()
         folder = (self.test_folder or episode.folder).rstrip("/")
-        async with lend_sandbox(task, episode.image) as fresh:
+        async with lend_sandbox(task, episode.image, judging=True) as fresh:
             await prepare(fresh, task)
             try:
                 archive = await self.collect_work(task, rollout, used, folder)

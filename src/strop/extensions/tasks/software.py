@@ -44,7 +44,7 @@ _BLOCK = re.compile(r"^```(?:diff|patch)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareTasks(AgentTasks, GradedInSandbox):
-    """How repositories are read and judged, whoever works on them."""
+    """How repositories are read and judged, for tools and for agents."""
 
     image: str | None = MACHINE
     folder: str = "/testbed"  # of the repository in images

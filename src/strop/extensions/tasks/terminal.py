@@ -39,7 +39,7 @@ Files = Mapping[str, str]  # by their paths in a task's folder
 
 @dataclass(frozen=True, kw_only=True)
 class TerminalTasks(AgentTasks, GradedInSandbox):
-    """How task folders are read and judged, whoever works on them."""
+    """How task folders are read and judged, for tools and for agents."""
 
     image: str | None = MACHINE
     folder: str | None = None  # a task folder, or one of task folders; null: tiny tasks

@@ -61,7 +61,7 @@ def collect_python() -> dict[str, Path]:
             if ".opt-" not in name and path.is_file():
                 files[f"usr/local/lib/{version}/{path.relative_to(library)}"] = path
     for shared in find_libraries([binary, *(library / "lib-dynload").glob("*.so")]):
-        own = shared.is_relative_to(prefix)  # found beside the interpreter, whose place is another in the image
+        own = shared.is_relative_to(prefix)  # found next to the interpreter, which has another place in the image
         files[f"usr/local/lib/{shared.name}" if own else str(shared).lstrip("/")] = shared.resolve()
     return files
 

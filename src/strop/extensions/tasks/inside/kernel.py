@@ -54,7 +54,7 @@ def serve(path: str) -> None:
 
 
 def start(path: str) -> None:
-    """Start the process in a session of its own, so that it outlives this one."""
+    """Start the process in a new session, so that it outlives this one."""
     if os.path.exists(path):
         os.remove(path)
     if os.fork() == 0:

@@ -50,7 +50,7 @@ def answer(path: str, query: "dict[str, str]", form: "dict[str, str]", cookie: s
     if path == "/order":
         number, quantity = int(form["item"]), int(form["quantity"])
         if not 0 < quantity <= SHOP["items"][number]["stock"]:
-            return "<p>There are not so many.", ""
+            return "<p>There are fewer in stock.", ""
         return "<p>Thank you. Your order has the code {}.".format(find_code("order", number, quantity)), ""
     if path == "/account":
         known = cookie == "session=" + find_code("session")
