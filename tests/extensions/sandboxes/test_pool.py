@@ -105,6 +105,21 @@ def test_no_more_sandboxes_are_lent_than_there_are_places_and_none_twice():
     use(work)
 
 
+def test_episodes_in_all_places_still_get_a_second_sandbox_that_judges():
+    async def work(pool: WarmPool, provider: FakeProvider) -> None:
+        async def episode() -> str:
+            async with pool.lend(SPEC):
+                await asyncio.sleep(0.001)  # until all places are taken
+                async with pool.lend(SPEC, judging=True) as judge:
+                    assert sum(each.open for each in provider.made) <= 5
+                    return judge.id
+
+        async with asyncio.timeout(10):
+            assert len(set(await asyncio.gather(*(episode() for _ in range(20))))) == 20
+
+    use(work)
+
+
 def test_the_next_episode_of_an_image_finds_a_sandbox_ready():
     async def work(pool: WarmPool, provider: FakeProvider) -> None:
         for number in range(3):

@@ -16,6 +16,7 @@ from strop.extensions.agents.endpoint import Endpoint
 from strop.extensions.sandboxes.local.local_provider import LocalProvider
 from strop.extensions.sandboxes.sandboxes_config import SandboxesConfig
 from strop.extensions.sandboxes.task_sandbox import SandboxAgent, current_sandbox
+from strop.extensions.sandboxes.trees import read_file
 from strop.tools.base import InfrastructureError, ParsedReply
 from strop.types import Rollout, ToolCall, user
 from support.written_rollouts import rollout_of
@@ -144,6 +145,8 @@ def test_an_agent_of_the_image_reaches_the_policy_at_a_forwarded_port(sandboxes:
             result = await environment.run_agent(task, Endpoint(base_url=f"http://127.0.0.1:{port}/v1", api_key="k"))
             sandbox = await current_sandbox().open()
             assert sandbox._started.ports == [port]  # type: ignore[attr-defined]
+            told = await read_file(sandbox, "/work/program")
+            assert b"Repair it." in told and b"hidden" not in told and b"[ -e old ]" not in told
         server.close()
         return result
 

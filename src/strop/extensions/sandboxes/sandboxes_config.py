@@ -29,7 +29,11 @@ class SandboxesConfig(BaseConfig):
         "that a package declares in strop.sandbox_providers.",
     )
     options: dict[str, Any] = Field({}, description="Options of the provider, such as {cache_gb: 100}.")
-    max_open: int = Field(64, ge=1, description="Sandboxes in use at a time in each process; further episodes wait.")
+    max_open: int = Field(
+        64,
+        ge=1,
+        description="Episodes with a sandbox at a time in each process; others wait. Up to a quarter as many judge in addition.",
+    )
     ready: int = Field(0, ge=0, description="Sandboxes kept ready for each image that was used last, in addition to max_open.")
     start_timeout_s: float = Field(
         600.0, gt=0, description="Time for a sandbox to be ready, its image being pulled; then it is tried again (s)."

@@ -1,7 +1,8 @@
 """Environments whose tasks bring an image: tools and agents work in a sandbox of it, and hidden tests judge in a second one.
 
-Columns of a row: ``image``; ``setup_command``, run before the episode; ``test_command``, whose exit code 0 is the reward 1; ``test_files``,
-a mapping of absolute paths to texts, which only the second sandbox gets.
+Columns of a row: ``image``; ``environment``, variables; ``folder``, where the work is done; ``files``, absolute paths with their texts, and
+``setup_command``, which both sandboxes get before anything else; ``remove``, paths of the image that the episode must not see;
+``test_command``, whose exit code 0 is the reward 1, ``test_timeout_s``, and ``test_files``, which only the second sandbox gets.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from posixpath import basename, dirname
 from typing import Any, ClassVar, Literal
@@ -27,7 +28,7 @@ from strop.extensions.agents.endpoint import Endpoint
 from strop.extensions.agents.external_agent import SCORE, format_task, last_json, score
 from strop.extensions.sandboxes.base import CommandResult, ExitReason, FailureCause, Sandbox, SandboxCommand, SandboxFailure
 from strop.extensions.sandboxes.providers import get_pool, make_spec
-from strop.extensions.sandboxes.trees import check_tree, write_files
+from strop.extensions.sandboxes.trees import check_tree, make_archive, write_files
 from strop.safety.printable import shorten
 from strop.tools.base import Tool, ToolError
 from strop.types import Rollout, Task
@@ -35,6 +36,11 @@ from strop.types import Rollout, Task
 log = logging.getLogger(__name__)
 
 TESTS = "tests"  # the reward of a row's own tests
+# Columns that an agent inside the sandbox is not told, nor the answer: they would give its task away.
+HIDDEN = {
+    "test_command", "test_files", "remove", "solution", "expected", "patch", "test_patch", "fail_to_pass", "pass_to_pass",
+    "expected_output_json",
+}  # fmt: skip
 
 
 @dataclass
@@ -51,8 +57,11 @@ class TaskSandbox:
     async def open(self, forward: tuple[int, ...] = ()) -> Sandbox:
         """Return the sandbox. ``forward``: ports of this machine that it reaches, if it is made now. Raises SandboxFailure."""
         if self.sandbox is None:
-            self.sandbox = await self.stack.enter_async_context(get_pool().lend(make_spec(self.image, forward)))
+            self.sandbox = await self.stack.enter_async_context(lend_sandbox(self.task, self.image, forward))
             self.folder = await prepare(self.sandbox, self.task)
+            if hidden := self.task.metadata.get("remove"):
+                with failing_as_task(self.task):
+                    await self.sandbox.exec(SandboxCommand(argv=("rm", "-rf", *hidden)))
         return self.sandbox
 
     async def keep(self) -> bytes:
@@ -66,7 +75,7 @@ class TaskSandbox:
         """Make the sandbox from a snapshot. Raises SandboxFailure."""
         values = json.loads(state)
         if values["image"]:
-            self.sandbox = await self.stack.enter_async_context(get_pool().lend(make_spec(values["image"])))
+            self.sandbox = await self.stack.enter_async_context(lend_sandbox(self.task, values["image"]))
             self.folder, self.kept = values["folder"], [values["image"]]
 
     async def forget(self, all_but: int = 0) -> None:
@@ -99,6 +108,13 @@ def _warn_of(provider: str) -> None:
     log.warning("the provider %s makes no snapshots: the episodes of a run that is killed begin again", provider)
 
 
+def lend_sandbox(
+    task: Task, image: str, forward: tuple[int, ...] = (), *, judging: bool = False
+) -> AbstractAsyncContextManager[Sandbox]:
+    spec = replace(make_spec(image, forward), environment=task.metadata.get("environment") or {})
+    return get_pool().lend(spec, judging=judging)
+
+
 @contextmanager
 def failing_as_task(task: Task) -> Iterator[None]:
     """Report what does not exist in a sandbox that the policy has not used as a fault of the task."""
@@ -110,11 +126,22 @@ def failing_as_task(task: Task) -> Iterator[None]:
         raise RolloutFailed(f"task {task.id!r} is broken: {failure}", Ending.BROKEN_TASK) from failure
 
 
+async def write_column(sandbox: Sandbox, task: Task, column: str) -> None:
+    """Write the files of a column, a mapping of paths to texts or its JSON. Raises SandboxFailure."""
+    files = task.metadata.get(column) or {}
+    files = json.loads(files) if isinstance(files, str) else files
+    await write_files(sandbox, {str(path): str(text).encode("utf-8", "surrogateescape") for path, text in files.items()})
+
+
 async def prepare(sandbox: Sandbox, task: Task) -> str:
-    """Run the setup_command of a task. Return the folder in which the image's commands run. Raises RolloutFailed."""
+    """Write the files of a task and run its setup_command. Return the folder in which its commands run. Raises RolloutFailed."""
     script = f'here=$(pwd)\n(\n{task.metadata.get("setup_command") or ":"}\n) >&2 || exit\nprintf "%s" "$here"'
+    folder = str(task.metadata.get("folder") or "")
     with failing_as_task(task):
-        result = await sandbox.exec(SandboxCommand(argv=("sh", "-c", script), wall_s=1800.0, output_kb=1 << 16))
+        if folder:
+            await sandbox.put_tree(folder, make_archive({}))
+        await write_column(sandbox, task, "files")
+        result = await sandbox.exec(SandboxCommand(argv=("sh", "-c", script), cwd=folder, wall_s=1800.0, output_kb=1 << 16))
     if not result.succeeded:
         raise RolloutFailed(f"the setup_command of task {task.id!r} failed: {result.text[-500:]}", Ending.BROKEN_TASK)
     return result.stdout.decode("utf-8", "replace")
@@ -206,33 +233,52 @@ class GradedInSandbox(InSandbox, FunctionEnvironment):
             return {TESTS: RewardMark(accuracy=True)}
         return super().list_marks(options)
 
-    async def tests_pass(self, task: PromptedTask, rollout: Rollout) -> bool:
-        """Run the tests in a second sandbox, with the episode's folder and files that the first one never had. Raises SandboxFailure."""
-        command = task.metadata.get("test_command")
-        if not isinstance(command, str):
-            raise RolloutFailed(f"task {task.id!r} has no test_command, and no reward is set", Ending.BROKEN_TASK)
+    async def tests_pass(self, task: PromptedTask, rollout: Rollout) -> float:
+        """Judge the episode's files in a second sandbox, with files that the first one never had. Raises SandboxFailure."""
+        self.check_gradable(task)
         episode = current_sandbox()
         used = await episode.open()
         folder = (self.test_folder or episode.folder).rstrip("/")
-        async with get_pool().lend(make_spec(episode.image)) as fresh:
+        async with lend_sandbox(task, episode.image, judging=True) as fresh:
             await prepare(fresh, task)
             try:
-                archive = check_tree(await used.get_tree(folder, self.max_test_mb), basename(folder)) if folder else b""
+                archive = await self.collect_work(task, rollout, used, folder)
             except SandboxFailure as failure:
                 if failure.cause != FailureCause.REQUEST:
                     raise
-                return False  # the policy removed it, or made it larger than allowed
-            if folder:
-                await fresh.exec(SandboxCommand(argv=("rm", "-rf", folder), cwd="/"))
-                await fresh.put_tree(dirname(folder) or "/", archive)
-            hidden = task.metadata.get("test_files") or {}
-            hidden = json.loads(hidden) if isinstance(hidden, str) else hidden
-            await write_files(fresh, {str(path): str(text).encode() for path, text in hidden.items()})
-            tests = SandboxCommand(argv=("sh", "-c", command), cwd=folder, wall_s=self.test_timeout_s, output_kb=1 << 16)
+                return 0.0  # the policy removed it, or made it larger than allowed
+            await self.place_work(fresh, folder, archive)
+            await write_column(fresh, task, "test_files")
             with failing_as_task(task):
-                result = await fresh.exec(tests)
+                return await self.judge(task, rollout, fresh, folder)
+
+    def check_gradable(self, task: PromptedTask) -> None:
+        """Raise RolloutFailed for a task that cannot be judged."""
+        if not isinstance(task.metadata.get("test_command"), str):
+            raise RolloutFailed(f"task {task.id!r} has no test_command, and no reward is set", Ending.BROKEN_TASK)
+
+    async def collect_work(self, task: PromptedTask, rollout: Rollout, used: Sandbox, folder: str) -> bytes:
+        """Return what the tests get of the episode: a tar archive of the folder. Raises SandboxFailure, ``request`` for the policy's."""
+        return check_tree(await used.get_tree(folder, self.max_test_mb), basename(folder)) if folder else b""
+
+    async def place_work(self, fresh: Sandbox, folder: str, archive: bytes) -> None:
+        """Put the episode's work in the second sandbox, in place of what is there."""
+        if folder:
+            await fresh.exec(SandboxCommand(argv=("rm", "-rf", folder), cwd="/"))
+            await fresh.put_tree(dirname(folder) or "/", archive)
+
+    async def judge(self, task: PromptedTask, rollout: Rollout, fresh: Sandbox, folder: str) -> float:
+        """Run the tests in the second sandbox. Return the reward."""
+        return float((await self.run_tests(task, rollout, fresh, folder)).succeeded)
+
+    async def run_tests(
+        self, task: PromptedTask, rollout: Rollout, fresh: Sandbox, folder: str, stdin: bytes = b""
+    ) -> CommandResult:
+        limit = float(task.metadata.get("test_timeout_s") or self.test_timeout_s)
+        command = ("sh", "-c", str(task.metadata["test_command"]))
+        result = await fresh.exec(SandboxCommand(argv=command, cwd=folder, stdin=stdin, wall_s=limit, output_kb=1 << 16))
         rollout.metrics["test_seconds"] = result.wall_s
-        return result.succeeded
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,9 +312,11 @@ class SandboxAgent(GradedInSandbox, AgentEnvironment[PromptedTask]):
         address = urlsplit(endpoint.base_url)
         local = address.hostname in ("127.0.0.1", "localhost") and address.port is not None
         sandbox = await current_sandbox().open((address.port,) if local and address.port else ())
+        columns = {name: each for name, each in task.metadata.items() if name.lower() not in HIDDEN}
+        told = replace(task, answer="", metadata=columns)
         command = SandboxCommand(
-            argv=tuple(self.command), stdin=format_task(task).encode() + b"\n", environment=endpoint.environ, wall_s=self.agent_timeout_s,
-            output_kb=1 << 16,
+            argv=tuple(self.command), stdin=format_task(told).encode() + b"\n", environment=endpoint.environ,
+            cwd=current_sandbox().folder, wall_s=self.agent_timeout_s, output_kb=1 << 16,
         )  # fmt: skip
         result = await sandbox.exec(command)
         if result.reason == ExitReason.TIME:
@@ -300,9 +348,11 @@ class ShellTool:
 
     def _make_tool(self) -> Tool:
         async def shell(command: str) -> str:
-            sandbox = await current_sandbox().open()
+            episode = current_sandbox()
+            sandbox = await episode.open()
+            words = ("sh", "-c", command)
             try:
-                result = await sandbox.exec(SandboxCommand(argv=("sh", "-c", command), wall_s=self.timeout_s, user=self.user))
+                result = await sandbox.exec(SandboxCommand(argv=words, cwd=episode.folder, wall_s=self.timeout_s, user=self.user))
             except SandboxFailure as failure:
                 if failure.cause == FailureCause.REQUEST:
                     raise ToolError(str(failure)) from failure

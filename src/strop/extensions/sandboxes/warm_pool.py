@@ -30,15 +30,16 @@ class WarmPool:
     ) -> None:
         self.provider, self._ready_per_kind, self._start_s, self._tries = provider, ready, start_s, tries
         self._places = asyncio.Semaphore(max_open)
+        self._judges = asyncio.Semaphore(max(1, max_open // 4))  # apart: episodes keep theirs while they wait for one that judges
         self._ready: OrderedDict[SandboxSpec, list[tuple[float, Sandbox]]] = OrderedDict()
         self._filling: set[asyncio.Task[None]] = set()
         self.retried = 0  # creations that failed and were tried again
         self.taken_ready = 0
 
     @asynccontextmanager
-    async def lend(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        """Yield a new sandbox, and destroy it at the end. Raises SandboxFailure."""
-        async with self._places:
+    async def lend(self, spec: SandboxSpec, *, judging: bool = False) -> AsyncIterator[Sandbox]:
+        """Yield a new sandbox, and destroy it at the end. ``judging``: for an episode that has one already. Raises SandboxFailure."""
+        async with self._judges if judging else self._places:
             sandbox = await self._take(spec)
             try:
                 yield sandbox

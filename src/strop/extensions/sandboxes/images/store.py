@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from strop.extensions.sandboxes.images.layers import LayerLimits, Owners, Unpacked, broken, unpack_layer
+from strop.extensions.sandboxes.images.machine import MachineSource
 from strop.extensions.sandboxes.images.registry import RegistrySource
 from strop.extensions.sandboxes.images.sources import Blob, ImageConfig, ImageSource, LocalSource
 
@@ -213,6 +214,8 @@ class ImageStore:
 def find_source(reference: str) -> ImageSource:
     """Return the source that a reference names. Raises SandboxFailure."""
     kind, _, rest = reference.partition(":")
+    if kind == "machine":
+        return MachineSource()
     if kind not in ("oci", "oci-archive", "docker-archive"):
         return RegistrySource(reference)
     path, _, tag = rest.partition(":")
