@@ -52,6 +52,7 @@ class Traits:
     needed_resources: tuple[str, ...] = ()  # of this process (strop.environments.resources)
     prompts_are_of_rows: bool = False  # the messages of a PromptedTask are its exact prompt, so that it can be tokenized ahead
     past_selves: PastSelvesRule | None = None  # the earlier selves of the policy that it plays against
+    policies: tuple[str, ...] = ()  # further policies that its roles are played by, each trained on its own, and BASE
     episode_limits: Any = None  # what the episode_runner enforces, as the environment defines it
 
     @property
@@ -195,5 +196,6 @@ def read_traits(environment: Environment[Any]) -> Traits:
         needed_resources=tuple(dict.fromkeys(name for each in needing for name in getattr(each, "needed_resources", ()))),
         prompts_are_of_rows=kind.prompt is DatasetEnvironment.prompt and not (has_tools or is_agent),
         past_selves=getattr(environment, "past_selves", None),
+        policies=getattr(environment, "policies", ()),
         episode_limits=getattr(environment, "episode_limits", None),
     )
