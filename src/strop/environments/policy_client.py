@@ -16,7 +16,6 @@ from typing import Protocol
 
 from strop.types import Messages
 
-
 BASE = "base"  # name of the policy as it was before the run
 
 

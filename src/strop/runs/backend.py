@@ -104,7 +104,9 @@ class LocalBackend:
         on_cpu, shares_module = self.policy.network.device.type == "cpu", not self.config.policy.generation.uses_engines
         memory: MemoryClient | None = None
         if offloads_learner(self.config, on_cpu=on_cpu, shares_module=shares_module):
-            offload = make_offload(self.learners, self.scoring, keep_weights=("policy", *self.role_policies) if shares_module else ())
+            offload = make_offload(
+                self.learners, self.scoring, keep_weights=("policy", *self.role_policies) if shares_module else ()
+            )
             memory = MemoryClient(self.make_caller(offload))
         return make_generator(self.policy, self.config.policy, spec, memory, self.role_networks)
 

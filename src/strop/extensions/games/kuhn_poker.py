@@ -1,7 +1,7 @@
 """Kuhn poker: the smallest poker with bluffs, zero-sum, whose value for the first player is -1/18 (Kuhn 1950).
 
-Each player has one of three cards and has paid one chip. They bet one more chip or pass, in turn; to pass after a bet folds, to bet calls it.
-A rollout's reward is what its role won, in chips.
+Each player has one of three cards and has paid one chip. They bet one more chip or pass, in turn; to pass after a bet
+folds, to bet calls it. A rollout's reward is what its role won, in chips.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def pay_first(cards: str, moves: str) -> int | None:
 def ask_first(card: str, side: int, moves: str) -> Message:
     """Return what a player is asked before its first move."""
     before = {"": "You move first.", "p": "The first player passes.", "b": "The first player bets."}[moves]
-    return user(f"{RULES} You are the {KuhnPoker.role_names[side]} player, with the card {card}. {before} <move>pass</move> or <move>bet</move>?")
+    return user(
+        f"{RULES} You are the {KuhnPoker.role_names[side]} player, with the card {card}. {before} <move>pass</move> or <move>bet</move>?"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

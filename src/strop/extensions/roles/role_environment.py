@@ -1,6 +1,6 @@
 """Environments whose episodes are played by several roles: proposer and solver, debaters, opponents, a user, a judge.
 
-Each role has its own conversations, and reads what another one said only if ``play`` shows it. The configuration binds each to who plays it:
+Each role has its own conversations, and reads what another one said only if ``play`` shows it. The configuration binds it to a player:
 
     policy                        the run's policy, which is trained on what the role says (the default)
     own                           a policy of its own, trained in the same run on this role alone; with LoRA, an adapter on the same base
@@ -51,8 +51,8 @@ _outcome: ContextVar[Any] = ContextVar("strop_outcome", default=None)
 class RoleEnvironment(Environment[TaskT]):
     """A subclass names its roles, plays an episode and defines rewards.
 
-    Rewards are computed for the rollout of each trained role (``rollout.role``), or only for that of ``@reward(role=...)``. The first trained
-    role is the one that evaluations report.
+    Rewards are computed for the rollout of each trained role (``rollout.role``), or only for that of ``@reward(role=...)``. Evaluations
+    report the first trained role.
     """
 
     episode_runner: ClassVar[str] = "strop.extensions.roles.role_episode:run_roles"
@@ -74,9 +74,13 @@ class RoleEnvironment(Environment[TaskT]):
                 )
         for role in self.role_names:
             if self.binding(role) == OWN and (role in RESERVED or not role.isidentifier()):
-                raise EnvironmentConfigError(f"the role {role!r} of {kind} cannot have a policy of its own: choose another name for it")
+                raise EnvironmentConfigError(
+                    f"the role {role!r} of {kind} cannot have a policy of its own: choose another name for it"
+                )
         if not any(self.is_trained(role) for role in self.role_names):
-            raise EnvironmentConfigError(f"no role of {kind} is trained; bind one of {', '.join(self.role_names)} to policy or own")
+            raise EnvironmentConfigError(
+                f"no role of {kind} is trained; bind one of {', '.join(self.role_names)} to policy or own"
+            )
 
     def binding(self, role: str) -> Any:
         return self.roles.get(role, POLICY)

@@ -30,7 +30,7 @@ async def run_roles(
     sampling: Sampling,
     rules: EpisodeRules,
 ) -> tuple[Rollout, Exception | None]:
-    """Run an episode (``strop.rollouts.episode.EpisodeRunner``). Returns the first trained role's rollout, which has those of the others."""
+    """Run an episode (``strop.rollouts.episode.EpisodeRunner``). Returns the first trained role's, which has the others."""
     if not isinstance(environment, LocalEnvironment):
         raise NoPolicyError(
             f"{environment.traits.title} plays several roles, in the process that samples; set cluster.environment_hosts to 0"
