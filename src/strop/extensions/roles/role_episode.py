@@ -17,7 +17,7 @@ from strop.extensions.judges.llm_endpoint import LlmEndpoint, make_endpoint
 from strop.extensions.roles.role_environment import OWN, POLICY, Player
 from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
-from strop.rollouts.episode import EpisodeRules, SampledPolicy, append_observation, sample_turn, start_rollout
+from strop.rollouts.episode import EpisodeRules, append_observation, sample_turn, start_rollout
 from strop.sampling import Sampling, mix_seed
 from strop.types import Branch, Message, Rollout, assistant, observation_turn
 
@@ -35,7 +35,7 @@ async def run_roles(
         raise NoPolicyError(
             f"{environment.traits.title} plays several roles, in the process that samples; set cluster.environment_hosts to 0"
         )
-    stage = RoleStage(rollout, template, sampling, rules)
+    stage = RoleStage(rollout, generator, template, sampling, rules)
     error: Exception | None = None
     try:
         await environment.run_agent(rollout.task, stage)
@@ -49,6 +49,7 @@ class RoleStage:
     """The players of an episode."""
 
     rollout: Rollout
+    generator: Generator
     template: ChatTemplate
     sampling: Sampling
     rules: EpisodeRules
@@ -58,13 +59,15 @@ class RoleStage:
     def enter(self, role: str, binding: Any) -> Player:
         self.entered += 1
         seed = mix_seed(self.rollout.seed, self.entered)
-        if isinstance(binding, str):
-            policy: Any = get_policy() if binding == POLICY else get_policy().named(role if binding == OWN else binding)
-            player = PolicyPlayer(self, role, policy, seed)
-            if binding in (POLICY, OWN):
-                self.trained.append(player)
-            return player
-        return EndpointPlayer(make_endpoint(binding), seed)
+        if not isinstance(binding, str):
+            return EndpointPlayer(make_endpoint(binding), seed)
+        player = PolicyPlayer(self, role, seed, self.generator)
+        if binding != POLICY:
+            kept: Any = get_policy().named(role if binding == OWN else binding)  # a SampledPolicy
+            player.generator, player.number = kept.generator, kept.number
+        if binding in (POLICY, OWN):
+            self.trained.append(player)
+        return player
 
     def finish(self, error: Exception | None) -> Rollout:
         """Return the rollout of the episode. A role that said nothing has one without turns: its reward counts in its baseline."""
@@ -84,8 +87,9 @@ class PolicyPlayer:
 
     stage: RoleStage
     role: str
-    policy: SampledPolicy
     seed: int
+    generator: Generator
+    number: int = 0  # of the policy
     conversations: list[Rollout] = field(default_factory=list)
     begun: bool = False
 
@@ -105,7 +109,7 @@ class PolicyPlayer:
             self.begun = True
         stops = tuple(dict.fromkeys((*stage.sampling.stop_strings, *stop_strings)))
         sampling = replace(stage.sampling, stop_strings=stops)
-        conversation, _ = await sample_turn(conversation, self.policy.generator, stage.template, sampling, rules, None)
+        conversation, _ = await sample_turn(conversation, self.generator, stage.template, sampling, rules, None)
         self.conversations[-1] = conversation
         return conversation.content
 
@@ -128,14 +132,13 @@ class PolicyPlayer:
             Branch(parent=0, start=0, turns=(observation_turn(each.prompt.tolist(), "", each.images), *each.turns))
             for each in others
         )
-        number = self.policy.number
         return replace(
             first,
             seed=self.stage.rollout.seed,
             branches=branches,
             ending=(others or [first])[-1].ending or Ending.STOP,
             role=self.role,
-            columns={POLICY_COLUMN: torch.tensor([number], dtype=torch.int32)} if number else {},
+            columns={POLICY_COLUMN: torch.tensor([self.number], dtype=torch.int32)} if self.number else {},
         )
 
 
