@@ -68,7 +68,8 @@ def play(environment: Classroom, *texts: str, samples: int = 2, own: Any = None,
         run_group(
             0, "classroom", LocalEnvironment(environment), Task(id="lesson"), samples=samples, generator=generator,
             template=ChatTemplate(generator.tokenizer), sampling=Sampling(max_new_tokens=100), seed=5,
-            rules=EpisodeRules(**{"max_turns": 2, "max_length": 1000, **rules}), policies=dict.fromkeys(("student", "base"), own) if own else {},
+            rules=EpisodeRules(**{"max_turns": 2, "max_length": 1000, **rules}),
+            policies=dict.fromkeys(("student", "base"), own) if own else {},
         )
     )  # fmt: skip
 
