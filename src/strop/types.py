@@ -238,6 +238,8 @@ class Rollout:
     images: tuple[PromptImage, ...] = ()  # images of the prompt, in order
     unscored: bool = False  # a reward returned None: the rollout is left out everywhere, and its reward is 0
     columns: Columns = field(default_factory=dict)  # what was recorded of it as a whole
+    role: str = ""  # whose turns these are, if the environment has roles
+    others: tuple[Rollout, ...] = ()  # of the other trained roles of this episode, in the order of the environment's roles
 
     @property
     def counts(self) -> bool:
@@ -327,6 +329,29 @@ class Group:
         if not present or len(present) == len(self.rollouts) or any(each.ending == Ending.ERROR for each in self.rollouts):
             return self
         return replace(self, rollouts=present, left_out=tuple(rollout for rollout in self.rollouts if not rollout.counts))
+
+    def by_role(self) -> tuple[Group, ...]:
+        """Return a group for each trained role of its episodes: the unit of credit. Without roles it is the group itself."""
+        if not any(rollout.others for rollout in self.rollouts):
+            return (self,)
+        samples = 1 + max(rollout.sample for rollout in self.every_rollout)
+        episodes = [(replace(rollout, others=()), *rollout.others) for rollout in self.rollouts]
+        baselines = {} if self.baseline is None else {each.role: each for each in (self.baseline, *self.baseline.others)}
+        roles = list(dict.fromkeys(rollout.role for episode in episodes for rollout in episode))
+        return tuple(
+            replace(
+                self,
+                rollouts=tuple(
+                    replace(rollout, sample=rollout.sample + number * samples)
+                    for episode in episodes
+                    for rollout in episode
+                    if rollout.role == role
+                ),
+                baseline=baselines.get(role),
+                left_out=() if number else self.left_out,
+            )
+            for number, role in enumerate(roles)
+        )
 
     @property
     def is_unscored(self) -> bool:

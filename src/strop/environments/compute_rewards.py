@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from strop.environments.base import Environment, TaskT
-from strop.environments.rewards import RewardError, RewardFunction, RewardResult, to_number
+from strop.environments.rewards import RewardError, RewardFunction, RewardResult, is_earned, to_number
 from strop.environments.verifiers.composition import Gate, find_closed_gate, multiply_gates
 from strop.safety.exits import contain_exits
 from strop.types import Rollout, StepReward, Task
@@ -37,7 +37,7 @@ async def _sum_rewards(environment: Environment[TaskT], task: TaskT, rollout: Ro
     steps: dict[int, float] = {}
     total = 0.0
     for name, each in environment.reward_functions.items():
-        if each.mark.group:
+        if each.mark.group or not is_earned(each, rollout):
             continue
         closed = find_closed_gate(each.mark.gates, rewards)
         calls.start_ready(name, rewards)
@@ -73,7 +73,9 @@ class _RewardCalls:
     """The reward calls of a rollout: concurrent ones run as tasks, each with its own metrics."""
 
     def __init__(self, environment: Environment[Any], task: Task, rollout: Rollout) -> None:
-        self._functions = {name: each for name, each in environment.reward_functions.items() if not each.mark.group}
+        self._functions = {
+            name: each for name, each in environment.reward_functions.items() if not each.mark.group and is_earned(each, rollout)
+        }
         self._task, self._rollout = task, rollout
         self._waiting = [name for name, each in self._functions.items() if each.mark.concurrent]
         self._running: dict[str, tuple[asyncio.Task[Any], Rollout]] = {}
@@ -170,7 +172,7 @@ async def compute_group_rewards(environment: Environment[TaskT], task: TaskT, ro
         for rollout in rollouts
     ]
     for name, each in environment.reward_functions.items():
-        if not each.mark.group:
+        if not each.mark.group or not is_earned(each, rollouts[0]):
             continue
         closed = [find_closed_gate(each.mark.gates, result.rewards) for result in results]
         compared = [gate is None and not result.unscored for gate, result in zip(closed, results, strict=True)]

@@ -53,6 +53,7 @@ class Traits:
     prompts_are_of_rows: bool = False  # the messages of a PromptedTask are its exact prompt, so that it can be tokenized ahead
     past_selves: PastSelvesRule | None = None  # the earlier selves of the policy that it plays against
     episode_state: Any = None  # what keeps the state of its sessions, for an ``EpisodeKeeper``
+    policies: tuple[str, ...] = ()  # further policies that its roles are played by, each trained on its own, and BASE
     episode_limits: Any = None  # what the episode_runner enforces, as the environment defines it
 
     @property
@@ -197,5 +198,6 @@ def read_traits(environment: Environment[Any]) -> Traits:
         prompts_are_of_rows=kind.prompt is DatasetEnvironment.prompt and not (has_tools or is_agent),
         past_selves=getattr(environment, "past_selves", None),
         episode_state=None if is_agent else getattr(environment, "episode_state", None),
+        policies=getattr(environment, "policies", ()),
         episode_limits=getattr(environment, "episode_limits", None),
     )

@@ -16,6 +16,8 @@ from typing import Protocol
 
 from strop.types import Messages
 
+BASE = "base"  # name of the policy as it was before the run
+
 
 @dataclass(frozen=True, kw_only=True)
 class PastSelvesRule:
@@ -36,6 +38,10 @@ class PolicyClient(Protocol):
         others.
 
         Raises NoPolicyError if none are kept."""
+        ...
+
+    def named(self, name: str) -> PolicyClient:
+        """Return a policy of a role (``Environment.policies``), or BASE. Raises NoPolicyError if the run has none of this name."""
         ...
 
     async def complete(self, messages: Messages, *, seed: int, stop_strings: Sequence[str] = ()) -> str:

@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any, TypeVar
 
 from strop.environments.verifiers.composition import Gate, WeightSchedule
-from strop.types import StepReward
+from strop.types import Rollout, StepReward
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
@@ -31,6 +31,7 @@ class RewardMark:
     gates: tuple[Gate, ...] = ()  # all must open
     log_weighted: bool = False  # also logged as the metric ``weighted/NAME``
     concurrent: bool = False  # may run in parallel with others, because it shares no state with them
+    role: str = ""  # of the environment's roles, the only one that earns it; empty: each of them
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class RewardFunction:
 
 
 def reward(
-    weight: float = 1.0, *, accuracy: bool = False, group: bool | None = None, per_turn: bool = False
+    weight: float = 1.0, *, accuracy: bool = False, group: bool | None = None, per_turn: bool = False, role: str = ""
 ) -> Callable[[MethodT], MethodT]:
     """Mark a method ``(self, task, rollout) -> float | bool``, sync or async, as a reward that is logged under its name.
 
@@ -56,6 +57,9 @@ def reward(
     a number, None for no reward, or for steps inside the turn a mapping from the index of a step's last token in the turn to a number. The
     sum over all steps is the rollout's reward of that name; algorithms that give credit to tokens see each step
     (``strop.algorithms.policy_gradient.turns``).
+
+    In an environment with roles, a reward is computed for each role's rollouts, which differ in ``rollout.role``; with ``role`` only for
+    that role's.
     """
     if callable(weight):
         raise TypeError("write @reward() or @reward(weight=...), with parentheses")
@@ -64,7 +68,7 @@ def reward(
         of_group = takes_rollouts(method) if group is None else group
         if of_group and per_turn:
             raise TypeError("a reward is for a group or per_turn, not both: a per_turn reward sees one rollout")
-        method.__reward__ = RewardMark(weight, accuracy, of_group, per_turn)  # type: ignore[attr-defined]
+        method.__reward__ = RewardMark(weight, accuracy, of_group, per_turn, role=role)  # type: ignore[attr-defined]
         return method
 
     return mark
@@ -85,6 +89,11 @@ class RewardResult:
     step_rewards: tuple[StepReward, ...] = ()  # the parts of ``reward`` that belong to steps
     turn_states: tuple[str | None, ...] = ()  # one per policy turn, or empty
     unscored: bool = False  # a reward returned None, so the rollout is left out everywhere
+
+
+def is_earned(each: RewardFunction, rollout: Rollout) -> bool:
+    """Return whether the role whose turns these are can earn a reward."""
+    return each.mark.role in ("", rollout.role)
 
 
 def to_number(value: Any) -> float | None:

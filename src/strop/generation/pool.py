@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from strop.generation.base import Completion, Engine, Generator
@@ -253,6 +253,7 @@ class SyncedGenerator:
 
     generator: Generator
     weights: WeightSync
+    policies: Mapping[str, Generator] = field(default_factory=dict)  # further policies, by name
 
 
 class MeteredWeightSync:

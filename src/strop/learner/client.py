@@ -17,9 +17,11 @@ from torch import Tensor
 
 from strop.algorithms.base import SQUARED_PROBS, LossFn, Outputs, TokenOutputs, ValueOutputs
 from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
+from strop.data.policies import split_policies
 from strop.learner.base import BackwardResult, WeightSource, require_token_outputs
 from strop.learner.budget.memory_probe import MemoryProbe
 from strop.learner.learner_thread import LearnerThread
+from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs
 from strop.metrics import Metrics
 from strop.monitoring.process_profile import RECORDER
 from strop.types import Batch, Group
@@ -110,6 +112,17 @@ class LearnerClient(ScorerClient):
 
 
 @dataclass(frozen=True)
+class PolicyScorer:
+    """Scores each rollout of a batch with the policy that it trains."""
+
+    policies: Sequence[ScorerClient]  # by number (``strop.data.policies``)
+
+    async def score(self, batch: Batch) -> Outputs:
+        found = [(part.index, await self.policies[number].score(part.batch)) for number, part in split_policies(batch)]
+        return assemble_outputs([MicroBatchOutputs(tuple(found))], len(batch.target))
+
+
+@dataclass(frozen=True)
 class MemoryClient:
     """An awaitable ``ModelOffload``."""
 
@@ -158,7 +171,7 @@ class PolicyColumns:
     ``squares`` also POLICY_SQUARES.
     """
 
-    policy: ScorerClient
+    policy: ScorerClient | PolicyScorer
     squares: bool = False
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import pkgutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -107,6 +108,7 @@ async def run_group(
     seed: int,
     greedy_baseline: bool = False,
     past: PastSelves | None = None,
+    policies: Mapping[str, Generator] = MappingProxyType({}),
     gates: Sequence[EpisodeGate] = (),
     is_lost: Callable[[Sequence[Rollout]], bool] | None = None,
     kept: EpisodeKeeper | None = None,
@@ -117,8 +119,8 @@ async def run_group(
     (run seed, task, sample, attempt); the group keeps its slot and its version.
 
     With ``greedy_baseline``, one more rollout is sampled greedily, as a baseline for the others. The rewards of the group see it too.
-    ``past``: earlier selves of the policy; all rollouts of the group play against the same one. ``gates`` decide when its episodes start.
-    Once ``is_lost`` is true of the rollouts that have ended, the others are cancelled.
+    ``past``: earlier selves of the policy; all rollouts of the group play against the same one. ``policies``: further ones, by name.
+    ``gates`` decide when its episodes start. Once ``is_lost`` is true of the rollouts that have ended, the others are cancelled.
     """
     version = generator.version
     compares = environment.traits.has_group_rewards
@@ -139,7 +141,7 @@ async def run_group(
         )
 
     earlier = None if past is None else past.draw(mix_seed(seed, index))
-    opponent = SampledPolicy(generator, template, sampling, rules.max_length, earlier)
+    opponent = SampledPolicy(generator, template, sampling, rules.max_length, earlier, policies)
     waits = waiting("generation", on=f"group {index}", detail=f"task {task.id} of {name}")
     with waits, serve_policy(opponent):
         sampled = (
@@ -149,12 +151,13 @@ async def run_group(
         gathered = await gather_until_lost([asyncio.ensure_future(each) for each in sampled], is_lost)
         rollouts = [rollout or _abort(task, sample, version) for sample, rollout in enumerate(gathered)]
         if compares:
-            rollouts = await run_in_one_process(_score_group, environment, task, rollouts, rules)
+            rollouts = await run_in_one_process(_score_each_role, environment, task, rollouts, rules)
     if kept is not None:
         kept.forget()
     if rules.penalties is not None:
         least = 0.0 if rules.scaling is None else rules.scaling(0.0)
-        rollouts = [_penalize(rollout, rules.penalties, template, least) for rollout in rollouts]
+        penalize = partial(_penalize, penalties=rules.penalties, template=template, reward=least)
+        rollouts = [replace(penalize(each), others=tuple(map(penalize, each.others))) for each in rollouts]
     baseline = rollouts[samples] if greedy_baseline else None
     return Group(index=index, environment=name, version=version, rollouts=tuple(rollouts[:samples]), baseline=baseline)
 
@@ -166,6 +169,20 @@ def _abort(task: Task, sample: int, version: int) -> Rollout:
     return Rollout(
         task=task, sample=sample, seed=0, messages=(), prompt=prompt, version=version, ending=Ending.ABORTED, error=why
     )
+
+
+async def _score_each_role(
+    environment: EnvironmentHandle[Any], task: Task, rollouts: Sequence[Rollout], rules: EpisodeRules
+) -> list[Rollout]:
+    """Return the rollouts with the group rewards of each role."""
+    scored = await _score_group(environment, task, rollouts, rules)
+    for number in range(max(len(rollout.others) for rollout in scored)):
+        present = [rollout for rollout in scored if rollout.others]
+        of_role = await _score_group(environment, task, [rollout.others[number] for rollout in present], rules)
+        for rollout, other in zip(present, of_role, strict=True):
+            others = (*rollout.others[:number], other, *rollout.others[number + 1 :])
+            scored[scored.index(rollout)] = _with_others(rollout, others)
+    return scored
 
 
 async def _score_group(
@@ -200,7 +217,15 @@ def _with_rewards(rollout: Rollout, scored: RewardResult, scaling: RewardScaling
     )
 
 
-def _penalize(rollout: Rollout, penalties: RewardPenaltiesConfig, template: ChatTemplate, reward: float) -> Rollout:
+def _with_others(rollout: Rollout, others: tuple[Rollout, ...]) -> Rollout:
+    """Return an episode with the rollouts of its other roles. If one failed or cannot be scored, so has the episode."""
+    failed = next((each for each in others if each.error is not None or each.unscored), None)
+    if failed is None or rollout.error is not None:
+        return replace(rollout, others=others)
+    return replace(rollout, others=(), ending=failed.ending, error=failed.error, unscored=rollout.unscored or failed.unscored)
+
+
+def _penalize(rollout: Rollout, *, penalties: RewardPenaltiesConfig, template: ChatTemplate, reward: float) -> Rollout:
     return rollout if rollout.error is not None or rollout.unscored else penalties.apply(rollout, template.tokenizer, reward)
 
 
@@ -261,7 +286,7 @@ def fail(rollout: Rollout, error: Exception, rules: EpisodeRules) -> Rollout:
     if ending.who == Who.POLICY and rules.scaling is not None:
         reward = rules.scaling(reward)
     return replace(
-        rollout, ending=ending, error=describe_error(error), reward=reward, rewards={}, step_rewards=(), turn_states=()
+        rollout, ending=ending, error=describe_error(error), reward=reward, rewards={}, step_rewards=(), turn_states=(), others=()
     )
 
 
@@ -276,6 +301,7 @@ async def _run_episode(
 ) -> Rollout:
     task, sample = rollout.task, rollout.sample
     scored: RewardResult | None = None
+    others: list[tuple[Rollout, RewardResult]] = []
     try:
         with contain_exits():
             async with _WatchedSession(environment, rollout):
@@ -291,7 +317,7 @@ async def _run_episode(
                         rollout, tools = await _begin(environment, rollout, template, rules, kept)
                     while rollout.ending is None:
                         wanted = await _stop_where_asked(rollout, environment, sampling)
-                        rollout, reply = await _policy_turn(rollout, generator, template, wanted, rules, tools)
+                        rollout, reply = await sample_turn(rollout, generator, template, wanted, rules, tools)
                         if tools is not None and reply is not None and reply.asks_for_tools:
                             rollout = await _tool_turn(rollout, environment, tools, reply, rules)
                         else:
@@ -308,6 +334,7 @@ async def _run_episode(
                 if rollout.error is None or rules.failed_reward is None:
                     with _wait_for_environment(environment, rollout, "rewards"):
                         scored = await environment.score(task, rollout)
+                        others = [(other, await environment.score(task, other)) for other in rollout.others]
         if scored is None and rollout.error is None:
             raise RuntimeError(
                 f"{environment.traits.title}.session swallowed an exception; let it propagate, so that it is recorded"
@@ -317,7 +344,10 @@ async def _run_episode(
     except Exception as error:
         log.debug("task %s, sample %d failed", task.id, sample, exc_info=error)
         return fail(rollout, error, rules) if rollout.error is None else rollout
-    return rollout if scored is None else _with_rewards(rollout, scored, rules.scaling)
+    if scored is None:
+        return rollout
+    earned = tuple(_with_rewards(other, result, rules.scaling) for other, result in others)
+    return _with_others(_with_rewards(rollout, scored, rules.scaling), earned)
 
 
 class _WatchedSession:
@@ -360,10 +390,10 @@ async def _begin(
         return begun, tools
     rollout.metrics.update(dict.fromkeys(() if tools is None else METRICS, 0.0))
     messages = _check_text(await environment.prompt(rollout.task), environment)
-    return _start_rollout(rollout, messages, template, rules, tools), tools
+    return start_rollout(rollout, messages, template, rules, tools), tools
 
 
-def _start_rollout(
+def start_rollout(
     rollout: Rollout, messages: Messages, template: ChatTemplate, rules: EpisodeRules, tools: ToolTurns | None
 ) -> Rollout:
     if tools is not None:
@@ -402,7 +432,7 @@ async def _stop_where_asked(rollout: Rollout, environment: EnvironmentHandle[Any
     return replace(sampling, stop_strings=tuple(dict.fromkeys((*sampling.stop_strings, *stops)))) if stops else sampling
 
 
-async def _policy_turn(
+async def sample_turn(
     rollout: Rollout,
     generator: Generator,
     template: ChatTemplate,
@@ -443,7 +473,7 @@ async def _tool_turn(
         messages = await environment.answer_calls(rollout, reply)
     if messages is None:
         return replace(rollout, ending=Ending.TOOL_CALLS)
-    return _append(rollout, messages, tools.encode_results(messages, rollout.turns[-1], reply), rules)
+    return append_observation(rollout, messages, tools.encode_results(messages, rollout.turns[-1], reply), rules)
 
 
 async def _environment_turn(
@@ -457,10 +487,10 @@ async def _environment_turn(
         return replace(rollout, ending=Ending.STOP)
     sampled = rollout.turns[-1].tokens.tolist()
     encoded = template.encode_observation_with_images(_check_text(messages, environment), sampled)
-    return _append(rollout, messages, encoded, rules)
+    return append_observation(rollout, messages, encoded, rules)
 
 
-def _append(rollout: Rollout, messages: Messages, encoded: EncodedPrompt, rules: EpisodeRules) -> Rollout:
+def append_observation(rollout: Rollout, messages: Messages, encoded: EncodedPrompt, rules: EpisodeRules) -> Rollout:
     """Return the rollout with an observation appended, or ended if no further policy turn can follow."""
     if len(rollout.policy_turns) >= rules.max_turns:
         return replace(rollout, ending=Ending.TURNS)
@@ -483,6 +513,8 @@ class SampledPolicy:
     sampling: Sampling
     max_length: int  # tokens of a conversation
     earlier: PastSelf | None = None  # drawn for the group
+    policies: Mapping[str, Generator] = field(default_factory=dict)  # further ones, in the order of their numbers
+    number: int = 0  # of the policy among those that the run trains
 
     @property
     def version(self) -> int:
@@ -495,6 +527,14 @@ class SampledPolicy:
                 "endpoint with a model served by strop serve"
             )
         return replace(self, generator=self.earlier.generator) if self.earlier.quantile < share else self
+
+    def named(self, name: str) -> SampledPolicy:
+        if name not in self.policies:
+            raise NoPolicyError(
+                f"a role is played by the policy {name!r}, which exists only in the training that keeps it; bind the role to policy, or to "
+                "an endpoint with a model served by strop serve"
+            )
+        return replace(self, generator=self.policies[name], number=1 + list(self.policies).index(name))
 
     async def complete(self, messages: Messages, *, seed: int, stop_strings: Sequence[str] = ()) -> str:
         """Return the reply. Raises ValueError for a conversation that leaves no room for one."""

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from strop.algorithms.base import Algorithm
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.distributed.base import Cluster
-from strop.environments.policy_client import PastSelvesRule
+from strop.environments.policy_client import BASE, PastSelvesRule
 from strop.generation.pool import SyncedGenerator
-from strop.generation.torch.torch_past_selves import TorchPastSelves
+from strop.generation.torch.torch_past_selves import TorchPastSelves, copy_network
 from strop.learner.client import (
     Caller,
     InlineCaller,
@@ -74,13 +74,16 @@ class LocalBackend:
         self.bundle: TokenizerBundle = policy
         self.packed = policy.network.packed
         self.scoring: list[TrainableNetwork] = []  # networks in addition to the learners, which may share theirs
+        self.role_policies: tuple[str, ...] = ()  # further policies, by name; BASE is not trained
         self.make_caller: Callable[[Any], Caller] = InlineCaller
         if generates_meanwhile(config):
             self.make_caller = partial(ThreadCaller, thread=LearnerThread())
 
     async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, LearnerClient]:
         self.sampling = sampling
-        networks = make_trained_networks(self.config, self.policy)
+        self.role_networks = {name: copy_network(self.policy.network) for name in self.role_policies}
+        trained = {name: network for name, network in self.role_networks.items() if name != BASE}
+        networks = {**make_trained_networks(self.config, self.policy), **trained}
         self.learners = make_learners(self.config, networks, algorithm, sampling, total_steps)
         return {name: LearnerClient(self.make_caller(learner)) for name, learner in self.learners.items()}
 
@@ -101,9 +104,11 @@ class LocalBackend:
         on_cpu, shares_module = self.policy.network.device.type == "cpu", not self.config.policy.generation.uses_engines
         memory: MemoryClient | None = None
         if offloads_learner(self.config, on_cpu=on_cpu, shares_module=shares_module):
-            offload = make_offload(self.learners, self.scoring, keep_weights=("policy",) if shares_module else ())
+            offload = make_offload(
+                self.learners, self.scoring, keep_weights=("policy", *self.role_policies) if shares_module else ()
+            )
             memory = MemoryClient(self.make_caller(offload))
-        return make_generator(self.policy, self.config.policy, spec, memory)
+        return make_generator(self.policy, self.config.policy, spec, memory, self.role_networks)
 
 
 def generates_meanwhile(config: TrainingRunConfig) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -53,24 +54,22 @@ class GeneratorSpec:
 
 
 def make_generator(
-    policy: LoadedPolicy, config: PolicyConfig, spec: GeneratorSpec, memory: LearnerMemory | None = None
+    policy: LoadedPolicy,
+    config: PolicyConfig,
+    spec: GeneratorSpec,
+    memory: LearnerMemory | None = None,
+    roles: Mapping[str, Network] = MappingProxyType({}),
 ) -> SyncedGenerator:
     """Create the torch engine in this process, or engines in child processes. Raises ValueError for incompatible options.
 
-    ``memory``: the learner's, offloaded while an engine samples on the same device."""
+    ``memory``: the learner's, offloaded while an engine samples on the same device. ``roles``: the networks of further policies, by name,
+    each with a torch engine of its own."""
     generation, network = config.generation, policy.network
     if not generation.uses_engines:
-        engine = make_torch_engine(
-            network,
-            policy.tokenizer,
-            generation.torch_cfg,
-            length=config.max_total_sequence_length,
-            stop_ids=policy.stop_ids,
-            quantization=make_emulation(generation, rounds_weights=True),
-        )
-        return SyncedGenerator(
-            generator=engine, weights=InProcessWeights([engine], None if memory is None else TimedMemory(memory), engine)
-        )
+        engine, *others = (make_embedded_engine(each, policy, config) for each in (network, *roles.values()))
+        timed = None if memory is None else TimedMemory(memory)
+        weights = InProcessWeights([engine, *others], timed, engine)
+        return SyncedGenerator(generator=engine, weights=weights, policies=dict(zip(roles, others, strict=True)))
     on_cpu = network.device.type == "cpu"
     adapters = generation.sends_adapters and bool(lora_layers(network.model))
     drafts = generation.uses_vllm and generation.vllm_cfg.speculation.method == "eagle3"
@@ -108,6 +107,19 @@ def make_generator(
     return pool_engines(engines, exporter, policy, config, spec, adapters=adapters, memory=memory)
 
 
+def make_embedded_engine(network: Network, policy: LoadedPolicy, config: PolicyConfig) -> TorchEngine:
+    """Create a torch engine on the policy's network, or on a copy of it."""
+    generation = config.generation
+    return make_torch_engine(
+        network,
+        policy.tokenizer,
+        generation.torch_cfg,
+        length=config.max_total_sequence_length,
+        stop_ids=policy.stop_ids,
+        quantization=make_emulation(generation, rounds_weights=True),
+    )
+
+
 def make_launch(config: PolicyConfig, *, model: Path, on_cpu: bool, **settings: Any) -> EngineLaunch:
     """Return what an engine of the policy in the folder ``model`` is launched with. ``settings``: further fields of the launch."""
     return find_engine(config.generation).launch_class(
@@ -129,13 +141,7 @@ def _with_draft(learner: LearnerClient, head: DraftHead) -> Iterator[tuple[str, 
 def make_past_selves(policy: LoadedPolicy, config: PolicyConfig, rule: PastSelvesRule) -> TorchPastSelves:
     """Create an engine in this process for earlier selves of the policy. Call it before the run's generator is created."""
 
-    def make_engine(network: Network) -> TorchEngine:
-        length, options = config.max_total_sequence_length, config.generation.torch_cfg
-        emulated = make_emulation(config.generation, rounds_weights=True)
-        return make_torch_engine(
-            network, policy.tokenizer, options, length=length, stop_ids=policy.stop_ids, quantization=emulated
-        )
-
+    make_engine = partial(make_embedded_engine, policy=policy, config=config)
     return TorchPastSelves(policy.network, make_engine, every=rule.snapshot_every, size=rule.pool_size)
 
 

@@ -333,12 +333,12 @@ def make_each_learner(
     return {
         name: make(
             name,
-            config=sections[name],
+            config=sections.get(name, config.policy),  # a policy of a role is trained like the run's
             sampling=sampling,
-            whole_groups=algorithm.whole_groups and name == "policy",
+            whole_groups=algorithm.whole_groups and name != "value",
             total_steps=total_steps,
             steps_per_batch=count_steps_per_batch(config) if isinstance(config, RolloutRunConfig) else 1,
-            section=name,
+            section=name if name in sections else "policy",
         )
         for name in names
     }

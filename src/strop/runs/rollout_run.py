@@ -20,7 +20,9 @@ from strop.data.task_order import find_task_orders
 from strop.distributed.base import Cluster
 from strop.environments.handle import EnvironmentHandle
 from strop.environments.mixture import Mixture
+from strop.environments.policy_client import BASE
 from strop.generation.base import Generator, PastSelves
+from strop.generation.pool import SyncedGenerator
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
 from strop.learner.client import LearnerClient
@@ -105,6 +107,7 @@ class SampledSource(RunSource):
             self.tracker.note(
                 "prompts_per_step counts started groups: those that the algorithm drops are replaced by the next ones in turn"
             )
+        prepare_role_policies(backend, self.environments, self.algorithm)
         share_prefixes = config.policy.sequence_packing.prefix_sharing and backend.packed
         self.options = make_train_options(config, share_prefixes=share_prefixes, filters=filters, tasks=self.train.epoch_size)
         return self.options
@@ -129,20 +132,21 @@ class SampledSource(RunSource):
         async with AsyncExitStack() as stack:
             self.tracker.progress(f"starting the {config.policy.generation.engine_name} engine")
             synced = await backend.build_generator(make_generator_spec(config, options, self.sampling, policy, self.tracker))
-            stack.push_async_callback(synced.generator.close)
+            for engine in (synced.generator, *synced.policies.values()):
+                stack.push_async_callback(engine.close)
             ahead = make_prompts_ahead(config, self.train, template)
             for each in (selves, ahead):
                 if each is not None:
                     stack.push_async_callback(each.close)
             baseline = self.algorithm.greedy_baseline
-            hooks = self.gates, self.keep
+            hooks = self.gates, self.keep, synced.policies
             episodes = Episodes(config, self.train, synced.generator, template, self.sampling, baseline, selves, *hooks)
             stream = make_rollout_stream(episodes, options, state, ahead)
             stack.push_async_callback(stream.close)
             yield GroupSupply(
                 stream=stream,
                 weights=synced.weights if selves is None else SnapshottedWeights(synced.weights, selves.pool),
-                evaluator=make_evaluator(config, self.validation, synced.generator, template, self.tracker, past=selves),
+                evaluator=make_evaluator(config, self.validation, synced, template, self.tracker, past=selves),
             )
 
 
@@ -173,6 +177,7 @@ class Episodes:
     past: PastSelves | None = None
     gates: Sequence[EpisodeGate] = ()
     keep: Callable[[int], EpisodeKeeper] | None = None
+    policies: Mapping[str, Generator] = field(default_factory=dict)  # of roles
 
     @cached_property
     def rules(self) -> EpisodeRules:
@@ -198,6 +203,7 @@ class Episodes:
                 seed=self.config.rollout_training.seed,
                 greedy_baseline=self.greedy_baseline,
                 past=self.past,
+                policies=self.policies,
                 gates=self.gates,
                 is_lost=self._make_lost_check(),
                 kept=None if self.keep is None else self.keep(index),
@@ -307,10 +313,30 @@ def make_past_selves(backend: Backend, environments: Sequence[EnvironmentHandle[
     return backend.build_past_selves(rule)
 
 
+def prepare_role_policies(backend: Backend, environments: Sequence[EnvironmentHandle[Any]], algorithm: Algorithm) -> None:
+    """Have the backend keep the policies that roles of environments are bound to, besides the run's. Raises ValueError."""
+    found = dict.fromkeys(name for environment in environments for name in environment.traits.policies)
+    names = tuple(sorted(found, key=BASE.__eq__))  # last, as it is not trained and has no number
+    if not names:
+        return
+    what = f"roles are played by policies of their own ({', '.join(names)})"
+    if not isinstance(backend, LocalBackend) or backend.config.policy.generation.uses_engines:
+        raise ValueError(
+            f"{what}, which the torch engine samples in the process of the learner; set policy.generation.backend=torch and "
+            "cluster.backend=local, or bind the roles to policy or to an endpoint"
+        )
+    if set(algorithm.losses(0)) != {"policy"} or backend.config.policy.train_tokens == "auto":
+        raise ValueError(
+            f"{what}, and a critic, or a token budget that is measured, is there for one policy; choose an algorithm without a critic and "
+            "set train_mb_tokens, or bind the roles to policy"
+        )
+    backend.role_policies = names
+
+
 def make_evaluator(
     config: RolloutRunConfig,
     source: Mixture | None,
-    generator: Generator,
+    synced: SyncedGenerator,
     template: ChatTemplate,
     tracker: Tracker,
     past: PastSelves | None = None,
@@ -326,7 +352,7 @@ def make_evaluator(
         source=source,
         size=size,
         samples=training.val_num_generations_per_prompt,
-        generator=generator,
+        generator=synced.generator,
         template=template,
         sampling=job.sets[0].sampling,
         rules=job.rules,
@@ -334,10 +360,11 @@ def make_evaluator(
         identity=identify_entries(job).to_json(),
         folder=Path(config.logger.log_dir).absolute() / "validation",
         past=past,
+        policies=synced.policies,
         name_set=source.name_set,
         samples_to_print=config.logger.num_val_samples_to_print,
         samples_to_track=config.logger.shown_samples,
-        on_sampled=choose_forgetting(config, generator),
+        on_sampled=choose_forgetting(config, synced.generator),
     )
 
 

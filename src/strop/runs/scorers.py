@@ -16,6 +16,7 @@ from strop.learner.client import (
     LogprobColumn,
     NoColumns,
     PolicyColumns,
+    PolicyScorer,
     ValueColumn,
 )
 from strop.monitoring.trackers.base import Tracker
@@ -39,13 +40,14 @@ async def make_columns(
     Raises ValueError for a column without a source.
     """
     scorers: dict[str, AsyncColumnSource] = dict(filled)
+    policies = PolicyScorer([learner for name, learner in learners.items() if name != "value"])
     if keeps_reference(config, algorithm):
         tracker.progress("making the reference")
         scorers[REFERENCE_LOGPROBS] = LogprobColumn(REFERENCE_LOGPROBS, backend.make_reference())
     if POLICY_SQUARES in algorithm.requires:  # one forward pass for both
-        scorers |= {POLICY_SQUARES: PolicyColumns(learners["policy"], squares=True), POLICY_LOGPROBS: NoColumns()}
+        scorers |= {POLICY_SQUARES: PolicyColumns(policies, squares=True), POLICY_LOGPROBS: NoColumns()}
     elif POLICY_LOGPROBS in algorithm.requires:
-        scorers[POLICY_LOGPROBS] = PolicyColumns(learners["policy"]) if moves_away_from_sampler(config) else NoColumns()
+        scorers[POLICY_LOGPROBS] = PolicyColumns(policies) if moves_away_from_sampler(config) else NoColumns()
     if KL_WEIGHT in algorithm.requires and isinstance(algorithm, Composition) and algorithm.kl is not None:
         scorers[KL_WEIGHT] = AdaptedKlWeight(algorithm.kl.weight, last_metrics)
     if VALUES in algorithm.requires and "value" in learners:

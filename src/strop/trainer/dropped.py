@@ -18,7 +18,7 @@ def drop_reason(run: TrainingRun, group: Group) -> DropReason | None:
     failed = any(rollout.error is not None for rollout in group.left_out)
     if failed and len(group.rollouts) < min(run.options.min_rollouts, len(group.every_rollout)):
         return "too_few"
-    return None if run.algorithm.keep(group) else "filtered"
+    return None if any(map(run.algorithm.keep, group.by_role())) else "filtered"
 
 
 def count_failures(run: TrainingRun, group: Group, reason: DropReason | None) -> None:

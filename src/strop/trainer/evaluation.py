@@ -64,6 +64,7 @@ class Evaluator:
     majorities: tuple[int, ...] = ()  # of maj@k
     concurrent_tasks: int | None = None  # tasks sampled concurrently; None: all
     past: PastSelves | None = None  # earlier selves of the policy, for environments that play against them
+    policies: Mapping[str, Generator] = field(default_factory=dict)  # of roles
     samples_to_print: int = 0  # samples to print at each evaluation
     samples_to_track: int | None = None  # samples that services show of each evaluation; None: there is no service
     finished: FinishedTasks | None = None  # tasks already done, if the evaluation was interrupted, and where to keep more
@@ -161,6 +162,7 @@ class Evaluator:
             rules=self.rules,
             seed=mix_seed(self.seed, _VALIDATION_SEED),
             past=self.past,
+            policies=self.policies,
         )
         return group, environment
 

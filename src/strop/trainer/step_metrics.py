@@ -39,6 +39,9 @@ def group_metrics(
     for name in names:
         values = [rollout.rewards[name] for rollout in rollouts if name in rollout.rewards]
         logged[f"train/rewards/{name}"] = sum(values) / len(values)
+    for role in sorted({rollout.role for rollout in rollouts} - {""}):
+        earned = [rollout.reward for rollout in rollouts if rollout.role == role]
+        logged[f"train/reward/{role}"] = sum(earned) / len(earned)
     for environment in sorted({group.environment for group in kept}):
         rewards = torch.cat([group.rewards for group in kept if group.environment == environment])
         logged[f"train/environments/{environment}/reward"] = float(rewards.mean())

@@ -18,7 +18,8 @@ from strop.types import Batch, Group
 class OptimizerPass:
     """A forward and backward pass of a learner over a mini-batch."""
 
-    learner: str
+    learner: str  # that its loss is for: "policy" for every policy
+    policy: int = 0  # number of the policy (``strop.data.policies``)
     index: Tensor  # [n] int64: indices of the predicted tokens that it trained on
     batch: Batch  # the mini-batch as the loss read it
     outputs: Outputs

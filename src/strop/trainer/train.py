@@ -7,6 +7,7 @@ ahead (``strop.rollouts.stream``); the components of the run decide on which dev
 from __future__ import annotations
 
 from strop.data.packing import pack
+from strop.data.policies import map_policies
 from strop.rollouts.stream import EndOfTasks
 from strop.trainer.cadence import after_step, finish_without_tasks, start
 from strop.trainer.dropped import check_drop_limits, count_failures, drop_reason
@@ -23,17 +24,18 @@ async def train(run: TrainingRun) -> None:
         groups = await collect(run)
         if len(groups) < run.options.groups_per_step:
             return await finish_without_tasks(run, len(groups))
+        collected, groups = len(groups), [part for group in groups for part in group.by_role()]
         await yield_device(run)
         with run.timer.span("packing"):
             credit = run.algorithm.group_credit(groups)  # rewards, advantages and mask of each rollout
             batch = pack(groups, credit, share_prefixes=run.options.share_prefixes)
         with run.timer.span("logprobs"):
             batch = await run.columns.fill(batch, groups)  # log-probabilities of reference and teacher, values
-        batch = run.algorithm.token_credit(batch)  # GAE, KL in the reward, whitening
+        batch = map_policies(batch, run.algorithm.token_credit)  # GAE, KL in the reward, whitening
         result = await update(run, batch)
         run.step += 1
         published = await publish(run)
-        run.stream.release(len(groups))
+        run.stream.release(collected)
         await after_step(run, groups, batch, result, published)
 
 

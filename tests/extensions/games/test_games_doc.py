@@ -24,13 +24,21 @@ def blocks(kind: str) -> list[str]:
 
 
 def test_the_example_game_is_played(tmp_path: Path) -> None:
-    (code,) = blocks("python")
+    code = next(block for block in blocks("python") if "Countdown" in block)
     (tmp_path / "countdown.py").write_text(code)
     game = make_environment(f"{tmp_path / 'countdown.py'}:Countdown", {"largest": 9})
     task = next(task for task in game.tasks(DataSource(size=50)) if task.answer == "5")
     rollout = played(game, task, "4", "3", "2")
     assert (rollout.reward, rollout.turn_states) == (1.0, ("5", "5", "2"))
     assert played(game, task, "3", "3").reward == 0.0
+
+
+def test_the_example_of_roles_is_played(tmp_path: Path) -> None:
+    (tmp_path / "guessing.py").write_text(next(block for block in blocks("python") if "Guessing" in block))
+    guessing = make_environment(f"{tmp_path / 'guessing.py'}:Guessing")
+    rollout = played(guessing, guessing.tasks(DataSource())[0], "It flows.", "river")
+    assert (rollout.role, rollout.reward, rollout.others[0].role, rollout.others[0].reward) == ("proposer", 0.0, "solver", 1.0)
+    assert "It flows." in rollout.others[0].messages[0].content
 
 
 def test_the_example_user_is_simulated_by_script_and_by_the_example_of_an_endpoint() -> None:
@@ -48,7 +56,7 @@ def test_the_example_user_is_simulated_by_script_and_by_the_example_of_an_endpoi
         assert played(asked, asked.tasks(data)[0], "Where?", "<answer>Lisbon</answer>").reward == 1.0
 
 
-@pytest.mark.parametrize("name", ["sliding_puzzle", "number_guessing", "text_adventure", "two_player", "user_simulator"])
+@pytest.mark.parametrize("name", ["sliding_puzzle", "number_guessing", "text_adventure", "two_player", "kuhn_poker", "user_simulator"])
 def test_the_table_names_every_option_and_its_default(name: str) -> None:
     (row,) = re.findall(rf"^\| `{name}`.*\|$", PAGE, re.MULTILINE)
     kind = environment_class(name)

@@ -82,6 +82,9 @@ class _SamePolicy:
     def past(self, share: float) -> _SamePolicy:
         return self
 
+    def named(self, name: str) -> _SamePolicy:
+        return self
+
     async def complete(self, messages: Messages, *, seed: int, stop_strings: Sequence[str] = ()) -> str:
         return self.text
 

@@ -48,7 +48,7 @@ class GroupBuilder:
         """Make the groups of a step from its records, which are in the order in which the step packed them. Raises ReplayError."""
         kept: list[Group] = []
         dropped: list[tuple[Group, DropReason]] = []
-        members: dict[tuple[int, bool], list[RolloutRecord]] = {}
+        members: dict[tuple[int, str, bool], list[RolloutRecord]] = {}
         for record in records:
             members.setdefault(_group_key(record), []).append(record)
         for rollouts in members.values():
@@ -104,6 +104,7 @@ class GroupBuilder:
             images=tuple(images.get(PROMPT, ())),
             unscored=record.dropped_because == "unscored",
             columns=_read_columns(record, PROMPT, PROMPT, self.reads),
+            role=record.role or "",
         )
 
     def _read_images(self, record: RolloutRecord) -> dict[int, list[PromptImage]]:
@@ -130,9 +131,9 @@ class GroupBuilder:
         return self._contents[name]
 
 
-def _group_key(record: RolloutRecord) -> tuple[int, bool]:
+def _group_key(record: RolloutRecord) -> tuple[int, str, bool]:
     """Return what the records of one group share. Rollouts that were left out are stored behind all that were trained on."""
-    return record.group, record.kept or record.dropped_because in LEFT_OUT
+    return record.group, record.role, record.kept or record.dropped_because in LEFT_OUT
 
 
 def rebuild_groups(

@@ -36,7 +36,7 @@ class TorchPastSelves:
     def __init__(self, network: Network, make_engine: Callable[[Network], TorchEngine], *, every: int, size: int) -> None:
         """``network`` is the policy's, of which ``size`` snapshots are kept; ``make_engine`` creates an engine on the copy of it."""
         self.pool = SnapshotPool(network.model, every=every, size=size)
-        self.engine = make_engine(_copy_network(network))
+        self.engine = make_engine(copy_network(network))
         self._loaded: Snapshot | None = None
         self._waiting: list[_Request] = []
         self._serving: asyncio.Task[None] | None = None
@@ -126,7 +126,7 @@ def _finish(done: asyncio.Future[Completion], result: Completion | Exception) ->
         done.set_result(result)
 
 
-def _copy_network(network: Network) -> Network:
+def copy_network(network: Network) -> Network:
     """Return a network with its own copies of trained weights, which shares the others."""
     shared = {id(parameter): parameter for parameter in network.model.parameters() if not parameter.requires_grad}
     copied = copy(network)

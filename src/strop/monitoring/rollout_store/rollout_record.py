@@ -80,6 +80,7 @@ class RolloutRecord:
     loss_terms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # each loss term at each token
     loss_gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # derivative with respect to the token's logit
     # Further inputs for replaying a step (``strop replay``); None in files of earlier versions.
+    role: str = ""  # of the environment's roles, that wrote it
     group_version: int | None = None  # weights version when the group was started
     step_rewards: tuple[tuple[int, float], ...] | None = None  # per step: its last token among the sampled ones, and its reward
     turn_advantages: tuple[float, ...] | None = None  # per policy turn, a value that replaces its advantage; empty: none
@@ -211,6 +212,7 @@ def _make_record(
         metrics=storable_metrics(rollout),
         output=rollout.output,
         prompt_images=list_prompt_images(rollout),
+        role=rollout.role,
         group_version=group.version,
         step_rewards=tuple((step.token, step.reward) for step in rollout.step_rewards),
         turn_advantages=tuple(rollout.turn_advantages),

@@ -131,7 +131,7 @@ def trace_tokens(
     algorithm: Algorithm, batch: Batch, passes: Sequence[OptimizerPass], note: Callable[[str], object]
 ) -> TokenColumns | None:
     """Return what each term of the loss was at each token of a batch, over the passes of its update."""
-    steps = len(passes) // max(len({each.learner for each in passes}), 1)
+    steps = len(passes) // max(len({(each.learner, each.policy) for each in passes}), 1)
     trace = TokenTrace(algorithm=algorithm, batch=batch, optimizer_steps=steps, note=note)
     for each in passes:
         trace.observe(each.learner, each.index, each.batch, each.outputs, each.loss)

@@ -1,0 +1,46 @@
+"""Several policies trained in one run, each on the rollouts of its roles: a batch in parts, one for each policy.
+
+Every part is the batch that would train its policy alone: it has its own totals, so that the gradient of a policy does not depend on what
+the others said (law 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from strop.columns import TokenColumn
+from strop.data.rollout_selector import RolloutSelector, SubBatch
+from strop.types import Batch
+
+POLICY = TokenColumn(name="trained_policy", dtype="int32", aligned="rollout")  # number of the policy; 0: the run's own, "policy"
+
+
+def split_policies(batch: Batch) -> list[tuple[int, SubBatch]]:
+    """Return (number, part) for each policy with rollouts in the batch, in the order of their numbers."""
+    owners = batch.rollout_columns.get(POLICY.name)
+    if owners is None:
+        return [(0, SubBatch(batch, torch.arange(len(batch.target))))]
+    selector = RolloutSelector(batch)
+    found = [(number, selector.select((owners == number).nonzero().squeeze(1).tolist())) for number in owners.unique().tolist()]
+    return [(number, SubBatch(part.batch.with_totals(), part.index)) for number, part in found]
+
+
+def map_policies(batch: Batch, credit: Callable[[Batch], Batch]) -> Batch:
+    """Return the batch with what ``credit`` makes of the part of each policy: its tokens' advantages, mask and columns."""
+    if POLICY.name not in batch.rollout_columns:
+        return credit(batch)
+    parts = [(part.index, credit(part.batch)) for _, part in split_policies(batch)]
+    index = torch.cat([places for places, _ in parts]).argsort()
+
+    def join(columns: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(columns))[index]
+
+    return replace(
+        batch,
+        advantages=join([part.advantages for _, part in parts]),
+        mask=join([part.mask for _, part in parts]),
+        columns={name: join([part.columns[name] for _, part in parts]) for name in parts[0][1].columns},
+    )
