@@ -53,7 +53,11 @@ def test_a_report_holds_what_the_page_asks_a_server(tmp_path: Path, capsys: pyte
     assert saved["validations"] == [0, STEPS] and len(answers["runs/run/validation/0"]["rows"]) == 20
     assert answers[f"runs/run/rollouts/{STEPS}/1/0?validation"]["reward"] == 1.0
     status = answers["runs/run/status"]
-    assert [start["after_step"] for start in status["starts"]] == [0, 20] and status["warnings"][0]["name"] == "rewards_are_equal"
+    assert [start["after_step"] for start in status["starts"]] == [0, 20]
+    health = answers["runs/run/health"]
+    assert health["level"] == "ok" and [(each["name"], each["held"]) for each in health["findings"]] == [
+        ("rewards_are_equal", [[5, 5]])
+    ]
     assert status["starts"][0]["facts"]["processor"] == "a CPU" and "max_num_steps: 4" in answers["runs/run/config"]["text"]
 
 

@@ -20,6 +20,7 @@ from strop.extensions.view.view_routes import ViewOptions, ViewServer
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.turn_record import TurnRecord
+from support.bad_runs import write_bad_run
 from support.each import each
 from support.stored_steps import GROUPS, SAMPLES, make_stored, write_steps, write_stored_run
 from support.view_client import asking
@@ -334,6 +335,26 @@ def test_replays_are_shown_and_what_is_half_written_left_out(reader: Reader, fol
     (folder / "replays" / "one.json").write_text('{"step": 2, "loss": 0.5}')
     (folder / "replays" / "two.json").write_text('{"step": ')
     assert reader.get("runs/a/replays") == [{"file": "one.json", "step": 2, "loss": 0.5}]
+
+
+def test_health_is_judged_from_the_metrics_also_of_steps_that_are_added_and_names_what_was_logged(tmp_path: Path) -> None:
+    folder = write_bad_run(tmp_path / "logs" / "a", "all_truncated")
+    path = folder / "metrics.jsonl"
+    steps = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(steps[:13]))
+    reader = Reader(folder.parent)
+    assert reader.get("runs/a/health") == {"level": "ok", "findings": []}
+    path.write_text("".join(steps))
+    answer = reader.get("runs/a/health")
+    (finding,) = answer["findings"]
+    assert answer["level"] == "wrong" and finding["held"] == [[14, 30]] and "every rollout of 3 steps" in finding["message"]
+    path.write_text("".join(steps[:20]) + json.dumps({"step": 21, "health/single_turn": 1.0, "monitor/length_alarm": 1.0}) + "\n")
+    answer = reader.get("runs/a/health")  # it was resumed after step 20
+    reader.close()
+    assert answer["level"] == "look"
+    assert [(each["name"], each["now"], each["held"]) for each in answer["findings"]] == [
+        ("single_turn", True, [[21, 21]]), ("length", True, [[21, 21]]), ("all_truncated", False, [[14, 20]]),
+    ]  # fmt: skip
 
 
 def test_a_run_without_status_says_why_it_is_not_known(reader: Reader) -> None:

@@ -21,6 +21,7 @@ from strop import __version__
 from strop.extensions.reading.doctor import find_run
 from strop.extensions.view.rollout_browser import RolloutBrowser, ValidationBrowser
 from strop.extensions.view.rollout_filter import RolloutFilter
+from strop.extensions.view.run_health import RunHealth
 from strop.extensions.view.run_status import describe_status
 from strop.extensions.view.token_texts import LOADING_SECONDS, TokenTexts, find_tokenizer_name
 from strop.extensions.view.viewed_run import ViewedRun, ViewError
@@ -78,6 +79,7 @@ def collect_answers(run: ViewedRun) -> dict[str, Any]:
         "runs": [{**run.describe(), "folder": run.folder.name}],
         f"{about}/metrics": metrics,
         f"{about}/status": describe_status(run),
+        f"{about}/health": RunHealth(run).describe(),
         f"{about}/config": config,
         f"{about}/replays": run.replays(),
     }

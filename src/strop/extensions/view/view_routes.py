@@ -21,6 +21,7 @@ from strop.extensions.replay.token_ledger import LedgerError, make_ledger
 from strop.extensions.view.access_guard import LONGEST_BODY, AccessGuard, add_headers
 from strop.extensions.view.rollout_browser import RolloutBrowser, ValidationBrowser
 from strop.extensions.view.rollout_filter import ORDERS, RolloutFilter
+from strop.extensions.view.run_health import RunHealth
 from strop.extensions.view.run_status import RunCatalogue, describe_status
 from strop.extensions.view.token_texts import STARS_FILE, TokenTexts, change_star, read_stars
 from strop.extensions.view.viewed_run import ViewedRun, ViewError, flatten
@@ -159,6 +160,7 @@ class ViewRoutes:
         self.catalogue, self._guard = catalogue, guard
         self._texts = TokenTexts()
         self._browsers: dict[Path, tuple[RolloutBrowser, ValidationBrowser]] = {}
+        self._health: dict[Path, RunHealth] = {}
 
     def make_app(self) -> web.Application:
         step, group = r"{step:[0-9]+}", r"{group:[0-9]+}"
@@ -169,6 +171,7 @@ class ViewRoutes:
             "/api/stars/export": self.export_stars,
             "/api/runs/{run}/metrics": self.metrics,
             "/api/runs/{run}/status": self.status,
+            "/api/runs/{run}/health": self.health,
             "/api/runs/{run}/config": self.config,
             "/api/runs/{run}/rollouts": self.rollouts,
             f"/api/runs/{{run}}/rollouts/{place}": self.rollout,
@@ -239,6 +242,12 @@ class ViewRoutes:
 
     def status(self, request: web.Request) -> Any:
         return describe_status(self.run(request))
+
+    def health(self, request: web.Request) -> Any:
+        run = self.run(request)
+        if run.folder not in self._health or self._health[run.folder].run is not run:
+            self._health[run.folder] = RunHealth(run)
+        return self._health[run.folder].describe()
 
     def config(self, request: web.Request) -> Any:
         return self.run(request).describe_config()

@@ -9,6 +9,7 @@ import shlex
 import threading
 import time
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -97,6 +98,17 @@ class MetricHistory:
                 return {}
             values = {name: _padded(column, len(self._steps))[places[-1]] for name, column in self._columns.items()}
         return {name: float(value) for name, value in values.items() if np.isfinite(value)}
+
+    def rows(self, wanted: Callable[[str], bool], after: int) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield (step, metrics) of the steps after one, with the wanted metrics that are finite."""
+        with self._lock:
+            self._read_on()
+            first = bisect_right(self._steps, after)
+            steps = self._steps[first:].tolist()
+            columns = {name: column[first:].tolist() for name, column in self._columns.items() if wanted(name)}
+        for place, step in enumerate(steps):
+            values = ((name, column[place]) for name, column in columns.items() if place < len(column))
+            yield step, {name: value for name, value in values if math.isfinite(value)}
 
     def series(self, names: Sequence[str], since: int | None, points: int) -> dict[str, Any]:
         """Return metrics by step: ``steps`` [T], ``seconds`` [T] of training up to each, ``series`` {name: [T]} with None where missing.

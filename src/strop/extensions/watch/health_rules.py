@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -25,6 +25,7 @@ LARGE_KL = 1.0  # nats per token
 USUAL_FAILURES, LONE_REWARD = "usual_failures", "lone_reward"
 SAME, SAME_EXPECTED, RIGHT_UNREWARDED = "answers/same", "answers/same_expected", "answers/right_unrewarded"
 REWARDS = "train/rewards/"
+MOST_HELD = 200  # times that a finding begins to hold, the last ones
 EARLY, RECENT = 5, 10  # steps whose rewards by name are compared
 MOST_METRICS = 1000  # names of environments, in one step
 TROUBLESHOOTING = "docs/troubleshooting.md"
@@ -323,34 +324,39 @@ class HeldFinding:
     """A finding of a whole run, and the steps in which it held: first and last of each time."""
 
     finding: HealthFinding
-    held: list[list[int]]
+    held: Sequence[tuple[int, int]]
     now: bool  # in the last step
 
 
-def judge_steps(steps: Iterable[tuple[int, StepMetrics]], section: str) -> list[HeldFinding]:
-    """Return what was wrong in the steps of a run, from its stored metrics.
+@dataclass(kw_only=True)
+class StepJudge:
+    """Applies the rules to the stored metrics of a run, step after step."""
 
-    A run of fewer steps than a rule waits for is judged by all its steps, from two on, and is then only to be looked at.
-    """
-    state = HealthState(section=section)
-    found: dict[str, tuple[HealthFinding, list[list[int]]]] = {}
-    step, count, current = 0, 0, set[str]()
-    for step, step_metrics in steps:
-        state.count(step_metrics)
-        count += 1
-        holding = {finding.name: finding for finding in state.find()}
-        for name, finding in holding.items():
-            held = found[name][1] if name in found else []
-            if name in current:
-                held[-1][1] = step
-            else:
-                held.append([step, step])
-            found[name] = (finding, held)
-        current = set(holding)
-    if count >= 2:
-        short = {rule.name for rule in state.rules if rule.steps > count}
-        for finding in state.find(count):
-            if finding.name in short:
-                found[finding.name] = (replace(finding, severity="look"), [[step, step]])
-                current.add(finding.name)
-    return [HeldFinding(finding=finding, held=held, now=name in current) for name, (finding, held) in found.items()]
+    state: HealthState
+    found: dict[str, HeldFinding] = field(default_factory=dict)
+    count: int = 0
+    step: int = 0  # the last one
+
+    def take(self, step: int, step_metrics: StepMetrics) -> None:
+        self.state.count(step_metrics)
+        self.count, self.step = self.count + 1, step
+        findings = {finding.name: finding for finding in self.state.find()}
+        for name, old in self.found.items():
+            if old.now and name not in findings:
+                self.found[name] = replace(old, now=False)
+        for name, finding in findings.items():
+            before = self.found.get(name)
+            held = [] if before is None else before.held
+            held = [*held[:-1], (held[-1][0], step)] if before is not None and before.now else [*held, (step, step)]
+            self.found[name] = HeldFinding(finding=finding, held=held[-MOST_HELD:], now=True)
+
+    def findings(self) -> list[HeldFinding]:
+        """Return what was wrong. A run of fewer steps than a rule waits for is judged by all its steps, from two on, and is then only to be
+        looked at.
+        """
+        names = {rule.name for rule in self.state.rules if 2 <= self.count < rule.steps}
+        early = [finding for finding in (self.state.find(self.count) if names else ()) if finding.name in names]
+        return [
+            *self.found.values(),
+            *(HeldFinding(finding=replace(each, severity="look"), held=[(self.step, self.step)], now=True) for each in early),
+        ]

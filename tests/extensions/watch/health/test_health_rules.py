@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from strop.extensions.watch.health_monitor import HealthMonitor, TooManySkipped, read_answers
-from strop.extensions.watch.health_rules import RULES, StepMetrics, judge_steps
+from strop.extensions.watch.health_rules import RULES, HealthState, HeldFinding, StepJudge, StepMetrics
 from strop.extensions.watch.watched_rollout import WatchedStep
 from strop.monitoring.trackers.base import CompositeTracker, NullTracker
 from strop.types import Task
@@ -110,15 +110,23 @@ def test_a_reward_that_is_earned_alone_is_named(what: str, rewards: dict[str, tu
     assert len(said) == (lone is not None) and all(f"alone: {lone}, from" in text and "correct (" in text for text in said)
 
 
+def judge(steps: list[StepMetrics], section: str = "grpo") -> list[HeldFinding]:
+    judge = StepJudge(state=HealthState(section=section))
+    for step, metrics in enumerate(steps, 1):
+        judge.take(step, metrics)
+    return judge.findings()
+
+
 def test_stored_steps_are_judged_as_the_run_was_and_a_short_run_by_all_its_steps() -> None:
     wrong = {**SOUND, "train/truncated": 1.0}
     steps = [SOUND, *[wrong] * 4, SOUND, *[wrong] * 3]
-    (truncated,) = judge_steps(enumerate(steps, 1), "grpo")
-    assert truncated.held == [[4, 5], [9, 9]] and truncated.now and truncated.finding.severity == "wrong"
+    (truncated,) = judge(steps)
+    assert truncated.held == [(4, 5), (9, 9)] and truncated.now and truncated.finding.severity == "wrong"
     assert truncated.finding.name == "all_truncated" and "of 3 steps was cut off" in truncated.finding.message
-    (short,) = judge_steps(enumerate([wrong] * 2, 1), "grpo")
-    assert short.held == [[2, 2]] and short.now and short.finding.severity == "look" and "of 2 steps" in short.finding.message
-    assert not judge_steps(enumerate(steps, 1), "distillation") and not judge_steps([(1, wrong)], "grpo")
+    assert not judge([*steps, SOUND])[0].now
+    (short,) = judge([wrong] * 2)
+    assert short.held == [(2, 2)] and short.now and short.finding.severity == "look" and "of 2 steps" in short.finding.message
+    assert not judge(steps, "distillation") and not judge([wrong])
 
 
 def answered(*samples: tuple[str, str, float]) -> dict[str, float]:

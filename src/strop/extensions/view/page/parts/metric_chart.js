@@ -7,7 +7,7 @@ import { useTheme } from "../lib/theme.js";
 import { BreakableName } from "./breakable_name.js";
 import { Chart, HEIGHT } from "./chart.js";
 
-/** `groups` are runs drawn as one line each: [[run, ...], ...]. `view` is {axis, isLog, smoothing, zoom, range, onZoom}: without
+/** `groups` are runs drawn as one line each: [[run, ...], ...]. `view` is {axis, isLog, smoothing, zoom, range, onZoom, marks}: without
  * a zoom the chart shows `range`, or all. */
 export function MetricChart({ name, groups, view, actions, height }) {
   const [element, isSeen] = useSeen();
@@ -26,7 +26,8 @@ function SeenChart({ name, groups, view, height }) {
     [...parts, parts.length, view.axis, view.smoothing, theme, JSON.stringify(groups.map((runs) => runs.map((run) => run.id)))],
   );
   if (parts.some((part) => part === undefined)) return html`<${Room} height=${height}>loading<//>`;
-  return html`<${Chart} name=${name} lines=${lines} axis=${view.axis} isLog=${view.isLog} zoom=${view.zoom ?? view.range} onZoom=${view.onZoom} height=${height} />`;
+  return html`<${Chart} name=${name} lines=${lines} axis=${view.axis} isLog=${view.isLog} zoom=${view.zoom ?? view.range} onZoom=${view.onZoom} height=${height}
+    marks=${view.axis === "step" ? view.marks : []} />`;
 }
 
 /** What takes the place of a chart until it is drawn, so that nothing moves then. */
