@@ -49,3 +49,11 @@ def test_one_run_opens_with_its_finding_marks_its_curves_and_leads_to_the_step(
         assert "KL exploded from step 14 to 30" in (chart.locator(".plot").get_attribute("aria-label") or "")
         page.get_by_role("link", name="Steps 14 to 30").click()
         page.wait_for_function("() => document.getElementById('main').textContent.includes('of 16 rollouts')")
+
+
+def test_what_is_answered_to_everything_stands_first_with_its_counts(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    with serve_view(write_bad_run(tmp_path / "mine", "one_answer")) as url:
+        page = open_page(url)
+        show(page, "answers", "4 different answers")
+        first = page.locator("table.answers tbody tr").first.inner_text().split("\t")
+        assert [each.strip() for each in first] == ["b", "25 %", "4", "16", "16"]

@@ -66,7 +66,7 @@ function Readout({ lines, at, axis, format, marks }) {
   return html`<div class="readout">
     ${lines.length > 0 && html`<span>${axis === "step" ? `step ${formatNumber(Math.round(place))}` : formatDuration(place)}</span>`}
     ${entries.map(
-      ([line, index]) => html`<span>${lines.length > 1 ? line.label + " " : ""}<b>${format((line.own ?? line.y)[index])}</b>
+      ([line, index]) => html`<span>${lines.length > 1 ? line.label + " " : ""}<b>${format((line.own ?? line.raw ?? line.y)[index])}</b>${line.raw ? ` (averaged ${format(line.y[index])})` : ""}
         ${axis === "step" && at !== null && line.x[index] !== Math.round(at) ? ` at ${line.x[index]}` : ""}
         ${line.low && line.low[index] !== line.high[index] ? ` (${format(line.low[index])} to ${format(line.high[index])})` : ""}</span>`,
     )}
