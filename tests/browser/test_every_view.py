@@ -38,7 +38,7 @@ VIEWS = {
     "answers?run=quickstart": "different answers",
     "answers?run=quickstart&of=validation": "it is 2",
     "tasks?run=quickstart": "What is 10 plus 7?",
-    "tasks?run=quickstart&sort=-change&text=plus": "of 3 tasks",
+    "tasks?run=quickstart&sort=-change&text=SUM": "of 3 tasks",
     "task/sum%3A10%2B7?run=quickstart": "Step 24",
     "validation?run=quickstart": "after step 24",
     "validation?run=just-begun": "No samples of a validation",

@@ -24,7 +24,12 @@ def read_samples(path: Path) -> dict[str, float]:
 
 
 def test_each_step_replaces_the_one_before_and_the_file_goes_with_the_run(tmp_path: Path) -> None:
-    overrides = ["logger.prometheus.enabled=true", f"logger.prometheus.file={tmp_path}/out/a.prom", "run_name=adding", "policy.model_name=m"]
+    overrides = [
+        "logger.prometheus.enabled=true",
+        f"logger.prometheus.file={tmp_path}/out/a.prom",
+        "run_name=adding",
+        "policy.model_name=m",
+    ]
     (tracker,) = make_services(load_config(None, overrides, root=GrpoRunConfig, check=False).config)
     tracker.log(1, {"train/reward": 0.5, "train/rewards/is-right": 1.0, "old": 1.0})
     tracker.log(2, {"train/reward": 0.25, "train/rewards/is-right": math.nan})

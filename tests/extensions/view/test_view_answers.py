@@ -422,12 +422,12 @@ def test_health_is_judged_from_the_metrics_also_of_steps_that_are_added_and_name
     answer = reader.get("runs/a/health")
     (finding,) = answer["findings"]
     assert answer["level"] == "wrong" and finding["held"] == [[14, 30]] and "every rollout of 3 steps" in finding["message"]
-    path.write_text("".join(steps[:20]) + json.dumps({"step": 21, "health/single_turn": 1.0, "monitor/length_alarm": 1.0}) + "\n")
+    path.write_text("".join(steps[:20]) + json.dumps({"step": 26, "health/single_turn": 1.0, "monitor/length_alarm": 1.0}) + "\n")
     answer = reader.get("runs/a/health")  # it was resumed after step 20
     reader.close()
     assert answer["level"] == "look"
     assert [(each["name"], each["now"], each["held"]) for each in answer["findings"]] == [
-        ("single_turn", True, [[21, 21]]), ("length", True, [[21, 21]]), ("all_truncated", False, [[14, 20]]),
+        ("single_turn", True, [[26, 26]]), ("length", True, [[26, 26]]), ("all_truncated", False, [[14, 20]]),
     ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from strop.safety.printable import make_printable
 
 HEALTH, MONITOR, ALARM = "health/", "monitor/", "_alarm"  # metrics that are 1 in a step in which a warning holds
 UNREAD = ("train/environments/", "train/mismatch/")  # many, and no rule reads them
+RECENT = 5  # steps within which something held that still counts: conditions come and go
 BROKEN = {"hung", "dead", "failed"}
 
 
@@ -55,8 +56,12 @@ class RunHealth:
             for step, metrics in self.run.metrics.rows(_is_read, self._judge.step):
                 self._judge.take(step, metrics)
             judged = self._judge.findings()
+            last = self._judge.step
         return [
-            _describe(each.finding.name, each.finding.severity, each.finding.message, each.held, now=each.now) for each in judged
+            _describe(
+                each.finding.name, each.finding.severity, each.finding.message, each.held, now=each.held[-1][1] > last - RECENT
+            )
+            for each in judged
         ]
 
     def _describe_others(self, status: Status | None) -> Iterator[dict[str, Any]]:
@@ -78,7 +83,7 @@ class RunHealth:
                 )
                 if metric.startswith(MONITOR):
                     said = said if notes else f"perhaps the reward is hacked ({name}): read the rollouts that are flagged with it"
-                yield _describe(name, "look", said, [(held[0], held[-1])], now=held[-1] == series["steps"][-1])
+                yield _describe(name, "look", said, [(held[0], held[-1])], now=held[-1] > series["steps"][-1] - RECENT)
 
 
 def _is_read(name: str) -> bool:

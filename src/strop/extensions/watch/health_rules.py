@@ -58,6 +58,7 @@ class HealthRule:
     message: str
     judges_rewards: bool = False  # not for runs that learn from something else
     severity: Severity = "wrong"
+    unless: str = ""  # a rule that says more; where it holds this one does not
 
 
 def _value(step_metrics: StepMetrics, name: str) -> float:
@@ -205,7 +206,8 @@ RULES = (
     HealthRule(
         name="mostly_truncated",
         steps=5,
-        condition=lambda step: 0.5 < _value(step, "truncated") < 1,
+        condition=lambda step: _value(step, "truncated") > 0.5,
+        unless="all_truncated",
         message="more than half of the rollouts have been cut off by a length limit for {steps} steps, now {m[train/truncated]:.0%}. Raise "
         "policy.generation.max_new_tokens, or set {section}.overlong_filtering=true, which leaves them out of the loss",
         judges_rewards=True,
@@ -279,11 +281,8 @@ class HealthState:
 
     def find(self, at_least: int | None = None) -> list[HealthFinding]:
         """Return what is wrong now. ``at_least``: steps in a row from which on a rule holds, in place of its own number."""
-        return [
-            self._describe(rule, at_least or rule.steps)
-            for rule in self.rules
-            if self.streaks.get(rule.name, 0) >= (at_least or rule.steps)
-        ]
+        holding = {rule.name: rule for rule in self.rules if self.streaks.get(rule.name, 0) >= (at_least or rule.steps)}
+        return [self._describe(rule, at_least or rule.steps) for rule in holding.values() if rule.unless not in holding]
 
     def _describe(self, rule: HealthRule, steps: int) -> HealthFinding:
         message = rule.message.format(steps=steps, section=self.section, parts=self.parts, m=self.last)

@@ -152,6 +152,11 @@ def test_answers_are_compared_with_each_other_and_with_their_references() -> Non
     assert answered(*texts[:4]) == {}
 
 
+def test_nearly_all_truncated_is_not_less_than_most() -> None:
+    logged, said = watch(*[{**SOUND, "train/truncated": 1.0 - 0.03 * (step % 2)} for step in range(6)])
+    assert logged[4:] == [{"health/mostly_truncated": 1.0}] * 2 and len(said) == 1
+
+
 def test_failures_that_rise_are_told_from_failures_that_are_usual() -> None:
     usual = {**SOUND, "train/failures/crash": 0.2}
     logged, said = watch(*[usual] * 30, *[{**SOUND, "train/failures/crash": 0.3}] * 10)
