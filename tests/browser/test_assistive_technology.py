@@ -22,7 +22,18 @@ def test_a_list_is_a_grid_that_says_which_row_is_chosen(address: str, open_page:
     grid = page.get_by_role("grid", name="Rollouts")
     assert grid.get_attribute("aria-rowcount") == "13"
     heads = grid.get_by_role("columnheader").all_inner_texts()
-    assert [head.split()[0] for head in heads] == ["step", "task", "reward", "advantage", "tokens", "ending", "beginning"]
+    assert [head.split()[0] for head in heads] == [
+        "step",
+        "task",
+        "reference",
+        "reward",
+        "correct",
+        "format",
+        "advantage",
+        "tokens",
+        "ending",
+        "beginning",
+    ]
     grid.focus()
     assert page.evaluate(CHOSEN) == "2"
     for key, row in (("j", "3"), ("ArrowDown", "4"), ("End", "13"), ("Home", "2")):

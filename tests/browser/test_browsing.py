@@ -17,6 +17,7 @@ FILTERS = {
     "step": ("3", "step", lambda text: text == "3"),
     "task": ("sum:12+9", "task", lambda text: text == "sum:12+9"),
     "environment": ("calculator", "task", lambda text: text == "sum:10+7"),
+    "reference": ("21", "reference", lambda text: text == "21"),
     "least reward": ("1", "reward", lambda text: float(text) >= 1),
     "most reward": ("0", "reward", lambda text: float(text) <= 0),
     "fewest tokens": ("60", "tokens", lambda text: int(text) >= 60),
@@ -73,6 +74,25 @@ def test_rollouts_are_found_by_ending_and_by_what_was_said_and_sorted_by_a_headi
     assert rewards == sorted(rewards, reverse=True) and len(set(rewards)) > 1
 
 
+def test_rollouts_are_filtered_and_sorted_by_one_of_several_rewards(address: str, open_page: Callable[..., Any]) -> None:
+    page = open_page(address)
+    show(page, "rollouts?run=quickstart", "of 288")
+    page.get_by_label("which reward").select_option("correct")
+    page.get_by_label("most reward", exact=True).fill("0.5")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => !document.getElementById('main').textContent.includes('of 288')")
+    assert (
+        0 < read_total(page) < 288
+        and set(page.evaluate(COLUMN, "correct")) == {"0"}
+        and set(page.evaluate(COLUMN, "format")) == {"1"}
+    )
+    page.get_by_role("button", name="Clear").click()
+    page.get_by_role("button", name="correct").click()
+    page.wait_for_selector("[role=columnheader][aria-sort=descending]:has-text('correct')")
+    page.wait_for_function(SETTLED)
+    assert set(page.evaluate(COLUMN, "correct")) == {"1"}
+
+
 def test_a_group_stands_side_by_side_the_best_first_and_is_walked_by_keys(address: str, open_page: Callable[..., Any]) -> None:
     page = open_page(address)
     show(page, "group/12/1?run=quickstart", "4 rollouts")
@@ -106,11 +126,13 @@ def test_smoothing_changes_what_is_read_and_the_axis_is_steps_or_time(address: s
     page = open_page(address)
     show(page, "curves?runs=quickstart&find=train/loss", "1 found")
     chart = page.locator('[data-metric="train/loss"]')
-    rough = chart.locator(".readout b").inner_text()
+    last = chart.locator(".readout b").inner_text()
     page.get_by_label("smoothing").press("End")  # the slider to its right end
-    page.wait_for_function("old => document.querySelector('.readout b').textContent !== old", arg=rough)
+    page.wait_for_function("() => document.querySelector('.readout').textContent.includes('averaged')")
     assert "0.99" in page.inner_text(".toolbar output")
-    assert abs(float(chart.locator(".readout b").inner_text())) < abs(float(rough))
+    assert chart.locator(".readout b").inner_text() == last, "the last value stays what it was"
+    averaged = re.search(r"averaged (\S+)\)", chart.locator(".readout").inner_text())
+    assert averaged is not None and abs(float(averaged[1])) < abs(float(last))
     page.get_by_role("button", name="time").click()
     page.wait_for_function("() => /\\d (s|min)/.test(document.querySelector('.readout').textContent)")
     page.get_by_role("button", name="steps").click()

@@ -18,10 +18,11 @@ VIEWS = {
     "curves?find=env_3": "20 found",
     "curves?log=1&axis=time&smooth=0.6": "First",
     "time?runs=quickstart": "policy_training",
-    "time?as=share": "share of a step",
+    "time?as=share": "Engines, rollouts, weights and machines 1",
     "now?run=quickstart": "Who waits for whom",
     "now?run=just-begun": "no status.json",
-    "configuration?run=quickstart": "loss_fn.ratio_clip_max",
+    "configuration?run=quickstart": "policy.precision",
+    "configuration?run=quickstart&form=keys": "loss_fn.ratio_clip_max",
     "configuration?run=quickstart&form=yaml": "policy:",
     "configuration?run=quickstart&against=wide-clip": "keys differ",
     "rollouts?run=quickstart": "of 288",
@@ -34,7 +35,10 @@ VIEWS = {
     "rollout/3/0/1?run=quickstart&colour=ratio": "perfect",
     "rollout/3/0/1?run=quickstart&colour=none": "calls calculator",
     "group/3/0?run=quickstart": "4 rollouts",
-    "tasks?run=quickstart": "sum:10+7",
+    "answers?run=quickstart": "different answers",
+    "answers?run=quickstart&of=validation": "it is 2",
+    "tasks?run=quickstart": "What is 10 plus 7?",
+    "tasks?run=quickstart&sort=-change&text=SUM": "of 3 tasks",
     "task/sum%3A10%2B7?run=quickstart": "Step 24",
     "validation?run=quickstart": "after step 24",
     "validation?run=just-begun": "No samples of a validation",
@@ -61,7 +65,7 @@ def test_every_view_shows_what_is_stored(address: str, open_page: Callable[..., 
 def test_every_link_of_the_side_leads_to_a_view(address: str, open_page: Callable[..., Any]) -> None:
     page = open_page(address)
     names = page.locator(".side nav a").all_inner_texts()
-    assert len(names) == 10
+    assert len(names) == 11
     for name in names:
         page.locator(".side nav a", has_text=name).click()
         page.wait_for_function("name => document.querySelector('[aria-current=page]').textContent === name", arg=name)
@@ -110,6 +114,6 @@ def test_what_a_model_wrote_is_text(address: str, open_page: Callable[..., Any])
 
 def test_secrets_of_the_configuration_are_not_shown(address: str, open_page: Callable[..., Any]) -> None:
     page = open_page(address)
-    for form in ("", "&form=yaml"):
+    for form in ("", "&form=keys", "&form=yaml"):
         show(page, f"configuration?run=quickstart{form}", "API_KEY")
         assert "secret-value" not in page.content()

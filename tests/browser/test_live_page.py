@@ -26,7 +26,7 @@ SETTINGS = {
 
 
 VIEWS = {
-    "overview": "The run", "time": "policy_training", "configuration": "max_operand", "tasks": "mean reward", "validation": "after step",
+    "overview": "progress", "time": "policy_training", "configuration": "max_operand", "tasks": "mean reward", "validation": "after step",
     "starred": "Nothing is starred yet", "replays": "No replay is stored",
 }  # fmt: skip
 

@@ -114,6 +114,7 @@ def _write_metrics(folder: Path, seed: int, num_extra: int) -> None:
             "train/entropy": 1.4 - progress + 0.05 * chance.random(),
             "train/token_mult_prob_error": 1 + 0.002 * chance.random(),
             "train/mean_gen_tokens_per_sample": 40 + 10 * progress,
+            "generation/prefix_hit_rate": 0.6 + 0.2 * progress,
             **times,
             "timing/train/total_step_time": sum(times.values()) + 0.2,
             **{f"train/environments/env_{index // 20}/part_{index % 20}": chance.random() for index in range(num_extra)},

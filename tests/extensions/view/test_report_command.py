@@ -49,11 +49,17 @@ def test_a_report_holds_what_the_page_asks_a_server(tmp_path: Path, capsys: pyte
     assert [row["step"] for row in answers["runs/run/rollouts"]["rows"]] == [1, STEPS]
     assert answers[f"runs/run/rollouts/{STEPS}/0/0"]["advantage"] == 1.0 and f"runs/run/groups/{STEPS}/0" in answers
     assert [each["step"] for each in answers["runs/run/tasks/sum:0"]] == [1, STEPS]
-    assert answers["runs/run/tasks"]["rows"] == [{"task": "sum:0", "rollouts": 2, "reward": 0.0, "steps": 2, "last_step": STEPS}]
+    assert answers["runs/run/tasks"]["rows"] == [
+        {"task": "sum:0", "question": "an answer", "rollouts": 2, "reward": 0.0, "steps": 2, "last_step": STEPS}
+    ]
     assert saved["validations"] == [0, STEPS] and len(answers["runs/run/validation/0"]["rows"]) == 20
     assert answers[f"runs/run/rollouts/{STEPS}/1/0?validation"]["reward"] == 1.0
     status = answers["runs/run/status"]
-    assert [start["after_step"] for start in status["starts"]] == [0, 20] and status["warnings"][0]["name"] == "rewards_are_equal"
+    assert [start["after_step"] for start in status["starts"]] == [0, 20]
+    health = answers["runs/run/health"]
+    assert health["level"] == "ok" and [(each["name"], each["held"]) for each in health["findings"]] == [
+        ("rewards_are_equal", [[5, 5]])
+    ]
     assert status["starts"][0]["facts"]["processor"] == "a CPU" and "max_num_steps: 4" in answers["runs/run/config"]["text"]
 
 

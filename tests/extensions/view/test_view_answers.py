@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 
 from strop.endings import Ending
+from strop.extensions.view.config_defaults import find_changed
 from strop.extensions.view.saved_view import PAGE
 from strop.extensions.view.view_routes import ViewOptions, ViewServer
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.turn_record import TurnRecord
+from support.bad_runs import write_bad_run
 from support.each import each
 from support.stored_steps import GROUPS, SAMPLES, make_stored, write_steps, write_stored_run
 from support.view_client import asking
@@ -159,16 +161,86 @@ def test_a_group_stands_side_by_side_the_best_first(reader: Reader) -> None:
     assert found["rollouts"][0]["text"] == "step 1 says 0.2 tool done"
 
 
-def test_tasks_are_counted_and_one_is_followed_over_the_steps(reader: Reader) -> None:
-    assert reader.get("runs/a/tasks", text="SUM:1") == {
-        "total": 1,
-        "from": 0,
-        "rows": [{"task": "sum:1/a", "rollouts": 9, "reward": pytest.approx(0.1), "steps": 3, "last_step": 3}],
-        "indexed": {"steps": 3, "of": 3, "complete": True},
+def test_tasks_are_counted_sorted_found_by_what_they_ask_and_one_is_followed_over_the_steps(reader: Reader) -> None:
+    row = {
+        "task": "sum:1/a",
+        "question": "1 + 1?",
+        "rollouts": 9,
+        "reward": pytest.approx(0.1),
+        "change": pytest.approx(0),
+        "steps": 3,
     }
+    answer = reader.get("runs/a/tasks", text="SUM:1")
+    assert (answer["total"], answer["rows"]) == (1, [{**row, "last_step": 3}]) and answer["searched"]["complete"]
+    assert reader.get("runs/a/tasks", text="<USER>1 + 1")["total"] == GROUPS
     answer = reader.client.get("/api/runs/a/tasks/sum%3A1%2Fa").json()
     assert [each["step"] for each in answer] == [1, 2, 3] and len(answer[0]["rollouts"]) == SAMPLES
     assert [each["step"] for each in reader.client.get("/api/runs/a/tasks/sum%3A1%2Fa?limit=2").json()] == [1, 3]
+
+
+def test_tasks_are_sorted_by_their_names_as_numbers_and_by_how_their_rewards_change(reader: Reader, folder: Path) -> None:
+    store = RolloutStore(folder)
+    for step in (1, 2, 3):  # the second task gets better, the tenth worse; the third has no reward
+        rewards = {"t:2": 0.2 * step, "t:10": 0.5 - 0.1 * step, "t:3": float("nan")}
+        records = [make_stored(step, group, 0, task_id=task, reward=each) for group, (task, each) in enumerate(rewards.items())]
+        store.write(step, records)
+
+    def names(order: str) -> list[str]:
+        return [row["task"] for row in reader.get("runs/a/tasks", sort=order)["rows"]]
+
+    assert names("") == ["t:2", "t:3", "t:10"] and names("-task") == ["t:10", "t:3", "t:2"]
+    assert names("-change") == ["t:2", "t:10", "t:3"] and names("reward") == ["t:10", "t:2", "t:3"]
+    rows = {row["task"]: row["change"] for row in reader.get("runs/a/tasks")["rows"]}
+    assert rows == {"t:2": pytest.approx(0.4), "t:10": pytest.approx(-0.2), "t:3": None}
+
+
+def test_rollouts_have_their_reference_and_rewards_by_name_to_filter_and_sort_by(reader: Reader, folder: Path) -> None:
+    store = RolloutStore(folder)
+    step = [make_stored(1, 0, sample, answer=f"{10 - sample}", rewards={"a": sample / 4, "b": 1.0}) for sample in range(4)]
+    store.write(1, [*step, make_stored(1, 1, 0, answer="", rewards={"b": 0.5})])
+    RolloutStore(folder, "jsonl").write(2, [make_stored(2, 0, 0, answer="4", rewards={"a": 0.9})])
+    reader.server.catalogue.find("a").rollouts.update()
+    answer = reader.get("runs/a/rollouts", steps="-2", sort="-rewards.a")
+    assert answer["parts"] == ["a", "b", "correct"]
+    assert [row["rewards"].get("a") for row in answer["rows"]] == [0.9, 0.75, 0.5, 0.25, 0.0, None]
+    assert keys(reader.get("runs/a/rollouts", steps="-2", part="a", reward_min=0.5, reward_max=0.8, sort="step")) == [
+        (1, 0, 2),
+        (1, 0, 3),
+    ]
+    assert keys(reader.get("runs/a/rollouts", steps="-2", answer="9")) == [(1, 0, 1)]
+    assert [row["answer"] for row in reader.get("runs/a/rollouts", steps="-2", sort="answer")["rows"]] == [
+        "4",
+        "7",
+        "8",
+        "9",
+        "10",
+        "",
+    ]
+    again = Reader(folder.parent)  # from the index that was written
+    assert again.get("runs/a/rollouts", steps="-2", sort="-rewards.a")["rows"] == answer["rows"]
+    again.close()
+
+
+def test_the_most_frequent_answers_are_counted_by_step_with_how_often_they_are_right(reader: Reader, folder: Path) -> None:
+    store = RolloutStore(folder)
+    said = {1: ["The answer is 2.", "so\n3"], 2: ["\\boxed{2}"] * 2, 3: ["x"] * 2}
+    for step, texts in said.items():
+        store.write(
+            step, [make_stored(step, group, 0, completion=text, answer=str(group + 2)) for group, text in enumerate(texts)]
+        )
+    answer = reader.get("runs/a/answers")
+    assert (answer["steps"], answer["totals"], answer["distinct"]) == ([1, 2, 3], [2, 2, 2], 3)
+    assert answer["rows"][0] == {"answer": "2", "counts": [1, 2, 0], "references": [1, 1, 1]}
+    assert reader.get("runs/a/answers", validation=1)["rows"] == [{"answer": "4", "counts": [3], "references": [3]}]
+
+
+def test_settings_that_differ_from_their_defaults_are_told_from_the_others() -> None:
+    values = {"policy.model_name": "m", "policy.tokenizer.name": "m", "policy.precision": "float32", "policy.max_grad_norm": 1.0,
+              "policy.optimizer.kwargs.lr": 0.1, "env.mine.type": "x.py:X", "env.mine.extra": None, "grpo.seed": 3}  # fmt: skip
+    changed = find_changed(values, "grpo")
+    assert set(changed) == {"policy.model_name", "policy.precision", "policy.optimizer.kwargs.lr", "env.mine.type", "grpo.seed"}
+    assert changed["policy.precision"] == "bfloat16" and changed["env.mine.type"] is None
+    assert set(find_changed({"a.b": 1}, "")) == {"a.b"}
 
 
 def test_failures_are_counted_by_ending_with_the_worst_tasks(tmp_path: Path) -> None:
@@ -199,7 +271,10 @@ def test_the_page_knows_every_ending() -> None:
 
 
 def test_validations_have_their_metrics_and_samples(reader: Reader) -> None:
-    assert reader.get("runs/a/validation") == [{"step": 2, "metrics": {"validation/accuracy": 1.0}}]
+    (validation,) = reader.get("runs/a/validation")
+    assert (validation["step"], validation["metrics"]) == (2, {"validation/accuracy": 1.0})
+    low, high = validation["intervals"]["validation/accuracy"]
+    assert 0.3 < low < 0.5 and high == 1.0, "Wilson's, of three tasks"
     answer = reader.get("runs/a/validation/2", limit=2)
     assert answer["total"] == 3 and keys(answer) == [(2, 0, 0), (2, 1, 0)] and answer["rows"][0]["metrics"] == {"accuracy": 1.0}
     assert reader.get("runs/a/rollouts", validation=1, task="sum:2")["total"] == 1
@@ -334,6 +409,26 @@ def test_replays_are_shown_and_what_is_half_written_left_out(reader: Reader, fol
     (folder / "replays" / "one.json").write_text('{"step": 2, "loss": 0.5}')
     (folder / "replays" / "two.json").write_text('{"step": ')
     assert reader.get("runs/a/replays") == [{"file": "one.json", "step": 2, "loss": 0.5}]
+
+
+def test_health_is_judged_from_the_metrics_also_of_steps_that_are_added_and_names_what_was_logged(tmp_path: Path) -> None:
+    folder = write_bad_run(tmp_path / "logs" / "a", "all_truncated")
+    path = folder / "metrics.jsonl"
+    steps = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(steps[:13]))
+    reader = Reader(folder.parent)
+    assert reader.get("runs/a/health") == {"level": "ok", "findings": []}
+    path.write_text("".join(steps))
+    answer = reader.get("runs/a/health")
+    (finding,) = answer["findings"]
+    assert answer["level"] == "wrong" and finding["held"] == [[14, 30]] and "every rollout of 3 steps" in finding["message"]
+    path.write_text("".join(steps[:20]) + json.dumps({"step": 26, "health/single_turn": 1.0, "monitor/length_alarm": 1.0}) + "\n")
+    answer = reader.get("runs/a/health")  # it was resumed after step 20
+    reader.close()
+    assert answer["level"] == "look"
+    assert [(each["name"], each["now"], each["held"]) for each in answer["findings"]] == [
+        ("single_turn", True, [[26, 26]]), ("length", True, [[26, 26]]), ("all_truncated", False, [[14, 20]]),
+    ]  # fmt: skip
 
 
 def test_a_run_without_status_says_why_it_is_not_known(reader: Reader) -> None:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from strop import packages
 from strop.base_config import BaseConfig, PathText
-from strop.monitoring.logger_config import TrackerSection
+from strop.monitoring.logger_config import TrackerConfig, TrackerSection
 from strop.packages import install_command
 from strop.problems import Problem
 from strop.storage.folder_lock import find_folder_problem
@@ -98,6 +98,16 @@ class TrackioConfig(TrackerSection):
     space_id: str | None = Field(
         None, description="Space of the Hugging Face hub that gets the run too, as user/space; null: none."
     )
+
+
+class PrometheusConfig(TrackerConfig):
+    """Prometheus, and what reads its format: the metrics of the last step in a file, until the run ends."""
+
+    file: PathText | None = Field(
+        None,
+        description="The file, such as NAME.prom in the folder of node_exporter's textfile collector; null is LOG_DIR/metrics.prom.",
+    )
+    run: str | None = Field(None, description="Label of the metrics; null is run_name, or else the name of the log folder.")
 
 
 class ServicesConfig(BaseConfig):

@@ -126,6 +126,7 @@ def summarize_record(record: RolloutRecord, *, starred: bool = False, flags: Seq
         "task": make_printable(record.task_id),
         "reward": clean_number(record.reward),
         "rewards": clean_json(dict(record.rewards)),
+        "answer": make_printable(record.answer),
         "advantage": clean_number(record.advantage),
         "tokens": count_tokens(record),
         "ending": record.ending,
@@ -204,7 +205,6 @@ def write_rollout(record: RolloutRecord, summary: Mapping[str, Any], pieces: Seq
     return {
         **summary,
         "prompt_messages": write_prompt(record),
-        "answer": make_printable(record.answer),
         "turns": _write_turns(record, pieces),
         "branches": [{"path": path, "parent": parent, "start": start} for path, (parent, start) in enumerate(record.branches, 1)],
         "metrics": clean_json(dict(record.metrics)),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,21 @@ import numpy as np
 
 from strop.endings import Ending
 from strop.extensions.view.rollout_answer import (
-    GROUP_TEXT,
-    count_tokens,
     make_preview_text,
     summarize_record,
     write_group,
     write_rollout,
 )
-from strop.extensions.view.rollout_filter import FoundRollouts, RolloutFilter, TextSearch, find_rollouts
-from strop.extensions.view.rollout_index import read_rows, read_values
+from strop.extensions.view.rollout_filter import (
+    COLUMNS,
+    FoundRollouts,
+    RolloutFilter,
+    TextSearch,
+    find_rollouts,
+)
+from strop.extensions.view.rollout_index import iter_texts, read_rows, read_values
 from strop.extensions.view.step_scalars import StepScalars
+from strop.extensions.view.task_counts import TaskCount, count_tasks, make_question, sort_tasks
 from strop.extensions.view.token_texts import TokenTexts, read_stars
 from strop.extensions.view.viewed_run import ViewedRun, ViewError, clean_number
 from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
@@ -31,7 +35,7 @@ from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.rollout_media import join_turns
-from strop.safety.printable import make_printable, shorten
+from strop.safety.printable import make_printable
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +58,7 @@ class RolloutBrowser:
         self._found: OrderedDict[tuple[Any, ...], FoundRollouts] = OrderedDict()
         self._searches: OrderedDict[tuple[Any, ...], TextSearch] = OrderedDict()
         self._indexing: threading.Thread | None = None
-        self._tasks: tuple[int, dict[str, list[float]]] = (-1, {})
+        self._tasks: tuple[int, dict[str, TaskCount]] = (-1, {})
 
     def list_rollouts(self, wanted: RolloutFilter, order: str, text: str, first: int, limit: int) -> dict[str, Any]:
         """Return a page of the rollouts that a filter asks for."""
@@ -75,8 +79,12 @@ class RolloutBrowser:
             "rows": self.summarize(rows),
             "searched": searched,
             "indexed": {"steps": done, "of": stored, "complete": done == stored},
+            "parts": self.reward_names(),
             "unreadable": [make_printable(why) for _, why in sorted(self._index.unreadable().items())][:20],
         }
+
+    def reward_names(self) -> list[str]:
+        return sorted({make_printable(name) for segment in self._index.segments() for name in segment.scalars.rewards})
 
     def prepare(self, wanted: RolloutFilter) -> None:
         """Index what is asked for, at once if it is a few steps; the rest goes on in the background."""
@@ -120,13 +128,14 @@ class RolloutBrowser:
                 self._found.popitem(last=False)
         return found
 
-    def _open_search(self, wanted: RolloutFilter, text: str) -> TextSearch:
+    def _open_search(self, wanted: RolloutFilter, text: str, columns: Sequence[str] = COLUMNS) -> TextSearch:
         """Return the search for a text among rollouts: the same one that an earlier request began."""
+        key = (wanted, text, columns)
         with self._lock:
-            search = self._searches.get((wanted, text))
+            search = self._searches.get(key)
             if search is None:
-                search = self._searches[wanted, text] = TextSearch(self._index, text)
-            self._searches.move_to_end((wanted, text))
+                search = self._searches[key] = TextSearch(self._index, text, columns)
+            self._searches.move_to_end(key)
             while len(self._searches) > SEARCHES_KEPT:
                 self._searches.popitem(last=False)
         return search
@@ -136,7 +145,8 @@ class RolloutBrowser:
         places: dict[int, list[int]] = defaultdict(list)
         for scalars, row in rows:
             places[int(scalars.numbers["step"][row])].append(int(scalars.numbers["row"][row]))
-        read = {step: self._read_values(step, numbers) for step, numbers in places.items()}
+        names = ("group", "sample", "rewards", "completion", "turns")
+        read = {step: self._read_values(step, numbers, names) for step, numbers in places.items()}
         flags = {step: self._flags(step) for step in places}
         stars = read_stars(self.run.folder)
         summaries = []
@@ -155,6 +165,7 @@ class RolloutBrowser:
                     "task": make_printable(task),
                     "reward": clean_number(scalars.numbers["reward"][row]),
                     "rewards": {str(name): clean_number(value) for name, value in dict(values.get("rewards") or ()).items()},
+                    "answer": make_printable(scalars.word("answer", row)),
                     "advantage": clean_number(scalars.numbers["advantage"][row]),
                     "tokens": int(scalars.numbers["tokens"][row]),
                     "ending": scalars.word("ending", row),
@@ -167,11 +178,11 @@ class RolloutBrowser:
             )
         return summaries
 
-    def _read_values(self, step: int, places: Sequence[int]) -> Mapping[int, Mapping[str, Any]]:
-        """Return previews and rewards of rollouts of a step; none if its file cannot be read any more."""
+    def _read_values(self, step: int, places: Sequence[int], names: Sequence[str]) -> Mapping[int, Mapping[str, Any]]:
+        """Return columns of rollouts of a step; none if its file cannot be read any more."""
         path = self._index.file(step)
         try:
-            return {} if path is None else read_values(path, places, ("group", "sample", "rewards", "completion", "turns"))
+            return {} if path is None else read_values(path, places, names)
         except (OSError, ValueError):
             return {}
 
@@ -251,51 +262,77 @@ class RolloutBrowser:
             for record in records
         ]
 
-    def list_tasks(self, text: str, first: int, limit: int) -> dict[str, Any]:
-        """Return the tasks whose names hold a text, with how often they were sampled and their mean reward."""
+    def answered_steps(self) -> list[int]:
+        return self._index.steps()
+
+    def read_answers(self, step: int) -> Iterator[tuple[str, str]]:
+        """Yield the completion and the reference answer of each rollout of a step."""
+        try:
+            path = self._index.file(step)
+            for _, table in iter_texts(path, ("completion", "answer")) if path is not None else ():
+                columns = [
+                    table[name].to_pylist() if name in table.column_names else [""] * len(table)
+                    for name in ("completion", "answer")
+                ]
+                yield from ((text or "", reference or "") for text, reference in zip(*columns, strict=True))
+        except (OSError, ValueError):  # damaged, or removed; the list of rollouts says so
+            return
+
+    def list_tasks(self, text: str, order: str, first: int, limit: int) -> dict[str, Any]:
+        """Return the tasks whose names or prompts hold a text, with how often they were sampled, their mean reward, how it changed, and
+        what they ask. ``order``: task, rollouts, reward, change or last_step, falling after a minus.
+        """
         self.prepare(RolloutFilter())
         done, stored = self._index.progress()  # before the look, as in a list of rollouts
         counts = self._count_tasks()
-        names = sorted(name for name in counts if text.lower() in name.lower())
-        rows = [
-            {
-                "task": make_printable(name),
-                "rollouts": int(counts[name][0]),
-                "reward": float(counts[name][2] / counts[name][1]) if counts[name][1] else None,
-                "steps": int(counts[name][3]),
-                "last_step": int(counts[name][4]),
-            }
-            for name in names[first : first + min(limit, MOST_ROWS)]
-        ]
+        searched = None
+        if text:
+            found = self.find(RolloutFilter(), "step")
+            search = self._open_search(RolloutFilter(), text, ("prompt",))
+            searched = search.go_on(found)
+            rows = search.found(found)
+            asked = {scalars.word("task_id", row) for scalars, row in rows.take(0, len(rows))}
+            counts = {name: task for name, task in counts.items() if name in asked or text.lower() in name.lower()}
+        names = sort_tasks(counts, order)
+        shown = names[first : first + min(limit, MOST_ROWS)]
+        questions = self._read_questions(shown)
         return {
             "total": len(names),
             "from": first,
-            "rows": rows,
+            "rows": [
+                {"task": make_printable(name), "question": questions.get(name, ""), **counts[name].describe()} for name in shown
+            ],
+            "searched": searched,
             "indexed": {"steps": done, "of": stored, "complete": done == stored},
         }
 
-    def _count_tasks(self) -> dict[str, list[float]]:
-        """Return, for each task, its rollouts, those with a reward, the sum of rewards, its steps, and the last of them."""
+    def _read_questions(self, names: Sequence[str]) -> dict[str, str]:
+        """Return what tasks ask, from their newest rollouts."""
+        places: dict[int, dict[int, str]] = defaultdict(dict)
+        missing = set(names)
+        for segment in reversed(self._index.segments()):
+            scalars = segment.scalars
+            words = scalars.words["task_id"]
+            for code in [code for code, word in enumerate(words) if word in missing]:
+                rows = np.flatnonzero(scalars.codes["task_id"] == code)
+                if len(rows):
+                    missing.discard(words[code])
+                    places[int(scalars.numbers["step"][rows[-1]])][int(scalars.numbers["row"][rows[-1]])] = words[code]
+        questions = {}
+        for step, rows_of in places.items():
+            for row, values in self._read_values(step, list(rows_of), ("prompt_messages", "prompt")).items():
+                questions[rows_of[row]] = make_question(values.get("prompt_messages") or (), values.get("prompt") or "")
+        return questions
+
+    def _count_tasks(self) -> dict[str, TaskCount]:
         version, segments = self._index.version, self._index.segments()
         with self._lock:
             if self._tasks[0] == version:
                 return self._tasks[1]
-        counts: dict[str, list[float]] = {}
+        counts: dict[str, TaskCount] = {}
         for segment in segments:
-            scalars = segment.scalars
-            codes, size, at = scalars.codes["task_id"], len(scalars.words["task_id"]), scalars.numbers["step"]
-            finite = np.isfinite(scalars.numbers["reward"])
-            rollouts = np.bincount(codes, minlength=size)
-            scored = np.bincount(codes[finite], minlength=size)
-            sums = np.bincount(codes[finite], weights=scalars.numbers["reward"][finite], minlength=size)
-            last = np.zeros(size, dtype=np.int64)
-            last[codes] = at  # rows are in order of steps, so the last one stays
-            steps = np.bincount(np.unique(codes.astype(np.int64) << 32 | at) >> 32, minlength=size)
-            columns = (rollouts.tolist(), scored.tolist(), sums.tolist(), steps.tolist(), last.tolist())
-            for word, *values in zip(scalars.words["task_id"], *columns, strict=True):
-                if values[0]:
-                    known = counts.setdefault(word, [0, 0, 0.0, 0, 0])
-                    counts[word] = [*(a + b for a, b in zip(known[:4], values[:4], strict=True)), max(known[4], values[4])]
+            for word, count in count_tasks(segment.scalars):
+                counts[word] = counts[word].join(count) if word in counts else count
         with self._lock:
             self._tasks = (version, counts)
         return counts
@@ -312,7 +349,7 @@ class RolloutBrowser:
                 if endings[ending] in FAILURES:
                     found[endings[ending]][tasks[task]] += count
         sampled = self._count_tasks()
-        total = sum(int(counts[0]) for counts in sampled.values())
+        total = sum(task.rollouts for task in sampled.values())
         return [
             {
                 "ending": ending,
@@ -321,7 +358,7 @@ class RolloutBrowser:
                 "rollouts": failed.total(),
                 "share": failed.total() / total,
                 "worst": [
-                    {"task": make_printable(task), "failed": count, "rollouts": int(sampled[task][0])}
+                    {"task": make_printable(task), "failed": count, "rollouts": sampled[task].rollouts}
                     for task, count in failed.most_common(WORST_TASKS)
                 ],
             }
@@ -353,107 +390,3 @@ class RolloutBrowser:
 
 def _name_range(groups: np.ndarray) -> str:
     return f"; it has groups {groups.min()} to {groups.max()}" if len(groups) else ""
-
-
-FILES_KEPT = 2  # validations in memory
-MOST_TASKS = 500
-
-
-class ValidationBrowser:
-    """Answers about the validations of one run. Safe to use from several threads."""
-
-    def __init__(self, run: ViewedRun) -> None:
-        self.run = run
-        self._lock = threading.Lock()
-        self._records: OrderedDict[tuple[int, int], list[RolloutRecord]] = OrderedDict()  # by step and time of the file
-
-    def list_validations(self) -> list[dict[str, Any]]:
-        """Return the stored validations with the metrics that were logged of each."""
-        return [
-            {
-                "step": step,
-                "metrics": {name: value for name, value in self.run.metrics.at(step).items() if name.startswith("validation")},
-            }
-            for step in self.run.validation_steps()
-        ]
-
-    def read(self, step: int) -> list[RolloutRecord]:
-        """Return the samples of a validation. Raises ViewError."""
-        samples = self.run.validation()
-        try:
-            changed = (samples.folder / f"step_{step:06d}.json").stat().st_mtime_ns
-            with self._lock:
-                if (step, changed) not in self._records:
-                    self._records[step, changed] = samples.read(step)
-                self._records.move_to_end((step, changed))
-                while len(self._records) > FILES_KEPT:
-                    self._records.popitem(last=False)
-                return self._records[step, changed]
-        except FileNotFoundError:
-            stored = self.run.validation_steps()
-            known = f"stored are {', '.join(map(str, stored[:20]))}" if stored else "none are stored"
-            raise ViewError(f"there is no validation of step {step}; {known}") from None
-        except DamagedRollouts as error:
-            raise ViewError(f"the validation of step {step}: {make_printable(error.brief)}", 422) from None
-        except OSError as error:
-            raise ViewError(f"the validation of step {step} cannot be read: {make_printable(str(error))[:200]}", 422) from None
-
-    def page(self, step: int | None, wanted: RolloutFilter, order: str, text: str, first: int, limit: int) -> dict[str, Any]:
-        """Return a page of the samples of a validation, by default the newest."""
-        steps = self.run.validation_steps()
-        if step is None and wanted.steps is not None:
-            step = max((each for each in steps if wanted.steps[0] <= each <= wanted.steps[1]), default=wanted.steps[0])
-        if step is None:
-            if not steps:
-                return {"total": 0, "from": first, "rows": [], "searched": None, "step": None}
-            step = steps[-1]
-        found = [record for record in self.read(step) if _matches(record, wanted) and _has_text(record, text)]
-        found = _sort(found, order)
-        stars = read_stars(self.run.folder)
-        rows = [
-            {
-                **summarize_record(record, starred=(True, step, record.group, record.sample) in stars),
-                "text": make_printable(shorten(record.completion, GROUP_TEXT, around="\n")),
-                "answer": make_printable(record.answer),
-                "metrics": {name: value for name, value in record.metrics.items() if math.isfinite(value)},
-            }
-            for record in found[first : first + min(limit, MOST_TASKS)]
-        ]
-        return {"total": len(found), "from": first, "rows": rows, "searched": None, "step": step}
-
-    def rollout(self, step: int, group: int, sample: int) -> dict[str, Any]:
-        """Return one sample. Raises ViewError."""
-        for record in self.read(step):
-            if (record.group, record.sample) == (group, sample):
-                starred = (True, step, group, sample) in read_stars(self.run.folder)
-                return write_rollout(record, summarize_record(record, starred=starred), None)
-        raise ViewError(f"the validation of step {step} has no sample {sample} of task {group}")
-
-
-def _matches(record: RolloutRecord, wanted: RolloutFilter) -> bool:
-    tokens = count_tokens(record)
-    in_range = all(
-        (low is None or value >= low) and (high is None or value <= high)
-        for value, (low, high) in ((record.reward, wanted.reward), (tokens, wanted.tokens))
-    )
-    return (
-        in_range
-        and wanted.task in (None, record.task_id)
-        and wanted.environment in (None, record.environment)
-        and wanted.ending in (None, record.ending)
-    )
-
-
-def _has_text(record: RolloutRecord, text: str) -> bool:
-    if not text:
-        return True
-    low = text.lower()
-    prompt = (message.get("content") or "" for message in record.prompt_messages)
-    return any(low in (each or "").lower() for each in (record.completion, record.answer, record.error, *prompt))
-
-
-def _sort(records: Sequence[RolloutRecord], order: str) -> list[RolloutRecord]:
-    name, sign = order.removeprefix("-"), -1.0 if order.startswith("-") else 1.0
-    if name == "reward":
-        return sorted(records, key=lambda record: math.inf if math.isnan(record.reward) else sign * record.reward)
-    return sorted(records, key=lambda record: sign * count_tokens(record)) if name == "tokens" else list(records)

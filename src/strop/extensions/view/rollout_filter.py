@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
 from strop.extensions.view.rollout_index import IndexSegment, RolloutIndex, iter_texts
-from strop.extensions.view.step_scalars import StepScalars, to_numbers
+from strop.extensions.view.step_scalars import REWARDS, StepScalars, to_numbers
 
-RolloutOrder = Literal["step", "-step", "reward", "-reward", "tokens", "-tokens", "advantage", "-advantage"]
-ORDERS: tuple[str, ...] = get_args(RolloutOrder)
+ORDERS = ("step", "reward", "tokens", "advantage", "task", "answer")  # and rewards.NAME; falling with a minus before it
+_WORDS = {"task": "task_id", "answer": "answer"}
+
+
+def is_order(name: str) -> bool:
+    return name.removeprefix("-") in ORDERS or name.removeprefix("-").startswith(REWARDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +31,10 @@ class RolloutFilter:
     task: str | None = None
     environment: str | None = None
     ending: str | None = None
+    answer: str | None = None  # the reference
     kept: bool | None = None
     reward: tuple[float | None, float | None] = (None, None)
+    part: str = ""  # the name of a reward; empty: ``reward`` is of the whole
     tokens: tuple[float | None, float | None] = (None, None)
 
     def match(self, scalars: StepScalars) -> np.ndarray | None:
@@ -39,17 +47,19 @@ class RolloutFilter:
 
         if self.steps is not None:
             demand((scalars.numbers["step"] >= self.steps[0]) & (scalars.numbers["step"] <= self.steps[1]))
-        for name, wanted in (("task_id", self.task), ("environment", self.environment), ("ending", self.ending)):
+        for name, wanted in (
+            ("task_id", self.task), ("environment", self.environment), ("ending", self.ending), ("answer", self.answer),
+        ):  # fmt: skip
             if wanted is not None:
                 words = scalars.words[name]
                 demand(scalars.codes[name] == (words.index(wanted) if wanted in words else -1))
         if self.kept is not None:
             demand(scalars.numbers["kept"] == self.kept)
-        for name, (low, high) in (("reward", self.reward), ("tokens", self.tokens)):
+        for name, (low, high) in ((f"{REWARDS}{self.part}" if self.part else "reward", self.reward), ("tokens", self.tokens)):
             if low is not None:
-                demand(scalars.numbers[name] >= low)
+                demand(scalars.number(name) >= low)
             if high is not None:
-                demand(scalars.numbers[name] <= high)
+                demand(scalars.number(name) <= high)
         return mask
 
     def may_match(self, segment: IndexSegment) -> bool:
@@ -95,13 +105,14 @@ def find_rollouts(segments: Sequence[IndexSegment], wanted: RolloutFilter, order
     name, falling = order.removeprefix("-"), order.startswith("-")
     kind = np.int32 if sum(lengths) < 2**31 else np.int64
     found, keys = [np.empty(0, kind)], [np.empty(0)]
+    ranks = _rank_words(segments, _WORDS[name]) if name in _WORDS else None
     for segment, start in zip(segments, starts, strict=True):
         if not wanted.may_match(segment):
             continue
         mask = wanted.match(segment.scalars)
         rows = np.arange(len(segment.scalars)) if mask is None else np.flatnonzero(mask)
         found.append((start + rows).astype(kind))
-        keys.append(segment.scalars.numbers[name][rows])
+        keys.append((segment.scalars.number(name) if ranks is None else ranks(segment.scalars))[rows])
     places: np.ndarray = np.concatenate(found)
     if order != "step":  # segments and their rows are already in this order
         values = np.concatenate(keys)
@@ -109,6 +120,18 @@ def find_rollouts(segments: Sequence[IndexSegment], wanted: RolloutFilter, order
         ranked = np.argsort(np.where(missing, np.inf, -values if falling else values), kind="stable")
         places = places[ranked]
     return FoundRollouts(tuple(segments), places, starts)
+
+
+def _rank_words(segments: Sequence[IndexSegment], name: str) -> Callable[[StepScalars], np.ndarray]:
+    """Return what gives each rollout the place of its word among those of all segments, [N]; numbers in words count as numbers."""
+    words = sorted({word for segment in segments for word in segment.scalars.words[name]}, key=natural_key)
+    places = {word: place if word else math.nan for place, word in enumerate(words)}
+    return lambda scalars: np.array([places[word] for word in scalars.words[name]] or [0.0])[scalars.codes[name]]
+
+
+def natural_key(text: str) -> list[tuple[bool, int, str]]:
+    """``a:10`` comes after ``a:9``."""
+    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d{1,18})", text)]
 
 
 SECONDS = 1.0  # of one request
@@ -119,8 +142,8 @@ COLUMNS = ("completion", "prompt", "answer", "error", "output")
 class TextSearch:
     """Case-insensitive search in the text that the model wrote and read. The newest steps come first."""
 
-    def __init__(self, index: RolloutIndex, text: str) -> None:
-        self._index, self._text = index, text
+    def __init__(self, index: RolloutIndex, text: str, columns: Sequence[str] = COLUMNS) -> None:
+        self._index, self._text, self._columns = index, text, columns
         self._lock = threading.Lock()
         self._candidates: FoundRollouts | None = None
         self._rows: dict[int, np.ndarray] = {}  # of the candidates, by step
@@ -173,7 +196,7 @@ class TextSearch:
         self._done.add(step)
         hits: list[int] = []
         try:
-            for first, table in iter_texts(path, COLUMNS) if path is not None else ():
+            for first, table in iter_texts(path, self._columns) if path is not None else ():
                 mask = np.zeros(table.num_rows, dtype=bool)
                 for column in table.columns:
                     mask |= to_numbers(pc.fill_null(_match(column, self._text), False), np.bool_)

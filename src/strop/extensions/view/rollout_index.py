@@ -1,7 +1,7 @@
 """The index of a run's rollouts: which steps are stored, and the scalars of every rollout, for filters and sorting.
 
 Listing the steps reads only file names. Scalars are read a segment at a time, newest first, from existing index files where
-these are up to date. Each rollout takes about 50 bytes of memory.
+these are up to date. Each rollout takes about 60 bytes of memory, and 8 for each reward by name.
 
 A segment has the scalars of up to a hundred steps, in memory and in a small Arrow file (``rollouts/index/steps_000100.arrow``), which may
 be removed at any time. It records the size and time of each source file, so that a rewritten step is read again.
@@ -26,6 +26,7 @@ import numpy as np
 
 from strop.extensions.view.step_scalars import (
     NUMBERS,
+    REWARDS,
     WORDS,
     StepScalars,
     from_numbers,
@@ -42,7 +43,7 @@ from strop.monitoring.rollout_store.rollout_store import ROLLOUTS_FOLDER, Rollou
 
 INDEX_FOLDER = "index"
 STEPS_IN_A_SEGMENT = 100
-VERSION = 1  # of the files; files of another version are rebuilt
+VERSION = 2  # of the files; files of another version are rebuilt
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,8 @@ def read_segment(folder: Path, number: int) -> IndexSegment:
         about: Any = json.loads(table.schema.metadata[b"strop"])
         if about["version"] != VERSION:
             return empty_segment(number)
-        numbers = {name: to_numbers(table[name], kind) for name, kind in NUMBERS.items()}
+        kinds = {**NUMBERS, **{name: np.float64 for name in table.column_names if name.startswith(REWARDS)}}
+        numbers = {name: to_numbers(table[name], kind) for name, kind in kinds.items()}
         codes = {name: to_numbers(table[f"{name}_code"], np.int32) for name in WORDS}
         words = {name: tuple(map(str, about["words"][name])) for name in WORDS}
         for name in WORDS:

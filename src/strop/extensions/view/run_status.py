@@ -18,8 +18,6 @@ from strop.monitoring.waits import LogEntry, Status
 from strop.safety.printable import make_printable
 from strop.storage.files import clean_json
 
-HEALTH = "health/"  # metrics that are 1 in a step in which a warning holds
-
 
 def describe_status(run: ViewedRun) -> dict[str, Any]:
     """Return the status of a run. Times are Unix times, durations seconds. Raises ViewError."""
@@ -28,7 +26,6 @@ def describe_status(run: ViewedRun) -> dict[str, Any]:
     described = {
         "live": run.is_live(),
         "step": step,
-        "warnings": _list_warnings(run, step),
         "incidents": _list_incidents(status),
         "starts": _list_starts(run),
         "now": time.time(),
@@ -94,19 +91,6 @@ def _describe_wait(wait: Any, age: float) -> dict[str, Any]:
 
 def _list_entries(entries: tuple[LogEntry, ...]) -> list[dict[str, Any]]:
     return [{"when": entry.when, "text": make_printable(entry.text)} for entry in entries]
-
-
-def _list_warnings(run: ViewedRun, step: int) -> list[dict[str, Any]]:
-    """Return the warnings that hold in the last step, and those that held before, with their last step."""
-    names = [name for name in run.metrics.names() if name.startswith(HEALTH)]
-    found = []
-    series = run.metrics.series(names, None, 20_000) if names else {"steps": [], "series": {}}
-    for name in names:
-        held = [at for at, value in zip(series["steps"], series["series"][name], strict=True) if value]
-        if held:
-            count = {"first": held[0], "last": held[-1], "steps": len(held)}
-            found.append({"name": name.removeprefix(HEALTH), **count, "now": held[-1] == step})
-    return found
 
 
 def _list_incidents(status: Status | None) -> list[dict[str, Any]]:

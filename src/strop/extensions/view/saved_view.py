@@ -19,10 +19,14 @@ from typing import Any
 
 from strop import __version__
 from strop.extensions.reading.doctor import find_run
-from strop.extensions.view.rollout_browser import RolloutBrowser, ValidationBrowser
+from strop.extensions.view.frequent_answers import count_answers
+from strop.extensions.view.rollout_browser import RolloutBrowser
 from strop.extensions.view.rollout_filter import RolloutFilter
+from strop.extensions.view.run_health import RunHealth
 from strop.extensions.view.run_status import describe_status
+from strop.extensions.view.task_counts import make_question
 from strop.extensions.view.token_texts import LOADING_SECONDS, TokenTexts, find_tokenizer_name
+from strop.extensions.view.validation_browser import ValidationBrowser
 from strop.extensions.view.viewed_run import ViewedRun, ViewError
 from strop.safety.printable import make_printable
 from strop.storage.files import atomic_write, clean_json
@@ -78,6 +82,7 @@ def collect_answers(run: ViewedRun) -> dict[str, Any]:
         "runs": [{**run.describe(), "folder": run.folder.name}],
         f"{about}/metrics": metrics,
         f"{about}/status": describe_status(run),
+        f"{about}/health": RunHealth(run).describe(),
         f"{about}/config": config,
         f"{about}/replays": run.replays(),
     }
@@ -115,7 +120,8 @@ def _collect_rollouts(run: ViewedRun, steps: list[int], texts: TokenTexts, about
             continue
         rows += found
     unreadable += [make_printable(why) for step, why in run.rollouts.unreadable().items() if step in steps]
-    yield f"{about}/rollouts", {"total": len(rows), "rows": rows, "unreadable": unreadable}
+    yield f"{about}/rollouts", {"total": len(rows), "rows": rows, "unreadable": unreadable, "parts": browser.reward_names()}
+    yield f"{about}/answers", count_answers(browser)
     for task, answered in tasks.items():
         yield f"{about}/tasks/{task}", answered
     listed = [_describe_task(task, answered) for task, answered in sorted(tasks.items())]
@@ -127,12 +133,22 @@ def _describe_task(task: str, answered: list[dict[str, Any]]) -> dict[str, Any]:
     rewards = [each["reward"] for step in answered for each in step["rollouts"] if each["reward"] is not None]
     steps = [each["step"] for each in answered]
     mean = sum(rewards) / len(rewards) if rewards else None
+    question = make_question(answered[0]["prompt_messages"], "")
     count = sum(len(each["rollouts"]) for each in answered)
-    return {"task": task, "rollouts": count, "reward": mean, "steps": len(set(steps)), "last_step": max(steps)}
+    return {
+        "task": task,
+        "question": question,
+        "rollouts": count,
+        "reward": mean,
+        "steps": len(set(steps)),
+        "last_step": max(steps),
+    }
 
 
 def _collect_samples(run: ViewedRun, steps: list[int], about: str) -> Iterator[tuple[str, Any]]:
     browser = ValidationBrowser(run)
+    yield f"{about}/validation", browser.list_validations()
+    yield f"{about}/answers?validation", count_answers(browser)
     for step in steps:
         try:
             listed = browser.page(step, RolloutFilter(), "step", "", 0, SAMPLES)

@@ -57,8 +57,11 @@ NUMBERS: dict[str, Any] = {  # one value per rollout, with its type in memory an
     "tokens": np.int32,  # that the policy sampled
     "kept": np.bool_,
 }
-WORDS = ("environment", "task_id", "ending", "dropped_because")
-_READ = ("group", "sample", "environment", "task_id", "sampled", "advantage", "reward", "ending", "kept", "dropped_because")
+REWARDS = "rewards."  # then its name: a further number, NaN for rollouts without it
+MOST_REWARDS = 12  # names of a step; others are shown of single rollouts
+WORDS = ("environment", "task_id", "ending", "dropped_because", "answer")
+LONGEST_WORD = 200  # characters; of a longer reference answer its beginning
+_READ = ("group", "sample", "sampled", "advantage", "reward", "rewards", "kept", *WORDS)
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,15 @@ class StepScalars:
     def __len__(self) -> int:
         return len(self.numbers["step"])
 
+    @property
+    def rewards(self) -> list[str]:
+        """The names of the rewards."""
+        return [name.removeprefix(REWARDS) for name in self.numbers if name.startswith(REWARDS)]
+
+    def number(self, name: str) -> np.ndarray:
+        """Return a number of each rollout, [N]; NaN where it has no reward of this name."""
+        return self.numbers[name] if name in self.numbers else np.full(len(self), np.nan)
+
     def word(self, name: str, index: int) -> str:
         return self.words[name][int(self.codes[name][index])]
 
@@ -88,7 +100,8 @@ def _read_scalars(path: Path, step: int) -> StepScalars:
     columns = _read_parquet_columns(path) if path.suffix == ".parquet" else _read_jsonl_columns(path, step)
     count = len(columns["group"])
     columns |= {"step": np.full(count, step), "row": np.arange(count)}
-    numbers = {name: np.asarray(columns[name], dtype=kind) for name, kind in NUMBERS.items()}
+    kinds = {**NUMBERS, **{name: np.float64 for name in columns if name.startswith(REWARDS)}}
+    numbers = {name: np.asarray(columns[name], dtype=kind) for name, kind in kinds.items()}
     coded = {name: _encode(columns[name]) for name in WORDS}
     return StepScalars(
         numbers, {name: codes for name, (codes, _) in coded.items()}, {name: words for name, (_, words) in coded.items()}
@@ -97,9 +110,9 @@ def _read_scalars(path: Path, step: int) -> StepScalars:
 
 def join_scalars(parts: Sequence[StepScalars]) -> StepScalars:
     """Return the columns of several parts, one after another."""
-    numbers: dict[str, np.ndarray] = {
-        name: np.concatenate([part.numbers[name] for part in parts] or [np.empty(0, kind)]) for name, kind in NUMBERS.items()
-    }
+    numbers = {name: np.empty(0, kind) for name, kind in NUMBERS.items()}
+    for name in dict.fromkeys(name for part in parts for name in part.numbers):
+        numbers[name] = np.concatenate([part.number(name) for part in parts])
     codes, words = {}, {}
     for name in WORDS:
         known: dict[str, int] = {}
@@ -123,7 +136,7 @@ def take_scalars(scalars: StepScalars, mask: np.ndarray) -> StepScalars:
 def _encode(values: Iterable[str | None]) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return a code for each value, and the words that the codes stand for; None is the empty word."""
     known: dict[str, int] = {}
-    codes = np.fromiter((known.setdefault(value or "", len(known)) for value in values), dtype=np.int32)
+    codes = np.fromiter((known.setdefault((value or "")[:LONGEST_WORD], len(known)) for value in values), dtype=np.int32)
     return codes, tuple(known)
 
 
@@ -135,7 +148,21 @@ def _read_parquet_columns(path: Path) -> dict[str, Any]:
     columns["tokens"] = _count_sampled(table["sampled"])
     for name in ("group", "sample", "reward", "advantage", "kept"):
         columns[name] = to_numbers(table[name], NUMBERS[name])
-    return columns
+    return columns | (_read_rewards(table["rewards"]) if "rewards" in table.column_names else {})
+
+
+def _read_rewards(column: Any) -> dict[str, np.ndarray]:
+    """Return each reward by name, [N], of a column of maps."""
+    found: dict[str, np.ndarray] = {}
+    for first, chunk in zip(np.cumsum([0, *map(len, column.chunks)]), column.chunks, strict=False):
+        offsets = to_numbers(chunk.offsets, np.int64)
+        rows = first + np.repeat(np.arange(len(chunk)), np.diff(offsets))
+        names = chunk.keys.slice(offsets[0], len(rows)).dictionary_encode()
+        codes, values = to_numbers(names.indices, np.int64), to_numbers(chunk.items.slice(offsets[0], len(rows)), np.float64)
+        for code, name in enumerate(names.dictionary.to_pylist()[:MOST_REWARDS]):
+            rewards = found.setdefault(f"{REWARDS}{name}", np.full(len(column), np.nan))
+            rewards[rows[codes == code]] = values[codes == code]
+    return found
 
 
 def _list_words(column: Any) -> list[str | None]:
@@ -163,6 +190,9 @@ def _count_sampled(column: Any) -> np.ndarray:
 def _read_jsonl_columns(path: Path, step: int) -> dict[str, Any]:
     records = RolloutStore(path.parents[1], "none").read(step)
     columns: dict[str, Any] = {name: [getattr(record, name) for record in records] for name in _READ if name != "sampled"}
+    rewards = columns.pop("rewards")
+    for name in list(dict.fromkeys(name for each in rewards for name in each))[:MOST_REWARDS]:
+        columns[f"{REWARDS}{name}"] = [each.get(name, np.nan) for each in rewards]
     columns["tokens"] = [sum(record.sampled) for record in records]
     columns["advantage"] = [np.nan if value is None else value for value in columns["advantage"]]
     return columns

@@ -19,11 +19,15 @@ from aiohttp import web
 
 from strop.extensions.replay.token_ledger import LedgerError, make_ledger
 from strop.extensions.view.access_guard import LONGEST_BODY, AccessGuard, add_headers
-from strop.extensions.view.rollout_browser import RolloutBrowser, ValidationBrowser
-from strop.extensions.view.rollout_filter import ORDERS, RolloutFilter
+from strop.extensions.view.config_defaults import flatten
+from strop.extensions.view.frequent_answers import count_answers
+from strop.extensions.view.rollout_browser import RolloutBrowser
+from strop.extensions.view.rollout_filter import ORDERS, RolloutFilter, is_order
+from strop.extensions.view.run_health import RunHealth
 from strop.extensions.view.run_status import RunCatalogue, describe_status
 from strop.extensions.view.token_texts import STARS_FILE, TokenTexts, change_star, read_stars
-from strop.extensions.view.viewed_run import ViewedRun, ViewError, flatten
+from strop.extensions.view.validation_browser import ValidationBrowser
+from strop.extensions.view.viewed_run import ViewedRun, ViewError
 from strop.safety.http_server import (
     Handler,
     listening,
@@ -121,6 +125,8 @@ def read_filter(request: web.Request) -> RolloutFilter:
         task=word("task"),
         environment=word("env"),
         ending=word("ending"),
+        answer=word("answer"),
+        part=words.get("part", ""),
         kept=None if kept is None else bool(kept),
         reward=(read_float(request, "reward_min"), read_float(request, "reward_max")),
         tokens=(read_float(request, "tokens_min"), read_float(request, "tokens_max")),
@@ -143,8 +149,10 @@ def _read_steps(request: web.Request) -> tuple[int, int] | None:
 
 def read_order(request: web.Request) -> str:
     order = request.query.get("sort") or "-step"
-    if order not in ORDERS:
-        raise ViewError(f"sort: found {order[:40]!r}; give one of {', '.join(ORDERS)}", 400)
+    if not is_order(order):
+        raise ViewError(
+            f"sort: found {order[:40]!r}; give one of {', '.join(ORDERS)} or rewards.NAME, or -reward for the best first", 400
+        )
     return order
 
 
@@ -159,6 +167,7 @@ class ViewRoutes:
         self.catalogue, self._guard = catalogue, guard
         self._texts = TokenTexts()
         self._browsers: dict[Path, tuple[RolloutBrowser, ValidationBrowser]] = {}
+        self._health: dict[Path, RunHealth] = {}
 
     def make_app(self) -> web.Application:
         step, group = r"{step:[0-9]+}", r"{group:[0-9]+}"
@@ -169,10 +178,12 @@ class ViewRoutes:
             "/api/stars/export": self.export_stars,
             "/api/runs/{run}/metrics": self.metrics,
             "/api/runs/{run}/status": self.status,
+            "/api/runs/{run}/health": self.health,
             "/api/runs/{run}/config": self.config,
             "/api/runs/{run}/rollouts": self.rollouts,
             f"/api/runs/{{run}}/rollouts/{place}": self.rollout,
             f"/api/runs/{{run}}/groups/{step}/{group}": self.group,
+            "/api/runs/{run}/answers": self.answers,
             "/api/runs/{run}/tasks": self.tasks,
             "/api/runs/{run}/failures": self.failures,
             r"/api/runs/{run}/tasks/{task:[\s\S]*}": self.task,
@@ -240,6 +251,12 @@ class ViewRoutes:
     def status(self, request: web.Request) -> Any:
         return describe_status(self.run(request))
 
+    def health(self, request: web.Request) -> Any:
+        run = self.run(request)
+        if run.folder not in self._health or self._health[run.folder].run is not run:
+            self._health[run.folder] = RunHealth(run)
+        return self._health[run.folder].describe()
+
     def config(self, request: web.Request) -> Any:
         return self.run(request).describe_config()
 
@@ -266,10 +283,15 @@ class ViewRoutes:
         return self.browsers(self.run(request))[0].read_group(step, group)
 
     def tasks(self, request: web.Request) -> Any:
-        text = request.query.get("text", "")
+        text, order = request.query.get("text", "")[:1000], request.query.get("sort", "")
         return self.browsers(self.run(request))[0].list_tasks(
-            text, read_count(request, "from", 0), read_count(request, "limit", 50)
+            text, order, read_count(request, "from", 0), read_count(request, "limit", 50)
         )
+
+    def answers(self, request: web.Request) -> Any:
+        """Return the most frequent final answers of some steps, or of some validations."""
+        rollouts, validations = self.browsers(self.run(request))
+        return count_answers(validations if request.query.get("validation") in ("1", "true") else rollouts)
 
     def failures(self, request: web.Request) -> Any:
         rollouts = self.browsers(self.run(request))[0]

@@ -9,6 +9,7 @@ import shlex
 import threading
 import time
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from strop.extensions.reading.doctor import ALIVE, find_verdict
+from strop.extensions.view.config_defaults import find_changed, flatten
 from strop.extensions.view.rollout_index import RolloutIndex
 from strop.monitoring.rollout_store.rollout_store import ROLLOUTS_FOLDER
 from strop.monitoring.rollout_store.stored_images import StoredImages
@@ -97,6 +99,17 @@ class MetricHistory:
                 return {}
             values = {name: _padded(column, len(self._steps))[places[-1]] for name, column in self._columns.items()}
         return {name: float(value) for name, value in values.items() if np.isfinite(value)}
+
+    def rows(self, wanted: Callable[[str], bool], after: int) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield (step, metrics) of the steps after one, with the wanted metrics that are finite."""
+        with self._lock:
+            self._read_on()
+            first = bisect_right(self._steps, after)
+            steps = self._steps[first:].tolist()
+            columns = {name: column[first:].tolist() for name, column in self._columns.items() if wanted(name)}
+        for place, step in enumerate(steps):
+            values = ((name, column[place]) for name, column in columns.items() if place < len(column))
+            yield step, {name: value for name, value in values if math.isfinite(value)}
 
     def series(self, names: Sequence[str], since: int | None, points: int) -> dict[str, Any]:
         """Return metrics by step: ``steps`` [T], ``seconds`` [T] of training up to each, ``series`` {name: [T]} with None where missing.
@@ -292,11 +305,9 @@ class ViewedRun:
         return redact_yaml(text)
 
     def describe_config(self) -> dict[str, Any]:
-        """Return config.yaml and the settings by key, without secrets. Raises ViewError."""
-        described: dict[str, Any] = clean_json(
-            {"text": make_printable(self.config_text()), "values": dict(flatten(self.config()))}
-        )
-        return described
+        """Return config.yaml, the settings by key, and those that differ from their defaults, without secrets. Raises ViewError."""
+        values = clean_json(dict(flatten(self.config())))
+        return {"text": make_printable(self.config_text()), "values": values, "changed": find_changed(values, self.kind())}
 
     def replays(self) -> list[dict[str, Any]]:
         """Return the stored results of ``strop replay``; a file that is half-written is left out."""
@@ -371,15 +382,6 @@ class ViewedRun:
             return self.config()
         except ViewError:
             return {}
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every setting with its dotted key. A list is one value."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _find(values: Mapping[str, Any], *path: str) -> Any:

@@ -14,6 +14,7 @@ from strop.environments.base import EnvironmentConfigError, import_user_code
 from strop.environments.verifier_registry import list_verifiers, make_verifier
 from strop.environments.verifiers.base import Score, Verifier, call_score, read_reply
 from strop.extensions.math.math_environment import MathEnvironment
+from strop.extensions.watch.final_answers import find_answer
 from strop.types import Group, Rollout, Task
 from strop.user_code import suggest_names
 
@@ -23,11 +24,6 @@ SHOWN = 5  # rollouts that a reading names
 LONG_TEXT = 20  # words from which on the wording of a text says something
 GROUPS, SAMPLES = 16, 4  # of a step whose wordings are compared; the others cost time and say little more
 
-_ANSWERS = (
-    re.compile(r"\\boxed\{([^{}]{1,200})\}"),
-    re.compile(r"<answer>(.{1,200}?)</answer>", re.DOTALL),
-    re.compile(r"(?:answer(?: is)?\s*[:=]?|####)\s*([^\n]{1,80})", re.IGNORECASE),
-)
 _DECORATION = re.compile(r"^\s*(?:#+ |[-*+] |\d+[.)] |>|\|)|\*\*|__|[\u2190-\u2bff\U0001f000-\U0001faff]|!{2,}", re.MULTILINE)
 
 
@@ -99,16 +95,7 @@ class WatchedRollout:
 
     @cached_property
     def answer(self) -> str:
-        """The final answer in a normal form, as far as one can be found without the environment; else the last line."""
-        tail = self.text[-2000:]
-        for pattern in _ANSWERS:
-            if found := pattern.findall(tail):
-                return _normalize(found[-1])
-        return _normalize(tail.strip().rpartition("\n")[2][-80:])
-
-
-def _normalize(answer: str) -> str:
-    return " ".join(answer.casefold().split()).strip(" .*$`\"'")
+        return find_answer(self.text)
 
 
 @dataclass(frozen=True)

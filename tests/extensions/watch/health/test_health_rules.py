@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from strop.extensions.watch.health_monitor import RULES, HealthMonitor, StepMetrics, TooManySkipped
+from strop.extensions.watch.health_monitor import HealthMonitor, TooManySkipped, read_answers
+from strop.extensions.watch.health_rules import RULES, HealthState, HeldFinding, StepJudge, StepMetrics
+from strop.extensions.watch.watched_rollout import WatchedStep
 from strop.monitoring.trackers.base import CompositeTracker, NullTracker
+from strop.types import Task
+from support.rollouts import make_group, make_rollout, sampled_turn
 
 PAGE = Path(__file__).parents[4] / "docs" / "troubleshooting.md"
 
@@ -46,6 +51,8 @@ WRONG: dict[str, StepMetrics] = {
     "infrastructure_fails": {"train/failures/sandbox": 0.06, "train/failures/engine": 0.06, "train/failures/crash": 0.2},
     "policy_fails": {"train/failures/crash": 0.3, "train/failures/time": 0.3, "train/failures/sandbox": 0.05},
     "failures_rise": {"train/failures/crash": 0.08, "train/failures/error": 0.04},
+    "one_answer": {"answers/same": 0.95, "answers/same_expected": 0.3},
+    "right_unrewarded": {"answers/right_unrewarded": 1.0},
     "many_metrics": {f"train/environments/mine/task_{number}": 1.0 for number in range(1001)},
 }
 
@@ -81,6 +88,75 @@ def test_a_sound_step_in_between_starts_the_count_again(name: str) -> None:
     assert not any(logged) and not said
 
 
+@pytest.mark.parametrize(
+    ("what", "rewards", "lone"),
+    [
+        ("one rises, the other stays", {"brief": (0.1, 0.9), "correct": (0.2, 0.2)}, "brief"),
+        ("one was never earned", {"brief": (0.9, 0.9), "correct": (0.0, 0.0)}, "brief"),
+        ("both rise", {"brief": (0.1, 0.9), "correct": (0.2, 0.5)}, None),
+        ("one is earned always, the other rises", {"format": (1.0, 1.0), "correct": (0.1, 0.6)}, None),
+        ("slowly at first", {"format": (0.9, 1.0), "correct": (0.2, 0.22)}, None),
+        ("a penalty", {"correct": (0.1, 0.9), "length": (-0.2, -0.2)}, None),
+        ("a single reward", {"correct": (0.1, 0.9)}, None),
+    ],
+)
+def test_a_reward_that_is_earned_alone_is_named(what: str, rewards: dict[str, tuple[float, float]], lone: str | None) -> None:
+    steps = [
+        {**SOUND, **{f"train/rewards/{name}": low + (high - low) * step / 29 for name, (low, high) in rewards.items()}}
+        for step in range(30)
+    ]
+    logged, said = watch(*steps)
+    assert logged[-1] == ({} if lone is None else {"health/one_reward": 1.0}), what
+    assert len(said) == (lone is not None) and all(f"alone: {lone}, from" in text and "correct (" in text for text in said)
+
+
+def judge(steps: list[StepMetrics], section: str = "grpo") -> list[HeldFinding]:
+    judge = StepJudge(state=HealthState(section=section))
+    for step, metrics in enumerate(steps, 1):
+        judge.take(step, metrics)
+    return judge.findings()
+
+
+def test_stored_steps_are_judged_as_the_run_was_and_a_short_run_by_all_its_steps() -> None:
+    wrong = {**SOUND, "train/truncated": 1.0}
+    steps = [SOUND, *[wrong] * 4, SOUND, *[wrong] * 3]
+    (truncated,) = judge(steps)
+    assert truncated.held == [(4, 5), (9, 9)] and truncated.now and truncated.finding.severity == "wrong"
+    assert truncated.finding.name == "all_truncated" and "of 3 steps was cut off" in truncated.finding.message
+    assert not judge([*steps, SOUND])[0].now
+    (short,) = judge([wrong] * 2)
+    assert short.held == [(2, 2)] and short.now and short.finding.severity == "look" and "of 2 steps" in short.finding.message
+    assert not judge(steps, "distillation") and not judge([wrong])
+
+
+def answered(*samples: tuple[str, str, float]) -> dict[str, float]:
+    """Read the answers of samples (reference, text, reward), four to a task."""
+    groups = []
+    for first in range(0, len(samples), 4):
+        task = Task(id=f"t{first}", question="", answer=samples[first][0])
+        rollouts = [
+            replace(make_rollout([1], replace(sampled_turn([2]), text=text), reward=reward), task=task)
+            for _, text, reward in samples[first : first + 4]
+        ]
+        groups.append(make_group(*rollouts))
+    return read_answers(WatchedStep.of(1, groups))
+
+
+def test_answers_are_compared_with_each_other_and_with_their_references() -> None:
+    same = [("a", "The answer is B.", 0.0)] * 4 + [("b", "<answer>b</answer>", 1.0)] * 4
+    assert answered(*same) == {"answers/same": 1.0, "answers/same_expected": 0.5, "answers/right_unrewarded": 0.0}
+    broken = [("a", "well\nA", -1.0)] * 4 + [("b", "c", -1.0)] * 4
+    assert answered(*broken) == {"answers/same": 0.5, "answers/same_expected": 0.5, "answers/right_unrewarded": 1.0}
+    texts = [("", f"one {index}\nDone.", 0.0) for index in range(8)]  # without references last lines may be equal
+    assert answered(*texts) == {"answers/same": 0.125, "answers/same_expected": 0.5}
+    assert answered(*texts[:4]) == {}
+
+
+def test_nearly_all_truncated_is_not_less_than_most() -> None:
+    logged, said = watch(*[{**SOUND, "train/truncated": 1.0 - 0.03 * (step % 2)} for step in range(6)])
+    assert logged[4:] == [{"health/mostly_truncated": 1.0}] * 2 and len(said) == 1
+
+
 def test_failures_that_rise_are_told_from_failures_that_are_usual() -> None:
     usual = {**SOUND, "train/failures/crash": 0.2}
     logged, said = watch(*[usual] * 30, *[{**SOUND, "train/failures/crash": 0.3}] * 10)
@@ -93,7 +169,8 @@ def test_failures_that_rise_are_told_from_failures_that_are_usual() -> None:
 def test_every_rule_has_a_section_in_the_troubleshooting_page_and_a_test() -> None:
     headings = set(re.findall(r"^### (\w+)$", PAGE.read_text(encoding="utf-8"), re.M))
     others = {"single_turn", "ignored_weights", "never_validated", "epochs_end_first", "tracker_failed", "listener_failed"}
-    assert headings == {rule.name for rule in RULES} | others and {rule.name for rule in RULES} == WRONG.keys()
+    names = {rule.name for rule in RULES}
+    assert headings == names | others and names == WRONG.keys() | {"one_reward"}
 
 
 @pytest.mark.parametrize(

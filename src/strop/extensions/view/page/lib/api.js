@@ -34,8 +34,14 @@ function answerSaved(path, { step, sort, validation, text = "", from, limit }) {
   const order = sort || "-step";
   const [name, sign] = order.startsWith("-") ? [order.slice(1), -1] : [order, 1];
   const isWanted = (row) => (!step || row.step === Number(step)) && JSON.stringify(row).toLowerCase().includes(text.toLowerCase());
-  const rows = answer.rows.filter(isWanted).sort((a, b) => sign * ((a[name] ?? Infinity) - (b[name] ?? Infinity)));
+  const rows = answer.rows.filter(isWanted).sort((a, b) => compareSaved(a, b, name, sign));
   return { ...answer, total: rows.length, rows: rows.slice(from, from + limit) };
+}
+
+function compareSaved(a, b, name, sign) {
+  const [one, other] = [a, b].map((row) => (name.startsWith("rewards.") ? row.rewards?.[name.slice(8)] : row[name]));
+  if (typeof one === "string" || typeof other === "string") return sign * String(one ?? "").localeCompare(String(other ?? ""), undefined, { numeric: true });
+  return (one ?? null) === null || (other ?? null) === null ? ((one ?? null) === null) - ((other ?? null) === null) : sign * (one - other);
 }
 
 /** The answer of an endpoint. Throws ApiError, or AbortError if the signal was given up. */

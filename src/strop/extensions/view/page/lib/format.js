@@ -24,7 +24,7 @@ export function formatSigned(value, digits = 3) {
 /** 1234567 -> "1,234,567" */
 export function formatCount(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return UNKNOWN;
-  return Math.round(value).toLocaleString("en-US");
+  return (Math.round(value) + 0).toLocaleString("en-US"); // -0 is 0
 }
 
 export function formatShare(value) {

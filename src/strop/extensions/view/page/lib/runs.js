@@ -3,6 +3,7 @@ import { useMemo } from "./ui.js";
 import { useApi } from "./api.js";
 import { setParams } from "./route.js";
 
+const UNLIMITED = 1_000_000; // steps: of a run that ends with its epochs
 const MOST_AT_ONCE = 8; // as many as have colours
 
 /** {all, chosen, run, error, loading}: every run, those side by side, and the one whose rollouts are shown, as the address says. */
@@ -27,5 +28,5 @@ export function toggleRun(id, { all, chosen }) {
 
 export function describeProgress(run) {
   if (run.step === null || run.step === undefined || run.step < 0) return "no step yet";
-  return run.max_steps ? `step ${run.step} of ${run.max_steps}` : `step ${run.step}`;
+  return run.max_steps && run.max_steps < UNLIMITED ? `step ${run.step} of ${run.max_steps}` : `step ${run.step}`;
 }

@@ -13,6 +13,11 @@ export function smooth(values, smoothing) {
   });
 }
 
+/** What an axis spans at least, so that a curve that moves by 1 % does not fill it. */
+export function leastSpan(low, high) {
+  return Math.max(Math.abs(low), Math.abs(high)) / 10;
+}
+
 /** Leave out the places where a series has no value: {x, y, low, high}. */
 export function compact({ x, y, low, high }) {
   const places = y.map((value, index) => index).filter((index) => y[index] !== null && y[index] !== undefined && x[index] !== null);

@@ -20,22 +20,26 @@ export function ConfigurationView({ runs, run, params }) {
         <option value="">nothing</option>
         ${runs.all.filter((each) => each.id !== run.id).map((each) => html`<option value=${each.id}>${each.name}</option>`)}
       </select></label>`}
-      ${!other && html`<${Segments} label="Form" options=${[["", "keys"], ["yaml", "YAML"]]} value=${params.form ?? ""} onChange=${(form) => setParams({ form })} />`}
+      ${!other && html`<${Segments} label="Form" options=${[["", "changed"], ["keys", "all keys"], ["yaml", "YAML"]]} value=${params.form ?? ""} onChange=${(form) => setParams({ form })} />`}
     </div>
-    ${other ? html`<${Difference} run=${run} other=${other} find=${params.find} />` : html`<${Configuration} run=${run} find=${params.find} isYaml=${params.form === "yaml"} />`}`;
+    ${other ? html`<${Difference} run=${run} other=${other} find=${params.find} />` : html`<${Configuration} run=${run} find=${params.find} form=${params.form} />`}`;
 }
 
-function Configuration({ run, find, isYaml }) {
+function Configuration({ run, find, form }) {
   const config = useApi(["runs", run.id, "config"]);
   return html`<${Answer} of=${config} what="the configuration">${(data) =>
-    isYaml ? html`<pre class="text block">${data.text}</pre>` : html`<${Keys} values=${data.values ?? {}} find=${find} />`}<//>`;
+    form === "yaml"
+      ? html`<pre class="text block">${data.text}</pre>`
+      : html`<${Keys} values=${data.values ?? {}} changed=${data.changed ?? {}} isWhole=${form === "keys"} find=${find} />`}<//>`;
 }
 
-function Keys({ values, find }) {
-  const keys = useMemo(() => searchKeys(Object.keys(values), find, (key) => values[key]), [values, find]);
+/** All keys, or those that differ from their defaults, with these. */
+function Keys({ values, changed, isWhole, find }) {
+  const keys = useMemo(() => searchKeys(Object.keys(isWhole ? values : changed), find, (key) => values[key]), [values, changed, isWhole, find]);
+  if (!keys.length && !isWhole && !find) return html`<${Empty}>Every key has its default.<//>`;
   if (!keys.length) return html`<${Empty}>No key has this in its name or value.<//>`;
-  return html`<div class="scroll"><table class="difference"><thead><tr><th>key</th><th>value</th></tr></thead>
-    <tbody>${keys.map((key) => html`<tr key=${key}><td>${key}</td><td>${showValue(values[key])}</td></tr>`)}</tbody></table></div>`;
+  return html`<div class="scroll"><table class="difference"><thead><tr><th>key</th><th>value</th>${!isWhole && html`<th>default</th>`}</tr></thead>
+    <tbody>${keys.map((key) => html`<tr key=${key}><td>${key}</td><td>${showValue(values[key])}</td>${!isWhole && html`<td class="pale">${showValue(changed[key])}</td>`}</tr>`)}</tbody></table></div>`;
 }
 
 function Difference({ run, other, find }) {

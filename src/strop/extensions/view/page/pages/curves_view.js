@@ -5,6 +5,7 @@ import { useKeys } from "../lib/keys.js";
 import { metricsOf, useFollowing } from "../lib/metrics.js";
 import { setParams } from "../lib/route.js";
 import { groupBySeed, searchNames, sectionOf } from "../lib/series.js";
+import { useMarks } from "../parts/health.js";
 import { MetricChart } from "../parts/metric_chart.js";
 import { Empty, ErrorNotice, Loading } from "../parts/notice.js";
 import { RunsLegend } from "../parts/runs_legend.js";
@@ -25,7 +26,9 @@ export function CurvesView({ runs, params }) {
   const bands = params.bands !== "0";
   const groups = useMemo(() => (bands ? groupBySeed(runs.chosen, configs) : runs.chosen.map((run) => [run])), [runs.chosen, configs, bands]);
   const zoom = params.zoom ? params.zoom.split(":").map(Number) : null;
+  const marks = useMarks(runs.chosen);
   const view = {
+    marks,
     axis: params.axis === "time" ? "time" : "step",
     isLog: params.log === "1",
     smoothing: Number(params.smooth ?? 0),

@@ -34,7 +34,8 @@ function Group({ group, run, step, number }) {
   }, [current]);
   const rewards = rollouts.map((rollout) => rollout.reward).filter(Number.isFinite);
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / Math.max(rewards.length, 1);
-  const spread = Math.sqrt(rewards.reduce((sum, reward) => sum + (reward - mean) ** 2, 0) / Math.max(rewards.length, 1));
+  const isEqual = rewards.every((reward) => reward === rewards[0]);
+  const spread = isEqual ? 0 : Math.sqrt(rewards.reduce((sum, reward) => sum + (reward - mean) ** 2, 0) / Math.max(rewards.length, 1));
   return html`<${Title} text=${`Group ${number} of step ${step}`} note=${html`${rollouts.length} rollouts of <a href=${taskLink(group.task)}>${group.task}</a>, mean reward ${formatNumber(mean, 3)}, spread ${formatNumber(spread, 3)}`} />
     ${rewards.length > 1 && spread === 0 && html`<p class="notice mild">All rewards are equal: the group gives no signal unless the algorithm compares it with others.</p>`}
     ${group.answer && html`<p class="pale">reference answer <b class="mono">${printable(group.answer)}</b></p>`}

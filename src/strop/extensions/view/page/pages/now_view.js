@@ -2,6 +2,7 @@
 import { html } from "../lib/ui.js";
 import { useApi } from "../lib/api.js";
 import { formatAgo, formatDuration, formatTime, formatValue, toSeconds } from "../lib/format.js";
+import { Findings, useHealth } from "../parts/health.js";
 import { Answer, Empty } from "../parts/notice.js";
 import { RunSelect } from "../parts/run_picker.js";
 import { Title } from "../parts/title.js";
@@ -10,12 +11,12 @@ import { describeProgress } from "../lib/runs.js";
 export function NowView({ runs, run }) {
   const status = useApi(["runs", run.id, "status"], {}, { poll: true });
   return html`<${Title} text=${`Now: ${run.name}`} note=${describeProgress(run)}><${RunSelect} runs=${runs} /><//>
-    <${Answer} of=${status} what="the status">${(data) => html`<${Status} data=${data} />`}<//>`;
+    <${Answer} of=${status} what="the status">${(data) => html`<${Status} run=${run} data=${data} />`}<//>`;
 }
 
-function Status({ data }) {
+function Status({ run, data }) {
   const status = data;
-  if (!status.state) return html`<${Empty}>${status.why ?? "This run has no status.json."}<//><${Starts} starts=${status.starts ?? []} /><${Incidents} data=${data} />`;
+  if (!status.state) return html`<${Empty}>${status.why ?? "This run has no status.json."}<//><${Starts} starts=${status.starts ?? []} /><${Incidents} run=${run} data=${data} />`;
   const isWrong = status.state === "running" && !status.live;
   return html`
     <p class=${isWrong ? "notice" : ""}><b>${status.verdict}</b>${status.why && status.why !== status.verdict ? `: ${status.why}` : ""}</p>
@@ -39,7 +40,7 @@ function Status({ data }) {
     </div>
     ${status.command && html`<h2>Command</h2><pre class="text block">${status.command}</pre>`}
     <${Starts} starts=${status.starts ?? []} />
-    <${Incidents} data=${data} />
+    <${Incidents} run=${run} data=${data} />
     <${Entries} title="Reports of the watchdog" entries=${status.reports} />
     <${Entries} title="Last notes" entries=${status.notes} />`;
 }
@@ -81,18 +82,12 @@ function describeWait(wait) {
   return [`for ${formatDuration(wait.seconds)}`, wait.overdue ? "too long" : "", wait.running ? "runs now" : "", wait.limit ? `limit ${formatDuration(wait.limit)}` : "", wait.kind].filter(Boolean).join(", ");
 }
 
-/** Warnings of the run's health, {name, first, last, steps, now}, and what it reported, {when, text}. */
-function Incidents({ data }) {
-  const { warnings = [], incidents = [] } = data;
-  if (!warnings.length && !incidents.length) return null;
-  return html`<h2>Warnings and incidents</h2>
-    ${warnings.map((warning) => html`<p class="notice mild">${typeof warning === "string" ? warning : describeWarning(warning)}</p>`)}
+/** What is wrong with the run, and what it reported, {when, text}. */
+function Incidents({ run, data: { incidents = [] } }) {
+  const findings = useHealth(run)?.findings ?? [];
+  if (!findings.length && !incidents.length) return null;
+  return html`<h2>Warnings and incidents</h2><${Findings} run=${run} findings=${findings} most=${Infinity} />
     ${incidents.map(({ when, text }) => html`<p class="notice mild">${when ? `${formatTime(toSeconds(when))}: ` : ""}${text}</p>`)}`;
-}
-
-function describeWarning({ name, first, last, steps, now }) {
-  const place = first === last ? `at step ${first}` : `at ${steps} steps, from ${first} to ${last}`;
-  return `${name} ${place}${now ? ", and holds now" : ""}`;
 }
 
 function Entries({ title, entries }) {

@@ -1,7 +1,7 @@
 // The tasks that the run has trained on.
 import { html, useEffect, useState } from "../lib/ui.js";
 import { fetchJson, useApi } from "../lib/api.js";
-import { formatCount, formatNumber, formatShare } from "../lib/format.js";
+import { formatCount, formatNumber, formatShare, formatSigned } from "../lib/format.js";
 import { oneLine, taskLink } from "../lib/rollouts.js";
 import { setParams } from "../lib/route.js";
 import { Empty } from "../parts/notice.js";
@@ -11,11 +11,13 @@ import { Title } from "../parts/title.js";
 import { VirtualRows } from "../parts/virtual_rows.js";
 
 const COLUMNS = [
-  { title: "task", width: "minmax(8rem, 2fr)", isName: true, cell: (row) => row.task },
-  { title: "rollouts", width: "6rem", isNumber: true, cell: (row) => formatCount(row.rollouts) },
-  { title: "in steps", width: "6rem", isMinor: true, isNumber: true, cell: (row) => formatCount(row.steps) },
-  { title: "last step", width: "6rem", isMinor: true, isNumber: true, cell: (row) => formatCount(row.last_step) },
-  { title: "mean reward", width: "7rem", isNumber: true, cell: (row) => formatNumber(row.reward, 3) },
+  { title: "task", width: "minmax(6rem, 1fr)", isName: true, sort: "task", cell: (row) => row.task },
+  { title: "question", width: "minmax(8rem, 3fr)", isLong: true, cell: (row) => oneLine(row.question, 300) },
+  { title: "rollouts", width: "5.5rem", isNumber: true, sort: "rollouts", cell: (row) => formatCount(row.rollouts) },
+  { title: "in steps", width: "5.5rem", isMinor: true, isNumber: true, sort: "steps", cell: (row) => formatCount(row.steps) },
+  { title: "last step", width: "5.5rem", isMinor: true, isNumber: true, sort: "last_step", cell: (row) => formatCount(row.last_step) },
+  { title: "mean reward", width: "7rem", isNumber: true, sort: "reward", cell: (row) => formatNumber(row.reward, 3) },
+  { title: "change", width: "5.5rem", isNumber: true, sort: "change", cell: (row) => formatSigned(row.change) },
 ];
 
 function Failures({ run }) {
@@ -35,13 +37,13 @@ export function TasksView({ runs, run, params }) {
   }, [text]);
   const find = params.text ?? "";
   const fetchPage = async (from, limit, signal) => {
-    const answer = await fetchJson(["runs", run.id, "tasks"], { text: find, from, limit }, { signal });
+    const answer = await fetchJson(["runs", run.id, "tasks"], { text: find, sort: params.sort, from, limit }, { signal });
     return { ...answer, ...describeReading(answer) };
   };
-  return html`<${Title} text=${`Tasks: ${run.name}`} note="how a task was answered over the run"><${RunSelect} runs=${runs} /><//>
+  return html`<${Title} text=${`Tasks: ${run.name}`} note="change is by a straight line through its rewards"><${RunSelect} runs=${runs} /><//>
     ${run.has_rollouts
-      ? html`<${Failures} run=${run} /><div class="toolbar" role="search"><label class="wide"><input type="search" placeholder="find tasks" aria-label="Find tasks" value=${text} onInput=${(event) => setText(event.target.value)} /></label></div>
-          <${VirtualRows} source=${JSON.stringify([run.id, find])} label="Tasks" what="tasks" columns=${COLUMNS} fetchPage=${fetchPage} isLive=${run.live} href=${(row) => taskLink(row.task)}
-            emptyText=${find ? `No task has "${oneLine(find, 40)}" in its name.` : "No rollout names a task."} />`
+      ? html`<${Failures} run=${run} /><div class="toolbar" role="search"><label class="wide"><input type="search" placeholder="find in names and prompts" aria-label="Find tasks" value=${text} onInput=${(event) => setText(event.target.value)} /></label></div>
+          <${VirtualRows} source=${JSON.stringify([run.id, find, params.sort])} sort=${params.sort ?? ""} onSort=${(sort) => setParams({ sort })} label="Tasks" what="tasks" columns=${COLUMNS} fetchPage=${fetchPage} isLive=${run.live} href=${(row) => taskLink(row.task)}
+            emptyText=${find ? `No task has "${oneLine(find, 40)}" in its name or prompt.` : "No rollout names a task."} />`
       : html`<${Empty}>No rollouts are stored, so tasks are not known.<//>`}`;
 }

@@ -7,6 +7,7 @@ import { readColour, seriesStyle } from "../lib/palette.js";
 import { setParams } from "../lib/route.js";
 import { useTheme } from "../lib/theme.js";
 import { Chart } from "../parts/chart.js";
+import { MetricChart } from "../parts/metric_chart.js";
 import { Empty, ErrorNotice, Loading } from "../parts/notice.js";
 import { RunsPicker } from "../parts/run_picker.js";
 import { Segments } from "../parts/segments.js";
@@ -17,6 +18,7 @@ const WHOLE = PREFIX + "total_step_time";
 // In the order of a step. `offload` is a part of two of them.
 const PARTS = ["generation", "drain", "packing", "logprobs", "policy_training", "weight_sync", "storing", "validation", "checkpointing"];
 const COLOURS = [0, 1, 2, 3, 6, 5, 8, 7, 4]; // of each part, so that neighbours differ
+const FLEET = /^(generation|rollouts|sandboxes|weights|performance|perf|system)\//;
 const REST = "the rest";
 const REST_STYLE = () => ({ colour: readColour("--rest"), dash: [], variable: "var(--rest)" });
 
@@ -35,8 +37,18 @@ export function TimeView({ runs, params }) {
             <button type="button" disabled=${!view.zoom} onClick=${() => setParams({ zoom: "" })}>Whole range</button>
             <span class="pale">drag over a chart to look at some steps; the table follows</span>
           </div>
-          ${runs.chosen.map((run) => html`<${RunTime} key=${run.id} run=${run} parts=${parts} view=${view} />`)}`}`;
+          ${runs.chosen.map((run) => html`<${RunTime} key=${run.id} run=${run} parts=${parts} view=${view} />`)}
+          <${Fleet} runs=${runs.chosen} names=${names.filter((name) => FLEET.test(name))} zoom=${view.zoom} />`}`;
 }
+
+/** What the engines, the sandboxes, the learner and the machines did meanwhile, step by step. */
+function Fleet({ runs, names, zoom }) {
+  const view = { axis: "step", isLog: false, smoothing: 0, zoom, onZoom: setZoom };
+  return names.length > 0 && html`<details class="section"><summary>Engines, rollouts, weights and machines <span class="pale">${names.length}</span></summary>
+    <div class="charts">${names.map((name) => html`<${MetricChart} key=${name} name=${name} groups=${runs.map((run) => [run])} view=${view} height=${130} />`)}</div></details>`;
+}
+
+const setZoom = (range) => setParams({ zoom: range ? range.map((place) => Number(place.toPrecision(7))).join(":") : "" });
 
 function RunTime({ run, parts, view }) {
   const theme = useTheme();
@@ -46,11 +58,10 @@ function RunTime({ run, parts, view }) {
   const table = useMemo(() => (isHere ? makeTable(columns, parts) : null), [isHere, ...wanted.map((name) => columns[name]), theme]);
   if (!table) return html`<${Loading} what=${`the times of ${run.name}`} />`;
   const lines = stack(table, view.isShare);
-  const onZoom = (range) => setParams({ zoom: range ? range.map((place) => Number(place.toPrecision(7))).join(":") : "" });
   const format = (value) => (view.isShare ? formatShare(value) : formatDuration(value));
   return html`<h2>${run.name}</h2>
     <section class="chart"><header><h3>${view.isShare ? "share of a step" : "seconds of a step"}, stacked</h3></header>
-      <${Chart} name="time" lines=${lines} zoom=${view.zoom} onZoom=${onZoom} height=${260} format=${format} /></section>
+      <${Chart} name="time" lines=${lines} zoom=${view.zoom} onZoom=${setZoom} height=${260} format=${format} /></section>
     <${Means} table=${table} zoom=${view.zoom} />`;
 }
 

@@ -1,5 +1,6 @@
 // Every view: its name in the address, its title, its key, and for a view inside another where Escape leads.
 import { SAVED } from "../lib/api.js";
+import { AnswersView } from "./answers_view.js";
 import { ConfigurationView } from "./configuration_view.js";
 import { CurvesView } from "./curves_view.js";
 import { GroupView } from "./group_view.js";
@@ -21,6 +22,7 @@ export const VIEWS = [
   { name: "now", title: "Now", key: "n", component: NowView },
   { name: "configuration", title: "Configuration", key: "", component: ConfigurationView },
   { name: "rollouts", title: "Rollouts", key: "r", component: RolloutsView },
+  { name: "answers", title: "Answers", key: "a", component: AnswersView },
   { name: "tasks", title: "Tasks", key: "", component: TasksView },
   { name: "validation", title: "Validation", key: "v", component: ValidationView },
   { name: "starred", title: "Starred", key: "s", component: StarredView, isHidden: Boolean(SAVED) },

@@ -3,6 +3,7 @@ import { html, useEffect, useLayoutEffect, useRef, useState } from "../lib/ui.js
 import uPlot from "../vendor/uplot/uPlot.js";
 import { formatDuration, formatNumber, formatTicks } from "../lib/format.js";
 import { readColour, withOpacity } from "../lib/palette.js";
+import { leastSpan } from "../lib/series.js";
 import { useTheme } from "../lib/theme.js";
 import { Empty } from "./notice.js";
 
@@ -10,12 +11,14 @@ export const HEIGHT = 210;
 const STEP_MARKS = Array.from({ length: 27 }, (_, index) => [1, 2, 5][index % 3] * 10 ** Math.floor(index / 3)); // whole steps
 export const CURSOR = uPlot.sync("strop");
 
+const NO_MARKS = [];
+
 /**
  * Draw `lines` [{label, style: {colour, dash}, x, y, raw, low, high, shade}] over steps or seconds. `zoom` is [from, to] or null; `onZoom`
  * gets what was dragged. `raw` is drawn thin behind y, which is smoothed; `low` and `high` as a band; `shade` fills down to the line with that index
- * (null: to the axis), and `own` is what is read in place of y.
+ * (null: to the axis), and `own` is what is read in place of y. `marks` [{name, severity, from, to}] are steps in which something was wrong.
  */
-export function Chart({ name, lines, axis = "step", isLog = false, zoom = null, onZoom, height = HEIGHT, onX, format = formatNumber }) {
+export function Chart({ name, lines, axis = "step", isLog = false, zoom = null, onZoom, height = HEIGHT, onX, format = formatNumber, marks = NO_MARKS }) {
   const holder = useRef();
   const plot = useRef(null);
   const [at, setAt] = useState(null);
@@ -23,7 +26,7 @@ export function Chart({ name, lines, axis = "step", isLog = false, zoom = null, 
   const drawn = lines.filter((line) => line.x.length);
   const shape = JSON.stringify([drawn.map((line) => [line.label, line.style, Boolean(line.low), Boolean(line.raw), line.shade]), axis, isLog, height, theme]);
   const latest = useRef({});
-  latest.current = { zoom, onZoom, onX, drawn };
+  latest.current = { zoom, onZoom, onX, drawn, marks };
 
   useLayoutEffect(() => {
     if (!drawn.length) return undefined;
@@ -44,35 +47,60 @@ export function Chart({ name, lines, axis = "step", isLog = false, zoom = null, 
     if (!plot.current || !drawn.length) return;
     plot.current.setData(makeData(drawn, isLog), false);
     applyZoom(plot.current, zoom);
-  }, [lines, zoom?.[0], zoom?.[1]]);
+  }, [lines, zoom?.[0], zoom?.[1], marks]);
 
-  return html`<div class="plot" ref=${holder} style=${{ minHeight: `${height}px` }} role="img" aria-label=${describe(name, drawn)}>
+  return html`<div class="plot" ref=${holder} style=${{ minHeight: `${height}px` }} role="img" aria-label=${describe(name, drawn, marks)}>
       ${!drawn.length && html`<${Empty}>No values${isLog ? " above zero" : ""}<//>`}
     </div>
-    <${Readout} lines=${drawn} at=${at} axis=${axis} format=${format} />`;
+    <${Readout} lines=${drawn} at=${at} axis=${axis} format=${format} marks=${marks} />`;
 }
 
 /** The values under the cursor; without a cursor the last ones. */
-function Readout({ lines, at, axis, format }) {
+function Readout({ lines, at, axis, format, marks }) {
   const entries = lines.map((line) => {
     const index = at === null ? line.x.length - 1 : nearest(line.x, at);
     return [line, index];
   });
   const place = at ?? Math.max(...lines.map((line) => line.x.at(-1)));
+  const found = new Map(marks.filter((mark) => mark.from - 0.5 <= place && place <= mark.to + 0.5).map((mark) => [mark.name, mark.severity]));
   return html`<div class="readout">
     ${lines.length > 0 && html`<span>${axis === "step" ? `step ${formatNumber(Math.round(place))}` : formatDuration(place)}</span>`}
     ${entries.map(
-      ([line, index]) => html`<span>${lines.length > 1 ? line.label + " " : ""}<b>${format((line.own ?? line.y)[index])}</b>
+      ([line, index]) => html`<span>${lines.length > 1 ? line.label + " " : ""}<b>${format((line.own ?? line.raw ?? line.y)[index])}</b>${line.raw ? ` (averaged ${format(line.y[index])})` : ""}
         ${axis === "step" && at !== null && line.x[index] !== Math.round(at) ? ` at ${line.x[index]}` : ""}
         ${line.low && line.low[index] !== line.high[index] ? ` (${format(line.low[index])} to ${format(line.high[index])})` : ""}</span>`,
     )}
+    ${[...found].map(([name, severity]) => html`<span class=${severity === "wrong" ? "bad" : "warn"}>${name}</span>`)}
   </div>`;
 }
 
-function describe(name, lines) {
+function describe(name, lines, marks) {
   if (!lines.length) return `${name}: no values`;
   const last = lines.map((line) => `${line.label} ${formatNumber(line.y.at(-1))}`);
-  return `${name}: last ${last.join(", ")}`;
+  const found = marks.map((mark) => `; ${mark.name} from step ${mark.from} to ${mark.to}`);
+  return `${name}: last ${last.join(", ")}${found.slice(0, 5).join("")}`;
+}
+
+/** A line where something began to be wrong, and a bar along the top for as long as it was. */
+function drawMarks(plot, marks) {
+  const { ctx, bbox } = plot;
+  const pixel = uPlot.pxRatio;
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+  ctx.clip();
+  for (const { from, to, severity } of marks) {
+    const [left, right] = [plot.valToPos(from, "x", true), plot.valToPos(to, "x", true)];
+    ctx.fillStyle = ctx.strokeStyle = readColour(severity === "wrong" ? "--bad" : "--warn");
+    ctx.fillRect(left - pixel, bbox.top, Math.max(right - left, 0) + 2 * pixel, 4 * pixel);
+    ctx.setLineDash([4 * pixel, 3 * pixel]);
+    ctx.lineWidth = pixel;
+    ctx.beginPath();
+    ctx.moveTo(left, bbox.top);
+    ctx.lineTo(left, bbox.top + bbox.height);
+    ctx.stroke();
+  }
+  ctx.restore();
 }
 
 export function nearest(places, value) {
@@ -118,6 +146,7 @@ function makeOptions({ drawn, axis, isLog, height, width, latest, setAt }) {
       points: { size: 6 },
     },
     hooks: {
+      draw: [(plot) => drawMarks(plot, latest.current.marks)],
       setCursor: [
         (plot) => {
           const place = plot.cursor.left === null || plot.cursor.left < 0 ? null : plot.posToVal(plot.cursor.left, "x");
@@ -171,11 +200,12 @@ function roomFor(plot, texts) {
   return 14 + longest * 7;
 }
 
-/** No axis is so narrow that rounding looks like a trend. */
+/** No axis is so narrow that noise looks like a trend: it spans at least a tenth of its values. */
 function widenFlat(plot, min, max) {
   if (min === null || max === null) return [0, 1];
-  const room = Math.max((max - min) * 0.08, Math.abs(max) * 1e-3, 1e-9);
-  return [min >= 0 && min - room < 0 ? Math.min(0, min) : min - room, max + room];
+  const lack = Math.max(leastSpan(min, max) - (max - min), 0) / 2;
+  const room = Math.max((max - min + 2 * lack) * 0.08, 1e-9);
+  return [min >= 0 && min - lack - room < 0 ? 0 : min - lack - room, max + lack + room];
 }
 
 /** What is stacked stands on zero. */

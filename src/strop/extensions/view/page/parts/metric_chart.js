@@ -7,8 +7,8 @@ import { useTheme } from "../lib/theme.js";
 import { BreakableName } from "./breakable_name.js";
 import { Chart, HEIGHT } from "./chart.js";
 
-/** `groups` are runs drawn as one line each: [[run, ...], ...]. `view` is {axis, isLog, smoothing, zoom, range, onZoom}: without
- * a zoom the chart shows `range`, or all. */
+/** `groups` are runs drawn as one line each: [[run, ...], ...]. `view` is {axis, isLog, smoothing, zoom, range, onZoom, marks, intervals}:
+ * without a zoom the chart shows `range`, or all; `intervals` {name: Map of step to [low, high]} are drawn as a band. */
 export function MetricChart({ name, groups, view, actions, height }) {
   const [element, isSeen] = useSeen();
   return html`<section class="chart" ref=${element} data-metric=${name}>
@@ -23,10 +23,11 @@ function SeenChart({ name, groups, view, height }) {
   const parts = groups.flat().map((run) => columns[run.id][name]);
   const lines = useMemo(
     () => groups.map((runs, index) => makeLine(runs, index, columns, name, view)),
-    [...parts, parts.length, view.axis, view.smoothing, theme, JSON.stringify(groups.map((runs) => runs.map((run) => run.id)))],
+    [...parts, parts.length, view.axis, view.smoothing, view.intervals, theme, JSON.stringify(groups.map((runs) => runs.map((run) => run.id)))],
   );
   if (parts.some((part) => part === undefined)) return html`<${Room} height=${height}>loading<//>`;
-  return html`<${Chart} name=${name} lines=${lines} axis=${view.axis} isLog=${view.isLog} zoom=${view.zoom ?? view.range} onZoom=${view.onZoom} height=${height} />`;
+  return html`<${Chart} name=${name} lines=${lines} axis=${view.axis} isLog=${view.isLog} zoom=${view.zoom ?? view.range} onZoom=${view.onZoom} height=${height}
+    marks=${view.axis === "step" ? view.marks : []} />`;
 }
 
 /** What takes the place of a chart until it is drawn, so that nothing moves then. */
@@ -34,7 +35,7 @@ function Room({ height = HEIGHT, children }) {
   return html`<div class="plot" style=${{ minHeight: `${height}px` }}></div><div class="readout">${children}</div>`;
 }
 
-function makeLine(runs, index, columns, name, { axis, smoothing }) {
+function makeLine(runs, index, columns, name, { axis, smoothing, intervals }) {
   const series = runs
     .map((run) => columns[run.id][name])
     .filter(Boolean)
@@ -45,6 +46,8 @@ function makeLine(runs, index, columns, name, { axis, smoothing }) {
     });
   const label = runs.length > 1 ? `${runs[0].name} and ${runs.length - 1} more seed${runs.length > 2 ? "s" : ""}` : runs[0].name;
   const line = series.length > 1 ? meanOf(series) : (series[0] ?? { x: [], y: [], raw: null, low: null, high: null });
+  const known = intervals?.[name];
+  if (known) Object.assign(line, { low: line.x.map((step, at) => known.get(step)?.[0] ?? line.y[at]), high: line.x.map((step, at) => known.get(step)?.[1] ?? line.y[at]) });
   return { label, style: seriesStyle(index), ...line };
 }
 
