@@ -53,7 +53,7 @@ def cells(kind: str) -> list[tuple[str, str]]:
     scored = f"The accuracy on held-out rows, with its 95 % interval; chance is {CHANCE.get(kind, '1 in 4')}."
     last = [("code", "run.plot()")]
     if found == VALIDATED:
-        last.append(("code", 'run.rollouts.nlargest(5, "reward")[["task", "text", "reward"]]'))
+        last.append(("code", 'run.rollouts.nlargest(5, "reward")[["task_id", "completion", "reward"]]'))
     return [*begun, ("code", trained), ("markdown", scored), ("code", found), *last]
 
 
