@@ -13,7 +13,13 @@ from typing import Any
 from strop.extensions.starters.init_command import FOLDER, STARTERS
 
 HERE = Path(__file__).parent
-CHANCE = {"multi-turn": "0", "tools": "0", "agent": "0", "rm": "1 in 2"}  # of the others 1 in 4: there are four teams
+CHANCE = {
+    "multi-turn": "0",
+    "tools": "0",
+    "agent": "0",
+    "dpo": "1 in 2",
+    "rm": "1 in 2",
+}  # of the others 1 in 4: there are four teams
 VALIDATED = 'run.validations[["accuracy", "low", "high", "tasks"]]'
 EVALUATED = 'scores = strop.evaluate(config="eval.yaml"{model})\nscores.accuracy, scores.intervals["accuracy"]'
 
@@ -48,9 +54,9 @@ def cells(kind: str) -> list[tuple[str, str]]:
     found = VALIDATED
     if "eval.yaml" in starter.files:
         found = EVALUATED.format(model=', generation={"model_name": str(run.model)}')
-    elif kind == "rm":
+    elif kind in ("dpo", "rm"):
         found = 'run.validations["accuracy"]'
-    scored = f"The accuracy on held-out rows, with its 95 % interval; chance is {CHANCE.get(kind, '1 in 4')}."
+    scored = f"The accuracy on held-out rows (the run prints its 95 % interval too); chance is {CHANCE.get(kind, '1 in 4')}."
     last = [("code", "run.plot()")]
     if found == VALIDATED:
         last.append(("code", 'run.rollouts.nlargest(5, "reward")[["task_id", "completion", "reward"]]'))

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from strop.cli.commands import Command
@@ -35,13 +35,6 @@ TICKETS = ("tickets.jsonl", "tickets_test.jsonl", "prompt.txt", "reward.py")
 SCORED = ("eval.yaml", *TICKETS[1:])  # to sample from a model that was trained on recorded answers
 
 
-def _scored(command: str, meaning: str, data: str) -> Starter:
-    """A starter of recorded data, and the evaluation that samples from what it trained."""
-    starter = _training(command, command, meaning, data, *SCORED)
-    evaluate = f"strop eval --config eval.yaml generation.model_name=results/{command}/step_21/policy/weights"
-    return replace(starter, commands=(*starter.commands, evaluate))
-
-
 STARTERS = {
     "grpo": _training("grpo", "grpo", "GRPO on your own rows and reward function", *TICKETS),
     "multi-turn": _training("grpo", "multi_turn", "GRPO over several turns, with a tool", "sums.jsonl", "calculator.py"),
@@ -58,8 +51,17 @@ STARTERS = {
     "agent": _training("grpo", "agent", "GRPO of an agent that uses OpenAI's API", "sums.jsonl", "agent.py"),
     "ppo": _training("ppo", "ppo", "PPO, with a critic, on your own rows and reward function", *TICKETS),
     "distillation": _training("distillation", "distillation", "learning from a teacher on your own rows", *TICKETS),
-    "sft": _scored("sft", "supervised fine-tuning on your own answers", "answers.jsonl"),
-    "dpo": _scored("dpo", "DPO on your own preferences", "preferences.jsonl"),
+    "sft": Starter(
+        "supervised fine-tuning on your own answers",
+        ("sft.yaml", "answers.jsonl", *SCORED),
+        (
+            "strop sft --config sft.yaml --dry-run",
+            "strop sft --config sft.yaml",
+            "strop plot logs/sft",
+            "strop eval --config eval.yaml generation.model_name=results/sft/step_21/policy/weights",
+        ),
+    ),
+    "dpo": _training("dpo", "dpo", "DPO on your own preferences", "preferences.jsonl", "prompt.txt"),
     "rm": _training("rm", "rm", "a reward model from your own preferences", "preferences.jsonl", "prompt.txt"),
     "eval": Starter(
         "evaluation of a model on your own rows and reward function",
