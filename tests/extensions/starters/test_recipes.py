@@ -63,8 +63,8 @@ def test_a_recipe_trains_two_steps_from_top_to_bottom(name: str, tiny: Path, tmp
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_page_of_a_recipe_has_the_curve_and_the_numbers_of_its_runs(name: str) -> None:
-    recipe = RECIPES[name]
-    expected = json.loads((recipe / "expected.json").read_text())
-    text = (recipe / "README.md").read_text()
-    assert SCRIPT["table"](expected) in text and "![" in text and (recipe / "curve.png").is_file()
+def test_the_page_of_a_recipe_has_the_numbers_of_its_runs_or_says_how_to_get_them(name: str) -> None:
+    file, text = RECIPES[name] / "expected.json", (RECIPES[name] / "README.md").read_text()
+    if file.is_file():
+        assert SCRIPT["table"](json.loads(file.read_text())) in text and "![" in text and file.with_name("curve.png").is_file()
+    assert file.is_file() != (f"python benchmarks/recipe_curves.py FOLDER --only {name}`" in text)
