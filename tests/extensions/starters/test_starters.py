@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from asyncio import run
 from dataclasses import replace
 from pathlib import Path
@@ -23,38 +24,60 @@ from support.sweep import sweep
 pytestmark = pytest.mark.slow
 
 SMALL = ["policy.device=cpu", "policy.precision=float32", "policy.max_total_sequence_length=500", "checkpointing.save_period=2"]
-SAMPLED = [
-    "grpo.max_num_steps=2",
-    "grpo.num_prompts_per_step=2",
-    "grpo.num_generations_per_prompt=2",
-    "grpo.val_period=2",
-    "grpo.max_val_samples=2",
-    "policy.generation.max_new_tokens=8",
-    "policy.generation.torch_cfg.kv_cache_memory_gb=0.01",
-]
-OF_TOOLS = [
-    "policy.tokenizer.tool_call_format=hermes",
-    "policy.max_total_sequence_length=900",
-]  # the tiny template shows no tools
+
+
+def sampled(section: str) -> list[str]:
+    return [
+        f"{section}.max_num_steps=2",
+        f"{section}.num_prompts_per_step=2",
+        f"{section}.num_generations_per_prompt=2",
+        f"{section}.val_period=2",
+        f"{section}.max_val_samples=2",
+        "policy.generation.max_new_tokens=8",
+        "policy.generation.torch_cfg.kv_cache_memory_gb=0.01",
+    ]
+
+
 RUNS = {
-    "grpo": ("grpo", "grpo", SAMPLED),
-    "multi-turn": ("grpo", "multi_turn", SAMPLED),
-    "tools": ("grpo", "tools", [*SAMPLED, *OF_TOOLS]),
-    "agent": ("grpo", "agent", SAMPLED),
+    **{kind: ("grpo", kind.replace("-", "_"), sampled("grpo")) for kind in ("grpo", "multi-turn", "agent")},
+    "tools": ("grpo", "tools", [*sampled("grpo"), "policy.max_total_sequence_length=1100"]),
+    "ppo": ("ppo", "ppo", [*sampled("ppo"), "ppo.policy_training_start_step=1"]),
+    "distillation": ("distillation", "distillation", sampled("distillation")),
     **{kind: (kind, kind, [f"{kind}.max_num_steps=2", f"{kind}.val_period=2"]) for kind in ("sft", "dpo", "rm")},
 }
 
 
+def warnings_of(text: str) -> list[str]:
+    """The warnings of a run, except that others use its cores."""
+    return [line for line in text.splitlines() if line.startswith("warning: ") and "other processes" not in line]
+
+
 @pytest.mark.parametrize("kind", sweep(RUNS, "grpo", "tools", "dpo"))
-def test_a_starter_trains_as_it_is_written(kind: str, tiny: Path, tmp_path: Path) -> None:
+def test_a_starter_trains_as_it_is_written_and_ends_with_its_score(kind: str, tiny: Path, tmp_path: Path) -> None:
     command, name, changes = RUNS[kind]
     assert strop("init", kind, "--model", str(tiny), folder=tmp_path).code == 0
-    outcome = strop(command, "--config", f"{name}.yaml", *SMALL, *changes, folder=tmp_path)
+    outcome = strop(command, "--config", f"{name}.yaml", *SMALL, "logger.console=plain", *changes, folder=tmp_path)
     assert outcome.code == 0, outcome.err
-    assert "warning: " not in outcome.err
+    assert not warnings_of(outcome.err)
+    scored = r"held out    accuracy 0\.\d+ \[0\.\d+, [01]\.\d+\] after step 0, 0\.\d+ \[.*\] after step 2 \(\d+ tasks, 95 % intervals\)"
+    assert bool(re.search(scored, outcome.out)) == (kind != "sft"), outcome.out
     metrics = metrics_of(tmp_path / "logs" / name)
     assert {0, 1, 2} == set(metrics) and any(tag.startswith("validation/") for tag in metrics[0])
     assert (tmp_path / "results" / name / "step_2" / "policy" / "weights" / "config.json").is_file()
+
+
+@pytest.mark.exhaustive
+def test_the_recorded_calls_of_the_starter_are_trained_on_and_its_models_are_evaluated(tiny: Path, tmp_path: Path) -> None:
+    for kind in ("tools", "sft"):
+        assert strop("init", kind, "--model", str(tiny), folder=tmp_path).code == 0
+    recorded = [*SMALL, "policy.max_total_sequence_length=1100", "sft.max_num_steps=1", "sft.val_period=0"]
+    recorded += ["checkpointing.metric_name=null"]
+    for name in ("tools_sft", "sft"):
+        outcome = strop("sft", "--config", f"{name}.yaml", *recorded, folder=tmp_path)
+        assert outcome.code == 0 and not warnings_of(outcome.err), outcome.err
+    model = "generation.model_name=results/sft/step_1/policy/weights"
+    outcome = strop("eval", "--config", "eval.yaml", model, "generation.vllm_cfg.max_model_len=500", folder=tmp_path)
+    assert outcome.code == 0 and "95 % confidence interval" in outcome.out, outcome.err
 
 
 def test_the_tool_of_the_starter_computes_and_its_rewards_read_the_rollout() -> None:

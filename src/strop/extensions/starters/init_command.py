@@ -32,17 +32,40 @@ def _training(command: str, config: str, meaning: str, *files: str) -> Starter:
 
 
 TICKETS = ("tickets.jsonl", "tickets_test.jsonl", "prompt.txt", "reward.py")
+SCORED = ("eval.yaml", *TICKETS[1:])  # to sample from a model that was trained on recorded answers
+
+
 STARTERS = {
     "grpo": _training("grpo", "grpo", "GRPO on your own rows and reward function", *TICKETS),
     "multi-turn": _training("grpo", "multi_turn", "GRPO over several turns, with a tool", "sums.jsonl", "calculator.py"),
-    "tools": _training("grpo", "tools", "GRPO with your own functions as tools", "sums.jsonl", "tools.py"),
+    "tools": Starter(
+        "GRPO with your own functions as tools, after a short SFT on recorded calls",
+        ("tools_sft.yaml", "tools.yaml", "calls.jsonl", "sums.jsonl", "tools.py", "tools.jinja"),
+        (
+            "strop sft --config tools_sft.yaml --dry-run",
+            "strop sft --config tools_sft.yaml",
+            "strop grpo --config tools.yaml policy.model_name=results/tools_sft/step_12/policy/weights",
+            "strop plot logs/tools",
+        ),
+    ),
     "agent": _training("grpo", "agent", "GRPO of an agent that uses OpenAI's API", "sums.jsonl", "agent.py"),
-    "sft": _training("sft", "sft", "supervised fine-tuning on your own answers", "answers.jsonl", "prompt.txt"),
+    "ppo": _training("ppo", "ppo", "PPO, with a critic, on your own rows and reward function", *TICKETS),
+    "distillation": _training("distillation", "distillation", "learning from a teacher on your own rows", *TICKETS),
+    "sft": Starter(
+        "supervised fine-tuning on your own answers",
+        ("sft.yaml", "answers.jsonl", *SCORED),
+        (
+            "strop sft --config sft.yaml --dry-run",
+            "strop sft --config sft.yaml",
+            "strop plot logs/sft",
+            "strop eval --config eval.yaml generation.model_name=results/sft/step_21/policy/weights",
+        ),
+    ),
     "dpo": _training("dpo", "dpo", "DPO on your own preferences", "preferences.jsonl", "prompt.txt"),
     "rm": _training("rm", "rm", "a reward model from your own preferences", "preferences.jsonl", "prompt.txt"),
     "eval": Starter(
         "evaluation of a model on your own rows and reward function",
-        ("eval.yaml", *TICKETS[1:]),
+        SCORED,
         ("strop eval --config eval.yaml --dry-run", "strop eval --config eval.yaml"),
     ),
 }
@@ -90,17 +113,17 @@ def init(arguments: Sequence[str], command_line: str) -> int:
 
 
 def _list_kinds() -> str:
-    rows = "\n".join(f"  {kind:<12}{starter.meaning}" for kind, starter in STARTERS.items())
+    rows = "\n".join(f"  {kind:<14}{starter.meaning}" for kind, starter in STARTERS.items())
     return f"strop init KIND [FOLDER] [--model NAME] writes one of:\n{rows}"
 
 
 def _read(name: str, model: str | None) -> bytes:
-    """Return a file of the starters. A configuration gets the model's name."""
+    """Return a file of the starters. A configuration gets the model's name; a teacher that is the policy itself stays so."""
     text = (FOLDER / name).read_bytes()
     if model is None or not name.endswith(".yaml"):
         return text
     named = model if re.fullmatch(r"[A-Za-z/][\w./-]*", model) else json.dumps(model)
-    return re.sub(rb"(?m)(^  model_name: )\S+", lambda found: found[1] + named.encode(), text)
+    return re.sub(rb"(?m)(^  model_name: )(?!self\b)\S+", lambda found: found[1] + named.encode(), text)
 
 
 def _describe(starter: Starter, folder: Path) -> str:

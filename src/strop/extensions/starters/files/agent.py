@@ -1,31 +1,49 @@
-"""The agent of agent.yaml: it lets the policy answer, asks it to check that, and scores the last answer."""
+"""The agent of agent.yaml, which lets the policy write a calculation, computes it, and lets the policy answer; and its rewards."""
 
 import re
 from typing import Any
 
 from openai import AsyncOpenAI
 
-from strop import Task
+from strop import Rollout, Task
 from strop.extensions.agents.endpoint import Endpoint
 
+CALL = re.compile(r"<calc>\s*(-?\d{1,12})\s*([-+*])\s*(-?\d{1,12})\s*")
+BEGINNING = [  # small models copy what they see
+    {"role": "system", "content": "Write <calc>12 * 34</calc>, with + - or *, to use a calculator. Then answer."},
+    {"role": "user", "content": "What is 12 * 34?"},
+    {"role": "assistant", "content": "<calc>12 * 34</calc>"},
+    {"role": "user", "content": "408"},
+    {"role": "assistant", "content": "The answer is 408."},
+]
 
-async def solve(task: Task, endpoint: Endpoint) -> dict[str, Any]:
-    """Return the reward of an episode, and values to log."""
+
+async def solve(task: Task, endpoint: Endpoint) -> None:
+    """Play one episode; every message that the policy writes in it is trained on."""
     client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
-    messages: list[Any] = [{"role": "user", "content": f"{task.question} Answer with one number."}]
-    first = await ask(client, endpoint.model, messages)
-    messages += [first, {"role": "user", "content": "Check that, step by step. Then say the right number again."}]
-    last = await ask(client, endpoint.model, messages)
-    right = [find_number(answer) == task.answer for answer in (first["content"], last["content"])]
-    return {"reward": float(right[-1]), "output": last["content"], "metrics": {"right_at_first": float(right[0])}}
+    messages: list[Any] = [*BEGINNING, {"role": "user", "content": task.question}]
+    said = await ask(client, endpoint.model, messages)
+    if (call := CALL.search(said)) is not None:
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": calculate(*call.groups())}]
+        await ask(client, endpoint.model, messages)
 
 
-async def ask(client: AsyncOpenAI, model: str, messages: list[Any]) -> dict[str, str]:
-    """Return the policy's next message; what is sampled there is trained on."""
-    reply = await client.chat.completions.create(model=model, messages=messages)
-    return {"role": "assistant", "content": reply.choices[0].message.content or ""}
+async def ask(client: AsyncOpenAI, model: str, messages: list[Any]) -> str:
+    reply = await client.chat.completions.create(model=model, messages=messages, stop=["</calc>"])
+    return reply.choices[0].message.content or ""
 
 
-def find_number(text: str) -> str | None:
-    numbers = re.findall(r"-?\d+", text.replace(",", ""))
-    return numbers[-1] if numbers else None
+def calculate(left: str, sign: str, right: str) -> str:
+    """The policy's text is never evaluated as code."""
+    a, b = int(left), int(right)
+    return str({"+": a + b, "-": a - b, "*": a * b}[sign])
+
+
+def correct(task: Task, rollout: Rollout) -> bool:
+    """The last number of the last reply is the answer."""
+    return re.findall(r"-?\d+", rollout.text.replace(",", ""))[-1:] == [task.answer]
+
+
+def called(task: Task, rollout: Rollout) -> float:
+    """A calculation could be read."""
+    return float(any(CALL.search(turn.text) for turn in rollout.policy_turns))

@@ -1,0 +1,1 @@
+../../starters/agent.py
