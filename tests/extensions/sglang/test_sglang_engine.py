@@ -293,7 +293,7 @@ def test_sglangs_own_sampler_reports_the_distribution_over_what_it_kept(
 def test_experts_arrive_by_the_names_of_checkpoints_and_are_named_if_they_do_not(
     room: BackgroundLoop, tmp_path: Path, tokenizer: Any
 ) -> None:
-    model, plain = (build("qwen3_moe", **SERVED["qwen3_moe", "default"]) for _ in range(2))
+    model, plain = (build("qwen3_moe", **SERVED["qwen3_moe", "default"], moe_intermediate_size=32) for _ in range(2))
     folder = save_model_folder(model, tokenizer, tmp_path / "model")
     mixture = serve(model, tokenizer, [make_sglang_engine(folder, tokenizer, faulty=True)])
     try:

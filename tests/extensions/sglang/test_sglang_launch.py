@@ -219,11 +219,12 @@ RECURRENT = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", [*RECURRENT, "deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("family", [*RECURRENT, "deepseek_v32", "glm_moe_dsa", "gpt_oss"])
 def test_what_sglang_computes_by_kernels_of_gpus_alone_is_refused_on_a_cpu(family: str, tmp_path: Path) -> None:
     model = make_config(family)
     model.save_pretrained(tmp_path)
-    layers = "recurrent layers and short convolutions" if family in RECURRENT else "sparse attention"
+    others = "attention sinks" if family == "gpt_oss" else "sparse attention"
+    layers = "recurrent layers and short convolutions" if family in RECURRENT else others
     with pytest.raises(ConfigError, match=f"{KEY}.backend: found sglang, whose {layers}"):
         load_config(None, [*BASE, "policy.device=cpu", f"policy.model_name={tmp_path}"], root=GrpoRunConfig)
     with pytest.raises(ValueError, match=f"and {model.model_type} has such"):
@@ -234,7 +235,6 @@ def test_models_of_attention_alone_are_not_refused_for_what_their_family_may_hav
     for family, changes in {
         "llama": {},
         "gemma4": {},
-        "gpt_oss": {},
         "granite_hybrid": {"layer_types": ["full_attention"] * 2},
     }.items():
         assert not list(find_cpu_problems(make_config(family, **changes).to_dict(), KEY))

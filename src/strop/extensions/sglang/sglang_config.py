@@ -317,6 +317,8 @@ def find_cpu_problems(values: Mapping[str, Any], key: str) -> Iterator[Problem]:
         layers = "recurrent layers and short convolutions are"
     elif text.get("index_topk"):
         layers = "sparse attention is"
+    elif text.get("model_type") == "gpt_oss":
+        layers = "attention sinks are"
     else:
         return
     yield Problem(
