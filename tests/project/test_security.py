@@ -58,6 +58,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "socket.socket": {
         "extensions/agents/gateway/gateway_worker.py": "the descriptor that the training process gave it",
         "extensions/sglang/server_process.py": "asks for a free port of the loopback interface",
+        "extensions/adapters/nemo_gym_runner.py": "asks for a free port of the loopback interface",
         "extensions/code/sandbox/sandbox_worker.py": "the descriptor that its caller gave it",
         "extensions/sandboxes/local/local_provider.py": "listeners that a sandbox made in its own network namespace",
         "extensions/sandboxes/local/sandbox_init.py": "the descriptor that its caller gave it",
@@ -90,7 +91,10 @@ ALLOWED: dict[str, dict[str, str]] = {
     "tempfile.mktemp": {},
     "dist.TCPStore": {"distributed/workers/learner_worker.py": "a client"},
     "distributed.TCPStore": {"extensions/checks/preflight.py": "a client", "distributed/base.py": "on a socket of one address"},
-    "web.TCPSite": {"safety/http_server.py": "in listening"},
+    "web.TCPSite": {
+        "safety/http_server.py": "in listening",
+        "extensions/adapters/nemo_gym_runner.py": "NeMo-Gym's host, with the random id of a rollout",
+    },
     "web.SockSite": {"safety/http_server.py": "in listening"},
     "listening": {
         "extensions/serve/serve_model.py": "strop serve: loopback unless --host is given",
