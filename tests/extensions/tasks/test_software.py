@@ -31,12 +31,17 @@ FAKES = {
     "leads out of it": f"rm -rf {REPOSITORY}; ln -s /strop {REPOSITORY}",
 }  # fmt: skip
 
+FIRST = ["prints passed", "exits 0 early", "edits the tests", "writes the results"]
 
-def test_what_only_looks_like_a_solution_gets_nothing(play: Play):
+
+@pytest.mark.parametrize(
+    "names", [FIRST, pytest.param(sorted({*FAKES} - {*FIRST}), marks=pytest.mark.exhaustive)], ids=["first", "others"]
+)
+def test_what_only_looks_like_a_solution_gets_nothing(play: Play, names: list[str]):
     task = make_tasks("software")[0]
-    results = play("software", [(task, [shell(command)], "passed") for command in FAKES.values()])
-    assert {name: rollout.rewards["tests"] for name, (rollout, _) in zip(FAKES, results, strict=True)} == dict.fromkeys(
-        FAKES, 0.0
+    results = play("software", [(task, [shell(FAKES[name])], "passed") for name in names])
+    assert {name: rollout.rewards["tests"] for name, (rollout, _) in zip(names, results, strict=True)} == dict.fromkeys(
+        names, 0.0
     )
 
 
