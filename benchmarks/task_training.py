@@ -1,8 +1,8 @@
 """Does GRPO teach a tiny model terminal tasks? Five kinds of tasks, each solved by one command.
 
-A Llama of three layers is taught by supervised fine-tuning to call the shell with one of the five commands, at random. Then GRPO rewards
-what passes the hidden tests of each task, in a second sandbox. What is measured, on other tasks of the same kinds and for each seed: the
-share that is solved, before and after.
+A Llama of three layers is taught by supervised fine-tuning to call the shell with one of the five commands: in two of five conversations
+the right one, in the others any. Then GRPO rewards what passes the hidden tests of each task, in a second sandbox. What is measured, on
+other tasks of the same kinds and for each seed: the share that is solved, before and after.
 
     python benchmarks/task_training.py --seeds 3
 """
@@ -23,7 +23,7 @@ from tool_use import TEMPLATE
 import strop
 from strop.extensions.tasks.tiny_terminal import make_folder
 
-KINDS = 5
+KINDS, RIGHT = 5, 0.4
 PREFIX, SUFFIX = '<tool_call>\n{"name": "shell", "arguments": {"command": "', '"}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "shell", "description": "", "parameters": {"type": "object", "properties": {}}}}
 COMMON: dict[str, Any] = {
@@ -47,17 +47,19 @@ def write_tasks(folder: Path, count: int, seed: int) -> Path:
 
 
 def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
-    """Return conversations that run a command of any kind of task."""
+    """Return conversations that run a command of one kind of task or another, in 0.4 + 0.6 / KINDS of them the right one."""
     random = Random(seed)
     tasks = [make_folder(kind, Random(seed))[1] for kind in range(KINDS)]
     rows = []
     for index in range(count):
-        command = random.choice(tasks)["solution/solve.sh"].partition("\n")[2].strip()
+        asked = tasks[index % KINDS]
+        shown = asked if random.random() < RIGHT else random.choice(tasks)
+        command = shown["solution/solve.sh"].partition("\n")[2].strip()
         call = {"function": {"name": "shell", "arguments": {"command": command}}}
         rows.append(
             {
                 "messages": [
-                    {"role": "user", "content": tasks[index % KINDS]["instruction.md"].strip()},
+                    {"role": "user", "content": asked["instruction.md"].strip()},
                     {"role": "assistant", "content": "", "tool_calls": [call]},
                     {"role": "tool", "content": "(no output)"},
                     {"role": "assistant", "content": "done"},
@@ -131,7 +133,7 @@ def learn(folder: Path, model: Path, seed: int, steps: int) -> list[dict[str, fl
         "env.held_out.folder": str(write_tasks(folder / "held_out", 6 * KINDS, seed + 1000)),
         "policy.generation.max_new_tokens": 64,
         "policy.generation.torch_cfg.kv_cache_memory_gb": 0.2,
-        "policy.optimizer.kwargs.lr": 1e-3,
+        "policy.optimizer.kwargs.lr": 2e-4,
         "grpo.max_rollout_turns": 2,
         "grpo.num_prompts_per_step": 8,
         "grpo.num_generations_per_prompt": 6,
@@ -162,7 +164,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--warm-up-steps", type=int, default=100)
+    parser.add_argument("--warm-up-steps", type=int, default=70)
     parser.add_argument("--folder", type=Path, default=None)
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="strop-task-training-"))

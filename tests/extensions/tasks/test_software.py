@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from strop.data.sources.source import DataSource
 from strop.endings import Ending, RolloutFailed, find_ending
 from strop.environments.registry import make_environment
+from strop.extensions.tasks.base import read_inside
 from strop.extensions.tasks.software import matches, read_outcomes
 from strop.types import ToolCall
 from support.agent_tasks import Play, list_calls, make_tasks
@@ -31,12 +38,17 @@ FAKES = {
     "leads out of it": f"rm -rf {REPOSITORY}; ln -s /strop {REPOSITORY}",
 }  # fmt: skip
 
+FIRST = ["prints passed", "exits 0 early", "edits the tests", "writes the results"]
 
-def test_what_only_looks_like_a_solution_gets_nothing(play: Play):
+
+@pytest.mark.parametrize(
+    "names", [FIRST, pytest.param(sorted({*FAKES} - {*FIRST}), marks=pytest.mark.exhaustive)], ids=["first", "others"]
+)
+def test_what_only_looks_like_a_solution_gets_nothing(play: Play, names: list[str]):
     task = make_tasks("software")[0]
-    results = play("software", [(task, [shell(command)], "passed") for command in FAKES.values()])
-    assert {name: rollout.rewards["tests"] for name, (rollout, _) in zip(FAKES, results, strict=True)} == dict.fromkeys(
-        FAKES, 0.0
+    results = play("software", [(task, [shell(FAKES[name])], "passed") for name in names])
+    assert {name: rollout.rewards["tests"] for name, (rollout, _) in zip(names, results, strict=True)} == dict.fromkeys(
+        names, 0.0
     )
 
 
@@ -110,3 +122,42 @@ def test_outcomes_are_matched_by_the_names_that_rows_give_them():
     found = read_outcomes("s\tPASSED\tt.py::X::a\ns\tERROR\tt.py::X::a\nforged\tPASSED\tt.py::b\ns\tXFAIL\tt.py::c[1 2]\n", "s")
     assert found == {"t.py::X::a": "ERROR", "t.py::c[1 2]": "XFAIL"}
     assert matches(found, "t.py::c[1", "PASSED") and matches(found, "X.a", "ERROR") and not matches(found, "t.py::b", "PASSED")
+
+
+CASES = """
+import os, pytest
+
+@pytest.mark.parametrize("word", ["a", "b c"])
+def test_words(word): assert word == "a"
+
+@pytest.mark.xfail
+def test_expected(): assert False
+
+class TestX:
+    @pytest.fixture
+    def broken(self): raise ValueError
+    def test_error(self, broken): pass
+    def test_right(self): pass
+
+@pytest.mark.skip
+def test_skipped(): pass
+"""
+
+
+def test_pytest_reports_outcomes_as_its_plugin_and_as_its_program(tmp_path: Path):
+    (tmp_path / "test_cases.py").write_text(CASES)
+    names = {"test_words[a]": "PASSED", "test_words[b c]": "FAILED", "test_expected": "XFAIL", "TestX::test_error": "ERROR",
+             "TestX::test_right": "PASSED", "test_skipped": "SKIPPED"}  # fmt: skip
+    plain = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # importing those of this environment takes seconds
+    here = {**plain, "PYTHONPATH": str(tmp_path / "own"), "PYTEST_ADDOPTS": "-p strop_report"}
+    for command, environment in (["-m", "pytest", "-q"], here), ([str(tmp_path / "own" / "strop_report.py")], plain):
+        shutil.rmtree(tmp_path / "own", ignore_errors=True)
+        (tmp_path / "own").mkdir()
+        (tmp_path / "own" / "strop_report.py").write_bytes(read_inside("strop_report.py"))
+        (tmp_path / "own" / "secret").write_text("s")
+        subprocess.run(
+            [sys.executable, *command, "test_cases.py"], cwd=tmp_path, env=environment, capture_output=True, check=False
+        )
+        found = read_outcomes((tmp_path / "own" / "results").read_text(), "s")
+        assert found == {f"test_cases.py::{name}": outcome for name, outcome in names.items()}
+        assert not (tmp_path / "own" / "secret").exists()

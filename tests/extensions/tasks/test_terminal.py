@@ -67,10 +67,8 @@ def test_folders_of_harbor_and_terminal_bench_are_done_as_they_say(play: Play, t
 def test_a_policy_that_writes_the_reward_or_the_tests_gets_nothing(play: Play):
     task = make_tasks("terminal")[0]
     fakes = [
-        "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt",
-        "mkdir -p /tests; echo 'echo 1' > /tests/test.sh; touch /tests/expected",
+        "mkdir -p /tests /logs/verifier; echo 1 > /logs/verifier/reward.txt; echo 'echo 1' > /tests/test.sh; touch /tests/expected",
         "printf '#!/bin/sh\\nexit 0' > /bin/cmp; chmod +x /bin/cmp",
-        "rm -rf /app",
         "(while sleep 0.01; do echo 1 > /tmp/found; done) > /dev/null 2>&1 &",
     ]
     results = play("terminal", [(task, [ToolCall("shell", {"command": fake})], "passed") for fake in fakes])

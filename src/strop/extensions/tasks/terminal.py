@@ -11,6 +11,7 @@ sandbox.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import tomllib
@@ -52,9 +53,14 @@ class TerminalTasks(AgentTasks, GradedInSandbox):
     def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
         if self.folder is None:
             return super().tasks(data)
-        folders, template = find_folders(Path(self.folder)), data.load_template()
-        tasks = [prompted(self.read(each.name, read_folder(each)), template) for each in folders]
-        return GeneratedTasks(min(len(tasks), data.size or len(tasks)), lambda index: tasks[index])
+        folders, template = find_folders(Path(self.folder))[: data.size], data.load_template()
+
+        def make(index: int) -> PromptedTask:
+            return prompted(self.read(folders[index].name, read_folder(folders[index])), template)
+
+        for index in range(len(folders)):
+            make(index)  # report now what cannot run, and keep no files
+        return GeneratedTasks(len(folders), make)
 
     def read(self, name: str, files: Files) -> PromptedTask:
         """Return the task of a folder. Raises DataError for one that cannot run, with the reason."""
@@ -106,7 +112,8 @@ async def read_reward(sandbox: Sandbox) -> float:
         try:
             text = (await read_file(sandbox, f"{LOGS}/{name}", 1)).decode("utf-8", "replace")
             found = json.loads(text)
-            return float(found["reward"] if isinstance(found, dict) else found)
+            reward = float(found["reward"] if isinstance(found, dict) else found)
+            return reward if math.isfinite(reward) else 0.0
         except SandboxFailure as failure:
             if failure.cause != FailureCause.REQUEST:
                 raise
