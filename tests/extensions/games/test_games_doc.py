@@ -56,7 +56,9 @@ def test_the_example_user_is_simulated_by_script_and_by_the_example_of_an_endpoi
         assert played(asked, asked.tasks(data)[0], "Where?", "<answer>Lisbon</answer>").reward == 1.0
 
 
-@pytest.mark.parametrize("name", ["sliding_puzzle", "number_guessing", "text_adventure", "two_player", "kuhn_poker", "user_simulator"])
+@pytest.mark.parametrize(
+    "name", ["sliding_puzzle", "number_guessing", "text_adventure", "two_player", "kuhn_poker", "user_simulator"]
+)
 def test_the_table_names_every_option_and_its_default(name: str) -> None:
     (row,) = re.findall(rf"^\| `{name}`.*\|$", PAGE, re.MULTILINE)
     kind = environment_class(name)
