@@ -111,6 +111,11 @@ class LearnerClient(ScorerClient):
         self.caller.call_sync("load", folder)
 
 
+def join_outputs(parts: Sequence[tuple[Tensor, Outputs]], size: int) -> Outputs:
+    """Join outputs of parts of a batch, each with its index [n] into the batch's ``size`` predicted tokens."""
+    return assemble_outputs([MicroBatchOutputs(tuple(parts))], size)
+
+
 @dataclass(frozen=True)
 class PolicyScorer:
     """Scores each rollout of a batch with the policy that it trains."""
@@ -119,7 +124,7 @@ class PolicyScorer:
 
     async def score(self, batch: Batch) -> Outputs:
         found = [(part.index, await self.policies[number].score(part.batch)) for number, part in split_policies(batch)]
-        return assemble_outputs([MicroBatchOutputs(tuple(found))], len(batch.target))
+        return join_outputs(found, len(batch.target))
 
 
 @dataclass(frozen=True)

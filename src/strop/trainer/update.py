@@ -11,8 +11,7 @@ from strop.data.policies import split_policies
 from strop.data.rollout_selector import SubBatch
 from strop.data.splitting import split_mini_batches
 from strop.learner.base import require_token_outputs
-from strop.learner.client import LearnerClient, PolicyColumns
-from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs
+from strop.learner.client import LearnerClient, PolicyColumns, join_outputs
 from strop.trainer.loss_check import check_loss
 from strop.trainer.run import TrainingRun
 from strop.trainer.step_metrics import batch_metrics
@@ -36,8 +35,8 @@ async def update(run: TrainingRun, batch: Batch) -> UpdateResult:
             for policy, part in split_policies(mini_batch.batch):
                 await train_policy(run, policy, SubBatch(part.batch, mini_batch.index[part.index]), logged, passes)
         if old_outputs is None:
-            trained = tuple((each.index, each.outputs) for each in passes if each.learner == "policy")
-            old_outputs = assemble_outputs([MicroBatchOutputs(trained)], len(batch.target))
+            trained = [(each.index, each.outputs) for each in passes if each.learner == "policy"]
+            old_outputs = join_outputs(trained, len(batch.target))
         trained_metrics = {f"train/{name}": value for name, value in metrics.to_floats(metrics.merge(*logged)).items()}
         measured = batch_metrics(batch, old_outputs, recorded=bool(run.algorithm.recorded_data))
         found = {**trained_metrics, **run.algorithm.report(batch), **measured}

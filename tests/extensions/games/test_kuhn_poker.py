@@ -95,7 +95,7 @@ def build_players(folder: Path) -> Path:
     tokenizer.add_tokens([AddedToken(BEGUN.format(move), normalized=False) for move in MOVES])
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", additional_special_tokens=["<start>"],
-        chat_template="{% for each in messages %}<start>{{ each['content'] }}<end>{% endfor %}"
+        chat_template="{% for each in messages %}<start>{{ each['content'].split('card ')[-1] }}<end>{% endfor %}"  # without the rules
         "{% if add_generation_prompt %}<start>{% endif %}",
     )  # fmt: skip
     torch.manual_seed(0)
@@ -107,6 +107,7 @@ def build_players(folder: Path) -> Path:
     model = LlamaForCausalLM(config)
     moves = torch.tensor([vocabulary[BEGUN.format(move)] for move in MOVES])
     with torch.no_grad():  # the first entry of each state is large, and moves away from every word but the moves
+        model.model.embed_tokens.weight.normal_()
         model.model.embed_tokens.weight[:, 0] = 3.0
         model.lm_head.weight.mul_(0.3)
         model.lm_head.weight[:, 0] = -12.0

@@ -18,7 +18,8 @@ from strop.data.sources.source import DataSource
 from strop.endings import Ending
 from strop.environments.base import EnvironmentConfigError, reward
 from strop.environments.handle import LocalEnvironment
-from strop.extensions.roles.role_environment import Player, RoleEnvironment
+from strop.extensions.roles.player import Player
+from strop.extensions.roles.role_environment import RoleEnvironment
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.reward_scaling_config import RewardScalingConfig

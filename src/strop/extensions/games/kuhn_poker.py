@@ -14,7 +14,8 @@ from typing import ClassVar
 from strop.data.sources.source import DataSource
 from strop.environments.base import DEFAULT_NUM_TASKS, GeneratedTasks, reward
 from strop.extensions.games.text_game import draw_split, read_tag
-from strop.extensions.roles.role_environment import Player, RoleEnvironment
+from strop.extensions.roles.player import Player
+from strop.extensions.roles.role_environment import RoleEnvironment
 from strop.types import Message, Rollout, Task, user
 
 CARDS = "JQK"

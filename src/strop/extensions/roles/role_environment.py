@@ -11,37 +11,18 @@ Each role has its own conversations, and reads what another one said only if ``p
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from strop.environments.base import Environment, EnvironmentConfigError, TaskT
 from strop.environments.policy_client import BASE
 from strop.extensions.judges.llm_endpoint import make_endpoint
-from strop.types import Message
+from strop.extensions.roles.player import OWN, POLICY, Player, Stage
 from strop.user_code import suggest_names
 
-POLICY, OWN = "policy", "own"
 RESERVED = ("policy", "value", "past_selves", "data", "token_budgets", BASE)  # names of other parts of a run
-
-
-class Player(Protocol):
-    """A role of an episode, whoever plays it."""
-
-    async def say(self, *messages: Message, stop_strings: Sequence[str] = ()) -> str:
-        """Continue the conversation with these messages. Returns the role's answer to them, without its thoughts."""
-        ...
-
-    def begin(self) -> None:
-        """Begin another conversation, that remembers nothing of the one before."""
-        ...
-
-
-class Stage(Protocol):
-    """Makes the players of an episode."""
-
-    def enter(self, role: str, binding: Any) -> Player: ...
 
 
 _outcome: ContextVar[Any] = ContextVar("strop_outcome", default=None)

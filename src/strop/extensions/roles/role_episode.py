@@ -14,7 +14,7 @@ from strop.environments.handle import EnvironmentHandle, LocalEnvironment
 from strop.environments.policy_client import NoPolicyError, get_policy
 from strop.extensions.judges.llm_client import get_llm_client
 from strop.extensions.judges.llm_endpoint import LlmEndpoint, make_endpoint
-from strop.extensions.roles.role_environment import OWN, POLICY, Player
+from strop.extensions.roles.player import OWN, POLICY, Player
 from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, append_observation, sample_turn, start_rollout
