@@ -137,6 +137,7 @@ ASKED = {
     "SequencePackingConfig": "self.sequence_packing",
     "ColocatedConfig": "generation.colocated",
     "WatchdogConfig": "section",
+    "TrackerConfig": "section",
     "MonitorConfig": "section",
     "RewardScalingConfig": "scaling",
     "RewardShapingConfig": "shaping",
