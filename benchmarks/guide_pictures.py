@@ -36,15 +36,10 @@ RUNS = (
     "sft --config sft.yaml",
     "dpo --config dpo.yaml policy.model_name=results/sft/step_21/policy/weights",
     f"grpo --config grpo.yaml {CHAIN}",
-    "grpo --config grpo.yaml run_name=direct logger.log_dir=logs/direct checkpointing.checkpoint_dir=results/direct grpo.max_num_steps=20 "
-    "data.default.prompt_file=one_word.txt policy.optimizer.kwargs.lr=5e-6 grpo.num_generations_per_prompt=8 "
-    "policy.generation.max_new_tokens=32",  # a wording to which a small model answers with one team
+    "grpo --config grpo.yaml run_name=direct logger.log_dir=logs/direct checkpointing.checkpoint_dir=results/direct grpo.max_num_steps=20",
     "grpo --config multi_turn.yaml grpo.max_num_steps=3",
 )
 TRL = "model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct\ndataset_name: train.jsonl\nreward_funcs: [accuracy_reward]\nbeta: 0.01\n"
-ONE_WORD = (
-    "Ticket: {question}\n\nWhich team should answer it: billing, delivery, account or technical? Answer with that one word.\n"
-)
 DRY_RUN = "grpo --config grpo.yaml --dry-run run_name=new"
 TERMINALS = {
     "own_data": "rollouts logs/grpo --step 1 --best 1 --worst 1",
@@ -121,7 +116,6 @@ def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "trl.yaml").write_text(TRL)
-    (folder / "one_word.txt").write_text(ONE_WORD)
     for command in RUNS:
         run(command, folder)
     PICTURES.mkdir(exist_ok=True)

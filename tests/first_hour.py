@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+MODELS = ("Qwen/Qwen2.5-0.5B-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct")  # of the Python example, and of `strop init`
 SHORT = {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_num_steps": 2}
 TINY = [
     "policy.precision=float32",
@@ -45,8 +45,9 @@ def prepare(home: Path) -> None:
     from support.models import build
     from support.tokenizer import build_tokenizer
 
-    build("llama").save_pretrained(home / MODEL)
-    build_tokenizer().save_pretrained(home / MODEL)
+    for model in MODELS:
+        build("llama").save_pretrained(home / model)
+        build_tokenizer().save_pretrained(home / model)
     rows = [{"problem": f"{a}+{b}", "answer": str(a + b)} for a in range(4) for b in range(4)]
     (home / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -65,7 +66,7 @@ def list_commands(home: Path, interpreter: Path) -> list[list[str]]:
         for line in lines:
             if line and not ELSEWHERE.match(line):
                 words = line.partition("#")[0].split()
-                commands.append([strop, *words[1:], *(SHORT_RUN if words[1] == "grpo" else [])])
+                commands.append([strop, *words[1:], *{"grpo": SHORT_RUN, "sft": TINY[:-1]}.get(words[1], [])])
     commands += [
         [strop, "config"],
         [strop, "plot", "logs"],

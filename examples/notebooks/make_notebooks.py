@@ -48,11 +48,11 @@ def cells(kind: str) -> list[tuple[str, str]]:
     if kind == "eval":
         return [*begun, ("code", "import strop\n\n" + EVALUATED.format(model="")), ("code", "scores.samples.head(8)")]
     trained = f"import strop\n\nrun = {training_call(name, command)}"
-    if kind == "tools":
-        trained = f"import strop\n\nfirst = {training_call(name, command)}\n"
-        trained += f"run = {training_call('tools', 'grpo', ', model=first.model')}"
+    if (stage := next((file for file in starter.files[1:] if file.endswith("sft.yaml")), None)) is not None:
+        first = training_call(stage.removesuffix(".yaml"), "sft")
+        trained = f"import strop\n\nfirst = {first}\nrun = {training_call(name, command, ', model=first.model')}"
     found = VALIDATED
-    if "eval.yaml" in starter.files:
+    if kind == "sft":
         found = EVALUATED.format(model=', generation={"model_name": str(run.model)}')
     elif kind in ("dpo", "rm"):
         found = 'run.validations["accuracy"]'

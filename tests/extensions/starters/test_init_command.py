@@ -13,7 +13,7 @@ from strop.config import TRAINING_RUNS, EvalRunConfig, load_config
 from strop.extensions.starters.init_command import FOLDER, STARTERS
 
 ROOT = Path(__file__).parents[3]
-RECORDED = ("sft", "dpo", "rm", "tools")  # tools: its first stage
+RECORDED = ("sft", "dpo", "rm")
 
 
 @pytest.fixture(autouse=True)

@@ -46,7 +46,7 @@ def test_every_command_of_a_recipe_passes_its_dry_run(
         assert main([*words, *models, "--dry-run"]) == 0, words
 
 
-@pytest.mark.parametrize("name", sweep(RECIPES, "math", "agent"))
+@pytest.mark.parametrize("name", sweep(RECIPES, "math", "code"))
 def test_a_recipe_trains_two_steps_from_top_to_bottom(name: str, tiny: Path, tmp_path: Path) -> None:
     folder = copy(name, tmp_path, tiny)
     for words in SCRIPT["commands"](RECIPES[name]):

@@ -52,7 +52,7 @@ def warnings_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("warning: ") and "other processes" not in line]
 
 
-@pytest.mark.parametrize("kind", sweep(RUNS, "grpo", "tools", "dpo"))
+@pytest.mark.parametrize("kind", sweep(RUNS, "tools", "dpo"))
 def test_a_starter_trains_as_it_is_written_and_ends_with_its_score(kind: str, tiny: Path, tmp_path: Path) -> None:
     command, name, changes = RUNS[kind]
     assert strop("init", kind, "--model", str(tiny), folder=tmp_path).code == 0

@@ -31,25 +31,38 @@ def _training(command: str, config: str, meaning: str, *files: str) -> Starter:
     return Starter(meaning, (f"{config}.yaml", *files), (f"{train} --dry-run", train, f"strop plot logs/{config}"))
 
 
+def _after_sft(command: str, config: str, first: str, last: int, meaning: str, *files: str) -> Starter:
+    """A starter whose policy learns the form of an answer from a few recorded ones first, as a model this small needs it."""
+    model = f"policy.model_name=results/{first}/step_{last}/policy/weights"
+    commands = (
+        f"strop {command} --config {config}.yaml --dry-run",
+        f"strop sft --config {first}.yaml",
+        f"strop {command} --config {config}.yaml {model}",
+        f"strop plot logs/{config}",
+    )
+    return Starter(f"{meaning}, after a short SFT", (f"{config}.yaml", f"{first}.yaml", *files), commands)
+
+
 TICKETS = ("tickets.jsonl", "tickets_test.jsonl", "prompt.txt", "reward.py")
 SCORED = ("eval.yaml", *TICKETS[1:])  # to sample from a model that was trained on recorded answers
 
 
 STARTERS = {
-    "grpo": _training("grpo", "grpo", "GRPO on your own rows and reward function", *TICKETS),
+    "grpo": _after_sft("grpo", "grpo", "sft", 21, "GRPO on your own rows and reward function", *TICKETS, "answers.jsonl"),
     "multi-turn": _training("grpo", "multi_turn", "GRPO over several turns, with a tool", "sums.jsonl", "calculator.py"),
-    "tools": Starter(
-        "GRPO with your own functions as tools, after a short SFT on recorded calls",
-        ("tools_sft.yaml", "tools.yaml", "calls.jsonl", "sums.jsonl", "tools.py", "tools.jinja"),
-        (
-            "strop sft --config tools_sft.yaml --dry-run",
-            "strop sft --config tools_sft.yaml",
-            "strop grpo --config tools.yaml policy.model_name=results/tools_sft/step_12/policy/weights",
-            "strop plot logs/tools",
-        ),
+    "tools": _after_sft(
+        "grpo",
+        "tools",
+        "tools_sft",
+        12,
+        "GRPO with your own functions as tools",
+        "sums.jsonl",
+        "tools.py",
+        "tools.jinja",
+        "calls.jsonl",
     ),
     "agent": _training("grpo", "agent", "GRPO of an agent that uses OpenAI's API", "sums.jsonl", "agent.py"),
-    "ppo": _training("ppo", "ppo", "PPO, with a critic, on your own rows and reward function", *TICKETS),
+    "ppo": _after_sft("ppo", "ppo", "sft", 21, "PPO, with a critic, on your own rows", *TICKETS, "answers.jsonl"),
     "distillation": _training("distillation", "distillation", "learning from a teacher on your own rows", *TICKETS),
     "sft": Starter(
         "supervised fine-tuning on your own answers",

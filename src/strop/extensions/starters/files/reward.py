@@ -12,5 +12,5 @@ def correct(task: Task, rollout: Rollout) -> bool:
 
 
 def brief(task: Task, rollout: Rollout) -> float:
-    """1 for up to three words, so that no team's name is worth more than another's; less for each further word, 0 from 13 on."""
-    return max(0.0, 1 - 0.1 * max(0, len(rollout.text.split()) - 3))
+    """1 for one word, less for each further word, 0 from eleven on."""
+    return max(0.0, 1 - 0.1 * max(0, len(rollout.text.split()) - 1))
