@@ -75,11 +75,11 @@ def to_text_config(hf_config: Any) -> Any:
     """Return the configuration of the language model that is trained: a part of that of a model that reads images, else its own."""
     if find_text_type(hf_config.to_dict()) is None:
         return hf_config
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from strop.models.loading import find_auto_class
 
     text = hf_config.text_config
     text.tie_word_embeddings = hf_config.tie_word_embeddings
-    text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type]]
+    text.architectures = [find_auto_class(text)._model_mapping[type(text)].__name__]
     text.name_or_path = hf_config.name_or_path
     return text
 
