@@ -133,7 +133,7 @@ def learn(folder: Path, model: Path, seed: int, steps: int) -> list[dict[str, fl
         "env.held_out.folder": str(write_tasks(folder / "held_out", 6 * KINDS, seed + 1000)),
         "policy.generation.max_new_tokens": 64,
         "policy.generation.torch_cfg.kv_cache_memory_gb": 0.2,
-        "policy.optimizer.kwargs.lr": 2e-4,
+        "policy.optimizer.kwargs.lr": 5e-4,
         "grpo.max_rollout_turns": 2,
         "grpo.num_prompts_per_step": 8,
         "grpo.num_generations_per_prompt": 6,
@@ -163,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=13)
     parser.add_argument("--warm-up-steps", type=int, default=70)
     parser.add_argument("--folder", type=Path, default=None)
     arguments = parser.parse_args()
