@@ -156,7 +156,7 @@ class EndpointPlayer:
     async def say(self, *messages: Message, stop_strings: Sequence[str] = ()) -> str:
         self.messages += messages
         seed = mix_seed(self.seed, len(self.messages)) % 2**31
-        stops = {"stop": list(stop_strings)} if stop_strings else {}
+        stops: dict[str, Any] = {"stop": list(stop_strings)} if stop_strings else {}
         reply = await get_llm_client(self.endpoint).complete(self.messages, temperature=1.0, seed=seed, sample=seed, **stops)
         self.messages.append(assistant(reply.text))
         return reply.text
