@@ -127,3 +127,25 @@ def test_langgraph_is_stored_as_it_was_sampled(tmp_path: Path, monkeypatch: pyte
     python = interpreter("harnesses")
     policy = Policy(CALL % ("shell", "command", ""))
     assert "The sum is 46." in run([python, "-W", "ignore", "-c", LANGGRAPH], policy, tmp_path, monkeypatch).output
+
+
+OPENHANDS = """
+import os
+from openhands.sdk import LLM, Agent, Conversation, Tool
+from openhands.tools.terminal import TerminalTool
+
+model = LLM(model="openai/policy", base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"], usage_id="agent")
+conversation = Conversation(agent=Agent(llm=model, tools=[Tool(name=TerminalTool.name)]), workspace=os.getcwd(), visualizer=None)
+conversation.send_message("What is 40+6?")
+conversation.run()
+print(conversation.state.execution_status)
+"""
+
+
+def test_openhands_is_stored_as_it_was_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs Python 3.12: an environment STROP_ADAPTERS/openhands with openhands-sdk and openhands-tools, which make does not make."""
+    python = interpreter("openhands")
+    policy = Policy(CALL % ("terminal", "command", ', "security_risk": "LOW", "summary": "add"'))
+    local = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENHANDS_SUPPRESS_BANNER": "1"}
+    rollout = run([python, "-c", OPENHANDS], policy, tmp_path, monkeypatch, **local)
+    assert "finished" in rollout.output.lower()
