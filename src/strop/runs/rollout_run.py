@@ -319,7 +319,7 @@ def prepare_role_policies(backend: Backend, environments: Sequence[EnvironmentHa
     names = tuple(sorted(found, key=BASE.__eq__))  # last, as it is not trained and has no number
     if not names:
         return
-    what = f"roles are played by policies of their own ({', '.join(names)})"
+    what = f"roles are played by separate policies ({', '.join(names)})"
     if not isinstance(backend, LocalBackend) or backend.config.policy.generation.uses_engines:
         raise ValueError(
             f"{what}, which the torch engine samples in the process of the learner; set policy.generation.backend=torch and "

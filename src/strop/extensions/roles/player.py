@@ -1,4 +1,4 @@
-"""What an episode of several roles is made of: players, whoever plays them."""
+"""The interface of players, which an episode with several roles is made of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POLICY, OWN = "policy", "own"  # bindings of trained roles
 
 
 class Player(Protocol):
-    """A role of an episode, whoever plays it."""
+    """A role of an episode, played by a policy or another model."""
 
     async def say(self, *messages: Message, stop_strings: Sequence[str] = ()) -> str:
         """Continue the conversation with these messages. Returns the role's answer to them, without its thoughts."""

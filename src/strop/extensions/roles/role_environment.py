@@ -3,7 +3,7 @@
 Each role has its own conversations, and reads what another one said only if ``play`` shows it. The configuration binds it to a player:
 
     policy                        the run's policy, which is trained on what the role says (the default)
-    own                           a policy of its own, trained in the same run on this role alone; with LoRA, an adapter on the same base
+    own                           a separate policy, trained in the same run only on this role; with LoRA, an adapter on the same base
     base                          the policy as it was before the run
     {base_url: ..., model: ...}   a model at an OpenAI-compatible endpoint
 """
@@ -56,7 +56,7 @@ class RoleEnvironment(Environment[TaskT]):
         for role in self.role_names:
             if self.binding(role) == OWN and (role in RESERVED or not role.isidentifier()):
                 raise EnvironmentConfigError(
-                    f"the role {role!r} of {kind} cannot have a policy of its own: choose another name for it"
+                    f"the role {role!r} of {kind} cannot have a separate policy: choose another name for it"
                 )
         if not any(self.is_trained(role) for role in self.role_names):
             raise EnvironmentConfigError(

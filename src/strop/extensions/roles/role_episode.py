@@ -1,4 +1,4 @@
-"""Episodes of several roles: the conversations of each trained role become a rollout of its own."""
+"""Episodes of several roles: the conversations of each trained role become one rollout."""
 
 from __future__ import annotations
 
