@@ -24,7 +24,7 @@ async def train(run: TrainingRun) -> None:
         groups = await collect(run)
         if len(groups) < run.options.groups_per_step:
             return await finish_without_tasks(run, len(groups))
-        collected, groups = len(groups), [part for group in groups for part in group.by_role()]
+        groups = [part for group in groups for part in group.by_role()]  # one for each trained role
         await yield_device(run)
         with run.timer.span("packing"):
             credit = run.algorithm.group_credit(groups)  # rewards, advantages and mask of each rollout
@@ -35,7 +35,7 @@ async def train(run: TrainingRun) -> None:
         result = await update(run, batch)
         run.step += 1
         published = await publish(run)
-        run.stream.release(collected)
+        run.stream.release(run.options.groups_per_step)
         await after_step(run, groups, batch, result, published)
 
 
