@@ -154,10 +154,7 @@ async def run_group(
             rollouts = await run_in_one_process(_score_each_role, environment, task, rollouts, rules)
     if kept is not None:
         kept.forget()
-    if rules.penalties is not None:
-        least = 0.0 if rules.scaling is None else rules.scaling(0.0)
-        penalize = partial(_penalize, penalties=rules.penalties, template=template, reward=least)
-        rollouts = [replace(penalize(each), others=tuple(map(penalize, each.others))) for each in rollouts]
+    rollouts = [_penalize(each, rules, template) for each in rollouts]
     baseline = rollouts[samples] if greedy_baseline else None
     return Group(index=index, environment=name, version=version, rollouts=tuple(rollouts[:samples]), baseline=baseline)
 
@@ -225,8 +222,14 @@ def _with_others(rollout: Rollout, others: tuple[Rollout, ...]) -> Rollout:
     return replace(rollout, others=(), ending=failed.ending, error=failed.error, unscored=rollout.unscored or failed.unscored)
 
 
-def _penalize(rollout: Rollout, *, penalties: RewardPenaltiesConfig, template: ChatTemplate, reward: float) -> Rollout:
-    return rollout if rollout.error is not None or rollout.unscored else penalties.apply(rollout, template.tokenizer, reward)
+def _penalize(rollout: Rollout, rules: EpisodeRules, template: ChatTemplate) -> Rollout:
+    """Return the rollout, and with it those of its other roles, with the rewards that penalties leave."""
+    if rules.penalties is None:
+        return rollout
+    if rollout.error is None and not rollout.unscored:
+        least = 0.0 if rules.scaling is None else rules.scaling(0.0)
+        rollout = rules.penalties.apply(rollout, template.tokenizer, least)
+    return replace(rollout, others=tuple(_penalize(each, rules, template) for each in rollout.others))
 
 
 def make_failed_group(index: int, version: int, error: Exception) -> Group:
