@@ -11,6 +11,8 @@ import pytest
 from strop.extensions.sandboxes.base import (
     FailureCause,
     NetworkPolicy,
+    SandboxCommand,
+    SandboxError,
     SandboxFailure,
     SandboxProvider,
     SandboxSpec,
@@ -20,6 +22,7 @@ from strop.extensions.sandboxes.conformance import CHECKS, check_provider
 from strop.extensions.sandboxes.docker_provider import DockerOptions, DockerProvider
 from strop.extensions.sandboxes.kubernetes_provider import KubernetesApi, KubernetesOptions, KubernetesProvider, find_cluster
 from strop.extensions.sandboxes.local.local_provider import LocalProvider
+from strop.extensions.sandboxes.warm_pool import WarmPool
 from support.fake_docker import Answer, FakeDocker
 from support.fake_kubernetes import FakeKubernetes
 
@@ -110,18 +113,39 @@ def test_a_daemon_that_is_not_there_and_a_policy_it_cannot_keep_are_refused(sock
 # --- Kubernetes ---------------------------------------------------------------------------------------------------------------
 
 
+CLAIM = KubernetesOptions(resource="claim", warm_pool="warm")
+
+
+def make_template(**changes: object) -> dict[str, object]:
+    """A SandboxTemplate without egress, whose container has a name of its own."""
+    container = {"name": "runtime", "image": "box:1", "resources": {"limits": {"memory": "256Mi"}}}
+    return {"podTemplate": {"spec": {"containers": [container]}}, "networkPolicy": {"egress": []}, **changes}
+
+
 @pytest.mark.slow
-def test_kubernetes_keeps_the_protocol(make_local: MakeLocal, image: str):
+@pytest.mark.parametrize(
+    "options",
+    [
+        KubernetesOptions(),
+        pytest.param(KubernetesOptions(resource="sandbox"), marks=pytest.mark.exhaustive),
+        pytest.param(CLAIM, marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda options: options.resource,
+)
+def test_kubernetes_keeps_the_protocol(make_local: MakeLocal, image: str, options: KubernetesOptions):
     async def work() -> None:
         async with FakeKubernetes(make_local(), {"box:1": image}) as cluster:
-            provider = KubernetesProvider(cluster=KubernetesApi(cluster.url, "tests", token="t0k"))
+            cluster.add_pool("warm", 2 if options is CLAIM else 0, make_template())
+            provider = KubernetesProvider(options, KubernetesApi(cluster.url, "tests", token="t0k"))
             left_out = {
                 "a full disk is an error of the program", "a fork bomb is contained", "a command runs as the user that is set",
                 "a snapshot is an image of which forks differ",
             }  # fmt: skip
             await check_all(provider, "box:1", left_out)
             await provider.close()
-            assert cluster.pods == {} and cluster.tokens == {"Bearer t0k"}
+            cluster.objects["sandboxwarmpools"].clear()
+            await asyncio.sleep(0.1)  # for the controllers
+            assert cluster.pods == {} and {*cluster.tokens, "Bearer t0k"} == {"Bearer t0k"}
 
     asyncio.run(work())
 
@@ -150,6 +174,81 @@ def test_a_pod_has_few_rights_and_those_of_ended_runs_are_removed(make_local: Ma
             await provider.close()
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize("options", [KubernetesOptions(resource="sandbox"), CLAIM], ids=lambda options: options.resource)
+def test_controllers_make_the_pod_and_one_made_again_is_a_lost_sandbox(make_local: MakeLocal, image: str, options):
+    async def work() -> None:
+        async with FakeKubernetes(make_local(), {"box:1": image}) as cluster:
+            if options is CLAIM:
+                cluster.add_pool("warm", 1, make_template())
+                while not cluster.pods:
+                    await asyncio.sleep(0.05)
+            waiting = set(cluster.pods)
+            provider = KubernetesProvider(options, KubernetesApi(cluster.url, "tests"))
+            sandbox = await provider.create(SandboxSpec(image="box:1", environment={"A": "b"}))
+            pod, made = sandbox.pod["metadata"]["name"], cluster.objects["sandboxclaims" if options is CLAIM else "sandboxes"]
+            if options is CLAIM:
+                assert {pod} == waiting and cluster.policies == []
+            else:
+                selected = [each["spec"]["podSelector"]["matchLabels"] for each in cluster.policies]
+                assert len(selected) == 2 and all(
+                    each.items() <= cluster.pods[pod]["metadata"]["labels"].items() for each in selected
+                )
+            assert (await sandbox.exec(SandboxCommand(argv=("sh", "-c", "echo $A")))).stdout == b"b\n"
+            ended = {"strop.dev/owner": provider.owner.rsplit(":", 2)[0] + ":4194304:17"}
+            made["old"] = {**made[sandbox.id], "metadata": {"name": "old", "uid": "1", "labels": {"strop.dev/sandbox": "true"}}}
+            made["old"]["metadata"]["annotations"] = ended
+            assert await provider.remove_left_over() == 1 and set(made) == {sandbox.id}
+            if options is CLAIM:
+                cluster.pods[pod]["status"]["containerStatuses"][0]["containerID"] = "containerd://another"
+            else:
+                await provider.call("DELETE", f"{provider.pods}/{pod}")
+            with pytest.raises(SandboxFailure, match="its pod was removed or started again") as found:
+                await sandbox.exec(SandboxCommand(argv=("true",)))
+            assert found.value.cause == FailureCause.LOST and not (await sandbox.health()).answers
+            await provider.close()
+            assert made == {}
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    "change, failure, match",
+    [
+        ({"served": {"agents.x-k8s.io"}}, UnsupportedSpec, "does not serve extensions.agents.x-k8s.io/v1beta1: install"),
+        ({"pool": "other"}, UnsupportedSpec, "has no sandboxwarmpool warm"),
+        ({"template": None}, UnsupportedSpec, "has no sandboxtemplate warm-template"),
+        ({"template": make_template(networkPolicy=None)}, UnsupportedSpec, "lets its sandboxes connect"),
+        ({"template": make_template(networkPolicyManagement="Unmanaged")}, UnsupportedSpec, "lets its sandboxes connect"),
+        ({"image": "box:2"}, FailureCause.IMAGE, "warm has sandboxes of box:1, not of box:2"),
+        ({"forbids": "exceeded quota: pods"}, FailureCause.REFUSED, "exceeded quota: pods"),
+        ({"states": [{"phase": "Failed", "reason": "Evicted"}]}, FailureCause.DISK, "Evicted"),
+        ({"states": [{"phase": "Pending"}], "start_s": 0.3}, FailureCause.SLOW, "not ready in 0.3 s"),
+    ],
+)
+def test_what_a_claim_cannot_get_has_a_cause_and_leaves_none(make_local: MakeLocal, image: str, change, failure, match):
+    async def work() -> None:
+        async with FakeKubernetes(make_local(), {"box:1": image}) as cluster:
+            cluster.add_pool(change.get("pool", "warm"), 0, change.get("template") or make_template())
+            if change.get("template", ()) is None:
+                cluster.objects["sandboxtemplates"].clear()
+            for name in {"served", "forbids", "states"} & set(change):
+                setattr(cluster, name, change[name])
+            provider = KubernetesProvider(CLAIM, KubernetesApi(cluster.url, "tests"))
+            pool = WarmPool(provider, max_open=1, start_s=change.get("start_s", 60.0), tries=1)
+            with pytest.raises(SandboxError, match=match) as found:
+                await pool.create(SandboxSpec(image=change.get("image", "box:1")))
+            assert getattr(found.value, "cause", type(found.value)) == failure and cluster.objects["sandboxclaims"] == {}
+            await pool.close()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("options", [{"resource": "claim"}, {"resource": "pods"}, {"warm_pool": "warm"}])
+def test_a_resource_and_its_warm_pool_belong_together(options):
+    with pytest.raises(UnsupportedSpec, match="claim alone needs the name of a SandboxWarmPool"):
+        KubernetesOptions(**options)
 
 
 WAITING = {"phase": "Pending", "containerStatuses": [{"state": {"waiting": {"reason": "CreateContainerError"}}}]}

@@ -2,6 +2,9 @@
 
 Without egress a pod gets a label that a NetworkPolicy of the namespace selects; whether it holds depends on the cluster's network plugin,
 which ``strop sandbox check`` cannot see from inside.
+
+With ``resource`` the controllers of kubernetes-sigs/agent-sandbox make the pod: of a Sandbox with the same pod, or of a SandboxClaim, which
+takes one from a SandboxWarmPool, whose SandboxTemplate sets everything but the commands.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 from urllib.parse import quote, urlencode
@@ -31,6 +35,13 @@ _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _KEPT = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "NET_BIND_SERVICE"]
 _STDIN, _STDOUT, _STDERR, _ERROR, _CLOSE = 0, 1, 2, 3, 255
 _NO_EXEC = dict.fromkeys((400, 403, 404, 500, 502, 503), FailureCause.LOST)
+_ROOTS = {"pods": "/api/v1", "sandboxes": "/apis/agents.x-k8s.io/v1beta1"}
+_EXTENSIONS = "/apis/extensions.agents.x-k8s.io/v1beta1"
+_PLURALS = {"pod": "pods", "sandbox": "sandboxes", "claim": "sandboxclaims"}
+_NEVER_READY = {  # reasons of the condition Ready that its controllers do not try again
+    *("WarmPoolNotFound", "TemplateNotFound", "InvalidMetadata", "VolumeClaimTemplatesError", "InvalidConfiguration"),
+    *("ClaimExpired", "SandboxExpired", "SandboxSuspended", "PodFailed", "PodSucceeded", "MultiplePods"),
+}
 _NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 
 
@@ -43,6 +54,15 @@ class KubernetesOptions:
     runtime_class: str = ""  # for example gvisor
     node_selector: Mapping[str, str] | None = None
     max_hours: float = 24.0  # after which the cluster ends a sandbox, whatever became of its run
+    resource: Literal["pod", "sandbox", "claim"] = "pod"  # the last two need agent-sandbox 0.5 or later
+    warm_pool: str = ""  # the SandboxWarmPool of resource=claim
+
+    def __post_init__(self) -> None:
+        if self.resource not in _PLURALS or (self.resource == "claim") != bool(self.warm_pool):
+            raise UnsupportedSpec(
+                f"sandboxes.options has resource={self.resource!r} and warm_pool={self.warm_pool!r}: resource is one of "
+                f"{', '.join(_PLURALS)}, and claim alone needs the name of a SandboxWarmPool"
+            )
 
 
 @dataclass(frozen=True)
@@ -128,32 +148,102 @@ class KubernetesProvider(HttpProvider):
         self.options, self.cluster = options, cluster or find_cluster(options)
         super().__init__(self.cluster.url)
         self.context = self.cluster.context
-        self._has_policy = False
+        self._is_prepared = False
 
     @property
     def headers(self) -> Mapping[str, str]:
         return self.cluster.headers
 
+    def path(self, plural: str) -> str:
+        return f"{_ROOTS.get(plural, _EXTENSIONS)}/namespaces/{quote(self.cluster.namespace)}/{plural}"
+
     @property
     def pods(self) -> str:
-        return f"/api/v1/namespaces/{quote(self.cluster.namespace)}/pods"
+        return self.path("pods")
+
+    @property
+    def objects(self) -> str:
+        """The path of what a provider makes, lists and deletes for sandboxes."""
+        return self.path(_PLURALS[self.options.resource])
 
     async def create(self, spec: SandboxSpec) -> KubernetesSandbox:
         check_spec(spec, self.name, self.capabilities)
-        await self._add_policy()
+        await self._prepare()
+        if self.options.resource == "claim":
+            await self._check_template(spec)
         sandbox = KubernetesSandbox(f"strop-{secrets.token_hex(8)}", self)
         self.add(sandbox)
         try:
-            await self.call("POST", self.pods, self.describe(sandbox.id, spec))
-            while not _is_ready(pod := await self.call("GET", f"{self.pods}/{sandbox.id}"), spec.image):
+            await self.call("POST", self.objects, self.describe(sandbox.id, spec))
+            while not (pod := await self._find_ready(sandbox.id, spec.image)):
                 await asyncio.sleep(POLL_S)
             sandbox.pod = pod
+            if self.options.resource == "claim":  # which would get no sandbox of the pool if it set variables
+                sandbox.environment = spec.environment
         except BaseException:
             await asyncio.shield(sandbox.destroy())
             raise
         return sandbox
 
+    async def _check_template(self, spec: SandboxSpec) -> None:
+        """Check what a claim would get. A policy of ours could not narrow that of the template: a connection needs only one."""
+        found: Any = {"spec": {"sandboxTemplateRef": {"name": self.options.warm_pool}}}
+        for plural in ("sandboxwarmpools", "sandboxtemplates"):
+            name = found["spec"]["sandboxTemplateRef"]["name"]
+            found = await self.call("GET", f"{self.path(plural)}/{quote(name)}", accepted=(404,))
+            if found is None:
+                raise UnsupportedSpec(
+                    f"the namespace {self.cluster.namespace} has no {plural[:-1]} {name}, which "
+                    f"sandboxes.options.warm_pool={self.options.warm_pool} needs"
+                )
+        managed, policy = found["spec"].get("networkPolicyManagement") != "Unmanaged", found["spec"].get("networkPolicy")
+        if spec.network.egress == "none" and (not managed or policy is None or policy.get("egress")):
+            raise UnsupportedSpec(
+                f"sandboxes.egress=none, and the sandboxtemplate {name} lets its sandboxes connect: set networkPolicy: {{egress: []}} "
+                "in it, or sandboxes.egress=all"
+            )
+
+    async def _find_ready(self, name: str, image: str) -> Mapping[str, Any] | None:
+        """Find the pod of a sandbox, once it takes commands. Raises SandboxFailure for one that never will."""
+        found = await self.call("GET", f"{self.objects}/{name}")
+        if self.options.resource == "pod":
+            return found if _is_ready(found, image) else None
+        conditions = found.get("status", {}).get("conditions", ())
+        ready: Mapping[str, str] = next((each for each in conditions if each["type"] == "Ready"), {})
+        if self.options.resource == "claim":
+            name = found.get("status", {}).get("sandbox", {}).get("name", "")
+            found = name and await self.call("GET", f"{self.path('sandboxes')}/{name}", accepted=(404,))
+        pod = None
+        if found:
+            made_of = found["spec"]["podTemplate"]["spec"]["containers"][0]["image"]
+            if made_of != image:
+                raise SandboxFailure(
+                    FailureCause.IMAGE,
+                    f"the pool {self.options.warm_pool} has sandboxes of {made_of}, not of {image}: set another "
+                    "sandboxes.options.warm_pool",
+                )
+            name = found["metadata"].get("annotations", {}).get("agents.x-k8s.io/pod-name") or name
+            pod = await self.call("GET", f"{self.pods}/{name}", accepted=(404,))
+        runs, why = _is_ready(pod or {}, image), f"{ready.get('reason')}: {ready.get('message')}"
+        if ready.get("reason") in _NEVER_READY or "is forbidden" in why or "is invalid" in why:  # a pod, by a quota or rules
+            raise SandboxFailure(FailureCause.REFUSED, f"the {self.options.resource} will not be ready: {why[:500]}")
+        return pod if runs and ready.get("status") == "True" else None
+
     def describe(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
+        """Describe what is made: a pod, or what the controllers of agent-sandbox make one of."""
+        pod, owned = self._describe_pod(spec), {"name": name, "annotations": {OWNER: self.owner}}
+        if self.options.resource == "pod":
+            return {"apiVersion": "v1", "kind": "Pod", **pod, "metadata": {**owned, **pod["metadata"]}}
+        ends = (datetime.now(UTC) + timedelta(hours=self.options.max_hours)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        lifecycle, owned = {"shutdownTime": ends, "shutdownPolicy": "Delete"}, {**owned, "labels": {LABEL: "true"}}
+        if self.options.resource == "sandbox":
+            root, kind, values = _ROOTS["sandboxes"], "Sandbox", {"podTemplate": pod, **lifecycle}
+        else:
+            root, kind = _EXTENSIONS, "SandboxClaim"
+            values = {"warmPoolRef": {"name": self.options.warm_pool}, "lifecycle": lifecycle}
+        return {"apiVersion": root.removeprefix("/apis/"), "kind": kind, "metadata": owned, "spec": values}
+
+    def _describe_pod(self, spec: SandboxSpec) -> dict[str, Any]:
         resources = spec.resources
         limits = {
             "cpu": f"{resources.cpus:g}",
@@ -179,29 +269,33 @@ class KubernetesProvider(HttpProvider):
         }
         pod |= {"runtimeClassName": self.options.runtime_class} if self.options.runtime_class else {}
         pod |= {"nodeSelector": dict(self.options.node_selector)} if self.options.node_selector else {}
-        metadata = {"name": name, "labels": labels, "annotations": {OWNER: self.owner}}
-        return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod}
+        return {"metadata": {"labels": labels}, "spec": pod}
 
-    async def _add_policy(self) -> None:
-        """Let nothing connect to a sandbox, and those without egress to nothing."""
-        if self._has_policy:
+    async def _prepare(self) -> None:
+        """Let nothing connect to a sandbox, and those without egress to nothing. Raises UnsupportedSpec without agent-sandbox."""
+        if self._is_prepared:
             return
+        root = _ROOTS.get(_PLURALS[self.options.resource], _EXTENSIONS)
+        if self.options.resource != "pod" and await self.call("GET", root, accepted=(404,)) is None:
+            raise UnsupportedSpec(
+                f"the cluster does not serve {root.removeprefix('/apis/')}: install agent-sandbox 0.5 or later, or set "
+                "sandboxes.options.resource=pod"
+            )
         path = f"/apis/networking.k8s.io/v1/namespaces/{quote(self.cluster.namespace)}/networkpolicies"
-        for name, labels, kind in (
-            (f"{POLICY}-ingress", {LABEL: "true"}, "Ingress"),
-            (f"{POLICY}-egress", {EGRESS: "none"}, "Egress"),
-        ):
+        policies = ((f"{POLICY}-ingress", {LABEL: "true"}, "Ingress"), (f"{POLICY}-egress", {EGRESS: "none"}, "Egress"))
+        for name, labels, kind in policies if self.options.resource != "claim" else ():
             spec = {"podSelector": {"matchLabels": labels}, "policyTypes": [kind]}
             body = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": name}, "spec": spec}
             await self.call("POST", path, body, accepted=(409,))
-        self._has_policy = True
+        self._is_prepared = True
 
     async def remove_left_over(self) -> int:
-        """Remove pods of runs of this machine that have ended. Those of other machines end after ``max_hours``."""
-        found = await self.call("GET", f"{self.pods}?{urlencode({'labelSelector': f'{LABEL}=true'})}")
+        """Remove what runs of this machine that have ended left of ``resource``. What else is left ends after ``max_hours``."""
+        await self._prepare()
+        found = await self.call("GET", f"{self.objects}?{urlencode({'labelSelector': f'{LABEL}=true'})}")
         ended = [each for each in found["items"] if has_ended(each["metadata"].get("annotations", {}).get(OWNER, ""))]
         for each in ended:
-            await self.call("DELETE", f"{self.pods}/{each['metadata']['name']}?gracePeriodSeconds=0", accepted=(404,))
+            await self.call("DELETE", f"{self.objects}/{each['metadata']['name']}?gracePeriodSeconds=0", accepted=(404,))
         return len(ended)
 
 
@@ -213,12 +307,26 @@ class KubernetesSandbox(SupervisedSandbox):
         self.provider = provider
         self.pod: Mapping[str, Any] = {}
 
+    @property
+    def path(self) -> str:
+        return f"{self.provider.pods}/{self.pod['metadata']['name']}"
+
+    async def _check_pod(self) -> None:
+        """Controllers make a pod again, and restart containers, without their files. Raises SandboxFailure."""
+        pod = await self.provider.call("GET", self.path, accepted=(404,))
+        if pod is None or _identify(pod) != _identify(self.pod):
+            self.lost = self.lost or "its pod was removed or started again"
+        self._check()
+
     async def attach(self, argv: Sequence[str], stdin: bytes, user: str, on_part: OnPart) -> int:
         if user:
             raise SandboxFailure(FailureCause.REQUEST, "Kubernetes runs commands as the user of the image; leave user empty")
-        streams = [("container", "sandbox"), ("stdin", "true"), ("stdout", "true"), ("stderr", "true")]
+        if self.provider.options.resource != "pod":
+            await self._check_pod()
+        container = self.pod["spec"]["containers"][0]["name"]
+        streams = [("container", container), ("stdin", "true"), ("stdout", "true"), ("stderr", "true")]
         query = urlencode([*streams, *(("command", word) for word in argv)])
-        url = f"{self.provider.url}{self.provider.pods}/{self.id}/exec?{query}"
+        url = f"{self.provider.url}{self.path}/exec?{query}"
         async with self.provider.connect(url, headers=self.provider.headers, causes=_NO_EXEC, protocols=(PROTOCOL,)) as channel:
             if channel.protocol != PROTOCOL:
                 raise SandboxFailure(
@@ -231,13 +339,14 @@ class KubernetesSandbox(SupervisedSandbox):
                 feeding.cancel()
 
     async def was_out_of_memory(self) -> bool:
-        pod = await self.provider.call("GET", f"{self.provider.pods}/{self.id}")
-        states = [each.get("lastState", {}).get("terminated", {}) for each in pod.get("status", {}).get("containerStatuses", ())]
+        pod = await self.provider.call("GET", self.path)
+        found = [(each, key) for each in pod.get("status", {}).get("containerStatuses", ()) for key in ("state", "lastState")]
+        states = [each.get(key, {}).get("terminated", {}) for each, key in found]
         return any(state.get("reason") == "OOMKilled" for state in states)
 
     async def remove(self) -> None:
         self.provider.forget(self)
-        await self.provider.call("DELETE", f"{self.provider.pods}/{self.id}?gracePeriodSeconds=0", accepted=(404,))
+        await self.provider.call("DELETE", f"{self.provider.objects}/{self.id}?gracePeriodSeconds=0", accepted=(404,))
 
 
 async def _feed(channel: Any, stdin: bytes) -> None:
@@ -265,6 +374,11 @@ def _read_exit(name: str, status: Mapping[str, Any]) -> int:
         if cause.get("reason") == "ExitCode":
             return int(cause["message"])
     raise SandboxFailure(FailureCause.LOST, f"the sandbox {name} is gone: {str(status.get('message', status))[:300]}")
+
+
+def _identify(pod: Mapping[str, Any]) -> tuple[Any, ...]:
+    name, statuses = pod["spec"]["containers"][0]["name"], pod.get("status", {}).get("containerStatuses", ())
+    return (pod["metadata"].get("uid"), *(each.get("containerID") for each in statuses if each.get("name") == name))
 
 
 def _is_ready(pod: Mapping[str, Any], image: str) -> bool:

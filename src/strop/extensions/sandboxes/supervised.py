@@ -13,7 +13,7 @@ import secrets
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -70,6 +70,7 @@ class SupervisedSandbox(ABC):
     def __init__(self, name: str) -> None:
         self.id = name
         self.lost = ""  # why it can no longer be used
+        self.environment: Mapping[str, str] = {}  # of its commands, where its provider cannot set it
         self._loose: set[asyncio.Task[None]] = set()
 
     @abstractmethod
@@ -102,7 +103,7 @@ class SupervisedSandbox(ABC):
                 if on_output is not None:
                     on_output(stream, part)
 
-        variables = [f"{name}={value}" for name, value in command.environment.items()]
+        variables = [f"{name}={value}" for name, value in {**self.environment, **command.environment}.items()]
         argv = [
             "/bin/sh",
             "-c",
