@@ -244,7 +244,7 @@ def test_two_trained_players_reach_the_value_of_the_game(players: Path, tmp_path
     steps, averaged = 400, 200
     changes = {
         "policy.dtensor_cfg.lora_cfg.enabled": False,  # all weights
-        "policy.optimizer.name": "torch.optim.SGD",  # with Adam's momentum, the players circle ever further out
+        "policy.optimizer.name": "torch.optim.SGD",  # without momentum, with which Adam's players circled far out
         "policy.optimizer.kwargs.lr": 0.05,
         "policy.generation.keep_sampling_mask": True,  # the entropy is of the two moves
         "loss_fn.entropy_bonus": 0.1,
