@@ -24,6 +24,9 @@ from strop.endings import Ending, Who
 from strop.lazy_torch import Tensor, torch
 from strop.thoughts import read_answer
 
+# The number of the policy that a rollout trains; 0 is the run's own.
+TRAINED_POLICY = TokenColumn(name="trained_policy", dtype="int32", aligned="rollout")
+
 
 @dataclass(frozen=True)
 class ToolCall:

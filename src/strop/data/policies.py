@@ -11,16 +11,13 @@ from dataclasses import replace
 
 import torch
 
-from strop.columns import TokenColumn
 from strop.data.rollout_selector import RolloutSelector, SubBatch
-from strop.types import Batch
-
-POLICY = TokenColumn(name="trained_policy", dtype="int32", aligned="rollout")  # number of the policy; 0: the run's own, "policy"
+from strop.types import TRAINED_POLICY, Batch
 
 
 def split_policies(batch: Batch) -> list[tuple[int, SubBatch]]:
     """Return (number, part) for each policy with rollouts in the batch, in the order of their numbers."""
-    owners = batch.rollout_columns.get(POLICY.name)
+    owners = batch.rollout_columns.get(TRAINED_POLICY.name)
     if owners is None:
         return [(0, SubBatch(batch, torch.arange(len(batch.target))))]
     selector = RolloutSelector(batch)
@@ -30,7 +27,7 @@ def split_policies(batch: Batch) -> list[tuple[int, SubBatch]]:
 
 def map_policies(batch: Batch, credit: Callable[[Batch], Batch]) -> Batch:
     """Return the batch with what ``credit`` makes of the part of each policy: its tokens' advantages, mask and columns."""
-    if POLICY.name not in batch.rollout_columns:
+    if TRAINED_POLICY.name not in batch.rollout_columns:
         return credit(batch)
     parts = [(part.index, credit(part.batch)) for _, part in split_policies(batch)]
     index = torch.cat([places for places, _ in parts]).argsort()

@@ -13,7 +13,6 @@ import torch
 
 from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.data.packing import pack
-from strop.data.policies import POLICY
 from strop.data.sources.source import DataSource
 from strop.endings import Ending
 from strop.environments.base import EnvironmentConfigError, reward
@@ -26,7 +25,7 @@ from strop.rollouts.reward_scaling_config import RewardScalingConfig
 from strop.sampling import Sampling
 from strop.trainer.dropped import drop_reason
 from strop.trainer.step_metrics import group_metrics
-from strop.types import Group, Rollout, Task, user
+from strop.types import TRAINED_POLICY, Group, Rollout, Task, user
 from support.games import ScriptedGenerator
 
 
@@ -103,7 +102,7 @@ def test_a_role_with_its_own_policy_is_sampled_from_it_and_numbered() -> None:
     group = play(Classroom(roles={"student": "own", "guest": "base"}), "why?", "well", samples=1, own=own)
     teacher, student = group.by_role()
     assert [turn.text for turn in student.rollouts[0].policy_turns] == ["from", "the other"]
-    assert pack([teacher, student]).rollout_columns[POLICY.name].tolist() == [0, 1]
+    assert pack([teacher, student]).rollout_columns[TRAINED_POLICY.name].tolist() == [0, 1]
 
 
 def test_a_group_is_kept_if_one_role_can_learn_from_it() -> None:

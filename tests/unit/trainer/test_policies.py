@@ -14,14 +14,14 @@ from torch import Tensor
 
 from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.data.packing import pack
-from strop.data.policies import POLICY, map_policies
+from strop.data.policies import map_policies
 from strop.generation.torch.torch_past_selves import copy_network
 from strop.learner.client import InlineCaller, LearnerClient, PolicyScorer
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.trainer.run import TrainingRun
 from strop.trainer.update import update
-from strop.types import Batch, Group, Rollout
+from strop.types import TRAINED_POLICY, Batch, Group, Rollout
 from support.learners import make_torch_learner
 from support.lora import with_random_adapters
 from support.models import build, largest_difference, to_float64
@@ -52,7 +52,7 @@ def make_network() -> Network:
 def play(index: int, lengths: tuple[int, ...]) -> Group:
     """A group of episodes with three roles: the first and the last are the run's policy's, the second has its own."""
     roles = [simple_groups((5 + role, lengths), seed=10 * index + role)[0] for role in range(3)]
-    number = {POLICY: torch.tensor([1], dtype=torch.int32)}
+    number = {TRAINED_POLICY: torch.tensor([1], dtype=torch.int32)}
     named = [
         [replace(rollout, role=f"role {role}", columns=number if role == 1 else {}) for rollout in group.rollouts]
         for role, group in enumerate(roles)

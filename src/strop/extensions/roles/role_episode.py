@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from strop.data.policies import POLICY as POLICY_COLUMN
 from strop.endings import Ending, RolloutFailed
 from strop.environments.handle import EnvironmentHandle, LocalEnvironment
 from strop.environments.policy_client import NoPolicyError, get_policy
@@ -19,7 +18,7 @@ from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, append_observation, sample_turn, start_rollout
 from strop.sampling import Sampling, mix_seed
-from strop.types import Branch, Message, Rollout, assistant, observation_turn
+from strop.types import TRAINED_POLICY, Branch, Message, Rollout, assistant, observation_turn
 
 
 async def run_roles(
@@ -138,7 +137,7 @@ class PolicyPlayer:
             branches=branches,
             ending=(others or [first])[-1].ending or Ending.STOP,
             role=self.role,
-            columns={POLICY_COLUMN: torch.tensor([self.number], dtype=torch.int32)} if self.number else {},
+            columns={TRAINED_POLICY: torch.tensor([self.number], dtype=torch.int32)} if self.number else {},
         )
 
 
