@@ -19,6 +19,7 @@ from strop.extensions.sandboxes.task_sandbox import SandboxAgent, current_sandbo
 from strop.extensions.sandboxes.trees import read_file
 from strop.tools.base import InfrastructureError, ParsedReply
 from strop.types import Rollout, ToolCall, user
+from support.oci_images import CONFIG
 from support.written_rollouts import rollout_of
 
 TESTS = {
@@ -145,7 +146,7 @@ def test_an_agent_of_the_image_reaches_the_policy_at_a_forwarded_port(sandboxes:
             result = await environment.run_agent(task, Endpoint(base_url=f"http://127.0.0.1:{port}/v1", api_key="k"))
             sandbox = await current_sandbox().open()
             assert sandbox._started.ports == [port]  # type: ignore[attr-defined]
-            told = await read_file(sandbox, "/work/program")
+            told = await read_file(sandbox, f"{CONFIG['WorkingDir']}/program")
             assert b"Repair it." in told and b"hidden" not in told and b"[ -e old ]" not in told
         server.close()
         return result

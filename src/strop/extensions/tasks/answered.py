@@ -43,9 +43,9 @@ class DataScience(AnsweredTasks, InSandbox):
         answer = str(solve(read_table(table.splitlines()), product, city))
         start = f"{_FUTURE}import csv, statistics\n{inspect.getsource(read_table)}\nrows = read_table(open('sales.csv'))"
         cells = [start, f"{_FUTURE}{inspect.getsource(solve)}\nprint({solve.__name__}(rows, {product!r}, {city!r}))"]
-        asked = f"/work/sales.csv has the columns day, city, product, units, price. {question.format(product=product, city=city)} {FORM}"
+        asked = f"/task/sales.csv has the columns day, city, product, units, price. {question.format(product=product, city=city)} {FORM}"
         solution: list[ToolCall | str] = [*(ToolCall("python", {"code": cell}) for cell in cells), f"Answer: {answer}"]
-        return make_task(solve.__name__, asked, answer, folder="/work", files={"/work/sales.csv": table}, solution=solution)
+        return make_task(solve.__name__, asked, answer, folder="/task", files={"/task/sales.csv": table}, solution=solution)
 
 
 def make_table(random: Random) -> str:

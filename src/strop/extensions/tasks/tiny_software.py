@@ -9,7 +9,7 @@ from strop.environments.base import PromptedTask
 from strop.extensions.tasks.base import make_task
 from strop.types import ToolCall
 
-FOLDER = "/work/repository"
+FOLDER = "/task/repository"
 PROMPT = """The Python repository {folder} has this issue:
 
 {issue}
