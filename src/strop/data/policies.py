@@ -15,21 +15,21 @@ from strop.data.rollout_selector import RolloutSelector, SubBatch
 from strop.types import TRAINED_POLICY, Batch
 
 
-def split_policies(batch: Batch) -> list[tuple[int, SubBatch]]:
-    """Return (number, part) for each policy with rollouts in the batch, in the order of their numbers."""
-    owners = batch.rollout_columns.get(TRAINED_POLICY.name)
+def split_policies(whole: SubBatch) -> list[tuple[int, SubBatch]]:
+    """Return (number, part) for each policy with rollouts in a batch, in the order of their numbers."""
+    owners = whole.batch.rollout_columns.get(TRAINED_POLICY.name)
     if owners is None:
-        return [(0, SubBatch(batch, torch.arange(len(batch.target))))]
-    selector = RolloutSelector(batch)
+        return [(0, whole)]
+    selector = RolloutSelector(whole.batch)
     found = [(number, selector.select((owners == number).nonzero().squeeze(1).tolist())) for number in owners.unique().tolist()]
-    return [(number, SubBatch(part.batch.with_totals(), part.index)) for number, part in found]
+    return [(number, SubBatch(part.batch.with_totals(), whole.index[part.index])) for number, part in found]
 
 
 def map_policies(batch: Batch, credit: Callable[[Batch], Batch]) -> Batch:
     """Return the batch with what ``credit`` makes of the part of each policy: its tokens' advantages, mask and columns."""
     if TRAINED_POLICY.name not in batch.rollout_columns:
         return credit(batch)
-    parts = [(part.index, credit(part.batch)) for _, part in split_policies(batch)]
+    parts = [(part.index, credit(part.batch)) for _, part in split_policies(SubBatch(batch, torch.arange(len(batch.target))))]
     index = torch.cat([places for places, _ in parts]).argsort()
 
     def join(columns: Sequence[torch.Tensor]) -> torch.Tensor:

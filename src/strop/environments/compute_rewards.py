@@ -36,9 +36,7 @@ async def _sum_rewards(environment: Environment[TaskT], task: TaskT, rollout: Ro
     rewards: dict[str, float] = {}
     steps: dict[int, float] = {}
     total = 0.0
-    for name, each in environment.reward_functions.items():
-        if each.mark.group or not is_earned(each, rollout):
-            continue
+    for name, each in calls.functions.items():
         closed = find_closed_gate(each.mark.gates, rewards)
         calls.start_ready(name, rewards)
         if closed is not None and closed.otherwise is None:
@@ -73,11 +71,11 @@ class _RewardCalls:
     """The reward calls of a rollout: concurrent ones run as tasks, each with its own metrics."""
 
     def __init__(self, environment: Environment[Any], task: Task, rollout: Rollout) -> None:
-        self._functions = {
+        self.functions = {
             name: each for name, each in environment.reward_functions.items() if not each.mark.group and is_earned(each, rollout)
         }
         self._task, self._rollout = task, rollout
-        self._waiting = [name for name, each in self._functions.items() if each.mark.concurrent]
+        self._waiting = [name for name, each in self.functions.items() if each.mark.concurrent]
         self._running: dict[str, tuple[asyncio.Task[Any], Rollout]] = {}
 
     async def __aenter__(self) -> _RewardCalls:
@@ -85,20 +83,20 @@ class _RewardCalls:
 
     def start_ready(self, current: str, rewards: Mapping[str, float]) -> None:
         """Start the concurrent rewards whose gates are open. Those before ``current`` are known."""
-        known = list(self._functions)
+        known = list(self.functions)
         known = known[: known.index(current)]
         for name in list(self._waiting):
-            gates = self._functions[name].mark.gates
+            gates = self.functions[name].mark.gates
             if all(gate.reward in known for gate in gates):
                 self._waiting.remove(name)
                 if find_closed_gate(gates, rewards) is None:
                     own = replace(self._rollout, metrics={})
-                    self._running[name] = asyncio.create_task(_call_reward(self._functions[name], self._task, own)), own
+                    self._running[name] = asyncio.create_task(_call_reward(self.functions[name], self._task, own)), own
 
     async def result(self, name: str) -> Any:
         """Return the result of a reward. Raises RewardError."""
         if name not in self._running:
-            return await _call_reward(self._functions[name], self._task, self._rollout)
+            return await _call_reward(self.functions[name], self._task, self._rollout)
         running, own = self._running.pop(name)
         returned = await running
         self._rollout.metrics.update(own.metrics)

@@ -18,6 +18,7 @@ from torch import Tensor
 from strop.algorithms.base import SQUARED_PROBS, LossFn, Outputs, TokenOutputs, ValueOutputs
 from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
 from strop.data.policies import split_policies
+from strop.data.rollout_selector import SubBatch
 from strop.learner.base import BackwardResult, WeightSource, require_token_outputs
 from strop.learner.budget.memory_probe import MemoryProbe
 from strop.learner.learner_thread import LearnerThread
@@ -112,8 +113,15 @@ class LearnerClient(ScorerClient):
 
 
 def join_outputs(parts: Sequence[tuple[Tensor, Outputs]], size: int) -> Outputs:
-    """Join outputs of parts of a batch, each with its index [n] into the batch's ``size`` predicted tokens."""
+    """Join outputs of parts of a batch, each with its index [n] into the batch's ``size`` predicted tokens. A single part is the batch."""
+    if len(parts) == 1:
+        return parts[0][1]
     return assemble_outputs([MicroBatchOutputs(tuple(parts))], size)
+
+
+def find_policies(learners: Mapping[str, LearnerClient]) -> dict[str, LearnerClient]:
+    """Return the learners of policies: the run's, and those of roles in the order of their numbers (``strop.data.policies``)."""
+    return {name: learner for name, learner in learners.items() if name != "value"}
 
 
 @dataclass(frozen=True)
@@ -122,8 +130,13 @@ class PolicyScorer:
 
     policies: Sequence[ScorerClient]  # by number (``strop.data.policies``)
 
+    @classmethod
+    def of(cls, learners: Mapping[str, LearnerClient]) -> PolicyScorer:
+        return cls(tuple(find_policies(learners).values()))
+
     async def score(self, batch: Batch) -> Outputs:
-        found = [(part.index, await self.policies[number].score(part.batch)) for number, part in split_policies(batch)]
+        parts = split_policies(SubBatch(batch, torch.arange(len(batch.target))))
+        found = [(part.index, await self.policies[number].score(part.batch)) for number, part in parts]
         return join_outputs(found, len(batch.target))
 
 

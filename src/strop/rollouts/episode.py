@@ -174,11 +174,11 @@ async def _score_each_role(
     """Return the rollouts with the group rewards of each role."""
     scored = await _score_group(environment, task, rollouts, rules)
     for number in range(max(len(rollout.others) for rollout in scored)):
-        present = [rollout for rollout in scored if rollout.others]
-        of_role = await _score_group(environment, task, [rollout.others[number] for rollout in present], rules)
-        for rollout, other in zip(present, of_role, strict=True):
-            others = (*rollout.others[:number], other, *rollout.others[number + 1 :])
-            scored[scored.index(rollout)] = _with_others(rollout, others)
+        present = [place for place, rollout in enumerate(scored) if rollout.others]
+        of_role = await _score_group(environment, task, [scored[place].others[number] for place in present], rules)
+        for place, other in zip(present, of_role, strict=True):
+            before = scored[place].others
+            scored[place] = _with_others(scored[place], (*before[:number], other, *before[number + 1 :]))
     return scored
 
 

@@ -138,9 +138,18 @@ class SampledSource(RunSource):
             for each in (selves, ahead):
                 if each is not None:
                     stack.push_async_callback(each.close)
-            baseline = self.algorithm.greedy_baseline
-            hooks = self.gates, self.keep, synced.policies
-            episodes = Episodes(config, self.train, synced.generator, template, self.sampling, baseline, selves, *hooks)
+            episodes = Episodes(
+                config,
+                self.train,
+                synced.generator,
+                template,
+                self.sampling,
+                greedy_baseline=self.algorithm.greedy_baseline,
+                past=selves,
+                policies=synced.policies,
+                gates=self.gates,
+                keep=self.keep,
+            )
             stream = make_rollout_stream(episodes, options, state, ahead)
             stack.push_async_callback(stream.close)
             yield GroupSupply(

@@ -40,7 +40,7 @@ async def make_columns(
     Raises ValueError for a column without a source.
     """
     scorers: dict[str, AsyncColumnSource] = dict(filled)
-    policies = PolicyScorer([learner for name, learner in learners.items() if name != "value"])
+    policies = PolicyScorer.of(learners)
     if keeps_reference(config, algorithm):
         tracker.progress("making the reference")
         scorers[REFERENCE_LOGPROBS] = LogprobColumn(REFERENCE_LOGPROBS, backend.make_reference())

@@ -8,7 +8,7 @@ from typing import Literal
 
 from strop.algorithms.base import Algorithm
 from strop.checkpointing.base import Checkpointer, Restorable
-from strop.learner.client import LearnerClient, PolicyScorer
+from strop.learner.client import LearnerClient
 from strop.monitoring.rollout_store.rollout_record import DropReason
 from strop.monitoring.trackers.base import SavedCheckpoint, Tracker
 from strop.rollouts.stream import GroupStream, StreamState
@@ -124,15 +124,6 @@ class TrainingRun:
     def saved_parts(self) -> Mapping[str, Restorable]:
         """What a checkpoint holds in addition to the state of the run, by name."""
         return {**self.learners, **self.parts}
-
-    @property
-    def policies(self) -> Mapping[str, LearnerClient]:
-        """The learners of policies: the run's, and those of roles in the order of their numbers (``strop.data.policies``)."""
-        return {name: learner for name, learner in self.learners.items() if name != "value"}
-
-    @property
-    def policy_scorer(self) -> PolicyScorer:
-        return PolicyScorer(tuple(self.policies.values()))
 
     @property
     def collecting(self) -> str:

@@ -11,7 +11,7 @@ from strop.data.policies import split_policies
 from strop.data.rollout_selector import SubBatch
 from strop.data.splitting import split_mini_batches
 from strop.learner.base import require_token_outputs
-from strop.learner.client import LearnerClient, PolicyColumns, join_outputs
+from strop.learner.client import LearnerClient, PolicyColumns, PolicyScorer, find_policies, join_outputs
 from strop.trainer.loss_check import check_loss
 from strop.trainer.run import TrainingRun
 from strop.trainer.step_metrics import batch_metrics
@@ -24,7 +24,7 @@ async def update(run: TrainingRun, batch: Batch) -> UpdateResult:
     with run.timer.span("policy_training"):
         steps = run.options.steps_per_batch * run.options.update_epochs
         scores_first = steps > 1 or "policy" not in run.algorithm.losses(run.step)
-        old_outputs = await PolicyColumns(run.policy_scorer).outputs(batch) if scores_first else None
+        old_outputs = await PolicyColumns(PolicyScorer.of(run.learners)).outputs(batch) if scores_first else None
         if isinstance(old_outputs, TokenOutputs):
             batch = batch.with_column(POLICY_LOGPROBS, old_outputs.logprobs)
         logged: list[metrics.Metrics] = []
@@ -32,8 +32,8 @@ async def update(run: TrainingRun, batch: Batch) -> UpdateResult:
         mini_batches = split_mini_batches(batch, run.options.steps_per_batch)
         for step, mini_batch in enumerate(mini_batches * run.options.update_epochs, 1):
             run.tracker.progress(f"training: optimizer step {step} of {steps}")
-            for policy, part in split_policies(mini_batch.batch):
-                await train_policy(run, policy, SubBatch(part.batch, mini_batch.index[part.index]), logged, passes)
+            for policy, part in split_policies(mini_batch):
+                await train_policy(run, policy, part, logged, passes)
         if old_outputs is None:
             trained = [(each.index, each.outputs) for each in passes if each.learner == "policy"]
             old_outputs = join_outputs(trained, len(batch.target))
@@ -47,8 +47,8 @@ async def train_policy(
     run: TrainingRun, policy: int, part: SubBatch, logged: list[metrics.Metrics], passes: list[OptimizerPass]
 ) -> None:
     """Take an optimizer step of a policy, and of the other learners with a loss, on its part of a mini-batch. Adds to the lists."""
-    own = list(run.policies)[policy]
-    prepared = await prepare_step(run, part.batch, run.policies[own])
+    own = list(find_policies(run.learners))[policy]
+    prepared = await prepare_step(run, part.batch, run.learners[own])
     for name, loss in run.algorithm.losses(run.step).items():
         key = own if name == "policy" else name
         inputs = replace(prepared, zero_gradient=run.algorithm.zero_gradient(prepared, name))

@@ -18,6 +18,7 @@ from loop.runs import metrics_of, overrides, tiny_config
 from strop.config import GrpoRunConfig, load_config
 from strop.data.packing import pack
 from strop.extensions.games.kuhn_poker import CARDS, MOVES, Deal, KuhnPoker, ask_first, pay_first
+from strop.learner.client import find_policies
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.runs.lifecycle import make_tracker
@@ -195,7 +196,7 @@ def test_two_adapters_of_one_base_are_trained_saved_and_resumed(players: Path, t
 
 
 def list_shared(run: TrainingRun) -> bool:
-    first, second = (dict(learner.caller.target.model.named_parameters()) for learner in run.policies.values())  # type: ignore[attr-defined]
+    first, second = (dict(learner.caller.target.model.named_parameters()) for learner in find_policies(run.learners).values())  # type: ignore[attr-defined]
     return all((first[name] is second[name]) == ("lora" not in name) for name in first)
 
 
@@ -229,7 +230,7 @@ class Curve(RunListener):
 
     async def on_step(self, step: StepView) -> Mapping[str, float]:
         found: dict[InfoSet, float] = {}
-        for sets, batch, policy in zip(SETS, self.scored, self.run.policies.values(), strict=True):
+        for sets, batch, policy in zip(SETS, self.scored, find_policies(self.run.learners).values(), strict=True):
             moves = (await policy.score(batch)).logprobs.exp().view(-1, 2)
             assert (moves.sum(1) > 0.999).all(), "the models write nothing but moves"
             found |= dict(zip(sets, moves[:, 1].tolist(), strict=True))

@@ -16,7 +16,7 @@ from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.data.packing import pack
 from strop.data.policies import map_policies
 from strop.generation.torch.torch_past_selves import copy_network
-from strop.learner.client import InlineCaller, LearnerClient, PolicyScorer
+from strop.learner.client import InlineCaller, LearnerClient
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.trainer.run import TrainingRun
@@ -68,7 +68,7 @@ def train_once(groups: list[Group], networks: list[Network], steps: int, micro: 
     learners = [make_torch_learner(network, Sampling(), **options) for network in networks]
     clients = {name: LearnerClient(InlineCaller(each)) for name, each in zip(("policy", "second"), learners, strict=False)}
     run = SimpleNamespace(
-        algorithm=algorithm, learners=clients, policies=clients, policy_scorer=PolicyScorer([*clients.values()]), step=0,
+        algorithm=algorithm, learners=clients, step=0,
         timer=SimpleNamespace(span=lambda _: nullcontext()), tracker=SimpleNamespace(progress=lambda _: None),
         options=SimpleNamespace(steps_per_batch=steps, update_epochs=1),
     )  # fmt: skip
