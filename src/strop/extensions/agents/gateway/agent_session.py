@@ -243,8 +243,7 @@ class AgentSession:
         """Return the run's sampling options within the limits of the request, or the request's if agents may choose."""
         sampling, left = self.options.sampling, self._find_rest_of_budget(asked)
         limit = min(sampling.max_new_tokens, asked.sampling.max_new_tokens, *left)
-        stop = tuple(dict.fromkeys((*sampling.stop_strings, *asked.stop)))
-        chosen = replace(sampling, max_new_tokens=limit, stop_strings=stop)
+        chosen = replace(sampling, max_new_tokens=limit, stop_strings=sampling.join_stops(asked.stop))
         if self.config.sampling == "run":
             return chosen
         given = {name: getattr(asked.sampling, name) for name in asked.sampling_parameters if hasattr(asked.sampling, name)}
