@@ -1,5 +1,5 @@
-"""Shared by the benchmarks: step records, statistics, FLOP counts, process memory, two alternating processes, and the report.
-Does not import torch."""
+"""Shared by the benchmarks: step records, statistics, FLOP counts, process memory, two alternating processes, the report, and tiny
+models. Only to make such a model does it import torch."""
 
 from __future__ import annotations
 
@@ -613,3 +613,32 @@ def as_json(result: Result) -> dict[str, Any]:
 def _ratios_as_json(result: Result, opponent: Side) -> dict[str, Any]:
     spreads = ratio_spreads(result.records[opponent], result.records["strop"])
     return {name: {kind: asdict(value) for kind, value in kinds.items()} for name, kinds in spreads.items()}
+
+
+def train_tokenizer(texts: Iterable[str], size: int, template: str) -> Any:
+    """Return a byte-level tokenizer trained on texts. Its first tokens are the padding, the end of a turn and its start."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = ["<|pad|>", "<|im_end|>", "<|im_start|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"],
+        chat_template=template,
+    )  # fmt: skip
+
+
+def save_llama(folder: Path, tokenizer: Any, seed: int, **sizes: Any) -> None:
+    """Save a random Llama with its tokenizer, whose first tokens are the padding and the end of a turn."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -17,6 +17,7 @@ from random import Random
 from typing import Any
 
 import torch
+from common import save_llama, train_tokenizer
 
 import strop
 from strop.extensions.games.sliding_puzzle import Grid, PuzzleRules, PuzzleSize, SlidingPuzzle, make_move, solution
@@ -71,27 +72,10 @@ DISTANCES = find_distances()
 
 def build_model(folder: Path, texts: list[str]) -> Path:
     """Save a random model whose tokenizer was trained on the game's own texts."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    specials = ["<pad>", "<|im_end|>", "<|im_start|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=640, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"],
-        chat_template=TEMPLATE,
+    save_llama(
+        folder, train_tokenizer(texts, 640, TEMPLATE), 0, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=LENGTH, tie_word_embeddings=True,
     )  # fmt: skip
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(wrapped), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=LENGTH, eos_token_id=1, pad_token_id=0, tie_word_embeddings=True,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    wrapped.save_pretrained(folder)
     return folder
 
 

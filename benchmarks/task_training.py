@@ -18,7 +18,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tool_use import TEMPLATE
+from common import save_llama, train_tokenizer
+from tool_use import LLAMA, TEMPLATE
 
 import strop
 from strop.extensions.tasks.tiny_terminal import make_folder
@@ -71,39 +72,10 @@ def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def build_model(folder: Path, seed: int) -> None:
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    specials = ["<|pad|>", "<|im_end|>", "<|im_start|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([json.dumps(row["messages"]) for row in demonstrations(50, seed)], trainer)
-    wrapped: Any = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
-    )
-    wrapped.add_tokens([PREFIX, SUFFIX])
-    wrapped.chat_template = TEMPLATE
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(wrapped),
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-        initializer_range=0.06,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    wrapped.save_pretrained(folder)
+    texts = (json.dumps(row["messages"]) for row in demonstrations(50, seed))
+    tokenizer = train_tokenizer(texts, 512, TEMPLATE)
+    tokenizer.add_tokens([PREFIX, SUFFIX])
+    save_llama(folder, tokenizer, seed, **LLAMA)
 
 
 def warm_up(folder: Path, seed: int, steps: int) -> Path:

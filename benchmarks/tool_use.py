@@ -18,6 +18,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from common import save_llama
+
 import strop
 
 PREFIX, SUFFIX = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "', '"}}\n</tool_call>'
@@ -38,6 +40,17 @@ def calculator(expression: str) -> int:
     """
     return sum(int(number) for number in expression.split("+"))
 '''
+LLAMA: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.06,
+}
 TOOL = {
     "type": "function",
     "function": {"name": "calculator", "description": "", "parameters": {"type": "object", "properties": {}}},
@@ -45,9 +58,8 @@ TOOL = {
 
 
 def build_model(folder: Path, seed: int) -> None:
-    import torch
     from tokenizers import Tokenizer, decoders, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     words = ["<|pad|>", "<|im_end|>", "<|im_start|>", "<|unk|>", "\n", *map(chr, range(32, 127))]
     tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, [], unk_token="<|unk|>"))
@@ -62,23 +74,7 @@ def build_model(folder: Path, seed: int) -> None:
     )
     wrapped.add_tokens([PREFIX, SUFFIX, "user\n", "assistant\n", "tool\n", "system\ncalculator"])
     wrapped.chat_template = TEMPLATE
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(wrapped),
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-        initializer_range=0.06,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    wrapped.save_pretrained(folder)
+    save_llama(folder, wrapped, seed, **LLAMA)
 
 
 def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -54,6 +56,14 @@ def is_here(package: str) -> bool:
     except ModuleNotFoundError:  # of its parent package
         return False
     return spec is not None and spec.origin is not None
+
+
+def is_in(python: str, package: str) -> bool:
+    """Return whether an interpreter can import a package. Raises OSError if it cannot be started."""
+    if python == sys.executable:
+        return is_here(package)
+    look = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
+    return subprocess.run([python, "-c", look], capture_output=True, timeout=60).returncode == 0
 
 
 def has_cpp_compiler() -> bool:

@@ -110,7 +110,7 @@ class Run:
         prefix = "validation/"
         logged = self.metrics[[name for name in self.metrics.columns if name.startswith(prefix)]].dropna(how="all")
         table = logged.rename(columns=lambda name: name.removeprefix(prefix))
-        found = {step: _read_interval(self.folder, step) for step in table.index} if (self.folder / prefix).is_dir() else {}
+        found = {step: read_interval(self.folder, step) for step in table.index} if (self.folder / prefix).is_dir() else {}
         for place, name in enumerate(("low", "high", "tasks") if found else ()):
             table[name] = [math.nan if (values := found[step]) is None else values[place] for step in table.index]
         return table
@@ -240,7 +240,7 @@ def _read_steps(store: RolloutStore | ValidationSamples) -> Iterator[RolloutReco
             warnings.warn(str(error), stacklevel=3)
 
 
-def _read_interval(folder: Path, step: int) -> tuple[float, float, int] | None:
+def read_interval(folder: Path, step: int) -> tuple[float, float, int] | None:
     """Return the ends of the 95 % interval of a validation's accuracy, and its tasks; None where they cannot be read."""
     from strop.monitoring.rollout_store.validation_samples import VALIDATION_FOLDER
 

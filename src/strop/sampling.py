@@ -8,7 +8,7 @@ and the learner renormalizes over that set (keep-sampling-mask of DeepSeek-V3.2,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import TypeGuard
@@ -81,6 +81,10 @@ class Sampling:
                 f"vocabulary. Set top_k to at most {MAX_RECORDED_TOP_K}; 512 seldom changes the result of a top_p below 0.95 and costs at "
                 "most 2 KiB per token"
             )
+
+    def join_stops(self, strings: Iterable[str]) -> tuple[str, ...]:
+        """Return its stop strings and further ones, each once."""
+        return tuple(dict.fromkeys((*self.stop_strings, *strings)))
 
     def _check_stops(self) -> None:
         if not all(is_whole(token, 0, MAX_COUNT) for token in self.stop_token_ids):

@@ -99,12 +99,23 @@ class ChatTemplate:
         self._encoded: OrderedDict[tuple[Message, ...], EncodedPrompt] = OrderedDict()  # with images
         self._prompts: dict[tuple[Message, ...], array[int]] = {}
         self._prompt_tokens = 0  # in ``_prompts``
+        self._variants: dict[str, ChatTemplate] = {}  # by their options
         self.joins_plain_text = not getattr(tokenizer, "chat_template", None)
         if self.joins_plain_text:
             warnings.warn(
                 "the tokenizer has no chat template: messages are joined as plain text; set policy.tokenizer.chat_template to change that",
                 stacklevel=2,
             )
+
+    def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
+        """Return the template with these options on top of its own; the same object for the same options."""
+        merged = {**self.options, **options}
+        if merged == self.options:
+            return self
+        key = json.dumps(merged, sort_keys=True, default=str)
+        if key not in self._variants:
+            self._variants[key] = ChatTemplate(self.tokenizer, options=merged, reads_images=self.reads_images, vision=self.vision)
+        return self._variants[key]
 
     @cached_property
     def longest_token(self) -> int:

@@ -432,7 +432,7 @@ async def _stop_where_asked(rollout: Rollout, environment: EnvironmentHandle[Any
         raise ValueError(
             f"{environment.traits.title}.stop_strings returned {stops!r:.80}; return a list of texts that are not empty"
         )
-    return replace(sampling, stop_strings=tuple(dict.fromkeys((*sampling.stop_strings, *stops)))) if stops else sampling
+    return replace(sampling, stop_strings=sampling.join_stops(stops)) if stops else sampling
 
 
 async def sample_turn(
@@ -549,7 +549,7 @@ class SampledPolicy:
                 f"the conversation of the policy's opponent has {len(prompt)} tokens, and policy.max_total_sequence_length is "
                 f"{self.max_length}; raise it"
             )
-        stops = tuple(dict.fromkeys((*self.sampling.stop_strings, *stop_strings)))
+        stops = self.sampling.join_stops(stop_strings)
         wanted = replace(
             self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, room), stop_strings=stops, record_sampling_mask=False
         )

@@ -78,7 +78,7 @@ class ToolTurns:
         """Return sampling settings that stop after a call, for calls that continue within the same message."""
         if self.offer.continuation == "turn":
             return sampling
-        return replace(sampling, stop_strings=tuple(dict.fromkeys((*sampling.stop_strings, *self.format.stop_strings))))
+        return replace(sampling, stop_strings=sampling.join_stops(self.format.stop_strings))
 
     def parse(self, turn: Turn, number: int) -> ParsedReply:
         """Parse a policy turn. Its calls get ids of nine letters and digits, which every template accepts."""

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from strop.sampling import Sampling
 from strop.types import Rollout
 from support.adapter_servers import free_port, interpreter
 from support.agents import TEMPLATE, Recorder, check_tree
+from support.processes import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SERVERS = ("example_tool_call_multireward", "example_single_tool_call")
@@ -75,13 +75,6 @@ def processes_of(folder: Path) -> list[int]:
         except OSError:
             continue
     return found
-
-
-def wait_until(true: Any, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def call(name: str, **arguments: object) -> str:
@@ -204,9 +197,9 @@ def test_the_servers_end_with_a_run_that_is_interrupted_or_killed(how, tiny, tmp
     variables = Environ({"NEMO_GYM_EXTRA_ROOTS": str(packages())})
     run: Running = start(arguments(tiny, tmp_path, grpo__max_num_steps=1000), tmp_path / "run", before=variables)
     try:
-        wait_until(lambda: (tmp_path / "run/logs").exists() and len(metrics_of(tmp_path / "run/logs")) > 0, 300)
+        assert wait_until(lambda: (tmp_path / "run/logs").exists() and len(metrics_of(tmp_path / "run/logs")) > 0, 300)
         assert len(processes_of(tmp_path)) >= 6
     finally:
         os.kill(run.process.pid, how)
         run.finish(60)
-    wait_until(lambda: not processes_of(tmp_path), 20)
+    assert wait_until(lambda: not processes_of(tmp_path), 20)

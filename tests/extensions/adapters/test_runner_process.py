@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from strop.endings import Ending, RolloutFailed
 from strop.environments.base import EnvironmentConfigError
 from strop.extensions.adapters.nemo_gym_runner import POLICY, PolicyServer, end_response, read_policy_server
 from strop.extensions.adapters.runner_process import RunnerProcess
+from support.processes import is_alive, wait_until
 
 WORKER = """
 import asyncio, os, subprocess, sys
@@ -50,20 +50,6 @@ def worker(tmp_path: Path) -> str:
     return f"{tmp_path / 'worker.py'}:Worker"
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_for_end(pid: int) -> None:
-    deadline = time.monotonic() + 10
-    while is_alive(pid):
-        assert time.monotonic() < deadline, "the child of the worker still runs"
-        time.sleep(0.02)
-
-
 def test_a_worker_is_called_and_ends_with_all_that_it_started(worker):
     process = RunnerProcess(worker, "toy", "toy", "")
     child = process.load(20, fails=False)
@@ -72,7 +58,7 @@ def test_a_worker_is_called_and_ends_with_all_that_it_started(worker):
         process.call("run", text="die")
     assert caught.value.ending == Ending.ENVIRONMENT
     process.close()
-    wait_for_end(child)
+    assert wait_until(lambda: not is_alive(child))
     with pytest.raises(EnvironmentConfigError, match="toy cannot load the environment: ValueError: no such file"):
         RunnerProcess(worker, "toy", "toy", "").load(20, fails=True)
 
@@ -85,7 +71,7 @@ def test_a_worker_ends_with_a_run_that_is_interrupted_or_killed(worker, how):
     assert is_alive(child)
     os.kill(owner.pid, how)
     owner.wait(20)
-    wait_for_end(child)
+    assert wait_until(lambda: not is_alive(child))
 
 
 SERVER = {"entrypoint": "app.py", "host": "127.0.0.1", "port": 5000, "base_url": POLICY, "num_workers": 4}

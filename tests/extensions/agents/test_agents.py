@@ -29,6 +29,7 @@ from strop.runs.dry_run.examine import find_single_turns
 from strop.tools.base import InfrastructureError
 from strop.types import Ending, Rollout
 from support.agents import TASK, Recorder, check_tree, play, play_async
+from support.processes import is_alive, wait_until
 
 CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 
@@ -196,13 +197,6 @@ def test_a_command_cannot_be_started_or_takes_too_long(tmp_path: Path) -> None:
     assert "took longer than 0.2 s" in str(rollout.error) and time.monotonic() - begun < 20
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_everything_that_a_command_started_ends_with_it(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     started = f"sleep 300 & echo $! >> {pids}; trap '' TERM; sleep 301 & echo $! >> {pids};"
@@ -247,13 +241,6 @@ with guard_group(left.pid):
     process.wait()
     assert wait_until(lambda: not is_alive(left)) and is_alive(ended)  # its guard had let it go
     os.kill(ended, signal.SIGKILL)
-
-
-def wait_until(holds: Any, seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(holds())
 
 
 def test_functions_that_block_do_not_wait_for_each_other() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,10 +20,9 @@ SCRIPT = str(ROOT / "examples" / "run_grpo_sliding_puzzle.py")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model whose tokenizer knows the words of the games."""
-    spec = importlib.util.spec_from_file_location("sliding_puzzle_benchmark", ROOT / "benchmarks" / "sliding_puzzle.py")
-    assert spec is not None and spec.loader is not None
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        benchmark = importlib.import_module("sliding_puzzle")
     conversations = [benchmark.play_poorly(Random(seed), 0.5) for seed in range(8)]
     folder: Path = benchmark.build_model(
         tmp_path_factory.mktemp("model") / "games", [message.content for messages in conversations for message in messages]

@@ -19,6 +19,7 @@ from strop.environments.compute_rewards import compute_rewards
 from strop.environments.rewards import RewardError
 from strop.environments.scoring.scoring_pool import ScoringError, ScoringPool, get_scoring_pool
 from strop.extensions.math.math_environment import MathEnvironment
+from support.processes import is_alive, wait_until
 from support.sweep import sweep
 
 LOADER = "strop.extensions.math.math_scorers:load_math_verify"
@@ -154,18 +155,7 @@ def test_no_worker_outlives_its_parent(end):
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     value, worker = run.stdout.split()
     assert value == "1.0"
-    deadline = time.monotonic() + 20
-    while _runs(int(worker)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not _runs(int(worker))
-
-
-def _runs(process: int) -> bool:
-    try:
-        with open(f"/proc/{process}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    assert wait_until(lambda: not is_alive(int(worker)), 20)
 
 
 def test_rows_become_tasks_and_votes_are_in_normal_form(tmp_path, wrote):

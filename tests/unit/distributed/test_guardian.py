@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from strop.distributed.guardian import MARK_VARIABLE, Guardian
+from support.processes import is_alive, wait_until
 
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc to find processes in")
 
@@ -46,14 +46,4 @@ def test_a_driver_that_is_killed_leaves_nothing_that_had_the_mark() -> None:
     child = int(driver.stdout.readline())
     driver.kill()
     driver.wait()
-    deadline = time.monotonic() + 10
-    while _lives(child):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def _lives(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert wait_until(lambda: not is_alive(child))

@@ -98,13 +98,14 @@ class NemoGymEnvironment(AgentEnvironment[Task]):
     @cached_property
     def process(self) -> RunnerProcess:
         process = RunnerProcess("nemo_gym_runner.py:NemoGymRunner", "nemo-gym", "nemo_gym", self.python)
-        self._agents.extend(process.load(self.start_timeout_s, config=dict(self.config)))
         weakref.finalize(self, process.close)
         return process
 
     @cached_property
     def _agents(self) -> list[str]:
-        return []  # that the process has started
+        """The names of the agents. The first to ask for them starts the servers."""
+        agents: list[str] = self.process.load(self.start_timeout_s, config=dict(self.config))
+        return agents
 
     @cached_property
     def _groups(self) -> Counter[tuple[str, int]]:
@@ -152,9 +153,8 @@ class NemoGymEnvironment(AgentEnvironment[Task]):
 
     def _check_agents(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Start the servers, and look for the agents of rows. A row without one has a ``task_source``, which leads NeMo-Gym to it."""
-        self.process  # noqa: B018 starts it
-        only = set(self._agents) if len(self._agents) == 1 else set()
-        for name in sorted({_agent_of(row) for row in rows if "task_source" not in row} - {*self._agents, *(only and {""})}):
+        known = {*self._agents, ""} if len(self._agents) == 1 else {*self._agents}
+        for name in sorted({_agent_of(row) for row in rows if "task_source" not in row} - known):
             raise EnvironmentConfigError(
                 f"rows are for the agent {name!r}, and config has {', '.join(self._agents)}{suggest_names(name, self._agents)}; add its "
                 "file to config.config_paths"
@@ -182,12 +182,13 @@ class NemoGymEnvironment(AgentEnvironment[Task]):
 
     async def _run_agent(self, task: Task, endpoint: Endpoint) -> AgentResult:
         """Let the agent of a row work on it. The rollouts of a group, which a server may compare, have an index in common."""
+        agents = self._agents
         turn = self._groups[task.id, endpoint.sample]
         self._groups[task.id, endpoint.sample] += 1
         group = int.from_bytes(blake2b(f"{task.id}\n{turn}".encode(), digest_size=6).digest(), "big")
         given = task.metadata["responses_create_params"]
         params = {name: value for name, value in given.items() if name not in SAMPLING}
-        only = {} if _agent_of(task.metadata) or "task_source" in task.metadata else {"agent_ref": {"name": self._agents[0]}}
+        only = {} if _agent_of(task.metadata) or "task_source" in task.metadata else {"agent_ref": {"name": agents[0]}}
         row = {
             **task.metadata,
             **only,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
 import json
 import os
@@ -18,6 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from strop import packages
 from strop.endings import Ending, RolloutFailed
 from strop.environments.base import EnvironmentConfigError
 from strop.extensions.agents.agent_guardian import guard_group
@@ -143,17 +143,14 @@ class RunnerProcess:
 
 def require_module(python: str, library: str, module: str) -> None:
     """Raise EnvironmentConfigError if an interpreter, "" for this one, does not have a module."""
-    if not python:
-        if importlib.util.find_spec(module) is None:
-            raise EnvironmentConfigError(explain_missing(sys.executable, library)) from ModuleNotFoundError(name=module)
-        return
-    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    interpreter = python or sys.executable
     try:
-        missing = subprocess.run([python, "-c", code], timeout=60, check=False).returncode
+        found = packages.is_in(interpreter, module)
     except OSError as error:
         raise EnvironmentConfigError(f"python is {python!r}, which cannot be started: {error.strerror}") from error
-    if missing:
-        raise EnvironmentConfigError(explain_missing(python, library))
+    if not found:
+        cause = None if python else ModuleNotFoundError(name=module)  # a dry run for other machines may assume it
+        raise EnvironmentConfigError(explain_missing(interpreter, library)) from cause
 
 
 def explain_missing(python: str, library: str) -> str:

@@ -78,7 +78,7 @@ async def run_agent(
     async with _find_gateway().open(rollout, options, generator, template) as opened:
         try:
             with failing_as(Ending.CRASH):
-                result = await environment.run_agent(rollout.task, replace(opened.endpoint, sample=rollout.sample))
+                result = await environment.run_agent(rollout.task, opened.endpoint)
         except Exception as error:
             log.debug("the agent of task %s failed", rollout.task.id, exc_info=error)
             failure = error

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
-from strop.extensions.evaluation.statistics import SHARE, confidence_interval, find_accuracy_interval
-from strop.monitoring.rollout_store.validation_samples import VALIDATION_FOLDER
+from strop.extensions.evaluation.statistics import SHARE, confidence_interval
 from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
+from strop.results import read_interval
 from strop.runs.monitors.run_listeners import RunSetup
 from strop.trainer.listeners import RunListener
 
@@ -57,8 +56,4 @@ def _find_interval(log_dir: Path, step: int, accuracy: float, examples: float | 
         right = round(accuracy * examples)
         interval = confidence_interval([1.0] * right + [0.0] * (round(examples) - right), bounds=SHARE)
         return interval.low, interval.high, round(examples)
-    try:
-        content = json.loads((log_dir / VALIDATION_FOLDER / f"step_{step:06d}.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return find_accuracy_interval(content["tasks"])
+    return read_interval(log_dir, step)

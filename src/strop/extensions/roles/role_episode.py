@@ -106,8 +106,7 @@ class PolicyPlayer:
             conversation = start_rollout(empty, messages, stage.template, rules, None)
             self.conversations.append(conversation)
             self.begun = True
-        stops = tuple(dict.fromkeys((*stage.sampling.stop_strings, *stop_strings)))
-        sampling = replace(stage.sampling, stop_strings=stops)
+        sampling = replace(stage.sampling, stop_strings=stage.sampling.join_stops(stop_strings))
         conversation, _ = await sample_turn(conversation, self.generator, stage.template, sampling, rules, None)
         self.conversations[-1] = conversation
         return conversation.content

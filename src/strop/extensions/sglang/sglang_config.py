@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -330,14 +329,10 @@ def find_cpu_problems(values: Mapping[str, Any], key: str) -> Iterator[Problem]:
 
 def require_sglang(python: str) -> None:
     """Raises ValueError unless an interpreter has SGLang, or is assumed to have it."""
-    if python == sys.executable:
-        found, why = packages.is_here("sglang"), "No module named 'sglang'"
-    else:
-        look = "import importlib.util as u, sys; sys.exit(u.find_spec('sglang') is None)"
-        try:
-            found, why = subprocess.run([python, "-c", look], capture_output=True).returncode == 0, "No module named 'sglang'"
-        except OSError as error:
-            found, why = False, str(error)
+    try:
+        found, why = packages.is_in(python, "sglang"), "No module named 'sglang'"
+    except OSError as error:
+        found, why = False, str(error)
     if not found and not packages.assume("sglang"):
         raise ValueError(
             f"policy.generation.backend is sglang, and {python} has no SGLang ({why}): `make setup-sglang` makes one that has it; "

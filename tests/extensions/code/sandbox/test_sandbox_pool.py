@@ -25,6 +25,7 @@ from strop.extensions.code.sandbox.sandbox_check import check_sandbox
 from strop.extensions.code.sandbox.sandbox_config import SandboxConfig
 from strop.extensions.code.sandbox.sandbox_pool import SandboxPool, get_sandbox
 from strop.extensions.sandboxes.local import bubblewrap
+from support.processes import is_alive, wait_until
 from support.sweep import sweep
 
 T = TypeVar("T")
@@ -274,17 +275,7 @@ asyncio.run(main())
         pids = [int(word) for word in process.stdout.readline().split()]
         assert pids
         process.kill()
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and any(Path(f"/proc/{pid}/root").exists() and _lives(pid) for pid in pids):
-        time.sleep(0.05)
-    assert not any(_lives(pid) for pid in pids)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
+    assert wait_until(lambda: not any(map(is_alive, pids)), 5)
 
 
 @pytest.mark.parametrize("level", sweep(["namespaces", "seccomp", "limits"], "seccomp"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from strop.endings import Ending, failing_as
 from strop.extensions.agents.episode_budget import EpisodeBudget
@@ -243,8 +241,7 @@ class AgentSession:
         """Return the run's sampling options within the limits of the request, or the request's if agents may choose."""
         sampling, left = self.options.sampling, self._find_rest_of_budget(asked)
         limit = min(sampling.max_new_tokens, asked.sampling.max_new_tokens, *left)
-        stop = tuple(dict.fromkeys((*sampling.stop_strings, *asked.stop)))
-        chosen = replace(sampling, max_new_tokens=limit, stop_strings=stop)
+        chosen = replace(sampling, max_new_tokens=limit, stop_strings=sampling.join_stops(asked.stop))
         if self.config.sampling == "run":
             return chosen
         given = {name: getattr(asked.sampling, name) for name in asked.sampling_parameters if hasattr(asked.sampling, name)}
@@ -352,23 +349,13 @@ class AgentSession:
         return SessionOutcome(rollout=replace(found, ending=self.ending), prompt_error=self.prompt_error, failure=self.failure)
 
 
-_variants: WeakKeyDictionary[ChatTemplate, dict[str, ChatTemplate]] = WeakKeyDictionary()
-
-
 def choose_template(template: ChatTemplate, options: Any) -> ChatTemplate:
     """Return the template with the options that a request sets (``chat_template_kwargs``), as vLLM takes them. Raises BadRequest."""
     if not options:
         return template
     if not isinstance(options, Mapping):
         raise BadRequest("chat_template_kwargs must be an object", "chat_template_kwargs")
-    merged = {**template.options, **options}
-    if merged == template.options:
-        return template
-    known = _variants.setdefault(template, {})
-    key = json.dumps(merged, sort_keys=True, default=str)
-    if key not in known:
-        known[key] = ChatTemplate(template.tokenizer, options=merged, reads_images=template.reads_images, vision=template.vision)
-    return known[key]
+    return template.with_options(options)
 
 
 def prompt_key(prompt: Sequence[int], images: Sequence[PromptImage] = ()) -> bytes:

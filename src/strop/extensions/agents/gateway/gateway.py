@@ -94,7 +94,7 @@ class Gateway:
     ) -> AsyncIterator[OpenedSession]:
         address = await self._listen()
         session = AgentSession(options=options, generator=generator, template=template, config=self.config)
-        opened = OpenedSession(self._make_endpoint(address, key))
+        opened = OpenedSession(self._make_endpoint(address, key, options))
         self._here += 1
         try:
             with self._server.serving(digest_key(key), session):
@@ -117,7 +117,7 @@ class Gateway:
         loop = asyncio.get_running_loop()
         process.load += 1
         try:
-            opened = OpenedSession(self._make_endpoint(await process.start(), key))
+            opened = OpenedSession(self._make_endpoint(await process.start(), key, options))
             async with asyncio.timeout(None) as limit:
 
                 def end() -> None:
@@ -135,10 +135,10 @@ class Gateway:
         finally:
             process.load -= 1
 
-    def _make_endpoint(self, address: str, key: str) -> Endpoint:
+    def _make_endpoint(self, address: str, key: str, options: SessionOptions) -> Endpoint:
         port = address.rpartition(":")[2]
         url = f"{make_local(address)}/v1" if self.config.url is None else self.config.url.replace(PORT, port)
-        return Endpoint(base_url=url, api_key=key)
+        return Endpoint(base_url=url, api_key=key, sample=options.sample)
 
     async def _listen(self) -> str:
         """Listen in this process, unless it does already. Returns the address."""

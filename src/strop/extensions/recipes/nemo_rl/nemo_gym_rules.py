@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from strop.config.source.yaml_source import get_at
-from strop.extensions.recipes.rules import Effect, Recipe, Rule, is_switched_off
+from strop.extensions.recipes.rules import Effect, Recipe, Refused, Rule, is_switched_off
 
 SECTION = "env.nemo_gym"
 OWN_OPTIONS = (  # of Strop's environment nemo_gym
@@ -32,9 +32,8 @@ MOST_TURNS = 1024
 
 def translate_nemo_gym(recipe: Recipe) -> None:
     """Let the run start the servers that a recipe describes, or reach those that it has the addresses of."""
-    if not any(
-        recipe.value(key) for key in ("env.should_use_nemo_gym", f"{SECTION}.config_paths", f"{SECTION}.config")
-    ) and not any(recipe.is_set(f"{SECTION}.{name}") for name in ("head_url", "servers")):
+    starts = any(recipe.value(key) for key in ("env.should_use_nemo_gym", f"{SECTION}.config_paths", f"{SECTION}.config"))
+    if not starts and not has_addresses(recipe):
         return drop_server_options(
             recipe, "nothing in the recipe requests NeMo-Gym, and agents reach the policy through the gateway"
         )
@@ -70,6 +69,11 @@ def translate_nemo_gym(recipe: Recipe) -> None:
         recipe.unused(key, "other keys refer to it, and have its value")
 
 
+def has_addresses(recipe: Recipe) -> bool:
+    """Return whether a recipe says where NeMo-Gym's servers are, which then run separately."""
+    return any(recipe.is_set(f"{SECTION}.{name}") for name in ("head_url", "servers"))
+
+
 def drop_server_options(recipe: Recipe, why: str) -> None:
     for name in SERVER_OPTIONS:
         for key in list(recipe.find(f"*generation.*_c*f*g.{name}")):
@@ -79,7 +83,7 @@ def drop_server_options(recipe: Recipe, why: str) -> None:
 def _translate_section(recipe: Recipe) -> None:
     """Move what NeMo-RL passes on to NeMo-Gym to ``config``, and translate what it reads itself."""
     written = get_at(recipe.source.values, ("env", "nemo_gym"))
-    apart = any(recipe.is_set(f"{SECTION}.{name}") for name in ("head_url", "servers"))
+    apart = has_addresses(recipe)
     passed: dict[str, Any] = {}
     for name, value in list(written.items()) if isinstance(written, Mapping) else []:
         key = f"{SECTION}.{name}"
@@ -88,7 +92,7 @@ def _translate_section(recipe: Recipe) -> None:
         elif name in IGNORED or (name == "effort_levels" and not _shapes(recipe.value(key))):
             recipe.unused(key, IGNORED.get(name, "it is switched off"))
         elif name == "is_trajectory_collection":
-            _refuse_if_on(recipe, key, "the run trains", "Remove it, and evaluate with strop eval.")
+            Refused([key], "the run trains", "Remove it, and evaluate with strop eval.")(recipe)
         elif name == "num_gpu_nodes":
             _translate_nodes(recipe, key)
         elif apart and name not in OWN_OPTIONS:
@@ -105,13 +109,6 @@ def _translate_section(recipe: Recipe) -> None:
 
 def _shapes(levels: Any) -> bool:
     return isinstance(levels, Mapping) and bool(levels.get("low_string")) and (levels.get("low_weight") or 0) > 0
-
-
-def _refuse_if_on(recipe: Recipe, key: str, why: str, fix: str) -> None:
-    if is_switched_off(recipe.value(key)):
-        recipe.unused(key, "it is switched off")
-    else:
-        recipe.refuse(key, f"found {recipe.value(key)!r:.80}, but {why}", fix)
 
 
 def _translate_nodes(recipe: Recipe, key: str) -> None:
