@@ -76,13 +76,12 @@ class RunHealth:
             held = [step for step, value in zip(series["steps"], series["series"][metric], strict=True) if value]
             if held:
                 notes = [note.text for note in (status.notes if status is not None else ()) if f"#{name})" in note.text]
-                said = (
-                    notes[-1].removeprefix("warning: ")
-                    if notes
-                    else f"{metric} was logged, and the page on warnings has what to do"
-                )
-                if metric.startswith(MONITOR):
-                    said = said if notes else f"perhaps the reward is hacked ({name}): read the rollouts that are flagged with it"
+                if notes:
+                    said = notes[-1].removeprefix("warning: ")
+                elif metric.startswith(MONITOR):
+                    said = f"perhaps the reward is hacked ({name}): read the rollouts that are flagged with it"
+                else:
+                    said = f"{metric} was logged, and the page on warnings has what to do"
                 yield _describe(name, "look", said, [(held[0], held[-1])], now=held[-1] > series["steps"][-1] - RECENT)
 
 
