@@ -311,6 +311,8 @@ class RolloutBrowser:
         places: dict[int, dict[int, str]] = defaultdict(dict)
         missing = set(names)
         for segment in reversed(self._index.segments()):
+            if not missing:
+                break
             scalars = segment.scalars
             words = scalars.words["task_id"]
             for code in [code for code, word in enumerate(words) if word in missing]:
