@@ -13,7 +13,7 @@ from strop.monitoring.waits import Status
 from strop.safety.printable import make_printable
 
 HEALTH, MONITOR, ALARM = "health/", "monitor/", "_alarm"  # metrics that are 1 in a step in which a warning holds
-UNREAD = ("train/environments/", "train/mismatch/")  # many, and no rule reads them
+UNREAD = ("train/environments/", "train/mismatch/")  # many, and the one rule that counts them is logged when it holds
 RECENT = 5  # steps within which something held that still counts: conditions come and go
 BROKEN = {"hung", "dead", "failed"}
 
