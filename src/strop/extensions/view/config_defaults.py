@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from strop.base_config import BaseConfig, to_tree
+from strop.base_config import BaseConfig, followed_keys, to_tree
 from strop.storage.files import clean_json
 
 
@@ -24,17 +24,17 @@ def find_changed(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
 def read_defaults(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the default of each key; of one that follows another what that has in ``values``. Empty for an unknown kind of run."""
     from strop.config.schema.run_config import TRAINING_RUNS
+    from strop.config.source.interpolation import iter_targets
     from strop.config.source.keys import iter_keys
 
     defaults: dict[str, Any] = {}
     for key in iter_keys(TRAINING_RUNS[kind]) if kind in TRAINING_RUNS else ():
         if key.required:
             continue
-        default = json.loads(json.dumps(clean_json(key.default), default=_write))
-        if isinstance(default, str) and default.startswith("${."):
-            target = default[2:-1].lstrip(".")
-            section = key.path[: -(len(default) - 3 - len(target))]
-            default = values.get(".".join((*section, target)))
+        if followed_keys(key.field):
+            default = values.get(".".join(next(iter_targets(key.path, key.default))))
+        else:
+            default = json.loads(json.dumps(clean_json(key.default), default=_write))
         defaults |= dict(flatten({key.dotted: default}))
     return defaults
 

@@ -13,7 +13,7 @@ from strop.monitoring.waits import Status
 from strop.safety.printable import make_printable
 
 HEALTH, MONITOR, ALARM = "health/", "monitor/", "_alarm"  # metrics that are 1 in a step in which a warning holds
-UNREAD = ("train/environments/", "train/mismatch/")  # many, and no rule reads them
+UNREAD = ("train/environments/", "train/mismatch/")  # many, and the one rule that counts them is logged when it holds
 RECENT = 5  # steps within which something held that still counts: conditions come and go
 BROKEN = {"hung", "dead", "failed"}
 
@@ -76,13 +76,12 @@ class RunHealth:
             held = [step for step, value in zip(series["steps"], series["series"][metric], strict=True) if value]
             if held:
                 notes = [note.text for note in (status.notes if status is not None else ()) if f"#{name})" in note.text]
-                said = (
-                    notes[-1].removeprefix("warning: ")
-                    if notes
-                    else f"{metric} was logged, and the page on warnings has what to do"
-                )
-                if metric.startswith(MONITOR):
-                    said = said if notes else f"perhaps the reward is hacked ({name}): read the rollouts that are flagged with it"
+                if notes:
+                    said = notes[-1].removeprefix("warning: ")
+                elif metric.startswith(MONITOR):
+                    said = f"perhaps the reward is hacked ({name}): read the rollouts that are flagged with it"
+                else:
+                    said = f"{metric} was logged, and the page on warnings has what to do"
                 yield _describe(name, "look", said, [(held[0], held[-1])], now=held[-1] > series["steps"][-1] - RECENT)
 
 

@@ -35,20 +35,20 @@ class ValidationBrowser:
     def list_validations(self) -> list[dict[str, Any]]:
         """Return the stored validations with the metrics that were logged of each, and 95 % intervals of the newest over tasks."""
         steps = self.run.validation_steps()
+        newest = set(steps[-MOST_INTERVALS:])
         return [
             {
                 "step": step,
                 "metrics": {name: value for name, value in self.run.metrics.at(step).items() if name.startswith("validation")},
-                "intervals": self._intervals(step) if step in steps[-MOST_INTERVALS:] else {},
+                "intervals": self._intervals(step) if step in newest else {},
             }
             for step in steps
         ]
 
     def _intervals(self, step: int) -> dict[str, list[float]]:
         """Return low and high of the mean accuracy and reward over tasks; none of a file that cannot be read."""
-        path = self.run.validation().folder / f"step_{step:06d}.json"
         try:
-            changed = path.stat().st_mtime_ns
+            changed = self.run.validation().file(step).stat().st_mtime_ns
             if (step, changed) not in self._known_intervals:
                 self._known_intervals[step, changed] = compute_intervals(self.read(step))
             return self._known_intervals[step, changed]
@@ -69,7 +69,7 @@ class ValidationBrowser:
         """Return the samples of a validation. Raises ViewError."""
         samples = self.run.validation()
         try:
-            changed = (samples.folder / f"step_{step:06d}.json").stat().st_mtime_ns
+            changed = samples.file(step).stat().st_mtime_ns
             with self._lock:
                 if (step, changed) not in self._records:
                     self._records[step, changed] = samples.read(step)

@@ -118,24 +118,16 @@ def read_answers(step: WatchedStep) -> dict[str, float]:
     some = [rollout for group in step.some_by_task for rollout in group]
     if len(some) < FEWEST:
         return {}
-    references = [normalize_answer(each.rollout.task.answer) or None for each in some]
-    said = [
-        each.text.strip()[-2000:] if reference is None else each.answer for each, reference in zip(some, references, strict=True)
-    ]
-    expected = [
-        each.rollout.task.id if reference is None else reference for each, reference in zip(some, references, strict=True)
-    ]
+    pairs = [(each, normalize_answer(each.rollout.task.answer)) for each in some]
+    said = [each.answer if reference else each.text.strip()[-2000:] for each, reference in pairs]
+    expected = [reference or each.rollout.task.id for each, reference in pairs]
     most = {name: Counter(texts).most_common(1)[0] for name, texts in ((SAME, said), (SAME_EXPECTED, expected))}
     metrics = {name: count / len(some) if text else 0.0 for name, (text, count) in most.items()}
-    right = [
-        each.reward
-        for each, reference in zip(some, references, strict=True)
-        if reference is not None and each.answer == reference
-    ]
-    lowest = min(0.0, *(each.reward for each in some))
-    return metrics | (
-        {RIGHT_UNREWARDED: sum(reward <= lowest for reward in right) / len(right)} if len(right) >= FEWEST // 2 else {}
-    )
+    right = [each.reward for each, reference in pairs if reference and each.answer == reference]
+    if len(right) >= FEWEST // 2:
+        lowest = min(0.0, *(each.reward for each in some))
+        metrics[RIGHT_UNREWARDED] = sum(reward <= lowest for reward in right) / len(right)
+    return metrics
 
 
 class TooManySkipped(EndRun):

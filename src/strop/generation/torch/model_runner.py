@@ -501,29 +501,24 @@ class RecomputeRunner(FixedSlots):
 
     @torch.no_grad()
     def _logits(self, slots: Sequence[int]) -> Tensor:
-        recorders = self.network.record_columns()
+        recorders, device = self.network.record_columns(), self.network.device
         rows = [torch.tensor(self._tokens[slot]) for slot in slots]
         lengths = torch.tensor([len(row) for row in rows])
         real = torch.arange(int(lengths.max())) < lengths[:, None]
         if self.network.packed:
-            starts, device = lengths.cumsum(0) - lengths, self.network.device
+            starts = lengths.cumsum(0) - lengths
             plan = TreePlan(starts, lengths, torch.full_like(lengths, -1), device, self.network.attention_kernel)
-            inputs: dict[str, Any] = {
-                "input_ids": torch.cat(rows)[None],
-                "position_ids": real.nonzero()[:, 1][None],
-                "plan": plan,
-            }
+            inputs = {"input_ids": torch.cat(rows)[None].to(device), "position_ids": plan.positions[None], "plan": plan}
             real = torch.ones(1, int(lengths.sum()), dtype=torch.bool)
         else:
-            inputs = {"input_ids": pad_sequence(rows, batch_first=True), "attention_mask": real.long()}
-        inputs = {name: each.to(self.network.device) if isinstance(each, Tensor) else each for name, each in inputs.items()}
+            inputs = {"input_ids": pad_sequence(rows, batch_first=True).to(device), "attention_mask": real.long().to(device)}
         with self.network.autocast():
             output = self.network.decoder(**inputs, use_cache=False, **name_recorders(recorders))
             self._columns.update({slot: {} for slot in slots})
             for column, values in stack_columns(recorders).items():
                 for slot, of_slot in zip(slots, values.cpu()[real.flatten()].split(lengths.tolist()), strict=True):
                     self._columns[slot][column] = of_slot
-            last = output.last_hidden_state[real.to(self.network.device)][(lengths.cumsum(0) - 1).to(self.network.device)]
+            last = output.last_hidden_state[real.to(device)][(lengths.cumsum(0) - 1).to(device)]
             return self.network.head.compute_logits(last)
 
     def move(self, source: int, target: int, length: int) -> None:

@@ -21,9 +21,8 @@ class AttentionSpec:
     chosen: Tensor | None = field(default=None, compare=False)
     block: int = 1  # positions that are chosen together
     pooled: bool = False  # after the keys of the row come those of its blocks, and the choice is among these alone
-    key_positions: Tensor | None = field(
-        default=None, compare=False
-    )  # [S] int64, in blocks on their paths, for kernels that need them
+    # [S] int64, in blocks on their paths, for kernels that need them
+    key_positions: Tensor | None = field(default=None, compare=False)
 
     def drop_unused_window(self, span: int) -> AttentionSpec:
         """Return the spec without its window if ``span`` positions fit into the window."""

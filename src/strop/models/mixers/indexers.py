@@ -32,9 +32,9 @@ class UnknownIndexer(RuntimeError):
 
 def is_indexer(module: nn.Module) -> bool:
     """Return whether a module chooses the tokens of its path with the best scores."""
-    forward = inspect.unwrap(type(module).forward)
-    if isinstance(module, PlannedIndexer) or getattr(module, "chooses_tokens", False):
+    if getattr(module, "chooses_tokens", False):
         return True
+    forward = inspect.unwrap(type(module).forward)
     chooses = isinstance(getattr(module, "index_topk", None), int) and isinstance(getattr(module, "layer_idx", None), int)
     return chooses and inspect.signature(forward).parameters.keys() >= _GIVEN and set(forward.__code__.co_names) >= _CALLED
 
@@ -42,6 +42,7 @@ def is_indexer(module: nn.Module) -> bool:
 class PlannedIndexer(nn.Module):
     """Mixin for the class of an indexer."""
 
+    chooses_tokens = True
     index_topk: int
     layer_idx: int
     checked = False

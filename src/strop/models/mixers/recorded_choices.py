@@ -96,7 +96,7 @@ class ReplayedChoices(Replayed):
             return own
         first, heads = self.indexed.places[layer] * self.indexed.heads, self.indexed.heads
         recorded = _fit(self.choices[:, first : first + heads], own.shape[-1]).view_as(own)
-        known, differs, some = ((each).flatten(1).any(1) for each in (recorded != 0, recorded != own, own != EVERYTHING))
+        known, differs, some = (each.flatten(1).any(1) for each in (recorded != 0, recorded != own, own != EVERYTHING))
         self.count(layer, differs, known & some)
         return torch.where(known.view(-1, *[1] * (own.dim() - 1)), recorded, own)
 

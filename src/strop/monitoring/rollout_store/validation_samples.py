@@ -30,9 +30,12 @@ class ValidationSamples:
     def steps(self) -> list[int]:
         return sorted(int(match[1]) for path in self.folder.glob("step_*") if (match := _FILE_PATTERN.fullmatch(path.name)))
 
+    def file(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}.json"
+
     def read(self, step: int, task_id: str | None = None) -> list[RolloutRecord]:
         """Read the samples of the validation after ``step``, or those of one task. Raises FileNotFoundError, DamagedRollouts."""
-        path = self.folder / f"step_{step:06d}.json"
+        path = self.file(step)
         with naming_damage(path):
             values = json.loads(path.read_text(encoding="utf-8"))
             return list(_read_tasks(step, [task for task in values["tasks"] if task_id in (None, task["task"])]))

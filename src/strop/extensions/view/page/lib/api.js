@@ -41,7 +41,8 @@ function answerSaved(path, { step, sort, validation, text = "", from, limit }) {
 function compareSaved(a, b, name, sign) {
   const [one, other] = [a, b].map((row) => (name.startsWith("rewards.") ? row.rewards?.[name.slice(8)] : row[name]));
   if (typeof one === "string" || typeof other === "string") return sign * String(one ?? "").localeCompare(String(other ?? ""), undefined, { numeric: true });
-  return (one ?? null) === null || (other ?? null) === null ? ((one ?? null) === null) - ((other ?? null) === null) : sign * (one - other);
+  const [lacksOne, lacksOther] = [one, other].map((value) => value === null || value === undefined);
+  return lacksOne || lacksOther ? lacksOne - lacksOther : sign * (one - other);
 }
 
 /** The answer of an endpoint. Throws ApiError, or AbortError if the signal was given up. */

@@ -47,6 +47,11 @@ export function setParams(changes, { replace = false } = {}) {
   window.dispatchEvent(new HashChangeEvent("hashchange"));
 }
 
+/** Look at the range [from, to] of a chart; at all of it for null. */
+export function setZoom(range) {
+  setParams({ zoom: range ? range.map((place) => Number(place.toPrecision(7))).join(":") : "" });
+}
+
 export function useRoute() {
   const [route, setRoute] = useState(currentRoute);
   useEffect(() => {

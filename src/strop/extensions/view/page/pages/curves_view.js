@@ -3,7 +3,7 @@ import { html, useEffect, useMemo, useState } from "../lib/ui.js";
 import { fetchJson } from "../lib/api.js";
 import { useKeys } from "../lib/keys.js";
 import { metricsOf, useFollowing } from "../lib/metrics.js";
-import { setParams } from "../lib/route.js";
+import { setParams, setZoom } from "../lib/route.js";
 import { groupBySeed, searchNames, sectionOf } from "../lib/series.js";
 import { useMarks } from "../parts/health.js";
 import { MetricChart } from "../parts/metric_chart.js";
@@ -34,7 +34,7 @@ export function CurvesView({ runs, params }) {
     smoothing: Number(params.smooth ?? 0),
     zoom: zoom?.every(Number.isFinite) ? zoom : null,
     range: wholeRange(runs.chosen, params.axis),
-    onZoom: (range) => setParams({ zoom: range ? range.map((place) => Number(place.toPrecision(7))).join(":") : "" }),
+    onZoom: setZoom,
   };
   useFollowing(runs.chosen);
   useEffect(() => refine(runs.chosen, view), [params.zoom, view.axis]);

@@ -4,7 +4,7 @@ import { formatDuration, formatShare } from "../lib/format.js";
 import { useMetricNames } from "../lib/metric_names.js";
 import { useFollowing, useMetrics } from "../lib/metrics.js";
 import { readColour, seriesStyle } from "../lib/palette.js";
-import { setParams } from "../lib/route.js";
+import { setParams, setZoom } from "../lib/route.js";
 import { useTheme } from "../lib/theme.js";
 import { Chart } from "../parts/chart.js";
 import { MetricChart } from "../parts/metric_chart.js";
@@ -47,8 +47,6 @@ function Fleet({ runs, names, zoom }) {
   return names.length > 0 && html`<details class="section"><summary>Engines, rollouts, weights and machines <span class="pale">${names.length}</span></summary>
     <div class="charts">${names.map((name) => html`<${MetricChart} key=${name} name=${name} groups=${runs.map((run) => [run])} view=${view} height=${130} />`)}</div></details>`;
 }
-
-const setZoom = (range) => setParams({ zoom: range ? range.map((place) => Number(place.toPrecision(7))).join(":") : "" });
 
 function RunTime({ run, parts, view }) {
   const theme = useTheme();

@@ -4,7 +4,6 @@ import { fetchJson, useApi } from "../lib/api.js";
 import { linkTo } from "../lib/route.js";
 
 const BADGES = { ok: ["ok", "good"], look: ["look", "warn"], wrong: ["wrong", "bad"] };
-const MOST_SHOWN = 3; // findings; more are on Now
 
 export function useHealth(run) {
   return useApi(["runs", run.id, "health"], {}, { poll: run.live }).data;
@@ -21,8 +20,8 @@ export function RunHealth({ run }) {
   return health && html`<${HealthBadge} level=${health.level} /> ${health.findings[0]?.now && title(health.findings[0].name)}`;
 }
 
-/** What was found, the worst first: in one sentence, then what to do, and the steps. */
-export function Findings({ run, findings, most = MOST_SHOWN }) {
+/** What was found, the worst first: in one sentence, then what to do, and the steps. More than `most` are on Now. */
+export function Findings({ run, findings, most }) {
   return html`${findings.slice(0, most).map((finding) => html`<${Finding} key=${finding.name} run=${run} finding=${finding} />`)}
     ${findings.length > most && html`<p><a href=${linkTo(["now"], { run: run.id })}>${findings.length - most} more</a></p>`}`;
 }

@@ -27,7 +27,7 @@ function SeenChart({ name, groups, view, height }) {
   );
   if (parts.some((part) => part === undefined)) return html`<${Room} height=${height}>loading<//>`;
   return html`<${Chart} name=${name} lines=${lines} axis=${view.axis} isLog=${view.isLog} zoom=${view.zoom ?? view.range} onZoom=${view.onZoom} height=${height}
-    marks=${view.axis === "step" ? view.marks : []} />`;
+    marks=${view.axis === "step" ? view.marks : undefined} />`;
 }
 
 /** What takes the place of a chart until it is drawn, so that nothing moves then. */
