@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from strop.extensions.watch.final_answers import find_answer, normalize_answer
 from strop.safety.printable import make_printable
 
@@ -51,4 +49,4 @@ def spread(steps: Sequence[int], count: int) -> list[int]:
     """Return at most ``count`` of the steps: the first, the last and some between."""
     if len(steps) <= count:
         return list(steps)
-    return [steps[place] for place in np.linspace(0, len(steps) - 1, count).round().astype(int)]
+    return [steps[place * (len(steps) - 1) // (count - 1)] for place in range(count)]

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from strop.endings import Ending
-from strop.extensions.view.frequent_answers import spread
 from strop.extensions.view.rollout_answer import (
     make_preview_text,
     summarize_record,
@@ -377,8 +376,12 @@ class RolloutBrowser:
             by_step[int(scalars.numbers["step"][row])].append((scalars, row))
         if not by_step:
             raise ViewError(f"no rollout of the task {make_printable(task)[:200]!r} is stored, or it is not indexed yet")
+        steps = sorted(by_step)
+        limit = min(max(limit, 1), STEPS_OF_A_TASK)
+        if len(steps) > limit:
+            steps = [steps[place] for place in np.unique(np.linspace(0, len(steps) - 1, limit).round().astype(int))]
         answer = []
-        for step in spread(sorted(by_step), min(max(limit, 1), STEPS_OF_A_TASK)):
+        for step in steps:
             try:
                 records = self._read_records(step, by_step[step])
             except ViewError:
