@@ -24,7 +24,7 @@ from strop.extensions.sandboxes.base import (
     check_spec,
 )
 from strop.extensions.sandboxes.http_provider import MAX_JSON, HttpProvider
-from strop.extensions.sandboxes.supervised import GRACE_S, STAY, OnPart, SupervisedSandbox, has_ended
+from strop.extensions.sandboxes.supervised import GRACE_S, STAY, OnPart, SupervisedSandbox
 
 LABEL = "strop.sandbox"
 _KEPT = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "NET_BIND_SERVICE")
@@ -128,12 +128,7 @@ class DockerProvider(HttpProvider):
         found = await self.call(
             "GET", f"/containers/json?{urlencode({'all': 'true', 'filters': json.dumps({'label': [LABEL]})})}"
         )
-        removed = 0
-        for each in found:
-            if has_ended(each.get("Labels", {}).get(LABEL, "")):
-                await self.call("DELETE", f"/containers/{each['Id']}?force=true&v=true", accepted=(404,))
-                removed += 1
-        return removed
+        return await self.delete_ended({_removal(each["Id"]): each.get("Labels", {}).get(LABEL, "") for each in found})
 
 
 class PodmanProvider(DockerProvider):
@@ -212,7 +207,11 @@ class DockerSandbox(SupervisedSandbox):
 
     async def remove(self) -> None:
         self.provider.forget(self)
-        await self.provider.call("DELETE", f"/containers/{self.id}?force=true&v=true", accepted=(404,))
+        await self.provider.delete(_removal(self.id))
+
+
+def _removal(name: str) -> str:
+    return f"/containers/{name}?force=true&v=true"
 
 
 async def _feed(writer: asyncio.StreamWriter, stdin: bytes) -> None:

@@ -26,7 +26,7 @@ from urllib.parse import quote, urlencode
 
 from strop.extensions.sandboxes.base import Capabilities, FailureCause, SandboxFailure, SandboxSpec, UnsupportedSpec, check_spec
 from strop.extensions.sandboxes.http_provider import HttpProvider
-from strop.extensions.sandboxes.supervised import STAY, OnPart, SupervisedSandbox, has_ended
+from strop.extensions.sandboxes.supervised import STAY, OnPart, SupervisedSandbox
 
 LABEL, OWNER, EGRESS, POLICY = "strop.dev/sandbox", "strop.dev/owner", "strop.dev/egress", "strop-sandbox"
 PROTOCOL = "v5.channel.k8s.io"  # the first that can end a command's input
@@ -166,6 +166,9 @@ class KubernetesProvider(HttpProvider):
         """The path of what a provider makes, lists and deletes for sandboxes."""
         return self.path(_PLURALS[self.options.resource])
 
+    def removal(self, name: str) -> str:
+        return f"{self.objects}/{name}?gracePeriodSeconds=0"
+
     async def create(self, spec: SandboxSpec) -> KubernetesSandbox:
         check_spec(spec, self.name, self.capabilities)
         await self._prepare()
@@ -293,10 +296,10 @@ class KubernetesProvider(HttpProvider):
         """Remove what runs of this machine that have ended left of ``resource``. What else is left ends after ``max_hours``."""
         await self._prepare()
         found = await self.call("GET", f"{self.objects}?{urlencode({'labelSelector': f'{LABEL}=true'})}")
-        ended = [each for each in found["items"] if has_ended(each["metadata"].get("annotations", {}).get(OWNER, ""))]
-        for each in ended:
-            await self.call("DELETE", f"{self.objects}/{each['metadata']['name']}?gracePeriodSeconds=0", accepted=(404,))
-        return len(ended)
+        described = [each["metadata"] for each in found["items"]]
+        return await self.delete_ended(
+            {self.removal(each["name"]): each.get("annotations", {}).get(OWNER, "") for each in described}
+        )
 
 
 class KubernetesSandbox(SupervisedSandbox):
@@ -346,7 +349,7 @@ class KubernetesSandbox(SupervisedSandbox):
 
     async def remove(self) -> None:
         self.provider.forget(self)
-        await self.provider.call("DELETE", f"{self.provider.objects}/{self.id}?gracePeriodSeconds=0", accepted=(404,))
+        await self.provider.delete(self.provider.removal(self.id))
 
 
 async def _feed(channel: Any, stdin: bytes) -> None:
