@@ -91,7 +91,7 @@ class Kernel:
                 if self.first:
                     await self._send(self.first)
             result = await self._send(code)
-            if result.reason == ExitReason.EXIT and result.exit_code == 0:
+            if result.succeeded:
                 return (
                     shorten(result.stdout.decode("utf-8", "replace").rstrip("\n"), self.max_chars, around="\n") or "(no output)"
                 )
