@@ -21,7 +21,7 @@ from urllib.parse import quote, urlencode
 
 from strop.extensions.sandboxes.base import Capabilities, FailureCause, SandboxFailure, SandboxSpec, check_spec
 from strop.extensions.sandboxes.http_provider import GONE, LABEL, HttpProvider, find_key
-from strop.extensions.sandboxes.supervised import IN_SESSION, OnPart, SupervisedSandbox
+from strop.extensions.sandboxes.supervised import IN_SESSION, NO_EXIT, OnPart, SupervisedSandbox
 
 POLL_S = 0.5
 SNAPSHOT = "snapshot:"  # before the name of an image that is one
@@ -161,8 +161,7 @@ class DaytonaSandbox(SupervisedSandbox):
                     return output.code
         finally:
             self.later(self._clean(path, file if stdin else ""))
-        why = output.errors.decode("utf-8", "replace").strip()[-300:] or "its command ended without an exit code"
-        raise SandboxFailure(FailureCause.LOST, f"the sandbox {self.id} is gone: {why}")
+        raise self.gone(output.errors.decode("utf-8", "replace").strip()[-300:] or NO_EXIT)
 
     async def _read_lines(self, path: str) -> AsyncIterator[bytes]:
         url = self.daemon.replace("http", "ws", 1) + path

@@ -24,7 +24,7 @@ from strop.extensions.sandboxes.base import (
     check_spec,
 )
 from strop.extensions.sandboxes.http_provider import MAX_JSON, HttpProvider
-from strop.extensions.sandboxes.supervised import GRACE_S, STAY, OnPart, SupervisedSandbox
+from strop.extensions.sandboxes.supervised import GRACE_S, NO_EXIT, STAY, OnPart, SupervisedSandbox
 
 LABEL = "strop.sandbox"
 _KEPT = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "NET_BIND_SERVICE")
@@ -155,7 +155,7 @@ class DockerSandbox(SupervisedSandbox):
         made = await self.provider.call("POST", f"/containers/{self.id}/exec", body, accepted=(404,))
         if made is None:
             self.lost = self.lost or "there is no such container"
-            raise SandboxFailure(FailureCause.LOST, f"the sandbox {self.id} is gone: {self.lost}")
+            raise self.gone(self.lost)
         reader, writer = await asyncio.open_unix_connection(self.provider.socket, limit=1 << 20)
         try:
             await self._start(reader, writer, str(made["Id"]))
@@ -164,7 +164,7 @@ class DockerSandbox(SupervisedSandbox):
             writer.close()
         found = await self.provider.call("GET", f"/exec/{made['Id']}/json", accepted=(404,))
         if found is None or found.get("ExitCode") is None:
-            raise SandboxFailure(FailureCause.LOST, f"the sandbox {self.id} is gone: its command ended without an exit code")
+            raise self.gone(NO_EXIT)
         return int(found["ExitCode"])
 
     async def _start(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: str) -> None:

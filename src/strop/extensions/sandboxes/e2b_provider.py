@@ -18,7 +18,7 @@ from urllib.parse import quote, urlencode
 
 from strop.extensions.sandboxes.base import Capabilities, FailureCause, SandboxFailure, SandboxSpec, check_spec
 from strop.extensions.sandboxes.http_provider import GONE, LABEL, MAX_JSON, HttpProvider, find_key
-from strop.extensions.sandboxes.supervised import IN_SESSION, OnPart, SupervisedSandbox
+from strop.extensions.sandboxes.supervised import IN_SESSION, NO_EXIT, OnPart, SupervisedSandbox
 
 DAEMON_PORT = 49983
 STDIN_PART = 1 << 20  # bytes of one request
@@ -127,7 +127,7 @@ class E2BSandbox(SupervisedSandbox):
         finally:
             if feeding is not None:
                 feeding.cancel()
-        raise SandboxFailure(FailureCause.LOST, f"the sandbox {self.id} is gone: its command ended without an exit code")
+        raise self.gone(NO_EXIT)
 
     async def _feed(self, process: int, stdin: bytes) -> None:
         selector = {"pid": process}

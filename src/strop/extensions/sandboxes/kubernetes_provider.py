@@ -337,9 +337,27 @@ class KubernetesSandbox(SupervisedSandbox):
                 )
             feeding = asyncio.ensure_future(_feed(channel, stdin))
             try:
-                return await _read_channel(self.id, channel, on_part)
+                return await self._read_channel(channel, on_part)
             finally:
                 feeding.cancel()
+
+    async def _read_channel(self, channel: Any, on_part: OnPart) -> int:
+        names: dict[int, Literal["stdout", "stderr"]] = {_STDOUT: "stdout", _STDERR: "stderr"}
+        async for message in channel:
+            data = message.data if isinstance(message.data, bytes) else b""
+            if data and data[0] in names:
+                on_part(names[data[0]], data[1:])
+            elif data and data[0] == _ERROR:
+                return self._read_exit(json.loads(data[1:] or b"{}"))
+        raise self.gone("the connection ended before its command")
+
+    def _read_exit(self, status: Mapping[str, Any]) -> int:
+        if status.get("status") == "Success":
+            return 0
+        for cause in status.get("details", {}).get("causes", ()):
+            if cause.get("reason") == "ExitCode":
+                return int(cause["message"])
+        raise self.gone(str(status.get("message", status))[:300])
 
     async def was_out_of_memory(self) -> bool:
         pod = await self.provider.call("GET", self.path)
@@ -357,26 +375,6 @@ async def _feed(channel: Any, stdin: bytes) -> None:
         for at in range(0, len(stdin), 1 << 15):
             await channel.send_bytes(bytes([_STDIN]) + stdin[at : at + (1 << 15)])
         await channel.send_bytes(bytes([_CLOSE, _STDIN]))
-
-
-async def _read_channel(name: str, channel: Any, on_part: OnPart) -> int:
-    names: dict[int, Literal["stdout", "stderr"]] = {_STDOUT: "stdout", _STDERR: "stderr"}
-    async for message in channel:
-        data = message.data if isinstance(message.data, bytes) else b""
-        if data and data[0] in names:
-            on_part(names[data[0]], data[1:])
-        elif data and data[0] == _ERROR:
-            return _read_exit(name, json.loads(data[1:] or b"{}"))
-    raise SandboxFailure(FailureCause.LOST, f"the sandbox {name} is gone: the connection ended before its command")
-
-
-def _read_exit(name: str, status: Mapping[str, Any]) -> int:
-    if status.get("status") == "Success":
-        return 0
-    for cause in status.get("details", {}).get("causes", ()):
-        if cause.get("reason") == "ExitCode":
-            return int(cause["message"])
-    raise SandboxFailure(FailureCause.LOST, f"the sandbox {name} is gone: {str(status.get('message', status))[:300]}")
 
 
 def _identify(pod: Mapping[str, Any]) -> tuple[Any, ...]:
