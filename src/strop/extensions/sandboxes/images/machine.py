@@ -5,7 +5,6 @@ Python is the interpreter of this process, without installed packages, at /usr/l
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import re
@@ -103,11 +102,7 @@ class MachineSource:
         return file
 
     def read_manifest(self) -> ImageManifest:
-        self._layer.seek(0)
-        digest = hashlib.sha256()
-        while part := self._layer.read(1 << 20):
-            digest.update(part)
-        return ImageManifest(_CONFIG, (Blob(f"sha256:{digest.hexdigest()}"),))
+        return ImageManifest(_CONFIG, (Blob.of(self._layer),))
 
     @contextmanager
     def open_layer(self, blob: Blob, most: int) -> Iterator[IO[bytes]]:
