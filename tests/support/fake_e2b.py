@@ -104,7 +104,7 @@ class FakeE2B(LocalSandboxes, FakeService):
             result = await sandbox.exec(
                 command, lambda stream, part: send({"event": {"data": {stream: base64.b64encode(part).decode()}}})
             )
-            code = exit_code(result.exit_code, result.reason)
+            code = exit_code(result.exit_code)
             end = {"exited": True, "status": f"exit status {code}", **({"exitCode": code} if code else {})}
             send({"event": {"keepalive": {}}})
             send({"event": {"end": end}})

@@ -135,7 +135,7 @@ class FakeKubernetes(FakeService):
             result = await sandbox.exec(
                 command, lambda stream, part: parts.put_nowait(bytes([1 if stream == "stdout" else 2]) + part)
             )
-            code = exit_code(result.exit_code, result.reason)
+            code = exit_code(result.exit_code)
             causes = {"causes": [{"reason": "ExitCode", "message": str(code)}]}
             status = {"status": "Failure", "reason": "NonZeroExitCode", "details": causes} if code else {"status": "Success"}
             parts.put_nowait(b"\x03" + json.dumps(status).encode())

@@ -103,7 +103,7 @@ class FakeProcess:
         command = SandboxCommand(argv=self.argv, stdin=self.given, wall_s=200, output_kb=1 << 20)
         try:
             result = await self.sandbox.exec(command, lambda stream, part: self.parts[stream].put_nowait(part))
-            self.running.set_result(exit_code(result.exit_code, result.reason))
+            self.running.set_result(exit_code(result.exit_code))
         except SandboxFailure as failure:
             self.running.set_exception(EXCEPTIONS["SandboxTerminatedError"](str(failure)))
         for queue in self.parts.values():

@@ -282,12 +282,10 @@ class GradedInSandbox(InSandbox, FunctionEnvironment):
         """Run the tests in the second sandbox. Return the reward."""
         return float((await self.run_tests(task, rollout, fresh, folder)).succeeded)
 
-    async def run_tests(
-        self, task: PromptedTask, rollout: Rollout, fresh: Sandbox, folder: str, stdin: bytes = b""
-    ) -> CommandResult:
+    async def run_tests(self, task: PromptedTask, rollout: Rollout, fresh: Sandbox, folder: str) -> CommandResult:
         limit = float(task.metadata.get("test_timeout_s") or self.test_timeout_s)
         command = ("sh", "-c", str(task.metadata["test_command"]))
-        result = await fresh.exec(SandboxCommand(argv=command, cwd=folder, stdin=stdin, wall_s=limit, output_kb=1 << 16))
+        result = await fresh.exec(SandboxCommand(argv=command, cwd=folder, wall_s=limit, output_kb=1 << 16))
         rollout.metrics["test_seconds"] = result.wall_s
         return result
 
