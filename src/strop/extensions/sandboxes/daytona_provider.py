@@ -42,6 +42,7 @@ exec 3>&- 4>&-
 echo "x $code"
 wait
 """
+_STREAMS: dict[bytes, Literal["stdout", "stderr"]] = {b"o": "stdout", b"e": "stderr"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,14 +240,13 @@ class _Output:
     def add(self, line: bytes) -> None:
         line = line.lstrip(b"\x01\x02\r")
         kind, _, value = line.partition(b" ")
-        streams: dict[bytes, Literal["stdout", "stderr"]] = {b"o": "stdout", b"e": "stderr"}
+        stream = _STREAMS.get(kind)
         if kind == b"x":
             self.code = int(value)
-        elif (stream := streams.get(kind)) in self.open:
-            assert stream is not None
-            self._pass(stream, self.open[stream] + base64.b64decode(value))
         elif stream is None:
             self.errors = (self.errors + line + b"\n")[-1000:]
+        elif stream in self.open:
+            self._pass(stream, self.open[stream] + base64.b64decode(value))
 
     def _pass(self, stream: Literal["stdout", "stderr"], data: bytes) -> None:
         """Pass on what cannot be the beginning of the mark."""
