@@ -80,7 +80,7 @@ class MachineSource:
                 info.type, info.mode = tarfile.DIRTYPE, 0o1777 if name == "tmp" else 0o755
                 info.uid = info.gid = 1000 if name == "home/user" else 0
                 archive.addfile(info)
-            for name, path in files.items():
+            for name, path in sorted(files.items()):  # one order in every process: the layer is kept by its digest
                 info = archive.gettarinfo(path, name)
                 info.uid = info.gid = 0
                 info.uname = info.gname = ""
