@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
 
-from strop.extensions.sandboxes.base import Resources, Sandbox, SandboxCommand, SandboxFailure, SandboxSpec
+from strop.extensions.sandboxes.base import Sandbox, SandboxCommand, SandboxFailure
 from strop.extensions.sandboxes.local.local_provider import LocalProvider
 from strop.extensions.sandboxes.trees import read_file, write_files
-from support.fake_service import FakeService
+from support.fake_service import FakeService, LocalSandboxes
 
 PREFIXES = {"stdout": b"\x01\x01\x01", "stderr": b"\x02\x02\x02"}
 
 
-class FakeDaytona(FakeService):
-    """``images``: references of local images by the name that the service has for them."""
-
+class FakeDaytona(LocalSandboxes, FakeService):
     def __init__(self, provider: LocalProvider, images: dict[str, str]) -> None:
-        super().__init__()
-        self.provider, self.images = provider, images
-        self.numbers = itertools.count()
-        self.made: dict[str, dict[str, Any]] = {}
-        self.sandboxes: dict[str, Sandbox] = {}
+        super().__init__(provider, images)
         self.states: list[dict[str, Any]] = []  # of the next sandboxes, after which they stay as they are
         self.logs: dict[str, asyncio.Queue[bytes | None]] = {}
         self.running: set[asyncio.Task[None]] = set()
@@ -44,7 +37,7 @@ class FakeDaytona(FakeService):
         ]  # fmt: skip
 
     async def close(self) -> None:
-        await self.provider.close()
+        await super().close()
         await asyncio.gather(*self.running, return_exceptions=True)
 
     def describe(self, name: str) -> dict[str, Any]:
@@ -64,8 +57,7 @@ class FakeDaytona(FakeService):
         elif image not in self.images:
             self.made[name] |= {"state": "build_failed", "errorReason": f"failed to pull {image}: not found"}
         else:
-            spec = SandboxSpec(image=self.images[image], environment=body["env"], resources=Resources(memory_mb=256, disk_mb=200))
-            self.sandboxes[name] = await self.provider.create(spec)
+            await self.make(name, image, body["env"])
         answer = web.json_response(self.describe(name))
         if name in self.sandboxes:
             self.made[name].pop("state")
@@ -89,8 +81,7 @@ class FakeDaytona(FakeService):
             return web.json_response({"message": "not found"}, status=404)
         answer = web.json_response({**self.describe(name), "state": "destroying"})
         del self.made[name]
-        if name in self.sandboxes:
-            await self.sandboxes.pop(name).destroy()
+        await self.stop(name)
         return answer
 
     async def snapshot(self, request: web.Request) -> web.Response:

@@ -11,7 +11,6 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from strop.extensions.sandboxes.base import (
-    ExitReason,
     NetworkPolicy,
     Resources,
     Sandbox,
@@ -28,7 +27,7 @@ class Answer(Exception):
         self.status = status
 
 
-def exit_code(status: int, reason: ExitReason) -> int:
+def exit_code(status: int) -> int:
     return 128 - status if status < 0 else status
 
 
@@ -155,6 +154,6 @@ class FakeDocker:
                 argv=tuple(found["Cmd"]), stdin=stdin, user=found.get("User", ""), wall_s=200, output_kb=1 << 20
             )
             result = await self.sandboxes[found["container"]].exec(command, send)
-            found["code"] = exit_code(result.exit_code, result.reason)
+            found["code"] = exit_code(result.exit_code)
         with suppress(OSError):
             await writer.drain()

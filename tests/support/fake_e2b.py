@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import itertools
 import json
 import struct
 from contextlib import suppress
@@ -12,21 +11,17 @@ from typing import Any
 
 from aiohttp import web
 
-from strop.extensions.sandboxes.base import Resources, Sandbox, SandboxCommand, SandboxFailure, SandboxSpec
+from strop.extensions.sandboxes.base import Sandbox, SandboxCommand, SandboxFailure
 from strop.extensions.sandboxes.local.local_provider import LocalProvider
 from support.fake_docker import exit_code
-from support.fake_service import FakeService
+from support.fake_service import FakeService, LocalSandboxes
 
 
-class FakeE2B(FakeService):
-    """``images``: references of local images by the names of templates. ``exchanges``: each request as method, path and body."""
+class FakeE2B(LocalSandboxes, FakeService):
+    """The names of its images are those of templates."""
 
     def __init__(self, provider: LocalProvider, images: dict[str, str]) -> None:
-        super().__init__()
-        self.provider, self.images = provider, images
-        self.numbers = itertools.count()
-        self.made: dict[str, dict[str, Any]] = {}
-        self.sandboxes: dict[str, Sandbox] = {}
+        super().__init__(provider, images)
         self.inputs: dict[int, asyncio.Queue[bytes | None]] = {}
 
     def routes(self) -> list[web.RouteDef]:
@@ -38,17 +33,13 @@ class FakeE2B(FakeService):
             web.post("/process.Process/CloseStdin", self.close_stdin),
         ]  # fmt: skip
 
-    async def close(self) -> None:
-        await self.provider.close()
-
     async def create(self, request: web.Request) -> web.Response:
         body = await request.json()
         if body["templateID"] not in self.images:
             return web.json_response({"code": 404, "message": f"template '{body['templateID']}' not found"}, status=404)
         name = f"i{next(self.numbers)}"
-        spec = SandboxSpec(image=self.images[body["templateID"]], environment=body.get("envVars") or {},
-                           resources=Resources(memory_mb=256, disk_mb=200))  # fmt: skip
-        self.sandboxes[name], self.made[name] = await self.provider.create(spec), body
+        await self.make(name, body["templateID"], body.get("envVars") or {})
+        self.made[name] = body
         made = {"sandboxID": name, "templateID": body["templateID"], "clientID": "c", "envdVersion": "0.6.0",
                 "envdAccessToken": "t0k", "domain": None}  # fmt: skip
         return web.json_response(made, status=201)
@@ -66,8 +57,7 @@ class FakeE2B(FakeService):
     async def delete(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         found = self.made.pop(name, None)
-        if name in self.sandboxes:
-            await self.sandboxes.pop(name).destroy()
+        await self.stop(name)
         return web.Response(status=204) if found else web.json_response({"message": "not found"}, status=404)
 
     async def snapshot(self, request: web.Request) -> web.Response:
@@ -114,7 +104,7 @@ class FakeE2B(FakeService):
             result = await sandbox.exec(
                 command, lambda stream, part: send({"event": {"data": {stream: base64.b64encode(part).decode()}}})
             )
-            code = exit_code(result.exit_code, result.reason)
+            code = exit_code(result.exit_code)
             end = {"exited": True, "status": f"exit status {code}", **({"exitCode": code} if code else {})}
             send({"event": {"keepalive": {}}})
             send({"event": {"end": end}})

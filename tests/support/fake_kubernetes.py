@@ -60,7 +60,7 @@ class FakeKubernetes(FakeService):
         ]  # fmt: skip
 
     async def close(self) -> None:
-        await asyncio.gather(*self._controllers)
+        await self.settle()
         await self.provider.close()
 
     async def add_policy(self, request: web.Request) -> web.Response:
@@ -135,7 +135,7 @@ class FakeKubernetes(FakeService):
             result = await sandbox.exec(
                 command, lambda stream, part: parts.put_nowait(bytes([1 if stream == "stdout" else 2]) + part)
             )
-            code = exit_code(result.exit_code, result.reason)
+            code = exit_code(result.exit_code)
             causes = {"causes": [{"reason": "ExitCode", "message": str(code)}]}
             status = {"status": "Failure", "reason": "NonZeroExitCode", "details": causes} if code else {"status": "Success"}
             parts.put_nowait(b"\x03" + json.dumps(status).encode())
@@ -191,6 +191,10 @@ class FakeKubernetes(FakeService):
         task = asyncio.ensure_future(self._control())
         self._controllers.add(task)
         task.add_done_callback(self._controllers.discard)
+
+    async def settle(self) -> None:
+        """Wait until the controllers have done what they were woken for."""
+        await asyncio.gather(*self._controllers)
 
     async def _control(self) -> None:
         async with self._turn:

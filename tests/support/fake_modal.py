@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
-from strop.extensions.sandboxes.base import Resources, Sandbox, SandboxCommand, SandboxFailure, SandboxSpec
+from strop.extensions.sandboxes.base import Sandbox, SandboxCommand, SandboxFailure
 from strop.extensions.sandboxes.local.local_provider import LocalProvider
 from support.fake_docker import exit_code
+from support.fake_service import LocalSandboxes
 
 
 class Error(Exception):
@@ -27,16 +27,13 @@ def aio(function: Callable[..., Any]) -> SimpleNamespace:
     return SimpleNamespace(aio=function)
 
 
-class FakeModal:
-    """``images``: references of local images by the name that the service has for them. Put it into ``sys.modules``."""
+class FakeModal(LocalSandboxes):
+    """Put it into ``sys.modules``."""
 
     exception = SimpleNamespace(Error=Error, **EXCEPTIONS)
 
     def __init__(self, provider: LocalProvider, images: dict[str, str]) -> None:
-        self.provider, self.images = provider, images
-        self.numbers = itertools.count()
-        self.made: dict[str, dict[str, Any]] = {}
-        self.sandboxes: dict[str, Sandbox] = {}
+        super().__init__(provider, images)
         self.refuses: list[Exception] = []
         self.App = SimpleNamespace(lookup=aio(self._lookup))
         self.Image = SimpleNamespace(from_registry=lambda tag, secret=None: tag, from_id=lambda number: number)
@@ -51,15 +48,14 @@ class FakeModal:
         if image not in self.images:
             raise EXCEPTIONS["RemoteError"](f"image build for {image} failed")
         name = f"sb-{next(self.numbers)}"
-        spec = SandboxSpec(image=self.images[image], environment=env, resources=Resources(memory_mb=256, disk_mb=200))
-        self.sandboxes[name], self.made[name] = await self.provider.create(spec), options
+        await self.make(name, image, env)
+        self.made[name] = options
         return self._describe(name)
 
     def _describe(self, name: str) -> SimpleNamespace:
         async def terminate() -> None:
             self.made.pop(name, None)
-            if name in self.sandboxes:
-                await self.sandboxes.pop(name).destroy()
+            await self.stop(name)
 
         async def snapshot(timeout: int) -> SimpleNamespace:
             self.images[f"im-{name}"] = await self.sandboxes[name].snapshot()
@@ -107,7 +103,7 @@ class FakeProcess:
         command = SandboxCommand(argv=self.argv, stdin=self.given, wall_s=200, output_kb=1 << 20)
         try:
             result = await self.sandbox.exec(command, lambda stream, part: self.parts[stream].put_nowait(part))
-            self.running.set_result(exit_code(result.exit_code, result.reason))
+            self.running.set_result(exit_code(result.exit_code))
         except SandboxFailure as failure:
             self.running.set_exception(EXCEPTIONS["SandboxTerminatedError"](str(failure)))
         for queue in self.parts.values():

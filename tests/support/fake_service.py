@@ -1,13 +1,17 @@
-"""A service on loopback that a test writes."""
+"""A service on loopback that a test writes, and what stands behind one that makes sandboxes."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
 from aiohttp import web
+
+from strop.extensions.sandboxes.base import Resources, Sandbox, SandboxSpec
+from strop.extensions.sandboxes.local.local_provider import LocalProvider
 
 
 class FakeService(ABC):
@@ -49,3 +53,29 @@ class FakeService(ABC):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
         await self.runner.cleanup()
+
+
+class LocalSandboxes:
+    """The sandboxes of a stand-in, which are those of this machine.
+
+    ``images``: references of local images by the names that the service has for them. ``made``: what it knows of each sandbox.
+    """
+
+    def __init__(self, provider: LocalProvider, images: dict[str, str]) -> None:
+        super().__init__()
+        self.provider, self.images = provider, images
+        self.numbers = itertools.count()
+        self.made: dict[str, dict[str, Any]] = {}
+        self.sandboxes: dict[str, Sandbox] = {}
+
+    async def make(self, name: str, image: str, environment: dict[str, str]) -> None:
+        spec = SandboxSpec(image=self.images[image], environment=environment, resources=Resources(memory_mb=256, disk_mb=200))
+        self.sandboxes[name] = await self.provider.create(spec)
+
+    async def stop(self, name: str) -> None:
+        """End a sandbox, if it ever started."""
+        if name in self.sandboxes:
+            await self.sandboxes.pop(name).destroy()
+
+    async def close(self) -> None:
+        await self.provider.close()

@@ -144,7 +144,8 @@ def test_kubernetes_keeps_the_protocol(make_local: MakeLocal, image: str, option
             await check_all(provider, "box:1", left_out)
             await provider.close()
             cluster.objects["sandboxwarmpools"].clear()
-            await asyncio.sleep(0.1)  # for the controllers
+            cluster.changed()
+            await cluster.settle()
             assert cluster.pods == {} and {*cluster.tokens, "Bearer t0k"} == {"Bearer t0k"}
 
     asyncio.run(work())

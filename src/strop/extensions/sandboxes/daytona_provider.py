@@ -21,7 +21,7 @@ from urllib.parse import quote, urlencode
 
 from strop.extensions.sandboxes.base import Capabilities, FailureCause, SandboxFailure, SandboxSpec, check_spec
 from strop.extensions.sandboxes.http_provider import GONE, LABEL, HttpProvider, find_key
-from strop.extensions.sandboxes.supervised import IN_SESSION, OnPart, SupervisedSandbox, has_ended
+from strop.extensions.sandboxes.supervised import IN_SESSION, NO_EXIT, OnPart, SupervisedSandbox
 
 POLL_S = 0.5
 SNAPSHOT = "snapshot:"  # before the name of an image that is one
@@ -42,6 +42,7 @@ exec 3>&- 4>&-
 echo "x $code"
 wait
 """
+_STREAMS: dict[bytes, Literal["stdout", "stderr"]] = {b"o": "stdout", b"e": "stderr"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ class DaytonaProvider(HttpProvider):
                 if made.get("state") in ("error", "build_failed", "destroyed", "destroying"):
                     raise _read_error(spec.image, str(made.get("errorReason") or made["state"]))
                 await asyncio.sleep(POLL_S)
-                made = await self.call("GET", f"/sandbox/{quote(sandbox.id)}", causes=GONE)
+                made = await self.call("GET", _path(sandbox.id), causes=GONE)
             sandbox.daemon = f"{made['toolboxProxyUrl'].rstrip('/')}/{sandbox.id}"
         except BaseException:
             await asyncio.shield(sandbox.destroy())
@@ -119,7 +120,7 @@ class DaytonaProvider(HttpProvider):
     async def remove_snapshot(self, image: str) -> None:
         found = await self.call("GET", f"/snapshots/{quote(image.removeprefix(SNAPSHOT))}", accepted=(404,))
         if found is not None:
-            await self.call("DELETE", f"/snapshots/{quote(found['id'])}", accepted=(404,))
+            await self.delete(f"/snapshots/{quote(found['id'])}")
 
     async def remove_left_over(self) -> int:
         """Remove sandboxes of runs of this machine that have ended. Those of other machines end after ``max_hours``."""
@@ -130,10 +131,8 @@ class DaytonaProvider(HttpProvider):
             found += page["items"]
             if more := bool(page.get("nextCursor")):
                 query["cursor"] = page["nextCursor"]
-        ended = [each["id"] for each in found if has_ended((each.get("labels") or {}).get(f"{LABEL}-owner", ""))]
-        for name in ended:
-            await self.call("DELETE", f"/sandbox/{quote(name)}", accepted=(404,))
-        return len(ended)
+        owners = {_path(each["id"]): (each.get("labels") or {}).get(f"{LABEL}-owner", "") for each in found}
+        return await self.delete_ended(owners)
 
 
 class DaytonaSandbox(SupervisedSandbox):
@@ -163,8 +162,7 @@ class DaytonaSandbox(SupervisedSandbox):
                     return output.code
         finally:
             self.later(self._clean(path, file if stdin else ""))
-        why = output.errors.decode("utf-8", "replace").strip()[-300:] or "its command ended without an exit code"
-        raise SandboxFailure(FailureCause.LOST, f"the sandbox {self.id} is gone: {why}")
+        raise self.gone(output.errors.decode("utf-8", "replace").strip()[-300:] or NO_EXIT)
 
     async def _read_lines(self, path: str) -> AsyncIterator[bytes]:
         url = self.daemon.replace("http", "ws", 1) + path
@@ -213,7 +211,7 @@ class DaytonaSandbox(SupervisedSandbox):
         return data
 
     async def snapshot(self) -> str:
-        name, path = f"strop-{secrets.token_hex(8)}", f"/sandbox/{quote(self.id)}"
+        name, path = f"strop-{secrets.token_hex(8)}", _path(self.id)
         made = await self.provider.call("POST", f"{path}/snapshot", {"name": name}, causes=GONE)
         while made.get("state") == "snapshotting":
             await asyncio.sleep(POLL_S)
@@ -224,7 +222,7 @@ class DaytonaSandbox(SupervisedSandbox):
 
     async def remove(self) -> None:
         self.provider.forget(self)
-        await self.provider.call("DELETE", f"/sandbox/{quote(self.id)}", accepted=(404,))
+        await self.provider.delete(_path(self.id))
 
 
 @dataclass
@@ -242,14 +240,13 @@ class _Output:
     def add(self, line: bytes) -> None:
         line = line.lstrip(b"\x01\x02\r")
         kind, _, value = line.partition(b" ")
-        streams: dict[bytes, Literal["stdout", "stderr"]] = {b"o": "stdout", b"e": "stderr"}
+        stream = _STREAMS.get(kind)
         if kind == b"x":
             self.code = int(value)
-        elif (stream := streams.get(kind)) in self.open:
-            assert stream is not None
-            self._pass(stream, self.open[stream] + base64.b64decode(value))
         elif stream is None:
             self.errors = (self.errors + line + b"\n")[-1000:]
+        elif stream in self.open:
+            self._pass(stream, self.open[stream] + base64.b64decode(value))
 
     def _pass(self, stream: Literal["stdout", "stderr"], data: bytes) -> None:
         """Pass on what cannot be the beginning of the mark."""
@@ -262,6 +259,10 @@ class _Output:
             self.open[stream] = data[len(data) - kept :]
         if part := data[: len(data) - kept]:
             self.on_part(stream, part)
+
+
+def _path(name: str) -> str:
+    return f"/sandbox/{quote(name)}"
 
 
 def _gigabytes(megabytes: int) -> int:

@@ -24,7 +24,7 @@ from strop.extensions.sandboxes.base import (
     check_spec,
 )
 from strop.extensions.sandboxes.http_provider import MAX_JSON, HttpProvider
-from strop.extensions.sandboxes.supervised import GRACE_S, STAY, OnPart, SupervisedSandbox, has_ended
+from strop.extensions.sandboxes.supervised import GRACE_S, NO_EXIT, STAY, OnPart, SupervisedSandbox
 
 LABEL = "strop.sandbox"
 _KEPT = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "NET_BIND_SERVICE")
@@ -128,12 +128,7 @@ class DockerProvider(HttpProvider):
         found = await self.call(
             "GET", f"/containers/json?{urlencode({'all': 'true', 'filters': json.dumps({'label': [LABEL]})})}"
         )
-        removed = 0
-        for each in found:
-            if has_ended(each.get("Labels", {}).get(LABEL, "")):
-                await self.call("DELETE", f"/containers/{each['Id']}?force=true&v=true", accepted=(404,))
-                removed += 1
-        return removed
+        return await self.delete_ended({_removal(each["Id"]): each.get("Labels", {}).get(LABEL, "") for each in found})
 
 
 class PodmanProvider(DockerProvider):
@@ -160,7 +155,7 @@ class DockerSandbox(SupervisedSandbox):
         made = await self.provider.call("POST", f"/containers/{self.id}/exec", body, accepted=(404,))
         if made is None:
             self.lost = self.lost or "there is no such container"
-            raise SandboxFailure(FailureCause.LOST, f"the sandbox {self.id} is gone: {self.lost}")
+            raise self.gone(self.lost)
         reader, writer = await asyncio.open_unix_connection(self.provider.socket, limit=1 << 20)
         try:
             await self._start(reader, writer, str(made["Id"]))
@@ -169,7 +164,7 @@ class DockerSandbox(SupervisedSandbox):
             writer.close()
         found = await self.provider.call("GET", f"/exec/{made['Id']}/json", accepted=(404,))
         if found is None or found.get("ExitCode") is None:
-            raise SandboxFailure(FailureCause.LOST, f"the sandbox {self.id} is gone: its command ended without an exit code")
+            raise self.gone(NO_EXIT)
         return int(found["ExitCode"])
 
     async def _start(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: str) -> None:
@@ -212,7 +207,11 @@ class DockerSandbox(SupervisedSandbox):
 
     async def remove(self) -> None:
         self.provider.forget(self)
-        await self.provider.call("DELETE", f"/containers/{self.id}?force=true&v=true", accepted=(404,))
+        await self.provider.delete(_removal(self.id))
+
+
+def _removal(name: str) -> str:
+    return f"/containers/{name}?force=true&v=true"
 
 
 async def _feed(writer: asyncio.StreamWriter, stdin: bytes) -> None:

@@ -18,7 +18,7 @@ from urllib.parse import quote, urlencode
 
 from strop.extensions.sandboxes.base import Capabilities, FailureCause, SandboxFailure, SandboxSpec, check_spec
 from strop.extensions.sandboxes.http_provider import GONE, LABEL, MAX_JSON, HttpProvider, find_key
-from strop.extensions.sandboxes.supervised import IN_SESSION, OnPart, SupervisedSandbox, has_ended
+from strop.extensions.sandboxes.supervised import IN_SESSION, NO_EXIT, OnPart, SupervisedSandbox
 
 DAEMON_PORT = 49983
 STDIN_PART = 1 << 20  # bytes of one request
@@ -77,7 +77,7 @@ class E2BProvider(HttpProvider):
         return sandbox
 
     async def remove_snapshot(self, image: str) -> None:
-        await self.call("DELETE", f"/templates/{quote(image, safe='')}", accepted=(404,))
+        await self.delete(f"/templates/{quote(image, safe='')}")
 
     async def remove_left_over(self) -> int:
         """Remove sandboxes of runs of this machine that have ended. Those of other machines end after ``max_hours``."""
@@ -89,10 +89,7 @@ class E2BProvider(HttpProvider):
                 page, token = await answer.json(), answer.headers.get("X-Next-Token", "")
             found += page
             more = bool(token)
-        ended = [each["sandboxID"] for each in found if has_ended((each.get("metadata") or {}).get(LABEL, ""))]
-        for name in ended:
-            await self.call("DELETE", f"/sandboxes/{name}", accepted=(404,))
-        return len(ended)
+        return await self.delete_ended({_path(each["sandboxID"]): (each.get("metadata") or {}).get(LABEL, "") for each in found})
 
 
 class E2BSandbox(SupervisedSandbox):
@@ -130,7 +127,7 @@ class E2BSandbox(SupervisedSandbox):
         finally:
             if feeding is not None:
                 feeding.cancel()
-        raise SandboxFailure(FailureCause.LOST, f"the sandbox {self.id} is gone: its command ended without an exit code")
+        raise self.gone(NO_EXIT)
 
     async def _feed(self, process: int, stdin: bytes) -> None:
         selector = {"pid": process}
@@ -145,12 +142,16 @@ class E2BSandbox(SupervisedSandbox):
 
     async def snapshot(self) -> str:
         """Keep the files, not the memory, as a template."""
-        path = f"/sandboxes/{quote(self.id)}/snapshots"
-        return str((await self.provider.call("POST", path, {"memory": False}, causes=GONE))["snapshotID"])
+        made = await self.provider.call("POST", f"{_path(self.id)}/snapshots", {"memory": False}, causes=GONE)
+        return str(made["snapshotID"])
 
     async def remove(self) -> None:
         self.provider.forget(self)
-        await self.provider.call("DELETE", f"/sandboxes/{quote(self.id)}", accepted=(404,))
+        await self.provider.delete(_path(self.id))
+
+
+def _path(name: str) -> str:
+    return f"/sandboxes/{quote(name)}"
 
 
 async def _read_events(stream: Any) -> AsyncIterator[Mapping[str, Any]]:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from strop.extensions.sandboxes.base import FailureCause, SandboxFailure, UnsupportedSpec
-from strop.extensions.sandboxes.supervised import RemoteProvider
+from strop.extensions.sandboxes.supervised import RemoteProvider, has_ended
 
 MAX_JSON = 64 << 20  # bytes
 REQUEST_S = 300.0
@@ -115,6 +115,17 @@ class HttpProvider(RemoteProvider):
                 return None if answer.status >= 400 else content if raw else json.loads(content or b"null")
         except (TimeoutError, ValueError) as error:
             raise SandboxFailure(FailureCause.REFUSED, f"{self.service} did not answer {method} {url}: {error!r}") from error
+
+    async def delete(self, path: str) -> None:
+        """Delete what is at a path of the API, if it still is. Raises SandboxFailure."""
+        await self.call("DELETE", path, accepted=(404,))
+
+    async def delete_ended(self, owners: Mapping[str, str]) -> int:
+        """Delete those of the paths whose owners were processes of this machine and have ended. Return how many."""
+        ended = [path for path, owner in owners.items() if has_ended(owner)]
+        for path in ended:
+            await self.delete(path)
+        return len(ended)
 
     def read_failure(
         self, status: int, text: str, after: str = "", causes: Mapping[int, FailureCause] = MappingProxyType({})

@@ -26,7 +26,7 @@ from urllib.parse import quote, urlencode
 
 from strop.extensions.sandboxes.base import Capabilities, FailureCause, SandboxFailure, SandboxSpec, UnsupportedSpec, check_spec
 from strop.extensions.sandboxes.http_provider import HttpProvider
-from strop.extensions.sandboxes.supervised import STAY, OnPart, SupervisedSandbox, has_ended
+from strop.extensions.sandboxes.supervised import STAY, OnPart, SupervisedSandbox
 
 LABEL, OWNER, EGRESS, POLICY = "strop.dev/sandbox", "strop.dev/owner", "strop.dev/egress", "strop-sandbox"
 PROTOCOL = "v5.channel.k8s.io"  # the first that can end a command's input
@@ -166,6 +166,9 @@ class KubernetesProvider(HttpProvider):
         """The path of what a provider makes, lists and deletes for sandboxes."""
         return self.path(_PLURALS[self.options.resource])
 
+    def removal(self, name: str) -> str:
+        return f"{self.objects}/{name}?gracePeriodSeconds=0"
+
     async def create(self, spec: SandboxSpec) -> KubernetesSandbox:
         check_spec(spec, self.name, self.capabilities)
         await self._prepare()
@@ -293,10 +296,10 @@ class KubernetesProvider(HttpProvider):
         """Remove what runs of this machine that have ended left of ``resource``. What else is left ends after ``max_hours``."""
         await self._prepare()
         found = await self.call("GET", f"{self.objects}?{urlencode({'labelSelector': f'{LABEL}=true'})}")
-        ended = [each for each in found["items"] if has_ended(each["metadata"].get("annotations", {}).get(OWNER, ""))]
-        for each in ended:
-            await self.call("DELETE", f"{self.objects}/{each['metadata']['name']}?gracePeriodSeconds=0", accepted=(404,))
-        return len(ended)
+        described = [each["metadata"] for each in found["items"]]
+        return await self.delete_ended(
+            {self.removal(each["name"]): each.get("annotations", {}).get(OWNER, "") for each in described}
+        )
 
 
 class KubernetesSandbox(SupervisedSandbox):
@@ -334,9 +337,27 @@ class KubernetesSandbox(SupervisedSandbox):
                 )
             feeding = asyncio.ensure_future(_feed(channel, stdin))
             try:
-                return await _read_channel(self.id, channel, on_part)
+                return await self._read_channel(channel, on_part)
             finally:
                 feeding.cancel()
+
+    async def _read_channel(self, channel: Any, on_part: OnPart) -> int:
+        names: dict[int, Literal["stdout", "stderr"]] = {_STDOUT: "stdout", _STDERR: "stderr"}
+        async for message in channel:
+            data = message.data if isinstance(message.data, bytes) else b""
+            if data and data[0] in names:
+                on_part(names[data[0]], data[1:])
+            elif data and data[0] == _ERROR:
+                return self._read_exit(json.loads(data[1:] or b"{}"))
+        raise self.gone("the connection ended before its command")
+
+    def _read_exit(self, status: Mapping[str, Any]) -> int:
+        if status.get("status") == "Success":
+            return 0
+        for cause in status.get("details", {}).get("causes", ()):
+            if cause.get("reason") == "ExitCode":
+                return int(cause["message"])
+        raise self.gone(str(status.get("message", status))[:300])
 
     async def was_out_of_memory(self) -> bool:
         pod = await self.provider.call("GET", self.path)
@@ -346,7 +367,7 @@ class KubernetesSandbox(SupervisedSandbox):
 
     async def remove(self) -> None:
         self.provider.forget(self)
-        await self.provider.call("DELETE", f"{self.provider.objects}/{self.id}?gracePeriodSeconds=0", accepted=(404,))
+        await self.provider.delete(self.provider.removal(self.id))
 
 
 async def _feed(channel: Any, stdin: bytes) -> None:
@@ -354,26 +375,6 @@ async def _feed(channel: Any, stdin: bytes) -> None:
         for at in range(0, len(stdin), 1 << 15):
             await channel.send_bytes(bytes([_STDIN]) + stdin[at : at + (1 << 15)])
         await channel.send_bytes(bytes([_CLOSE, _STDIN]))
-
-
-async def _read_channel(name: str, channel: Any, on_part: OnPart) -> int:
-    names: dict[int, Literal["stdout", "stderr"]] = {_STDOUT: "stdout", _STDERR: "stderr"}
-    async for message in channel:
-        data = message.data if isinstance(message.data, bytes) else b""
-        if data and data[0] in names:
-            on_part(names[data[0]], data[1:])
-        elif data and data[0] == _ERROR:
-            return _read_exit(name, json.loads(data[1:] or b"{}"))
-    raise SandboxFailure(FailureCause.LOST, f"the sandbox {name} is gone: the connection ended before its command")
-
-
-def _read_exit(name: str, status: Mapping[str, Any]) -> int:
-    if status.get("status") == "Success":
-        return 0
-    for cause in status.get("details", {}).get("causes", ()):
-        if cause.get("reason") == "ExitCode":
-            return int(cause["message"])
-    raise SandboxFailure(FailureCause.LOST, f"the sandbox {name} is gone: {str(status.get('message', status))[:300]}")
 
 
 def _identify(pod: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from strop.extensions.sandboxes.base import Capabilities, FailureCause, SandboxFailure, SandboxSpec, UnsupportedSpec, check_spec
-from strop.extensions.sandboxes.supervised import IN_SESSION, STAY, OnPart, RemoteProvider, SupervisedSandbox, has_ended
+from strop.extensions.sandboxes.supervised import IN_SESSION, NO_EXIT, STAY, OnPart, RemoteProvider, SupervisedSandbox, has_ended
 
 HOST, OWNER = "strop-host", "strop-owner"  # tags
 SNAPSHOT = "snapshot:"  # before the number of an image that is one
@@ -132,7 +132,7 @@ class ModalSandbox(SupervisedSandbox):
                 for task in (feeding, *reading):
                     task.cancel()
         if code < 0:
-            raise SandboxFailure(FailureCause.LOST, f"the sandbox {self.id} is gone: its command ended without an exit code")
+            raise self.gone(NO_EXIT)
         return int(code)
 
     async def snapshot(self) -> str:

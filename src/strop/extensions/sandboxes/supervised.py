@@ -61,6 +61,7 @@ exit 0
 """
 # Gives a command a session of its own where there is setsid, so that _KILL finds what it started, and turns a signal into 128 + N.
 IN_SESSION = 'command -v setsid >/dev/null 2>&1 && set -- setsid "$@"; "$@"; exit $?'
+NO_EXIT = "its command ended without an exit code"
 OnPart = Callable[[Literal["stdout", "stderr"], bytes], None]
 
 
@@ -140,7 +141,7 @@ class SupervisedSandbox(ABC):
             await asyncio.wait({running}, timeout=GRACE_S)
             if not running.done():
                 self.lost = "it did not end a command at its limit"
-                raise SandboxFailure(FailureCause.HANGING, f"the sandbox {self.id} is gone: {self.lost}")
+                raise self.gone(self.lost, FailureCause.HANGING)
             self._result(running)
             return reason, -9
         except asyncio.CancelledError:
@@ -166,7 +167,7 @@ class SupervisedSandbox(ABC):
             AttributeError,
         ) as error:  # a daemon that a policy replaced
             self._check()
-            raise SandboxFailure(FailureCause.LOST, f"the sandbox {self.id} is gone: {error or type(error).__name__}") from error
+            raise self.gone(error or type(error).__name__) from error
 
     async def _kill(self, file: str) -> None:
         with suppress(SandboxFailure, OSError, TimeoutError):
@@ -186,7 +187,10 @@ class SupervisedSandbox(ABC):
 
     def _check(self) -> None:
         if self.lost:
-            raise SandboxFailure(FailureCause.LOST, f"the sandbox {self.id} is gone: {self.lost}")
+            raise self.gone(self.lost)
+
+    def gone(self, why: object, cause: FailureCause = FailureCause.LOST) -> SandboxFailure:
+        return SandboxFailure(cause, f"the sandbox {self.id} is gone: {why}")
 
     async def put_tree(self, path: str, archive: bytes) -> None:
         await self.copy_in(["/bin/sh", "-c", 'mkdir -p "$1" && exec tar -x -f - -C "$1"', "sh", path], archive, path)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -124,6 +124,17 @@ def failing_as_task(task: Task) -> Iterator[None]:
         if failure.cause != FailureCause.REQUEST:
             raise
         raise RolloutFailed(f"task {task.id!r} is broken: {failure}", Ending.BROKEN_TASK) from failure
+
+
+@contextmanager
+def failing_as_call() -> Iterator[None]:
+    """Report what does not exist in a sandbox to the policy, as a tool call that failed."""
+    try:
+        yield
+    except SandboxFailure as failure:
+        if failure.cause != FailureCause.REQUEST:
+            raise
+        raise ToolError(str(failure)) from failure
 
 
 async def write_column(sandbox: Sandbox, task: Task, column: str) -> None:
@@ -271,12 +282,10 @@ class GradedInSandbox(InSandbox, FunctionEnvironment):
         """Run the tests in the second sandbox. Return the reward."""
         return float((await self.run_tests(task, rollout, fresh, folder)).succeeded)
 
-    async def run_tests(
-        self, task: PromptedTask, rollout: Rollout, fresh: Sandbox, folder: str, stdin: bytes = b""
-    ) -> CommandResult:
+    async def run_tests(self, task: PromptedTask, rollout: Rollout, fresh: Sandbox, folder: str) -> CommandResult:
         limit = float(task.metadata.get("test_timeout_s") or self.test_timeout_s)
         command = ("sh", "-c", str(task.metadata["test_command"]))
-        result = await fresh.exec(SandboxCommand(argv=command, cwd=folder, stdin=stdin, wall_s=limit, output_kb=1 << 16))
+        result = await fresh.exec(SandboxCommand(argv=command, cwd=folder, wall_s=limit, output_kb=1 << 16))
         rollout.metrics["test_seconds"] = result.wall_s
         return result
 
@@ -339,33 +348,34 @@ class ShellTool:
     user: str = ""  # of the image
 
     def open(self) -> AbstractAsyncContextManager[Sequence[Tool]]:
-        @asynccontextmanager
-        async def opened() -> AsyncIterator[Sequence[Tool]]:
-            current_sandbox()
-            yield (self._make_tool(),)
-
-        return opened()
-
-    def _make_tool(self) -> Tool:
         async def shell(command: str) -> str:
             episode = current_sandbox()
             sandbox = await episode.open()
             words = ("sh", "-c", command)
-            try:
+            with failing_as_call():
                 result = await sandbox.exec(SandboxCommand(argv=words, cwd=episode.folder, wall_s=self.timeout_s, user=self.user))
-            except SandboxFailure as failure:
-                if failure.cause == FailureCause.REQUEST:
-                    raise ToolError(str(failure)) from failure
-                raise
             text = shorten(result.text.rstrip("\n"), self.max_output_chars, around="\n")
             return text or "(no output)" if result.succeeded else f"{text}\n[{_describe(result, self.timeout_s)}]".lstrip("\n")
 
-        parameters = {
-            "type": "object",
-            "properties": {"command": {"type": "string", "description": "The command, for sh."}},
-            "required": ["command"],
-        }
-        return Tool("shell", "Run a shell command. Files stay from one call to the next.", parameters, shell)
+        description = "Run a shell command. Files stay from one call to the next."
+        return open_tools(make_text_tool("shell", description, {"command": "The command, for sh."}, shell))
+
+
+def make_text_tool(name: str, description: str, parameters: Mapping[str, str], function: Callable[..., Awaitable[str]]) -> Tool:
+    """Return a tool whose parameters, given with their descriptions, are texts."""
+    properties = {key: {"type": "string", "description": text} for key, text in parameters.items()}
+    return Tool(name, description, {"type": "object", "properties": properties, "required": list(properties)}, function)
+
+
+def open_tools(*tools: Tool) -> AbstractAsyncContextManager[Sequence[Tool]]:
+    """Open tools that work in the sandbox of an episode. Raises EnvironmentConfigError where there is none."""
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Sequence[Tool]]:
+        current_sandbox()
+        yield tools
+
+    return opened()
 
 
 def _describe(result: CommandResult, wall_s: float) -> str:

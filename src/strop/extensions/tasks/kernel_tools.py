@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import ClassVar
 
-from strop.extensions.sandboxes.base import CommandResult, ExitReason, FailureCause, SandboxCommand, SandboxFailure
-from strop.extensions.sandboxes.task_sandbox import current_sandbox
+from strop.extensions.sandboxes.base import CommandResult, ExitReason, SandboxCommand
+from strop.extensions.sandboxes.task_sandbox import current_sandbox, failing_as_call, make_text_tool, open_tools
 from strop.extensions.sandboxes.trees import write_files
 from strop.extensions.tasks.base import read_inside
 from strop.safety.printable import shorten
-from strop.tools.base import Tool, ToolError
+from strop.tools.base import Tool
 
 HERE = "/tmp/strop_tools"
 _END = 'kill -9 "$(cat $0.pid)"; rm -f $0'
@@ -36,7 +36,7 @@ class NotebookTool:
         description = (
             "Run Python code. Variables stay from one call to the next. Returns what it prints and the value of the last line."
         )
-        return _opened(make_tool("python", description, {"code": "The code to run."}, python))
+        return open_tools(make_text_tool("python", description, {"code": "The code to run."}, python))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +59,14 @@ class BrowserTool:
         async def fill(field: str, value: str) -> str:
             return await kernel.run(f"print(browser.fill({field!r}, {value!r}))")
 
-        return _opened(
-            make_tool("open_page", "Open a page. Returns its text.", {"address": "Such as http://127.0.0.1:8000."}, open_page),
-            make_tool(
+        return open_tools(
+            make_text_tool(
+                "open_page", "Open a page. Returns its text.", {"address": "Such as http://127.0.0.1:8000."}, open_page
+            ),
+            make_text_tool(
                 "click", "Follow a link or press a button.", {"what": "Number or label of a link, or label of a button."}, click
             ),
-            make_tool("fill", "Fill in a field of a form.", {"field": "Its name.", "value": "The text."}, fill),
+            make_text_tool("fill", "Fill in a field of a form.", {"field": "Its name.", "value": "The text."}, fill),
         )
 
 
@@ -81,7 +83,7 @@ class Kernel:
 
     async def run(self, code: str) -> str:
         """Run a cell. Return its output. Raises ToolError if it cannot run, SandboxFailure if the sandbox fails."""
-        try:
+        with failing_as_call():
             if not self.started:
                 sandbox = await current_sandbox().open()
                 await write_files(sandbox, {f"{HERE}/{name}": read_inside(name) for name in ("kernel.py", *self.modules)})
@@ -89,16 +91,12 @@ class Kernel:
                 if self.first:
                     await self._send(self.first)
             result = await self._send(code)
-            if result.reason == ExitReason.EXIT and result.exit_code == 0:
+            if result.succeeded:
                 return (
                     shorten(result.stdout.decode("utf-8", "replace").rstrip("\n"), self.max_chars, around="\n") or "(no output)"
                 )
             await self._send("", ("sh", "-c", _END, f"{HERE}/{self.name}"))
             self.started = False
-        except SandboxFailure as failure:
-            if failure.cause != FailureCause.REQUEST:
-                raise
-            raise ToolError(str(failure)) from failure
         why = f"reached its limit of {self.timeout_s:g} s" if result.reason == ExitReason.TIME else f"was ended ({result.reason})"
         return f"The process {why}. It starts again, without its variables."
 
@@ -107,17 +105,3 @@ class Kernel:
         argv = argv or ("python3", f"{HERE}/kernel.py", f"{HERE}/{self.name}")
         command = SandboxCommand(argv=argv, stdin=code.encode(), cwd=episode.folder, wall_s=self.timeout_s, output_kb=4096)
         return await (await episode.open()).exec(command)
-
-
-def make_tool(name: str, description: str, parameters: Mapping[str, str], function: Callable[..., Awaitable[str]]) -> Tool:
-    properties = {key: {"type": "string", "description": text} for key, text in parameters.items()}
-    return Tool(name, description, {"type": "object", "properties": properties, "required": list(properties)}, function)
-
-
-def _opened(*tools: Tool) -> AbstractAsyncContextManager[Sequence[Tool]]:
-    @asynccontextmanager
-    async def opened() -> AsyncIterator[Sequence[Tool]]:
-        current_sandbox()
-        yield tools
-
-    return opened()

@@ -52,7 +52,7 @@ class SoftwareTasks(AgentTasks, GradedInSandbox):
     protected: Sequence[str] = PROTECTED  # names of files and folders of which the tests get the image's
 
     def make(self, index: int, random: Random) -> PromptedTask:
-        return make_repository(index, random)
+        return make_repository(index)
 
     def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
         return super().tasks(data if data.input_key else replace(data, input_key="problem_statement"))

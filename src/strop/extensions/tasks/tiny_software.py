@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from random import Random
 
 from strop.environments.base import PromptedTask
 from strop.extensions.tasks.base import make_task
@@ -145,7 +144,7 @@ REPOSITORIES = (
 )
 
 
-def make_repository(index: int, random: Random) -> PromptedTask:
+def make_repository(index: int) -> PromptedTask:
     """Return a task; the tests of the repository and the hidden ones must pass."""
     each = REPOSITORIES[index % len(REPOSITORIES)]
     heading = f"from {each.name} import *\n\n\n"

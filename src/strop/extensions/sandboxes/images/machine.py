@@ -5,7 +5,6 @@ Python is the interpreter of this process, without installed packages, at /usr/l
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import re
@@ -27,6 +26,7 @@ PROGRAMS = (
     "cut sort uniq wc grep sed awk find xargs diff cmp tee basename dirname printf expr md5sum sha256sum gzip git patch"
 )
 _LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "tkinter", "lib2to3", "ensurepip", "turtledemo", "pydoc_data"}
+_FOLDERS = {"root", "tmp", "work", "home", "home/user"}
 _TABLES = {
     "etc/passwd": b"root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000::/home/user:/bin/sh\n",
     "etc/group": b"root:x:0:\nuser:x:1000:\n",
@@ -73,27 +73,19 @@ class MachineSource:
     def _layer(self) -> IO[bytes]:
         file = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this source)
         files = collect_programs(PROGRAMS) | collect_python()
-        folders = {str(parent) for name in (*files, *_TABLES) for parent in Path(name).parents} | {
-            "root",
-            "tmp",
-            "work",
-            "home/user",
-        }
+        folders = {str(parent) for name in (*files, *_TABLES) for parent in Path(name).parents}
         with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
-            for name in sorted({*folders, "home"} - {"."}):
+            for name in sorted({*folders, *_FOLDERS} - {"."}):
                 info = tarfile.TarInfo(name)
                 info.type, info.mode = tarfile.DIRTYPE, 0o1777 if name == "tmp" else 0o755
                 info.uid = info.gid = 1000 if name == "home/user" else 0
                 archive.addfile(info)
-            for name, path in files.items():
+            for name, path in sorted(files.items()):  # one order in every process: the layer is kept by its digest
                 info = archive.gettarinfo(path, name)
                 info.uid = info.gid = 0
                 info.uname = info.gname = ""
-                info.type, info.linkname, info.size = (
-                    tarfile.REGTYPE,
-                    "",
-                    path.stat().st_size,
-                )  # also of a file with several names
+                info.type, info.linkname = tarfile.REGTYPE, ""  # also of a file with several names
+                info.size = path.stat().st_size
                 with path.open("rb") as content:
                     archive.addfile(info, content)
             for name, text in _TABLES.items():
@@ -103,11 +95,7 @@ class MachineSource:
         return file
 
     def read_manifest(self) -> ImageManifest:
-        self._layer.seek(0)
-        digest = hashlib.sha256()
-        while part := self._layer.read(1 << 20):
-            digest.update(part)
-        return ImageManifest(_CONFIG, (Blob(f"sha256:{digest.hexdigest()}"),))
+        return ImageManifest(_CONFIG, (Blob.of(self._layer),))
 
     @contextmanager
     def open_layer(self, blob: Blob, most: int) -> Iterator[IO[bytes]]:

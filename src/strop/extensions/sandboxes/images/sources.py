@@ -42,6 +42,16 @@ class Blob:
         size = descriptor.get("size")
         return cls(digest, size if isinstance(size, int) and size >= 0 else None, str(descriptor.get("mediaType", "")))
 
+    @classmethod
+    def of(cls, file: IO[bytes]) -> Blob:
+        """Describe a whole file, which is at its start afterwards."""
+        file.seek(0)
+        digest = hashlib.sha256()
+        while part := file.read(1 << 20):
+            digest.update(part)
+        file.seek(0)
+        return cls(f"sha256:{digest.hexdigest()}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImageConfig:
