@@ -138,10 +138,17 @@ def test_a_rollout_that_was_dropped_says_why_its_tokens_are_masked(address: str,
 def test_a_star_is_kept_with_its_note_and_exported(address: str, open_page: Callable[..., Any]) -> None:
     page = open_page(address)
     show(page, "rollout/5/1/2?run=quickstart-seed-2", "sample 2")
+    held: list[Any] = []
+    sent: list[Any] = []
+    page.route("**/stars", lambda route: held.append(route), times=1)
+    page.on("request", lambda request: sent.append(request) if request.method == "PUT" else None)
     page.keyboard.press("*")
     page.get_by_label("Note of the star").fill("a good one")
+    page.get_by_label("Note of the star").press("Enter")
+    page.wait_for_timeout(300)
+    assert len(sent) == 1  # the note follows once the star has arrived: two requests at once may arrive in either order
     with page.expect_response(lambda answer: "a good one" in (answer.request.post_data or "")):
-        page.get_by_label("Note of the star").blur()
+        held[0].continue_()
     show(page, "starred?run=quickstart-seed-2", "a good one")
     with page.expect_download() as download:
         page.get_by_text("Export as JSON lines").click()

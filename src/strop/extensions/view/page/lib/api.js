@@ -65,6 +65,15 @@ export async function fetchJson(path, params = {}, { signal, method = "GET", bod
   return value;
 }
 
+let changes = Promise.resolve();
+
+/** Send a change and return its answer. Changes reach the server in the order in which they were made: each waits for the one before it. */
+export function putJson(path, body) {
+  const sent = changes.then(() => fetchJson(path, {}, { method: "PUT", body }));
+  changes = sent.catch(() => {});
+  return sent;
+}
+
 /** A body may also be given up, or cut off, while it is read. */
 function nullIfNotJson(error) {
   if (error instanceof SyntaxError) return null;

@@ -1,6 +1,6 @@
 // Starred examples, and their export.
 import { html } from "../lib/ui.js";
-import { apiAddress, fetchJson, useApi } from "../lib/api.js";
+import { apiAddress, putJson, useApi } from "../lib/api.js";
 import { printable } from "../lib/format.js";
 import { rolloutLink } from "../lib/rollouts.js";
 import { linkTo } from "../lib/route.js";
@@ -11,7 +11,7 @@ import { Title } from "../parts/title.js";
 export function StarredView({ runs, run }) {
   const stars = useApi(["runs", run.id, "stars"]);
   const remove = ({ step, group, sample, validation }) =>
-    fetchJson(["runs", run.id, "stars"], {}, { method: "PUT", body: { step, group, sample, validation, starred: false, note: "" } }).then(stars.reload, stars.reload);
+    putJson(["runs", run.id, "stars"], { step, group, sample, validation, starred: false, note: "" }).then(stars.reload, stars.reload);
   return html`<${Title} text=${`Starred: ${run.name}`}><${RunSelect} runs=${runs} />
       <a href=${apiAddress(["stars", "export"], { run: run.id })} download=${`${run.id}_stars.jsonl`}>Export as JSON lines</a>
       ${runs.all.length > 1 && html`<a href=${apiAddress(["stars", "export"])} download="stars.jsonl">Export those of all runs</a>`}<//>

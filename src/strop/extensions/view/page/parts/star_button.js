@@ -1,6 +1,6 @@
 // Marks a rollout as an example to keep, with a note.
 import { html, useEffect, useState } from "../lib/ui.js";
-import { SAVED, fetchJson, useApi } from "../lib/api.js";
+import { SAVED, putJson, useApi } from "../lib/api.js";
 import { useKeys } from "../lib/keys.js";
 import { TypedInput } from "./typed_input.js";
 
@@ -16,7 +16,7 @@ export function StarButton({ run, rollout, validation = false }) {
   const store = (starred, text) => {
     const { step, group, sample } = rollout;
     setStarred(starred);
-    fetchJson(["runs", run.id, "stars"], {}, { method: "PUT", body: { step, group, sample, starred, note: text, validation } })
+    putJson(["runs", run.id, "stars"], { step, group, sample, starred, note: text, validation })
       .then(() => setError(null))
       .catch((problem) => {
         setStarred(!starred);
