@@ -33,7 +33,8 @@ def training_call(name: str, command: str, argument: str = "") -> str:
 def cells(kind: str) -> list[tuple[str, str]]:
     """Return (kind of cell, text) of the notebook of a starter."""
     starter = STARTERS[kind]
-    _, command, _, config, *_ = starter.commands[-1 if kind == "eval" else 0].split()
+    config = starter.files[0]
+    _, command, *_ = next(words for words in starter.commands if config in words).split()
     name = config.removesuffix(".yaml")
     code = [file for file in starter.files if file.endswith(".py")]
     opened = f'import os\nfrom pathlib import Path\n\nfrom strop.cli import main\n\nmain(["init", "{kind}", "{name}"])\nos.chdir("{name}")'
@@ -50,7 +51,8 @@ def cells(kind: str) -> list[tuple[str, str]]:
     trained = f"import strop\n\nrun = {training_call(name, command)}"
     if (stage := next((file for file in starter.files[1:] if file.endswith("sft.yaml")), None)) is not None:
         first = training_call(stage.removesuffix(".yaml"), "sft")
-        trained = f"import strop\n\nfirst = {first}\nrun = {training_call(name, command, ', model=first.model')}"
+        begin = ', teacher={"model_name": str(first.model)}' if kind == "distillation" else ", model=first.model"
+        trained = f"import strop\n\nfirst = {first}\nrun = {training_call(name, command, begin)}"
     found = VALIDATED
     if kind == "sft":
         found = EVALUATED.format(model=', generation={"model_name": str(run.model)}')

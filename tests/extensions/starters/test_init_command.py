@@ -40,7 +40,8 @@ def test_the_files_of_a_starter_are_written_and_its_commands_load_them(kind: str
     folder = Path("mine/first")
     assert sorted(path.name for path in folder.iterdir()) == sorted(STARTERS[kind].files)
     assert "cd mine/first" in said and all(command in said for command in STARTERS[kind].commands)
-    _, section, _, config, *_ = STARTERS[kind].commands[0].split()
+    config = STARTERS[kind].files[0]
+    _, section, *_ = next(command for command in STARTERS[kind].commands if config in command).split()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         loaded = load_config(config, root=TRAINING_RUNS.get(section, EvalRunConfig))

@@ -42,7 +42,7 @@ RUNS = {
     **{kind: ("grpo", kind.replace("-", "_"), sampled("grpo")) for kind in ("grpo", "multi-turn", "agent")},
     "tools": ("grpo", "tools", [*sampled("grpo"), "policy.max_total_sequence_length=1100"]),
     "ppo": ("ppo", "ppo", [*sampled("ppo"), "ppo.policy_training_start_step=1"]),
-    "distillation": ("distillation", "distillation", sampled("distillation")),
+    "distillation": ("distillation", "distillation", [*sampled("distillation"), "teacher.model_name=${policy.model_name}"]),
     **{kind: (kind, kind, [f"{kind}.max_num_steps=2", f"{kind}.val_period=2"]) for kind in ("sft", "dpo", "rm")},
 }
 
@@ -59,10 +59,12 @@ def test_a_starter_trains_as_it_is_written_and_ends_with_its_score(kind: str, ti
     outcome = strop(command, "--config", f"{name}.yaml", *SMALL, "logger.console=plain", *changes, folder=tmp_path)
     assert outcome.code == 0, outcome.err
     assert not warnings_of(outcome.err)
-    scored = r"held out    accuracy 0\.\d+ \[0\.\d+, [01]\.\d+\] after step 0, 0\.\d+ \[.*\] after step 2 \(\d+ tasks, 95 % intervals\)"
+    begin = r"0\.\d+ \[0\.\d+, [01]\.\d+\] after step 0, " if kind != "dpo" else ""
+    scored = rf"held out    accuracy {begin}[01]\.\d+ \[.*\] after step 2 \(\d+ tasks, 95 % intervals\)"
     assert bool(re.search(scored, outcome.out)) == (kind != "sft"), outcome.out
     metrics = metrics_of(tmp_path / "logs" / name)
-    assert {0, 1, 2} == set(metrics) and any(tag.startswith("validation/") for tag in metrics[0])
+    validated = {1, 2} if kind == "dpo" else {0, 1, 2}
+    assert set(metrics) == validated and any(tag.startswith("validation/") for tag in metrics[2])
     assert (tmp_path / "results" / name / "step_2" / "policy" / "weights" / "config.json").is_file()
 
 

@@ -63,7 +63,16 @@ STARTERS = {
     ),
     "agent": _training("grpo", "agent", "GRPO of an agent that uses OpenAI's API", "sums.jsonl", "agent.py"),
     "ppo": _after_sft("ppo", "ppo", "sft", 21, "PPO, with a critic, on your own rows", *TICKETS, "answers.jsonl"),
-    "distillation": _training("distillation", "distillation", "learning from a teacher on your own rows", *TICKETS),
+    "distillation": Starter(
+        "learning from a teacher on your own rows, after its short SFT",
+        ("distillation.yaml", "sft.yaml", *TICKETS, "answers.jsonl"),
+        (
+            "strop sft --config sft.yaml",
+            "strop distillation --config distillation.yaml --dry-run",
+            "strop distillation --config distillation.yaml",
+            "strop plot logs/distillation",
+        ),
+    ),
     "sft": Starter(
         "supervised fine-tuning on your own answers",
         ("sft.yaml", "answers.jsonl", *SCORED),
@@ -131,12 +140,12 @@ def _list_kinds() -> str:
 
 
 def _read(name: str, model: str | None) -> bytes:
-    """Return a file of the starters. A configuration gets the model's name; a teacher that is the policy itself stays so."""
+    """Return a file of the starters. A configuration gets the model's name; a teacher that another one trains stays."""
     text = (FOLDER / name).read_bytes()
     if model is None or not name.endswith(".yaml"):
         return text
     named = model if re.fullmatch(r"[A-Za-z/][\w./-]*", model) else json.dumps(model)
-    return re.sub(rb"(?m)(^  model_name: )(?!self\b)\S+", lambda found: found[1] + named.encode(), text)
+    return re.sub(rb"(?m)(^  model_name: )(?!results/)\S+", lambda found: found[1] + named.encode(), text)
 
 
 def _describe(starter: Starter, folder: Path) -> str:
