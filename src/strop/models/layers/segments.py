@@ -1,14 +1,16 @@
 """What a layer computes between two products, as functions of tensors that torch.compile makes one kernel of.
 
-A segment is a function of constants and tensors. Inside ``compiling_segments`` it is compiled, once for rows of any length; outside it runs
-as it is written. Unlike a compiled layer it has no modules, so the host has little to check at each call.
+A segment is a function of constants and tensors: rows [T, ...], and vectors that all rows share. Inside ``compiling_segments`` it is
+compiled, once for rows of any length; outside it runs as it is written. Torch.compile's guards choose the code for tensors of a form
+once, and later calls with such tensors go to that code directly: guards take the host longer than the operators that a segment replaces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from threading import local
 from types import FunctionType
 from typing import Any
 
@@ -18,27 +20,36 @@ from torch import Tensor
 # Values are rounded where the modules round them: keeping float32 in between would move the learner away from the sampler.
 # Autotuning that changes results is off: a resumed run must compile the same code.
 OPTIONS: Mapping[str, Any] = {"emulate_precision_casts": True, "deterministic": True}
+MOST_FORMS = 10_000  # whose code is kept: a dozen for each number of tokens
 
-_compiling = False
+_settings: Hashable = None  # of torch, on which compiled code depends; None outside of ``compiling_segments``
+_code: dict[Hashable, tuple[Callable[..., Any], tuple[int, ...], Sequence[int], Sequence[int]]] = {}
+_thread = local()
 
 
 @contextmanager
 def compiling_segments(active: bool = True) -> Iterator[None]:
     """Compile the segments of passes inside, including backward passes, which run in threads of autograd."""
-    global _compiling
-    before, _compiling = _compiling, active
+    global _settings
+    before = _settings
+    _settings = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) if active else None
     try:
         yield
     finally:
-        _compiling = before
+        _settings = before
 
 
 def run_segment(function: Callable[..., Any], constants: Hashable, *tensors: Tensor) -> Any:
-    """Return ``function(constants, *tensors)``. No gradient: for use in autograd functions."""
-    if not _compiling:
+    """Return ``function(constants, *tensors)``. No gradient, and no part for autocast: for use in autograd functions."""
+    if _settings is None:
         return function(constants, *tensors)
-    # compiled code is made for tensors that need a gradient or do not
-    return compile_segment(function, constants)(*(each.detach() if each.requires_grad else each for each in tensors))
+    form = (function, constants, _settings, tensors[0].device, *[(each.dtype, each.shape, each.stride()) for each in tensors])
+    if (found := _code.get(form)) is None:
+        return _choose(form, compile_segment(function, constants), tensors)
+    code, sizes, inputs, outputs = found
+    given = (*tensors, *sizes)
+    results = (*code(*[given[place] for place in inputs]), None)
+    return [results[place] for place in outputs]
 
 
 @cache
@@ -51,5 +62,43 @@ def compile_segment(function: Callable[..., Any], constants: Hashable) -> Callab
     # torch.compile keeps what it compiled by the code object: each segment has its own, and does not try those of others
     code = run.__code__.replace(co_name=getattr(function, "__name__", "segment"))
     own = FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
-    compiled: Callable[..., Any] = torch.compile(own, dynamic=True, options=dict(OPTIONS))
+    compiled: Callable[..., Any] = torch.compile(own, dynamic=False, backend=_compile_graph)
     return compiled
+
+
+def _compile_graph(graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+    """Compile a graph with Inductor, as a function that notes its calls."""
+    code = torch._inductor.compile(graph, examples, dict(OPTIONS))
+
+    def call(*inputs: Any) -> Any:
+        outputs = code(*inputs)
+        _thread.calls.append((code, inputs, outputs))
+        return outputs
+
+    return call
+
+
+def _choose(form: Hashable, compiled: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+    """Run a segment with torch.compile, and keep the code that its guards choose for tensors of this form."""
+    tensors = [each.detach() for each in tensors]  # compiled code is made for tensors that need a gradient or do not
+    for each in tensors:
+        if each.dim() > 1:
+            torch._dynamo.maybe_mark_dynamic(each, 0)
+    _thread.calls = calls = []
+    results = compiled(*tensors)
+    if len(calls) == 1:  # a graph has an order of its own, takes the number of rows as well, and returns no tensor twice
+        ((code, inputs, outputs),) = calls
+        sizes = tuple(each for each in inputs if isinstance(each, int))
+        places = _find(inputs, (*tensors, *sizes)), _find(results, (*outputs, None))
+        if None not in places:
+            if len(_code) >= MOST_FORMS:
+                _code.clear()
+            _code[form] = (code, sizes, *places)  # type: ignore[arg-type]
+    return results
+
+
+def _find(values: Sequence[Any], among: Sequence[Any]) -> list[int] | None:
+    """Return the place of each value, by identity; None if one is missing."""
+    places = {id(value): place for place, value in enumerate(among)}
+    found = [places.get(id(value)) for value in values]
+    return None if None in found else found  # type: ignore[return-value]
