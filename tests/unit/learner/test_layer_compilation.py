@@ -17,8 +17,10 @@ from torch import Tensor
 from strop.learner.torch import layer_compilation
 from strop.learner.torch.layer_compilation import choose_layer_compilation, find_obstacle
 from strop.learner.torch.scorer import copy_frozen
+from strop.models.layers import segments
 from strop.models.layers.compiled_layers import CompiledLayers, find_compiled_layers, keep_cache, use_learner_layers
-from strop.models.layers.known_code import decoder_layers
+from strop.models.layers.fused_functions import norm_gradients_and_sum
+from strop.models.layers.known_code import RmsNormSpec, decoder_layers
 from strop.models.network import Network, probe_batch
 from strop.models.value_network import ValueHead
 from strop.sampling import Sampling
@@ -36,6 +38,8 @@ def code(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "compiled"))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     yield
+    segments.compile_segment.cache_clear()
+    segments._code.clear()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
@@ -61,6 +65,9 @@ def compare(network: Network, bound: float) -> CompiledLayers:
     torch.testing.assert_close(found[0], plain[0], rtol=0, atol=bound)
     assert largest_difference(found[1], plain[1]) < bound
     assert compiled.compiled == parts > 0, "a row of another length was compiled again"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "compile_segment", None)  # a second pass goes to compiled code directly
+        assert torch.equal(run(network, compiled=True)[0], found[0])
     return compiled
 
 
@@ -69,15 +76,44 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are traced, divided and run as they are compiled, by torch's own operators."""
     compile_with = torch.compile
 
-    def trace(function: Any, *, dynamic: bool, options: Mapping[str, Any]) -> Any:
-        return compile_with(function, dynamic=dynamic, backend="eager")
+    def trace(function: Any, *, dynamic: bool, options: Mapping[str, Any] | None = None, backend: Any = "eager") -> Any:
+        return compile_with(function, dynamic=dynamic, backend=backend)
 
     monkeypatch.setattr(torch, "compile", trace)
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, examples, options: graph)
 
 
 @pytest.mark.slow
 def test_traced_layers_compute_what_the_modules_compute_for_rows_of_any_length(traced: None) -> None:
     compare(Network(build("llama", layers=1), packed=True), 2e-5)
+
+
+@pytest.mark.slow
+def test_guards_choose_the_code_of_a_segment_once_for_tensors_of_a_form(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not again for other values of them: the rest of a warm pass does not enter torch.compile."""
+    choose, chosen = segments._choose, []
+    monkeypatch.setattr(segments, "_choose", lambda form, *others: chosen.append(form) or choose(form, *others))
+    spec, wide = RmsNormSpec(1e-6, 0.0, True), torch.float32
+    forms = [(7, 16, wide, True), (9, 16, wide, True), (1, 16, wide, True), (7, 8, wide, True)]
+    forms += [(7, 16, torch.bfloat16, True), (7, 16, wide, False)]
+    for rows, size, dtype, contiguous in forms:
+        for needs_weight in (True, False):
+            chosen.clear()
+            for _ in range(3):
+                # the gradient, its rows, what they were scaled by, and what is added: not in the order that the graph takes them in
+                grad, x, added = torch.randn(3, rows, 2 * size).to(dtype).split(size, -1)[0]
+                if contiguous:
+                    grad, x, added = (each.contiguous() for each in (grad, x, added))
+                tensors = (grad, x, torch.rand(rows, 1), torch.randn(size, requires_grad=True), added)
+                constants = (spec, True, needs_weight, wide)
+                with torch.no_grad():
+                    expected = norm_gradients_and_sum(constants, *tensors)
+                    with segments.compiling_segments():
+                        found = segments.run_segment(norm_gradients_and_sum, constants, *tensors)
+                assert (found[1] is None) == (not needs_weight)
+                for one, other in zip(found, expected, strict=True):
+                    torch.testing.assert_close(one, other)
+            assert len(chosen) == 1, (rows, size, dtype, contiguous)
 
 
 def check_replacement(family: str) -> None:
