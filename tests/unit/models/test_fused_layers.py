@@ -284,6 +284,7 @@ def test_a_layer_dispatches_fewer_operators_than_that_of_transformers(compiled: 
         with pytest.MonkeyPatch.context() as patch, used.use(keep_copies=True), compiling_segments(compiled):
             patch.setattr(TreePlan, "attend", lambda plan, query, key, value, spec: query)
             patch.setattr(segments, "compile_segment", compile_segment)
+            patch.setattr(segments, "_choose", lambda form, compiled, tensors: compiled(*tensors))  # as if chosen before
             network.outputs(make_batch(), Sampling()).logprobs.sum().backward()
             network.model.zero_grad(set_to_none=True)
             counted.count = 0

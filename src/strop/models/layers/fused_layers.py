@@ -41,8 +41,8 @@ def are_plain(linears: Sequence[object]) -> bool:
         and "forward" not in linear.__dict__
         and not linear._forward_pre_hooks
         and not linear._forward_hooks
-        and not isinstance(linear.weight, DTensor)
-        and (linear.bias is None) == (linears[0].bias is None)  # type: ignore[attr-defined]
+        and not isinstance(linear._parameters["weight"], DTensor)
+        and (linear._parameters["bias"] is None) == (linears[0]._parameters["bias"] is None)  # type: ignore[attr-defined]
         for linear in linears
     )
 
@@ -211,40 +211,44 @@ def _fuse_block(layer: nn.Module, layers: FusedLayers) -> None:
 
 def _block_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     layers: FusedLayers = layer.__dict__[_STATE].layers
-    attention, plan = layer.self_attn, kwargs.get("plan")
-    dtype = _product_dtype(hidden_states) or hidden_states.dtype
-    if not layers.active or plan is None or args or not _is_block(layer, hidden_states, dtype):
-        return type(layer).forward(layer, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
-    mlp, state = layer.mlp, attention.__dict__[_STATE]
+    plan: Any = kwargs.get("plan")
+    autocast = _product_dtype(hidden_states)
+    dtype = autocast or hidden_states.dtype
+    attention, mlp = layer.self_attn, layer.mlp
+    inside, gates = attention._modules, mlp._modules  # a module looks for attributes elsewhere first
     groups = (
-        (attention.q_proj, attention.k_proj, attention.v_proj),
-        (attention.o_proj,),
-        (mlp.gate_proj, mlp.up_proj),
-        (mlp.down_proj,),
+        (inside["q_proj"], inside["k_proj"], inside["v_proj"]),
+        (inside["o_proj"],),
+        (gates["gate_proj"], gates["up_proj"]),
+        (gates["down_proj"],),
     )
+    norms = [inside["q_norm"], inside["k_norm"]] if "q_norm" in inside else []
+    outer = layer.input_layernorm, layer.post_attention_layernorm
+    usual = layers.active and plan is not None and not args
+    if not usual or not _is_block(attention, mlp, groups, (*outer, *norms), hidden_states, autocast):
+        return type(layer).forward(layer, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
     weights = [layers.copies.get(group, dtype, keep=layers.keep_copies) for group in groups]
     parameters = [linear_parameters(group) for group in groups]
-    norms = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
     cos, sin = (angles[0].unsqueeze(1) for angles in kwargs["position_embeddings"])
     wide = torch.promote_types(dtype, norms[0].weight.dtype) if norms and norm_spec(norms[0]).rounds_first else dtype
     before = BeforeAttention(
-        norm_spec(layer.input_layernorm),
+        norm_spec(outer[0]),
         tuple(map(norm_spec, norms)),
         wide,
         weights[0],
         attention.head_dim,
         dtype,
-        _product_dtype(hidden_states) or torch.promote_types(wide, cos.dtype),
+        autocast or torch.promote_types(wide, cos.dtype),
     )
     scales = [norm.weight for norm in norms]
-    rows = before_attention(hidden_states, cos, sin, before, layer.input_layernorm.weight, scales, parameters[0])
-    options = {name: _get(attention, path) for name, path in state.options.items()}
+    rows = before_attention(hidden_states, cos, sin, before, outer[0].weight, scales, parameters[0])
+    options = {name: _get(attention, path) for name, path in attention.__dict__[_STATE].options.items()}
     spec = AttentionSpec(attention.layer_idx, attention.scaling, options.get("sliding_window"), options.get("softcap"))
     attended = plan.attend(*rows, spec)
     counts = tuple(map(len, parameters[1:]))
-    after = AfterAttention(norm_spec(layer.post_attention_layernorm), weights[1:], counts, mlp.__dict__[_STATE].activation, dtype)
+    after = AfterAttention(norm_spec(outer[1]), weights[1:], counts, mlp.__dict__[_STATE].activation, dtype)
     others = [parameter for group in parameters[1:] for parameter in group]
-    return after_attention(hidden_states, attended, after, layer.post_attention_layernorm.weight, others)
+    return after_attention(hidden_states, attended, after, outer[1].weight, others)
 
 
 def norm_spec(norm: Any) -> RmsNormSpec:
@@ -252,19 +256,11 @@ def norm_spec(norm: Any) -> RmsNormSpec:
     return state.spec
 
 
-def _is_block(layer: Any, x: Tensor, dtype: torch.dtype) -> bool:
+def _is_block(
+    attention: Any, mlp: Any, linears: Sequence[Sequence[Any]], norms: Sequence[Any], x: Tensor, autocast: torch.dtype | None
+) -> bool:
     """Whether all parts of a layer are as they were when they were fused: no hooks, adapters, shards or other forward passes."""
-    attention, mlp = layer.self_attn, layer.mlp
-    linears = (
-        (attention.q_proj, attention.k_proj, attention.v_proj),
-        (attention.o_proj,),
-        (mlp.gate_proj, mlp.up_proj),
-        (mlp.down_proj,),
-    )
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-    parts: list[tuple[Any, Callable[..., Any]]] = [(norm, _norm_forward) for norm in norms]
-    parts += [(attention, _attention_forward), (mlp, _mlp_forward)]
+    dtype = autocast or x.dtype
     return (
         x.dtype != torch.float64
         and torch.promote_types(x.dtype, dtype) == x.dtype
@@ -272,10 +268,10 @@ def _is_block(layer: Any, x: Tensor, dtype: torch.dtype) -> bool:
         and not attention.attention_dropout
         and attention.config._attn_implementation == IMPLEMENTATION
         and all(map(are_plain, linears))
-        and all(_runs(module, forward) for module, forward in parts)
-        and not any(isinstance(norm.weight, DTensor) for norm in norms)
-        and (_product_dtype(x) is not None or all(group[0].weight.dtype == dtype for group in linears))
-        and (_product_dtype(x) is not None or all(norm.weight.dtype == dtype for norm in norms))
+        and _runs(attention, _attention_forward)
+        and _runs(mlp, _mlp_forward)
+        and all(_runs(norm, _norm_forward) and not isinstance(norm.weight, DTensor) for norm in norms)
+        and (autocast is not None or all(part.weight.dtype == dtype for part in (*(group[0] for group in linears), *norms)))
     )
 
 

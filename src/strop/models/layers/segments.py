@@ -84,16 +84,17 @@ def _choose(form: Hashable, compiled: Callable[..., Any], tensors: Sequence[Tens
     for each in tensors:
         if each.dim() > 1:
             torch._dynamo.maybe_mark_dynamic(each, 0)
-    _thread.calls = calls = []
+    calls: list[tuple[Callable[..., Any], Sequence[Any], Sequence[Any]]] = []
+    _thread.calls = calls
     results = compiled(*tensors)
     if len(calls) == 1:  # a graph has an order of its own, takes the number of rows as well, and returns no tensor twice
         ((code, inputs, outputs),) = calls
         sizes = tuple(each for each in inputs if isinstance(each, int))
-        places = _find(inputs, (*tensors, *sizes)), _find(results, (*outputs, None))
-        if None not in places:
+        taken, returned = _find(inputs, (*tensors, *sizes)), _find(results, (*outputs, None))
+        if taken is not None and returned is not None:
             if len(_code) >= MOST_FORMS:
                 _code.clear()
-            _code[form] = (code, sizes, *places)  # type: ignore[arg-type]
+            _code[form] = code, sizes, taken, returned
     return results
 
 
