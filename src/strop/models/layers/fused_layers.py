@@ -215,18 +215,13 @@ def _block_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     autocast = _product_dtype(hidden_states)
     dtype = autocast or hidden_states.dtype
     attention, mlp = layer.self_attn, layer.mlp
-    inside, gates = attention._modules, mlp._modules  # a module looks for attributes elsewhere first
-    groups = (
-        (inside["q_proj"], inside["k_proj"], inside["v_proj"]),
-        (inside["o_proj"],),
-        (gates["gate_proj"], gates["up_proj"]),
-        (gates["down_proj"],),
-    )
-    norms = [inside["q_norm"], inside["k_norm"]] if "q_norm" in inside else []
     outer = layer.input_layernorm, layer.post_attention_layernorm
-    usual = layers.active and plan is not None and not args
-    if not usual or not _is_block(attention, mlp, groups, (*outer, *norms), hidden_states, autocast):
+    parts = (
+        _find_parts(attention, mlp, outer, hidden_states, autocast) if layers.active and plan is not None and not args else None
+    )
+    if parts is None:
         return type(layer).forward(layer, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
+    groups, norms = parts
     weights = [layers.copies.get(group, dtype, keep=layers.keep_copies) for group in groups]
     parameters = [linear_parameters(group) for group in groups]
     cos, sin = (angles[0].unsqueeze(1) for angles in kwargs["position_embeddings"])
@@ -256,12 +251,23 @@ def norm_spec(norm: Any) -> RmsNormSpec:
     return state.spec
 
 
-def _is_block(
-    attention: Any, mlp: Any, linears: Sequence[Sequence[Any]], norms: Sequence[Any], x: Tensor, autocast: torch.dtype | None
-) -> bool:
-    """Whether all parts of a layer are as they were when they were fused: no hooks, adapters, shards or other forward passes."""
-    dtype = autocast or x.dtype
-    return (
+def _find_parts(
+    attention: Any, mlp: Any, outer: Sequence[Any], x: Tensor, autocast: torch.dtype | None
+) -> tuple[Sequence[Sequence[Any]], Sequence[Any]] | None:
+    """Return the linear layers of a decoder layer by their inputs, and the norms of its heads.
+
+    None unless all parts are as they were when they were fused: no hooks, adapters, shards or other forward passes.
+    """
+    inside, gates = attention._modules, mlp._modules  # a module looks for its attributes elsewhere first
+    linears = (
+        (inside["q_proj"], inside["k_proj"], inside["v_proj"]),
+        (inside["o_proj"],),
+        (gates["gate_proj"], gates["up_proj"]),
+        (gates["down_proj"],),
+    )
+    of_heads = (inside["q_norm"], inside["k_norm"]) if "q_norm" in inside else ()
+    norms, dtype = (*outer, *of_heads), autocast or x.dtype
+    unchanged = (
         x.dtype != torch.float64
         and torch.promote_types(x.dtype, dtype) == x.dtype
         and not isinstance(x, DTensor)
@@ -273,6 +279,7 @@ def _is_block(
         and all(_runs(norm, _norm_forward) and not isinstance(norm.weight, DTensor) for norm in norms)
         and (autocast is not None or all(part.weight.dtype == dtype for part in (*(group[0] for group in linears), *norms)))
     )
+    return (linears, of_heads) if unchanged else None
 
 
 def _runs(module: Any, forward: Callable[..., Any]) -> bool:
