@@ -28,7 +28,9 @@ async def start(run: TrainingRun) -> None:
     check_stop_request(run)
     await run.listeners.on_start(run.step, run.tracker)
     if run.options.val_at_start and run.step == 0 and run.evaluator is not None and run.ending is None:
-        run.tracker.log(0, await run.evaluator.evaluate(run.step, run.tracker))
+        with run.timer.span("validation"):
+            validated = await run.evaluator.evaluate(run.step, run.tracker)
+        run.tracker.log(0, validated)
         check_stop_request(run)
     if run.step >= run.options.max_steps or (run.early_stop is not None and run.early_stop.reason is not None):
         run.ending = "finished"
