@@ -324,7 +324,7 @@ class ViewedRun:
         return found
 
     def timeline(self, until: int | None, count: int) -> dict[str, Any]:
-        """Return up to ``MOST_TIMELINES`` steps of the time line of samples. Raises ViewError, also if none is kept."""
+        """Return up to ``MOST_TIMELINES`` steps of the time line of samples. Raises ViewError."""
         try:
             found = read_timeline(self.folder / TIMELINE_FILE, until, min(max(count, 1), MOST_TIMELINES))
         except FileNotFoundError:

@@ -150,7 +150,7 @@ class SampleTimeline(RunListener):
             return round(1000 * (moment - began))
 
         def list_named(spans: Sequence[tuple[str, float, float]]) -> list[list[Any]]:
-            placed = ([name, place(start), place(end)] for name, start, end in spans)
+            placed = ((name, place(start), place(end)) for name, start, end in spans)
             return [[name, start, end] for name, start, end in placed if start < end]
 
         collected = max((end for phase, _, end in self._phases if phase == "generation"), default=now)

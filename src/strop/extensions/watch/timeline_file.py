@@ -38,7 +38,12 @@ def cut_timeline(path: Path, step: int) -> None:
 
 
 def read_timeline(path: Path, until: int | None = None, count: int = 1) -> dict[str, Any]:
-    """Return ``steps``, the last ``count`` steps up to ``until``, and the ``first`` and ``last`` of the file. Raises OSError."""
+    """Return ``steps``, the last ``count`` steps up to ``until``, and the ``first`` and ``last`` of the file, None without one.
+
+    Raises OSError, and ValueError for a line that is no JSON.
+    """
+    if not path.exists():
+        return {"first": None, "last": None, "steps": []}
     known: list[int] = []
     lines: deque[bytes] = deque(maxlen=count)
     with path.open("rb") as file:

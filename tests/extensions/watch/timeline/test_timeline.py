@@ -105,8 +105,6 @@ def test_a_run_that_goes_back_cuts_its_time_line(tmp_path: Path) -> None:
     path = tmp_path / "timeline.jsonl"
     lines = [json.dumps({"step": step, "groups": []}, separators=(",", ":")) + "\n" for step in range(1, 6)]
     path.write_text("".join(lines) + '{"step":6,"gr')
-        "".join(json.dumps({"step": step, "groups": []}, separators=(",", ":")) + "\n" for step in range(1, 6)) + '{"step":6,"gr'
-    )
     assert read_timeline(path) == {"first": 1, "last": 5, "steps": [{"step": 5, "groups": []}]}
     cut_timeline(path, 3)
     assert path.read_text().endswith('{"step":3,"groups":[]}\n')
