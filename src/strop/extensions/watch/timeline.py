@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ MAX_SYNCS = 64  # of a step
 EVERY_SAMPLE = -1  # group rewards
 
 
-class Span(NamedTuple):
+class SampleSpan(NamedTuple):
     """A wait of a sample. Times are seconds of ``time.monotonic``."""
 
     began: float
@@ -40,27 +41,27 @@ class GroupWaits:
     index: int
     began: float
     ended: float | None = None
-    spans: list[tuple[int, Span]] = field(default_factory=list)  # with the sample
+    spans: list[tuple[int, SampleSpan]] = field(default_factory=list)  # with the sample
 
-    def tile(self) -> dict[int, list[Span]]:
+    def tile(self) -> dict[int, list[SampleSpan]]:
         """Return the spans of each sample, which do not overlap."""
         shared = [span for sample, span in self.spans if sample == EVERY_SAMPLE]
-        found: dict[int, list[Span]] = {}
+        found: dict[int, list[SampleSpan]] = {}
         for sample, span in sorted(self.spans):
             if sample != EVERY_SAMPLE:
                 found.setdefault(sample, list(shared)).append(span)
         return {sample: list(tile(spans)) for sample, spans in found.items()}
 
 
-def tile(spans: Sequence[Span]) -> Iterator[Span]:
+def tile(spans: Sequence[SampleSpan]) -> Iterator[SampleSpan]:
     """Cut spans so that they do not overlap: at each moment, the one that began last is kept."""
-    open_spans: list[Span] = []
+    open_spans: list[SampleSpan] = []
     at = 0.0
-    for span in [*sorted(spans), Span(float("inf"), float("inf"), "")]:
+    for span in [*sorted(spans), SampleSpan(float("inf"), float("inf"), "")]:
         while open_spans and at < span.began:
             top = open_spans[-1]
             if (end := min(top.ended, span.began)) > at:
-                yield Span(at, end, top.label)
+                yield SampleSpan(at, end, top.label)
                 at = end
             if top.ended <= at:
                 open_spans.pop()
@@ -96,16 +97,16 @@ class SampleTimeline(RunListener):
         elif ended - wait.since < SHORTEST:
             return
         elif who.startswith("sample "):
-            self._add(wait, int(who[7:]), Span(wait.since, ended, _label(wait.kind, wait.on)))
+            self._add(wait, int(who[7:]), SampleSpan(wait.since, ended, _label(wait.kind, wait.on)))
         elif wait.on.startswith("group "):
             if (group := self._find(wait)) is not None:
                 group.ended = ended
         elif who.startswith("group of task "):
-            self._add(wait, EVERY_SAMPLE, Span(wait.since, ended, "rewards of the group"))
+            self._add(wait, EVERY_SAMPLE, SampleSpan(wait.since, ended, "rewards of the group"))
         elif who == "weight sync" and len(self._syncs) < MAX_SYNCS:
             self._syncs.append((wait.on, wait.since, ended))
 
-    def _add(self, wait: waiting, sample: int, span: Span) -> None:
+    def _add(self, wait: waiting, sample: int, span: SampleSpan) -> None:
         if self._kept >= MAX_KEPT:
             self._lost += 1
         elif (group := self._find(wait)) is not None:
@@ -129,7 +130,7 @@ class SampleTimeline(RunListener):
         kept = {group.index: True for group in step.groups} | {group.index: False for group, _ in step.dropped}
         taken = [group for number in list(self._groups) if (group := self._take(number, kept)) is not None]
         try:
-            append_line(self.path, self._describe(step.step, began, now, taken, kept))
+            await asyncio.to_thread(self._write, step.step, began, now, taken, kept)
         except OSError:
             await self.on_end()  # it is detached
             raise
@@ -144,6 +145,9 @@ class SampleTimeline(RunListener):
             return None
         self._kept -= len(group.spans)
         return self._groups.pop(number)
+
+    def _write(self, *described: Any) -> None:
+        append_line(self.path, self._describe(*described))
 
     def _describe(self, step: int, began: float, now: float, groups: list[GroupWaits], kept: dict[int, bool]) -> dict[str, Any]:
         def place(moment: float) -> int:
@@ -188,8 +192,8 @@ def _label(kind: str, on: str) -> str:
 
 
 def take_shown(
-    tiled: Sequence[tuple[GroupWaits, dict[int, list[Span]]]],
-) -> list[tuple[GroupWaits, list[tuple[int, list[Span]]]]]:
+    tiled: Sequence[tuple[GroupWaits, dict[int, list[SampleSpan]]]],
+) -> list[tuple[GroupWaits, list[tuple[int, list[SampleSpan]]]]]:
     """Return the groups, in this order, with the samples that a line has room for."""
     samples, spans, found = MAX_SAMPLES, MAX_SPANS, []
     for group, rows in tiled:
@@ -203,7 +207,7 @@ def take_shown(
     return found
 
 
-def sum_seconds(tiled: Sequence[tuple[GroupWaits, dict[int, list[Span]]]], collected: float) -> dict[str, float]:
+def sum_seconds(tiled: Sequence[tuple[GroupWaits, dict[int, list[SampleSpan]]]], collected: float) -> dict[str, float]:
     """Return the seconds of all samples by kind, and those that they waited from the start of their group to their end and, as
     ``ended``, from then until the step was collected."""
     seconds = {"engine": 0.0, "environment": 0.0, "tools": 0.0, "rewards": 0.0, "waiting": 0.0, "ended": 0.0}

@@ -15,7 +15,7 @@ from loop.fakes import Letters, make_run
 from loop.tiny import tiny_tokenizer
 from strop.environments.base import reward
 from strop.extensions.watch import timeline
-from strop.extensions.watch.timeline import MAX_SPANS, SampleTimeline, Span, tile
+from strop.extensions.watch.timeline import MAX_SPANS, SampleSpan, SampleTimeline, tile
 from strop.extensions.watch.timeline_file import cut_timeline, read_timeline
 from strop.monitoring.waits import wait_listeners, waiting
 from strop.trainer.run import TrainOptions
@@ -68,8 +68,12 @@ def test_each_sample_of_a_step_has_all_that_it_waited_for(tmp_path: Path, stalen
 
 
 def test_the_later_of_two_spans_is_on_top(tmp_path: Path) -> None:
-    agent = Span(0.0, 10.0, "environment agent")
-    requests = [Span(2.0, 4.0, "engine request 1"), Span(3.0, 6.0, "engine request 2"), Span(8.0, 9.0, "engine request 3")]
+    agent = SampleSpan(0.0, 10.0, "environment agent")
+    requests = [
+        SampleSpan(2.0, 4.0, "engine request 1"),
+        SampleSpan(3.0, 6.0, "engine request 2"),
+        SampleSpan(8.0, 9.0, "engine request 3"),
+    ]
     assert [(span.began, span.ended, span.label[-1]) for span in tile([*requests, agent])] == [
         (0, 2, "t"), (2, 3, "1"), (3, 6, "2"), (6, 8, "t"), (8, 9, "3"), (9, 10, "t"),
     ]  # fmt: skip
@@ -95,7 +99,7 @@ def test_memory_and_lines_have_their_bounds(tmp_path: Path, monkeypatch: pytest.
     assert listener._kept == 50 - 12 and line["lost"] == 30
     monkeypatch.setattr(timeline, "MAX_SAMPLES", 256)
     many = timeline.GroupWaits(
-        0, 1.0, 9.0, [(each % 300, Span(1 + each / 1e5, 1 + (each + 0.9) / 1e5, "engine 1")) for each in range(60_000)]
+        0, 1.0, 9.0, [(each % 300, SampleSpan(1 + each / 1e5, 1 + (each + 0.9) / 1e5, "engine 1")) for each in range(60_000)]
     )
     shown = timeline.take_shown([(many, many.tile())])[0][1]
     assert len(shown) == MAX_SPANS // 200
