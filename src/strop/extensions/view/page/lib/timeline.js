@@ -69,7 +69,7 @@ export function summarize(steps) {
   const total = Object.values(seconds).reduce((sum, value) => sum + value, 0);
   const share = (kind) => formatShare((seconds[kind] ?? 0) / (total || 1));
   const named = Object.keys(KINDS).filter((kind) => kind !== WAITING && seconds[kind] / (total || 1) >= 0.0005).map((kind) => `${kind} ${share(kind)}`);
-  const shares = `${[`Of the ${formatDuration(total)} of all samples`, ...named].join(", ")}, waiting ${share(WAITING)} before their end and ${share(ENDED)} after it, until the step took them.`;
+  const shares = `The samples took ${formatDuration(total)} in all: ${[...named, `waiting ${share(WAITING)}`].join(", ")} before their end and ${share(ENDED)} after it, until the step took them.`;
   const late = steps.filter((line) => line.last).map((line) => ({ step: line.step, group: line.last[0], sample: line.last[1], late: (line.last[2] - line.median) / 1000 }));
   const straggler = late.reduce((worst, each) => (worst && worst.late >= each.late ? worst : each), null);
   const whole = steps.reduce((sum, line) => sum + line.seconds, 0);
