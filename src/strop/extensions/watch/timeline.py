@@ -125,8 +125,8 @@ class SampleTimeline(RunListener):
         return self._groups[at.number]
 
     async def on_log(self, step: StepView) -> dict[str, float]:
-        now = time.monotonic()
-        began = now - (time.perf_counter() - step.timer.started)
+        began = time.monotonic() - (time.perf_counter() - step.timer.started)
+        now = began + step.timer.ended - step.timer.started
         kept = {group.index: True for group in step.groups} | {group.index: False for group, _ in step.dropped}
         taken = [group for number in list(self._groups) if (group := self._take(number, kept)) is not None]
         try:
@@ -171,7 +171,7 @@ class SampleTimeline(RunListener):
             for group, rows in shown
         ]  # fmt: skip
         return {
-            "step": step, "began": time.time() - (now - began), "seconds": now - began, "phases": list_named(self._phases),
+            "step": step, "began": time.time() - (time.monotonic() - began), "seconds": now - began, "phases": list_named(self._phases),
             "syncs": list_named(self._syncs), "groups": listed, "more": len(ends) - sum(len(rows) for _, rows in shown),
             "lost": self._lost, "collected": place(collected), "seconds_of": sum_seconds(tiled, collected),
             "last": None if last is None else [*last, place(ends[last])],

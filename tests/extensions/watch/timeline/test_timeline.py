@@ -16,7 +16,7 @@ from loop.tiny import tiny_tokenizer
 from strop.environments.base import reward
 from strop.extensions.watch import timeline
 from strop.extensions.watch.timeline import MAX_SPANS, SampleSpan, SampleTimeline, tile
-from strop.extensions.watch.timeline_file import cut_timeline, read_timeline
+from strop.extensions.watch.timeline_file import read_timeline
 from strop.monitoring.waits import wait_listeners, waiting
 from strop.trainer.run import TrainOptions
 from strop.trainer.train import train
@@ -110,6 +110,8 @@ def test_a_run_that_goes_back_cuts_its_time_line(tmp_path: Path) -> None:
     lines = [json.dumps({"step": step, "groups": []}, separators=(",", ":")) + "\n" for step in range(1, 6)]
     path.write_text("".join(lines) + '{"step":6,"gr')
     assert read_timeline(path) == {"first": 1, "last": 5, "steps": [{"step": 5, "groups": []}]}
-    cut_timeline(path, 3)
+    listener = SampleTimeline(path)
+    asyncio.run(listener.on_start(3, None))  # type: ignore[arg-type]
+    asyncio.run(listener.on_end())
     assert path.read_text().endswith('{"step":3,"groups":[]}\n')
     assert [line["step"] for line in read_timeline(path, 2, 2)["steps"]] == [1, 2]
