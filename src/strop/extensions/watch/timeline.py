@@ -127,6 +127,7 @@ class SampleTimeline(RunListener):
     async def on_log(self, step: StepView) -> dict[str, float]:
         began = time.monotonic() - (time.perf_counter() - step.timer.started)
         now = began + step.timer.ended - step.timer.started
+        self._phases = [phase for phase in self._phases if phase[2] > began]  # not the validation before the first step
         kept = {group.index: True for group in step.groups} | {group.index: False for group, _ in step.dropped}
         taken = [group for number in list(self._groups) if (group := self._take(number, kept)) is not None]
         try:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from threading import Lock
@@ -94,6 +95,7 @@ class AgentSession:
     failure: Exception | None = None  # of the engine
 
     def __post_init__(self) -> None:
+        self._episode = copy_context()  # a request comes in the context of its connection
         self._reader = RequestReader(
             "",
             self.template,
@@ -184,7 +186,7 @@ class AgentSession:
         except ValueError as error:
             raise self._refuse(error) from error
         sampled = [
-            self._sample(prompt, images, sampling, number)
+            asyncio.create_task(self._sample(prompt, images, sampling, number), context=self._episode.copy())
             for place, prompt in enumerate(asked.prompts)
             for _ in range(asked.choices)
         ]
