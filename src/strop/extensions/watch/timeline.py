@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -50,23 +51,27 @@ class GroupWaits:
         for sample, span in sorted(self.spans):
             if sample != EVERY_SAMPLE:
                 found.setdefault(sample, list(shared)).append(span)
-        return {sample: list(tile(spans)) for sample, spans in found.items()}
+        return {sample: tile(sorted(spans)) for sample, spans in found.items()}
 
 
-def tile(spans: Sequence[SampleSpan]) -> Iterator[SampleSpan]:
-    """Cut spans so that they do not overlap: at each moment, the one that began last is kept."""
+def tile(spans: list[SampleSpan]) -> list[SampleSpan]:
+    """Cut sorted spans so that they do not overlap: at each moment, the one that began last is kept."""
+    if all(span.ended <= after.began for span, after in pairwise(spans)):
+        return spans
+    tiles: list[SampleSpan] = []
     open_spans: list[SampleSpan] = []
     at = 0.0
-    for span in [*sorted(spans), SampleSpan(float("inf"), float("inf"), "")]:
+    for span in [*spans, SampleSpan(float("inf"), float("inf"), "")]:
         while open_spans and at < span.began:
             top = open_spans[-1]
             if (end := min(top.ended, span.began)) > at:
-                yield SampleSpan(at, end, top.label)
+                tiles.append(SampleSpan(at, end, top.label))
                 at = end
             if top.ended <= at:
                 open_spans.pop()
         at = span.began
         open_spans.append(span)
+    return tiles
 
 
 class SampleTimeline(RunListener):
@@ -131,7 +136,11 @@ class SampleTimeline(RunListener):
         kept = {group.index: True for group in step.groups} | {group.index: False for group, _ in step.dropped}
         taken = [group for number in list(self._groups) if (group := self._take(number, kept)) is not None]
         try:
-            await asyncio.to_thread(self._write, step.step, began, now, taken, kept)
+            write = partial(self._write, step.step, began, now, taken, kept)
+            if sum(len(group.spans) for group in taken) > MAX_SPANS:  # then it takes 0.1 s and more
+                await asyncio.to_thread(write)
+            else:
+                write()
         except OSError:
             await self.on_end()  # it is detached
             raise

@@ -74,7 +74,7 @@ def test_the_later_of_two_spans_is_on_top(tmp_path: Path) -> None:
         SampleSpan(3.0, 6.0, "engine request 2"),
         SampleSpan(8.0, 9.0, "engine request 3"),
     ]
-    assert [(span.began, span.ended, span.label[-1]) for span in tile([*requests, agent])] == [
+    assert [(span.began, span.ended, span.label[-1]) for span in tile([agent, *requests])] == [
         (0, 2, "t"), (2, 3, "1"), (3, 6, "2"), (6, 8, "t"), (8, 9, "3"), (9, 10, "t"),
     ]  # fmt: skip
 
