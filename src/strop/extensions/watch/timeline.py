@@ -101,9 +101,9 @@ class SampleTimeline(RunListener):
             self._phases.append((wait.on, wait.since, ended))
         elif ended - wait.since < SHORTEST:
             return
-        elif who.startswith("sample "):
+        elif who.startswith("sample ") and who[7:].isdecimal():
             self._add(wait, int(who[7:]), SampleSpan(wait.since, ended, _label(wait.kind, wait.on)))
-        elif wait.on.startswith("group "):
+        elif who == "generation":
             if (group := self._find(wait)) is not None:
                 group.ended = ended
         elif who.startswith("group of task "):
@@ -121,7 +121,7 @@ class SampleTimeline(RunListener):
     def _find(self, wait: waiting) -> GroupWaits | None:
         """Return the group around a wait; None outside of training."""
         at: waiting | None = wait
-        while at is not None and not at.on.startswith("group "):
+        while at is not None and at.who != "generation":
             at = at.parent
         if at is None or (at.parent is not None and at.parent.on == "validation"):
             return None
