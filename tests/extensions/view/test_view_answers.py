@@ -116,7 +116,10 @@ def test_the_time_line_of_samples_is_read_by_step(reader: Reader, folder: Path) 
     assert (found["first"], found["last"], [line["step"] for line in found["steps"]]) == (1, 11, [1, 2, 3, 4, 5, 6, 7])
     assert found["steps"][0]["groups"][2]["samples"]["3"][1] == ["environment 1", 400, 1400]
     with (folder / "timeline.jsonl").open("a") as file:
-        file.write('"}\n{"step":13,x}\n')
+        file.write('"}\n{"step":13,"x":1}\n')
+    assert reader.get("runs/a/timeline") == {"first": 1, "last": 13, "steps": []}
+    with (folder / "timeline.jsonl").open("a") as file:
+        file.write('{"step":14,x}\n')
     assert "timeline.jsonl cannot be read" in reader.get("runs/a/timeline", 422)["error"]
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from strop.storage.files import atomic_write
 
 TIMELINE_FILE = "timeline.jsonl"
+_KEYS = {"began", "seconds", "phases", "syncs", "groups", "more", "lost", "collected", "seconds_of", "last", "median"}
 _STEP = re.compile(rb'\{"step":(\d{1,15}),.*\}\n', re.DOTALL)  # a whole line
 
 
@@ -52,4 +53,5 @@ def read_timeline(path: Path, until: int | None = None, count: int = 1) -> dict[
                 known.append(int(found[1]))
                 if until is None or known[-1] <= until:
                     lines.append(line)
-    return {"first": min(known, default=None), "last": max(known, default=None), "steps": list(map(json.loads, lines))}
+    steps = [line for line in map(json.loads, lines) if line.keys() >= _KEYS]  # without those of another version
+    return {"first": min(known, default=None), "last": max(known, default=None), "steps": steps}

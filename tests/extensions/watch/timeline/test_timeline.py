@@ -14,7 +14,7 @@ import pytest
 from loop.fakes import Letters, make_run
 from loop.tiny import tiny_tokenizer
 from strop.environments.base import reward
-from strop.extensions.watch import timeline
+from strop.extensions.watch import timeline, timeline_file
 from strop.extensions.watch.timeline import MAX_SPANS, SampleSpan, SampleTimeline, tile
 from strop.extensions.watch.timeline_file import read_timeline
 from strop.monitoring.waits import wait_listeners, waiting
@@ -107,11 +107,12 @@ def test_memory_and_lines_have_their_bounds(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_run_that_goes_back_cuts_its_time_line(tmp_path: Path) -> None:
     path = tmp_path / "timeline.jsonl"
-    lines = [json.dumps({"step": step, "groups": []}, separators=(",", ":")) + "\n" for step in range(1, 6)]
+    empty = dict.fromkeys(timeline_file._KEYS, 0)
+    lines = [json.dumps({"step": step, **empty}, separators=(",", ":")) + "\n" for step in range(1, 6)]
     path.write_text("".join(lines) + '{"step":6,"gr')
-    assert read_timeline(path) == {"first": 1, "last": 5, "steps": [{"step": 5, "groups": []}]}
+    assert read_timeline(path) == {"first": 1, "last": 5, "steps": [{"step": 5, **empty}]}
     listener = SampleTimeline(path)
     asyncio.run(listener.on_start(3, None))  # type: ignore[arg-type]
     asyncio.run(listener.on_end())
-    assert path.read_text().endswith('{"step":3,"groups":[]}\n')
+    assert path.read_text() == "".join(lines[:3])
     assert [line["step"] for line in read_timeline(path, 2, 2)["steps"]] == [1, 2]
