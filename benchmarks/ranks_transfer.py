@@ -35,9 +35,7 @@ from ranks_simulation import make_batch
 from torch import Tensor
 
 from strop.algorithms.base import TokenOutputs
-from strop.data.shares.batch_share import BatchShare
-from strop.data.shares.divide_batch import divide_batch, take_share
-from strop.data.shares.split_rule import ShareRequest, SplitRule
+from strop.data.shares import BatchShare, ShareRequest, SplitRule, divide_batch, take_share
 from strop.distributed.actor_group import ActorGroup
 from strop.distributed.base import ActorOptions, serve_store
 from strop.distributed.cluster_config import ClusterConfig

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from strop.algorithms.base import SQUARED_PROBS, LossFn, Outputs, TokenOutputs, ValueOutputs
 from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
-from strop.data.policies import split_policies
-from strop.data.rollout_selector import SubBatch
+from strop.data.rollout_selector import SubBatch, split_policies
 from strop.learner.base import BackwardResult, WeightSource, require_token_outputs
 from strop.learner.budget.memory_probe import MemoryProbe
 from strop.learner.learner_thread import LearnerThread
@@ -120,7 +119,7 @@ def join_outputs(parts: Sequence[tuple[Tensor, Outputs]], size: int) -> Outputs:
 
 
 def find_policies(learners: Mapping[str, LearnerClient]) -> dict[str, LearnerClient]:
-    """Return the learners of policies: the run's, and those of roles in the order of their numbers (``strop.data.policies``)."""
+    """Return the learners of policies: the run's, and those of roles in the order of their numbers (``strop.data.rollout_selector``)."""
     return {name: learner for name, learner in learners.items() if name != "value"}
 
 
@@ -128,7 +127,7 @@ def find_policies(learners: Mapping[str, LearnerClient]) -> dict[str, LearnerCli
 class PolicyScorer:
     """Scores each rollout of a batch with the policy that it trains."""
 
-    policies: Sequence[ScorerClient]  # by number (``strop.data.policies``)
+    policies: Sequence[ScorerClient]  # by number (``strop.data.rollout_selector``)
 
     @classmethod
     def of(cls, learners: Mapping[str, LearnerClient]) -> PolicyScorer:

@@ -19,7 +19,7 @@ class OptimizerPass:
     """A forward and backward pass of a learner over a mini-batch."""
 
     learner: str  # that its loss is for: "policy" for every policy
-    policy: int = 0  # number of the policy (``strop.data.policies``)
+    policy: int = 0  # number of the policy (``strop.data.rollout_selector``)
     index: Tensor  # [n] int64: indices of the predicted tokens that it trained on
     batch: Batch  # the mini-batch as the loss read it
     outputs: Outputs

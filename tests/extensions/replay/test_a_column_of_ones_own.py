@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from strop.data.packing import pack
-from strop.data.shares.divide_batch import divide_batch
-from strop.data.shares.split_rule import SplitRule
+from strop.data.shares import SplitRule, divide_batch
 from strop.extensions.replay.replay_plan import ReplayError
 from strop.extensions.replay.stored_groups import LearnerReads, rebuild_groups
 from strop.generation.base import Completion

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from strop import metrics
 from strop.algorithms.base import LossFn, Outputs
 from strop.data.packing_config import require_number
-from strop.data.shares.batch_share import BatchShare, count_tokens
-from strop.data.shares.split_rule import ShareRequest
+from strop.data.shares import BatchShare, ShareRequest, count_tokens
 from strop.extensions.labs.draft.draft_trainer import DraftTrainer
 from strop.extensions.megatron.checkpoint.megatron_snapshot import MegatronSnapshot, load_learner, snapshot_learner
 from strop.extensions.megatron.megatron_config import MegatronConfig

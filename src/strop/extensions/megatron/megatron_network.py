@@ -13,9 +13,7 @@ from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES, SQUARED_PROBS, Outputs, ValueOutputs
 from strop.data.rollout_selector import SubBatch
-from strop.data.shares.batch_share import BatchShare, without_read_columns
-from strop.data.shares.divide_batch import take_share
-from strop.data.shares.split_rule import ShareRequest, SplitRule
+from strop.data.shares import BatchShare, ShareRequest, SplitRule, take_share, without_read_columns
 from strop.extensions.distillation.top_tokens import TopTokens, find_top_tokens
 from strop.extensions.labs.draft.eagle_head import EagleHead
 from strop.extensions.megatron.layout import MegatronLayout

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from strop import metrics
 from strop.algorithms.base import LossFn, Outputs
 from strop.data.rollout_selector import SubBatch
-from strop.data.shares.batch_share import BatchShare
-from strop.data.shares.split_rule import ShareRequest
+from strop.data.shares import BatchShare, ShareRequest
 from strop.learner.base import BackwardResult
 from strop.learner.budget.free_memory import measure_free
 from strop.learner.budget.full_rollouts import make_full_rollouts
