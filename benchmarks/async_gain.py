@@ -28,8 +28,7 @@ from strop import metrics
 from strop.algorithms.base import LossFn, TokenOutputs
 from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.learner.base import BackwardResult
-from strop.learner.client import InlineCaller, LearnerClient, ThreadCaller
-from strop.learner.learner_thread import LearnerThread
+from strop.learner.client import InlineCaller, LearnerClient, LearnerThread, ThreadCaller
 from strop.metrics import Metrics
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import NullTracker

@@ -120,7 +120,7 @@ def test_logits_of_a_large_vocabulary_do_not_fill_the_memory() -> None:
 def test_tritons_kernels_give_the_numbers_of_pytorchs_operators(
     dtype: torch.dtype, weights: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from strop.models.logprobs import tiled_logprobs as module
+    from strop.models.logprobs import token_logprobs as module
     from strop.models.logprobs.logit_tiles import TorchTiles
 
     assert type(module.choose_operations(torch.device(KIND), dtype)).__name__ == "TritonRows"

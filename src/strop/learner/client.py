@@ -1,16 +1,19 @@
 """Awaitable learners, scorers and column sources, for the training loop.
 
 A client has typed awaitable methods, and a caller decides where they run: ``InlineCaller`` in this thread, for a learner that
-shares its module with an engine; ``ThreadCaller`` in another thread, while engines in other processes generate; ``RankCaller``
-(``strop.distributed.workers.remote_learner``) on every rank.
+shares its module with an engine, because the two must alternate on one thread; ``ThreadCaller`` in another thread, while engines in
+other processes generate; ``RankCaller`` (``strop.distributed.workers.remote_learner``) on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import contextvars
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,11 +23,57 @@ from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
 from strop.data.rollout_selector import SubBatch, split_policies
 from strop.learner.base import BackwardResult, WeightSource, require_token_outputs
 from strop.learner.budget.memory_probe import MemoryProbe
-from strop.learner.learner_thread import LearnerThread
 from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs
 from strop.metrics import Metrics
 from strop.monitoring.process_profile import RECORDER
 from strop.types import Batch, Group
+
+T = TypeVar("T")
+
+
+class LearnerThread:
+    """A single thread that runs calls one after another, with the torch settings of the thread that created it.
+
+    Torch keeps the number of intra-op threads, the current device and the grad mode per thread. The grad mode is the caller's at each call.
+    """
+
+    def __init__(self, name: str = "strop-learner") -> None:
+        threads = torch.get_num_threads()
+        device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+        def prepare() -> None:
+            torch.set_num_threads(threads)
+            if device is not None:
+                torch.cuda.set_device(device)
+
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=prepare)
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run ``function(*arguments)`` in the thread; return its result or raise its exception.
+
+        A cancelled caller first waits for the call in progress, so that nothing is saved or freed while the thread still uses it. A second
+        cancellation does not wait.
+        """
+        context, gradients = contextvars.copy_context(), torch.is_grad_enabled()
+
+        def work() -> T:
+            with torch.set_grad_enabled(gradients):
+                return function(*arguments)
+
+        future = asyncio.get_running_loop().run_in_executor(self._executor, context.run, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            if not future.done():
+                await asyncio.wait([future])
+            if not future.cancelled():
+                future.exception()  # mark it as retrieved: the caller gets the cancellation
+            raise
+
+    def close(self) -> None:
+        """Stop the thread after the call in progress, without waiting for it."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
 
 POLICY_ENTROPY = "policy_entropy"  # a batch column, [N]: entropy of the policy before the update
 

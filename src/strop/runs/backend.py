@@ -17,14 +17,13 @@ from strop.learner.client import (
     Caller,
     InlineCaller,
     LearnerClient,
+    LearnerThread,
     MemoryClient,
     ScorerClient,
     ThreadCaller,
 )
-from strop.learner.learner_thread import LearnerThread
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork
 from strop.monitoring.trackers.base import Tracker
-from strop.runs.cluster.ray_backend import make_ray_backend
 from strop.runs.engines import GeneratorSpec, make_generator, make_past_selves, offloads_learner
 from strop.runs.model_check import check_model
 from strop.runs.models import (
@@ -132,6 +131,8 @@ async def make_backend(config: TrainingRunConfig, cluster: Cluster | None, track
     if cluster is None:
         backend = LocalBackend(config, load_training_policy(config))
     else:
+        from strop.runs.cluster.ray_backend import make_ray_backend
+
         backend = await make_ray_backend(config, cluster, tracker)
     check_model(config, backend.bundle, tracker.note)
     return backend

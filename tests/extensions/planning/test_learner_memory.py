@@ -15,11 +15,11 @@ from strop.algorithm_factory import make_algorithm
 from strop.extensions.planning import learner_memory
 from strop.extensions.planning.learner_memory import LearnerFootprint, LearnerSetup, ModelSize, ParallelSizes, Sharding
 from strop.extensions.planning.plan_inputs import BesideModel, without_output
-from strop.learner.budget.full_rollouts import make_full_rollouts
-from strop.learner.budget.peak_memory import measure_peak
+from strop.learner.budget.device_memory import measure_peak
+from strop.learner.budget.memory_probe import make_full_rollouts
 from strop.models.attention import kernel_choice, plain_attention
 from strop.models.loading import cast_weights
-from strop.models.logprobs import logit_tiles, tiled_logprobs
+from strop.models.logprobs import logit_tiles, token_logprobs
 from strop.models.network import Network
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
@@ -129,7 +129,7 @@ def test_the_plan_counts_with_the_sizes_that_the_models_use():
 
     assert kernels == learner_memory.PLAIN_SCORES
     assert learner_memory.EAGER_SCORES == plain_attention.MAX_EAGER_SCORES
-    assert learner_memory.MOST_KEPT_LOGITS == tiled_logprobs.MOST_KEPT_LOGITS
+    assert learner_memory.MOST_KEPT_LOGITS == token_logprobs.MOST_KEPT_LOGITS
     assert (learner_memory.TILE_ROWS, learner_memory.TILE_COLUMNS) == (logit_tiles.CPU_ROWS, logit_tiles.CPU_COLUMNS)
 
 

@@ -32,7 +32,7 @@ from strop.extensions.megatron.schedule import RouterLosses, prepare_schedule
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.micro_batch import MicroBatch, MicroBatchOutputs, detach_to_cpu, dummy_loss, to_device
 from strop.learner.torch.companion import StagedWithCompanion
-from strop.learner.torch.schedule_unit import ScheduleUnit
+from strop.learner.torch.optimizer import ScheduleUnit
 from strop.learner.torch.tensor_offload import TensorOffload
 from strop.metrics import Metrics
 from strop.models.routing.recorded_experts import measure_disagreement, measure_missing_routes

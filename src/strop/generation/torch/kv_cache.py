@@ -18,9 +18,9 @@ from strop.models.attention.flash_kernel import VarlenFlashKernel, flash_obstacl
 from strop.models.attention.merged_attention import attend_in_pieces
 from strop.models.attention.plain_attention import causal_mask, masked_attention
 from strop.models.attention.tree_pieces import AttentionPiece, Levels
-from strop.models.fixed_order import FixedOrder
-from strop.models.mixers.chosen_tokens import IndexRows, choose_tokens, count_bytes, sees
+from strop.models.mixers.indexers import IndexRows, choose_tokens, count_bytes, sees
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
+from strop.models.network_parts import FixedOrder
 from strop.models.recorded_columns import RecordedColumn, Recorders, allocate_columns
 from strop.types import PromptImage
 

@@ -13,9 +13,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from strop.columns import Columns, TokenColumn
 from strop.device_copies import is_gpu, move, upload
+from strop.generation.quantized_rollouts import EmulatedQuantization, RoundedCache
 from strop.generation.torch.cuda_graphs import DecodeGraphs, capture_obstacle
 from strop.generation.torch.decode_kernels import DecodeKernels
-from strop.generation.torch.emulated_quantization import EmulatedQuantization, RoundedCache
 from strop.generation.torch.fast_layers import FastLayers, choose_kernels
 from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.image_tokens import ImageReader, PromptImages
@@ -35,8 +35,7 @@ from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.mixers.chosen_tokens import IndexRows
-from strop.models.mixers.path_blocks import PathBlocks
+from strop.models.mixers.indexers import IndexRows, PathBlocks
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.models.network import Network
 from strop.models.recorded_columns import name_recorders, stack_columns

@@ -17,7 +17,7 @@ class AttentionSpec:
     window: int | None = None  # a token attends to itself and to the window - 1 positions before it
     softcap: float | None = None  # logits -> softcap * tanh(logits / softcap), Gemma 2
     sinks: Tensor | None = field(default=None, compare=False)  # [heads]: one more logit for each query, without a value (gpt-oss)
-    # [T, bytes], or [T, kv_heads, bytes]: the choice of each query (``chosen_tokens``)
+    # [T, bytes], or [T, kv_heads, bytes]: the choice of each query (``indexers``)
     chosen: Tensor | None = field(default=None, compare=False)
     block: int = 1  # positions that are chosen together
     pooled: bool = False  # after the keys of the row come those of its blocks, and the choice is among these alone

@@ -117,9 +117,9 @@ def _ask(
     """``scores``: the model is a classifier, a reward model or critic. ``trusted``: a run may execute the model's own code; this
     function does not.
     """
-    from strop.models.classifiers import to_classifier_config
     from strop.models.loading import build_on_meta
     from strop.models.network import Network
+    from strop.models.value_network import to_classifier_config
 
     options: dict[str, Any] = {"to_classifier": to_classifier_config if scores else None}
     if isinstance(model, ModelConfig):
