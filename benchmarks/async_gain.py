@@ -32,8 +32,7 @@ from strop.learner.client import InlineCaller, LearnerClient, LearnerThread, Thr
 from strop.metrics import Metrics
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import NullTracker
-from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
-from strop.rollouts.stream import RolloutStream
+from strop.rollouts.stream import DropTooOld, Fifo, GroupOrder, RolloutStream, Windowed
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.run import TrainingRun, TrainOptions
 from strop.trainer.train import train

@@ -27,8 +27,7 @@ from strop.metrics import Metrics
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.rollouts.episode import EpisodeRules, run_group
-from strop.rollouts.order import Fifo, GroupOrder
-from strop.rollouts.stream import RolloutStream
+from strop.rollouts.stream import Fifo, GroupOrder, RolloutStream
 from strop.sampling import Sampling, mix_seed
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator

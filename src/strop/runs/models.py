@@ -42,7 +42,6 @@ from strop.models.loading import (
     read_model_config,
     read_stop_token_ids,
 )
-from strop.models.lora import add_adapters, count_parameters
 from strop.models.network import Network, disable_dropout, freeze_routers
 from strop.models.quantization.float8_training import convert_to_float8
 from strop.models.value_network import ValueHead, ValueNetwork, load_classifier, set_pad_token
@@ -382,6 +381,8 @@ def _make_padded(kind: Callable[..., Any], model: Any, **options: Any) -> Any:
 def _apply_lora(network: Network, config: ModelConfig, seed: int) -> None:
     """Add LoRA adapters if they are enabled. Call it after the weights are rounded to ``weights_dtype``."""
     if config.dtensor_cfg.lora_cfg.enabled:
+        from strop.models.lora import add_adapters, count_parameters
+
         add_adapters(network.model, config.dtensor_cfg.lora_cfg, base=config.model_name, seed=seed)
         log.info("%s", count_parameters(network.model))
 

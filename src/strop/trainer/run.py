@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from strop.algorithms.base import Algorithm
 from strop.checkpointing.base import Checkpointer, Restorable
@@ -14,11 +14,17 @@ from strop.monitoring.trackers.base import SavedCheckpoint, Tracker
 from strop.rollouts.stream import GroupStream, StreamState
 from strop.stopping import EarlyStop, RunEnding, StopRequest
 from strop.trainer.column_sources import ColumnSources
-from strop.trainer.evaluation import Validator
-from strop.trainer.listeners import Listeners
-from strop.trainer.step_timer import StepTimer
+from strop.trainer.listeners import Listeners, StepTimer
 from strop.types import Group
 from strop.weight_sync.base import WeightSync
+
+
+class Validator(Protocol):
+    """Measures the policy between steps."""
+
+    async def evaluate(self, step: int, tracker: Tracker) -> dict[str, float]:
+        """Return metrics under ``validation/``."""
+        ...
 
 
 class TooManyDropped(RuntimeError):

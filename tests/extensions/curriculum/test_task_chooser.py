@@ -20,8 +20,7 @@ from strop.extensions.curriculum.base import Choice, Curriculum, Draw, TaskOutco
 from strop.extensions.curriculum.curricula import SuccessRateCurriculum
 from strop.extensions.curriculum.curriculum_keys_config import SuccessRateConfig
 from strop.extensions.curriculum.task_chooser import KEPT, CurriculumChooser
-from strop.rollouts.order import DropTooOld, GroupOrder, Windowed
-from strop.rollouts.stream import EndOfTasks, RolloutStream, StreamState
+from strop.rollouts.stream import DropTooOld, EndOfTasks, GroupOrder, RolloutStream, StreamState, Windowed
 from strop.sampling import mix_seed, uniform
 
 SIZES = (9, 5)

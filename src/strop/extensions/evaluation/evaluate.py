@@ -31,7 +31,7 @@ from strop.extensions.recorded.recorded_config import RecordedRunConfig
 from strop.extensions.recorded.recorded_run import make_validation_groups, read_validation_examples
 from strop.learner.parallel.single_device import load_weights
 from strop.monitoring.console import ConsoleKind, open_console
-from strop.rollouts.tool_turns import describe_tool_calls
+from strop.rollouts.policy_turns import describe_tool_calls
 from strop.runs.backend import LocalBackend
 from strop.runs.evaluation_job import EvaluationJob, EvaluationSet, identify_entries
 from strop.runs.exit_codes import run_command

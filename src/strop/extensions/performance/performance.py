@@ -29,8 +29,7 @@ from strop.models.loading import read_model_config
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.local_device import resolve_device_name
 from strop.runs.monitors.run_listeners import RunSetup
-from strop.trainer.listeners import RunListener
-from strop.trainer.step_view import StepView
+from strop.trainer.listeners import RunListener, StepView
 from strop.types import Batch
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from strop.runs.monitors.run_listeners import RunSetup
 from strop.runs.rollout_run import SampledSource
 from strop.runs.tasks import count_slots
 from strop.tools.base import InfrastructureError
-from strop.trainer.listeners import RunListener
-from strop.trainer.step_view import StepView
+from strop.trainer.listeners import RunListener, StepView
 from strop.types import Rollout
 
 OVERLOADED = (Ending.SANDBOX, Ending.PROVIDER_LIMIT)

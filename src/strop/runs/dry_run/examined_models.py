@@ -234,7 +234,7 @@ def find_conversation_problems(
         return
     from strop.models.chat_template import ChatTemplate
     from strop.models.loading import ModelNotFound, RemoteCodeRefused, load_tokenizer
-    from strop.rollouts.tool_turns import describe_tool_calls
+    from strop.rollouts.policy_turns import describe_tool_calls
     from strop.types import user
 
     try:

@@ -22,9 +22,8 @@ from strop.monitoring.trackers.rollout_media import make_step_media
 from strop.openmp import call_in_thread
 from strop.runs.monitors.token_trace import trace_tokens
 from strop.runs.run_source import RunSource
-from strop.trainer.listeners import Listeners, RunListener
+from strop.trainer.listeners import Listeners, RunListener, StepView
 from strop.trainer.mismatch import MismatchGuard
-from strop.trainer.step_view import StepView
 from strop.user_code import UserCodeError, describe_error, describe_value, import_attribute
 
 log = logging.getLogger(__name__)
