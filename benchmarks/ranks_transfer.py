@@ -153,10 +153,10 @@ class TransferRank:
 
 def count_received(rank: TransferRank) -> None:
     """Count the bytes that this rank receives from others, by the operations that gather weights."""
-    from strop.learner.parallel.export import shard_gather
+    from strop.learner.parallel.export import sharded_export
     from strop.learner.parallel.sharded import Sharded
 
-    post, full_tensor = shard_gather._post, Sharded.full_tensor
+    post, full_tensor = sharded_export._post, Sharded.full_tensor
 
     def counted_post(operations: Sequence[Any]) -> list[Any]:
         rank.received += sum(each.tensor.nbytes for each in operations if each.op is dist.irecv)
@@ -167,7 +167,7 @@ def count_received(rank: TransferRank) -> None:
         rank.received += full.nbytes - full.nbytes // rank.world
         return full
 
-    shard_gather._post = counted_post
+    sharded_export._post = counted_post
     Sharded.full_tensor = counted_full_tensor  # type: ignore[method-assign]
 
 

@@ -401,12 +401,10 @@ PARTS = (
 # Modules under 60 lines whose only importer is in their own folder, each with the reason why it is a file of its own.
 SHORT = {
     "extensions.adapters.reasoning_gym_datasets": "what a process that scores imports, without the environment",
-    "extensions.watch.pacing_config": "read with every configuration",
     "extensions.performance.performance_config": "read with every configuration",
     "extensions.profiling.profile_config": "read with every configuration, without the recorder",
     "extensions.labs.draft.drafting_config": "keys of the engine, which are read before those of the policy",
     "extensions.recorded.tokenizing_worker": "a process of its own",
-    "extensions.math.math_scorers": "what the processes that score answers import",
     "runs.open_run": "how a run is put together",
     "trainer.publish": "a stage of the loop",
 }

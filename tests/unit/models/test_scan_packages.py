@@ -15,12 +15,13 @@ from torch import Tensor
 
 from strop.models import kernel_packages
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.mixers import scans
-from strop.models.mixers.recurrence import MixerSpec, Recurrence
-from strop.models.mixers.scans import (
+from strop.models.mixers import recurrence
+from strop.models.mixers.recurrence import (
     GATED_DELTA_RULE,
     KIMI_DELTA_ATTENTION,
     MAMBA2,
+    MixerSpec,
+    Recurrence,
     ScanPackage,
     delta_rule,
     find_fault,
@@ -101,10 +102,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         module: Any = ModuleType(package.module)
         setattr(module, package.function, (mamba_library if package is MAMBA2 else delta_library)(change))
         monkeypatch.setitem(sys.modules, package.module, module)
-        monkeypatch.setattr(scans, "is_gpu", lambda device: True)
-        monkeypatch.setattr(scans, "_chosen", {})
+        monkeypatch.setattr(recurrence, "is_gpu", lambda device: True)
+        monkeypatch.setattr(recurrence, "_chosen", {})
         monkeypatch.setattr(kernel_packages, "is_missing", lambda module: module not in sys.modules)
-        scans._log_choice.cache_clear()
+        recurrence._log_choice.cache_clear()
 
     return put
 

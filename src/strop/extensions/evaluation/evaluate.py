@@ -21,8 +21,7 @@ from strop.environments.mixture import Mixture
 from strop.environments.resources import configure_resources, open_resources
 from strop.extensions.evaluation.evaluated_run import EvaluatedRun
 from strop.extensions.evaluation.evaluation_engines import OpenEngines, open_engines
-from strop.extensions.evaluation.evaluation_folder import TaskLog, open_folder
-from strop.extensions.evaluation.evaluation_jobs import make_evaluation_job, make_run_evaluation_job
+from strop.extensions.evaluation.evaluation_folder import TaskLog, make_evaluation_job, make_run_evaluation_job, open_folder
 from strop.extensions.evaluation.evaluation_report import EvaluationReport, SetResult, make_report, strip_prefix
 from strop.extensions.evaluation.overlap import OverlapReport, find_overlaps
 from strop.extensions.export.convert import loadable_folder

@@ -24,7 +24,7 @@ from strop.extensions.watch.detectors import (
     TemplatesDetector,
     mean,
 )
-from strop.extensions.watch.monitor_config import MonitorConfig
+from strop.extensions.watch.watch_config import MonitorConfig
 from strop.extensions.watch.watched_rollout import SHOWN, GradedRollout, RolloutName, VerifierGrader, WatchedStep, make_grader
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.rollout_store.rollout_store import RolloutStore

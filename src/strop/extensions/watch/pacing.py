@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from strop.config import RolloutRunConfig
 from strop.endings import Ending, Who
-from strop.extensions.watch.pacing_config import PacingConfig
+from strop.extensions.watch.watch_config import PacingConfig
 from strop.monitoring.waits import waiting
 from strop.runs.monitors.run_listeners import RunSetup
 from strop.runs.rollout_run import SampledSource

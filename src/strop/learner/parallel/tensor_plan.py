@@ -196,7 +196,7 @@ def _check_style(name: str, module: Any, pattern: str, style: str) -> None:
 
 
 def _embedding_and_head(model: Any) -> set[str]:
-    """Return the names of the embedding and the output layer, which ``vocabulary.py`` divides whatever the plan."""
+    """Return the names of the embedding and the output layer, which ``tensor_parallel.py`` divides whatever the plan."""
     ids = {id(model.get_input_embeddings())}
     if (head := model.get_output_embeddings()) is not None:
         ids.add(id(head))

@@ -26,11 +26,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strop.models.mixers.indexers import Chooser, IndexerPlan, IndexRows, PathBlocks, is_indexer, make_planned
 from strop.models.mixers.recorded_choices import RecordedChoices, ReplayedChoices
-from strop.models.mixers.recurrence import MixerPlan, MixerSpec, Recurrence, Rows
-from strop.models.mixers.scans import (
+from strop.models.mixers.recurrence import (
     GATED_DELTA_RULE,
     KIMI_DELTA_ATTENTION,
     MAMBA2,
+    MixerPlan,
+    MixerSpec,
+    Recurrence,
+    Rows,
     delta_rule,
     selective_scan,
     state_space,

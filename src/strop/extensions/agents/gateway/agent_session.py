@@ -15,8 +15,7 @@ from strop.endings import Ending, failing_as
 from strop.extensions.agents.episode_budget import EpisodeBudget
 from strop.extensions.agents.gateway.exchange import Exchange
 from strop.extensions.agents.gateway.gateway_config import GatewayConfig
-from strop.extensions.agents.gateway.history import EncodedRequest, History
-from strop.extensions.agents.gateway.turn_tree import add_turns
+from strop.extensions.agents.gateway.history import EncodedRequest, History, add_turns
 from strop.extensions.serve.completion_request import CompletionRequest, RequestReader
 from strop.extensions.serve.streamed_text import cut_at_stop
 from strop.generation.base import Completion, Generator, InvalidRequest, RequestTooLong
