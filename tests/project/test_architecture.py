@@ -297,10 +297,7 @@ def test_only_build_and_the_command_line_know_the_configuration() -> None:
 
 def test_the_loop_knows_no_backend() -> None:
     """Backends, transports and parallelism never appear in the loop: it imports seams, not what is behind them."""
-    loop = {
-        f"trainer/{name}.py"
-        for name in ("train", "run", "dropped", "column_sources", "update", "publish", "cadence", "listeners")
-    }
+    loop = {f"trainer/{name}.py" for name in ("train", "run", "dropped", "update", "publish", "cadence", "listeners")}
     assert loop <= {found.file for found in imports()}
     behind = (
         "strop.generation",
@@ -403,7 +400,6 @@ SHORT = {
     "extensions.adapters.reasoning_gym_datasets": "what a process that scores imports, without the environment",
     "extensions.performance.performance_config": "read with every configuration",
     "extensions.profiling.profile_config": "read with every configuration, without the recorder",
-    "extensions.labs.draft.drafting_config": "keys of the engine, which are read before those of the policy",
     "extensions.recorded.tokenizing_worker": "a process of its own",
     "runs.open_run": "how a run is put together",
     "trainer.publish": "a stage of the loop",

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from strop.algorithms.base import SQUARED_PROBS, LossFn, Outputs, TokenOutputs, ValueOutputs
 from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
+from strop.algorithms.kl import KL_WEIGHT, KL_WEIGHT_NEXT
+from strop.algorithms.policy_gradient.turns import make_step_columns, make_turn_advantages, make_turn_columns
 from strop.data.rollout_selector import SubBatch, split_policies
 from strop.learner.base import BackwardResult, WeightSource, require_token_outputs
 from strop.learner.budget.memory_probe import MemoryProbe
@@ -274,3 +276,38 @@ class ValueColumn:
         if not isinstance(outputs, ValueOutputs):
             raise TypeError(f"{type(self.scorer).__name__} is not a critic: it returns {type(outputs).__name__}")
         return {self.name: outputs.values}
+
+
+@dataclass(frozen=True)
+class AdaptedKlWeight:
+    """The KL_WEIGHT column: the weight of an adaptive KL term, taken from the last step's metrics, which checkpoints hold."""
+
+    first: float
+    last_metrics: Callable[[], Mapping[str, float]]
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        weight = self.last_metrics().get(KL_WEIGHT_NEXT, self.first)
+        return {KL_WEIGHT: torch.full((len(batch.target),), weight, dtype=torch.float64)}
+
+
+@dataclass(frozen=True)
+class ColumnSources:
+    """A source for each required column: a frozen reference, a critic, a teacher, a file."""
+
+    required: frozenset[str]  # ``Algorithm.requires``
+    sources: Mapping[str, AsyncColumnSource]
+
+    async def fill(self, batch: Batch, groups: Sequence[Group]) -> Batch:
+        """Return the batch with all required columns, computed in the order of their names, and with step rewards, and turn
+        boundaries if there are several turns. ``batch`` was packed from ``groups``.
+        """
+        batch = batch.with_columns(
+            {
+                **make_step_columns(batch, groups),
+                **make_turn_columns(batch, groups),
+                **make_turn_advantages(batch, groups),
+            }
+        )
+        for name in sorted(self.required):
+            batch = batch.with_columns(await self.sources[name].columns(batch, groups))
+        return batch

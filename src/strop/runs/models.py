@@ -21,10 +21,10 @@ from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.run_config import PpoRunConfig, RolloutRunConfig, list_trained_models
 from strop.determinism import follow_environment
 from strop.learner.budget.device_memory import reuse_freed_memory
+from strop.learner.learner_config import policy_extensions
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.single_device import SingleDevice
-from strop.learner.policy_extension import policy_extensions
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen, offload, without_adapters
 from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload

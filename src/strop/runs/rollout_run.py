@@ -25,15 +25,24 @@ from strop.generation.base import Generator, PastSelves
 from strop.generation.pool import SyncedGenerator
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
-from strop.learner.client import LearnerClient
+from strop.learner.client import ColumnSources, LearnerClient
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.trackers.base import Tracker
 from strop.problems import raise_problems
 from strop.rollouts.episode import EpisodeKeeper, EpisodeRules, make_failed_group, run_group
-from strop.rollouts.in_flight import EpisodeGate, is_beyond_training
 from strop.rollouts.policy_turns import describe_tool_calls
 from strop.rollouts.prepared_ahead import PromptsAhead
-from strop.rollouts.stream import DropTooOld, Fifo, GroupOrder, RolloutStream, StreamState, Windowed, requeue_stale
+from strop.rollouts.stream import (
+    DropTooOld,
+    EpisodeGate,
+    Fifo,
+    GroupOrder,
+    RolloutStream,
+    StreamState,
+    Windowed,
+    is_beyond_training,
+    requeue_stale,
+)
 from strop.runs.backend import Backend, LocalBackend
 from strop.runs.dry_run.examined_models import find_conversation_problems
 from strop.runs.engines import GeneratorSpec
@@ -44,7 +53,6 @@ from strop.runs.run_source import RunSource
 from strop.runs.tasks import count_slots, make_training_tasks, make_validation_tasks
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling
-from strop.trainer.column_sources import ColumnSources
 from strop.trainer.run import DATA, PAST_SELVES, DrainBefore, GroupSupply, TrainOptions
 from strop.types import Group, Rollout
 from strop.weight_sync.in_process import SnapshottedWeights

@@ -8,12 +8,11 @@ from typing import Literal, Protocol
 
 from strop.algorithms.base import Algorithm
 from strop.checkpointing.base import Checkpointer, Restorable
-from strop.learner.client import LearnerClient
+from strop.learner.client import ColumnSources, LearnerClient
 from strop.monitoring.rollout_store.rollout_record import DropReason
 from strop.monitoring.trackers.base import SavedCheckpoint, Tracker
 from strop.rollouts.stream import GroupStream, StreamState
 from strop.stopping import EarlyStop, RunEnding, StopRequest
-from strop.trainer.column_sources import ColumnSources
 from strop.trainer.listeners import Listeners, StepTimer
 from strop.types import Group
 from strop.weight_sync.base import WeightSync

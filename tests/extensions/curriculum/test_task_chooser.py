@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.data.interleaving import Interleaving
 from strop.data.sources.records import DataError
+from strop.data.task_order import Interleaving
 from strop.extensions.curriculum.base import Choice, Curriculum, Draw, TaskOutcome
 from strop.extensions.curriculum.curricula import SuccessRateCurriculum
 from strop.extensions.curriculum.curriculum_keys_config import SuccessRateConfig

@@ -31,12 +31,11 @@ from strop.extensions.recorded.recorded_run import make_validation_groups, read_
 from strop.learner.parallel.single_device import load_weights
 from strop.monitoring.console import ConsoleKind, open_console
 from strop.rollouts.policy_turns import describe_tool_calls
-from strop.runs.backend import LocalBackend
+from strop.runs.backend import LocalBackend, make_columns
 from strop.runs.evaluation_job import EvaluationJob, EvaluationSet, identify_entries
 from strop.runs.exit_codes import run_command
 from strop.runs.models import load_training_policy, resolve_device
 from strop.runs.run_algorithm import make_run_algorithm
-from strop.runs.scorers import make_columns
 from strop.runs.summary import format_auto_engine, summarize
 from strop.runs.tasks import make_mixture
 from strop.safety.printable import shorten

@@ -22,8 +22,7 @@ from strop.extensions.megatron.schedule import Finish, RowSharding, run_schedule
 from strop.extensions.megatron.stage_adapters import StageAdapters
 from strop.extensions.megatron.vocab_parallel import VocabParallelHead, vocab_parallel_logprobs
 from strop.learner.parallel.micro_batch import MicroBatch, MicroBatchOutputs, OutputsT, detach_to_cpu
-from strop.models.logprobs.lm_head import make_lm_head
-from strop.models.logprobs.logit_tiles import ROWS
+from strop.models.logprobs.lm_head import ROWS, make_lm_head
 from strop.models.routing.recorded_experts import ReplayedRoutes, RoutedLayers
 from strop.models.value_network import apply_score_layer
 from strop.sampling import KEPT_TOKENS, Sampling

@@ -10,9 +10,8 @@ from strop import metrics
 from strop.algorithms.base import Algorithm
 from strop.data.packing import pack
 from strop.learner.base import require_token_outputs
-from strop.learner.client import LearnerClient
+from strop.learner.client import ColumnSources, LearnerClient
 from strop.monitoring.trackers.base import Tracker
-from strop.trainer.column_sources import ColumnSources
 from strop.types import Batch, Group
 
 

@@ -24,9 +24,8 @@ from torch.nn import functional as F
 from strop.learner.parallel.collectives import all_gather, all_reduce, all_to_all, copy_to_ranks, reduce_scatter, split_rows
 from strop.learner.parallel.derived_plan import find_mixers
 from strop.learner.parallel.expert_parallel import check_experts, find_experts
-from strop.learner.parallel.head_layout import is_exchanged
 from strop.learner.parallel.parallel_dims import DeviceMeshes, shard_parameter, to_local
-from strop.learner.parallel.tensor_mixers import RowExchange, exchange_rows, shard_mixer
+from strop.learner.parallel.tensor_mixers import RowExchange, exchange_rows, is_exchanged, shard_mixer
 from strop.learner.parallel.tensor_plan import PLAN_KEY, Region, ShardedLayer, TensorPlan, find_regions
 from strop.models.adapters import ADAPTER
 from strop.models.layers.rounded_layers import RoundedLinear

@@ -21,6 +21,7 @@ from strop.data.shares import BatchShare, ShareRequest
 from strop.learner.base import BackwardResult
 from strop.learner.budget.device_memory import explain_full_memory, measure_free, measure_peak, trim_freed_memory
 from strop.learner.budget.memory_probe import MemoryProbe, make_full_rollouts
+from strop.learner.learner_config import policy_extensions
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.micro_batch import (
     MicroBatch,
@@ -35,7 +36,6 @@ from strop.learner.parallel.parallel_dims import to_local
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.sharded_checkpoint import LearnerSnapshot, take_snapshot
 from strop.learner.parallel.single_device import SingleDevice
-from strop.learner.policy_extension import policy_extensions
 from strop.learner.torch.companion import Companion, CompanionOptions, StagedWithCompanion
 from strop.learner.torch.layer_compilation import choose_layer_compilation
 from strop.learner.torch.master_weights import MasterWeights

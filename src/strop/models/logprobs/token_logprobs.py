@@ -28,14 +28,15 @@ from torch.utils.checkpoint import checkpoint
 
 from strop.algorithms.base import TokenOutputs
 from strop.device_copies import is_gpu
-from strop.models.logprobs.lm_head import LMHead, VocabularyDivision
-from strop.models.logprobs.logit_tiles import (
+from strop.models.logprobs.lm_head import (
     MOST_KEPT_LOGITS,
     ROWS,
+    LMHead,
     RowSlopes,
     TileOperations,
     TileShape,
     TorchTiles,
+    VocabularyDivision,
     choose_tile_shape,
     logit_bytes,
     tile_slices,

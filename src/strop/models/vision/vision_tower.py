@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
-from strop.models.attention.plain_attention import masked_attention
+from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec, masked_attention
 from strop.models.vision.vision_processor import VisionProcessor
 from strop.types import Batch, PromptImage
 

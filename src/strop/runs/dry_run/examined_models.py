@@ -14,9 +14,9 @@ from strop.config import EvalRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.cluster_checks import count_devices
 from strop.config.schema.run_config import list_trained_models
 from strop.environments.handle import EnvironmentHandle
+from strop.learner.learner_config import policy_extensions
 from strop.learner.model_config import ModelConfig, ScoringModelConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
-from strop.learner.policy_extension import policy_extensions
 from strop.learner.torch.optimizer_config import KNOWN_OPTIMIZERS, KNOWN_SCHEDULERS, OptimizerConfig, ScheduleStageConfig
 from strop.learner.torch.schedules import make_schedule
 from strop.models.local_files import ModelShape, find_local_file, list_divisors, read_local_config

@@ -14,7 +14,7 @@ from strop.columns import TokenColumn
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.distributed.base import Cluster
 from strop.learner.base import require_token_outputs
-from strop.learner.policy_extension import fixes_order
+from strop.learner.learner_config import fixes_order
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, list_images, make_records, split_by_rollout
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import StepMedia

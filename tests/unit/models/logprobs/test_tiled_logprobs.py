@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strop.models.logprobs import token_logprobs as module
-from strop.models.logprobs.logit_tiles import CPU_COLUMNS, CPU_ROWS, TileShape, choose_tile_shape, count_rows
+from strop.models.logprobs.lm_head import CPU_COLUMNS, CPU_ROWS, TileShape, choose_tile_shape, count_rows
 from strop.models.logprobs.token_logprobs import tiled_logprobs
 
 EXACT = 1e-12  # float64, the order of additions; relative to numbers of about 1

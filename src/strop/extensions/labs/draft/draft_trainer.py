@@ -29,8 +29,7 @@ from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.models.attention.kernel_choice import AttentionKernel
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.logprobs.lm_head import LMHead
-from strop.models.logprobs.logit_tiles import ROWS
+from strop.models.logprobs.lm_head import ROWS, LMHead
 from strop.models.network_parts import FOLDER, WEIGHTS
 from strop.sampling import Sampling, at_least_float32
 from strop.types import Batch
