@@ -400,7 +400,6 @@ SHORT = {
     "extensions.adapters.reasoning_gym_datasets": "what a process that scores imports, without the environment",
     "extensions.performance.performance_config": "read with every configuration",
     "extensions.profiling.profile_config": "read with every configuration, without the recorder",
-    "extensions.recorded.tokenizing_worker": "a process of its own",
     "runs.open_run": "how a run is put together",
     "trainer.publish": "a stage of the loop",
 }

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from strop.algorithms.base import Algorithm, Outputs
 from strop.algorithms.kl import REFERENCE_LOGPROBS
-from strop.extensions.recorded.loss_validation import LossValidator
 from strop.extensions.recorded.preference.referenced import DPO
 from strop.extensions.recorded.preference.unpaired import KTO
+from strop.extensions.recorded.recorded_scores import LossValidator
 from strop.extensions.recorded.supervised import SFT, RewardModel
 from strop.learner.client import ColumnSources, LogprobColumn
 from strop.learner.torch.learner import TorchLearner

@@ -25,9 +25,9 @@ from strop.extensions.evaluation.evaluation_folder import TaskLog, make_evaluati
 from strop.extensions.evaluation.evaluation_report import EvaluationReport, SetResult, make_report, strip_prefix
 from strop.extensions.evaluation.overlap import OverlapReport, find_overlaps
 from strop.extensions.export.convert import loadable_folder
-from strop.extensions.recorded.loss_validation import LossValidator
 from strop.extensions.recorded.recorded_config import RecordedRunConfig
 from strop.extensions.recorded.recorded_run import make_validation_groups, read_validation_examples
+from strop.extensions.recorded.recorded_scores import LossValidator
 from strop.learner.parallel.single_device import load_weights
 from strop.monitoring.console import ConsoleKind, open_console
 from strop.rollouts.policy_turns import describe_tool_calls

@@ -22,7 +22,6 @@ from strop.data.sources.streamed import count_items, has_item, is_streamed
 from strop.data.task_order import Interleaving
 from strop.distributed.base import Cluster
 from strop.extensions.recorded.examples import EXAMPLE_READERS
-from strop.extensions.recorded.loss_validation import LossValidator
 from strop.extensions.recorded.planned_groups import (
     PlannedGroup,
     make_group,
@@ -31,8 +30,8 @@ from strop.extensions.recorded.planned_groups import (
     plan_unpaired_preference,
 )
 from strop.extensions.recorded.recorded_config import RecordedRunConfig, RmConfig, SftConfig
+from strop.extensions.recorded.recorded_scores import LossValidator, load_or_compute_reference
 from strop.extensions.recorded.recorded_tokens import ExampleTooLong, RecordedRules
-from strop.extensions.recorded.reference_store import load_or_compute_reference
 from strop.extensions.recorded.tokenizing_pool import TokenizingPool, choose_num_workers
 from strop.learner.client import AsyncColumnSource, ColumnClient, ColumnSources, InlineCaller, LearnerClient
 from strop.monitoring.trackers.base import Tracker
