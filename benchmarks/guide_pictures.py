@@ -30,14 +30,14 @@ from strop.algorithm_factory import all_parts
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "images" / "guides"
 WIDTH = 96  # columns of a terminal
-CHAIN = "policy.model_name=results/dpo/step_21/policy/weights"
+CHAIN = "policy.model_name=results/dpo/step_24/policy/weights"
 RUNS = (
     *(f"init {kind} --model HuggingFaceTB/SmolLM2-135M-Instruct" for kind in ("sft", "dpo", "grpo", "multi-turn")),
     "sft --config sft.yaml",
     "dpo --config dpo.yaml policy.model_name=results/sft/step_21/policy/weights",
     f"grpo --config grpo.yaml {CHAIN}",
     "grpo --config grpo.yaml run_name=direct logger.log_dir=logs/direct checkpointing.checkpoint_dir=results/direct grpo.max_num_steps=20",
-    "grpo --config multi_turn.yaml grpo.max_num_steps=3",
+    "grpo --config multi_turn.yaml",
 )
 TRL = "model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct\ndataset_name: train.jsonl\nreward_funcs: [accuracy_reward]\nbeta: 0.01\n"
 DRY_RUN = "grpo --config grpo.yaml --dry-run run_name=new"

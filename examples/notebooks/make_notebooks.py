@@ -51,8 +51,10 @@ def cells(kind: str) -> list[tuple[str, str]]:
     trained = f"import strop\n\nrun = {training_call(name, command)}"
     if (stage := next((file for file in starter.files[1:] if file.endswith("sft.yaml")), None)) is not None:
         first = training_call(stage.removesuffix(".yaml"), "sft")
-        begin = ', teacher={"model_name": str(first.model)}' if kind == "distillation" else ", model=first.model"
-        trained = f"import strop\n\nfirst = {first}\nrun = {training_call(name, command, begin)}"
+        taught, begin = "", ", model=first.model"
+        if kind == "distillation":
+            taught, begin = '\nteacher = {"model_name": str(first.model)}', ", teacher=teacher"
+        trained = f"import strop\n\nfirst = {first}{taught}\nrun = {training_call(name, command, begin)}"
     found = VALIDATED
     if kind == "sft":
         found = EVALUATED.format(model=', generation={"model_name": str(run.model)}')

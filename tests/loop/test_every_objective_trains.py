@@ -157,6 +157,7 @@ def test_the_reward_rises_on_rollouts_that_ran_ahead(name: str, tiny: Path, tmp_
 
 
 @each_of("ppo")
+@pytest.mark.exhaustive
 def test_the_reward_rises_and_the_critic_explains_variance(name: str, tiny: Path, tmp_path: Path) -> None:
     """Half of the tasks earn half a point more, and their prompt says so: what a critic can learn."""
     changes = {

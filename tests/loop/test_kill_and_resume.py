@@ -119,6 +119,7 @@ class Failing(Arithmetic):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_run_whose_groups_are_partial_ends_after_kills_as_if_nothing_had_happened(tiny, tmp_path):
     """Rollouts fail by their seeds, some after they were sampled again; the second kill is while groups are unfinished."""
     changes = {

@@ -75,7 +75,8 @@ def test_such_a_model_learns_as_a_llama_of_its_size(family: str, tmp_path: Path)
     assert risen > 0.7 * (sum(llama[-4:]) / 4 - llama[0]) > 0.05, (found, llama)
 
 
-@pytest.mark.parametrize("family", sweep(CONFIGS, "nemotron_h"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", CONFIGS)
 def test_a_killed_run_of_such_a_model_ends_as_if_nothing_had_happened(family: str, tmp_path: Path) -> None:
     model = build_family(family, tmp_path / "model")
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -111,7 +111,8 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tiny, tmp_path, undistur
     assert_same_records(tmp_path, undisturbed)
 
 
-@pytest.mark.parametrize("background", sweep([False, True], True), ids=["at once", "in the background"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
 def test_a_last_checkpoint_without_room_is_an_error_and_the_same_command_continues(tiny, tmp_path, undisturbed, background):
     changes = {**CHANGES, "checkpointing.async_save": background}
     files = len([path for path in (undisturbed / "results" / "step_6").rglob("*")]) + 2

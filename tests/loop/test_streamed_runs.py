@@ -54,7 +54,8 @@ KILLED: Mapping[str, tuple[str, Mapping[str, Any], list[Kill]]] = {
 }
 
 
-@pytest.mark.parametrize("name", sweep(KILLED, "sft in workers"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", KILLED)
 def test_a_killed_run_ends_as_if_nothing_had_happened(name: str, interpreter: str, tiny: Path, tmp_path: Path) -> None:
     section, changes, kills = KILLED[name]
     run = {"grpo": lambda folder, **more: grpo(tiny, folder, **more)}.get(

@@ -11,6 +11,7 @@ from strop.data.sources.source import DataSource
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.compute_rewards import compute_rewards
 from strop.extensions.adapters.reasoning_gym import ReasoningGym
+from support.sweep import sweep
 
 pytest.importorskip("reasoning_gym")
 DATA = DataSource(size=20, seed=3)
@@ -20,7 +21,7 @@ def rewards(environment: ReasoningGym, rollout, task) -> dict[str, float]:
     return dict(asyncio.run(compute_rewards(environment, task, rollout)).rewards)
 
 
-@pytest.mark.parametrize("name", ["chain_sum", "leg_counting", "simple_integration", "sudoku"])
+@pytest.mark.parametrize("name", sweep(["chain_sum", "leg_counting", "simple_integration", "sudoku"], "leg_counting"))
 def test_the_reference_answer_scores_one_and_nonsense_less(name, wrote):
     environment = ReasoningGym(task=name, num_workers=1)
     task = environment.tasks(DATA)[4]

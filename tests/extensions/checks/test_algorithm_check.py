@@ -28,7 +28,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", one_in(8, sorted(all_algorithms())))
+@pytest.mark.parametrize("name", one_in(16, sorted(all_algorithms())))
 def test_no_algorithm_of_the_catalogue_has_a_fault(name: str) -> None:
     report = check_algorithm(name, make_algorithm(name, NEEDED.get(name, {})))
     assert report.faults == []

@@ -11,6 +11,7 @@ from support.declared_packages import declare, finding, run_commands
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_layout_that_a_package_declares_is_exported(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text(PACKAGE)
     declare(tmp_path, "theirs", ENTRY_POINTS)

@@ -148,6 +148,7 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], said: str
         make_environment("sliding_puzzle", options)
 
 
+@pytest.mark.exhaustive
 def test_whatever_a_model_writes_is_answered() -> None:
     random = Random(0)
     pieces = ["<action>", "</action>", "slide ", "up", "9" * 500, "\x00", "İ", "²", " ", "\n", "-1", "1e9", "{", "<ACTION>"]

@@ -16,6 +16,7 @@ from strop.data.sources.source import DataSource
 from strop.extensions.recorded.examples import conversations, preferences, unpaired_preferences
 from strop.extensions.recorded.recorded_sets import PREFERENCE_SETS, TREE_SYSTEM_PROMPT
 from strop.types import assistant, system, user
+from support.sweep import one_in
 
 pytestmark = pytest.mark.usefixtures("local_hub")
 
@@ -38,7 +39,7 @@ def test_every_built_in_set_has_rows_of_its_schema_here() -> None:
     assert without == [], f"write rows of {without} to tests/fixtures/hub"
 
 
-@pytest.mark.parametrize("name", BUILTIN_DATASETS)
+@pytest.mark.parametrize("name", one_in(3, BUILTIN_DATASETS))
 def test_every_split_that_an_entry_names_can_be_read(name: str) -> None:
     for split in splits_of(BUILTIN_DATASETS[name]):
         folder = str(MEDIA) if BUILTIN_DATASETS[name].media_files else None

@@ -213,6 +213,7 @@ def test_layouts_of_different_sizes_stand_side_by_side() -> None:
         torch.testing.assert_close(found.logprobs, wanted.logprobs.detach().float(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_a_learner_that_was_offloaded_goes_on_as_if_it_had_not_been() -> None:
     for found in (each["train_with_offload"] for each in results()):
         assert found["norms"][0] == found["norms"][1]

@@ -23,6 +23,7 @@ from strop.extensions.recipes import libraries, library_recipe
 from strop.extensions.recipes.libraries import is_recipe, translate_nemo_rl
 from strop.extensions.recipes.library_recipe import ReadRecipe, RecipeFormat, find_format
 from strop.extensions.recipes.rules import Difference, Effect
+from support.sweep import sweep
 
 BASE = """
 policy:
@@ -163,7 +164,7 @@ print([name for name in rules if f"strop.extensions.recipes.{{name}}" in sys.mod
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[] True\n"
 
 
-@pytest.mark.parametrize("kind", ROOTS)
+@pytest.mark.parametrize("kind", sweep(ROOTS, "grpo", "dpo"))
 def test_the_rules_have_nothing_to_say_of_what_is_no_recipe(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a key of Strop would mean one thing in a recipe and another in a file of Strop's own."""
     generator, root, own = random.Random(kind), ROOTS[kind], 0

@@ -24,6 +24,7 @@ def test_no_two_metrics_share_an_alias() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_metric_with_an_alias_is_logged_by_a_run(tiny: Path, tmp_path: Path) -> None:
     changes = {"grpo.max_num_steps": 2, "loss_fn.reference_policy_kl_penalty": 0.01}
     assert (outcome := grpo(tiny, tmp_path, **changes)).code == 0, outcome.err

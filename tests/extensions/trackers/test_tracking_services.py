@@ -62,6 +62,7 @@ def test_a_missing_package_is_an_error_that_says_what_to_set(tmp_path: Path, mon
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_wandb_works_offline_and_keeps_its_run_when_it_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

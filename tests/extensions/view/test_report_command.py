@@ -63,6 +63,7 @@ def test_a_report_holds_what_the_page_asks_a_server(tmp_path: Path, capsys: pyte
     assert status["starts"][0]["facts"]["processor"] == "a CPU" and "max_num_steps: 4" in answers["runs/run/config"]["text"]
 
 
+@pytest.mark.exhaustive
 def test_images_are_in_the_file_as_far_as_there_is_room(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ def disagreement(batch: Batch, scorer: Any) -> float:
     return float((scores.logprobs - batch.rollout_logprobs).abs().max())
 
 
-@pytest.mark.parametrize("family", sweep(FAMILIES, "llama", "gemma3", "gpt2", "phi3", "gpt_oss"))
+@pytest.mark.parametrize("family", sweep(FAMILIES, "gemma3", "gpt2", "gpt_oss"))
 def test_sampler_and_learner_agree_in_float32(family: str) -> None:
     network = Network(build_with_adapters(family, spread=0.1))
     base = Network(build(family))
@@ -75,7 +75,7 @@ def test_sampler_and_learner_agree_in_bfloat16(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("prepack", "precision"),
-    sweep_rows(product([False, True], [torch.float32, torch.bfloat16]), (True, torch.float32), (False, torch.bfloat16)),
+    sweep_rows(product([False, True], [torch.float32, torch.bfloat16]), (False, torch.bfloat16)),
 )
 def test_the_engine_follows_every_optimizer_step_and_the_base_does_not_move(precision: torch.dtype, prepack: bool) -> None:
     model = build("llama")

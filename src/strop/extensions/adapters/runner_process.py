@@ -25,6 +25,7 @@ from strop.safety.printable import shorten
 
 FOLDER = Path(__file__).parent
 KEPT_LINES = 30  # of what the process writes to standard error
+LAST_WORDS_SECONDS = 2.0  # for what a process wrote before its end to be read; what it started may hold its stderr open
 CLOSE_SECONDS = 12.0  # for the process to end what it started; then its process group is killed
 
 
@@ -57,8 +58,9 @@ class RunnerProcess:
         self._waiting: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
         self._said: deque[str] = deque(maxlen=KEPT_LINES)
-        for work in (self._read_answers, self._read_errors):
-            threading.Thread(target=work, name=f"strop-{library}", daemon=True).start()
+        self._errors = threading.Thread(target=self._read_errors, name=f"strop-{library}", daemon=True)
+        self._errors.start()
+        threading.Thread(target=self._read_answers, name=f"strop-{library}", daemon=True).start()
 
     def load(self, timeout_s: float, **arguments: Any) -> Any:
         """Call ``load`` of the worker. Raises EnvironmentConfigError, and ends the process, if that fails."""
@@ -135,6 +137,8 @@ class RunnerProcess:
     def _fail_all(self) -> None:
         with self._lock:
             waiting, self._waiting = dict(self._waiting), {}
+        if waiting:
+            self._errors.join(LAST_WORDS_SECONDS)
         for future in waiting.values():
             if future.set_running_or_notify_cancel():
                 why = f"the process of {self.library} ended; it said last: {self._last_words()}"

@@ -323,10 +323,12 @@ async def _a_snapshot_is_an_image_of_which_forks_differ(bench: Bench) -> None:
         await _shell(sandbox, "mkdir /kept; echo one > /kept/file; rm /etc/passwd")
         image = await sandbox.snapshot()
         await _shell(sandbox, "echo later > /kept/file")
-    async with bench.sandbox(image=image) as left, bench.sandbox(image=image) as right:
-        await _shell(left, "echo two > /kept/file")
-        _expect((await _shell(right, "cat /kept/file; cat /etc/passwd 2>/dev/null")).stdout, b"one\n", "the files of a fork")
-    await bench.provider.remove_snapshot(image)
+    try:
+        async with bench.sandbox(image=image) as left, bench.sandbox(image=image) as right:
+            await _shell(left, "echo two > /kept/file")
+            _expect((await _shell(right, "cat /kept/file; cat /etc/passwd 2>/dev/null")).stdout, b"one\n", "the files of a fork")
+    finally:
+        await bench.provider.remove_snapshot(image)
 
 
 @check()

@@ -12,6 +12,7 @@ from loop.kinds import assert_same_run
 from loop.runs import grpo, metrics_of, overrides, repeatable, strop, tiny_config
 from loop.tiny import tiny_tokenizer
 from support.models import FAMILIES, build
+from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +47,7 @@ def save_family(folder: Path, family: str) -> Path:
     return folder / family
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+@pytest.mark.parametrize("precision", sweep(["bfloat16", "float32"], "bfloat16"))
 def test_the_ratio_is_exactly_one_while_the_policy_changes(precision: str, tiny: Path, tmp_path: Path) -> None:
     outcome = grpo(tiny, tmp_path, **{**EXACT, "policy.precision": precision, "grpo.max_num_steps": 4})
     assert outcome.code == 0, outcome.err

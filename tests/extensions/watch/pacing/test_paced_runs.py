@@ -151,6 +151,7 @@ def test_a_sandbox_that_bears_few_rollouts_fails_fewer(tmp_path):
 
 @settings(max_examples=5)
 @given(st.integers(0, 10**6), st.sampled_from(["fifo", "windowed", "drop_too_old"]))
+@pytest.mark.exhaustive
 def test_no_group_is_trained_on_beyond_its_staleness_whatever_fails_waits_or_is_cancelled(tmp_path_factory, seed, kind):
     draw = random.Random(seed)
     orders: dict[str, GroupOrder] = {

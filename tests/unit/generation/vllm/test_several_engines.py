@@ -68,6 +68,7 @@ def assert_answers_are_the_policys(served: ServedModel, completions: list[Any]) 
         assert completion.versions.unique().tolist() == [served.weights.version]
 
 
+@pytest.mark.exhaustive
 def test_both_engines_get_every_publish(room: BackgroundLoop, pair: ServedModel) -> None:
     perturb(pair.model, 1)
     publish(room, pair)

@@ -129,6 +129,7 @@ def test_logprobs_are_those_of_the_policy(
 
 
 @KIND
+@pytest.mark.exhaustive
 def test_the_distribution_is_that_of_the_policy(room: BackgroundLoop, request: pytest.FixtureRequest, fixture: str) -> None:
     served: ServedModel = request.getfixturevalue(fixture)
     served.pool.collect_metrics()
