@@ -16,10 +16,9 @@ from typing import Any
 from PIL import Image
 
 from strop.extensions.watch.timeline_file import TIMELINE_FILE, append_line
-from strop.monitoring.rollout_store.rollout_record import RolloutRecord
+from strop.monitoring.rollout_store.rollout_record import RolloutRecord, TurnRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.stored_images import image_name
-from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.monitoring.waits import LogEntry, Status, Wait, write_status
 
 STEPS, GROUPS, SAMPLES = 24, 3, 4

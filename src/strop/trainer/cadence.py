@@ -16,9 +16,9 @@ from strop.monitoring.trackers.base import SavedCheckpoint
 from strop.rollouts.stream import StreamState
 from strop.storage.files import StorageError
 from strop.trainer.dropped import describe_drops
+from strop.trainer.listeners import StepView, UpdateResult
 from strop.trainer.run import TooFewTasks, TrainingRun
 from strop.trainer.step_metrics import group_metrics, progress_metrics
-from strop.trainer.step_view import StepView, UpdateResult
 from strop.types import Batch, Group
 
 

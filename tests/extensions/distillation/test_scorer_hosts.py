@@ -23,7 +23,7 @@ from strop.distributed.base import ActorOptions
 from strop.distributed.cluster_config import ClusterConfig
 from strop.extensions.distillation.distillation import TEACHER_LOGPROBS, Distillation
 from strop.extensions.distillation.distillation_config import DistillationRunConfig
-from strop.extensions.distillation.teacher_worker import spawn_teachers
+from strop.extensions.distillation.distilled_source import spawn_teachers
 from strop.extensions.distillation.teachers import StudentInfo, load_teacher
 from strop.models.loading import load_tokenizer
 from strop.sampling import Sampling

@@ -26,7 +26,7 @@ from strop.extensions.profiling.step_profiler import (
 from strop.monitoring import process_profile, waits
 from strop.monitoring.process_profile import RECORDER, OperatorTrace, RecordedSpans, Span, SpanRecorder, control_profile
 from strop.monitoring.waits import waiting
-from strop.trainer.step_timer import StepTimer
+from strop.trainer.listeners import StepTimer
 from support.traces import check_trace, read_trace, sum_phases
 
 

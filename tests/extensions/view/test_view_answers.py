@@ -19,8 +19,8 @@ from strop.extensions.view.config_defaults import find_changed
 from strop.extensions.view.saved_view import PAGE
 from strop.extensions.view.view_routes import ViewOptions, ViewServer
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
+from strop.monitoring.rollout_store.rollout_record import TurnRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.rollout_store.turn_record import TurnRecord
 from support.bad_runs import write_bad_run
 from support.each import each
 from support.stored_steps import GROUPS, SAMPLES, make_stored, write_steps, write_stored_run

@@ -19,8 +19,7 @@ from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.waits import LOOP, wait_listeners, waiting
 from strop.runs.monitors.run_listeners import RunSetup
 from strop.storage.files import atomic_write
-from strop.trainer.listeners import RunListener
-from strop.trainer.step_view import StepView
+from strop.trainer.listeners import RunListener, StepView
 
 EXCHANGES = 8
 

@@ -23,7 +23,7 @@ import torch
 
 from strop.columns import Columns
 from strop.generation.base import Completion, check_request
-from strop.generation.torch.emulated_quantization import EmulatedQuantization
+from strop.generation.quantized_rollouts import EmulatedQuantization
 from strop.generation.torch.image_tokens import PromptImages
 from strop.generation.torch.model_runner import (
     CachedRunner,
@@ -39,8 +39,8 @@ from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.generation.torch.sampler import SampledTokens, sample_tokens
 from strop.generation.torch.speculation import Drafter, PromptLookup, PromptSamples
 from strop.generation.torch.torch_config import TorchGenerationConfig
-from strop.models.fixed_order import FixedOrder
 from strop.models.network import Network
+from strop.models.network_parts import FixedOrder
 from strop.monitoring.process_profile import RECORDER
 from strop.sampling import KEPT, Sampling, pad_kept_tokens, uniform
 from strop.types import PromptImage

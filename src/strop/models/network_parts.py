@@ -1,16 +1,35 @@
-"""What a network asks of an extension that fixes the order of additions, so that learner and engine compute the same bits."""
+"""What extensions bring to a network: a head that drafts tokens, and additions in a fixed order, for equal bits in learner and engine."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from strop.algorithms.base import TokenOutputs
 from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
 from strop.models.logprobs.lm_head import LMHead
 from strop.sampling import Sampling
+
+FOLDER = "draft"  # of the head, alongside the policy's weights
+WEIGHTS = "model.safetensors"
+
+
+class DraftHead(nn.Module):
+    """A module that reads the states of the policy's layers and proposes the tokens after them."""
+
+    key: str  # of the configuration, for messages: policy.draft
+
+    def published_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what engines are sent at a publish, as ``draft.NAME``."""
+        raise NotImplementedError
+
+    def save(self, folder: Path) -> Path:
+        """Write the head as engines load it (``config.json`` and WEIGHTS); return the folder."""
+        raise NotImplementedError
 
 
 class FixedOrder(Protocol):

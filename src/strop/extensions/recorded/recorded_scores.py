@@ -1,4 +1,4 @@
-"""Reference log-probabilities computed once before training and stored in a file, so that no reference model stays in memory.
+"""Recorded data scored outside of training steps: by the reference, once before training and stored, and held-out data by the loss.
 
 An example is identified by the name of its data, its task id, its rollout number and a fingerprint of its tokens: an example
 that has changed since then raises an error. The file also records the weights used.
@@ -7,6 +7,7 @@ that has changed since then raises an error. The file also records the weights u
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop import metrics
 from strop.algorithms.base import Algorithm
 from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.data.packing import pack
 from strop.learner.base import require_token_outputs
-from strop.learner.client import ScorerClient
+from strop.learner.client import ColumnSources, LearnerClient, ScorerClient
+from strop.monitoring.trackers.base import Tracker
 from strop.storage.files import atomic_write
 from strop.types import Batch, Group, Rollout
 
@@ -148,3 +151,55 @@ def _read(path: Path, provenance: Mapping[str, str]) -> ReferenceStore:
     return ReferenceStore(
         path, logprobs, {(name, tokens): span for (name, tokens), span in zip(keys.tolist(), spans, strict=True)}
     )
+
+
+@dataclass(kw_only=True)
+class LossValidator:
+    """Computes the algorithm's loss and metrics on fixed groups, as means over all of them, independent of the micro-batches.
+
+    The groups are packed once and the required columns are computed once, so the models that compute them must be frozen, such as a
+    reference policy. Groups with errors are left out and counted. Raises ValueError if no group is left.
+    """
+
+    groups: Sequence[Group]
+    algorithm: Algorithm
+    learner: LearnerClient
+    columns: ColumnSources
+    share_prefixes: bool = True
+
+    def __post_init__(self) -> None:
+        self.usable_groups = [group for group in self.groups if not group.errors]
+        self._batch: Batch | None = None
+        if not self.usable_groups:
+            reasons = [error for group in self.groups for error in group.errors]
+            raise ValueError(
+                f"none of the {len(self.groups)} validation examples can be used{': ' + reasons[0] if reasons else ''}; set "
+                "data.validation to other data, or to null"
+            )
+
+    async def evaluate(self, step: int, tracker: Tracker | None = None) -> dict[str, float]:
+        """Return metrics under ``validation/``: those of the loss, and the number of examples used and left out."""
+        started = time.perf_counter()
+        if tracker is not None:
+            tracker.progress(f"validating on {len(self.usable_groups)} examples")
+        batch = await self._prepare_step(await self._prepare_batch())
+        result = await self.learner.evaluate_loss(batch, self.algorithm.losses(step)["policy"])
+        logged = {
+            **metrics.to_floats(result.metrics),
+            "examples": float(len(self.usable_groups)),
+            "examples_left_out": float(len(self.groups) - len(self.usable_groups)),
+            "seconds": time.perf_counter() - started,
+        }
+        return {f"validation/{name}": value for name, value in logged.items()}
+
+    async def _prepare_batch(self) -> Batch:
+        """Pack the groups, with columns and credit; done once, at the first call."""
+        if self._batch is None:
+            batch = pack(self.usable_groups, self.algorithm.group_credit(self.usable_groups), share_prefixes=self.share_prefixes)
+            self._batch = self.algorithm.token_credit(await self.columns.fill(batch, self.usable_groups))
+        return self._batch
+
+    async def _prepare_step(self, batch: Batch) -> Batch:
+        """Add the columns that depend on the current weights."""
+        outputs = require_token_outputs(await self.learner.score(batch)) if self.algorithm.needs_step_outputs else None
+        return self.algorithm.prepare_step(batch, outputs)

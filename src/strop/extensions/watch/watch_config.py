@@ -1,4 +1,4 @@
-"""Section ``monitor``: what watches a run for reward hacking."""
+"""Sections ``monitor``, what watches a run for reward hacking, and ``pacing``, how many episodes run at once."""
 
 from __future__ import annotations
 
@@ -87,3 +87,24 @@ class MonitorConfig(BaseConfig):
             return ()
         missing = {name for name, has in (("second_grader", self.second_grader), ("judges", self.judges)) if not has}
         return tuple(name for name in DETECTORS if name not in missing and name in (self.detectors or DETECTORS))
+
+
+class PacingConfig(BaseConfig):
+    """Follow what engines and sandboxes can bear, and wait while the infrastructure of an environment fails."""
+
+    adaptive_concurrency: bool = Field(
+        True,
+        description="Halve the number of episodes in flight when engines preempt requests, sandboxes are full or a provider refuses "
+        "requests, and raise it again one by one; the slots of the run are its upper bound.",
+    )
+    pause_above: float | None = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="Pause an environment that has worked in this run once more than this share of its last 32 rollouts failed by its "
+        "infrastructure; one rollout at a time tests whether it works again, and those that fail meanwhile are sampled again. null never "
+        "pauses.",
+    )
+    max_pause_minutes: float = Field(
+        30.0, gt=0, description="End the run once an environment has been paused for this long (minutes)."
+    )

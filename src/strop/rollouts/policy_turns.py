@@ -1,21 +1,49 @@
-"""Turns with tool calls: the tools in the prompt, the calls in the sampled text, and the results as tokens (law 2)."""
+"""Turns of the policy, and their tool calls: the tools in the prompt, the calls in the sampled text, and the results as tokens (law 2)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from strop.environments.handle import EnvironmentHandle
+from strop.generation.base import Completion, Generator
 from strop.models.chat_template import ChatTemplate
 from strop.models.vision.image_files import EncodedPrompt
-from strop.sampling import Sampling
+from strop.sampling import KEPT, Sampling
 from strop.tools.base import ParsedReply, ToolCallFormat, ToolConfigError
 from strop.tools.call_formats import choose_format
 from strop.tools.toolbox import ToolOffer
 from strop.types import Message, Messages, ToolCall, Turn
+
+
+def check_columns(completion: Completion, generator: Generator, sampling: Sampling) -> None:
+    """Raise RuntimeError if a required sampling mask was not reported."""
+    if sampling.records_sampling_mask and KEPT not in completion.columns:
+        raise RuntimeError(
+            f"{type(generator).__name__} does not report the sampling mask, which policy.generation.keep_sampling_mask requires; set that "
+            "key to false, or set policy.generation.backend to torch"
+        )
+
+
+def make_policy_turn(
+    completion: Completion, context: Sequence[int], template: ChatTemplate, generator: Generator, sampling: Sampling
+) -> Turn:
+    """Return the turn to train on; ``context`` is the policy's input. Raises RuntimeError if a required sampling mask was not
+    reported.
+    """
+    check_columns(completion, generator, sampling)
+    return Turn(
+        author="policy",
+        tokens=completion.tokens,
+        text=template.decode_turn(completion.tokens.tolist()),
+        opening=template.find_opening(context),
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        columns=completion.columns,
+    )
 
 
 @lru_cache(maxsize=16)

@@ -1,19 +1,43 @@
-"""The share of a batch that one rank reads."""
+"""The shares of a batch: what each rank reads of it, divided before it is sent.
+
+The driver divides a batch before sending it, so that each rank receives only what it reads; ranks that read the same
+micro-batches receive the same share. A rank given a whole batch takes its own share in the same way.
+"""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from strop.data.balance import RankPlan
 from strop.data.rollout_selector import RolloutSelector, SubBatch
-from strop.data.shares.split_rule import SplitRule
+from strop.data.splitting import BatchPartition, RankPlan, partition_batch
 from strop.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitRule:
+    """How the ranks of one network cut a batch into micro-batches: the arguments of ``strop.data.splitting.partition_batch``."""
+
+    ranks: int  # that read different micro-batches
+    token_budget: int  # of a micro-batch
+    padded: bool = False
+    whole_groups: bool = False
+    fills_up: bool = False  # the schedule may run dummies in addition to those that keep ranks in step
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareRequest:
+    """The share of a batch that one rank reads in one kind of pass. Ranks that read the same micro-batches have equal requests."""
+
+    rule: SplitRule
+    number: int  # of the share, from 0
+    read_columns: bool = False  # whether it reads what engines recorded of the tokens that they read
+
 
 _ALIGNMENT = 16  # bytes: a multiple of the size of every element
 
@@ -152,3 +176,49 @@ def _flatten(tensors: Mapping[str, Tensor], protocol: int) -> _FlatTensors:
 
 def _padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def divide_batch(batch: Batch, rule: SplitRule, numbers: Sequence[int] | None = None) -> list[BatchShare]:
+    """Return the shares ``numbers`` of a batch; None: of all ranks, in order. Takes a few passes over the batch."""
+    partition = partition_batch(batch, rule.ranks, rule.token_budget, padded=rule.padded, whole_groups=rule.whole_groups)
+    selector = RolloutSelector(batch)
+    dummy = selector.select((partition.dummy_sequence,)).batch
+    wanted = range(rule.ranks) if numbers is None else numbers
+    return [_make_share(selector, partition, rule, number, dummy) for number in wanted]
+
+
+def take_share(batch: Batch | BatchShare, rule: SplitRule, number: int) -> BatchShare:
+    """Return the share ``number`` of a batch, or the given share itself. Raises ValueError for another rank's share, or one
+    divided by another rule.
+    """
+    if not isinstance(batch, BatchShare):
+        return divide_batch(batch, rule, (number,))[0]
+    if (batch.rule, batch.number) != (rule, number):
+        raise ValueError(
+            f"this rank was sent share {batch.number} of a batch, divided by {batch.rule}, and reads share {number} by {rule}: get the "
+            "ranks' requests (share_requests) again after every change of their sizes"
+        )
+    return batch
+
+
+def _make_share(selector: RolloutSelector, partition: BatchPartition, rule: SplitRule, number: int, dummy: Batch) -> BatchShare:
+    plan = partition.ranks[number]
+    rollouts = sorted(rollout for part in (*plan.trained, *plan.forward_only) for rollout in part)
+    selected = selector.select(rollouts) if rollouts else None
+    runs_dummies = rule.fills_up or () in (*plan.trained, *plan.forward_only)
+    return BatchShare(
+        batch=None if selected is None else selected.batch,
+        index=torch.zeros(0, dtype=torch.int64) if selected is None else selected.index,
+        plan=_renumber(plan, rollouts),
+        dummy=dummy if runs_dummies else None,
+        rule=rule,
+        number=number,
+        whole_tokens=len(selector.batch.tokens),
+        max_over_mean=partition.max_over_mean,
+    )
+
+
+def _renumber(plan: RankPlan, rollouts: Sequence[int]) -> RankPlan:
+    new = {old: number for number, old in enumerate(rollouts)}
+    kinds = (tuple(tuple(new[rollout] for rollout in part) for part in parts) for parts in (plan.trained, plan.forward_only))
+    return RankPlan(*kinds)
