@@ -17,8 +17,7 @@ from strop.extensions.watch.timeline_file import TIMELINE_FILE, append_line, cut
 from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.waits import LOOP, wait_listeners, waiting
 from strop.runs.monitors.run_listeners import RunSetup
-from strop.trainer.listeners import RunListener
-from strop.trainer.step_view import StepView
+from strop.trainer.listeners import RunListener, StepView
 
 SHORTEST = 0.0005  # seconds: what is shorter is not kept
 MAX_SAMPLES, MAX_SPANS = 256, 8_000  # of a line: 8,000 spans are 200 KB
