@@ -233,9 +233,11 @@ def _resolve(source: ConfigSource, model: type[BaseConfig]) -> tuple[Mapping[str
     return resolve_interpolations(add_defaults(source.values, model))
 
 
-def add_defaults(values: Mapping[str, Any], model: type[BaseConfig]) -> dict[str, Any]:
-    """Return values with the schema's defaults for missing keys, so that ``${...}`` can refer to any key."""
-    default = keys.default_values(model)
+def add_defaults(values: Mapping[str, Any], model: type[BaseConfig], default: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return values with the schema's defaults for missing keys, so that ``${...}`` can refer to any key. ``default``: those of the
+    section where they are not its model's own.
+    """
+    default = keys.default_values(model) if default is None else default
     tree = dict(default)
     for name, value in values.items():
         tree[name] = value
@@ -244,12 +246,14 @@ def add_defaults(values: Mapping[str, Any], model: type[BaseConfig]) -> dict[str
             continue
         if (inner := section_model(field)) is not None:
             if value is None or isinstance(value, Mapping):
-                tree[name] = add_defaults(value or {}, inner)
+                tree[name] = add_defaults(value or {}, inner, default[name])
         elif value is None and followed_keys(field):
             tree[name] = default[name]  # null requests the value of the key that this one follows
         elif isinstance(value, Mapping) and not keys.is_entry_list(field) and (entry := keys.entry_model(field)):
             tree[name] = {
-                alias: add_defaults(options or {}, entry) if options is None or isinstance(options, Mapping) else options
+                alias: add_defaults(options or {}, entry, keys.default_values_of_entry(entry))
+                if options is None or isinstance(options, Mapping)
+                else options
                 for alias, options in value.items()
             }
     return tree
