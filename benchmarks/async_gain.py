@@ -28,14 +28,11 @@ from strop import metrics
 from strop.algorithms.base import LossFn, TokenOutputs
 from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.learner.base import BackwardResult
-from strop.learner.client import InlineCaller, LearnerClient, ThreadCaller
-from strop.learner.learner_thread import LearnerThread
+from strop.learner.client import ColumnSources, InlineCaller, LearnerClient, LearnerThread, ThreadCaller
 from strop.metrics import Metrics
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import NullTracker
-from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
-from strop.rollouts.stream import RolloutStream
-from strop.trainer.column_sources import ColumnSources
+from strop.rollouts.stream import DropTooOld, Fifo, GroupOrder, RolloutStream, Windowed
 from strop.trainer.run import TrainingRun, TrainOptions
 from strop.trainer.train import train
 from strop.types import Batch, Ending, Group, Rollout, Task, Turn

@@ -31,14 +31,13 @@ from common import MODEL, spread, table
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.data.packing import pack
+from strop.learner.client import ColumnSources
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import NullTracker
 from strop.runs.monitors.run_listeners import RolloutRecorder
-from strop.trainer.column_sources import ColumnSources
+from strop.trainer.listeners import StepTimer, StepView, UpdateResult
 from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.step_metrics import batch_metrics, group_metrics
-from strop.trainer.step_timer import StepTimer
-from strop.trainer.step_view import StepView, UpdateResult
 from strop.types import Ending, Group, Rollout, Task, Turn, assistant, user
 
 CONFIG = Path(__file__).parents[1] / "examples" / "configs" / "quickstart.yaml"

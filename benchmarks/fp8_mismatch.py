@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from strop.generation.base import Completion
-from strop.generation.torch.emulated_quantization import EmulatedQuantization
+from strop.generation.quantized_rollouts import EmulatedQuantization
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import make_torch_engine
 from strop.models.network import Network

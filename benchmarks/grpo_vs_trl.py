@@ -124,8 +124,8 @@ def trl_side(settings: Settings, baton: Connection, side: Side = "trl") -> None:
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
 
     from strop.environments.answers import extract_last_number
+    from strop.learner.budget.device_memory import reuse_freed_memory
     from strop.models.loading import load_model, load_tokenizer
-    from strop.models.malloc import reuse_freed_memory
 
     torch.set_num_threads(settings.threads)
     tasks = training_rows(settings)
@@ -626,7 +626,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--trl-reuse-memory",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="use Strop's malloc settings for TRL's process too (strop.models.malloc); default: %(default)s",
+        help="use Strop's malloc settings for TRL's process too (strop.learner.budget.device_memory); default: %(default)s",
     )
     parser.add_argument(
         "--same-work",

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.text import Text
 
 import strop
-from strop.algorithms.catalogue import all_parts
+from strop.algorithm_factory import all_parts
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "images" / "guides"

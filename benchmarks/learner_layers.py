@@ -85,10 +85,10 @@ def make_batch(vocabulary: int, groups: int, completions: int, prompt: int, long
 def measure(folder: str, dtype: str, options: argparse.Namespace) -> Measurement:
     import torch
 
-    from strop.learner.torch.activation_memory import checkpoint_layers
+    from strop.learner.budget.device_memory import reuse_freed_memory
+    from strop.learner.torch.tensor_offload import checkpoint_layers
     from strop.models.layers.known_code import decoder_layers
     from strop.models.loading import load_model
-    from strop.models.malloc import reuse_freed_memory
     from strop.models.network import Network
 
     torch.set_num_threads(options.threads)

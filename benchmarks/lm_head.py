@@ -76,7 +76,7 @@ class Workload:
     def __init__(self, rows: int, vocabulary: int, width: int, dtype: str, threads: int) -> None:
         import torch
 
-        from strop.models.malloc import reuse_freed_memory
+        from strop.learner.budget.device_memory import reuse_freed_memory
 
         reuse_freed_memory()
         torch.set_num_threads(threads)
@@ -97,7 +97,7 @@ class Workload:
 
     def peak(self, backward: bool) -> float:
         """Return the MiB that one pass adds to the resident set at its largest."""
-        from strop.models.malloc import trim_freed_memory
+        from strop.learner.budget.device_memory import trim_freed_memory
 
         self.hidden.grad = self.weight.grad = None
         trim_freed_memory()

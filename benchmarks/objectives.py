@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from strop.algorithms.catalogue import all_algorithms
+from strop.algorithm_factory import all_algorithms
 from strop.algorithms.policy_gradient.base import PolicyGradient
 
 ROOT = Path(__file__).parents[1]

@@ -29,8 +29,8 @@ from strop.extensions.planning.learner_memory import (  # noqa: E402
     ModelSize,
     Sharding,
 )
-from strop.learner.budget.full_rollouts import make_full_rollouts  # noqa: E402
-from strop.learner.budget.peak_memory import measure_peak  # noqa: E402
+from strop.learner.budget.device_memory import measure_peak  # noqa: E402
+from strop.learner.budget.memory_probe import make_full_rollouts  # noqa: E402
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims, to_local  # noqa: E402
 from strop.learner.parallel.sharded import parallelize_network  # noqa: E402
 from strop.models.loading import cast_weights  # noqa: E402

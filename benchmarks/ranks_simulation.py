@@ -27,10 +27,10 @@ import torch
 from common import table
 
 from strop.algorithms.base import TokenOutputs
-from strop.data.balance import partition_batch
 from strop.data.packing import pack
 from strop.data.rollout_selector import RolloutSelector
-from strop.data.shares.split_rule import ShareRequest, SplitRule
+from strop.data.shares import ShareRequest, SplitRule
+from strop.data.splitting import partition_batch
 from strop.distributed.actor_group import ActorGroup
 from strop.distributed.workers.remote_learner import RankCaller
 from strop.learner.client import LearnerClient
@@ -152,7 +152,7 @@ def _no_loss(outputs: Any, batch: Batch) -> Any:
 
 def cutting_seconds(batch: Batch, rule: SplitRule) -> tuple[float, float]:
     """Return the seconds in which rank 0 cuts its micro-batches out of a whole batch, and out of its share."""
-    from strop.data.shares.divide_batch import divide_batch
+    from strop.data.shares import divide_batch
 
     (share,) = divide_batch(batch, rule, (0,))
     started = time.process_time()

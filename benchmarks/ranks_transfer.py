@@ -35,9 +35,7 @@ from ranks_simulation import make_batch
 from torch import Tensor
 
 from strop.algorithms.base import TokenOutputs
-from strop.data.shares.batch_share import BatchShare
-from strop.data.shares.divide_batch import divide_batch, take_share
-from strop.data.shares.split_rule import ShareRequest, SplitRule
+from strop.data.shares import BatchShare, ShareRequest, SplitRule, divide_batch, take_share
 from strop.distributed.actor_group import ActorGroup
 from strop.distributed.base import ActorOptions, serve_store
 from strop.distributed.cluster_config import ClusterConfig
@@ -155,10 +153,10 @@ class TransferRank:
 
 def count_received(rank: TransferRank) -> None:
     """Count the bytes that this rank receives from others, by the operations that gather weights."""
-    from strop.learner.parallel.export import shard_gather
+    from strop.learner.parallel.export import sharded_export
     from strop.learner.parallel.sharded import Sharded
 
-    post, full_tensor = shard_gather._post, Sharded.full_tensor
+    post, full_tensor = sharded_export._post, Sharded.full_tensor
 
     def counted_post(operations: Sequence[Any]) -> list[Any]:
         rank.received += sum(each.tensor.nbytes for each in operations if each.op is dist.irecv)
@@ -169,7 +167,7 @@ def count_received(rank: TransferRank) -> None:
         rank.received += full.nbytes - full.nbytes // rank.world
         return full
 
-    shard_gather._post = counted_post
+    sharded_export._post = counted_post
     Sharded.full_tensor = counted_full_tensor  # type: ignore[method-assign]
 
 

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from strop.extensions.performance.decoder_dimensions import dimensions_of
-from strop.extensions.performance.devices import DecoderDimensions, PassCounts, device_named, training_flops
+from strop.extensions.performance.devices import DecoderDimensions, PassCounts, device_named, dimensions_of, training_flops
 
 PRODUCTS = 700e12  # FLOP/s of large products in bfloat16
 ATTENTION = {"FlashAttention 2": 223e12, "cuDNN": 451e12}  # FLOP/s both ways

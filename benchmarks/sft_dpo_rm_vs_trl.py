@@ -308,8 +308,8 @@ def run_trl(race: Race, turns: TurnTaker) -> None:
         SFTTrainer,
     )
 
+    from strop.learner.budget.device_memory import reuse_freed_memory
     from strop.models.loading import load_tokenizer
-    from strop.models.malloc import reuse_freed_memory
 
     torch.set_num_threads(race.threads)
     if race.trl_options.get("reuse_memory"):
@@ -593,7 +593,7 @@ class StepCollector:
 
 def try_sizes(side: Side, race: Race, sizes: Sequence[int]) -> dict[int, float]:
     """Return the seconds of forward and backward per step by micro-batch size. The first size takes an extra warm-up step."""
-    from strop.models.malloc import trim_freed_memory
+    from strop.learner.budget.device_memory import trim_freed_memory
 
     silence_libraries()
     found = {}
@@ -813,8 +813,8 @@ def prepare_language_model(name: str, folder: str) -> None:
 
 def prepare_classifier(name: str, folder: str, seed: int) -> None:
     """Save a sequence classifier with one label, so that both sides start with the same score layer and padding token."""
-    from strop.models.classifiers import load_classifier, set_pad_token
     from strop.models.loading import find_stop_token_ids, load_tokenizer
+    from strop.models.value_network import load_classifier, set_pad_token
 
     model, tokenizer = load_classifier(name, seed=seed), load_tokenizer(name)
     set_pad_token(model, tokenizer, find_stop_token_ids(model, tokenizer))
@@ -854,7 +854,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--trl-reuse-memory",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="use Strop's malloc settings for TRL's process too (strop.models.malloc); default: %(default)s",
+        help="use Strop's malloc settings for TRL's process too (strop.learner.budget.device_memory); default: %(default)s",
     )
     parser.add_argument("--trl-sort-rows", action="store_true", help="sort each step's rows by length for TRL: less padding")
     parser.add_argument("--trl-compile", action="store_true", help="use torch.compile in TRL")

@@ -22,7 +22,7 @@ from common import save_llama, train_tokenizer
 from tool_use import LLAMA, TEMPLATE
 
 import strop
-from strop.extensions.tasks.tiny_terminal import make_folder
+from strop.extensions.tasks.tiny_tasks import make_folder
 
 KINDS, RIGHT = 5, 0.4
 PREFIX, SUFFIX = '<tool_call>\n{"name": "shell", "arguments": {"command": "', '"}}\n</tool_call>'

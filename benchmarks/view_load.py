@@ -29,9 +29,8 @@ TOKENS = 24  # sampled in a rollout, on average
 
 def write_run(folder: Path, steps: int, rollouts: int) -> None:
     """Write the run, unless it is there."""
-    from strop.monitoring.rollout_store.rollout_record import RolloutRecord
+    from strop.monitoring.rollout_store.rollout_record import RolloutRecord, TurnRecord
     from strop.monitoring.rollout_store.rollout_store import RolloutStore
-    from strop.monitoring.rollout_store.turn_record import TurnRecord
 
     done = folder / "rollouts" / f"step_{steps:06d}.parquet"
     if done.exists():

@@ -16,7 +16,7 @@ from typing import Any
 
 from strop.cli import main as strop
 from strop.config import ConfigError, GrpoRunConfig, load_config
-from strop.config.load.run_name import format_overrides
+from strop.config.source.interpolation import format_overrides
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 
 CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"

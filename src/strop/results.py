@@ -93,7 +93,7 @@ class Run:
         import pandas
 
         from strop.monitoring.rollout_store.rollout_store import to_row
-        from strop.monitoring.rollout_store.token_columns import NAMES as of_update
+        from strop.monitoring.rollout_store.token_values import NAMES as of_update
         from strop.monitoring.rollout_store.validation_samples import ValidationSamples
 
         store = ValidationSamples(self.folder)
@@ -231,7 +231,7 @@ _NOT_OF_SAMPLES = (
 
 def _read_steps(store: RolloutStore | ValidationSamples) -> Iterator[RolloutRecord]:
     """Yield the stored rollouts in order of steps, holding one step in memory at a time. Unreadable files give a warning."""
-    from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
+    from strop.monitoring.rollout_store.stored_files import DamagedRollouts
 
     for step in store.steps():
         try:

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import linecache
+import re
 import sys
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -137,7 +138,9 @@ def import_attribute(path: str) -> Any:
 
         if is_interrupt(error):
             raise
-        raise UserCodeError(f"{path}: importing {module_name!r} failed: {describe_error(error)}{_find_moved(error)}") from error
+        raise UserCodeError(
+            f"{path}: importing {module_name!r} failed: {describe_error(error)}{_find_moved(error, attribute)}"
+        ) from error
     if module.__name__.partition(".")[0] not in {"strop", *sys.stdlib_module_names}:
         _user_files.add(str(getattr(module, "__file__", "")))
     if not hasattr(module, attribute):
@@ -146,13 +149,22 @@ def import_attribute(path: str) -> Any:
     return getattr(module, attribute)
 
 
-def _find_moved(error: BaseException) -> str:
-    """Return where a module of Strop is now that an import did not find; "" if it was no module of Strop, or there is none of its name."""
+def _find_moved(error: BaseException, attribute: str) -> str:
+    """Return where a module of Strop is now that an import did not find, or what was imported from it; "" if nothing is found.
+
+    ``attribute``: what is wanted of the module, where no line of user code imports it.
+    """
     name = str(getattr(error, "name", None)) if isinstance(error, ModuleNotFoundError) else ""
     root, last = Path(__file__).parent, name.rpartition(".")[2]
     if not name.startswith("strop."):
         return ""
     found = [*root.rglob(f"{last}.py"), *(file.parent for file in root.rglob(f"{last}/__init__.py"))]
+    if not found:  # it was joined with another
+        lines = (frame.line or "" for frame in traceback.extract_tb(error.__traceback__))
+        wanted = next((line.partition(" import ")[2] for line in lines if line.startswith(f"from {name} import ")), attribute)
+        names = "|".join(re.findall(r"\w+", wanted))
+        defined = re.compile(rf"^(?:class|def) (?:{names})\b", re.MULTILINE)
+        found = [file for file in root.rglob("*.py") if defined.search(file.read_text(encoding="utf-8"))]
     modules = sorted(".".join(("strop", *path.relative_to(root).with_suffix("").parts)) for path in found)
     return f"; it is now {' or '.join(modules)}" if 0 < len(modules) <= 3 else ""
 

@@ -122,6 +122,32 @@ def test_a_task_is_followed_over_the_run(address: str, open_page: Callable[..., 
     page.wait_for_function("() => document.querySelector('h1')?.textContent === 'Group 1 of step 5'")
 
 
+def test_the_samples_of_a_step_are_walked_zoomed_and_opened(address: str, open_page: Callable[..., Any]) -> None:
+    page = open_page(address)
+    show(page, "time?run=quickstart&at=12", "Sample 3 of group 2 ended last, 0.45 s after the median")
+    text = page.inner_text("main")
+    assert "engine 23 %" in text and "waited for rollouts for 1.6 s of 3.6 s (44 %)" in text and "and 5 more samples" in text
+    chart = page.locator(".timeline")
+    chart.focus()
+    for key in ("ArrowDown", "ArrowDown", "ArrowDown", "ArrowRight", "ArrowRight"):
+        page.keyboard.press(key)
+    page.wait_for_selector(".readout:has-text('group 2, sample 0 (dropped): waiting')")
+    box = chart.bounding_box()
+    page.mouse.move(box["x"] + 300, box["y"] + 90)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 500, box["y"] + 90)
+    page.mouse.up()
+    page.get_by_role("button", name="All of it").click()
+    page.get_by_role("button", name="Earlier steps").click()
+    page.wait_for_function("() => window.location.hash.includes('at=11')")
+    chart.focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.querySelector('h1')?.textContent.startsWith('Step 11, task')")
+
+
 def test_smoothing_changes_what_is_read_and_the_axis_is_steps_or_time(address: str, open_page: Callable[..., Any]) -> None:
     page = open_page(address)
     show(page, "curves?runs=quickstart&find=train/loss", "1 found")

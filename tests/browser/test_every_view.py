@@ -18,6 +18,7 @@ VIEWS = {
     "curves?find=env_3": "20 found",
     "curves?log=1&axis=time&smooth=0.6": "First",
     "time?runs=quickstart": "policy_training",
+    "time?run=quickstart&at=12&count=4": "of step 9 ended last",
     "time?as=share": "Engines, rollouts, weights and machines 1",
     "now?run=quickstart": "Who waits for whom",
     "now?run=just-begun": "no status.json",

@@ -27,6 +27,7 @@ def test_every_view_of_a_saved_page_is_drawn_from_the_file_alone(
     show(page, "curves", "train/reward")
     assert page.locator(".uplot").count() >= 4
     show(page, "time", "mean of a step")
+    show(page, "time", "Sample 3 of group 2 ended last")
     show(page, "configuration?find=clip", "ratio_clip_max")
     show(page, "now", "State")
     show(page, "rollouts", "rollouts")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from strop.algorithms import catalogue
+from strop import algorithm_factory
 from strop.algorithms.base import Algorithm
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Part
@@ -24,16 +24,16 @@ class Given(Advantage):
 
 def part(name: str, **options: Any) -> Any:
     """The part that a configuration calls ``name``."""
-    if name not in catalogue.all_parts():
+    if name not in algorithm_factory.all_parts():
         pytest.skip(f"{name} is an extension's", allow_module_level=True)
-    kind: type[Part] = catalogue.all_parts()[name]
+    kind: type[Part] = algorithm_factory.all_parts()[name]
     return kind(**options)
 
 
 def algorithm(name: str, **options: Any) -> Algorithm:
-    if name not in catalogue.all_algorithms():
+    if name not in algorithm_factory.all_algorithms():
         pytest.skip(f"{name} is an extension's", allow_module_level=True)
-    return catalogue.all_algorithms()[name](**options)
+    return algorithm_factory.all_algorithms()[name](**options)
 
 
 def policy_gradient(**options: Any) -> PolicyGradient:

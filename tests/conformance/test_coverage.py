@@ -11,7 +11,7 @@ from conformance.corrections import CORRECTIONS
 from conformance.objectives import OBJECTIVES
 from conformance.preferences import PAIR_LOSSES
 from conformance.whole import WHOLE
-from strop.algorithms import catalogue
+from strop import algorithm_factory
 
 # What is not in a table: the test that holds it, which compares it with a formula.
 ALGORITHMS = {
@@ -48,14 +48,14 @@ PARTS = {
 
 def test_every_algorithm_has_a_case() -> None:
     covered = {*WHOLE, *(case.algorithm for case in PAIR_LOSSES), *ALGORITHMS}
-    missing = set(catalogue.all_algorithms()) - covered
+    missing = set(algorithm_factory.all_algorithms()) - covered
     assert not missing, f"write the formula of {sorted(missing)}: in whole.py or preferences.py, or a test named here"
 
 
 def test_every_part_has_a_case() -> None:
     tables = (OBJECTIVES, CORRECTIONS, GROUP_ADVANTAGES)
     covered = {*PARTS, *(case.part for table in tables for case in table)}
-    missing = set(catalogue.all_parts()) - covered
+    missing = set(algorithm_factory.all_parts()) - covered
     assert not missing, (
         f"write the formula of {sorted(missing)}: in objectives.py, corrections.py or advantages.py, or a test named here"
     )
@@ -64,9 +64,9 @@ def test_every_part_has_a_case() -> None:
 @pytest.mark.extensions
 def test_no_case_is_about_something_that_is_gone() -> None:
     algorithms = {*WHOLE, *(case.algorithm for case in PAIR_LOSSES), *ALGORITHMS}
-    assert algorithms <= set(catalogue.all_algorithms())
+    assert algorithms <= set(algorithm_factory.all_algorithms())
     parts = {*PARTS, *(case.part for table in (OBJECTIVES, CORRECTIONS, GROUP_ADVANTAGES) for case in table)}
-    assert parts <= set(catalogue.all_parts())
+    assert parts <= set(algorithm_factory.all_parts())
 
 
 def test_the_tests_that_are_named_exist() -> None:

@@ -16,9 +16,9 @@ from strop.environments.handle import LocalEnvironment
 from strop.generation.base import Completion
 from strop.models.chat_template import ChatTemplate, ConversationError
 from strop.rollouts.episode import EpisodeRules, run_episode
-from strop.rollouts.tool_turns import find_format
+from strop.rollouts.policy_turns import find_format
 from strop.sampling import Sampling
-from strop.tools.function_tool import make_tool
+from strop.tools.tool_options import make_tool
 from strop.types import Ending, Messages, Rollout, Task, ToolCall, user
 from support.tool_families import TOOL_FAMILIES, ToolFamily
 

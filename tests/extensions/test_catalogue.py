@@ -6,8 +6,8 @@ from dataclasses import fields, replace
 
 import pytest
 
+from strop.algorithm_factory import all_algorithms, all_parts
 from strop.algorithms.base import Plan
-from strop.algorithms.catalogue import all_algorithms, all_parts
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, Objective, Selection, Shaping
 

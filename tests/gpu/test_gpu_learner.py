@@ -10,8 +10,7 @@ import torch
 from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.gpus import KIND
 from strop.learner.torch.scorer import NetworkScorer, offload
-from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.attention.plain_attention import causal_mask, masked_attention
+from strop.models.attention.attention_plan import AttentionSpec, causal_mask, masked_attention
 from strop.models.network import Network
 from strop.runs.models import select_device
 from strop.sampling import Sampling
@@ -120,8 +119,8 @@ def test_logits_of_a_large_vocabulary_do_not_fill_the_memory() -> None:
 def test_tritons_kernels_give_the_numbers_of_pytorchs_operators(
     dtype: torch.dtype, weights: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from strop.models.logprobs import tiled_logprobs as module
-    from strop.models.logprobs.logit_tiles import TorchTiles
+    from strop.models.logprobs import token_logprobs as module
+    from strop.models.logprobs.lm_head import TorchTiles
 
     assert type(module.choose_operations(torch.device(KIND), dtype)).__name__ == "TritonRows"
     leaves = [

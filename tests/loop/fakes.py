@@ -21,6 +21,7 @@ from strop.environments.base import Environment, GeneratedTasks, reward
 from strop.environments.handle import EnvironmentHandle, LocalEnvironment
 from strop.generation.base import Completion
 from strop.learner.base import BackwardResult
+from strop.learner.client import ColumnSources
 from strop.metrics import Metrics
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
@@ -29,7 +30,6 @@ from strop.rollouts.stream import RolloutStream
 from strop.runs.monitors.run_listeners import RolloutRecorder
 from strop.sampling import Sampling
 from strop.stopping import EarlyStop
-from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
 from strop.trainer.listeners import Listeners
 from strop.trainer.mismatch import MismatchGuard

@@ -23,14 +23,13 @@ from strop.environments.base import Environment
 from strop.environments.handle import LocalEnvironment
 from strop.generation.base import Completion
 from strop.learner.base import BackwardResult
+from strop.learner.client import ColumnSources
 from strop.metrics import Metrics
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.rollouts.episode import EpisodeRules, run_group
-from strop.rollouts.order import Fifo, GroupOrder
-from strop.rollouts.stream import RolloutStream
+from strop.rollouts.stream import Fifo, GroupOrder, RolloutStream
 from strop.sampling import Sampling, mix_seed
-from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
 from strop.trainer.run import TrainingRun, TrainOptions
 from strop.types import Batch, Group, Messages, Rollout, Task, user

@@ -15,8 +15,8 @@ from loop.fakes import FakeLearner, Recorder, make_run, run_virtually, stored_ro
 from loop.side_by_side import Checkpoints, SlowLearner, separate_run
 from loop.tiny import tiny_tokenizer
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
-from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
-from strop.rollouts.reward_scaling_config import RewardScalingConfig
+from strop.rollouts.reward_shaping_config import RewardScalingConfig
+from strop.rollouts.stream import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.trainer.run import TrainOptions
 from strop.trainer.train import train
 from support.algorithms import grpo

@@ -15,7 +15,7 @@ import pytest
 from loop.kinds import train_to_end
 from loop.runs import metrics_of
 from loop.tiny import build_tiny
-from strop.algorithms.catalogue import all_algorithms
+from strop.algorithm_factory import all_algorithms
 from strop.runs.run_algorithm import infer_section
 from support.sweep import sweep
 

@@ -110,7 +110,7 @@ def test_nothing_is_left_of_the_workers_after_ctrl_c(interpreter: str, tiny: Pat
 
 
 def find_workers(run: psutil.Process) -> list[psutil.Process]:
-    return [each for each in run.children(recursive=True) if "tokenizing_worker" in " ".join(each.cmdline())]
+    return [each for each in run.children(recursive=True) if "tokenizing_pool" in " ".join(each.cmdline())]
 
 
 @pytest.mark.exhaustive

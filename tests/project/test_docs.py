@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from strop.algorithms import catalogue
+from strop import algorithm_factory
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
 from strop.config.load.load import load_any_kind
@@ -158,7 +158,7 @@ def resolves(dotted: str) -> bool:
 
 def test_every_algorithm_and_part_has_a_row_in_a_table_of_its_family() -> None:
     families = {found for page in (ROOT / "docs/algorithms").glob("*.md") for found in names_in_rows(page)}
-    missing = (set(catalogue.all_algorithms()) | set(catalogue.all_parts())) - families
+    missing = (set(algorithm_factory.all_algorithms()) | set(algorithm_factory.all_parts())) - families
     assert not missing, f"give {sorted(missing)} a row on a page of docs/algorithms"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from strop.algorithms.catalogue import all_algorithms
+from strop.algorithm_factory import all_algorithms
 from strop.config import TRAINING_RUNS, ConfigError, EvalRunConfig, load_config
 from strop.config.run_checks import find_errors
 from strop.environments.base import EnvironmentConfigError

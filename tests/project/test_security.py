@@ -38,7 +38,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "extensions/sglang/server/scheduler_process.py": "from the run that started the server, which alone has its key",
         "extensions/sglang/server/engine_calls.py": "from the server that this process started, on loopback",
         "environments/scoring/scoring_worker.py": "from the process that started it, over a pipe",
-        "extensions/recorded/tokenizing_worker.py": "between the run and the process that it started, over its pipes",
+        "extensions/recorded/tokenizing_pool.py": "between the run and the process that it started, over its pipes",
     },
     "pickle.load": {"checkpointing/base.py": "state.pt, with a list of classes"},
     "pickle.Unpickler": {

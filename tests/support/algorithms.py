@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from strop.algorithms.catalogue import all_parts
+from strop.algorithm_factory import all_parts
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.grpo import GRPO, Clip, GroupRelative
 from strop.algorithms.policy_gradient.sequence_objectives import SequenceClip

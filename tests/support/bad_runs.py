@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from strop.monitoring.rollout_store.rollout_record import TurnRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.rollout_store.turn_record import TurnRecord
 from support.stored_steps import make_stored
 
 STEPS = 30

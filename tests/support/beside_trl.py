@@ -13,8 +13,8 @@ from torch import Tensor
 from conformance.cases import Step
 from conformance.formulas_common import constant
 from conformance.harness import Leaves, Outcome
+from strop.algorithm_factory import all_algorithms
 from strop.algorithms.base import TokenOutputs
-from strop.algorithms.catalogue import all_algorithms
 from support.recorded import recorded_group
 from support.rollouts import pack_for
 

@@ -6,8 +6,7 @@ import asyncio
 import inspect
 from typing import Any
 
-from strop.learner.client import ColumnClient, InlineCaller, LearnerClient, ScorerClient, ThreadCaller
-from strop.learner.learner_thread import LearnerThread
+from strop.learner.client import ColumnClient, InlineCaller, LearnerClient, LearnerThread, ScorerClient, ThreadCaller
 
 
 def learner_client(learner: Any) -> LearnerClient:

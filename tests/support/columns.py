@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from strop.columns import Columns, TokenColumn
-from strop.models.mixers.chosen_tokens import pack_bits
+from strop.models.mixers.indexers import pack_bits
 from strop.types import Batch, Branch, Group, Rollout, Turn
 from support.packed import history, path_rows
 

@@ -28,9 +28,8 @@ from strop.learner.parallel.pipeline.pipeline_stages import PipelineStages
 from strop.learner.parallel.tensor_plan import find_regions
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.mixers.chosen_tokens import IndexRows
+from strop.models.mixers.indexers import IndexRows, PathBlocks
 from strop.models.mixers.mixer_interface import is_mixer
-from strop.models.mixers.path_blocks import PathBlocks
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.models.network import Network
 from strop.models.vision.vision_families import known_families

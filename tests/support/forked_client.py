@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 
-MODULES = ("strop.extensions.recorded.tokenizing_worker",)  # these, Ray's workers and code (-c) are forked
+MODULES = ("strop.extensions.recorded.tokenizing_pool",)  # these, Ray's workers and code (-c) are forked
 
 arguments = sys.argv[1:]
 module = arguments[arguments.index("-m") + 1] if "-m" in arguments[:2] else None

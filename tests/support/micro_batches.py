@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from strop.config import TrainingRunConfig
-from strop.config.load.gpu_budgets import describe_micro_batches, with_gpu_budgets
+from strop.config.load.device_defaults import describe_micro_batches, with_gpu_budgets
 from strop.config.schema.run_config import list_trained_models
 from strop.data.packing_config import GPU_TOKENS, LARGEST_TOKENS
 

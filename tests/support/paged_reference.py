@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.attention.plain_attention import masked_attention
+from strop.models.attention.attention_plan import AttentionSpec, masked_attention
 
 
 def attend_pages(

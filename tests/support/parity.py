@@ -13,10 +13,9 @@ from tests.support.ranks import run_on_ranks
 from torch import Tensor, nn
 
 from strop import metrics
+from strop.algorithm_factory import all_algorithms
 from strop.algorithms.base import CANDIDATES, Algorithm, TokenOutputs
-from strop.algorithms.catalogue import all_algorithms
-from strop.data.shares.batch_share import BatchShare
-from strop.data.shares.divide_batch import divide_batch
+from strop.data.shares import BatchShare, divide_batch
 from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs, assemble_result
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.parallelism import Parallelism

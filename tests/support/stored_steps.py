@@ -10,9 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from strop.monitoring.rollout_store.rollout_record import RolloutRecord
+from strop.monitoring.rollout_store.rollout_record import RolloutRecord, TurnRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.rollout_store.turn_record import TurnRecord
 
 GROUPS, SAMPLES = 2, 3
 HTML = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"

@@ -15,10 +15,10 @@ from typing import Any
 
 from PIL import Image
 
-from strop.monitoring.rollout_store.rollout_record import RolloutRecord
+from strop.extensions.watch.timeline_file import TIMELINE_FILE, append_line
+from strop.monitoring.rollout_store.rollout_record import RolloutRecord, TurnRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.stored_images import image_name
-from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.monitoring.waits import LogEntry, Status, Wait, write_status
 
 STEPS, GROUPS, SAMPLES = 24, 3, 4
@@ -73,6 +73,7 @@ def write_runs(folder: Path, tokenizer_folder: Path | None = None, num_extra_met
         _write_config(run, "grpo", model, seed, clip)
         _write_metrics(run, seed + (10 if clip > 0.2 else 0), num_extra_metrics)
         _write_rollouts(run, seed, tokenizer_folder)
+        write_timeline(run, range(1, STEPS + 1))
         _write_validations(run)
         _write_status(run, seed)
     recorded = folder / "recorded-data-with-a-long-name-that-tells-all-its-settings-lr-0.0001-epochs-3-batch-64"
@@ -130,6 +131,30 @@ def _write_metrics(folder: Path, seed: int, num_extra: int) -> None:
             metrics |= {"health/entropy_collapsed": 1.0, "train/kl_penalty": None, "nonfinite": {"train/kl_penalty": "nan"}}
         lines.append(json.dumps({"step": step, **metrics}) + "\n")
     (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def write_timeline(folder: Path, steps: range) -> None:
+    """Write the time line of samples: the last one of each step is late, and began in the step before."""
+
+    def wait(group: int, sample: int) -> list[Any]:
+        end = 1400 if (group, sample) == (2, 3) else 700
+        return [["engine 1", 10, 300 + 50 * sample], ["environment 1", 400, end], ["rewards", end, end + 50]]
+
+    for step in steps:
+        groups = [
+            {
+                "group": group, "kept": group < 2 or step % 2 == 1, "from": -500 if group == 2 else 0, "to": 1500,
+                "samples": {sample: wait(group, sample) for sample in range(SAMPLES)},
+            }
+            for group in range(GROUPS)
+        ]  # fmt: skip
+        line = {
+            "step": step, "began": 1.7e9 + 4 * step, "seconds": 3.6, "phases": [["generation", 0, 1600], ["policy_training", 2100, 3200]],
+            "syncs": [["engine-0 to take version 1", 3200, 3400]], "groups": groups, "more": 5, "lost": 0, "collected": 1600,
+            "seconds_of": {"engine": 4.5, "environment": 4.3, "tools": 0.0, "rewards": 0.6, "waiting": 8.4, "ended": 1.8},
+            "last": [2, 3, 1450], "median": 1000,
+        }  # fmt: skip
+        append_line(folder / TIMELINE_FILE, line)
 
 
 def _write_rollouts(folder: Path, seed: int, tokenizer_folder: Path | None) -> None:

@@ -14,8 +14,7 @@ import pytest
 
 import strop
 from strop import cli
-from strop.algorithm_factory import make_algorithm, name_options
-from strop.algorithms.catalogue import all_algorithms
+from strop.algorithm_factory import all_algorithms, make_algorithm, name_options
 from strop.api import run_anywhere
 from strop.config import ConfigError, dump_config
 from strop.monitoring.rollout_store.rollout_store import RolloutStore

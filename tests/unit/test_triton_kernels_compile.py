@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 
 
 def call_row_kernels() -> None:
-    from strop.models.logprobs.logit_tiles import RowSlopes
+    from strop.models.logprobs.lm_head import RowSlopes
     from strop.models.logprobs.row_kernels import TritonRows
 
     rows = TritonRows()

@@ -163,16 +163,17 @@ def test_a_file_that_cannot_be_imported_says_in_which_line(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("module", "said"),
+    ("module", "name", "said"),
     [
-        ("strop.environments.chat_template", "; it is now strop.models.chat_template"),
-        ("strop.environments.quantization", "; it is now strop.models.quantization"),
-        ("strop.gone", ""),
-        ("strop_gone.chat_template", ""),
+        ("strop.environments.chat_template", "ChatTemplate", "; it is now strop.models.chat_template"),
+        ("strop.environments.quantization", "thing", "; it is now strop.models.quantization"),
+        ("strop.trainer.step_view", "StepView", "; it is now strop.trainer.listeners"),
+        ("strop.gone", "thing", ""),
+        ("strop_gone.chat_template", "ChatTemplate", ""),
     ],
 )
-def test_a_module_that_moved_is_named_with_its_new_place(tmp_path: Path, module: str, said: str) -> None:
-    (tmp_path / "mine.py").write_text(f"from {module} import thing\n")
+def test_a_module_that_moved_is_named_with_its_new_place(tmp_path: Path, module: str, name: str, said: str) -> None:
+    (tmp_path / "mine.py").write_text(f"from {module} import {name}\n")
     with pytest.raises(UserCodeError) as raised:
         import_attribute(f"{tmp_path}/mine.py:thing")
     assert str(raised.value).endswith(f", line 1, in <module>){said}")

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from strop.config import RolloutRunConfig
 from strop.runs.monitors.run_listeners import RunSetup
-from strop.trainer.listeners import RunListener
-from strop.trainer.step_view import StepView
+from strop.trainer.listeners import RunListener, StepView
 from strop_backwards.repeats_config import RepeatsConfig
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from strop import metrics
-from strop.algorithms.base import LossFn, Plan, ValueOutputs
+from strop.algorithms.base import LossFn, LossTerm, LossTerms, Plan, ValueOutputs, add_terms
 from strop.algorithms.functional import RELATIVE_ROUNDING, aggregate, logprobs_before_update, varies, whiten
-from strop.algorithms.loss_terms import LossTerm, LossTerms, add_terms
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.grpo import Clip
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective

@@ -13,8 +13,8 @@ from strop.config.schema.run_config import (
     generation_section,
     list_trained_models,
 )
+from strop.learner.learner_config import fixes_order
 from strop.learner.model_config import ModelConfig
-from strop.learner.policy_extension import fixes_order
 from strop.problems import Problem
 
 Problems = Iterator[Problem]

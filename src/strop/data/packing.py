@@ -13,8 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strop.data.packed_inputs import pack_columns, place_images, same_images
-from strop.data.token_tree import FlatTokens, Span, TokenPath, concatenate, expand, make_paths, own_tokens
+from strop.data.packed_inputs import (
+    FlatTokens,
+    Span,
+    TokenPath,
+    concatenate,
+    expand,
+    make_paths,
+    own_tokens,
+    pack_columns,
+    place_images,
+    same_images,
+)
 from strop.types import Batch, Group, Rollout, RolloutCredit, Totals
 
 

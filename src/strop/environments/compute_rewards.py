@@ -13,8 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 from strop.environments.base import Environment, TaskT
-from strop.environments.rewards import RewardError, RewardFunction, RewardResult, is_earned, to_number
-from strop.environments.verifiers.composition import Gate, find_closed_gate, multiply_gates
+from strop.environments.rewards import (
+    Gate,
+    RewardError,
+    RewardFunction,
+    RewardResult,
+    find_closed_gate,
+    is_earned,
+    multiply_gates,
+    to_number,
+)
 from strop.safety.exits import contain_exits
 from strop.types import Rollout, StepReward, Task
 from strop.user_code import describe_error, describe_value

@@ -1,4 +1,4 @@
-"""Mix the tasks of several environments. The task at position i of the stream depends only on i (strop.data.interleaving), or is
+"""Mix the tasks of several environments. The task at position i of the stream depends only on i (strop.data.task_order), or is
 chosen by a TaskChooser, such as that of a curriculum (strop.data.task_order).
 
 The number of streamed tasks is unknown. A mixture with streamed tasks ends when the first of them reaches the end of its last
@@ -15,9 +15,8 @@ from threading import Lock
 from typing import Any, Protocol, cast
 
 from strop.data.data_state import Resumable
-from strop.data.interleaving import Interleaving
 from strop.data.sources.streamed import count_items, has_item, is_streamed
-from strop.data.task_order import TaskChooser, TaskOrder
+from strop.data.task_order import Interleaving, TaskChooser, TaskOrder
 from strop.environments.base import EnvironmentConfigError, PromptedTask
 from strop.environments.handle import EnvironmentHandle
 from strop.types import Group, Messages, Task

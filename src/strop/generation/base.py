@@ -13,6 +13,7 @@ from strop.sampling import MAX_COUNT, Sampling, shown
 from strop.types import PromptImage
 from strop.weight_sync.base import UpdatableEngine
 
+GAUGES = ("running_requests", "waiting_requests", "cache_usage")  # summed over the steps of an engine
 COUNTERS = (  # summed by an engine in separate processes since its start
     "prompt_tokens",
     "sampled_tokens",
@@ -21,6 +22,8 @@ COUNTERS = (  # summed by an engine in separate processes since its start
     "prefix_hits",
     "drafted_tokens",
     "accepted_tokens",
+    "engine_steps",
+    *GAUGES,
 )
 
 

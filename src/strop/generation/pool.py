@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from strop.generation.base import Completion, Engine, Generator
+from strop.generation.base import GAUGES, Completion, Engine, Generator
 from strop.generation.generation_config import GenerationConfig
 from strop.metrics import Metric, Metrics
 from strop.monitoring.waits import waiting
@@ -202,6 +202,8 @@ class EnginePool:
             result["generation/prefix_hit_rate"] = deltas.get("prefix_hits", 0.0) / deltas["prefix_queries"]
         if deltas.get("drafted_tokens"):
             result["generation/acceptance_rate"] = deltas.get("accepted_tokens", 0.0) / deltas["drafted_tokens"]
+        if steps := deltas.get("engine_steps"):
+            result |= {f"generation/{name}": deltas[name] / steps for name in GAUGES if name in deltas}
         return result
 
     async def close(self) -> None:

@@ -1,31 +1,81 @@
 """Awaitable learners, scorers and column sources, for the training loop.
 
 A client has typed awaitable methods, and a caller decides where they run: ``InlineCaller`` in this thread, for a learner that
-shares its module with an engine; ``ThreadCaller`` in another thread, while engines in other processes generate; ``RankCaller``
-(``strop.distributed.workers.remote_learner``) on every rank.
+shares its module with an engine, because the two must alternate on one thread; ``ThreadCaller`` in another thread, while engines in
+other processes generate; ``RankCaller`` (``strop.distributed.workers.remote_learner``) on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import contextvars
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from strop.algorithms.base import SQUARED_PROBS, LossFn, Outputs, TokenOutputs, ValueOutputs
 from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
-from strop.data.policies import split_policies
-from strop.data.rollout_selector import SubBatch
+from strop.algorithms.kl import KL_WEIGHT, KL_WEIGHT_NEXT
+from strop.algorithms.policy_gradient.turns import make_step_columns, make_turn_advantages, make_turn_columns
+from strop.data.rollout_selector import SubBatch, split_policies
 from strop.learner.base import BackwardResult, WeightSource, require_token_outputs
 from strop.learner.budget.memory_probe import MemoryProbe
-from strop.learner.learner_thread import LearnerThread
 from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs
 from strop.metrics import Metrics
 from strop.monitoring.process_profile import RECORDER
 from strop.types import Batch, Group
+
+T = TypeVar("T")
+
+
+class LearnerThread:
+    """A single thread that runs calls one after another, with the torch settings of the thread that created it.
+
+    Torch keeps the number of intra-op threads, the current device and the grad mode per thread. The grad mode is the caller's at each call.
+    """
+
+    def __init__(self, name: str = "strop-learner") -> None:
+        threads = torch.get_num_threads()
+        device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+        def prepare() -> None:
+            torch.set_num_threads(threads)
+            if device is not None:
+                torch.cuda.set_device(device)
+
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=prepare)
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run ``function(*arguments)`` in the thread; return its result or raise its exception.
+
+        A cancelled caller first waits for the call in progress, so that nothing is saved or freed while the thread still uses it. A second
+        cancellation does not wait.
+        """
+        context, gradients = contextvars.copy_context(), torch.is_grad_enabled()
+
+        def work() -> T:
+            with torch.set_grad_enabled(gradients):
+                return function(*arguments)
+
+        future = asyncio.get_running_loop().run_in_executor(self._executor, context.run, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            if not future.done():
+                await asyncio.wait([future])
+            if not future.cancelled():
+                future.exception()  # mark it as retrieved: the caller gets the cancellation
+            raise
+
+    def close(self) -> None:
+        """Stop the thread after the call in progress, without waiting for it."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
 
 POLICY_ENTROPY = "policy_entropy"  # a batch column, [N]: entropy of the policy before the update
 
@@ -120,7 +170,7 @@ def join_outputs(parts: Sequence[tuple[Tensor, Outputs]], size: int) -> Outputs:
 
 
 def find_policies(learners: Mapping[str, LearnerClient]) -> dict[str, LearnerClient]:
-    """Return the learners of policies: the run's, and those of roles in the order of their numbers (``strop.data.policies``)."""
+    """Return the learners of policies: the run's, and those of roles in the order of their numbers (``strop.data.rollout_selector``)."""
     return {name: learner for name, learner in learners.items() if name != "value"}
 
 
@@ -128,7 +178,7 @@ def find_policies(learners: Mapping[str, LearnerClient]) -> dict[str, LearnerCli
 class PolicyScorer:
     """Scores each rollout of a batch with the policy that it trains."""
 
-    policies: Sequence[ScorerClient]  # by number (``strop.data.policies``)
+    policies: Sequence[ScorerClient]  # by number (``strop.data.rollout_selector``)
 
     @classmethod
     def of(cls, learners: Mapping[str, LearnerClient]) -> PolicyScorer:
@@ -226,3 +276,38 @@ class ValueColumn:
         if not isinstance(outputs, ValueOutputs):
             raise TypeError(f"{type(self.scorer).__name__} is not a critic: it returns {type(outputs).__name__}")
         return {self.name: outputs.values}
+
+
+@dataclass(frozen=True)
+class AdaptedKlWeight:
+    """The KL_WEIGHT column: the weight of an adaptive KL term, taken from the last step's metrics, which checkpoints hold."""
+
+    first: float
+    last_metrics: Callable[[], Mapping[str, float]]
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        weight = self.last_metrics().get(KL_WEIGHT_NEXT, self.first)
+        return {KL_WEIGHT: torch.full((len(batch.target),), weight, dtype=torch.float64)}
+
+
+@dataclass(frozen=True)
+class ColumnSources:
+    """A source for each required column: a frozen reference, a critic, a teacher, a file."""
+
+    required: frozenset[str]  # ``Algorithm.requires``
+    sources: Mapping[str, AsyncColumnSource]
+
+    async def fill(self, batch: Batch, groups: Sequence[Group]) -> Batch:
+        """Return the batch with all required columns, computed in the order of their names, and with step rewards, and turn
+        boundaries if there are several turns. ``batch`` was packed from ``groups``.
+        """
+        batch = batch.with_columns(
+            {
+                **make_step_columns(batch, groups),
+                **make_turn_columns(batch, groups),
+                **make_turn_advantages(batch, groups),
+            }
+        )
+        for name in sorted(self.required):
+            batch = batch.with_columns(await self.sources[name].columns(batch, groups))
+        return batch

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from strop.learner.torch.hyperparameters import Hyperparameters, count_schedule_steps
 from strop.learner.torch.master_weights import MasterWeights
-from strop.learner.torch.optimizer import load_optimizer
-from strop.learner.torch.schedule_unit import ScheduleUnit
+from strop.learner.torch.optimizer import Hyperparameters, ScheduleUnit, count_schedule_steps, load_optimizer
 from strop.learner.torch.weight_average import AveragedWeights
 
 log = logging.getLogger(__name__)

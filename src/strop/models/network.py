@@ -21,16 +21,14 @@ from strop.models.attention.attention_interface import IMPLEMENTATION
 from strop.models.attention.attention_plan import AttentionPlan
 from strop.models.attention.kernel_choice import AttentionKernel
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.draft_head import DraftHead
-from strop.models.fixed_order import FixedOrder
 from strop.models.layers.compiled_layers import CompiledLayers
 from strop.models.layers.fused_layers import FusedLayers, enable_fused_layers
 from strop.models.loading import is_vision_config
-from strop.models.logprobs.lm_head import LMHead, get_lm_head
-from strop.models.logprobs.logit_tiles import ROWS
+from strop.models.logprobs.lm_head import ROWS, LMHead, get_lm_head
 from strop.models.logprobs.token_logprobs import token_logprobs
 from strop.models.mixers.mixer_interface import install_mixers
 from strop.models.mixers.recorded_choices import IndexedLayers, find_indexed_layers
+from strop.models.network_parts import DraftHead, FixedOrder
 from strop.models.packing_probe import CannotPack, LayerProbe, check_structure
 from strop.models.recorded_columns import RecordedColumn, Recorders, ReplayedColumn
 from strop.models.routing.recorded_experts import ReplayedRoutes, RoutedLayers

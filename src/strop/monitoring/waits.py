@@ -16,14 +16,12 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
-
-from strop.monitoring.process_profile import RECORDER
 
 LOOP = "training loop"
 WaitKind = Literal["", "environment", "generation", "training", "weight_sync", "checkpoint"]  # selects the limit; "": none
@@ -58,25 +56,14 @@ class waiting:
     def __exit__(self, *_: object) -> None:
         _open_waits.pop(self.number, None)
         _current_wait.set(self.parent)
-        if RECORDER.is_recording:
-            _record(self)
+        for hear in wait_listeners:
+            hear(self)
         self.parent = self.task = None  # a task's context must not keep ended waits alive
 
 
-def _record(wait: waiting) -> None:
-    """Keep an ended wait for the profile of a step. The training loop's waits are kept by its timer."""
-    if wait.who == LOOP:
-        return
-    ended = time.perf_counter()
-    RECORDER.add(_find_track(wait), f"{wait.who}: {wait.on}", ended - (time.monotonic() - wait.since), ended, wait.detail)
-
-
-def _find_track(wait: waiting) -> str:
-    if wait.on.startswith("engine, "):
-        return "requests to engines"
-    if wait.kind == "environment":
-        return "environments"
-    return "groups" if wait.on.startswith("group ") else wait.who
+wait_listeners: list[
+    Callable[[waiting], object]
+] = []  # called where a wait ends, with its parents still known; they must not raise
 
 
 def _current_task() -> asyncio.Task[object] | None:

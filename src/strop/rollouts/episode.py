@@ -19,14 +19,12 @@ from strop.environments.handle import EnvironmentHandle
 from strop.environments.policy_client import NoPolicyError, serve_policy
 from strop.environments.rewards import RewardResult
 from strop.generation.base import Generator, InvalidRequest, PastGenerator, PastSelf, PastSelves
-from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate
 from strop.models.vision.image_files import EncodedPrompt
 from strop.monitoring.waits import waiting
-from strop.rollouts.in_flight import EpisodeGate, gather_until_lost, sample_until_counted
-from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
-from strop.rollouts.reward_scaling_config import RewardScalingConfig
-from strop.rollouts.tool_turns import ToolTurns, make_reply_message
+from strop.rollouts.policy_turns import ToolTurns, make_policy_turn, make_reply_message
+from strop.rollouts.reward_shaping_config import RewardPenaltiesConfig, RewardScalingConfig
+from strop.rollouts.stream import EpisodeGate, gather_until_lost, sample_until_counted
 from strop.safety.exits import NotAnException, contain_cancellation, contain_exits
 from strop.sampling import Sampling, mix_seed
 from strop.tools.base import ParsedReply

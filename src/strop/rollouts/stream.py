@@ -1,25 +1,183 @@
-"""The stream of rollout groups for training, with a bounded number of groups in flight.
+"""The stream of rollout groups for training, with a bounded number of groups in flight, and which group is trained on next.
 
     slots = (max_staleness + 1) x groups per step
 
 A group occupies a slot from its start until it is dropped, or until the weights trained on it are published. So when a group starts, at
 most ``slots`` - 1 earlier groups are not yet published. In the order in which they were started, each group is therefore trained on by a
-policy at most ``max_staleness`` steps newer than the one that started it. Other orders (``strop.rollouts.order``) have their own rules
-for that bound.
+policy at most ``max_staleness`` steps newer than the one that started it.
+
+With k = max_staleness, the *deadline* of a group started with weight version v is step v + k: the last step that may train on it.
+``Fifo`` and ``Windowed`` meet every deadline; ``DropTooOld`` does not wait for slow groups, and groups that miss theirs are dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
+from strop.endings import Ending, Who
 from strop.environments.forks import end_forks
-from strop.rollouts.order import Fifo, GroupOrder, PendingGroup
-from strop.types import Group
+from strop.types import Group, Rollout
+
+POLL_SECONDS = 1.0  # between two looks at the age of a group that is not ending
+
+
+class EpisodeGate(Protocol):
+    """Decides when an episode may start, for example while a sandbox is full. Added to ``SampledSource.gates`` by a listener.
+
+    Waiting at a gate does not change the age of a group or the number of groups in flight.
+    """
+
+    def admit(self, environment: str) -> AbstractAsyncContextManager[object]:
+        """Wait until an episode may start; the block is the episode. An exception ends the run."""
+        ...
+
+    def observe(self, environment: str, rollout: Rollout) -> bool:
+        """See how an episode ended. Return whether to sample it again, because it failed by no fault of the policy."""
+        ...
+
+
+async def sample_until_counted(
+    environment: str, sample: Callable[[int], Awaitable[Rollout]], *, retries: int, gates: Sequence[EpisodeGate]
+) -> Rollout:
+    """Run ``sample(attempt)`` until it does not fail, or does so by the policy's fault, at most ``retries`` times after the first.
+    Attempts that a gate asks for are not counted.
+    """
+    attempt = 0
+    while True:
+        async with AsyncExitStack() as stack:
+            for gate in gates:
+                await stack.enter_async_context(gate.admit(environment))
+            rollout = await sample(attempt)
+        refused = [gate for gate in gates if gate.observe(environment, rollout)]
+        if rollout.ending is None or rollout.ending.who != Who.INFRASTRUCTURE or not (refused or retries > 0):
+            return rollout
+        retries -= not refused
+        attempt += 1
+
+
+async def gather_until_lost(
+    tasks: Sequence[asyncio.Task[Rollout]], is_lost: Callable[[Sequence[Rollout]], bool] | None
+) -> list[Rollout | None]:
+    """Await the rollouts of a group. Once ``is_lost`` is true of those that ended, the others are cancelled and None."""
+    running = set(tasks)
+    try:
+        while running:
+            seconds = None if is_lost is None else POLL_SECONDS
+            ended, running = await asyncio.wait(running, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+            if running and is_lost is not None and is_lost([task.result() for task in tasks if task.done()]):
+                break
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    return [None if task.cancelled() else task.result() for task in tasks]
+
+
+def is_beyond_training(ended: Sequence[Rollout], samples: int, min_rollouts: int) -> bool:
+    """Return whether a group of ``samples`` rollouts, of which these have ended, will be dropped whatever the others do.
+
+    It will if code failed without a cause, if the greedy baseline failed, or if fewer than ``min_rollouts`` are left.
+    """
+    failed = [rollout for rollout in ended if rollout.error is not None and not rollout.counts]
+    fatal = any(rollout.ending == Ending.ERROR or rollout.sample == samples for rollout in failed)
+    return fatal or (bool(failed) and samples - len(failed) < min(min_rollouts, samples))
+
+
+@dataclass(frozen=True)
+class PendingGroup:
+    """A group that occupies a slot and has not been returned by the stream."""
+
+    index: int
+    version: int  # weight version when it was started
+    finish_rank: int | None  # number of groups that finished before it; None while it runs
+
+
+class GroupOrder(Protocol):
+    """Chooses the next group of a stream."""
+
+    drops_stale: ClassVar[bool]  # whether it may return groups that are too old to train on, which are then dropped
+
+    def choose(self, pending: Sequence[PendingGroup], *, now: int, taken: int) -> PendingGroup | None:
+        """Return the finished group to train on next, or None to wait until another one finishes.
+
+        ``pending`` is sorted by index and not empty. ``now`` is the version of the newest published weights, which is also the step being
+        collected; ``taken`` groups were already returned for it. If every group is finished, the result is never None.
+        """
+        ...
+
+    def sort(self, pending: Sequence[PendingGroup]) -> Sequence[PendingGroup]:
+        """Sort the groups into the order in which they would be chosen if all were finished and no others were started."""
+        ...
+
+
+@dataclass(frozen=True)
+class Fifo:
+    """Returns groups in the order in which they were started: runs are reproducible, but a slow group delays those after it."""
+
+    drops_stale: ClassVar[bool] = False
+
+    def choose(self, pending: Sequence[PendingGroup], *, now: int, taken: int) -> PendingGroup | None:
+        return pending[0] if pending[0].finish_rank is not None else None
+
+    def sort(self, pending: Sequence[PendingGroup]) -> Sequence[PendingGroup]:
+        return sorted(pending, key=lambda group: group.index)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windowed:
+    """Returns the oldest finished group among the ``window`` oldest, as long as all others can still meet their deadlines.
+
+    The oldest group may always be chosen, so the stream never deadlocks; its deadline bounds how far a slow group can be overtaken.
+    """
+
+    window: int  # groups
+    groups_per_step: int
+    max_staleness: int
+
+    drops_stale: ClassVar[bool] = False
+
+    def choose(self, pending: Sequence[PendingGroup], *, now: int, taken: int) -> PendingGroup | None:
+        """Return the oldest finished group of the window that may overtake those of older versions.
+
+        Until the end of step now + j, (j + 1) x groups_per_step - taken more groups can be trained on. Every deadline can be met if, for
+        every j, at most that many groups are due by then. Choosing a group uses up one of these positions, but reduces the number of
+        due groups only from its own deadline on. So at each earlier deadline, one position must be left over.
+        """
+        oldest = self.sort(pending)
+        for position, group in enumerate(oldest[: self.window]):
+            if position and oldest[position - 1].version < group.version:  # the ``position`` groups before it are due earlier
+                deadline = oldest[position - 1].version + self.max_staleness
+                if position >= (deadline - now + 1) * self.groups_per_step - taken:
+                    return None
+            if group.finish_rank is not None:
+                return group
+        return None
+
+    def sort(self, pending: Sequence[PendingGroup]) -> Sequence[PendingGroup]:
+        return sorted(pending, key=lambda group: (group.version, group.index))
+
+
+@dataclass(frozen=True)
+class DropTooOld:
+    """Returns groups in the order in which they finished; the training loop drops those that are too old by then."""
+
+    drops_stale: ClassVar[bool] = True
+
+    def choose(self, pending: Sequence[PendingGroup], *, now: int, taken: int) -> PendingGroup | None:
+        first = self.sort(pending)[0]
+        return first if first.finish_rank is not None else None
+
+    def sort(self, pending: Sequence[PendingGroup]) -> Sequence[PendingGroup]:
+        return sorted(pending, key=lambda group: (group.finish_rank is None, group.finish_rank or 0, group.index))
+
 
 RunGroup = Callable[[int], Awaitable[Group]]
 

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from strop.algorithms.base import Algorithm
+from strop.algorithms.critic import VALUES
+from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
+from strop.algorithms.kl import KL_WEIGHT, REFERENCE_LOGPROBS
+from strop.algorithms.policy_gradient.composition import Composition
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.distributed.base import Cluster
 from strop.environments.policy_client import BASE, PastSelvesRule
 from strop.generation.pool import SyncedGenerator
 from strop.generation.torch.torch_past_selves import TorchPastSelves, copy_network
 from strop.learner.client import (
+    AdaptedKlWeight,
+    AsyncColumnSource,
     Caller,
+    ColumnSources,
     InlineCaller,
     LearnerClient,
+    LearnerThread,
+    LogprobColumn,
     MemoryClient,
+    NoColumns,
+    PolicyColumns,
+    PolicyScorer,
     ScorerClient,
     ThreadCaller,
+    ValueColumn,
 )
-from strop.learner.learner_thread import LearnerThread
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork
 from strop.monitoring.trackers.base import Tracker
-from strop.runs.cluster.ray_backend import make_ray_backend
 from strop.runs.engines import GeneratorSpec, make_generator, make_past_selves, offloads_learner
 from strop.runs.model_check import check_model
 from strop.runs.models import (
@@ -36,6 +47,7 @@ from strop.runs.models import (
     make_reference,
     make_trained_networks,
 )
+from strop.runs.run_algorithm import count_steps_per_batch
 from strop.sampling import Sampling
 
 
@@ -132,6 +144,54 @@ async def make_backend(config: TrainingRunConfig, cluster: Cluster | None, track
     if cluster is None:
         backend = LocalBackend(config, load_training_policy(config))
     else:
+        from strop.runs.cluster.ray_backend import make_ray_backend
+
         backend = await make_ray_backend(config, cluster, tracker)
     check_model(config, backend.bundle, tracker.note)
     return backend
+
+
+async def make_columns(
+    config: TrainingRunConfig,
+    backend: Backend,
+    algorithm: Algorithm,
+    learners: Mapping[str, LearnerClient],
+    tracker: Tracker,
+    filled: Mapping[str, AsyncColumnSource],
+    last_metrics: Callable[[], Mapping[str, float]] = dict,
+) -> ColumnSources:
+    """Create the sources of the columns required by the algorithm. Call it before a checkpoint is loaded.
+
+    ``filled``: the sources that the run's data brings (``RunSource.make_columns``). ``last_metrics()`` returns the last step's metrics.
+    Raises ValueError for a column without a source.
+    """
+    scorers: dict[str, AsyncColumnSource] = dict(filled)
+    policies = PolicyScorer.of(learners)
+    if keeps_reference(config, algorithm):
+        tracker.progress("making the reference")
+        scorers[REFERENCE_LOGPROBS] = LogprobColumn(REFERENCE_LOGPROBS, backend.make_reference())
+    if POLICY_SQUARES in algorithm.requires:  # one forward pass for both
+        scorers |= {POLICY_SQUARES: PolicyColumns(policies, squares=True), POLICY_LOGPROBS: NoColumns()}
+    elif POLICY_LOGPROBS in algorithm.requires:
+        scorers[POLICY_LOGPROBS] = PolicyColumns(policies) if moves_away_from_sampler(config) else NoColumns()
+    if KL_WEIGHT in algorithm.requires and isinstance(algorithm, Composition) and algorithm.kl is not None:
+        scorers[KL_WEIGHT] = AdaptedKlWeight(algorithm.kl.weight, last_metrics)
+    if VALUES in algorithm.requires and "value" in learners:
+        scorers[VALUES] = ValueColumn(VALUES, learners["value"])
+    if unknown := sorted(algorithm.requires - set(scorers)):
+        name = config.algorithm.name
+        raise ValueError(f"algorithm.name: {name} requires the columns {unknown}, which strop {config.section} does not provide")
+    return ColumnSources(algorithm.requires, scorers)
+
+
+def moves_away_from_sampler(config: TrainingRunConfig) -> bool:
+    """Return whether a batch may come from an older policy than the updated one, or has several optimizer steps."""
+    if not isinstance(config, RolloutRunConfig):
+        return False
+    training = config.rollout_training
+    return training.max_staleness > 0 or count_steps_per_batch(config) * training.epochs_per_batch > 1
+
+
+def keeps_reference(config: TrainingRunConfig, algorithm: Algorithm) -> bool:
+    """Return whether a frozen copy of the policy scores during training."""
+    return REFERENCE_LOGPROBS in algorithm.requires - config.filled_columns

@@ -23,10 +23,10 @@ from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
 from strop.learner.base import require_token_outputs
 from strop.learner.client import LearnerClient
-from strop.learner.policy_extension import fixes_order
+from strop.learner.learner_config import fixes_order
 from strop.models.adapters import lora_layers, merged_roundings
-from strop.models.draft_head import FOLDER, DraftHead
 from strop.models.network import Network
+from strop.models.network_parts import FOLDER, DraftHead
 from strop.runs.models import PRECISIONS, LoadedPolicy, TokenizerBundle, write_model_folder
 from strop.sampling import Sampling
 from strop.types import Batch

@@ -12,7 +12,7 @@ from strop.data.sources.records import DataError
 from strop.distributed.actor_group import ActorGroupDied
 from strop.distributed.base import ActorDied
 from strop.environments.base import EnvironmentConfigError
-from strop.learner.budget.out_of_memory import DeviceMemoryFull
+from strop.learner.budget.device_memory import DeviceMemoryFull
 from strop.models.loading import ModelNotFound
 from strop.monitoring.message_style import configure_messages, discard_output, reader_is_gone
 from strop.safety.exits import RunExited, run_coroutine

@@ -17,8 +17,7 @@ from strop.base_config import to_tree
 from strop.checkpointing.base import Checkpointer
 from strop.checkpointing.folders import BackgroundCheckpointer, FolderCheckpointer
 from strop.config import TrainingRunConfig, dump_config
-from strop.config.load.auto_backend import resolve_auto_backend
-from strop.config.load.gpu_budgets import with_gpu_budgets
+from strop.config.load.device_defaults import resolve_auto_backend, with_gpu_budgets
 from strop.determinism import set_deterministic
 from strop.distributed.base import Cluster
 from strop.monitoring.console import open_console

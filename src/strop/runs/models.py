@@ -20,17 +20,17 @@ from strop.config import TrainingRunConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.run_config import PpoRunConfig, RolloutRunConfig, list_trained_models
 from strop.determinism import follow_environment
+from strop.learner.budget.device_memory import reuse_freed_memory
+from strop.learner.learner_config import policy_extensions
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.single_device import SingleDevice
-from strop.learner.policy_extension import policy_extensions
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen, offload, without_adapters
 from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
 from strop.models.adapters import adapter_folder, base_model_name, lora_layers
 from strop.models.attention.rotary_scaling import fix_rotary_length, fixed_rotary_config
 from strop.models.chat_template import ChatTemplate
-from strop.models.classifiers import load_classifier, set_pad_token
 from strop.models.loading import (
     ModelNotFound,
     apply_overrides,
@@ -42,11 +42,9 @@ from strop.models.loading import (
     read_model_config,
     read_stop_token_ids,
 )
-from strop.models.lora import add_adapters, count_parameters
-from strop.models.malloc import reuse_freed_memory
 from strop.models.network import Network, disable_dropout, freeze_routers
 from strop.models.quantization.float8_training import convert_to_float8
-from strop.models.value_network import ValueHead, ValueNetwork
+from strop.models.value_network import ValueHead, ValueNetwork, load_classifier, set_pad_token
 from strop.models.vision.vision_processor import find_vision_processor
 from strop.models.vision.vision_tower import freeze_audio, freeze_tower
 from strop.runs.local_device import resolve_device_name
@@ -383,6 +381,8 @@ def _make_padded(kind: Callable[..., Any], model: Any, **options: Any) -> Any:
 def _apply_lora(network: Network, config: ModelConfig, seed: int) -> None:
     """Add LoRA adapters if they are enabled. Call it after the weights are rounded to ``weights_dtype``."""
     if config.dtensor_cfg.lora_cfg.enabled:
+        from strop.models.lora import add_adapters, count_parameters
+
         add_adapters(network.model, config.dtensor_cfg.lora_cfg, base=config.model_name, seed=seed)
         log.info("%s", count_parameters(network.model))
 

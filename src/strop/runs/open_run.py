@@ -10,12 +10,11 @@ from strop.config import TrainingRunConfig
 from strop.distributed.base import Cluster
 from strop.environments.resources import open_resources
 from strop.monitoring.trackers.base import Tracker
-from strop.runs.backend import make_backend
+from strop.runs.backend import make_backend, make_columns
 from strop.runs.lifecycle import begin_run, finish_at_end, make_early_stop
 from strop.runs.monitors.run_listeners import RunSetup, attach_listeners, make_listeners, make_store
 from strop.runs.restore import measure_asleep, restore_run, resume_run
 from strop.runs.rollout_run import find_source
-from strop.runs.scorers import make_columns
 from strop.trainer.run import TrainingRun
 
 

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from strop import plugins
 from strop.algorithms.base import Algorithm
@@ -25,18 +25,25 @@ from strop.generation.base import Generator, PastSelves
 from strop.generation.pool import SyncedGenerator
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
-from strop.learner.client import LearnerClient
+from strop.learner.client import ColumnSources, LearnerClient
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.trackers.base import Tracker
 from strop.problems import raise_problems
 from strop.rollouts.episode import EpisodeKeeper, EpisodeRules, make_failed_group, run_group
-from strop.rollouts.in_flight import EpisodeGate, is_beyond_training
-from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
+from strop.rollouts.policy_turns import describe_tool_calls
 from strop.rollouts.prepared_ahead import PromptsAhead
-from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
-from strop.rollouts.tool_turns import describe_tool_calls
+from strop.rollouts.stream import (
+    DropTooOld,
+    EpisodeGate,
+    Fifo,
+    GroupOrder,
+    RolloutStream,
+    StreamState,
+    Windowed,
+    is_beyond_training,
+    requeue_stale,
+)
 from strop.runs.backend import Backend, LocalBackend
-from strop.runs.cluster.ray_backend import make_remote_environments
 from strop.runs.dry_run.examined_models import find_conversation_problems
 from strop.runs.engines import GeneratorSpec
 from strop.runs.evaluation_job import identify_entries, make_episode_rules, make_validation_job
@@ -46,11 +53,12 @@ from strop.runs.run_source import RunSource
 from strop.runs.tasks import count_slots, make_training_tasks, make_validation_tasks
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling
-from strop.trainer.column_sources import ColumnSources
-from strop.trainer.evaluation import Evaluator
 from strop.trainer.run import DATA, PAST_SELVES, DrainBefore, GroupSupply, TrainOptions
 from strop.types import Group, Rollout
 from strop.weight_sync.in_process import SnapshottedWeights
+
+if TYPE_CHECKING:
+    from strop.trainer.evaluation import Evaluator
 
 UNFILTERED = 1 << 60  # group limit per step for an algorithm that drops none
 
@@ -72,7 +80,11 @@ class SampledSource(RunSource):
     @classmethod
     def read(cls, config: RolloutRunConfig, algorithm: Algorithm, tracker: Tracker, cluster: Cluster | None) -> Self:
         """Make the environments of a run and read its tasks. Raises ConfigError, EnvironmentConfigError."""
-        remote = {} if cluster is None else make_remote_environments(config, cluster)
+        remote = {}
+        if cluster is not None:
+            from strop.runs.cluster.ray_backend import make_remote_environments
+
+            remote = make_remote_environments(config, cluster)
         tracker.progress("reading tasks")
         train, validation = make_training_tasks(config, remote), make_validation_tasks(config, remote)
         held_out = "" if validation is None else f", {len(validation)} to validate on"
@@ -355,6 +367,8 @@ def make_evaluator(
         if training.val_period or training.val_at_start or training.val_at_end:
             tracker.note("no validation: data.validation is not set, and data.train holds out no tasks (split_validation_size)")
         return None
+    from strop.trainer.evaluation import Evaluator
+
     size = len(source) if training.max_val_samples is None else min(len(source), training.max_val_samples)
     job = make_validation_job(config, SavedModel(config.logger.log_dir))
     return Evaluator(

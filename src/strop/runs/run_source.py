@@ -12,13 +12,12 @@ from strop.checkpointing.base import Restorable, RunState
 from strop.distributed.base import Cluster
 from strop.distributed.workers.learner_worker import RankColumns
 from strop.environments.handle import EnvironmentHandle
-from strop.learner.client import AsyncColumnSource, LearnerClient
+from strop.learner.client import AsyncColumnSource, ColumnSources, LearnerClient
 from strop.learner.torch.scorer import NetworkScorer
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.backend import Backend
 from strop.runs.models import LoadedPolicy
 from strop.sampling import Sampling
-from strop.trainer.column_sources import ColumnSources
 from strop.trainer.run import GroupSupply, TrainOptions
 
 

@@ -9,13 +9,12 @@ from strop.algorithm_factory import format_algorithm, format_changes
 from strop.algorithms.base import Algorithm
 from strop.config import EvalRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.cluster_checks import count_devices
-from strop.config.load.gpu_budgets import describe_micro_batches
+from strop.config.load.device_defaults import describe_micro_batches
 from strop.config.policy_checks import check_chosen_device
 from strop.config.schema.run_config import PpoRunConfig, environment_alias
 from strop.data.data_config import DataEntryConfig, EvalSetConfig
-from strop.data.sources.peek import format_rows
-from strop.generation.engine_gpus import choose_engine_gpus
 from strop.generation.generation_config import GenerationConfig
+from strop.generation.launched_engines import choose_engine_gpus
 from strop.generation.torch.torch_config import LEAST_CACHE_GB
 from strop.gpus import has_gpu, visible_gpus
 from strop.learner.model_config import ModelConfig
@@ -130,8 +129,11 @@ def _format_tasks(config: RolloutRunConfig, entry: DataEntryConfig) -> str:
 
 
 def _format_data(entry: DataEntryConfig) -> str:
-    rows = format_rows(entry.dataset_name) if entry.rows is None else f"{len(entry.rows):,} rows"
-    return ", ".join(part for part in (str(entry.data_name), rows) if part)
+    if entry.rows is not None:
+        return f"{entry.data_name}, {len(entry.rows):,} rows"
+    from strop.data.sources.peek import format_rows
+
+    return ", ".join(part for part in (str(entry.data_name), format_rows(entry.dataset_name)) if part)
 
 
 def _format_validation_data(config: TrainingRunConfig) -> Iterator[str]:

@@ -16,9 +16,9 @@ from strop.monitoring.trackers.base import SavedCheckpoint
 from strop.rollouts.stream import StreamState
 from strop.storage.files import StorageError
 from strop.trainer.dropped import describe_drops
+from strop.trainer.listeners import StepView, UpdateResult
 from strop.trainer.run import TooFewTasks, TrainingRun
 from strop.trainer.step_metrics import group_metrics, progress_metrics
-from strop.trainer.step_view import StepView, UpdateResult
 from strop.types import Batch, Group
 
 
@@ -28,7 +28,9 @@ async def start(run: TrainingRun) -> None:
     check_stop_request(run)
     await run.listeners.on_start(run.step, run.tracker)
     if run.options.val_at_start and run.step == 0 and run.evaluator is not None and run.ending is None:
-        run.tracker.log(0, await run.evaluator.evaluate(run.step, run.tracker))
+        with run.timer.span("validation"):
+            validated = await run.evaluator.evaluate(run.step, run.tracker)
+        run.tracker.log(0, validated)
         check_stop_request(run)
     if run.step >= run.options.max_steps or (run.early_stop is not None and run.early_stop.reason is not None):
         run.ending = "finished"

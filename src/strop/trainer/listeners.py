@@ -1,15 +1,103 @@
-"""Listeners attach to a run and observe each of its steps. The loop names none of them."""
+"""Listeners attach to a run and observe each of its steps, as a ``StepView`` with its times. The loop names none of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
+from strop.algorithms.base import LossFn, Outputs
+from strop.monitoring.process_profile import RECORDER
+from strop.monitoring.rollout_store.rollout_record import DropReason
 from strop.monitoring.trackers.base import Tracker
+from strop.monitoring.waits import WaitKind, waiting
 from strop.stopping import EndRun
-from strop.trainer.step_view import StepView
+from strop.types import Batch, Group
 from strop.user_code import describe_error
+
+# The watchdog limit that applies to each phase. Other phases have no limit, or contain waits with their own limits.
+PHASE_KINDS: Mapping[str, WaitKind] = {
+    "drain": "generation",
+    "logprobs": "training",
+    "policy_training": "training",
+    "weight_sync": "weight_sync",
+    "checkpointing": "checkpoint",
+}
+
+
+class StepTimer:
+    """Records the seconds of each phase of a step: ``with timer.span("packing"):``."""
+
+    def __init__(self) -> None:
+        self.start_step()
+
+    def start_step(self) -> None:
+        self.started = self.ended = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def span(self, phase: str) -> Iterator[None]:
+        """Add the time of the block to a phase, and register the phase with the watchdog meanwhile."""
+        started = time.perf_counter()
+        with waiting("training loop", on=phase, kind=PHASE_KINDS.get(phase, "")):
+            yield
+        ended = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + ended - started
+        RECORDER.add("training loop", phase, started, ended)
+
+    def metrics(self, *, tokens_read: int, tokens_sampled: int | None) -> dict[str, float]:
+        """Return the seconds of each phase, and the tokens per second of the step, of generation and of training.
+
+        ``tokens_sampled`` None means recorded rollouts, which have no generation rate.
+        """
+        self.ended = time.perf_counter()
+        total = self.ended - self.started
+        logged = {f"timing/train/{phase}": seconds for phase, seconds in self.seconds.items()}
+        logged["timing/train/total_step_time"] = total
+        logged["performance/tokens_per_sec"] = tokens_read / (total - self.seconds.get("validation", 0.0))
+        if tokens_sampled is not None:
+            logged["performance/generation_tokens_per_sec"] = tokens_sampled / max(self.seconds["generation"], 1e-9)
+        logged["performance/training_tokens_per_sec"] = tokens_read / max(self.seconds["policy_training"], 1e-9)
+        return logged
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OptimizerPass:
+    """A forward and backward pass of a learner over a mini-batch."""
+
+    learner: str  # that its loss is for: "policy" for every policy
+    policy: int = 0  # number of the policy (``strop.data.rollout_selector``)
+    index: Tensor  # [n] int64: indices of the predicted tokens that it trained on
+    batch: Batch  # the mini-batch as the loss read it
+    outputs: Outputs
+    loss: LossFn
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UpdateResult:
+    """What the update of a step computed."""
+
+    old_outputs: Outputs  # the policy's outputs for the batch, before the first optimizer step
+    metrics: Mapping[str, float]
+    passes: Sequence[OptimizerPass] = ()  # in order
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepView:
+    """A step after its weights were published."""
+
+    step: int
+    groups: Sequence[Group]  # trained on
+    dropped: Sequence[tuple[Group, DropReason]]
+    batch: Batch
+    result: UpdateResult
+    metrics: Mapping[str, float]  # metrics of the loop and of the listeners called before this one
+    timer: StepTimer
+    tracker: Tracker  # for notes
 
 
 class RunListener:

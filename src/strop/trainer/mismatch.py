@@ -22,8 +22,7 @@ from strop.base_config import validate_section
 from strop.generation.generation_config import MismatchConfig
 from strop.openmp import call_in_thread
 from strop.stopping import EndRun
-from strop.trainer.listeners import RunListener
-from strop.trainer.step_view import StepView
+from strop.trainer.listeners import RunListener, StepView
 from strop.types import Batch
 
 POSITION_BUCKETS = (1, 16, 64, 256, 1024, 4096)  # last position of each bucket, counted from 1; one more bucket is open

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from strop.algorithms.base import Algorithm
 from strop.checkpointing.base import Checkpointer, Restorable
-from strop.learner.client import LearnerClient
+from strop.learner.client import ColumnSources, LearnerClient
 from strop.monitoring.rollout_store.rollout_record import DropReason
 from strop.monitoring.trackers.base import SavedCheckpoint, Tracker
 from strop.rollouts.stream import GroupStream, StreamState
 from strop.stopping import EarlyStop, RunEnding, StopRequest
-from strop.trainer.column_sources import ColumnSources
-from strop.trainer.evaluation import Validator
-from strop.trainer.listeners import Listeners
-from strop.trainer.step_timer import StepTimer
+from strop.trainer.listeners import Listeners, StepTimer
 from strop.types import Group
 from strop.weight_sync.base import WeightSync
+
+
+class Validator(Protocol):
+    """Measures the policy between steps."""
+
+    async def evaluate(self, step: int, tracker: Tracker) -> dict[str, float]:
+        """Return metrics under ``validation/``."""
+        ...
 
 
 class TooManyDropped(RuntimeError):

@@ -7,7 +7,7 @@ ahead (``strop.rollouts.stream``); the components of the run decide on which dev
 from __future__ import annotations
 
 from strop.data.packing import pack
-from strop.data.policies import map_policies
+from strop.data.rollout_selector import map_policies
 from strop.rollouts.stream import EndOfTasks
 from strop.trainer.cadence import after_step, finish_without_tasks, start
 from strop.trainer.dropped import check_drop_limits, count_failures, drop_reason

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from strop.base_config import BaseConfig, follows, sets, subsection, validate_section
 from strop.problems import Problem
-from strop.rollouts.reward_scaling_config import RewardScalingConfig
+from strop.rollouts.reward_shaping_config import RewardScalingConfig
 
 
 class TrainingConfig(BaseConfig):

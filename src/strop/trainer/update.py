@@ -7,15 +7,14 @@ from dataclasses import replace
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.functional import POLICY_LOGPROBS
-from strop.data.policies import split_policies
-from strop.data.rollout_selector import SubBatch
+from strop.data.rollout_selector import SubBatch, split_policies
 from strop.data.splitting import split_mini_batches
 from strop.learner.base import require_token_outputs
 from strop.learner.client import LearnerClient, PolicyColumns, PolicyScorer, find_policies, join_outputs
+from strop.trainer.listeners import OptimizerPass, UpdateResult
 from strop.trainer.loss_check import check_loss
 from strop.trainer.run import TrainingRun
 from strop.trainer.step_metrics import batch_metrics
-from strop.trainer.step_view import OptimizerPass, UpdateResult
 from strop.types import Batch
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextvars import Context
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from loop.tiny import tiny_tokenizer
 from strop.models.chat_template import ChatTemplate
+from strop.monitoring.waits import waiting
 from strop.safety.site_guard import BadRequest
 from strop.types import Ending
 from support.agents import TOKENIZER, TOOL_CHATML, Recorder, check_tree, ids, make_session, play
@@ -338,6 +340,20 @@ def test_an_error_of_the_engine_is_the_rollouts_error() -> None:
         return 1.0
 
     assert play(agent, Broken()).error == "RuntimeError: the engine is gone"
+
+
+def test_what_a_request_waits_for_is_inside_its_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask() -> None:
+        with waiting("generation", on="group 7"):
+            session = make_session(Recorder("yes"))
+            asked = session.read({"messages": [{"role": "user", "content": "Hi"}]}, is_chat=True)
+            await asyncio.create_task(session.complete(*asked), context=Context())  # as from a connection
+
+    parents: list[Any] = []
+    heard = [lambda wait: parents.append((wait.on, wait.parent and wait.parent.on))]
+    monkeypatch.setattr("strop.monitoring.waits.wait_listeners", heard)
+    asyncio.run(ask())
+    assert parents[0] == ("engine, request 0", "group 7")
 
 
 def test_a_request_sets_variables_of_the_chat_template_and_continues_only_what_was_read_with_them() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from loop.fakes import FakeGenerator
 from strop.data.packing import pack
 from strop.extensions.agents.gateway.exchange import Exchange
-from strop.extensions.agents.gateway.turn_tree import add_turns, count_common
+from strop.extensions.agents.gateway.history import add_turns, count_common
 from strop.models.routing.router_config import ROUTES
 from strop.types import Rollout
 from support.agents import EMPTY_ROLLOUT, END, TOKENIZER, Recorder, check_tree, ids, list_contexts, make_session

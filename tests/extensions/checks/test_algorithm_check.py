@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from strop import metrics
-from strop.algorithm_factory import make_algorithm
+from strop.algorithm_factory import all_algorithms, make_algorithm
 from strop.algorithms.base import Algorithm
-from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.functional import aggregate
 from strop.algorithms.policy_gradient.grpo import GRPO, Clip
 from strop.extensions.checks.algorithm_check import check_algorithm, trace_formula

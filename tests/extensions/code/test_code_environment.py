@@ -22,10 +22,9 @@ from strop.environments.handle import LocalEnvironment
 from strop.environments.registry import make_environment
 from strop.environments.rewards import RewardResult
 from strop.environments.verifier_registry import make_verifier
-from strop.extensions.code.code_environment import CodeEnvironment
+from strop.extensions.code.code_environment import CodeEnvironment, CodeJaccard, compare_words
 from strop.extensions.code.code_interpreter import CodeInterpreter
 from strop.extensions.code.code_sets import CODE_SETS
-from strop.extensions.code.extract_code import CodeJaccard, compare_words
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.sampling import Sampling

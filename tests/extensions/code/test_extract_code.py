@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from strop.extensions.code.extract_code import extract_code, truncate_completion
+from strop.extensions.code.code_environment import extract_code, truncate_completion
 
 BLOCK = "```python\nprint(1)\n```"
 

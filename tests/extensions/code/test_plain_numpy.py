@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.extensions.code.programs.plain_numpy import all_close, assert_all_close, is_close, offer_numpy
+from strop.extensions.code.programs.checker import all_close, assert_all_close, is_close, offer_numpy
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True, width=32) | st.integers(-1000, 1000)
 

@@ -14,14 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.data.interleaving import Interleaving
 from strop.data.sources.records import DataError
+from strop.data.task_order import Interleaving
 from strop.extensions.curriculum.base import Choice, Curriculum, Draw, TaskOutcome
 from strop.extensions.curriculum.curricula import SuccessRateCurriculum
 from strop.extensions.curriculum.curriculum_keys_config import SuccessRateConfig
 from strop.extensions.curriculum.task_chooser import KEPT, CurriculumChooser
-from strop.rollouts.order import DropTooOld, GroupOrder, Windowed
-from strop.rollouts.stream import EndOfTasks, RolloutStream, StreamState
+from strop.rollouts.stream import DropTooOld, EndOfTasks, GroupOrder, RolloutStream, StreamState, Windowed
 from strop.sampling import mix_seed, uniform
 
 SIZES = (9, 5)

@@ -18,12 +18,12 @@ from loop.runs import Environ, metrics_of, overrides, start
 from loop.test_cluster_runs import RAY, curves_agree
 from loop.tiny import build_tiny
 from loop.victims import MARK, find_processes
-from strop.config import load_config
+from strop.config import dump_config, load_config
 from strop.distributed.base import ActorOptions
 from strop.distributed.cluster_config import ClusterConfig
 from strop.extensions.distillation.distillation import TEACHER_LOGPROBS, Distillation
 from strop.extensions.distillation.distillation_config import DistillationRunConfig
-from strop.extensions.distillation.teacher_worker import spawn_teachers
+from strop.extensions.distillation.distilled_source import spawn_teachers
 from strop.extensions.distillation.teachers import StudentInfo, load_teacher
 from strop.models.loading import load_tokenizer
 from strop.sampling import Sampling
@@ -115,3 +115,18 @@ def test_a_teacher_s_process_that_is_killed_is_replaced_at_the_next_call(tiny_mo
 
     before, after = asyncio.run(ask())
     assert torch.equal(before, after) and before.abs().sum() > 0
+
+
+def test_each_of_several_teachers_follows_the_policy_as_a_single_one_does(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "policy: {model_name: m, precision: float32, device: cpu, sequence_packing: {logprob_mb_tokens: 77}}\n"
+        "data: {train: {dataset_name: arithmetic}}\nenv: {arithmetic: {}}\ndistillation: {num_prompts_per_step: 2}\n"
+        "teacher: {model_name: u}\nteachers: {a: {model_name: u}, b: {model_name: v, precision: bfloat16}}\n"
+    )
+    config = load_config(tmp_path / "run.yaml", root=DistillationRunConfig, check=False).config
+    assert config.teachers["a"] == config.teacher and config.teacher.weights_dtype == "float32"
+    other = config.teachers["b"]
+    assert (other.precision, other.weights_dtype, other.device, other.logprob_mb_tokens) == ("bfloat16", "bfloat16", "cpu", 77)
+    assert other.tokenizer.name == "v"
+    (tmp_path / "saved.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "saved.yaml", root=DistillationRunConfig, check=False).config == config

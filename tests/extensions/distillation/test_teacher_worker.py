@@ -19,8 +19,7 @@ from strop.distributed.base import ActorDied, ActorOptions, spread_over_nodes
 from strop.distributed.cluster_config import RoleConfig
 from strop.extensions.distillation.distillation import TEACHER_LOGPROBS, Distillation, TopKDistillation
 from strop.extensions.distillation.distillation_config import DistillationRunConfig
-from strop.extensions.distillation.distilled_source import combine_teachers, load_local_teachers
-from strop.extensions.distillation.teacher_worker import TeacherWorker, spawn_teachers
+from strop.extensions.distillation.distilled_source import TeacherWorker, combine_teachers, load_local_teachers, spawn_teachers
 from strop.extensions.distillation.teachers import describe_student, find_teacher_columns, load_teacher
 from strop.learner.base import require_token_outputs
 from strop.learner.client import AsyncColumnSource

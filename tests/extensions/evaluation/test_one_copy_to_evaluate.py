@@ -18,8 +18,8 @@ from strop.config import EvalRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.extensions.evaluation import evaluation_engines
 from strop.extensions.evaluation.evaluate import CheckpointEvaluation, evaluate_any
-from strop.extensions.evaluation.evaluation_jobs import make_evaluation_job
-from strop.extensions.recorded.loss_validation import LossValidator
+from strop.extensions.evaluation.evaluation_folder import make_evaluation_job
+from strop.extensions.recorded.recorded_scores import LossValidator
 from strop.runs.models import load_policy
 from strop.types import user
 from support.models import living_bytes, weight_bytes

@@ -104,8 +104,7 @@ def test_the_data_type_and_the_size_of_the_files_are_chosen(tmp_path: Path, tiny
 def test_the_heads_of_reward_models_and_critics_are_exported(tmp_path: Path, tiny_model_folder: Path, capsys: Any) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    from strop.models.classifiers import load_classifier
-    from strop.models.value_network import ScalarHead
+    from strop.models.value_network import ScalarHead, load_classifier
 
     save_run(tmp_path, tiny_model_folder, steps=(4,))
     checkpoint = tmp_path / "results/mine/step_4"

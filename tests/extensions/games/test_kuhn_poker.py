@@ -24,9 +24,8 @@ from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.runs.lifecycle import make_tracker
 from strop.runs.open_run import open_run
 from strop.runs.run_algorithm import make_run_algorithm
-from strop.trainer.listeners import RunListener
+from strop.trainer.listeners import RunListener, StepView
 from strop.trainer.run import TrainingRun
-from strop.trainer.step_view import StepView
 from strop.trainer.train import train
 from strop.types import Group, Rollout, Task, Turn, user
 from support.games import played

@@ -9,10 +9,10 @@ import pytest
 from strop.data.sources.image_columns import write_data_url
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
-from strop.extensions.images.drawn_rows import COLOURS, Drawing, DrawnRows
+from strop.extensions.images.drawn_images import COLOURS, Drawing, DrawnRows
 from strop.extensions.recorded.examples import conversations
 
-ROWS = "strop.extensions.images.drawn_rows.DrawnRows"
+ROWS = "strop.extensions.images.drawn_images.DrawnRows"
 
 
 def count_regions(content: bytes) -> int:

@@ -11,8 +11,8 @@ from loop.runs import Environ, metrics_of, overrides, start
 from loop.test_cluster_runs import RAY, curves_agree
 from loop.victims import MARK, find_processes
 from strop import cli
-from strop.models.classifiers import load_classifier
 from strop.models.loading import load_tokenizer
+from strop.models.value_network import load_classifier
 
 STEPS = 3
 

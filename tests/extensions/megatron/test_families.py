@@ -15,7 +15,7 @@ from tests.support.ranks import run_on_ranks
 from strop.extensions.megatron.families.architecture import GATE, GATE_AND_UP, UP, PartsOrder, QkvOrder, find_rule, rotary_of
 from strop.extensions.megatron.families.find_family import check_architecture, find_family
 from strop.extensions.megatron.megatron_config import MegatronConfig, MegatronPeftConfig
-from strop.models.classifiers import draw_score_weight
+from strop.models.value_network import draw_score_weight
 from support.megatron_families import FAMILIES, make_config, make_model
 from support.megatron_parity import MegatronCase, case, compared_alone, train_cases_on_rank
 from support.megatron_stages import make_layout, start_layout

@@ -9,8 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from strop.extensions.performance.decoder_dimensions import UnknownDimensions, dimensions_of
-from strop.extensions.performance.devices import PassCounts, training_flops, windows_of
+from strop.extensions.performance.devices import PassCounts, UnknownDimensions, dimensions_of, training_flops, windows_of
 
 SIZES = {
     "hidden_size": 64,

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.extensions.performance import shared_cores
-from strop.extensions.performance.shared_cores import CoreReader, CoreTimes, SharedCores
+from strop.extensions.performance import machine_monitor
+from strop.extensions.performance.machine_monitor import CoreReader, CoreTimes, SharedCores
 
 FOREIGN = "import os, time\nif os.fork() == 0:\n    print(os.getpid(), flush=True)\n    while True: pass\n"
 
@@ -46,7 +46,7 @@ def one_core() -> Iterator[None]:
 def test_a_busy_process_on_the_same_core_is_noticed_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shared_cores, "LEAST_SECONDS", 0.5)
+    monkeypatch.setattr(machine_monitor, "LEAST_SECONDS", 0.5)
     with one_core(), busy_stranger():
         shared = SharedCores()
         found = []

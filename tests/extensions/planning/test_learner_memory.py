@@ -15,11 +15,11 @@ from strop.algorithm_factory import make_algorithm
 from strop.extensions.planning import learner_memory
 from strop.extensions.planning.learner_memory import LearnerFootprint, LearnerSetup, ModelSize, ParallelSizes, Sharding
 from strop.extensions.planning.plan_inputs import BesideModel, without_output
-from strop.learner.budget.full_rollouts import make_full_rollouts
-from strop.learner.budget.peak_memory import measure_peak
-from strop.models.attention import kernel_choice, plain_attention
+from strop.learner.budget.device_memory import measure_peak
+from strop.learner.budget.memory_probe import make_full_rollouts
+from strop.models.attention import attention_plan, kernel_choice
 from strop.models.loading import cast_weights
-from strop.models.logprobs import logit_tiles, tiled_logprobs
+from strop.models.logprobs import lm_head, token_logprobs
 from strop.models.network import Network
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
@@ -128,9 +128,9 @@ def test_the_plan_counts_with_the_sizes_that_the_models_use():
     kernels = {planned: kernel_choice.PLAIN_SCORES["cpu", dtype] for planned, dtype in ((4, torch.float32), (2, torch.bfloat16))}
 
     assert kernels == learner_memory.PLAIN_SCORES
-    assert learner_memory.EAGER_SCORES == plain_attention.MAX_EAGER_SCORES
-    assert learner_memory.MOST_KEPT_LOGITS == tiled_logprobs.MOST_KEPT_LOGITS
-    assert (learner_memory.TILE_ROWS, learner_memory.TILE_COLUMNS) == (logit_tiles.CPU_ROWS, logit_tiles.CPU_COLUMNS)
+    assert learner_memory.EAGER_SCORES == attention_plan.MAX_EAGER_SCORES
+    assert learner_memory.MOST_KEPT_LOGITS == token_logprobs.MOST_KEPT_LOGITS
+    assert (learner_memory.TILE_ROWS, learner_memory.TILE_COLUMNS) == (lm_head.CPU_ROWS, lm_head.CPU_COLUMNS)
 
 
 def test_shards_divide_weights_gradients_and_optimizer():

@@ -15,7 +15,7 @@ from functools import cache
 import pytest
 import torch
 
-from strop.algorithms.catalogue import all_algorithms, all_parts
+from strop.algorithm_factory import all_algorithms, all_parts
 from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
 from strop.algorithms.policy_gradient.grpo import GroupRelative
 from strop.algorithms.policy_gradient.parts import Advantage

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from strop.algorithm_factory import all_algorithms, all_parts
 from strop.algorithms.base import Plan
-from strop.algorithms.catalogue import all_algorithms, all_parts
 from strop.algorithms.critic import Gae
 from strop.algorithms.kl import Kl
 from strop.extensions.distillation.distillation import ReverseKl

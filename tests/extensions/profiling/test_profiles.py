@@ -20,12 +20,13 @@ from strop.extensions.profiling.step_profiler import (
     StepProfiler,
     exchange_clocks,
     make_trace,
+    record_wait,
     split_lanes,
 )
-from strop.monitoring import process_profile
+from strop.monitoring import process_profile, waits
 from strop.monitoring.process_profile import RECORDER, OperatorTrace, RecordedSpans, Span, SpanRecorder, control_profile
 from strop.monitoring.waits import waiting
-from strop.trainer.step_timer import StepTimer
+from strop.trainer.listeners import StepTimer
 from support.traces import check_trace, read_trace, sum_phases
 
 
@@ -53,7 +54,8 @@ def test_spans_of_all_threads_are_kept_and_those_beyond_the_limit_are_counted(mo
     assert len(spans) == 5 and lost == 3
 
 
-def test_waits_are_spans_of_the_rows_they_are_about() -> None:
+def test_waits_are_spans_of_the_rows_they_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "wait_listeners", [record_wait])
     RECORDER.begin()
     with (
         waiting("training loop", on="generation"),

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from strop.extensions.reading.rollout_view import format_rollout, show_rollout
-from strop.monitoring.rollout_store.rollout_record import make_records
+from strop.monitoring.rollout_store.rollout_record import TurnRecord, make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.types import Ending, Group, Message, Rollout, Task, ToolCall, Turn, observation_turn
 from support.rollouts import make_agent_groups
 

@@ -13,17 +13,16 @@ from torch import Tensor
 
 from strop.algorithms.base import Algorithm, Outputs
 from strop.algorithms.kl import REFERENCE_LOGPROBS
-from strop.extensions.recorded.loss_validation import LossValidator
 from strop.extensions.recorded.preference.referenced import DPO
 from strop.extensions.recorded.preference.unpaired import KTO
+from strop.extensions.recorded.recorded_scores import LossValidator
 from strop.extensions.recorded.supervised import SFT, RewardModel
-from strop.learner.client import LogprobColumn
+from strop.learner.client import ColumnSources, LogprobColumn
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer
 from strop.models.network import Network
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
-from strop.trainer.column_sources import ColumnSources
 from strop.types import Batch, Ending, Group
 from support.clients import learner_client, scorer_client
 from support.models import build, copy_gradients

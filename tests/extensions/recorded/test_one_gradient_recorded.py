@@ -15,8 +15,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from strop.algorithm_factory import all_algorithms
 from strop.algorithms.base import Algorithm, TokenOutputs
-from strop.algorithms.catalogue import all_algorithms
 from strop.extensions.recorded.preference.online_dpo import OnlineDPO
 from strop.extensions.recorded.preference.referenced import DPO
 from strop.extensions.recorded.preference.unpaired import KTO

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from strop.algorithm_factory import all_algorithms
 from strop.algorithms.base import Plan, TokenOutputs
-from strop.algorithms.catalogue import all_algorithms
 from strop.data.splitting import select_rollouts
 from strop.extensions.recorded.preference.base import PairwisePreference
 from strop.extensions.recorded.preference.online_dpo import OnlineDPO

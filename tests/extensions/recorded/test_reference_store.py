@@ -17,7 +17,7 @@ from strop.algorithms.base import Outputs
 from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.extensions.recorded.preference.referenced import DPO
 from strop.extensions.recorded.preference.unpaired import KTO
-from strop.extensions.recorded.reference_store import (
+from strop.extensions.recorded.recorded_scores import (
     GROUPS_PER_PACK,
     ReferenceStore,
     load_or_compute_reference,

@@ -19,9 +19,8 @@ from strop.extensions.recorded.preference.reference_free import SimPO
 from strop.extensions.recorded.preference.referenced import DPO
 from strop.extensions.recorded.recorded_config import RecordedRunConfig
 from strop.extensions.recorded.recorded_run import RecordedSource
-from strop.runs.backend import LocalBackend
+from strop.runs.backend import LocalBackend, make_columns
 from strop.runs.models import LoadedPolicy, load_policy, make_learners, make_trained_networks
-from strop.runs.scorers import make_columns
 from strop.sampling import Sampling
 from strop.trainer.run import TrainOptions
 from strop.types import Group

@@ -18,8 +18,13 @@ from strop.environments.handle import LocalEnvironment
 from strop.environments.mixture import Component, Mixture
 from strop.extensions.math.math_environment import MathEnvironment
 from strop.extensions.recorded.recorded_tokens import RecordedConversation, RecordedRules, tokenize_group
-from strop.extensions.recorded.tokenizing_pool import TokenizingPool, TokenizingWorkerDied, choose_num_workers
-from strop.extensions.recorded.tokenizing_worker import serve, write_message
+from strop.extensions.recorded.tokenizing_pool import (
+    TokenizingPool,
+    TokenizingWorkerDied,
+    choose_num_workers,
+    serve,
+    write_message,
+)
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.prepared_ahead import GroupsAhead, PromptsAhead
 from strop.types import Group, assistant, user

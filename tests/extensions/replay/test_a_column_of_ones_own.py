@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from strop.data.packing import pack
-from strop.data.shares.divide_batch import divide_batch
-from strop.data.shares.split_rule import SplitRule
+from strop.data.shares import SplitRule, divide_batch
 from strop.extensions.replay.replay_plan import ReplayError
 from strop.extensions.replay.stored_groups import LearnerReads, rebuild_groups
 from strop.generation.base import Completion
-from strop.generation.policy_turn import make_policy_turn
 from strop.monitoring.rollout_store.rollout_record import make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore, StoreFormat
+from strop.rollouts.policy_turns import make_policy_turn
 from strop.sampling import Sampling
 from strop.types import Batch, Group, Rollout, observation_turn
 from support.columns import PREDICTED, READ, ROLLOUT, STRANGERS, check_part, check_strangers, report, with_strangers

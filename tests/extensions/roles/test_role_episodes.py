@@ -21,7 +21,7 @@ from strop.extensions.roles.player import Player
 from strop.extensions.roles.role_environment import RoleEnvironment
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
-from strop.rollouts.reward_scaling_config import RewardScalingConfig
+from strop.rollouts.reward_shaping_config import RewardScalingConfig
 from strop.sampling import Sampling
 from strop.trainer.dropped import drop_reason
 from strop.trainer.step_metrics import group_metrics

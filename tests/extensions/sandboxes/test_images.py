@@ -15,7 +15,7 @@ import pytest
 
 from strop.extensions.sandboxes.base import FailureCause, SandboxFailure
 from strop.extensions.sandboxes.images import layers as layers_module
-from strop.extensions.sandboxes.images import machine
+from strop.extensions.sandboxes.images import sources
 from strop.extensions.sandboxes.images.layers import LayerLimits, Owners, Unpacked, unpack_layer
 from strop.extensions.sandboxes.images.store import ImageStore, UnpackedImage
 from support.oci_images import Entry, entry, folder, link, make_layer, write_docker_archive, write_layout
@@ -321,10 +321,10 @@ def test_a_layer_that_fills_the_disk_is_the_providers_fault(tmp_path, monkeypatc
 
 
 def test_the_image_of_this_machine_is_the_same_in_whatever_order_its_libraries_are_found(monkeypatch):
-    libraries = sorted(machine.find_libraries([Path("/bin/ls").resolve()]))
-    monkeypatch.setattr(machine, "collect_python", dict)
+    libraries = sorted(sources.find_libraries([Path("/bin/ls").resolve()]))
+    monkeypatch.setattr(sources, "collect_python", dict)
     digests = set()
     for found in (libraries, libraries[::-1]):
-        monkeypatch.setattr(machine, "find_libraries", lambda programs, found=found: found)
-        digests |= {layer.digest for layer in machine.MachineSource().read_manifest().layers}
+        monkeypatch.setattr(sources, "find_libraries", lambda programs, found=found: found)
+        digests |= {layer.digest for layer in sources.MachineSource().read_manifest().layers}
     assert len(libraries) > 1 and len(digests) == 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from strop.extensions.sandboxes import faults, warm_pool
+from strop.extensions.sandboxes import check_command, warm_pool
 from strop.extensions.sandboxes.base import (
     Capabilities,
     CommandResult,
@@ -23,7 +23,7 @@ from strop.extensions.sandboxes.base import (
     SandboxSpec,
     UnsupportedSpec,
 )
-from strop.extensions.sandboxes.faults import Fault, FaultyProvider, find_faults
+from strop.extensions.sandboxes.check_command import Fault, FaultyProvider, find_faults
 from strop.extensions.sandboxes.providers import make_provider
 from strop.extensions.sandboxes.trees import check_tree, make_archive
 from strop.extensions.sandboxes.warm_pool import WarmPool
@@ -166,8 +166,8 @@ TABLE = {  # docs/sandboxes.md has the same
 
 def test_what_a_run_does_about_each_fault(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(warm_pool, "PAUSE_S", 0.001)
-    monkeypatch.setattr(faults, "HANG_GRACE_S", -0.9)
-    monkeypatch.setattr(faults, "START_S", 0.1)
+    monkeypatch.setattr(check_command, "HANG_GRACE_S", -0.9)
+    monkeypatch.setattr(check_command, "START_S", 0.1)
     rows = asyncio.run(find_faults(FakeProvider, "any"))
     assert {row.fault: (row.once, row.always) for row in rows} == TABLE
 

@@ -98,7 +98,7 @@ def test_what_cannot_be_served_is_refused_with_what_to_set(
 
 
 def test_a_reward_model_is_not_served(tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from strop.models.classifiers import load_classifier
+    from strop.models.value_network import load_classifier
 
     load_classifier(str(tiny_model_folder)).save_pretrained(tmp_path / "rm")
     assert cli.main(["serve", str(tmp_path / "rm")]) == 1

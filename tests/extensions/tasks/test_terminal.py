@@ -10,7 +10,7 @@ import pytest
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.registry import make_environment
-from strop.extensions.tasks.tiny_terminal import make_folder
+from strop.extensions.tasks.tiny_tasks import make_folder
 from strop.types import ToolCall
 from support.agent_tasks import Play, list_calls, make_tasks
 

@@ -15,7 +15,7 @@ from strop.environments.compute_rewards import compute_group_rewards, compute_re
 from strop.environments.function_environment import FunctionEnvironment
 from strop.environments.registry import list_marks, make_environment
 from strop.environments.remote import EnvironmentDescription, EnvironmentServer, Transport, connect
-from strop.environments.verifiers.composition import WeightSchedule
+from strop.environments.rewards import WeightSchedule
 from strop.types import Task
 
 TASK = Task(id="t", question="1+1?", answer="2")

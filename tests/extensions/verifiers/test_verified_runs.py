@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loop.runs import grpo, metrics_of
-from strop.environments.verifiers.composition import WeightSchedule
+from strop.environments.rewards import WeightSchedule
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 
 pytestmark = pytest.mark.slow

@@ -13,9 +13,9 @@ from httpx import Client
 from strop.extensions.view.rollout_index import read_rows, read_values
 from strop.extensions.view.view_routes import ViewOptions, ViewServer
 from strop.extensions.view.viewed_run import ViewedRun
-from strop.monitoring.rollout_store import inflated_files
-from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
+from strop.monitoring.rollout_store import stored_files
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.rollout_store.stored_files import DamagedRollouts
 from support.each import each
 from support.stored_steps import inflate, write_stored_run
 from support.view_client import asking
@@ -68,8 +68,8 @@ def test_a_run_that_cannot_be_described_is_listed_with_the_reason(client: Client
 def test_a_small_file_of_long_texts_is_not_read_into_memory(
     client: Client, tmp_path: Path, column: str, dictionary: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inflated_files, "LARGE", 2**22)
-    monkeypatch.setattr(inflated_files, "LARGEST_TEXTS", 2**22)
+    monkeypatch.setattr(stored_files, "LARGE", 2**22)
+    monkeypatch.setattr(stored_files, "LARGEST_TEXTS", 2**22)
     path = RolloutStore(tmp_path / "bad", "none").path(1)
     inflate(path, column, size=2**16, count=1024, dictionary=dictionary)
     assert path.stat().st_size < 100_000

@@ -19,12 +19,13 @@ from strop.extensions.view.config_defaults import find_changed
 from strop.extensions.view.saved_view import PAGE
 from strop.extensions.view.view_routes import ViewOptions, ViewServer
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
+from strop.monitoring.rollout_store.rollout_record import TurnRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.rollout_store.turn_record import TurnRecord
 from support.bad_runs import write_bad_run
 from support.each import each
 from support.stored_steps import GROUPS, SAMPLES, make_stored, write_steps, write_stored_run
 from support.view_client import asking
+from support.viewed_runs import write_timeline
 
 CONFIG = {"policy": {"precision": "float32"}, "grpo": {"seed": 7, "max_num_steps": 5}}
 
@@ -103,6 +104,23 @@ def test_metrics_are_read_on_while_a_run_writes_them_and_again_after_a_resume(re
     (folder / "new").write_text('{"step": 1, "train/loss": 8.0}\n')
     os.replace(folder / "new", folder / "metrics.jsonl")
     assert reader.get("runs/a/metrics", names="train/loss")["series"] == {"train/loss": [8.0]}
+
+
+def test_the_time_line_of_samples_is_read_by_step(reader: Reader, folder: Path) -> None:
+    assert reader.get("runs/a/timeline") == {"first": None, "last": None, "steps": []}
+    write_timeline(folder, range(1, 12))
+    with (folder / "timeline.jsonl").open("a") as file:
+        file.write('{"step":12,"gr')
+    assert [line["step"] for line in reader.get("runs/a/timeline")["steps"]] == [11]
+    found = reader.get("runs/a/timeline", step=7, count=100)
+    assert (found["first"], found["last"], [line["step"] for line in found["steps"]]) == (1, 11, [1, 2, 3, 4, 5, 6, 7])
+    assert found["steps"][0]["groups"][2]["samples"]["3"][1] == ["environment 1", 400, 1400]
+    with (folder / "timeline.jsonl").open("a") as file:
+        file.write('"}\n{"step":13,"x":1}\n')
+    assert reader.get("runs/a/timeline") == {"first": 1, "last": 13, "steps": []}
+    with (folder / "timeline.jsonl").open("a") as file:
+        file.write('{"step":14,x}\n')
+    assert "timeline.jsonl cannot be read" in reader.get("runs/a/timeline", 422)["error"]
 
 
 def test_rollouts_are_listed_newest_first_with_their_numbers(reader: Reader) -> None:

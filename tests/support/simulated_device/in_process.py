@@ -51,10 +51,10 @@ def compute_as_a_gpu() -> None:
     os.environ["MKL_CBWR"] = "AUTO,STRICT"
     import torch
 
-    from strop.models.logprobs import logit_tiles
+    from strop.models.logprobs import lm_head
 
     torch.backends.cuda.enable_flash_sdp(False)  # the CPU's too
-    logit_tiles.CPU_ROWS = logit_tiles.CPU_COLUMNS = 1 << 16
+    lm_head.CPU_ROWS = lm_head.CPU_COLUMNS = 1 << 16
 
 
 def compute_on_simulated_gpu() -> None:

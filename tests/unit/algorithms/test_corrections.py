@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from strop.algorithm_factory import all_parts
 from strop.algorithms.base import TokenOutputs
-from strop.algorithms.catalogue import all_parts
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.corrections import GeometricRejection, K3Rejection, Kpop, Opsm
 from strop.algorithms.policy_gradient.parts import Correction, Mismatch

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from strop.algorithms.catalogue import all_parts
+from strop.algorithm_factory import all_parts
 from strop.algorithms.policy_gradient.parts import Correction, Objective
 from support.mismatch import log_ratios, make_mismatch
 from support.tokens import evaluate_objective, make_step

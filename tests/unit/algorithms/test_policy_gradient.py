@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from strop.algorithm_factory import all_algorithms
 from strop.algorithms.base import TokenOutputs
-from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.types import Batch, Ending, Group
 from support.algorithms import find_part

@@ -10,7 +10,7 @@ import pytest
 
 from strop import gpus, packages
 from strop.config import GrpoRunConfig, dump_config, load_config
-from strop.config.load import auto_backend
+from strop.config.load import device_defaults
 from strop.config.source.keys import find_changes
 from strop.generation.vllm import supported_models
 from strop.runs.rollout_run import engine_shares_module
@@ -109,7 +109,7 @@ def test_what_auto_stands_for_is_not_saved_and_is_no_change_to_a_run() -> None:
 
 def test_a_cluster_decides_for_a_driver_that_sees_other_devices() -> None:
     config = load().config
-    assert not auto_backend.resolve_auto_backend(config, has_gpus=False).policy.generation.uses_vllm
-    assert auto_backend.resolve_auto_backend(config, has_gpus=True).policy.generation.uses_vllm
+    assert not device_defaults.resolve_auto_backend(config, has_gpus=False).policy.generation.uses_vllm
+    assert device_defaults.resolve_auto_backend(config, has_gpus=True).policy.generation.uses_vllm
     explicit = load(f"{G}backend=torch").config
-    assert auto_backend.resolve_auto_backend(explicit, has_gpus=True) is explicit
+    assert device_defaults.resolve_auto_backend(explicit, has_gpus=True) is explicit

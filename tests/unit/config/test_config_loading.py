@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, LoadedConfig, dump_config, load_config
 from strop.config.load.load import escape_values, validate_source
-from strop.config.load.run_name import LONGEST, format_overrides
+from strop.config.source.interpolation import LONGEST, format_overrides
 from strop.config.source.yaml_source import ConfigSource
 from support.each import each
 from support.sweep import sweep

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from strop.config import load_config
-from strop.config.load.gpu_budgets import describe_micro_batches, with_gpu_budgets
+from strop.config.load.device_defaults import describe_micro_batches, with_gpu_budgets
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.data.packing_config import CPU_TOKENS, GPU_TOKENS
 from support.micro_batches import assert_micro_batch_is_named

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.data.balance import BatchPartition, partition_batch
-from strop.data.splitting import select_rollouts, split_micro_batches
+from strop.data.splitting import BatchPartition, partition_batch, select_rollouts, split_micro_batches
 from strop.types import Batch
 from support.rollouts import GroupShape, batch_shapes, make_groups, pack_grpo, simple_groups
 

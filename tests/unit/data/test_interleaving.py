@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.data.interleaving import Interleaving, permute_index
+from strop.data.task_order import Interleaving, permute_index
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=4)
 

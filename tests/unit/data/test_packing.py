@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.data.packing import pack
-from strop.data.shares.divide_batch import divide_batch
-from strop.data.shares.split_rule import SplitRule
+from strop.data.shares import SplitRule, divide_batch
 from strop.data.splitting import select_rollouts, split_micro_batches, split_mini_batches
 from strop.models.routing.router_config import NO_ROUTE, ROUTES
 from strop.sampling import KEPT, KEPT_TOKENS, pad_kept_tokens

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.data.packing import pack
-from strop.data.shares.divide_batch import divide_batch
-from strop.data.shares.split_rule import SplitRule
+from strop.data.shares import SplitRule, divide_batch
 from strop.data.splitting import split_micro_batches, split_mini_batches
 from strop.types import Batch, RolloutCredit, observation_turn
 from support.columns import (

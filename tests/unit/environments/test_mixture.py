@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from strop.data.interleaving import permute_index
 from strop.data.sources.source import DataSource
+from strop.data.task_order import permute_index
 from strop.environments.arithmetic import Arithmetic
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.handle import LocalEnvironment

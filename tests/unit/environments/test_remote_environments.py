@@ -438,7 +438,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from strop.endings import Ending
 from strop.environments.base import Environment, GeneratedTasks, reward
-from strop.generation.policy_turn import make_policy_turn
+from strop.rollouts.policy_turns import make_policy_turn
 from strop.types import Task
 
 result = ContextVar("result")

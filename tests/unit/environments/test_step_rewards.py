@@ -16,7 +16,7 @@ from strop.environments.compute_rewards import compute_rewards
 from strop.environments.function_environment import FunctionEnvironment
 from strop.environments.rewards import RewardError, RewardResult
 from strop.rollouts.episode import _with_rewards
-from strop.rollouts.reward_scaling_config import RewardScalingConfig
+from strop.rollouts.reward_shaping_config import RewardScalingConfig
 from strop.types import Rollout, StepReward, Task, observation_turn
 from support.rollouts import make_rollout, sampled_turn
 

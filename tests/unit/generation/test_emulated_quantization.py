@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from strop.generation.torch.emulated_quantization import EmulatedQuantization
+from strop.generation.quantized_rollouts import EmulatedQuantization
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import make_runner
 from strop.models.network import Network

@@ -270,9 +270,11 @@ def test_rates_are_of_what_happened_since_they_were_last_asked_for() -> None:
     engines: list[Any] = [FakeEngine(0), FakeEngine(1)]
     engines[0].counted = {"prefix_queries": 10.0, "prefix_hits": 5.0, "drafted_tokens": 8.0, "accepted_tokens": 2.0}
     engines[1].counted = {"prefix_queries": 10.0, "prefix_hits": 10.0, "drafted_tokens": 8.0, "accepted_tokens": 4.0}
+    engines[1].counted |= {"engine_steps": 4.0, "running_requests": 12.0, "waiting_requests": 2.0}
     replicas = EnginePool(engines)
     first = replicas.collect_metrics()
     assert first["generation/prefix_hit_rate"] == 0.75 and first["generation/acceptance_rate"] == 0.375
+    assert (first["generation/running_requests"], first["generation/waiting_requests"]) == (3.0, 0.5)
     assert "generation/acceptance_rate" not in replicas.collect_metrics(), "nothing was drafted since"
     engines[0].counted = {**engines[0].counted, "drafted_tokens": 12.0, "accepted_tokens": 6.0}
     assert replicas.collect_metrics()["generation/acceptance_rate"] == 1.0

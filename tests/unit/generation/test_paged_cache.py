@@ -15,8 +15,7 @@ from torch import Tensor
 from strop.generation.torch.kv_cache import CacheShape
 from strop.generation.torch.paged.page_attention import PagedDecodePlan, make_layout
 from strop.generation.torch.paged.paged_cache import PAGE_SIZES, PagedCache, PagedSequence, PrefixNode, choose_page
-from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.attention.plain_attention import causal_mask, masked_attention
+from strop.models.attention.attention_plan import AttentionSpec, causal_mask, masked_attention
 
 PAGE = 4
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strop.learner.torch.activation_memory import ActivationOffload, checkpoint_layers, spread
+from strop.learner.torch.tensor_offload import ActivationOffload, checkpoint_layers, spread
 from strop.models.layers.known_code import decoder_layers
 from strop.models.network import Network, probe_batch
 from strop.sampling import Sampling

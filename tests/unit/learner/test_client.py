@@ -15,8 +15,7 @@ import torch
 from loop.fakes import FakeLearner
 from loop.tiny import tiny_tokenizer
 from strop.algorithms.base import TokenOutputs
-from strop.learner.client import ColumnClient, InlineCaller, ThreadCaller
-from strop.learner.learner_thread import LearnerThread
+from strop.learner.client import ColumnClient, InlineCaller, LearnerThread, ThreadCaller
 from support.algorithms import grpo
 from support.clients import learner_client, threaded_client
 

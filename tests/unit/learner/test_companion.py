@@ -11,8 +11,8 @@ from torch import Tensor
 
 from strop import metrics
 from strop.base_config import subsection
+from strop.learner.learner_config import PolicyExtension
 from strop.learner.model_config import ModelConfig
-from strop.learner.policy_extension import PolicyExtension
 from strop.learner.torch.companion import Companion, CompanionOptions
 from strop.metrics import Metrics
 from strop.models.network import Network

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from strop.learner.torch.hyperparameters import Hyperparameters, count_schedule_steps
 from strop.learner.torch.learner import CONSTANT
 from strop.learner.torch.master_weights import MasterWeights
-from strop.learner.torch.optimizer import load_optimizer, make_scheduler
+from strop.learner.torch.optimizer import Hyperparameters, count_schedule_steps, load_optimizer, make_scheduler
 from strop.learner.torch.optimizer_config import OptimizerGroupConfig
 from strop.learner.torch.weight_average import AveragedWeights
 from strop.learner.training_state import TrainingState

@@ -18,11 +18,10 @@ from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer, without_adapters
 from strop.models.adapters import lora_layers
-from strop.models.classifiers import load_classifier
 from strop.models.lora import add_adapters
 from strop.models.lora_config import LoraConfig
 from strop.models.network import Network
-from strop.models.value_network import ValueNetwork
+from strop.models.value_network import ValueNetwork, load_classifier
 from strop.rollouts.stream import StreamState
 from strop.sampling import Sampling
 from strop.types import Batch

@@ -16,8 +16,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from strop.algorithm_factory import all_algorithms
 from strop.algorithms.base import TokenOutputs
-from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.corrections import DivergenceRejection, GeometricRejection, Importance, Tis

@@ -10,7 +10,7 @@ import torch
 
 from strop.config import GrpoRunConfig, load_config
 from strop.learner.torch.learner import TorchLearner
-from strop.learner.torch.schedule_unit import ScheduleUnit
+from strop.learner.torch.optimizer import ScheduleUnit
 from strop.models.network import Network
 from strop.sampling import Sampling
 from support.learners import make_model_config, make_scheduler_config

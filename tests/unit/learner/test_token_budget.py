@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from strop.data.packing_config import LARGEST_TOKENS, SequencePackingConfig
-from strop.learner.budget.free_memory import measure_free, measure_free_host
-from strop.learner.budget.full_rollouts import make_full_rollouts
+from strop.learner.budget.device_memory import DeviceMemoryFull, measure_free, measure_free_host, measure_peak
 from strop.learner.budget.memory_probe import (
     MemoryProbe,
     MemoryTooSmall,
@@ -20,11 +19,10 @@ from strop.learner.budget.memory_probe import (
     count_later,
     fit_memory,
     fits_twice,
+    make_full_rollouts,
     needs_more,
     take_worst,
 )
-from strop.learner.budget.out_of_memory import DeviceMemoryFull
-from strop.learner.budget.peak_memory import measure_peak
 from strop.learner.torch.learner import TorchLearner
 from strop.models.network import Network
 from strop.runs.restore import MeasuringWeights, find_budgets

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.models.classifiers import load_classifier, set_pad_token
 from strop.models.loading import ModelNotFound, find_stop_token_ids, load_tokenizer
-from strop.models.value_network import ValueNetwork, get_score_layer
+from strop.models.value_network import ValueNetwork, get_score_layer, load_classifier, set_pad_token
 from strop.sampling import Sampling
 from support.learners import make_torch_learner
 from support.models import build

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from strop.models.adapters import WEIGHTS_FILE, merge_adapters
-from strop.models.classifiers import load_classifier
 from strop.models.load_report import DamagedWeights
 from strop.models.loading import load_model
+from strop.models.value_network import load_classifier
 from support.models import build
 from support.sweep import one_in
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from strop.learner.base import require_token_outputs
 from strop.learner.torch.scorer import NetworkScorer, copy_frozen
-from strop.models.attention.plain_attention import masked_attention
+from strop.models.attention.attention_plan import masked_attention
 from strop.models.attention.tree_plan import TreePlan
 from strop.models.logprobs.token_logprobs import token_logprobs
 from strop.models.network import Network

@@ -17,7 +17,7 @@ from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.learner.parallel.pipeline.pipeline_stages import PipelineStages
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.mixers.chosen_tokens import EVERYTHING, IndexRows, choose_tokens, pack_bits, sees, take_best
+from strop.models.mixers.indexers import EVERYTHING, IndexRows, choose_tokens, pack_bits, sees, take_best
 from strop.models.network import Network
 from strop.models.routing.recorded_experts import measure_disagreement, take_replay_counts
 from strop.models.routing.router_config import CHOICES

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from strop.models.adapters import WEIGHTS_FILE, merge_adapters
-from strop.models.classifiers import load_classifier
 from strop.models.load_report import WeightsDoNotFit, find_not_finite
 from strop.models.loading import load_model
+from strop.models.value_network import load_classifier
 from support.models import build
 
 Weights = dict[str, Tensor]

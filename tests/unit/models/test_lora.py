@@ -20,12 +20,11 @@ from strop.models.adapters import (
     read_adapter_config,
     save_adapters,
 )
-from strop.models.classifiers import load_classifier
 from strop.models.loading import load_model
 from strop.models.lora import add_adapters, count_parameters, find_target_layers
 from strop.models.lora_config import LoraConfig
 from strop.models.network import Network, disable_dropout
-from strop.models.value_network import ValueNetwork
+from strop.models.value_network import ValueNetwork, load_classifier
 from strop.sampling import Sampling
 from support.lora import build_with_adapters, copy_weights, with_random_adapters
 from support.models import FAMILIES, build

@@ -22,9 +22,9 @@ from strop.models.adapters import (
     read_adapter_config,
     save_adapters,
 )
-from strop.models.classifiers import load_classifier
 from strop.models.lora import add_adapters, find_target_layers
 from strop.models.lora_config import LoraConfig
+from strop.models.value_network import load_classifier
 from support.lora import with_random_adapters
 from support.models import build
 

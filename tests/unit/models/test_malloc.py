@@ -10,7 +10,7 @@ import pytest
 
 FAULTS = """
 import ctypes, resource
-from strop.models.malloc import reuse_freed_memory
+from strop.learner.budget.device_memory import reuse_freed_memory
 assert reuse_freed_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strop.learner.parallel.head_layout import find_head_layout
 from strop.learner.parallel.parallel_dims import ParallelDims
+from strop.learner.parallel.tensor_mixers import find_head_layout
 from strop.learner.parallel.tensor_plan import check_tensor_plan
 from strop.models.attention.attention_interface import IMPLEMENTATION
 from strop.models.attention.tree_plan import TreePlan

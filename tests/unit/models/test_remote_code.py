@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from strop.models.checkpoint_names import CheckpointNames
-from strop.models.classifiers import load_classifier
 from strop.models.loading import RemoteCodeRefused, load_model, load_tokenizer, model_from_config
+from strop.models.value_network import load_classifier
 from strop.safety.remote_code import trust_remote_code, trusts_remote_code
 
 

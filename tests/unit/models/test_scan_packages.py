@@ -15,10 +15,19 @@ from torch import Tensor
 
 from strop.models import kernel_packages
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.mixers import scan_packages
-from strop.models.mixers.recurrence import MixerSpec, Recurrence
-from strop.models.mixers.scan_packages import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, MAMBA2, ScanPackage, find_fault, with_kernel
-from strop.models.mixers.scans import delta_rule, state_space
+from strop.models.mixers import recurrence
+from strop.models.mixers.recurrence import (
+    GATED_DELTA_RULE,
+    KIMI_DELTA_ATTENTION,
+    MAMBA2,
+    MixerSpec,
+    Recurrence,
+    ScanPackage,
+    delta_rule,
+    find_fault,
+    state_space,
+    with_kernel,
+)
 
 CPU = torch.device("cpu")
 HEADS, KEY, VALUE = 4, 16, 16  # a state on its side has the right shape
@@ -93,10 +102,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         module: Any = ModuleType(package.module)
         setattr(module, package.function, (mamba_library if package is MAMBA2 else delta_library)(change))
         monkeypatch.setitem(sys.modules, package.module, module)
-        monkeypatch.setattr(scan_packages, "is_gpu", lambda device: True)
-        monkeypatch.setattr(scan_packages, "_chosen", {})
+        monkeypatch.setattr(recurrence, "is_gpu", lambda device: True)
+        monkeypatch.setattr(recurrence, "_chosen", {})
         monkeypatch.setattr(kernel_packages, "is_missing", lambda module: module not in sys.modules)
-        scan_packages._log_choice.cache_clear()
+        recurrence._log_choice.cache_clear()
 
     return put
 

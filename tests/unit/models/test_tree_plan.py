@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.attention.plain_attention import masked_attention
+from strop.models.attention.attention_plan import AttentionSpec, masked_attention
 from strop.models.attention.tree_plan import TreePlan
 
 

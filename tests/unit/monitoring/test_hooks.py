@@ -15,9 +15,9 @@ from loop.tiny import tiny_tokenizer
 from strop.environments.base import reward
 from strop.generation.generation_config import MismatchConfig
 from strop.monitoring.waits import describe_wait, snapshot_waits
+from strop.trainer.listeners import PHASE_KINDS, StepTimer
 from strop.trainer.mismatch import MismatchGuard, MismatchTooLarge
 from strop.trainer.run import TrainOptions
-from strop.trainer.step_timer import PHASE_KINDS, StepTimer
 from strop.trainer.train import train
 from strop.types import Messages, Rollout, Task
 

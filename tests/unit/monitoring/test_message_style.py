@@ -20,7 +20,7 @@ def root() -> Iterator[logging.Logger]:
 
 
 def test_loggers_of_strop_and_of_others_warn_in_one_style(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    logging.getLogger("strop.models.classifiers").warning("the head of %s is new", "x")
+    logging.getLogger("strop.models.value_network").warning("the head of %s is new", "x")
     for _ in range(2):
         logging.getLogger("engines.triton_utils.importing").warning("Triton is installed")
     logging.getLogger("cluster.nodes").error("lost a node")

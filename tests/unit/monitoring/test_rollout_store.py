@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.monitoring.rollout_store import inflated_files
-from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
+from strop.monitoring.rollout_store import stored_files
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, make_records, split_by_rollout
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.rollout_store.stored_files import DamagedRollouts
 from strop.types import Batch, Ending, Group, Message, Rollout, Task, Totals, Turn, observation_turn
 from support.full_disk import FullDisk
 from support.stored_steps import inflate
@@ -205,7 +205,7 @@ def test_rollouts_that_a_full_disk_refuses_are_lost_and_the_run_goes_on(
 @pytest.mark.parametrize("dictionary", [False, True])
 def test_no_reader_inflates_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str, dictionary: bool) -> None:
     """A text that all rows repeat, or that is compressed to nothing, is refused before it fills the memory."""
-    monkeypatch.setattr(inflated_files, "LARGE", 2**22)
+    monkeypatch.setattr(stored_files, "LARGE", 2**22)
     store = RolloutStore(tmp_path)
     store.write(1, some_records(1))
     store.write(2, some_records(2))

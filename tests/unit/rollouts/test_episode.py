@@ -20,8 +20,7 @@ from strop.environments.handle import LocalEnvironment
 from strop.generation.base import Completion
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_episode, run_group
-from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
-from strop.rollouts.reward_scaling_config import RewardScalingConfig
+from strop.rollouts.reward_shaping_config import RewardPenaltiesConfig, RewardScalingConfig
 from strop.sampling import KEPT, Sampling
 from strop.types import Ending, Group, Message, Messages, Rollout, Task, assistant, user
 from strop.weight_sync.base import EngineDied

@@ -25,7 +25,7 @@ from strop.environments.scoring.scoring_pool import ScoringError, UnscorableTask
 from strop.generation.base import Completion
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, fail, run_group
-from strop.rollouts.reward_scaling_config import RewardScalingConfig
+from strop.rollouts.reward_shaping_config import RewardScalingConfig
 from strop.sampling import Sampling, mix_seed
 from strop.tools.base import InfrastructureError
 from strop.trainer.run import TooManyDropped, TrainOptions

@@ -18,7 +18,7 @@ from strop.environments.base import Environment, reward
 from strop.environments.handle import LocalEnvironment
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
-from strop.rollouts.in_flight import is_beyond_training
+from strop.rollouts.stream import is_beyond_training
 from strop.sampling import Sampling, mix_seed
 from strop.types import Group, Messages, Rollout, Task, user
 

@@ -16,8 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loop.fakes import run_virtually
-from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, PendingGroup, Windowed
-from strop.rollouts.stream import EndOfTasks, RolloutStream, StreamState, requeue_stale
+from strop.rollouts.stream import (
+    DropTooOld,
+    EndOfTasks,
+    Fifo,
+    GroupOrder,
+    PendingGroup,
+    RolloutStream,
+    StreamState,
+    Windowed,
+    requeue_stale,
+)
 from strop.types import Group, Rollout, Task
 from support.sweep import sweep
 

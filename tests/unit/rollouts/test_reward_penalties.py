@@ -13,8 +13,8 @@ from strop.algorithm_factory import make_algorithm
 from strop.algorithms.policy_gradient.turns import make_turn_advantages
 from strop.base_config import validate_section
 from strop.data.packing import pack
-from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
-from strop.trainer.column_sources import ColumnSources
+from strop.learner.client import ColumnSources
+from strop.rollouts.reward_shaping_config import RewardPenaltiesConfig
 from strop.types import Group, Message, Rollout, Task, Turn, assistant, observation_turn, user
 from support.rollouts import make_rollout, sampled_turn
 

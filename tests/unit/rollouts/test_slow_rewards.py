@@ -13,8 +13,7 @@ from strop.environments.base import Environment, reward
 from strop.environments.handle import LocalEnvironment
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
-from strop.rollouts.order import DropTooOld
-from strop.rollouts.stream import RolloutStream
+from strop.rollouts.stream import DropTooOld, RolloutStream
 from strop.sampling import Sampling
 from strop.types import Group, Rollout, Task
 

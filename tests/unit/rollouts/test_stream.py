@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from loop.fakes import run_virtually
-from strop.rollouts.order import DropTooOld, Fifo, Windowed
-from strop.rollouts.stream import EndOfTasks, RolloutStream, StreamState, requeue_stale
+from strop.rollouts.stream import DropTooOld, EndOfTasks, Fifo, RolloutStream, StreamState, Windowed, requeue_stale
 from strop.types import Group, Rollout, Task
 
 

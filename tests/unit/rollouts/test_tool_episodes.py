@@ -22,7 +22,7 @@ from strop.generation.base import Completion
 from strop.models.chat_template import ChatTemplate
 from strop.models.network import Network
 from strop.rollouts.episode import EpisodeRules, run_episode
-from strop.rollouts.tool_turns import describe_tool_calls
+from strop.rollouts.policy_turns import describe_tool_calls
 from strop.sampling import Sampling
 from strop.tools.base import ToolConfigError
 from strop.types import Ending, Message, Messages, Rollout, Task, user
@@ -198,7 +198,7 @@ class AlwaysCalls(Environment[Task]):
 @pytest.mark.parametrize("continuation", ["turn", "message"])
 def test_the_prefix_of_a_conversation_is_not_computed_again(continuation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn reads what was appended and the last token that was sampled, and nothing before it."""
-    from strop.rollouts.tool_turns import ToolTurns
+    from strop.rollouts.policy_turns import ToolTurns
     from strop.tools.base import ParsedReply
     from strop.types import ToolCall
 

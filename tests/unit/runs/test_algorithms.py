@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from strop.algorithm_factory import AlgorithmSetting, find_algorithm, format_algorithm, make_algorithm
+from strop.algorithm_factory import AlgorithmSetting, all_algorithms, find_algorithm, format_algorithm, make_algorithm
 from strop.algorithms.base import Algorithm, Plan
-from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.critic import VAPO, Gae
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.corrections import Icepop, Importance, Tis

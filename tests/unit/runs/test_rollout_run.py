@@ -27,8 +27,7 @@ from strop.environments.handle import LocalEnvironment
 from strop.environments.remote import RemoteEnvironment, connect
 from strop.learner.client import InlineCaller, ThreadCaller
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.rollouts.order import DropTooOld, Fifo, Windowed
-from strop.rollouts.stream import StreamState
+from strop.rollouts.stream import DropTooOld, Fifo, StreamState, Windowed
 from strop.runs import open_run, rollout_run
 from strop.runs.backend import LocalBackend
 from strop.runs.dry_run.examine import find_single_turns

@@ -22,9 +22,8 @@ from strop.config.schema.run_config import TRAINING_RUNS
 from strop.learner.client import POLICY_ENTROPY
 from strop.learner.torch.learner import TorchLearner
 from strop.models.value_network import ValueHead, ValueNetwork
-from strop.runs.backend import LocalBackend
+from strop.runs.backend import LocalBackend, make_columns
 from strop.runs.models import LoadedPolicy, load_policy, make_learners, make_trained_networks
-from strop.runs.scorers import make_columns
 from strop.sampling import Sampling
 from strop.trainer.run import TrainOptions
 from strop.types import Batch, Group

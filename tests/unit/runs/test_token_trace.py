@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from strop import metrics
+from strop.algorithm_factory import all_algorithms
 from strop.algorithms.base import CANDIDATES, SQUARED_PROBS, Algorithm, Outputs, TokenOutputs, ValueOutputs
-from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.critic import PPO
 from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.algorithms.kl import Kl
@@ -21,7 +21,7 @@ from strop.algorithms.policy_gradient.corrections import GeometricRejection, Imp
 from strop.algorithms.policy_gradient.grpo import GRPO, Clip
 from strop.data.splitting import split_mini_batches
 from strop.metrics import Metrics
-from strop.monitoring.rollout_store.token_columns import TokenColumns
+from strop.monitoring.rollout_store.token_values import TokenColumns
 from strop.runs.monitors.token_trace import TokenTrace
 from strop.types import Batch, Ending, Group
 from support.algorithms import find_part

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from strop.tools.base import ToolConfigError, ToolError
-from strop.tools.function_tool import make_tool, read_docstring
+from strop.tools.tool_options import make_tool, read_docstring
 
 
 class Colour(Enum):

@@ -144,7 +144,7 @@ def test_names_that_meet_are_prefixed_and_sets_are_closed() -> None:
 
 
 def _add_tool() -> Tool:
-    from strop.tools.function_tool import make_tool
+    from strop.tools.tool_options import make_tool
 
     return make_tool(add)
 

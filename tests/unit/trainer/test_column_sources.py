@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from strop.algorithms.kl import KL_WEIGHT, KL_WEIGHT_NEXT
-from strop.trainer.column_sources import AdaptedKlWeight, ColumnSources
+from strop.learner.client import AdaptedKlWeight, ColumnSources
 from strop.types import Batch, Group
 from support.rollouts import pack_grpo, simple_groups
 

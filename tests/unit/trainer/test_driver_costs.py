@@ -20,9 +20,9 @@ import strop
 from strop.algorithms.base import TokenOutputs
 from strop.data.packing import pack
 from strop.data.splitting import pack_first_fit, split_micro_batches, split_mini_batches
+from strop.learner.client import ColumnSources
 from strop.monitoring.rollout_store.rollout_record import make_records, split_by_rollout
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.trainer.column_sources import ColumnSources
 from strop.trainer.mismatch import measure_mismatch
 from strop.trainer.step_metrics import batch_metrics, group_metrics
 from strop.types import Batch, Group, StepReward

@@ -15,9 +15,8 @@ from loop.tiny import tiny_tokenizer
 from strop.checkpointing.base import RunState
 from strop.rollouts.stream import StreamState
 from strop.stopping import EndRun
-from strop.trainer.listeners import RunListener
+from strop.trainer.listeners import RunListener, StepView
 from strop.trainer.run import TrainOptions
-from strop.trainer.step_view import StepView
 from strop.trainer.train import train
 
 TOKENIZER = tiny_tokenizer()

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop import metrics
+from strop.algorithm_factory import all_algorithms
 from strop.algorithms.base import Algorithm, TokenOutputs
-from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.functional import aggregate
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.corrections import Tis

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.data.packing import pack
-from strop.data.policies import map_policies
+from strop.data.rollout_selector import map_policies
 from strop.generation.torch.torch_past_selves import copy_network
 from strop.learner.client import InlineCaller, LearnerClient
 from strop.models.network import Network

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from strop import metrics
-from strop.algorithms.base import Plan, TokenOutputs
+from strop.algorithms.base import LossTerm, LossTerms, Plan, TokenOutputs, add_terms
 from strop.algorithms.functional import aggregate, sequence_sum, varies
-from strop.algorithms.loss_terms import LossTerm, LossTerms, add_terms
 from strop.algorithms.policy_gradient import step_weights
 from strop.algorithms.policy_gradient.composition import Composition, check_composition, split_terms
 from strop.algorithms.policy_gradient.parts import GroupRewards, check_per_token

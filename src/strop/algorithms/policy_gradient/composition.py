@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from strop.algorithms.base import Algorithm, Plan, TokenOutputs
+from strop.algorithms.base import CLIPPED, CORRECTION, SELECTED, Algorithm, LossTerm, LossTerms, Plan, TokenOutputs
 from strop.algorithms.functional import POLICY_COLUMNS, POLICY_LOGPROBS, Aggregation, aggregate, bounded_difference
 from strop.algorithms.kl import Kl
-from strop.algorithms.loss_terms import CLIPPED, CORRECTION, SELECTED, LossTerm, LossTerms
 from strop.algorithms.policy_gradient.parts import (
     Advantage,
     BoundedObjective,

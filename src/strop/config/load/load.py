@@ -27,9 +27,8 @@ from strop.base_config import (
     validate_section,
 )
 from strop.config import cluster_checks, run_checks
-from strop.config.load.auto_backend import resolve_auto_backend
+from strop.config.load.device_defaults import resolve_auto_backend
 from strop.config.load.recipe_library import explain_key, translate_source
-from strop.config.load.run_name import name_run
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, TrainingRunConfig
 from strop.config.source import keys, yaml_text
 from strop.config.source.interpolation import (
@@ -37,6 +36,7 @@ from strop.config.source.interpolation import (
     escape_interpolations,
     find_named_files,
     iter_targets,
+    name_run,
     referenced_keys,
     resolve_source,
 )

@@ -9,9 +9,8 @@ from pydantic import Field
 
 from strop.base_config import BaseConfig, subsection
 from strop.generation.generation_config import GenerationConfig
-from strop.learner.learner_config import TORCH, LearnerName
+from strop.learner.learner_config import TORCH, LearnerName, policy_extensions
 from strop.learner.model_config import ModelConfig
-from strop.learner.policy_extension import policy_extensions
 from strop.models.routing.router_config import RouterReplayConfig
 from strop.problems import Problem
 

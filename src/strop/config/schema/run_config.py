@@ -38,7 +38,7 @@ from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig, ScoringModelConfig
 from strop.monitoring.console_columns import ROLLOUT_COLUMNS, VALUE_COLUMNS, Column
 from strop.monitoring.logger_config import LoggerConfig, WatchdogConfig
-from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
+from strop.rollouts.reward_shaping_config import RewardPenaltiesConfig
 from strop.trainer.training_config import RolloutTrainingConfig, TrainingConfig
 
 if TYPE_CHECKING:

@@ -2,6 +2,8 @@
 
 ``${mul:a,b}``, ``${add:a,b}``, ``${sub:a,b}``, ``${div:a,b}``, ``${max:a,b}`` and ``${min:a,b}`` nest; ``div`` of integers is an integer
 where it is exact. ``${env:NAME}`` and ``${env:NAME,default}`` (or ``oc.env``) read the environment. ``\\${`` is a literal ``${``.
+
+``run_name`` names a run and its folders. Its placeholder ``{overrides}`` turns a sweep into one loop.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -21,8 +24,9 @@ from omegaconf.errors import OmegaConfBaseException
 from strop.base_config import NAMES_FILE, BaseConfig, KeyPath, fields_of, followed_keys, section_model
 from strop.config.source import keys
 from strop.config.source.keys import find_field
-from strop.config.source.yaml_source import ConfigSource, copy_values, get_at, set_key
+from strop.config.source.yaml_source import ConfigSource, copy_values, get_at, merge_sections, set_key
 from strop.data.prompt_template import AUTO_PROMPT
+from strop.problems import Origin, Problem
 
 UNSET_VARIABLE = "the environment variable"
 UNKNOWN_TARGET = re.compile(r"\$\{(?!\.*[A-Za-z_][\w.]*\}|[a-z_.]+:)")  # a name that is itself interpolated, or has brackets
@@ -229,9 +233,11 @@ def _resolve(source: ConfigSource, model: type[BaseConfig]) -> tuple[Mapping[str
     return resolve_interpolations(add_defaults(source.values, model))
 
 
-def add_defaults(values: Mapping[str, Any], model: type[BaseConfig]) -> dict[str, Any]:
-    """Return values with the schema's defaults for missing keys, so that ``${...}`` can refer to any key."""
-    default = keys.default_values(model)
+def add_defaults(values: Mapping[str, Any], model: type[BaseConfig], default: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return values with the schema's defaults for missing keys, so that ``${...}`` can refer to any key. ``default``: those of the
+    section where they are not its model's own.
+    """
+    default = keys.default_values(model) if default is None else default
     tree = dict(default)
     for name, value in values.items():
         tree[name] = value
@@ -240,12 +246,14 @@ def add_defaults(values: Mapping[str, Any], model: type[BaseConfig]) -> dict[str
             continue
         if (inner := section_model(field)) is not None:
             if value is None or isinstance(value, Mapping):
-                tree[name] = add_defaults(value or {}, inner)
+                tree[name] = add_defaults(value or {}, inner, default[name])
         elif value is None and followed_keys(field):
             tree[name] = default[name]  # null requests the value of the key that this one follows
         elif isinstance(value, Mapping) and not keys.is_entry_list(field) and (entry := keys.entry_model(field)):
             tree[name] = {
-                alias: add_defaults(options or {}, entry) if options is None or isinstance(options, Mapping) else options
+                alias: add_defaults(options or {}, entry, keys.default_values_of_entry(entry))
+                if options is None or isinstance(options, Mapping)
+                else options
                 for alias, options in value.items()
             }
     return tree
@@ -281,3 +289,80 @@ def _is_missing_file(value: object, *, template: bool) -> bool:
         return not Path(value).is_file()
     except (OSError, ValueError):  # not a valid file name
         return False
+
+
+NAME: KeyPath = ("run_name",)
+FOLDERS: dict[KeyPath, str] = {("logger", "log_dir"): "logs", ("checkpointing", "checkpoint_dir"): "results"}
+OVERRIDES = "{overrides}"
+# Keys that do not make it another run: its name and folders, and how it is started and monitored.
+UNNAMED = ("run_name", "logger.log_dir", "checkpointing.checkpoint_dir", "checkpointing.resume", "logger.console")
+LONGEST = 100  # maximum characters of the overrides in a name
+SHORTEST_KEY = 4  # minimum characters of a key in a name that is too long
+
+
+def name_run(source: ConfigSource, overrides: Sequence[str]) -> tuple[ConfigSource, list[Problem]]:
+    """Put the overrides into the name, and name the folders after it, unless the same or a later file, or the command line, sets
+    them.
+
+    A folder that an earlier file sets with ``${run_name}`` in it stays.
+    """
+    name = get_at(source.values, NAME)
+    if name == {"overrides": None}:  # run_name={overrides}, as parsed by YAML
+        name = OVERRIDES
+    if not isinstance(name, str):
+        return source, []
+    if OVERRIDES in name:
+        given = format_overrides(overrides)
+        if not given and name == OVERRIDES:
+            fix = "Add text to it, such as run_name='sweep_{overrides}', or override a key."
+            problem = Problem("run_name", "nothing is left of {overrides}: no key is overridden", fix, source.find_origin(NAME))
+            return _set(source, NAME, None), [problem]
+        name = name.replace(OVERRIDES, given).strip("_-. ")
+        source = _set(source, NAME, name)
+    for path, parent in FOLDERS.items():
+        if not _holds(source, path):
+            source = _set(source, path, f"{parent}/${{run_name}}")
+    return source, []
+
+
+def _holds(source: ConfigSource, path: KeyPath) -> bool:
+    """Return whether a folder is set in the same source as the name or a later one, or contains the name."""
+    folder = get_at(source.values, path)
+    if folder is None or path not in source.origins:
+        return False
+    return source.layer_of(path) >= source.layer_of(NAME) or "${run_name}" in str(folder)
+
+
+def _set(source: ConfigSource, path: KeyPath, value: object) -> ConfigSource:
+    tree: object = value
+    for name in reversed(path):
+        tree = {name: tree}
+    assert isinstance(tree, dict)
+    origin = source.find_origin(path) or source.find_origin(NAME) or Origin("")
+    return ConfigSource(merge_sections(source.values, tree), {path: origin, **source.origins}, source.files)
+
+
+def format_overrides(overrides: Sequence[str]) -> str:
+    """Return overrides as part of a file name: in alphabetical order, without keys that do not make it another run, bounded in
+    length.
+
+    If they are too long, keys are shortened before any value, because the runs of a sweep differ in values.
+    """
+    last = {override.lstrip("+~").partition("=")[0].strip(): override.strip().lstrip("+") for override in overrides}
+    texts = [text for key, text in sorted(last.items()) if key not in UNNAMED]
+    whole = "-".join(texts)
+    short = re.sub(r"[^\w.=+-]", "_", whole)
+    if len(short) > LONGEST:
+        short = re.sub(r"[^\w.=+-]", "_", _shorten_keys(texts))[:LONGEST]
+    return short if short == whole else f"{short}-{zlib.crc32(whole.encode()):08x}"  # other overrides may shorten to the same
+
+
+def _shorten_keys(overrides: Sequence[str]) -> str:
+    """Return overrides with only the last name of each key, or as much of it as leaves room for all values."""
+    parts = [override.partition("=") for override in overrides]
+    names = [("~" * key.startswith("~") + key.rpartition(".")[2], sign + value) for key, sign, value in parts]
+    for length in range(max(len(name) for name, _ in names), SHORTEST_KEY - 1, -1):
+        shown = "-".join(name[:length] + value for name, value in names)
+        if len(shown) <= LONGEST:
+            break
+    return shown

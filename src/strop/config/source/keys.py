@@ -117,6 +117,23 @@ def _default_values(model: type[BaseConfig]) -> Mapping[str, Any]:
     return tree
 
 
+def default_values_of_entry(model: type[BaseConfig]) -> Mapping[str, Any]:
+    """Return the defaults of a named entry, such as ``teachers.math``: one level deeper than a section, so that a key which follows one
+    outside of it climbs one level more.
+    """
+    return _climb_more(default_values(model), 0)
+
+
+def _climb_more(tree: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    def climb(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return _climb_more(value, depth + 1)
+        leaves = isinstance(value, str) and value.startswith("${." + "." * (depth + 1))
+        return f"${{.{value[2:]}" if leaves else value
+
+    return {name: climb(value) for name, value in tree.items()}
+
+
 def follows_interpolation(field: FieldInfo) -> str | None:
     """Return ``${..a}`` for a field that follows another, else None."""
     return next((f"${{{target}}}" for target in followed_keys(field)), None)

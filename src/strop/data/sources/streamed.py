@@ -12,9 +12,9 @@ from itertools import islice
 from threading import RLock
 from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar, overload
 
-from strop.data.interleaving import permute_index
 from strop.data.sources.records import DataError, Record, Records
 from strop.data.sources.shards import Shard, ShardReader, StreamedRecord
+from strop.data.task_order import permute_index
 from strop.sampling import mix_seed
 
 

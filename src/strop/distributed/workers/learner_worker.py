@@ -21,8 +21,7 @@ from torch import Tensor
 from strop.algorithms.base import LossFn
 from strop.checkpointing.base import Saveable
 from strop.data.rollout_selector import SubBatch
-from strop.data.shares.batch_share import BatchShare
-from strop.data.shares.split_rule import ShareRequest
+from strop.data.shares import BatchShare, ShareRequest
 from strop.data.splitting import select_rollouts
 from strop.distributed.base import serve_store
 from strop.learner.budget.memory_probe import MemoryProbe

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.data.shares.batch_share import without_read_columns
-from strop.data.shares.divide_batch import divide_batch
-from strop.data.shares.split_rule import ShareRequest
+from strop.data.shares import ShareRequest, divide_batch, without_read_columns
 from strop.distributed.actor_group import ActorGroup
 from strop.distributed.base import Cluster
 from strop.distributed.workers.learner_worker import RankTarget, merge_columns

@@ -7,8 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from strop.environments.base import EnvironmentConfigError
-from strop.environments.rewards import RewardFunction, RewardMark, is_finite
-from strop.environments.verifiers.composition import Gate, WeightSchedule, sort_by_gates
+from strop.environments.rewards import Gate, RewardFunction, RewardMark, WeightSchedule, is_finite, sort_by_gates
 from strop.user_code import suggest_names
 
 MARK_OPTIONS = ("weight", "accuracy", "group", "per_turn", "gate")

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.models.mixers.chosen_tokens import IndexRows
+from strop.models.mixers.indexers import IndexRows, PathBlocks
 from strop.models.mixers.mixer_interface import running_call
-from strop.models.mixers.path_blocks import PathBlocks
 from strop.sampling import at_least_float32
 
 

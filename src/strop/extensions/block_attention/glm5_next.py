@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from strop.models.mixers.chosen_tokens import IndexRows
-from strop.models.mixers.indexers import UnknownIndexer
+from strop.models.mixers.indexers import IndexRows, UnknownIndexer
 from strop.models.mixers.mixer_interface import running_call
 from strop.sampling import at_least_float32
 

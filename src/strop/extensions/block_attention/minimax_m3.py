@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from strop.models.mixers.chosen_tokens import SCORES, IndexRows, pack_bits, take_best
-from strop.models.mixers.indexers import UnknownIndexer
+from strop.models.mixers.indexers import SCORES, IndexRows, UnknownIndexer, pack_bits, take_best
 from strop.models.mixers.mixer_interface import running_call
 from strop.sampling import at_least_float32
 

@@ -62,7 +62,7 @@ def check_cluster(config: TrainingRunConfig) -> int:
 
 
 async def _check(config: TrainingRunConfig) -> int:
-    from strop.config.load.auto_backend import resolve_auto_backend
+    from strop.config.load.device_defaults import resolve_auto_backend
     from strop.distributed.placement import PlacementError
     from strop.extensions.checks.preflight import find_problems, format_survey
     from strop.extensions.checks.survey import connect_to_inspect, survey_cluster

@@ -338,7 +338,7 @@ def _definitions(setup: Sequence[str]) -> Iterator[str]:
         yield ast.unparse(ast.Module(body=list(kept), type_ignores=[]))
 
 
-PARTS = {"candidate": ("plain_values",), "checker": ("plain_values", "plain_numpy")}  # of the programs for the sandbox
+PARTS = {"candidate": ("plain_values",), "checker": ("plain_values",)}  # of the programs for the sandbox
 
 
 @cache

@@ -16,9 +16,8 @@ from numbers import Integral
 from random import Random
 from typing import Any
 
-from strop.data.interleaving import Interleaving
 from strop.data.sources.records import DataError
-from strop.data.task_order import OrderedTasks
+from strop.data.task_order import Interleaving, OrderedTasks
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.handle import EnvironmentHandle
 from strop.extensions.curriculum.base import Choice, Curriculum, Draw, TaskOutcome

@@ -9,9 +9,8 @@ from functools import partial
 from typing import ClassVar, Literal
 
 from strop import metrics
-from strop.algorithms.base import Algorithm, Plan, TokenOutputs
+from strop.algorithms.base import Algorithm, LossTerm, LossTerms, Plan, TokenOutputs
 from strop.algorithms.functional import POLICY_LOGPROBS, Aggregation, aggregate, logprobs_before_update
-from strop.algorithms.loss_terms import LossTerm, LossTerms
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.grpo import Clip, GroupRelative
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES
 from strop.data.packing import pack
-from strop.data.shares.batch_share import BatchShare
-from strop.data.shares.split_rule import ShareRequest
+from strop.data.shares import BatchShare, ShareRequest
 from strop.data.splitting import select_rollouts
 from strop.extensions.distillation.distillation import TEACHER_CANDIDATES, TEACHER_LOGPROBS
 from strop.extensions.distillation.top_tokens import TopTokens, compute_top_tokens

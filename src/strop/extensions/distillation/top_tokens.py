@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strop.models.logprobs.logit_tiles import ROWS
+from strop.models.logprobs.lm_head import ROWS
 from strop.models.network import Network
 from strop.sampling import Sampling, filtered_logits
 from strop.types import Batch

@@ -21,23 +21,21 @@ from strop.environments.mixture import Mixture
 from strop.environments.resources import configure_resources, open_resources
 from strop.extensions.evaluation.evaluated_run import EvaluatedRun
 from strop.extensions.evaluation.evaluation_engines import OpenEngines, open_engines
-from strop.extensions.evaluation.evaluation_folder import TaskLog, open_folder
-from strop.extensions.evaluation.evaluation_jobs import make_evaluation_job, make_run_evaluation_job
+from strop.extensions.evaluation.evaluation_folder import TaskLog, make_evaluation_job, make_run_evaluation_job, open_folder
 from strop.extensions.evaluation.evaluation_report import EvaluationReport, SetResult, make_report, strip_prefix
 from strop.extensions.evaluation.overlap import OverlapReport, find_overlaps
 from strop.extensions.export.convert import loadable_folder
-from strop.extensions.recorded.loss_validation import LossValidator
 from strop.extensions.recorded.recorded_config import RecordedRunConfig
 from strop.extensions.recorded.recorded_run import make_validation_groups, read_validation_examples
+from strop.extensions.recorded.recorded_scores import LossValidator
 from strop.learner.parallel.single_device import load_weights
 from strop.monitoring.console import ConsoleKind, open_console
-from strop.rollouts.tool_turns import describe_tool_calls
-from strop.runs.backend import LocalBackend
+from strop.rollouts.policy_turns import describe_tool_calls
+from strop.runs.backend import LocalBackend, make_columns
 from strop.runs.evaluation_job import EvaluationJob, EvaluationSet, identify_entries
 from strop.runs.exit_codes import run_command
 from strop.runs.models import load_training_policy, resolve_device
 from strop.runs.run_algorithm import make_run_algorithm
-from strop.runs.scorers import make_columns
 from strop.runs.summary import format_auto_engine, summarize
 from strop.runs.tasks import make_mixture
 from strop.safety.printable import shorten

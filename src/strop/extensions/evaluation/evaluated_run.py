@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.base_config import fields_of, iter_sections
-from strop.config.load.auto_backend import resolve_auto_backend
+from strop.config.load.device_defaults import resolve_auto_backend
 from strop.config.load.load import load_config
 from strop.config.schema.evaluation_config import assign_graders
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig, RolloutRunConfig, TrainingRunConfig

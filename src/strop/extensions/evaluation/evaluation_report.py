@@ -13,7 +13,7 @@ from strop.checkpointing.saved_model import SavedModel
 from strop.extensions.evaluation.statistics import Interval, confidence_interval, standard_error
 from strop.safety.printable import make_printable
 from strop.statistics import pass_at_k, present_tasks
-from strop.trainer.task_records import TRUNCATED, read_result
+from strop.trainer.evaluation import TRUNCATED, read_result
 
 SAMPLES_SHOWN, TEXT_SHOWN, ERROR_SHOWN = 3, 160, 400
 SHARES = ("accuracy", "avg", "pass", "cons", "maj", "truncated")  # metrics that usually lie between 0 and 1

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from strop.extensions.evaluation.statistics import SHARE, confidence_interval
 from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
-from strop.results import read_interval
 from strop.runs.monitors.run_listeners import RunSetup
 from strop.trainer.listeners import RunListener
 
@@ -53,7 +51,11 @@ def describe_scores(log_dir: Path) -> str:
 def _find_interval(log_dir: Path, step: int, accuracy: float, examples: float | None) -> tuple[float, float, int] | None:
     """Return the ends of the interval and the number of tasks: from stored samples, or for recorded data from the share of examples."""
     if examples is not None:
+        from strop.extensions.evaluation.statistics import SHARE, confidence_interval
+
         right = round(accuracy * examples)
         interval = confidence_interval([1.0] * right + [0.0] * (round(examples) - right), bounds=SHARE)
         return interval.low, interval.high, round(examples)
+    from strop.results import read_interval
+
     return read_interval(log_dir, step)

@@ -15,7 +15,7 @@ from strop.config.source import yaml_text
 from strop.data.sources.hub import require_token, upload_folder
 from strop.extensions.export.convert import convert_model
 from strop.extensions.export.model_folder import AS_THEY_ARE, ConversionError, ExportFormat
-from strop.models.draft_head import FOLDER, WEIGHTS
+from strop.models.network_parts import FOLDER, WEIGHTS
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 from strop.runs.exit_codes import run_command
 

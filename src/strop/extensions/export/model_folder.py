@@ -16,7 +16,6 @@ from torch import Tensor
 
 from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, is_classifier_adapter
 from strop.models.checkpoint_names import load_model_config
-from strop.models.classifiers import load_classifier
 from strop.models.load_report import LoadReport, find_not_finite
 from strop.models.loading import (
     cast_weights,
@@ -27,6 +26,7 @@ from strop.models.loading import (
     load_weights,
     quiet_transformers,
 )
+from strop.models.value_network import load_classifier
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

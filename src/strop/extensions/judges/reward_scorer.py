@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from strop.models.attention.rotary_scaling import fix_rotary_length
-from strop.models.classifiers import load_classifier
 from strop.models.loading import cast_weights
 from strop.models.network import disable_dropout
-from strop.models.value_network import apply_score_layer, get_score_layer
+from strop.models.value_network import apply_score_layer, get_score_layer, load_classifier
 
 
 @dataclass(frozen=True, kw_only=True)

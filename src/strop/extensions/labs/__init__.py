@@ -1,1 +1,1 @@
-"""Experiments with the policy: each attaches through the seams of ``strop.learner.policy_extension`` and of the layers."""
+"""Experiments with the policy: each attaches through the seams of ``strop.learner.learner_config`` and of the layers."""

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from strop.extensions.megatron.checkpoint.torch_dist import LATEST, find_iteration, model_folder, open_shards
 from strop.extensions.megatron.megatron_config import MegatronConfig
-from strop.extensions.megatron.megatron_dims import MegatronDims, model_errors
 from strop.models.local_files import ModelShape
 from strop.problems import Problem
 
 if TYPE_CHECKING:
     from strop.config import TrainingRunConfig
     from strop.distributed.workers.learner_worker import RankModels
+    from strop.extensions.megatron.megatron_dims import MegatronDims
     from strop.extensions.megatron.megatron_policy import MegatronPolicy
     from strop.lazy_torch import Tensor
     from strop.learner.parallel.shard_files import ShardedReader
@@ -63,10 +63,13 @@ class MegatronBackend:
             policy.write_draft(folder.parent / "draft")
 
     def make_dims(self, section: MegatronConfig, world: int) -> MegatronDims:
+        from strop.extensions.megatron.megatron_dims import MegatronDims
+
         return MegatronDims.from_config(section, world)
 
     def examine(self, config: TrainingRunConfig, key: str, model: Any, values: Mapping[str, Any]) -> Iterator[Problem]:
         from strop.extensions.megatron.families.find_family import check_architecture
+        from strop.extensions.megatron.megatron_dims import model_errors
 
         section = MegatronConfig.of(model)
         try:

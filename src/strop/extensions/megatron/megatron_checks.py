@@ -8,8 +8,8 @@ from strop import packages
 from strop.base_config import changed_keys
 from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.run_config import PpoRunConfig, RolloutRunConfig, TrainingRunConfig, list_trained_models
+from strop.learner.learner_config import fixes_order
 from strop.learner.model_config import ModelConfig
-from strop.learner.policy_extension import fixes_order
 from strop.problems import Problem
 
 Problems = Iterator[Problem]

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from strop import metrics
 from strop.algorithms.base import LossFn, Outputs
 from strop.data.packing_config import require_number
-from strop.data.shares.batch_share import BatchShare, count_tokens
-from strop.data.shares.split_rule import ShareRequest
+from strop.data.shares import BatchShare, ShareRequest, count_tokens
 from strop.extensions.labs.draft.draft_trainer import DraftTrainer
 from strop.extensions.megatron.checkpoint.megatron_snapshot import MegatronSnapshot, load_learner, snapshot_learner
 from strop.extensions.megatron.megatron_config import MegatronConfig
@@ -33,7 +32,7 @@ from strop.extensions.megatron.schedule import RouterLosses, prepare_schedule
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.micro_batch import MicroBatch, MicroBatchOutputs, detach_to_cpu, dummy_loss, to_device
 from strop.learner.torch.companion import StagedWithCompanion
-from strop.learner.torch.schedule_unit import ScheduleUnit
+from strop.learner.torch.optimizer import ScheduleUnit
 from strop.learner.torch.tensor_offload import TensorOffload
 from strop.metrics import Metrics
 from strop.models.routing.recorded_experts import measure_disagreement, measure_missing_routes

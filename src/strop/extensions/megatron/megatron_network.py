@@ -13,9 +13,7 @@ from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES, SQUARED_PROBS, Outputs, ValueOutputs
 from strop.data.rollout_selector import SubBatch
-from strop.data.shares.batch_share import BatchShare, without_read_columns
-from strop.data.shares.divide_batch import take_share
-from strop.data.shares.split_rule import ShareRequest, SplitRule
+from strop.data.shares import BatchShare, ShareRequest, SplitRule, take_share, without_read_columns
 from strop.extensions.distillation.top_tokens import TopTokens, find_top_tokens
 from strop.extensions.labs.draft.eagle_head import EagleHead
 from strop.extensions.megatron.layout import MegatronLayout
@@ -24,8 +22,7 @@ from strop.extensions.megatron.schedule import Finish, RowSharding, run_schedule
 from strop.extensions.megatron.stage_adapters import StageAdapters
 from strop.extensions.megatron.vocab_parallel import VocabParallelHead, vocab_parallel_logprobs
 from strop.learner.parallel.micro_batch import MicroBatch, MicroBatchOutputs, OutputsT, detach_to_cpu
-from strop.models.logprobs.lm_head import make_lm_head
-from strop.models.logprobs.logit_tiles import ROWS
+from strop.models.logprobs.lm_head import ROWS, make_lm_head
 from strop.models.routing.recorded_experts import ReplayedRoutes, RoutedLayers
 from strop.models.value_network import apply_score_layer
 from strop.sampling import KEPT_TOKENS, Sampling

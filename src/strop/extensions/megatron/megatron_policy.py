@@ -15,8 +15,8 @@ from strop.extensions.megatron.cpu_shim import prepare_megatron
 from strop.extensions.megatron.families.find_family import to_text_config
 from strop.models.chat_template import ChatTemplate
 from strop.models.checkpoint_names import load_model_config
-from strop.models.classifiers import choose_pad_token, to_classifier_config
 from strop.models.loading import apply_overrides, find_model_folder, find_stop_token_ids, load_generation_config, load_tokenizer
+from strop.models.value_network import choose_pad_token, to_classifier_config
 from strop.runs.lifecycle import seed_everything
 from strop.runs.models import TokenizerBundle, prepare_device, set_up_gpu, tokenizer_key
 

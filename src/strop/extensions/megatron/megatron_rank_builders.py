@@ -39,8 +39,8 @@ from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
 from strop.models.loading import ModelNotFound, load_tokenizer
 from strop.models.local_files import ModelShape
 from strop.problems import raise_problems
+from strop.runs.backend import keeps_reference
 from strop.runs.models import PRECISIONS, check_same_vocabulary, make_each_learner
-from strop.runs.scorers import keeps_reference
 from strop.sampling import Sampling
 from strop.weight_sync.base import AdapterFiles
 from strop.weight_sync.exporter import fingerprint_adapters

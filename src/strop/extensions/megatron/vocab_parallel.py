@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from strop.algorithms.base import TokenOutputs
 from strop.learner.parallel.collectives import all_reduce, join_rows
 from strop.models.logprobs.lm_head import LMHead
-from strop.models.logprobs.row_chunks import map_chunks
-from strop.models.logprobs.token_logprobs import token_logprobs
+from strop.models.logprobs.token_logprobs import map_chunks, token_logprobs
 from strop.sampling import NO_TOKEN, Sampling, at_least_float32
 
 dist: Any = torch.distributed

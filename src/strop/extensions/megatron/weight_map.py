@@ -20,8 +20,8 @@ from strop.extensions.megatron.families.architecture import LAYER, Piece, Weight
 from strop.extensions.megatron.families.find_family import find_family
 from strop.extensions.megatron.models.gpt_stage import GptStage, Head
 from strop.models.checkpoint_names import describe_model
-from strop.models.classifiers import draw_score_weight
 from strop.models.load_report import LoadReport, find_not_finite
+from strop.models.value_network import draw_score_weight
 from strop.weight_sync.weight_source import Weight
 
 

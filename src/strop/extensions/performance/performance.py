@@ -13,24 +13,23 @@ from torch import Tensor
 from strop.config import TrainingRunConfig
 from strop.config.cluster_checks import count_devices
 from strop.distributed.base import ActorOptions, Cluster, RemoteActor
-from strop.extensions.performance.decoder_dimensions import UnknownDimensions, dimensions_of
 from strop.extensions.performance.devices import (
     DecoderDimensions,
     PassCounts,
+    UnknownDimensions,
+    dimensions_of,
     find_device,
     forward_flops,
     training_flops,
     windows_of,
 )
-from strop.extensions.performance.machine_monitor import MachineMonitor, SystemMonitor
+from strop.extensions.performance.machine_monitor import MachineMonitor, SharedCores, SystemMonitor
 from strop.extensions.performance.performance_config import PerformanceConfig
-from strop.extensions.performance.shared_cores import SharedCores
 from strop.models.loading import read_model_config
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.local_device import resolve_device_name
 from strop.runs.monitors.run_listeners import RunSetup
-from strop.trainer.listeners import RunListener
-from strop.trainer.step_view import StepView
+from strop.trainer.listeners import RunListener, StepView
 from strop.types import Batch
 
 log = logging.getLogger(__name__)

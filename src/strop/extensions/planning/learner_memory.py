@@ -12,8 +12,7 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from strop.extensions.performance.decoder_dimensions import UnknownDimensions, dimensions_of, read_config
-from strop.extensions.performance.devices import DecoderDimensions
+from strop.extensions.performance.devices import DecoderDimensions, UnknownDimensions, dimensions_of, read_config
 
 
 @dataclass(frozen=True, kw_only=True)

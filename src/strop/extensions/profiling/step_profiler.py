@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, Protocol
 
 from strop.distributed.base import Cluster
 from strop.extensions.profiling.profile_config import ProfileConfig
-from strop.monitoring.process_profile import Span, begin_profile, end_profile
+from strop.monitoring.process_profile import RECORDER, RecordedSpans, Span, begin_profile, end_profile
 from strop.monitoring.trackers.base import Tracker
+from strop.monitoring.waits import LOOP, wait_listeners, waiting
 from strop.runs.monitors.run_listeners import RunSetup
 from strop.storage.files import atomic_write
-from strop.trainer.listeners import RunListener
-from strop.trainer.step_view import StepView
+from strop.trainer.listeners import RunListener, StepView
 
 EXCHANGES = 8
 
@@ -213,6 +213,22 @@ def _describe(process: ProcessSpans) -> dict[str, Any]:
     }
 
 
+def record_wait(wait: waiting) -> None:
+    """Keep an ended wait as a span of this process. The training loop's waits are kept by its timer."""
+    if wait.who != LOOP:
+        ended = time.perf_counter()
+        started = ended - (time.monotonic() - wait.since)
+        RECORDER.add(_find_track(wait), f"{wait.who}: {wait.on}", started, ended, wait.detail)
+
+
+def _find_track(wait: waiting) -> str:
+    if wait.on.startswith("engine, "):
+        return "requests to engines"
+    if wait.kind == "environment":
+        return "environments"
+    return "groups" if wait.on.startswith("group ") else wait.who
+
+
 PROFILES_FOLDER = "profiles"
 ANSWER_SECONDS = 20.0  # time limit for an answer of another process; without one, it is left out of the trace
 
@@ -250,13 +266,13 @@ class StepProfiler:
         await asyncio.gather(*(self._begin_process(process) for process in self.processes()))
         if problem := begin_profile(self.operators):
             self._notes["driver"] = problem
+        wait_listeners.append(record_wait)
 
     async def finish(self, step: int, began: float, ended: float) -> None:
         """Write the trace of the recorded step. ``began`` and ``ended`` are times of ``time.perf_counter``."""
         if step != self._step or self.folder is None:
             return
-        self._step = None
-        own = end_profile()
+        own = self._end()
         started = time.perf_counter()
         note = self._notes.get("driver", "")
         driver = ProcessSpans(name="driver", pid=os.getpid(), spans=own.spans, lost=own.lost, operators=own.operators, note=note)
@@ -279,8 +295,12 @@ class StepProfiler:
     def close(self) -> None:
         """Stop a recording whose step did not end."""
         if self._step is not None:
-            self._step = None
-            end_profile()
+            self._end()
+
+    def _end(self) -> RecordedSpans:
+        self._step = None
+        wait_listeners.remove(record_wait)
+        return end_profile()
 
     async def _begin_process(self, process: ProfiledProcess) -> None:
         try:

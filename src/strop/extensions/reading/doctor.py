@@ -202,8 +202,8 @@ def describe_dropped_groups(folder: Path, steps: Sequence[tuple[int, Mapping[str
 
 
 def _read_errors(folder: Path, step: int) -> list[str]:
-    from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
     from strop.monitoring.rollout_store.rollout_store import RolloutStore  # imports torch, so only on demand
+    from strop.monitoring.rollout_store.stored_files import DamagedRollouts
 
     store = RolloutStore(folder, "none")
     try:

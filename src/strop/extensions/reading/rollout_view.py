@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
-from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts
-from strop.monitoring.rollout_store.rollout_record import RolloutRecord
-from strop.monitoring.rollout_store.turn_record import TurnRecord
+from strop.monitoring.rollout_store.rollout_record import RolloutRecord, TurnRecord
+from strop.monitoring.rollout_store.stored_files import DamagedRollouts
 from strop.safety.printable import make_printable, shorten
 from strop.user_code import suggest_names
 

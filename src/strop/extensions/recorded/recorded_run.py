@@ -16,13 +16,12 @@ from strop.base_config import to_json
 from strop.checkpointing.base import Restorable, RunState
 from strop.data.data_config import DataEntryConfig
 from strop.data.data_state import DataState
-from strop.data.interleaving import Interleaving
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, Part
 from strop.data.sources.streamed import count_items, has_item, is_streamed
+from strop.data.task_order import Interleaving
 from strop.distributed.base import Cluster
 from strop.extensions.recorded.examples import EXAMPLE_READERS
-from strop.extensions.recorded.loss_validation import LossValidator
 from strop.extensions.recorded.planned_groups import (
     PlannedGroup,
     make_group,
@@ -31,10 +30,10 @@ from strop.extensions.recorded.planned_groups import (
     plan_unpaired_preference,
 )
 from strop.extensions.recorded.recorded_config import RecordedRunConfig, RmConfig, SftConfig
+from strop.extensions.recorded.recorded_scores import LossValidator, load_or_compute_reference
 from strop.extensions.recorded.recorded_tokens import ExampleTooLong, RecordedRules
-from strop.extensions.recorded.reference_store import load_or_compute_reference
 from strop.extensions.recorded.tokenizing_pool import TokenizingPool, choose_num_workers
-from strop.learner.client import AsyncColumnSource, ColumnClient, InlineCaller, LearnerClient
+from strop.learner.client import AsyncColumnSource, ColumnClient, ColumnSources, InlineCaller, LearnerClient
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import make_failed_group
 from strop.rollouts.prepared_ahead import GroupsAhead
@@ -44,7 +43,6 @@ from strop.runs.models import TokenizerBundle
 from strop.runs.run_source import RunSource
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling
-from strop.trainer.column_sources import ColumnSources
 from strop.trainer.run import DATA, GroupSupply, TrainOptions
 from strop.types import Group, Task
 from strop.weight_sync.in_process import InProcessWeights

@@ -8,9 +8,8 @@ from functools import partial
 from typing import ClassVar, Literal
 
 from strop import metrics
-from strop.algorithms.base import Algorithm, TokenOutputs, ValueOutputs
+from strop.algorithms.base import Algorithm, LossTerm, LossTerms, TokenOutputs, ValueOutputs, add_terms
 from strop.algorithms.functional import aggregate
-from strop.algorithms.loss_terms import LossTerm, LossTerms, add_terms
 from strop.extensions.recorded.preference.base import mean_over_pairs, mean_over_rollouts, pair_advantages, view_as_pairs
 from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics

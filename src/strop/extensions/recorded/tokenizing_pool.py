@@ -1,12 +1,18 @@
 """Tokenizes recorded conversations alongside the training loop: in worker processes, or in a thread of this process.
 
 A thread does it until the first worker is ready, and wherever no worker can start. The tokens are the same.
+
+A worker is ``python -m strop.extensions.recorded.tokenizing_pool``. It reads messages from its standard input, each a pickle after its
+length: first (chat template, rules), answered with "ready", then one message per group of conversations, answered with their tokens. It
+exits when its input is closed, so it does not outlive the run.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import pickle
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,12 +21,45 @@ from copy import deepcopy
 from pathlib import Path
 from queue import Empty, LifoQueue
 from threading import Lock, Thread
+from typing import IO, Any
 
 from strop.extensions.recorded.recorded_tokens import RecordedConversation, RecordedRules, TokenizedConversation, tokenize_group
-from strop.extensions.recorded.tokenizing_worker import READY, read_message, write_message
 from strop.models.chat_template import ChatTemplate
 
 log = logging.getLogger(__name__)
+
+READY = "ready"
+LENGTH = struct.Struct("<Q")
+
+
+def write_message(pipe: IO[bytes], message: Any) -> None:
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    pipe.write(LENGTH.pack(len(data)) + data)
+    pipe.flush()
+
+
+def read_message(pipe: IO[bytes]) -> Any:
+    """Return the next message. Raises EOFError if the other side is gone."""
+    header = pipe.read(LENGTH.size)
+    data = pipe.read(LENGTH.unpack(header)[0]) if len(header) == LENGTH.size else b""
+    if not data:
+        raise EOFError
+    return pickle.loads(data)
+
+
+def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
+    """Answer until either pipe is closed, as by a run that was killed."""
+    with suppress(EOFError, BrokenPipeError):
+        try:
+            template, rules = read_message(requests)
+        except EOFError:
+            return
+        except Exception as error:  # the tokenizer's class may not be importable here
+            return write_message(replies, f"{type(error).__name__}: {error}")
+        write_message(replies, READY)
+        while True:
+            write_message(replies, tokenize_group(read_message(requests), template, rules))
+
 
 Tokenized = list[TokenizedConversation] | str
 CORES_PER_WORKER, MOST_WORKERS = 8, 4  # by default
@@ -145,7 +184,14 @@ def _start_worker() -> subprocess.Popen[bytes]:
     """Start a process that loads only the tokenizer's library and inherits no thread or device from this one."""
     path = os.pathsep.join(dict.fromkeys([str(Path(__file__).parents[2]), *filter(None, sys.path)]))  # and remote code's folder
     settings = {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-P", "-m", "strop.extensions.recorded.tokenizing_worker"]
+    command = [sys.executable, "-P", "-m", "strop.extensions.recorded.tokenizing_pool"]
     return subprocess.Popen(  # in its own session: Ctrl-C is for the run, which ends its workers
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **settings}, start_new_session=True
     )
+
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
+    serve(sys.stdin.buffer, answers)
+    os._exit(0)

@@ -32,22 +32,20 @@ from strop.extensions.replay.replayed_step import (
     replay_step,
 )
 from strop.extensions.replay.stored_groups import LearnerReads, StoredStep, rebuild_groups
-from strop.learner.client import LearnerClient
+from strop.learner.client import ColumnSources, LearnerClient
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.run_starts import RunStart, read_run_starts
 from strop.monitoring.trackers.base import NullTracker
 from strop.rollouts.stream import GroupStream, RolloutStream
-from strop.runs.backend import Backend, make_backend
+from strop.runs.backend import Backend, make_backend, make_columns
 from strop.runs.dry_run.examined_models import find_optimizer_problems
 from strop.runs.lifecycle import make_checkpoints, seed_everything
 from strop.runs.restore import make_token_budgets, settle_token_budgets
 from strop.runs.rollout_run import SampledSource, find_source
 from strop.runs.run_source import RunSource
-from strop.runs.scorers import make_columns
 from strop.safety.printable import make_printable
 from strop.safety.remote_code import trust_remote_code
 from strop.storage.files import atomic_write, clean_json
-from strop.trainer.column_sources import ColumnSources
 from strop.trainer.run import TrainingRun
 from strop.trainer.train import collect
 from strop.types import Group

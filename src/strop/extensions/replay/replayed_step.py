@@ -20,10 +20,10 @@ from strop.learner.client import LearnerClient
 from strop.metrics import Metrics
 from strop.runs.models import resolve_device
 from strop.runs.monitors.token_trace import trace_tokens
+from strop.trainer.listeners import UpdateResult
 from strop.trainer.mismatch import measure_mismatch
 from strop.trainer.run import TrainingRun
 from strop.trainer.step_metrics import group_metrics, progress_metrics
-from strop.trainer.step_view import UpdateResult
 from strop.trainer.update import update
 from strop.types import Batch, Group
 

@@ -14,9 +14,8 @@ from strop.columns import Columns, TokenColumn
 from strop.endings import Ending
 from strop.extensions.replay.replay_plan import ReplayError
 from strop.monitoring.rollout_store.learner_inputs import PROMPT, read_column
-from strop.monitoring.rollout_store.rollout_record import LEFT_OUT, DropReason, RolloutRecord
+from strop.monitoring.rollout_store.rollout_record import LEFT_OUT, DropReason, RolloutRecord, TurnRecord
 from strop.monitoring.rollout_store.stored_images import StoredImages, image_name
-from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.types import Branch, Group, PromptImage, Rollout, StepReward, Task, Turn
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strop.monitoring.rollout_store.inflated_files import read_table
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.rollout_store.stored_files import read_table
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 from strop.storage.files import clean_json
 

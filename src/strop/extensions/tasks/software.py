@@ -27,7 +27,7 @@ from strop.extensions.sandboxes.base import FailureCause, Sandbox, SandboxComman
 from strop.extensions.sandboxes.task_sandbox import GradedInSandbox, SandboxAgent, SandboxEnvironment
 from strop.extensions.sandboxes.trees import check_tree, read_file, write_files
 from strop.extensions.tasks.base import MACHINE, AgentTasks, read_inside
-from strop.extensions.tasks.tiny_software import make_repository
+from strop.extensions.tasks.tiny_tasks import make_repository
 from strop.types import Rollout
 
 # What is never taken from the episode: tests, their configuration, what Python runs by itself, and installed packages.

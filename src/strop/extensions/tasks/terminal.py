@@ -30,7 +30,7 @@ from strop.extensions.sandboxes.base import FailureCause, Sandbox, SandboxFailur
 from strop.extensions.sandboxes.task_sandbox import GradedInSandbox, SandboxAgent, SandboxEnvironment
 from strop.extensions.sandboxes.trees import read_file
 from strop.extensions.tasks.base import MACHINE, AgentTasks, make_task, prompted
-from strop.extensions.tasks.tiny_terminal import make_folder
+from strop.extensions.tasks.tiny_tasks import make_folder
 from strop.types import Rollout, ToolCall
 
 LOGS = "/logs/verifier"

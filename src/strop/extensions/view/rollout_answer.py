@@ -11,8 +11,7 @@ from typing import Any
 
 from strop.extensions.reading.rollout_view import describe_origin
 from strop.extensions.view.viewed_run import clean_number
-from strop.monitoring.rollout_store.rollout_record import RolloutRecord
-from strop.monitoring.rollout_store.turn_record import TurnRecord
+from strop.monitoring.rollout_store.rollout_record import RolloutRecord, TurnRecord
 from strop.monitoring.trackers.rollout_media import join_turns
 from strop.safety.printable import make_printable, shorten
 from strop.storage.files import clean_json

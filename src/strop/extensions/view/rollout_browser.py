@@ -30,10 +30,10 @@ from strop.extensions.view.step_scalars import StepScalars
 from strop.extensions.view.task_counts import TaskCount, count_tasks, make_question, sort_tasks
 from strop.extensions.view.token_texts import TokenTexts, read_stars
 from strop.extensions.view.viewed_run import ViewedRun, ViewError, clean_number
-from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.rollout_store.stored_files import DamagedRollouts
 from strop.monitoring.trackers.rollout_media import join_turns
 from strop.safety.printable import make_printable
 

@@ -36,10 +36,9 @@ from strop.extensions.view.step_scalars import (
     take_scalars,
     to_numbers,
 )
-from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts, naming_damage
-from strop.monitoring.rollout_store.inflated_files import bound_texts, open_parquet
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.rollout_store import ROLLOUTS_FOLDER, RolloutStore, decode_rows
+from strop.monitoring.rollout_store.stored_files import DamagedRollouts, bound_texts, naming_damage, open_parquet
 
 INDEX_FOLDER = "index"
 STEPS_IN_A_SEGMENT = 100

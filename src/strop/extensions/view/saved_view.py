@@ -85,6 +85,7 @@ def collect_answers(run: ViewedRun) -> dict[str, Any]:
         f"{about}/health": RunHealth(run).describe(),
         f"{about}/config": config,
         f"{about}/replays": run.replays(),
+        f"{about}/timeline": {**(shown := run.timeline(None, 1)), "first": shown["last"]},  # of the last step
     }
     steps = sorted({*run.rollouts.steps()[:1], *run.rollouts.steps()[-1:]})
     validated = sorted({*run.validation_steps()[:1], *run.validation_steps()[-1:]})

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from strop.monitoring.rollout_store.damaged_rollouts import naming_damage
-from strop.monitoring.rollout_store.inflated_files import open_parquet
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.rollout_store.stored_files import naming_damage, open_parquet
 
 
 def to_numbers(column: Any, kind: Any) -> np.ndarray:

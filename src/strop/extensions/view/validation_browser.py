@@ -14,8 +14,8 @@ from strop.extensions.view.rollout_filter import RolloutFilter, natural_key
 from strop.extensions.view.step_scalars import REWARDS
 from strop.extensions.view.token_texts import read_stars
 from strop.extensions.view.viewed_run import ViewedRun, ViewError
-from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
+from strop.monitoring.rollout_store.stored_files import DamagedRollouts
 from strop.safety.printable import make_printable, shorten
 
 FILES_KEPT = 2  # validations in memory

@@ -179,6 +179,7 @@ class ViewRoutes:
             "/api/runs/{run}/metrics": self.metrics,
             "/api/runs/{run}/status": self.status,
             "/api/runs/{run}/health": self.health,
+            "/api/runs/{run}/timeline": self.timeline,
             "/api/runs/{run}/config": self.config,
             "/api/runs/{run}/rollouts": self.rollouts,
             f"/api/runs/{{run}}/rollouts/{place}": self.rollout,
@@ -256,6 +257,10 @@ class ViewRoutes:
         if run.folder not in self._health or self._health[run.folder].run is not run:
             self._health[run.folder] = RunHealth(run)
         return self._health[run.folder].describe()
+
+    def timeline(self, request: web.Request) -> Any:
+        """Return the last steps up to one, each with what its samples waited for."""
+        return self.run(request).timeline(read_int(request, "step"), read_count(request, "count", 1))
 
     def config(self, request: web.Request) -> Any:
         return self.run(request).describe_config()

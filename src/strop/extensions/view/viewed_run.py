@@ -20,6 +20,7 @@ import numpy as np
 from strop.extensions.reading.doctor import ALIVE, find_verdict
 from strop.extensions.view.config_defaults import find_changed, flatten
 from strop.extensions.view.rollout_index import RolloutIndex
+from strop.extensions.watch.timeline_file import TIMELINE_FILE, read_timeline
 from strop.monitoring.rollout_store.rollout_store import ROLLOUTS_FOLDER
 from strop.monitoring.rollout_store.stored_images import StoredImages
 from strop.monitoring.rollout_store.validation_samples import ValidationSamples
@@ -229,6 +230,7 @@ CONFIG_FILE = "config.yaml"
 KINDS = ("grpo", "ppo", "sft", "dpo", "rm", "distillation")  # sections of a configuration, and commands
 IMAGE_TYPES = ((b"\x89PNG\r\n\x1a\n", "image/png"), (b"\xff\xd8\xff", "image/jpeg"), (b"RIFF", "image/webp"))
 LARGEST_REPLAY = 64 * 2**20  # bytes
+MOST_TIMELINES = 8  # steps at once
 RECENT_SECONDS = 60.0  # a run without status.json that wrote metrics so recently counts as live
 
 
@@ -320,6 +322,18 @@ class ViewedRun:
             except (OSError, ValueError):
                 continue
         return found
+
+    def timeline(self, until: int | None, count: int) -> dict[str, Any]:
+        """Return up to ``MOST_TIMELINES`` steps of the time line of samples. Raises ViewError."""
+        try:
+            found = read_timeline(self.folder / TIMELINE_FILE, until, min(max(count, 1), MOST_TIMELINES))
+        except FileNotFoundError:
+            raise ViewError(
+                "this run has no time line of its samples: it has not finished a step, or is of recorded data"
+            ) from None
+        except ValueError as error:
+            raise ViewError(f"{TIMELINE_FILE} cannot be read: {str(error)[:300]}", 422) from None
+        return dict(clean_json(found))
 
     def image(self, name: str) -> tuple[bytes, str]:
         """Return the content and the type of a stored image. Raises ViewError."""

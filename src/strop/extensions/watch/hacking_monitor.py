@@ -24,15 +24,14 @@ from strop.extensions.watch.detectors import (
     TemplatesDetector,
     mean,
 )
-from strop.extensions.watch.monitor_config import MonitorConfig
+from strop.extensions.watch.watch_config import MonitorConfig
 from strop.extensions.watch.watched_rollout import SHOWN, GradedRollout, RolloutName, VerifierGrader, WatchedStep, make_grader
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
 from strop.runs.monitors.run_listeners import RunSetup
 from strop.stopping import EndRun
-from strop.trainer.listeners import RunListener
-from strop.trainer.step_view import StepView
+from strop.trainer.listeners import RunListener, StepView
 from strop.types import Group, Rollout, Task
 from strop.user_code import describe_error
 

@@ -28,9 +28,8 @@ from strop.runs.monitors.run_listeners import RunSetup
 from strop.runs.rollout_run import SampledSource
 from strop.runs.tasks import list_reward_marks
 from strop.stopping import EndRun
-from strop.trainer.listeners import RunListener
+from strop.trainer.listeners import RunListener, StepView
 from strop.trainer.run import TrainOptions
-from strop.trainer.step_view import StepView
 
 UNLIMITED_STEPS = 1_000_000  # from here on, a number of steps is no limit that somebody chose
 

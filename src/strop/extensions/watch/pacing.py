@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 
 from strop.config import RolloutRunConfig
 from strop.endings import Ending, Who
-from strop.extensions.watch.pacing_config import PacingConfig
+from strop.extensions.watch.watch_config import PacingConfig
 from strop.monitoring.waits import waiting
 from strop.runs.monitors.run_listeners import RunSetup
 from strop.runs.rollout_run import SampledSource
 from strop.runs.tasks import count_slots
 from strop.tools.base import InfrastructureError
-from strop.trainer.listeners import RunListener
-from strop.trainer.step_view import StepView
+from strop.trainer.listeners import RunListener, StepView
 from strop.types import Rollout
 
 OVERLOADED = (Ending.SANDBOX, Ending.PROVIDER_LIMIT)

@@ -13,7 +13,6 @@ from typing import Any, cast, get_args, get_type_hints
 from strop.environments.base import EnvironmentConfigError, import_user_code
 from strop.environments.verifier_registry import list_verifiers, make_verifier
 from strop.environments.verifiers.base import Score, Verifier, call_score, read_reply
-from strop.extensions.math.math_environment import MathEnvironment
 from strop.extensions.watch.final_answers import find_answer
 from strop.types import Group, Rollout, Task
 from strop.user_code import suggest_names
@@ -179,6 +178,8 @@ def _make_grader(given: str | Mapping[str, Any]) -> HeldOutGrader:
         )
     name = options.pop("verifier", None)
     if name is not None:
+        from strop.extensions.math.math_environment import MathEnvironment
+
         methods = get_args(get_type_hints(MathEnvironment)["verifier"])
         if name in methods and not options:
             return cast("HeldOutGrader", MathEnvironment(verifier=cast("Any", name)).correct)

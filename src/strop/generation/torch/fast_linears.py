@@ -20,8 +20,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from strop.generation.quantized_rollouts import EmulatedQuantization
 from strop.generation.torch.decode_kernels import DecodeKernels, PackedMatrix
-from strop.generation.torch.emulated_quantization import EmulatedQuantization
 from strop.models.adapters import LoraLayer, base_weights, identity, lora_layers
 from strop.models.layers.rounded_layers import RoundedLinear
 

@@ -13,14 +13,13 @@ from torch import Tensor
 from strop.columns import Columns, TokenColumn
 from strop.device_copies import is_gpu
 from strop.generation.torch.mixer_states import MixerPass, SlotStates, StateKey, States, StateShape, split_states
-from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.attention_plan import AttentionSpec, causal_mask, masked_attention
 from strop.models.attention.flash_kernel import VarlenFlashKernel, flash_obstacle
 from strop.models.attention.merged_attention import attend_in_pieces
-from strop.models.attention.plain_attention import causal_mask, masked_attention
 from strop.models.attention.tree_pieces import AttentionPiece, Levels
-from strop.models.fixed_order import FixedOrder
-from strop.models.mixers.chosen_tokens import IndexRows, choose_tokens, count_bytes, sees
+from strop.models.mixers.indexers import IndexRows, choose_tokens, count_bytes, sees
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
+from strop.models.network_parts import FixedOrder
 from strop.models.recorded_columns import RecordedColumn, Recorders, allocate_columns
 from strop.types import PromptImage
 

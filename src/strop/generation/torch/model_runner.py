@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,9 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from strop.columns import Columns, TokenColumn
 from strop.device_copies import is_gpu, move, upload
-from strop.generation.torch.cuda_graphs import DecodeGraphs, capture_obstacle
+from strop.generation.quantized_rollouts import EmulatedQuantization, RoundedCache
 from strop.generation.torch.decode_kernels import DecodeKernels
-from strop.generation.torch.emulated_quantization import EmulatedQuantization, RoundedCache
 from strop.generation.torch.fast_layers import FastLayers, choose_kernels
 from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.image_tokens import ImageReader, PromptImages
@@ -35,12 +34,14 @@ from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.mixers.chosen_tokens import IndexRows
-from strop.models.mixers.path_blocks import PathBlocks
+from strop.models.mixers.indexers import IndexRows, PathBlocks
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.models.network import Network
 from strop.models.recorded_columns import name_recorders, stack_columns
 from strop.types import PromptImage
+
+if TYPE_CHECKING:
+    from strop.generation.torch.cuda_graphs import DecodeGraphs
 
 log = logging.getLogger(__name__)
 
@@ -379,6 +380,8 @@ class CachedRunner(FixedSlots, PlanRunner):
     def _make_graphs(self) -> DecodeGraphs | None:
         if self.network.exact is not None or not is_gpu(self.network.device):
             return None
+        from strop.generation.torch.cuda_graphs import DecodeGraphs, capture_obstacle
+
         states = "its layers carry states from token to token" if self.shape.states else None
         indexed = "its indexers choose tokens" if self.shape.indexed else None
         obstacle = states or indexed or capture_obstacle(self.network.model)

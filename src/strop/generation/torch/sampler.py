@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from strop.determinism import running_sums
 from strop.device_copies import upload
 from strop.generation.torch.decode_kernels import DTYPES, DecodeKernels
-from strop.models.fixed_order import FixedOrder
+from strop.models.network_parts import FixedOrder
 from strop.sampling import Sampling, filtered_logits
 
 BLOCK = 256

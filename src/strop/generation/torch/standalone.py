@@ -256,6 +256,9 @@ class StandaloneTorchEngine:
             "drafted_tokens": float(counts.drafted_tokens),
             "accepted_tokens": float(counts.accepted_tokens),
             "preemptions": float(counts.preemptions),
+            "engine_steps": float(counts.decode_steps),
+            "running_requests": float(counts.running_requests),
+            "waiting_requests": float(counts.waiting_requests),
         }
 
 

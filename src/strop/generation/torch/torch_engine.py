@@ -23,7 +23,7 @@ import torch
 
 from strop.columns import Columns
 from strop.generation.base import Completion, check_request
-from strop.generation.torch.emulated_quantization import EmulatedQuantization
+from strop.generation.quantized_rollouts import EmulatedQuantization
 from strop.generation.torch.image_tokens import PromptImages
 from strop.generation.torch.model_runner import (
     CachedRunner,
@@ -39,8 +39,8 @@ from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.generation.torch.sampler import SampledTokens, sample_tokens
 from strop.generation.torch.speculation import Drafter, PromptLookup, PromptSamples
 from strop.generation.torch.torch_config import TorchGenerationConfig
-from strop.models.fixed_order import FixedOrder
 from strop.models.network import Network
+from strop.models.network_parts import FixedOrder
 from strop.monitoring.process_profile import RECORDER
 from strop.sampling import KEPT, Sampling, pad_kept_tokens, uniform
 from strop.types import PromptImage
@@ -104,6 +104,8 @@ class TokenCounters:
     prompt_tokens: int = 0  # prompt tokens that were computed; the others were cached
     sampled_tokens: int = 0
     decode_steps: int = 0
+    running_requests: int = 0  # summed over these steps, as those that wait
+    waiting_requests: int = 0
     drafts: int = 0  # verified drafts, of one token or more
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # drafts that were sampled
@@ -271,7 +273,7 @@ class TorchEngine:
         return sum(not request.done.done() for request in (*self._running, *self._waiting))
 
     def collect_metrics(self) -> dict[str, float]:
-        """Return the counts of speculation and preemption since the previous call; nothing if there were none."""
+        """Return what requests, speculation and preemption were since the previous call; nothing if there were none."""
         counts, last = self.counters, self._collected
         self._collected = replace(counts)
         found = {}
@@ -281,6 +283,9 @@ class TorchEngine:
             found["generation/tokens_per_draft"] = 1 + accepted / (counts.drafts - last.drafts)
         if preempted := counts.preemptions - last.preemptions:
             found["generation/preemptions"] = float(preempted)
+        if steps := counts.decode_steps - last.decode_steps:
+            found["generation/running_requests"] = (counts.running_requests - last.running_requests) / steps
+            found["generation/waiting_requests"] = (counts.waiting_requests - last.waiting_requests) / steps
         return found
 
     async def close(self) -> None:
@@ -435,6 +440,8 @@ class TorchEngine:
         else:
             logits = self.runner.decode([request.tokens[-1] for request in running], positions)
         self.counters.decode_steps += 1
+        self.counters.running_requests += len(running)
+        self.counters.waiting_requests += len(self._waiting)
         self._append(running, logits, drafts)
 
     def _draft_all(self) -> list[list[int]]:

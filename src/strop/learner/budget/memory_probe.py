@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from strop.data.packing_config import LARGEST_TOKENS
+from strop.types import Batch, Totals
 
 # Share of the free memory that a micro-batch may use. The rest covers what a probe does not measure: fragmentation, loss columns,
 # rollouts of unequal length and, on a CPU, other processes.
@@ -131,3 +134,31 @@ def format_bytes(count: float) -> str:
         if count >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count / 2**10:.1f} KiB"
+
+
+def make_full_rollouts(rollouts: int, length: int, vocabulary: int) -> Batch:
+    """Return a batch of ``rollouts`` groups of one rollout, each of ``length`` tokens without a shared prefix, all of them predicted.
+
+    It needs the most memory possible for this many tokens in a packed row: each attends to ``length`` others, and N = T.
+    """
+    total = rollouts * length
+    places = torch.arange(total)
+    tokens = (places * 7919 + 13) % vocabulary
+    starts = torch.arange(0, total, length)
+    return Batch(
+        tokens=tokens,
+        positions=places % length,
+        segment_start=starts,
+        segment_parent=torch.full((rollouts,), -1),
+        source=places,
+        target=tokens.roll(-1),
+        sequence=places // length,
+        rollout_logprobs=torch.zeros(total),
+        versions=torch.zeros(total, dtype=torch.int32),
+        advantages=torch.ones(total),
+        mask=torch.ones(total),
+        leaf=torch.arange(rollouts),
+        group=torch.arange(rollouts),
+        rewards=torch.zeros(rollouts),
+        totals=Totals(total, rollouts, rollouts),
+    )

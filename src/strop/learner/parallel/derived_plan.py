@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from strop.learner.parallel.head_layout import HeadLayout, Section, Sections, find_head_layout
+from strop.learner.parallel.tensor_mixers import HeadLayout, Section, Sections, find_head_layout
 from strop.models.layers.known_code import find_form
 from strop.models.mixers.mixer_interface import is_mixer
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strop.algorithms.base import Outputs
-from strop.data.shares.batch_share import BatchShare
-from strop.data.shares.split_rule import ShareRequest
+from strop.data.shares import BatchShare, ShareRequest
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics

@@ -21,9 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from strop import metrics
-from strop.data.shares.batch_share import BatchShare
-from strop.data.shares.divide_batch import take_share
-from strop.data.shares.split_rule import ShareRequest, SplitRule
+from strop.data.shares import BatchShare, ShareRequest, SplitRule, take_share
 from strop.device_copies import is_gpu
 from strop.learner.muon import Muon
 from strop.learner.parallel import sharded_checkpoint

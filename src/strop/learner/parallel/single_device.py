@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strop.data.shares.batch_share import BatchShare, require_whole
-from strop.data.shares.split_rule import ShareRequest
+from strop.data.shares import BatchShare, ShareRequest, require_whole
 from strop.data.splitting import split_micro_batches
 from strop.learner.parallel import sharded_checkpoint
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, run_in_turn

@@ -19,8 +19,8 @@ from torch import nn
 
 from strop.learner.parallel.derived_plan import DerivedRegion, derive_attentions_and_mlps, derive_mixers, find_mixers
 from strop.learner.parallel.expert_parallel import check_experts, find_experts
-from strop.learner.parallel.head_layout import HeadLayout, Sections
 from strop.learner.parallel.parallel_dims import ParallelDims
+from strop.learner.parallel.tensor_mixers import HeadLayout, Sections
 from strop.models.attention.attention_interface import mixes_tokens
 from strop.models.layers.rounded_layers import RoundedLinear
 from strop.models.mixers.mixer_interface import is_mixer
@@ -196,7 +196,7 @@ def _check_style(name: str, module: Any, pattern: str, style: str) -> None:
 
 
 def _embedding_and_head(model: Any) -> set[str]:
-    """Return the names of the embedding and the output layer, which ``vocabulary.py`` divides whatever the plan."""
+    """Return the names of the embedding and the output layer, which ``tensor_parallel.py`` divides whatever the plan."""
     ids = {id(model.get_input_embeddings())}
     if (head := model.get_output_embeddings()) is not None:
         ids.add(id(head))

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from strop.learner.torch.optimizer import ScheduleUnit
 from strop.learner.torch.optimizer_config import OptimizerConfig, SchedulerConfig
-from strop.learner.torch.schedule_unit import ScheduleUnit
 from strop.metrics import Metrics
 from strop.sampling import Sampling
 from strop.types import Batch

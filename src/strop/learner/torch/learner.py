@@ -17,14 +17,11 @@ from torch import Tensor, nn
 from strop import metrics
 from strop.algorithms.base import LossFn, Outputs
 from strop.data.rollout_selector import SubBatch
-from strop.data.shares.batch_share import BatchShare
-from strop.data.shares.split_rule import ShareRequest
+from strop.data.shares import BatchShare, ShareRequest
 from strop.learner.base import BackwardResult
-from strop.learner.budget.free_memory import measure_free
-from strop.learner.budget.full_rollouts import make_full_rollouts
-from strop.learner.budget.memory_probe import MemoryProbe
-from strop.learner.budget.out_of_memory import explain_full_memory
-from strop.learner.budget.peak_memory import measure_peak
+from strop.learner.budget.device_memory import explain_full_memory, measure_free, measure_peak, trim_freed_memory
+from strop.learner.budget.memory_probe import MemoryProbe, make_full_rollouts
+from strop.learner.learner_config import policy_extensions
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.micro_batch import (
     MicroBatch,
@@ -39,24 +36,19 @@ from strop.learner.parallel.parallel_dims import to_local
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.sharded_checkpoint import LearnerSnapshot, take_snapshot
 from strop.learner.parallel.single_device import SingleDevice
-from strop.learner.policy_extension import policy_extensions
-from strop.learner.torch.activation_memory import ActivationOffload, checkpoint_layers
 from strop.learner.torch.companion import Companion, CompanionOptions, StagedWithCompanion
-from strop.learner.torch.hyperparameters import Hyperparameters
 from strop.learner.torch.layer_compilation import choose_layer_compilation
 from strop.learner.torch.master_weights import MasterWeights
-from strop.learner.torch.optimizer import make_optimizer, make_scheduler
+from strop.learner.torch.optimizer import Hyperparameters, ScheduleUnit, make_optimizer, make_scheduler
 from strop.learner.torch.optimizer_config import SchedulerConfig, ScheduleStageConfig
-from strop.learner.torch.schedule_unit import ScheduleUnit
 from strop.learner.torch.scorer import TrainableNetwork, score_local
-from strop.learner.torch.tensor_offload import TensorOffload
+from strop.learner.torch.tensor_offload import ActivationOffload, TensorOffload, checkpoint_layers
 from strop.learner.torch.weight_average import AveragedWeights
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
-from strop.models.fixed_order import forget_copies
 from strop.models.layers.known_code import decoder_layers
-from strop.models.malloc import trim_freed_memory
 from strop.models.network import Network
+from strop.models.network_parts import forget_copies
 from strop.models.routing.recorded_experts import measure_disagreement, measure_missing_routes, take_replay_counts
 from strop.models.routing.router_observer import ObservedRouters
 from strop.sampling import Sampling

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by their configured names.
+"""Optimizers and learning-rate schedules by their configured names, and what a restored state must not overwrite.
 
 An optimizer is named by its class, of torch or another package, and may have parameter groups with their own learning rate or weight
 decay. A schedule is one of ``strop.learner.torch.schedules``, or a class of torch.
@@ -6,18 +6,20 @@ decay. A schedule is one of ``strop.learner.torch.schedules``, or a class of tor
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
-from strop.learner.torch.hyperparameters import Hyperparameters
 from strop.learner.torch.optimizer_config import OptimizerConfig, OptimizerGroupConfig, SchedulerConfig
 from strop.learner.torch.schedules import make_lr_scheduler, make_schedule
 
@@ -188,3 +190,76 @@ def _import_class(name: str, key: str, base: type) -> Any:
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise ValueError(f"{key}: {name} is not a {base.__name__}")
     return cls
+
+
+@dataclass(frozen=True, eq=False)
+class Hyperparameters:
+    """Options of each parameter group (learning rate, weight decay, betas, ...) and the schedule, before the first step.
+
+    A saved state has the hyperparameters of the run that saved it; a resumed run uses its own configuration.
+    """
+
+    groups: list[dict[str, Any]]
+    schedule: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, scheduler: LRScheduler | None) -> Hyperparameters:
+        """Copy the hyperparameters of an optimizer and a scheduler before their first step."""
+        options = {*inspect.signature(type(optimizer)).parameters, "initial_lr"} - {"params"}  # other keys are state
+        groups = [{key: value for key, value in group.items() if key in options} for group in optimizer.param_groups]
+        return cls(copy.deepcopy(groups), None if scheduler is None else copy.deepcopy(scheduler.state_dict()))
+
+    def replace_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a saved state of the optimizer with these options in its groups."""
+        groups = [{**saved, **own} for saved, own in zip(state["param_groups"], copy.deepcopy(self.groups), strict=True)]
+        return {**state, "param_groups": groups}
+
+    def advance(self, scheduler: LRScheduler, steps: int) -> None:
+        """Set the scheduler and its optimizer to their state after ``steps`` steps, as if this schedule had been used from the
+        start.
+
+        The groups of the optimizer must have these options.
+        """
+        assert self.schedule is not None
+        scheduler.load_state_dict(dict(copy.deepcopy(self.schedule)))
+        for group, own in zip(scheduler.optimizer.param_groups, self.groups, strict=True):
+            group["lr"] = copy.deepcopy(own["lr"])
+        with warnings.catch_warnings(action="ignore"):  # no optimizer step precedes these
+            for _ in range(steps):
+                scheduler.step()
+
+
+def count_schedule_steps(schedule: Mapping[str, Any] | None, optimizer: Mapping[str, Any]) -> int:
+    """Return the number of steps of a saved schedule; without one, the number counted by the optimizer, if it does."""
+    if schedule is not None:
+        return int(schedule["last_epoch"])
+    return max((int(values["step"]) for values in optimizer["state"].values() if "step" in values), default=0)
+
+
+@dataclass(frozen=True)
+class ScheduleUnit:
+    """The unit of a schedule step: a pass over a batch (``batch``), or an ``optimizer_step``, of which a pass makes several."""
+
+    name: Literal["batch", "optimizer_step"] = "optimizer_step"
+    steps_per_batch: int = 1
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps between two steps of the schedule."""
+        return self.steps_per_batch if self.name == "batch" else 1
+
+    def count_steps(self, optimizer_steps: int) -> int:
+        """Return the number of schedule steps in this many optimizer steps."""
+        return optimizer_steps // self.optimizer_steps
+
+    def convert(self, steps: int, saved: Mapping[str, Any] | None) -> int:
+        """Convert ``steps``, counted in the unit of ``saved`` (the ``state_dict`` of another one), to this unit.
+
+        Without ``saved`` they are optimizer steps. Batches stay batches even if the number of optimizer steps per batch has
+        changed.
+        """
+        other = ScheduleUnit(**saved) if saved is not None else ScheduleUnit()
+        return steps if other.name == self.name else self.count_steps(steps * other.optimizer_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "steps_per_batch": self.steps_per_batch}

@@ -12,8 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from strop.algorithms.base import Outputs
-from strop.data.shares.batch_share import BatchShare, without_read_columns
-from strop.data.shares.split_rule import ShareRequest
+from strop.data.shares import BatchShare, ShareRequest, without_read_columns
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatchOutputs, OutputsT, assemble_outputs
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.single_device import SingleDevice

@@ -16,7 +16,7 @@ from torch import Tensor
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.merged_attention import Gradients, merge_part
 from strop.models.attention.tree_pieces import AttentionPiece, Levels
-from strop.models.mixers.chosen_tokens import sees
+from strop.models.mixers.indexers import sees
 from strop.sampling import at_least_float32
 
 

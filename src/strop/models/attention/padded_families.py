@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from strop.device_copies import move
-from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.attention.plain_attention import causal_mask, masked_attention
+from strop.models.attention.attention_plan import AttentionSpec, causal_mask, masked_attention
 from strop.models.attention.tree_pieces import TreeSegments
-from strop.models.mixers.chosen_tokens import EVERYTHING, sees
+from strop.models.mixers.indexers import EVERYTHING, sees
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,7 @@ from strop.models.attention.merged_attention import PieceKernel, attend_in_piece
 from strop.models.attention.padded_families import PaddedFamilies
 from strop.models.attention.tree_mixing import TreeMixing
 from strop.models.attention.tree_pieces import AttentionPiece, Levels, TreeSegments
-from strop.models.mixers.chosen_tokens import EVERYTHING, IndexRows, bits_below, count_bytes
-from strop.models.mixers.path_blocks import PathBlocks
+from strop.models.mixers.indexers import EVERYTHING, IndexRows, PathBlocks, bits_below, count_bytes
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 
 LAUNCHES = 8_000_000  # numbers of a level that take a GPU as long as the ten launches that gather rows of several families

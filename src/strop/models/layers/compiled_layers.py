@@ -1,6 +1,6 @@
 """Decoder layers compiled by torch.compile, each class of layer once, attention left out.
 
-Of layers that are fused as a whole (``fused_block``) only the segments between their products are compiled: the host then has two nodes a
+Of layers that are fused as a whole (``FusedBlock``) only the segments between their products are compiled: the host then has two nodes a
 layer, and few checks. Other layers are compiled before and after attention, as they are.
 
 The layers of a model share their compiled code, for rows of all lengths: the number of tokens is dynamic. Attention follows the

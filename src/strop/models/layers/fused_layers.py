@@ -20,10 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from strop.models.attention.attention_interface import IMPLEMENTATION
 from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.layers.fused_block import AfterAttention, BeforeAttention, after_attention, before_attention
 from strop.models.layers.fused_functions import (
     GELU_TANH,
     SILU,
+    AfterAttention,
+    BeforeAttention,
+    after_attention,
+    before_attention,
     gated_activation,
     joined_linear,
     linear_parameters,

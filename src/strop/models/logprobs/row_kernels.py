@@ -10,7 +10,7 @@ import triton  # type: ignore[import-untyped,import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped,import-not-found,unused-ignore]
 from torch import Tensor
 
-from strop.models.logprobs.logit_tiles import RowSlopes, TileSummary
+from strop.models.logprobs.lm_head import RowSlopes, TileSummary
 
 BLOCK = 4096  # logits of one row read by a program at a time
 

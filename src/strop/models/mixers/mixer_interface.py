@@ -24,13 +24,21 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from strop.models.mixers.chosen_tokens import IndexerPlan, IndexRows
-from strop.models.mixers.indexers import Chooser, is_indexer, make_planned
-from strop.models.mixers.path_blocks import PathBlocks
+from strop.models.mixers.indexers import Chooser, IndexerPlan, IndexRows, PathBlocks, is_indexer, make_planned
 from strop.models.mixers.recorded_choices import RecordedChoices, ReplayedChoices
-from strop.models.mixers.recurrence import MixerPlan, MixerSpec, Recurrence, Rows
-from strop.models.mixers.scan_packages import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, MAMBA2, with_kernel
-from strop.models.mixers.scans import delta_rule, selective_scan, state_space
+from strop.models.mixers.recurrence import (
+    GATED_DELTA_RULE,
+    KIMI_DELTA_ATTENTION,
+    MAMBA2,
+    MixerPlan,
+    MixerSpec,
+    Recurrence,
+    Rows,
+    delta_rule,
+    selective_scan,
+    state_space,
+    with_kernel,
+)
 from strop.models.routing.router_config import CHOICES
 from strop.plugins import declared, load
 from strop.sampling import at_least_float32

@@ -1,5 +1,5 @@
 """The tokens that indexers chose, the column CHOICES [T, layers, bytes]: for each token and layer with an indexer, a bitmap over the
-positions of its path (``chosen_tokens``).
+positions of its path (``indexers``).
 
 A bitmap is as long as the longest rollout of a batch needs, a byte for eight positions, and nothing was recorded where it is zero: such a
 token chooses again. It is smaller than the indices of 2,048 tokens, as other libraries record them (8 KB), up to 64 thousand positions.
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from strop.columns import TokenColumn
-from strop.models.mixers.chosen_tokens import EVERYTHING, count_bytes
-from strop.models.mixers.indexers import is_indexer
+from strop.models.mixers.indexers import EVERYTHING, count_bytes, is_indexer
 from strop.models.routing.recorded_experts import Replayed
 from strop.models.routing.router_config import CHOICES
 

@@ -23,18 +23,22 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from strop.monitoring.rollout_store.damaged_rollouts import naming_damage
-from strop.monitoring.rollout_store.inflated_files import read_table
 from strop.monitoring.rollout_store.learner_inputs import StoredSets, decode_columns, decode_inputs, make_set_column
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts, RolloutFlag, encode_flags, group_flags, read_flags
-from strop.monitoring.rollout_store.rollout_record import RolloutRecord, replace_surrogates
+from strop.monitoring.rollout_store.rollout_record import RolloutRecord, TurnRecord, replace_surrogates
+from strop.monitoring.rollout_store.stored_files import naming_damage, read_table
 from strop.monitoring.rollout_store.stored_images import StoredImages
-from strop.monitoring.rollout_store.token_arrays import make_arrow_columns
-from strop.monitoring.rollout_store.token_columns import BY_TERM, FLAGS, FLOATS, TokenColumns
-from strop.monitoring.rollout_store.token_columns import NAMES as LEDGER
 from strop.monitoring.rollout_store.token_ratios import Decode, TokenRatio, encode_ratios, find_largest_ratios, read_ratios
-from strop.monitoring.rollout_store.token_values import TokenValues, make_list_column
-from strop.monitoring.rollout_store.turn_record import TurnRecord
+from strop.monitoring.rollout_store.token_values import (
+    BY_TERM,
+    FLAGS,
+    FLOATS,
+    TokenColumns,
+    TokenValues,
+    make_arrow_columns,
+    make_list_column,
+)
+from strop.monitoring.rollout_store.token_values import NAMES as LEDGER
 from strop.storage.files import RecordFiles
 
 if TYPE_CHECKING:

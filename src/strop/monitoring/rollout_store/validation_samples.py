@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.monitoring.rollout_store.damaged_rollouts import naming_damage
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts
-from strop.monitoring.rollout_store.rollout_record import RolloutRecord
-from strop.monitoring.rollout_store.turn_record import TurnRecord
+from strop.monitoring.rollout_store.rollout_record import RolloutRecord, TurnRecord
+from strop.monitoring.rollout_store.stored_files import naming_damage
 
 VALIDATION_FOLDER = "validation"
 _FILE_PATTERN = re.compile(r"step_(\d+)\.json")

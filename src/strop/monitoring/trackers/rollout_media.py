@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from strop.monitoring.rollout_store.rollout_record import RolloutRecord
+from strop.monitoring.rollout_store.rollout_record import RolloutRecord, TurnRecord
 from strop.monitoring.rollout_store.stored_images import StoredImages
-from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.monitoring.trackers.base import MetricHistogram, SampleImage, SampleRow, SampleTable, StepMedia
 from strop.safety.printable import make_printable, shorten
 

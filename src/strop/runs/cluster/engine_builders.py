@@ -13,8 +13,8 @@ from strop.generation.quantized_rollouts import make_emulation, make_weight_roun
 from strop.generation.torch.standalone import StandaloneTorchEngine
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
+from strop.learner.learner_config import policy_extensions
 from strop.learner.model_config import ModelConfig
-from strop.learner.policy_extension import policy_extensions
 from strop.models.loading import cast_weights, model_from_config
 from strop.models.network import Network, disable_dropout
 from strop.models.quantization.float8_training import convert_to_float8

@@ -23,6 +23,7 @@ from strop.learner.torch.scorer import NetworkScorer, copy_frozen, without_adapt
 from strop.models.adapters import lora_layers
 from strop.models.network import Network
 from strop.models.value_network import ValueHead
+from strop.runs.backend import keeps_reference
 from strop.runs.lifecycle import seed_everything
 from strop.runs.models import (
     LoadedPolicy,
@@ -32,7 +33,6 @@ from strop.runs.models import (
     make_trained_networks,
 )
 from strop.runs.rollout_run import find_source
-from strop.runs.scorers import keeps_reference
 from strop.sampling import Sampling
 
 

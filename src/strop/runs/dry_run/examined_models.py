@@ -14,9 +14,9 @@ from strop.config import EvalRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.cluster_checks import count_devices
 from strop.config.schema.run_config import list_trained_models
 from strop.environments.handle import EnvironmentHandle
+from strop.learner.learner_config import policy_extensions
 from strop.learner.model_config import ModelConfig, ScoringModelConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
-from strop.learner.policy_extension import policy_extensions
 from strop.learner.torch.optimizer_config import KNOWN_OPTIMIZERS, KNOWN_SCHEDULERS, OptimizerConfig, ScheduleStageConfig
 from strop.learner.torch.schedules import make_schedule
 from strop.models.local_files import ModelShape, find_local_file, list_divisors, read_local_config
@@ -117,9 +117,9 @@ def _ask(
     """``scores``: the model is a classifier, a reward model or critic. ``trusted``: a run may execute the model's own code; this
     function does not.
     """
-    from strop.models.classifiers import to_classifier_config
     from strop.models.loading import build_on_meta
     from strop.models.network import Network
+    from strop.models.value_network import to_classifier_config
 
     options: dict[str, Any] = {"to_classifier": to_classifier_config if scores else None}
     if isinstance(model, ModelConfig):
@@ -234,7 +234,7 @@ def find_conversation_problems(
         return
     from strop.models.chat_template import ChatTemplate
     from strop.models.loading import ModelNotFound, RemoteCodeRefused, load_tokenizer
-    from strop.rollouts.tool_turns import describe_tool_calls
+    from strop.rollouts.policy_turns import describe_tool_calls
     from strop.types import user
 
     try:

@@ -14,7 +14,7 @@ from strop.columns import TokenColumn
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.distributed.base import Cluster
 from strop.learner.base import require_token_outputs
-from strop.learner.policy_extension import fixes_order
+from strop.learner.learner_config import fixes_order
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, list_images, make_records, split_by_rollout
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import StepMedia
@@ -22,9 +22,8 @@ from strop.monitoring.trackers.rollout_media import make_step_media
 from strop.openmp import call_in_thread
 from strop.runs.monitors.token_trace import trace_tokens
 from strop.runs.run_source import RunSource
-from strop.trainer.listeners import Listeners, RunListener
+from strop.trainer.listeners import Listeners, RunListener, StepView
 from strop.trainer.mismatch import MismatchGuard
-from strop.trainer.step_view import StepView
 from strop.user_code import UserCodeError, describe_error, describe_value, import_attribute
 
 log = logging.getLogger(__name__)

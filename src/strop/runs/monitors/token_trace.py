@@ -10,11 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
-from strop.algorithms.base import Algorithm, LossFn, Outputs, TokenOutputs
+from strop.algorithms.base import (
+    CLIPPED,
+    CORRECTION,
+    SELECTED,
+    Algorithm,
+    LossFn,
+    LossTerm,
+    LossTerms,
+    Outputs,
+    TokenOutputs,
+    sum_tokens,
+)
 from strop.algorithms.kl import REFERENCE_LOGPROBS
-from strop.algorithms.loss_terms import CLIPPED, CORRECTION, SELECTED, LossTerm, LossTerms, sum_tokens
 from strop.lazy_torch import Tensor, torch
-from strop.monitoring.rollout_store.token_columns import (
+from strop.monitoring.rollout_store.token_values import (
     LEFT_OUT,
     NO_REASON,
     NOT_SELECTED,
@@ -23,7 +33,7 @@ from strop.monitoring.rollout_store.token_columns import (
     SEQUENCE_ERROR,
     TokenColumns,
 )
-from strop.trainer.step_view import OptimizerPass
+from strop.trainer.listeners import OptimizerPass
 from strop.types import Batch
 
 WHOLE = "loss"  # the one term of an algorithm that does not say its terms

@@ -13,8 +13,8 @@ from strop.algorithms.base import TokenOutputs
 from strop.extensions.labs.draft.draft_trainer import DraftPass, fit_draft
 from strop.extensions.labs.draft.eagle_config import default_aux_layers, new_shape, read_shape
 from strop.extensions.labs.draft.eagle_head import EagleHead, StateCapture, load_head
-from strop.models.draft_head import WEIGHTS
 from strop.models.network import Network
+from strop.models.network_parts import WEIGHTS
 from strop.sampling import Sampling
 from support.drafts import add_head
 from support.models import build, to_float64

@@ -23,8 +23,8 @@ from strop.extensions.labs.exact.row_products import (
 )
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.fixed_order import forget_copies
 from strop.models.network import Network
+from strop.models.network_parts import forget_copies
 from support.models import build
 
 

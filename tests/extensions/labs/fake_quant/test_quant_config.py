@@ -8,8 +8,14 @@ import pytest
 
 from strop.config import TRAINING_RUNS
 from strop.config.source.keys import find_nearest_keys
-from strop.extensions.labs.fake_quant.modelopt_config import PRESETS, REFUSED_PRESETS, QuantConfigError, read_quant_config
-from strop.extensions.labs.fake_quant.quantizer_rules import QuantizerRules, other_names
+from strop.extensions.labs.fake_quant.modelopt_config import (
+    PRESETS,
+    REFUSED_PRESETS,
+    QuantConfigError,
+    QuantizerRules,
+    other_names,
+    read_quant_config,
+)
 
 LAYER = "model.layers.1"
 NVFP4 = "{num_bits: e2m1, block_sizes: {-1: 16, type: dynamic, scale_bits: e4m3}}"

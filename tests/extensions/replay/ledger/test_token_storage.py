@@ -13,7 +13,7 @@ from strop.cli.commands import main
 from strop.extensions.replay.token_ledger import LedgerError, find_rollout, make_ledger, read_step_sums
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore, StoreFormat
-from strop.monitoring.rollout_store.token_columns import NAMES, TokenColumns
+from strop.monitoring.rollout_store.token_values import NAMES, TokenColumns
 from strop.types import Group, observation_turn
 from support.each import each
 from support.rollouts import make_agent_groups, make_group, make_rollout, sampled_turn

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from strop.base_config import validate_section
-from strop.extensions.watch import monitor_config
+from strop.extensions.watch import watch_config
 from strop.extensions.watch.hacking_monitor import DETECTORS, EProcess, Grader, HackingMonitor, RewardHacked
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.trackers.base import NullTracker
@@ -225,7 +225,7 @@ def test_a_change_late_in_a_run_is_found() -> None:
 
 def test_the_page_has_every_detector_and_the_section_names_them_all() -> None:
     headings = [line.removeprefix("### ") for line in PAGE.read_text().splitlines() if line.startswith("### ")]
-    assert headings == list(DETECTORS) == list(monitor_config.DETECTORS)
+    assert headings == list(DETECTORS) == list(watch_config.DETECTORS)
 
 
 @pytest.mark.parametrize(
@@ -238,5 +238,5 @@ def test_the_page_has_every_detector_and_the_section_names_them_all() -> None:
     ],
 )
 def test_detectors_that_cannot_be_applied_are_errors(values: dict[str, Any], said: str) -> None:
-    problems = list(validate_section(monitor_config.MonitorConfig, values).errors("monitor"))
+    problems = list(validate_section(watch_config.MonitorConfig, values).errors("monitor"))
     assert len(problems) == 1 and said in problems[0].message

@@ -22,9 +22,7 @@ from strop.environments.handle import LocalEnvironment
 from strop.extensions.watch.pacing import AdaptiveConcurrency
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
-from strop.rollouts.in_flight import EpisodeGate, is_beyond_training
-from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
-from strop.rollouts.stream import RolloutStream
+from strop.rollouts.stream import DropTooOld, EpisodeGate, Fifo, GroupOrder, RolloutStream, Windowed, is_beyond_training
 from strop.sampling import Sampling
 from strop.trainer.listeners import Listeners
 from strop.trainer.run import TrainOptions

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from loop.fakes import run_virtually
 from strop.endings import Ending
 from strop.extensions.watch.pacing import FEWEST, WINDOW, AdaptiveConcurrency, CircuitBreaker
-from strop.rollouts.in_flight import EpisodeGate, sample_until_counted
+from strop.rollouts.stream import EpisodeGate, sample_until_counted
 from strop.tools.base import InfrastructureError
 from strop.types import Rollout, Task
 

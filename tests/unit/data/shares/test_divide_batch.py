@@ -12,12 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strop.data.balance import partition_batch
 from strop.data.rollout_selector import RolloutSelector, SubBatch
-from strop.data.shares.batch_share import BatchShare, count_tokens, require_whole, without_read_columns
-from strop.data.shares.divide_batch import divide_batch, take_share
-from strop.data.shares.split_rule import SplitRule
-from strop.data.splitting import split_mini_batches
+from strop.data.shares import BatchShare, SplitRule, count_tokens, divide_batch, require_whole, take_share, without_read_columns
+from strop.data.splitting import partition_batch, split_mini_batches
 from strop.types import Batch
 from support.rollouts import GroupShape, batch_shapes, make_agent_groups, make_groups, pack_grpo, simple_groups
 

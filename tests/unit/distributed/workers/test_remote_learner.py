@@ -14,7 +14,7 @@ import torch
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.policy_gradient.grpo import GRPO
-from strop.data.shares.split_rule import ShareRequest, SplitRule
+from strop.data.shares import ShareRequest, SplitRule
 from strop.distributed.workers.learner_worker import ColumnShard
 from strop.distributed.workers.remote_learner import RankCaller, RemoteLearner
 from strop.learner.budget.memory_probe import MemoryProbe

@@ -15,9 +15,9 @@ from tests.unit.learner.parallel.test_sharded_checkpoint import ONE, Form, diffe
 from tests.unit.learner.parallel.test_sharded_checkpoint import train as train_by_hand
 
 from strop.learner.parallel.export.sharded_export import iter_sharded_weights
-from strop.learner.parallel.head_layout import Section, rows_of_rank
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
-from strop.models.mixers.chosen_tokens import pack_bits
+from strop.learner.parallel.tensor_mixers import Section, rows_of_rank
+from strop.models.mixers.indexers import pack_bits
 from strop.models.network import Network
 from strop.models.routing.router_config import CHOICES
 from strop.types import Batch

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from strop.learner.parallel.collectives import join_rows, local_rows
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
-from strop.learner.parallel.tensor_parallel import apply_tensor_parallel
-from strop.learner.parallel.vocabulary import TokenRange
+from strop.learner.parallel.tensor_parallel import TokenRange, apply_tensor_parallel
 from strop.models.logprobs.lm_head import LMHead
 from strop.models.logprobs.token_logprobs import token_logprobs
 from strop.sampling import Sampling

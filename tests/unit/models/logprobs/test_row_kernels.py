@@ -12,8 +12,8 @@ import pytest
 
 CODE = """
 import json, torch
-from strop.models.logprobs import row_kernels, tiled_logprobs as module
-from strop.models.logprobs.logit_tiles import TileShape, TorchTiles
+from strop.models.logprobs import row_kernels, token_logprobs as module
+from strop.models.logprobs.lm_head import TileShape, TorchTiles
 from strop.models.logprobs.row_kernels import TritonRows
 
 row_kernels.BLOCK = 16  # 50 logits are four blocks, the last one partly filled

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strop.models.logprobs import tiled_logprobs as module
-from strop.models.logprobs.logit_tiles import CPU_COLUMNS, CPU_ROWS, TileShape, choose_tile_shape, count_rows
-from strop.models.logprobs.tiled_logprobs import tiled_logprobs
+from strop.models.logprobs import token_logprobs as module
+from strop.models.logprobs.lm_head import CPU_COLUMNS, CPU_ROWS, TileShape, choose_tile_shape, count_rows
+from strop.models.logprobs.token_logprobs import tiled_logprobs
 
 EXACT = 1e-12  # float64, the order of additions; relative to numbers of about 1
 NO_CHUNKS = 1 << 40

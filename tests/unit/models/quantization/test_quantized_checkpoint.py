@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from strop.models.classifiers import load_classifier
 from strop.models.loading import load_model
 from strop.models.quantization.number_format import FP8_BLOCK, FP8_ROW, NumberFormat, quantize
 from strop.models.quantization.quantized_checkpoint import QuantizedCheckpoint
+from strop.models.value_network import load_classifier
 from support.models import build
 
 DEEPSEEK = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

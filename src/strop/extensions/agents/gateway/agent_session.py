@@ -6,6 +6,7 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from threading import Lock
@@ -15,16 +16,14 @@ from strop.endings import Ending, failing_as
 from strop.extensions.agents.episode_budget import EpisodeBudget
 from strop.extensions.agents.gateway.exchange import Exchange
 from strop.extensions.agents.gateway.gateway_config import GatewayConfig
-from strop.extensions.agents.gateway.history import EncodedRequest, History
-from strop.extensions.agents.gateway.turn_tree import add_turns
+from strop.extensions.agents.gateway.history import EncodedRequest, History, add_turns
 from strop.extensions.serve.completion_request import CompletionRequest, RequestReader
 from strop.extensions.serve.streamed_text import cut_at_stop
 from strop.generation.base import Completion, Generator, InvalidRequest, RequestTooLong
-from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate
 from strop.models.vision.image_files import EncodedPrompt
 from strop.monitoring.waits import waiting
-from strop.rollouts.tool_turns import ToolTurns, make_reply_message
+from strop.rollouts.policy_turns import ToolTurns, make_policy_turn, make_reply_message
 from strop.safety.site_guard import BadRequest
 from strop.sampling import Sampling, mix_seed
 from strop.thoughts import split_thoughts
@@ -94,6 +93,7 @@ class AgentSession:
     failure: Exception | None = None  # of the engine
 
     def __post_init__(self) -> None:
+        self._episode = copy_context()  # a request comes in the context of its connection
         self._reader = RequestReader(
             "",
             self.template,
@@ -184,7 +184,7 @@ class AgentSession:
         except ValueError as error:
             raise self._refuse(error) from error
         sampled = [
-            self._sample(prompt, images, sampling, number)
+            asyncio.create_task(self._sample(prompt, images, sampling, number), context=self._episode.copy())
             for place, prompt in enumerate(asked.prompts)
             for _ in range(asked.choices)
         ]

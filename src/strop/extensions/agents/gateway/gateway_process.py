@@ -36,9 +36,9 @@ from strop.extensions.agents.gateway.process_link import (
     send,
 )
 from strop.generation.base import Completion, Generator, InvalidRequest
-from strop.generation.policy_turn import check_columns
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.waits import waiting
+from strop.rollouts.policy_turns import check_columns
 from strop.types import Branch, Rollout, Turn
 
 log = logging.getLogger(__name__)

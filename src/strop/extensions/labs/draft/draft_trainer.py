@@ -22,18 +22,15 @@ from torch import Tensor, nn
 
 from strop import metrics
 from strop.extensions.labs.draft.eagle_head import EagleHead, StateCapture, load_head_weights
-from strop.learner.torch.hyperparameters import Hyperparameters
 from strop.learner.torch.master_weights import MasterWeights
-from strop.learner.torch.optimizer import make_optimizer, make_scheduler
+from strop.learner.torch.optimizer import Hyperparameters, ScheduleUnit, make_optimizer, make_scheduler
 from strop.learner.torch.optimizer_config import OptimizerConfig, SchedulerConfig
-from strop.learner.torch.schedule_unit import ScheduleUnit
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.models.attention.kernel_choice import AttentionKernel
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.draft_head import FOLDER, WEIGHTS
-from strop.models.logprobs.lm_head import LMHead
-from strop.models.logprobs.logit_tiles import ROWS
+from strop.models.logprobs.lm_head import ROWS, LMHead
+from strop.models.network_parts import FOLDER, WEIGHTS
 from strop.sampling import Sampling, at_least_float32
 from strop.types import Batch
 

@@ -22,11 +22,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from strop.extensions.labs.draft.eagle_config import EagleShape, read_shape
 from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
-from strop.models.draft_head import WEIGHTS, DraftHead
 from strop.models.layers.known_code import decoder_layers
 from strop.models.load_report import find_not_finite, naming_damaged_weights
 from strop.models.loading import ModelNotFound, locate_model
 from strop.models.network import Network
+from strop.models.network_parts import WEIGHTS, DraftHead
 
 
 class EagleAttention(nn.Module):

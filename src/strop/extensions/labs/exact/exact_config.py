@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic import Field
 
 from strop.generation.generation_config import UnusedGenerationConfig
-from strop.learner.policy_extension import Measure, PolicyExtension
+from strop.learner.learner_config import Measure, PolicyExtension
 from strop.problems import Problem
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The passes of a network in one order of additions: what ``strop.models.fixed_order`` asks for."""
+"""The passes of a network in one order of additions: what ``strop.models.network_parts`` asks for."""
 
 from __future__ import annotations
 

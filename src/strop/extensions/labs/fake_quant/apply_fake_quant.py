@@ -21,7 +21,7 @@ from strop.extensions.labs.fake_quant.fake_quant_linear import (
     make_weight_quantizer,
     product_dtype,
 )
-from strop.extensions.labs.fake_quant.quantizer_rules import QuantizerRules
+from strop.extensions.labs.fake_quant.modelopt_config import QuantizerRules
 from strop.models.layers.rounded_layers import RoundedLayer, RoundWeight, layer_name
 
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")

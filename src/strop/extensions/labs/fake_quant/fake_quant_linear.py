@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.extensions.labs.fake_quant.quantizer_rules import QuantizerFormat
+from strop.extensions.labs.fake_quant.modelopt_config import QuantizerFormat
 from strop.learner.parallel.parallel_dims import to_local
 from strop.models.layers.rounded_layers import RoundedLinear, RoundWeight
 from strop.models.quantization.number_format import E2M1, NUMBER_FORMATS, NumberFormat, round_trip

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 from strop.base_config import NAMES_FILE
 from strop.extensions.labs.fake_quant.modelopt_config import QuantConfigError, read_quant_config
 from strop.generation.generation_config import UnusedGenerationConfig
-from strop.learner.policy_extension import Measure, PolicyExtension
+from strop.learner.learner_config import Measure, PolicyExtension
 from strop.problems import Problem
 
 if TYPE_CHECKING:

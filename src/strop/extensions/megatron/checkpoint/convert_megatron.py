@@ -28,9 +28,9 @@ from strop.extensions.megatron.families.find_family import to_text_config
 from strop.learner.parallel.shard_files import ShardedReader, TensorShard, is_sharded
 from strop.models.adapters import adapter_folder, is_classifier_adapter, merge_adapters
 from strop.models.checkpoint_names import load_model_config
-from strop.models.classifiers import load_classifier
 from strop.models.load_report import LoadReport, find_not_finite
 from strop.models.loading import find_model_folder, load_model
+from strop.models.value_network import load_classifier
 
 HALVES = {"lora_A": "linear_in", "lora_B": "linear_out"}
 

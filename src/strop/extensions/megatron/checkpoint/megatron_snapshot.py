@@ -40,7 +40,7 @@ from strop.extensions.megatron.megatron_optimizer import set_schedule_step
 from strop.extensions.megatron.stage_adapters import gather_adapters, load_adapter_folder
 from strop.learner.parallel.shard_files import TensorShard, is_sharded, write_blocks
 from strop.learner.parallel.sharded_checkpoint import gloo_group
-from strop.learner.torch.schedule_unit import ScheduleUnit
+from strop.learner.torch.optimizer import ScheduleUnit
 from strop.models.adapters import adapter_folder
 
 MASTER = "fp32_param"

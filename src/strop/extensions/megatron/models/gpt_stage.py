@@ -108,7 +108,7 @@ class StageRow:
     positions: Tensor  # [T] int64
     plan: AttentionPlan
     experts: ReplayedRoutes | None = None  # the recorded experts of the tokens that this rank's layers read
-    chosen: dict[int, Tensor] = field(default_factory=dict)  # by the layer: what its indexer chose (``chosen_tokens``)
+    chosen: dict[int, Tensor] = field(default_factory=dict)  # by the layer: what its indexer chose (``indexers``)
 
     qkv_format: ClassVar[str] = "tree"
     cp_group: ClassVar[None] = None

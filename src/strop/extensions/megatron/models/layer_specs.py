@@ -38,7 +38,7 @@ from strop.extensions.megatron.models.gpt_stage import rotate
 from strop.extensions.megatron.models.recurrent_layers import GatedDeltaNet, Mamba2, divide_rows
 from strop.extensions.megatron.models.stage_norms import NORMS
 from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.mixers.chosen_tokens import IndexRows
+from strop.models.mixers.indexers import IndexRows
 from strop.sampling import at_least_float32
 
 multi_latent_attention.HAVE_TE = HAVE_TE  # 0.16.1 asks for its classes without it: isinstance of None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from strop.algorithms.catalogue import all_algorithms
+from strop.algorithm_factory import all_algorithms
 from strop.extensions.recipes.library_recipe import LibraryRecipe
 from strop.extensions.recipes.rules import Effect
 from strop.extensions.recipes.trl.trl_optimizer import count_batches

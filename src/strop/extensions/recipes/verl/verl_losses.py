@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from strop.algorithms.catalogue import all_parts
+from strop.algorithm_factory import all_parts
 from strop.extensions.recipes.library_recipe import LibraryRecipe
 from strop.extensions.recipes.rules import Effect
 from strop.extensions.recipes.verl.verl_training import ACTOR, MODEL, ROLLOUT

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from strop import metrics
-from strop.algorithms.base import Algorithm, TokenOutputs
+from strop.algorithms.base import Algorithm, LossTerm, LossTerms, TokenOutputs, add_terms, sum_tokens
 from strop.algorithms.functional import RELATIVE_ROUNDING, sequence_mean, sequence_sum
-from strop.algorithms.loss_terms import LossTerm, LossTerms, add_terms, sum_tokens
 from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch, Group

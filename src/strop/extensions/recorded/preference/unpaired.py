@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from strop import metrics
-from strop.algorithms.base import Algorithm, TokenOutputs
+from strop.algorithms.base import Algorithm, LossTerm, LossTerms, TokenOutputs
 from strop.algorithms.functional import sequence_sum
 from strop.algorithms.kl import REFERENCE_LOGPROBS
-from strop.algorithms.loss_terms import LossTerm, LossTerms
 from strop.extensions.recorded.preference.base import mean_over_rollouts, pair_advantages, require_positive, view_as_pairs
 from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics

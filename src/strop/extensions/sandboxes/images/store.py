@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import IO
 
 from strop.extensions.sandboxes.images.layers import LayerLimits, Owners, Unpacked, broken, unpack_layer
-from strop.extensions.sandboxes.images.machine import MachineSource
 from strop.extensions.sandboxes.images.registry import RegistrySource
-from strop.extensions.sandboxes.images.sources import Blob, ImageConfig, ImageSource, LocalSource
+from strop.extensions.sandboxes.images.sources import Blob, ImageConfig, ImageSource, LocalSource, MachineSource
 
 FORMAT = "1"  # of unpacked layers; a change makes the old ones unused
 SNAPSHOT = "snapshot:"

@@ -27,9 +27,8 @@ from strop.generation.torch.kv_cache import (
 )
 from strop.generation.torch.mixer_states import MixerPass
 from strop.generation.torch.paged.paged_cache import PagedCache, PagedSequence
-from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.attention.plain_attention import masked_attention
-from strop.models.mixers.chosen_tokens import SCORES, IndexRows, choose_tokens, count_bytes, sees
+from strop.models.attention.attention_plan import AttentionSpec, masked_attention
+from strop.models.mixers.indexers import SCORES, IndexRows, choose_tokens, count_bytes, sees
 from strop.models.recorded_columns import stack_columns
 
 SPAN_STEP = 32  # the attended part of a page is rounded up to a multiple of this many tokens

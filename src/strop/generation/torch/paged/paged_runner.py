@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from strop.columns import Columns
-from strop.generation.torch.emulated_quantization import EmulatedQuantization
+from strop.generation.quantized_rollouts import EmulatedQuantization
 from strop.generation.torch.fast_layers import FastLayers
 from strop.generation.torch.mixer_states import MixerPass, SlotStates, States, split_states
 from strop.generation.torch.model_runner import PlanRunner, SlotPrompt, cache_capacity, collect_images, join_positions

@@ -22,8 +22,7 @@ from strop.models.attention.merged_attention import PieceKernel, merge_part, sin
 from strop.models.attention.tree_pieces import Levels
 from strop.models.attention.tree_plan import TreePlan
 from strop.models.local_files import list_divisors
-from strop.models.mixers.chosen_tokens import IndexRows
-from strop.models.mixers.path_blocks import PathBlocks
+from strop.models.mixers.indexers import IndexRows, PathBlocks
 from strop.models.mixers.recurrence import MixerSpec, Recurrence, Rows
 from strop.sampling import at_least_float32
 

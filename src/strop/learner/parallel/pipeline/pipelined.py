@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
-from strop.data.shares.batch_share import BatchShare
+from strop.data.shares import BatchShare
 from strop.learner.parallel.context.sample_sharding import SampleSharding
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, detach_to_cpu, make_dummy
 from strop.learner.parallel.parallel_dims import DeviceMeshes

@@ -10,7 +10,7 @@ import torch
 from tests.support.ranks import run_on_ranks
 from torch import Tensor
 
-from strop.learner.parallel.export import shard_gather
+from strop.learner.parallel.export import sharded_export
 from strop.learner.parallel.export.sharded_export import ShardedWeights
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.sharded import Sharded
@@ -39,7 +39,7 @@ class CountedOperations:
     """Counts the bytes that this rank receives point to point."""
 
     def __init__(self) -> None:
-        self.received, self._post = 0, shard_gather._post
+        self.received, self._post = 0, sharded_export._post
 
     def __call__(self, operations: list[Any]) -> list[Any]:
         self.received += sum(each.tensor.nbytes for each in operations if each.op is dist.irecv)
@@ -60,7 +60,7 @@ def gather_both_ways(rank: int, placement: Sharded) -> dict[str, Any]:
     untied = remove_tied(weights.iter_weights()).weights
     by_all = {weight.name: fingerprint(weight.gather()) for weight in untied}
     counted = CountedOperations()
-    shard_gather._post = counted  # type: ignore[assignment]
+    sharded_export._post = counted  # type: ignore[assignment]
     dealt = [DealtWeight(weight, number % dist.get_world_size()) for number, weight in enumerate(untied)]
     own: dict[str, Any] = {}
     for ahead in (0, 1 << 14, 1 << 30):  # one after another, some at once, all at once

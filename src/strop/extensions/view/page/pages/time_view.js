@@ -1,4 +1,4 @@
-// Where each step's time went: the parts of timing/train, which do not overlap, stacked.
+// Where each step's time went: the parts of timing/train, which do not overlap, stacked; then the samples of a step, one by one.
 import { html, useMemo } from "../lib/ui.js";
 import { formatDuration, formatShare } from "../lib/format.js";
 import { useMetricNames } from "../lib/metric_names.js";
@@ -11,6 +11,7 @@ import { MetricChart } from "../parts/metric_chart.js";
 import { Empty, ErrorNotice, Loading } from "../parts/notice.js";
 import { RunsPicker } from "../parts/run_picker.js";
 import { Segments } from "../parts/segments.js";
+import { StepTimeline } from "../parts/step_timeline.js";
 import { Title } from "../parts/title.js";
 
 const PREFIX = "timing/train/";
@@ -19,8 +20,11 @@ const WHOLE = PREFIX + "total_step_time";
 const PARTS = ["generation", "drain", "packing", "logprobs", "policy_training", "weight_sync", "storing", "validation", "checkpointing"];
 const COLOURS = [0, 1, 2, 3, 6, 5, 8, 7, 4]; // of each part, so that neighbours differ
 const FLEET = /^(generation|rollouts|sandboxes|weights|performance|perf|system)\//;
+const ENGINES = /^(generation|rollouts|sandboxes|weights)\//;
 const REST = "the rest";
 const REST_STYLE = () => ({ colour: readColour("--rest"), dash: [], variable: "var(--rest)" });
+
+const phaseStyle = (part) => (PARTS.includes(part) ? seriesStyle(COLOURS[PARTS.indexOf(part)]) : REST_STYLE());
 
 export function TimeView({ runs, params }) {
   const { names, error } = useMetricNames(runs.chosen);
@@ -38,6 +42,7 @@ export function TimeView({ runs, params }) {
             <span class="pale">drag over a chart to look at some steps; the table follows</span>
           </div>
           ${runs.chosen.map((run) => html`<${RunTime} key=${run.id} run=${run} parts=${parts} view=${view} />`)}
+          <${StepTimeline} key=${runs.run.id} run=${runs.run} params=${params} phaseStyle=${phaseStyle} fleet=${names.filter((name) => ENGINES.test(name))} />
           <${Fleet} runs=${runs.chosen} names=${names.filter((name) => FLEET.test(name))} zoom=${view.zoom} />`}`;
 }
 
@@ -73,7 +78,7 @@ function makeTable(columns, parts) {
   return {
     steps,
     total,
-    parts: [...named, { name: REST, values: rest }].map((part) => ({ ...part, style: part.name === REST ? REST_STYLE() : seriesStyle(COLOURS[PARTS.indexOf(part.name)]) })),
+    parts: [...named, { name: REST, values: rest }].map((part) => ({ ...part, style: phaseStyle(part.name) })),
   };
 }
 

@@ -1,1 +1,0 @@
-"""Batches divided into the shares of the ranks before transfer."""
