@@ -87,8 +87,8 @@ def _choose(form: Hashable, compiled: Callable[..., Any], tensors: Sequence[Tens
     calls: list[tuple[Callable[..., Any], Sequence[Any], Sequence[Any]]] = []
     _thread.calls = calls
     results = compiled(*tensors)
-    if len(calls) == 1:  # a graph has an order of its own, takes the number of rows as well, and returns no tensor twice
-        ((code, inputs, outputs),) = calls
+    if len(calls) == 1:  # a graph also takes the number of rows, orders its inputs itself, and returns no tensor twice
+        code, inputs, outputs = calls.pop()  # which would keep the tensors
         sizes = tuple(each for each in inputs if isinstance(each, int))
         taken, returned = _find(inputs, (*tensors, *sizes)), _find(results, (*outputs, None))
         if taken is not None and returned is not None:
