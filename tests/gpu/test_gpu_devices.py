@@ -11,7 +11,7 @@ import torch
 
 from strop import gpus
 from strop.config import GrpoRunConfig, load_config
-from strop.generation.launched_engines import choose_engine_gpus
+from strop.generation.engine_gpus import choose_engine_gpus
 from strop.runs.local_device import resolve_device_name
 from support.needs import needs_vllm
 

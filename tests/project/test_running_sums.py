@@ -17,11 +17,11 @@ def test_no_running_sum_of_floats_is_left_that_torch_would_refuse() -> None:
         "image_tokens",
         "model_runner",
         "paged_runner",
-        "reference_store",
+        "recorded_scores",
         "draft_trainer",
         "exact_passes",
         "referenced",
-        "chosen_tokens",
+        "indexers",
     )
     on_the_cpu = ("kl", "turns", "token_objectives", "baselines")  # columns of whole steps
     files = [source / "sampling.py"]

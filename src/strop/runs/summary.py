@@ -13,8 +13,8 @@ from strop.config.load.device_defaults import describe_micro_batches
 from strop.config.policy_checks import check_chosen_device
 from strop.config.schema.run_config import PpoRunConfig, environment_alias
 from strop.data.data_config import DataEntryConfig, EvalSetConfig
+from strop.generation.engine_gpus import choose_engine_gpus
 from strop.generation.generation_config import GenerationConfig
-from strop.generation.launched_engines import choose_engine_gpus
 from strop.generation.torch.torch_config import LEAST_CACHE_GB
 from strop.gpus import has_gpu, visible_gpus
 from strop.learner.model_config import ModelConfig
