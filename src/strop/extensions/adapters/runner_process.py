@@ -124,6 +124,7 @@ class RunnerProcess:
                 future.set_exception(RolloutFailed(answer["error"], Ending.ERROR))
             else:
                 future.set_result(answer["value"])
+        self._errors.join(LAST_WORDS_SECONDS)  # here and not in _fail_all, which also runs on the event loop
         self._fail_all()
 
     def _read_errors(self) -> None:
@@ -137,8 +138,6 @@ class RunnerProcess:
     def _fail_all(self) -> None:
         with self._lock:
             waiting, self._waiting = dict(self._waiting), {}
-        if waiting:
-            self._errors.join(LAST_WORDS_SECONDS)
         for future in waiting.values():
             if future.set_running_or_notify_cancel():
                 why = f"the process of {self.library} ended; it said last: {self._last_words()}"
