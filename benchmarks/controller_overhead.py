@@ -8,7 +8,8 @@ busy time of the busiest rank. Compare the generation times to see what remote c
 
     python benchmarks/controller_overhead.py --made-up 512x4096 2048x1024 8192x256
 
-Measures the driver alone on made-up steps of ROLLOUTSxTOKENS, without a model: CPU time on the event loop, and in threads beside it.
+Measures the driver alone on made-up steps of ROLLOUTSxTOKENS, without a model: CPU time on the event loop, and in threads beside it, with
+the memory and the garbage collector set as ``strop grpo`` sets them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from common import MODEL, spread, table
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.policy_gradient.grpo import GRPO
 from strop.data.packing import pack
+from strop.learner.budget.device_memory import repeating_steps, trim_freed_memory
 from strop.learner.client import ColumnSources
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import NullTracker
@@ -194,21 +196,31 @@ async def drive(groups: list[Group], folder: Path) -> CpuTimes:
     return times
 
 
-def measure_made_up(sizes: list[str]) -> None:
+def measure_made_up(sizes: list[str], steps: int) -> None:
+    import strop.runs.open_run  # noqa: F401  # so that the garbage collector finds what it finds in a run
+
     torch.set_num_threads(1)
     rows = []
+    with repeating_steps():
+        for size in sizes:
+            rollouts, tokens = map(int, size.split("x"))
+            asyncio.run(drive_in(make_up_groups(16, 16)))  # imports
+            found = []
+            for _ in range(steps):
+                groups = make_up_groups(rollouts, tokens)
+                found.append(asyncio.run(drive_in(groups)).parts)
+            scale = 1e6 / rollouts / tokens
+            each = [[median(scale * step[part][place] for step in found) for place in (0, 1)] for part in found[0]]
+            on_loop = spread([scale * sum(on for on, _ in step.values()) for step in found])
+            rows.append([size, *(f"{on:.3f} + {off:.3f}" for on, off in each), str(on_loop)])
+            trim_freed_memory()
+    print(f"CPU microseconds a token, medians of {steps} steps: on the event loop + beside it")
+    print(table(["step", *found[0], "all on the loop"], rows))
+
+
+async def drive_in(groups: list[Group]) -> CpuTimes:
     with tempfile.TemporaryDirectory() as name:
-        asyncio.run(drive(make_up_groups(16, 16), Path(name)))  # imports
-    for size in sizes:
-        rollouts, tokens = map(int, size.split("x"))
-        groups = make_up_groups(rollouts, tokens)
-        with tempfile.TemporaryDirectory() as name:
-            parts = asyncio.run(drive(groups, Path(name))).parts
-        each = [f"{1e6 * on / rollouts / tokens:.3f} + {1e6 * off / rollouts / tokens:.3f}" for on, off in parts.values()]
-        sums = [1e6 * sum(column) / rollouts / tokens for column in zip(*parts.values(), strict=True)]
-        rows.append([size, *each, f"{sums[0]:.3f} + {sums[1]:.3f}"])
-    print("CPU microseconds a token: on the event loop + beside it")
-    print(table(["step", *parts, "all"], rows))
+        return await drive(groups, Path(name))
 
 
 def main() -> None:
@@ -221,7 +233,7 @@ def main() -> None:
     parser.add_argument("--made-up", nargs="+", metavar="ROLLOUTSxTOKENS")
     options = parser.parse_args()
     if options.made_up:
-        return measure_made_up(options.made_up)
+        return measure_made_up(options.made_up, options.steps)
     found: dict[int, list[Step]] = {}
     with tempfile.TemporaryDirectory() as name:
         for ranks in (0, *options.ranks):

@@ -128,7 +128,7 @@ def trl_side(settings: Settings, baton: Connection, side: Side = "trl") -> None:
     from strop.models.loading import load_model, load_tokenizer
 
     torch.set_num_threads(settings.threads)
-    tasks = training_rows(settings)
+    tasks = asyncio.run(training_rows(settings))
     laps = TurnTimer()
     last: dict[str, Any] = {}
 
@@ -263,7 +263,7 @@ def strop_config(settings: Settings, model: str) -> Any:
     return load_config(None, overrides, root=GrpoRunConfig).config
 
 
-def training_rows(settings: Settings) -> list[dict[str, Any]]:
+async def training_rows(settings: Settings) -> list[dict[str, Any]]:
     """Return the prompts of Strop's stream in order, as rows for TRL."""
     from strop.runs.tasks import make_training_tasks
 
@@ -271,7 +271,7 @@ def training_rows(settings: Settings) -> list[dict[str, Any]]:
     source = make_training_tasks(config)
     found = (source.at(index) for index in range(settings.prompts * settings.total_steps))
     return [
-        {"prompt": [message.as_dict() for message in environment.prompt(task)], "answer": task.answer}
+        {"prompt": [message.as_dict() for message in await environment.prompt(task)], "answer": task.answer}
         for _, environment, task in found
     ]
 
@@ -407,7 +407,9 @@ def strop_side(settings: Settings, baton: Connection) -> None:
             if settings.same_work:
                 generator.stop_ids = frozenset()
             template = ChatTemplate(generator.tokenizer)
-            asked = [[Message(**message) for message in row["prompt"]] for row in training_rows(settings)[: settings.prompts]]
+            asked = [
+                [Message(**message) for message in row["prompt"]] for row in (await training_rows(settings))[: settings.prompts]
+            ]
             prompts = [template.encode_prompt(messages) for messages in asked]
             baton.send(Ready(memory("VmRSS"), prompts, sorted(generator.stop_ids), to_tree(config)))
             baton.recv()

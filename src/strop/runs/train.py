@@ -9,6 +9,7 @@ from pathlib import Path
 
 from strop.checkpointing.saved_model import list_steps
 from strop.config import RolloutRunConfig, TrainingRunConfig
+from strop.learner.budget.device_memory import repeating_steps
 from strop.monitoring.console import Closing
 from strop.runs.cluster.cluster_run import Restarts, open_cluster
 from strop.runs.exit_codes import run_command
@@ -52,7 +53,8 @@ async def train_as_configured(config: TrainingRunConfig) -> Closing | str:
                         signals.install()  # again: Ray has replaced the handler
                         async with open_run(attempt, algorithm, tracker, cluster) as run:
                             run.stop_request = signals.stop_request
-                            await train(run)
+                            with repeating_steps():
+                                await train(run)
             if run.ending == "stopped":
                 raise RunStopped(f"{signals.stop_request.reason}: the run ended after step {run.step}.")
             finish_run(log_dir, run)

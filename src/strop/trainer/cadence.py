@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from strop import metrics
 from strop.checkpointing.base import RunState
+from strop.learner.budget.device_memory import trim_freed_memory
 from strop.learner.client import InlineCaller
 from strop.metrics import Metrics
 from strop.monitoring.trackers.base import SavedCheckpoint
@@ -48,6 +49,7 @@ async def after_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, re
         await save_if_due(run, run.stream.state())
     await log_step(run, step)
     run.listeners.check()
+    trim_freed_memory(run.step)
 
 
 def view_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, result: UpdateResult, published: Metrics) -> StepView:

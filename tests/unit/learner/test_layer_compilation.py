@@ -7,25 +7,32 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import run_on_ranks
 from torch import Tensor
 
+from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
+from strop.learner.parallel.parallelism import RankLayers
 from strop.learner.torch import layer_compilation
 from strop.learner.torch.layer_compilation import choose_layer_compilation, find_obstacle
 from strop.learner.torch.scorer import copy_frozen
-from strop.models.layers import segments
+from strop.models.layers import fused_functions, segments
 from strop.models.layers.compiled_layers import CompiledLayers, find_compiled_layers, keep_cache, use_learner_layers
 from strop.models.layers.fused_functions import norm_gradients_and_sum
 from strop.models.layers.known_code import RmsNormSpec, decoder_layers
 from strop.models.network import Network, probe_batch
 from strop.models.value_network import ValueHead
 from strop.sampling import Sampling
+from strop.types import Batch
+from support.algorithms import grpo
 from support.learners import make_torch_learner
 from support.models import VOCABULARY, build, copy_gradients, largest_difference
+from support.parity import SAMPLING, Case, build_trained_network, make_batch
 from support.sweep import sweep
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="a CPU needs a C++ compiler")
@@ -73,7 +80,11 @@ def compare(network: Network, bound: float) -> CompiledLayers:
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers are traced, divided and run as they are compiled, by torch's own operators."""
+    trace_layers(monkeypatch)
+
+
+def trace_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have layers traced, divided and run as they are compiled, by torch's own operators."""
     compile_with = torch.compile
 
     def trace(function: Any, *, dynamic: bool, options: Mapping[str, Any] | None = None, backend: Any = "eager") -> Any:
@@ -199,6 +210,49 @@ def test_a_learner_recomputes_compiled_layers_in_its_backward_pass(share: float)
     assert largest_difference(found[1], plain[1]) < 2e-5
 
 
+def train_on_rank(rank: int, case: Case, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """Return the weights after a step with and without compiled segments, and how many of these ran."""
+    found, count, run_segment = [], 0, fused_functions.run_segment
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal count
+        count += segments._settings is not None
+        return run_segment(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        trace_layers(patch)
+        patch.setattr(fused_functions, "run_segment", counted)
+        for compile_layers in (False, True):
+            assert count == 0
+            network, placement = build_trained_network(case, DeviceMeshes(case.sizes, "cpu"))
+            state = torch.random.get_rng_state()
+            learner = make_torch_learner(network, SAMPLING, placement, train_tokens=40, compile_layers=compile_layers)
+            assert torch.equal(state, torch.random.get_rng_state())
+            learner.forward_backward_local(batch, grpo().loss)
+            learner.step()
+            found.append({name: weight.clone() for name, weight in learner.parallelism.weights()})
+    return found[0], found[1], count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(sizes=ParallelDims(shard=2), dtype=torch.float32),
+        Case(
+            sizes=ParallelDims(shard=2), dtype=torch.float32, precision=torch.bfloat16, gather_dtype=torch.bfloat16, reshard=False
+        ),
+        Case(sizes=ParallelDims(pipeline=2), dtype=torch.float32),
+    ],
+    ids=["float32", "bfloat16", "pipeline"],
+)
+def test_ranks_train_with_compiled_segments_as_without_them(case: Case) -> None:
+    for plain, compiled, count in run_on_ranks(2, train_on_rank, case, replace(make_batch(case), zero_gradient=None)):
+        assert count > 0
+        for name, weight in plain.items():
+            torch.testing.assert_close(compiled[name], weight, rtol=0, atol=1e-6)
+
+
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.exhaustive
@@ -227,8 +281,11 @@ def test_a_cpu_compiles_nothing_by_itself(network: Network) -> None:
 
 
 def test_what_cannot_be_compiled_is_refused_with_the_reason(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"policy\.compile: found true, but the learner is on ranks"):
-        choose_layer_compilation(network, True, "policy", sharded=True)
+    with pytest.raises(ValueError, match=r"policy\.compile: found true, but the learner is on ranks that divide matrices"):
+        choose_layer_compilation(network, True, "policy", ranks=RankLayers(torch.float32, divided=True))
+    with pytest.raises(ValueError, match=r"not fused as a whole \(Gemma2DecoderLayer\)"):
+        ranks = RankLayers(torch.float32, divided=False)
+        choose_layer_compilation(Network(build("gemma2"), packed=True), True, "policy", ranks=ranks)
     with pytest.raises(ValueError, match=r"value\.compile: found true, but the model reads padded rows"):
         choose_layer_compilation(Network(build("llama"), packed=False), True, "value")
     monkeypatch.setattr(shutil, "which", lambda name: None)
@@ -239,13 +296,13 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(network: Network, mo
 @pytest.mark.parametrize("attribute", ["exact", "routed"])
 def test_exact_networks_and_replayed_routers_are_not_compiled(network: Network, attribute: str) -> None:
     setattr(network, attribute, object())
-    assert "policy." in (find_obstacle(network, sharded=False, known_only=False) or "")
+    assert "policy." in (find_obstacle(network, ranks=None, known_only=False) or "")
 
 
 def test_hooks_and_unknown_layers_are_not_compiled(network: Network) -> None:
-    assert "Phi3DecoderLayer" in (find_obstacle(Network(build("phi3"), packed=True), sharded=False, known_only=True) or "")
+    assert "Phi3DecoderLayer" in (find_obstacle(Network(build("phi3"), packed=True), ranks=None, known_only=True) or "")
     decoder_layers(network.decoder)[0].register_forward_hook(lambda *_: None)
-    assert "hooks" in (find_obstacle(network, sharded=False, known_only=False) or "")
+    assert "hooks" in (find_obstacle(network, ranks=None, known_only=False) or "")
 
 
 @needs_compiler

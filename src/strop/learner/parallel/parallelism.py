@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +33,14 @@ class ParallelNetwork(Protocol):
     def outputs(self, batch: Batch, sampling: Sampling) -> Outputs: ...
 
 
+@dataclass(frozen=True)
+class RankLayers:
+    """The layers of a network on ranks."""
+
+    dtype: torch.dtype  # of the gathered weights
+    divided: bool  # over tensor ranks
+
+
 class Parallelism(Protocol):
     """Operations that differ between a single device and several ranks. All ranks make the same calls in the same order."""
 
@@ -39,6 +48,7 @@ class Parallelism(Protocol):
     sharded: Mapping[str, Any]  # DTensors of the trained parameters by name; empty on a single device
     elsewhere: NamedParameters  # trained parameters that only other pipeline stages have, on the meta device
     param_dtype: torch.dtype | None  # dtype of the computation if the trained weights have a higher precision
+    rank_layers: RankLayers | None  # None on a single device
 
     @property
     def network(self) -> ParallelNetwork: ...

@@ -28,13 +28,13 @@ from strop.learner.parallel import sharded_checkpoint
 from strop.learner.parallel.context.sample_sharding import SampleSharding
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, make_dummy, run_in_turn, tensor_fields
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
-from strop.learner.parallel.parallelism import NamedParameters
+from strop.learner.parallel.parallelism import NamedParameters, RankLayers
 from strop.learner.parallel.rank_zero_loading import any_rank, broadcast_weights, is_meta_model, to_meta
 from strop.learner.parallel.shard_files import is_elsewhere, storage_key
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.models.adapters import adapter_weights, lora_layers, merged_weights, weights_with_layers
-from strop.models.layers.fused_layers import use_fused_layers
+from strop.models.layers.compiled_layers import use_learner_layers
 from strop.models.layers.known_code import decoder_layers
 from strop.models.loading import cast_weights
 from strop.models.network import Network
@@ -305,6 +305,7 @@ class Sharded:
         self.root = model.root
         self.param_dtype = model.param_dtype
         self.gather_dtype = model.gather_dtype
+        self.rank_layers: RankLayers | None = RankLayers(model.gather_dtype or torch.float32, meshes.dims.tensor > 1)
         self.stays_whole = model.stays_whole
         self.device: torch.device = network.device
         self.sharded: Mapping[str, Any] = {  # DTensors of the trained parameters by name
@@ -384,7 +385,7 @@ class Sharded:
         backward: bool = False,
     ) -> LocalOutputs[OutputsT]:
         self._reduce_gradients(False)
-        with use_fused_layers(self.network, keep_copies=False):  # copies would keep the gathered weights of all layers
+        with use_learner_layers(self.network, keep_copies=False):  # copies would keep the gathered weights of all layers
             results = run_in_turn(
                 self.network,
                 micro_batches,

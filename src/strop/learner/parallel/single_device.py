@@ -21,7 +21,7 @@ from strop.data.shares import BatchShare, ShareRequest, require_whole
 from strop.data.splitting import split_micro_batches
 from strop.learner.parallel import sharded_checkpoint
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, run_in_turn
-from strop.learner.parallel.parallelism import NamedParameters, ParallelNetwork
+from strop.learner.parallel.parallelism import NamedParameters, ParallelNetwork, RankLayers
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.models.adapters import adapter_weights, load_adapters, lora_layers, merged_weights, save_adapters
@@ -35,6 +35,7 @@ class SingleDevice:
 
     is_leader = True
     param_dtype: torch.dtype | None = None
+    rank_layers: RankLayers | None = None
     elsewhere: NamedParameters = ()
 
     def __init__(self, network: ParallelNetwork) -> None:

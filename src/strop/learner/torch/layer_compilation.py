@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from strop.device_copies import is_gpu
+from strop.learner.parallel.parallelism import RankLayers
 from strop.models.adapters import lora_layers
 from strop.models.attention.tree_plan import TreePlan
 from strop.models.layers.compiled_layers import CompiledLayers
-from strop.models.layers.fused_layers import find_fused_layers, find_unknown_part
+from strop.models.layers.fused_layers import enable_fused_layers, find_fused_layers, find_unknown_part
 from strop.models.layers.known_code import decoder_layers
 from strop.models.layers.rounded_layers import find_rounded
 from strop.models.network import Network
@@ -57,20 +58,20 @@ class LayerCall:
 
 
 def choose_layer_compilation(
-    network: Network, wanted: bool | Literal["auto"], section: str, *, sharded: bool = False
+    network: Network, wanted: bool | Literal["auto"], section: str, *, ranks: RankLayers | None = None
 ) -> CompiledLayers | None:
     """Compile the layers of a network for a learner's passes if possible, and log the decision. Return the compiled layers.
 
-    Layers are compiled and tried at once. ``wanted`` true: raises ValueError if they cannot be compiled or compute something
-    else. ``auto``: falls back to the modules.
+    Layers are compiled and tried at once; on ranks, each tries layers of its own. ``wanted`` true: raises ValueError if they cannot be
+    compiled or compute something else. ``auto``: falls back to the modules.
     """
     if wanted is False or (wanted == "auto" and not is_gpu(network.device)):
         return None
     try:
-        reason = find_obstacle(network, sharded=sharded, known_only=wanted == "auto")
+        reason = find_obstacle(network, ranks=ranks, known_only=wanted == "auto")
         if reason is not None:
             raise CannotCompile(reason)
-        network.compiled_layers = _compile_and_try(network, section)
+        network.compiled_layers = _compile_and_try(network, section, ranks)
     except CannotCompile as error:
         if wanted is True:
             raise ValueError(f"{section}.compile: found true, but {error}. Set it to auto or false") from error
@@ -78,7 +79,7 @@ def choose_layer_compilation(
     return network.compiled_layers
 
 
-def find_obstacle(network: Network, *, sharded: bool, known_only: bool) -> str | None:
+def find_obstacle(network: Network, *, ranks: RankLayers | None, known_only: bool) -> str | None:
     """Return why the layers cannot be compiled; None if they can. ``known_only``: only layers whose code is known."""
     layers = decoder_layers(network.decoder)
     if network.exact is not None:
@@ -89,15 +90,19 @@ def find_obstacle(network: Network, *, sharded: bool, known_only: bool) -> str |
         return f"{network.draft.key} reads the states between layers, which compiled ones may not show"
     if (rounded := find_rounded(network.model)) is not None:
         return f"{rounded.rounded_by} rounds weights and inputs in the modules"
-    if sharded:
-        return "the learner is on ranks, whose layers are not compiled in this version"
+    whole = find_fused_layers(layers) is not None  # each call of such a layer looks for hooks and adapters itself
+    if ranks is not None and (ranks.divided or not whole):
+        what = "divide matrices" if ranks.divided else f"have layers that are not fused as a whole ({type(layers[0]).__name__})"
+        return f"the learner is on ranks that {what}, and those are not compiled in this version"
     if not network.packed:
         return "the model reads padded rows, whose layers are not compiled in this version"
     if any(True for _ in lora_layers(network.model)):
         return "the layers have adapters, which the reference policy switches off, and compiled layers may ignore that"
-    if any(module._forward_hooks or module._forward_pre_hooks for layer in layers for module in layer.modules()):
+    if ranks is None and any(
+        module._forward_hooks or module._forward_pre_hooks for layer in layers for module in layer.modules()
+    ):
         return "its modules have hooks, which compiled layers ignore"
-    if not layers or (find_fused_layers(layers) is None and any("forward" in vars(layer) for layer in layers)):
+    if not layers or (not whole and any("forward" in vars(layer) for layer in layers)):
         return f"{type(network.decoder).__name__} has no layers with their own forward pass"
     if known_only and (part := next(filter(None, map(find_unknown_part, layers)), None)):  # the choice of experts, for one
         return f"{part} may have steps that are compiled again for each batch; policy.compile=true tries it"
@@ -114,11 +119,12 @@ def _find_missing_compiler(device: torch.device) -> str | None:
     return None if has_cpp_compiler() else "there is no C++ compiler on this machine (install g++)"
 
 
-def _compile_and_try(network: Network, section: str) -> CompiledLayers:
+def _compile_and_try(network: Network, section: str, ranks: RankLayers | None) -> CompiledLayers:
     """Compile the layers and compare them with the modules. Raises CannotCompile and restores the modules if that fails."""
     layers = decoder_layers(network.decoder)
-    calls = record_calls(network, _one_of_each_kind(layers))
-    compiled = CompiledLayers(layers)
+    kinds = _one_of_each_kind(layers)
+    calls = record_calls(network, kinds) if ranks is None else make_calls(network, kinds, ranks.dtype)
+    compiled = CompiledLayers(layers if ranks is None else [call.layer for call in calls])
     try:
         with network.autocast():
             for call, difference in zip(calls, _compare(calls, compiled), strict=True):
@@ -130,7 +136,7 @@ def _compile_and_try(network: Network, section: str) -> CompiledLayers:
     except RuntimeError as error:  # errors of torch.compile and of compilers are RuntimeErrors
         compiled.remove()
         raise CannotCompile(f"torch.compile failed: {type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
-    return compiled
+    return compiled if ranks is None else CompiledLayers(layers)
 
 
 def _one_of_each_kind(layers: Sequence[nn.Module]) -> list[nn.Module]:
@@ -162,6 +168,32 @@ def record_calls(network: Network, layers: Sequence[nn.Module]) -> list[LayerCal
         for hook in hooks:
             hook.remove()
     return calls
+
+
+def make_calls(network: Network, layers: Sequence[Any], dtype: torch.dtype) -> list[LayerCall]:
+    """Return calls of layers like these with random weights: gathering the weights of a layer takes all ranks."""
+    decoder: Any = network.decoder
+    config, device = decoder.config, network.device
+    positions = torch.arange(min(TOKENS, int(config.max_position_embeddings)), device=device)
+    start, size, parent = (torch.tensor([value]) for value in (0, len(positions), -1))
+    plan = TreePlan(start, size, parent, device, network.attention_kernel)
+    with torch.random.fork_rng(devices=[device] if is_gpu(device) else [], device_type=device.type), torch.device(device):
+        torch.manual_seed(0)
+        hidden = torch.randn(1, len(positions), config.hidden_size, dtype=dtype)
+        twins = [_own_class(layer)(config, layer.self_attn.layer_idx).to(dtype) for layer in layers]
+    enable_fused_layers(nn.ModuleList(twins))
+    angles = decoder.rotary_emb(hidden, positions[None])
+    return [
+        LayerCall(twin.train(layer.training), hidden.clone().requires_grad_(), (), {"position_embeddings": angles, "plan": plan})
+        for twin, layer in zip(twins, layers, strict=True)
+    ]
+
+
+def _own_class(layer: nn.Module) -> Any:
+    """Return the class of a layer, which FSDP gives a class of its own."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(kind for kind in type(layer).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def _compare(calls: Sequence[LayerCall], compiled: CompiledLayers) -> list[float]:
@@ -202,7 +234,7 @@ def _log_saving(network: Network, compiled: CompiledLayers, call: LayerCall, sai
     """Alternately measure both passes of a layer, compiled and as the learner would otherwise run it."""
     contexts: tuple[Callable[[], AbstractContextManager[None]], ...] = (
         lambda: compiled.use(keep_copies=True),
-        lambda: network.fused_layers.use(keep_copies=True),
+        lambda: (compiled.fused or network.fused_layers).use(keep_copies=True),
     )
     seconds: tuple[list[float], ...] = ([], [])
     for _ in range(ROUNDS):

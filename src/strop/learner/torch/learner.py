@@ -60,7 +60,6 @@ CONSTANT = SchedulerConfig(
     stages=(ScheduleStageConfig(name="constant"),)
 )  # also counts the steps, for a schedule that is set later
 MOMENTS = 2  # tensors of a parameter's size that an optimizer such as AdamW keeps
-STEPS_BETWEEN_TRIMS = 10  # optimizer steps between two returns of unused CPU memory to the system
 
 
 class TorchLearner:
@@ -132,8 +131,7 @@ class TorchLearner:
 
     def _prepare_layers(self, section: str) -> None:
         if isinstance(self.network, Network):  # a value head runs its trunk's layers
-            sharded = not isinstance(self.parallelism, SingleDevice)
-            choose_layer_compilation(self.network, self.config.compile, section, sharded=sharded)
+            choose_layer_compilation(self.network, self.config.compile, section, ranks=self.parallelism.rank_layers)
             if self.config.router_losses.observes:
                 self.network.observe_routers(self.config.router_losses, section)
 
@@ -330,8 +328,7 @@ class TorchLearner:
             self.scheduler.step()
         of_companion = {} if self.companion is None else self.companion.step()
         self._drop_gradients()
-        if self._steps % STEPS_BETWEEN_TRIMS == 0 and self.network.device.type == "cpu":
-            trim_freed_memory()
+        trim_freed_memory(self._steps)
         return {
             "grad_norm": metrics.mean(found, 1),
             "lr": metrics.mean(rate, 1),

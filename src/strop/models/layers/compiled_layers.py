@@ -45,15 +45,15 @@ class CompiledLayers:
         keep_cache()
         settings: Any = torch._dynamo.config
         settings.recompile_limit = max(settings.recompile_limit, CODES_OF_A_CLASS)
-        self._fused = find_fused_layers(
+        self.fused = find_fused_layers(
             layers
         )  # of layers that are fused as a whole: only what is between their products is compiled
-        self._functions = {type(layer): _compile(type(layer)) for layer in layers if self._fused is None}
+        self._functions = {type(layer): _compile(type(layer)) for layer in layers if self.fused is None}
         self._layers = tuple(layers)
         self._began = 0.0
         for layer in layers:
             layer.__dict__[_STATE] = self
-            if self._fused is None:
+            if self.fused is None:
                 layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledLayers:
@@ -61,7 +61,7 @@ class CompiledLayers:
         twin = memo[id(self)] = CompiledLayers.__new__(CompiledLayers)
         twin.active, twin.compiled, twin.seconds, twin._began = False, 0, 0.0, 0.0
         twin._functions, twin._layers = self._functions, ()  # the layers of the copy hold their state
-        twin._fused = copy.deepcopy(self._fused, memo)
+        twin.fused = copy.deepcopy(self.fused, memo)
         return twin
 
     @contextmanager
@@ -80,9 +80,9 @@ class CompiledLayers:
         begin, end = self._begin, self._end
         callback_handler.register_start_callback(begin)
         callback_handler.register_end_callback(end)
-        fused = nullcontext() if self._fused is None else self._fused.use(keep_copies=keep_copies)
+        fused = nullcontext() if self.fused is None else self.fused.use(keep_copies=keep_copies)
         try:
-            with fused, compiling_segments(self._fused is not None):
+            with fused, compiling_segments(self.fused is not None):
                 yield
         finally:
             self.active = False
@@ -100,7 +100,7 @@ class CompiledLayers:
         """Restore the layers' own forward passes."""
         for layer in self._layers:
             del layer.__dict__[_STATE]
-            if self._fused is None:
+            if self.fused is None:
                 del layer.__dict__["forward"]
 
     def run(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ from strop.learner.parallel.pipeline.pipeline_stages import PipelineStages
 from strop.learner.parallel.shard_files import is_elsewhere
 from strop.learner.parallel.sharded import Sharded, ShardedModel, ShardingOptions, shard_network
 from strop.metrics import Metrics
-from strop.models.layers.fused_layers import use_fused_layers
+from strop.models.layers.compiled_layers import use_learner_layers
 from strop.models.network import Network
 from strop.types import Batch
 
@@ -113,7 +113,7 @@ class Pipelined(Sharded):
     ) -> LocalOutputs[OutputsT]:
         trained = [each for each in micro_batches if backward and not each.zero_gradient]
         others = [each for each in micro_batches if not (backward and not each.zero_gradient)]
-        with use_fused_layers(self.network, keep_copies=False):
+        with use_learner_layers(self.network, keep_copies=False):
             results = self._run_schedule(trained, compute, loss, backward=True) if trained else []
             results += self._run_schedule(others, compute, loss, backward=False) if others else []
         self._finish_passes()
