@@ -117,7 +117,7 @@ def launches_of_a_layer(network_of: Callable[[int], Network], batch: Batch) -> f
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("shapes", "most"), [(((11, (9, 1, 14)),), (114, 56)), (SHAPES, (116, 58))])
+@pytest.mark.parametrize(("shapes", "most"), [(((11, (9, 1, 14)),), (114, 54)), (SHAPES, (116, 56))])
 def test_a_layer_is_few_launches(shapes: Any, most: tuple[int, int], compiled: bool) -> None:
     """Both passes, with gradients added to those of earlier micro-batches, of one group and of several, whose keys are gathered. With the
     segments of a layer uncompiled, and compiled as on a GPU.

@@ -23,7 +23,7 @@ from strop.learner.torch.layer_compilation import choose_layer_compilation, find
 from strop.learner.torch.scorer import copy_frozen
 from strop.models.layers import fused_functions, segments
 from strop.models.layers.compiled_layers import CompiledLayers, find_compiled_layers, keep_cache, use_learner_layers
-from strop.models.layers.fused_functions import norm_gradients_and_sum
+from strop.models.layers.fused_functions import norm_gradients
 from strop.models.layers.known_code import RmsNormSpec, decoder_layers
 from strop.models.network import Network, probe_batch
 from strop.models.value_network import ValueHead
@@ -33,7 +33,7 @@ from support.algorithms import grpo
 from support.learners import make_torch_learner
 from support.models import VOCABULARY, build, copy_gradients, largest_difference
 from support.parity import SAMPLING, Case, build_trained_network, make_batch
-from support.sweep import sweep
+from support.sweep import sweep, sweep_rows
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="a CPU needs a C++ compiler")
 FAMILIES = ("qwen2", "qwen3", "mistral", "gemma", "gemma2")
@@ -99,6 +99,10 @@ def test_traced_layers_compute_what_the_modules_compute_for_rows_of_any_length(t
     compare(Network(build("llama", layers=1), packed=True), 2e-5)
 
 
+def segment(constants: Any, weights: Any, *tensors: Tensor) -> Any:
+    return norm_gradients(constants, *tensors)
+
+
 @pytest.mark.slow
 def test_guards_choose_the_code_of_a_segment_once_for_tensors_of_a_form(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not again for other values of them: the rest of a warm pass does not enter torch.compile."""
@@ -116,11 +120,11 @@ def test_guards_choose_the_code_of_a_segment_once_for_tensors_of_a_form(traced: 
                 if contiguous:
                     grad, x, added = (each.contiguous() for each in (grad, x, added))
                 tensors = (grad, x, torch.rand(rows, 1), torch.randn(size, requires_grad=True), added)
-                constants = (spec, True, needs_weight, wide)
+                constants = (spec, True, needs_weight)
                 with torch.no_grad():
-                    expected = norm_gradients_and_sum(constants, *tensors)
+                    expected = segment(constants, (), *tensors)
                     with segments.compiling_segments():
-                        found = segments.run_segment(norm_gradients_and_sum, constants, *tensors)
+                        found = segments.run_segment(segment, constants, (), *tensors)
                 assert (found[1] is None) == (not needs_weight)
                 for one, other in zip(found, expected, strict=True):
                     torch.testing.assert_close(one, other)
@@ -234,23 +238,19 @@ def train_on_rank(rank: int, case: Case, batch: Batch) -> tuple[dict[str, Tensor
     return found[0], found[1], count
 
 
+SHARDED = Case(sizes=ParallelDims(shard=2), dtype=torch.float32)
+PIPELINED = replace(SHARDED, sizes=ParallelDims(pipeline=2))
+GATHERED = replace(SHARDED, precision=torch.bfloat16, gather_dtype=torch.bfloat16, reshard=False)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(sizes=ParallelDims(shard=2), dtype=torch.float32),
-        Case(
-            sizes=ParallelDims(shard=2), dtype=torch.float32, precision=torch.bfloat16, gather_dtype=torch.bfloat16, reshard=False
-        ),
-        Case(sizes=ParallelDims(pipeline=2), dtype=torch.float32),
-    ],
-    ids=["float32", "bfloat16", "pipeline"],
-)
-def test_ranks_train_with_compiled_segments_as_without_them(case: Case) -> None:
+@pytest.mark.parametrize(("case", "bound"), sweep_rows([(SHARDED, 1e-6), (PIPELINED, 1e-6), (GATHERED, 1e-4)], (GATHERED, 1e-4)))
+def test_ranks_train_with_compiled_segments_as_without_them(case: Case, bound: float) -> None:
+    """A step of AdamW moves a weight by 1e-2."""
     for plain, compiled, count in run_on_ranks(2, train_on_rank, case, replace(make_batch(case), zero_gradient=None)):
         assert count > 0
         for name, weight in plain.items():
-            torch.testing.assert_close(compiled[name], weight, rtol=0, atol=1e-6)
+            torch.testing.assert_close(compiled[name], weight, rtol=0, atol=bound)
 
 
 @needs_compiler
@@ -296,13 +296,13 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(network: Network, mo
 @pytest.mark.parametrize("attribute", ["exact", "routed"])
 def test_exact_networks_and_replayed_routers_are_not_compiled(network: Network, attribute: str) -> None:
     setattr(network, attribute, object())
-    assert "policy." in (find_obstacle(network, ranks=None, known_only=False) or "")
+    assert "policy." in (find_obstacle(network, known_only=False) or "")
 
 
 def test_hooks_and_unknown_layers_are_not_compiled(network: Network) -> None:
-    assert "Phi3DecoderLayer" in (find_obstacle(Network(build("phi3"), packed=True), ranks=None, known_only=True) or "")
+    assert "Phi3DecoderLayer" in (find_obstacle(Network(build("phi3"), packed=True), known_only=True) or "")
     decoder_layers(network.decoder)[0].register_forward_hook(lambda *_: None)
-    assert "hooks" in (find_obstacle(network, ranks=None, known_only=False) or "")
+    assert "hooks" in (find_obstacle(network, known_only=False) or "")
 
 
 @needs_compiler

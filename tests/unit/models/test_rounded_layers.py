@@ -88,7 +88,7 @@ def test_an_adapter_is_added_to_the_rounded_weight() -> None:
 
 def test_what_bypasses_the_layers_says_the_key_that_made_them() -> None:
     network = Network(in_tenths(build("llama"), inputs=True), packed=True)
-    said = (fast_layers.find_obstacle(network), layer_compilation.find_obstacle(network, sharded=False, known_only=False))
+    said = (fast_layers.find_obstacle(network), layer_compilation.find_obstacle(network, known_only=False))
     assert said == ("policy.tenths rounds the inputs of layers", "policy.tenths rounds weights and inputs in the modules")
     network = Network(in_tenths(build("llama")), packed=True)
     assert fast_layers.find_obstacle(network) is None and find_rounded(network.model, inputs=True) is None

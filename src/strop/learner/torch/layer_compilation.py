@@ -79,7 +79,7 @@ def choose_layer_compilation(
     return network.compiled_layers
 
 
-def find_obstacle(network: Network, *, ranks: RankLayers | None, known_only: bool) -> str | None:
+def find_obstacle(network: Network, *, known_only: bool, ranks: RankLayers | None = None) -> str | None:
     """Return why the layers cannot be compiled; None if they can. ``known_only``: only layers whose code is known."""
     layers = decoder_layers(network.decoder)
     if network.exact is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -51,17 +51,24 @@ class JoinedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        weights: LinearWeights = ctx.weights
-        needed, count = ctx.needs_input_grad, ctx.count
-        columns = weights.join_columns(grads)
-        grad_x = weights.project_back(columns) if needed[0] else None
-        gradients: list[Tensor | None] = [None] * len(ctx.dtypes)
-        if any(needed[3 : 3 + count]):
-            gradients[:count] = weights.gradients(x, columns, ctx.dtypes[0])
-        if any(needed[3 + count :]):
-            gradients[count:] = [grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
-        typed = (None if grad is None else grad.to(dtype) for grad, dtype in zip(gradients, ctx.dtypes, strict=True))
-        return grad_x, None, None, *typed
+        needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])
+        of_x, *gradients = linear_gradients(ctx.weights, ctx.dtypes, needs, x, grads)
+        return of_x, None, None, *gradients
+
+
+def linear_gradients(
+    weights: LinearWeights, dtypes: Sequence[torch.dtype], needs: Sequence[bool], x: Tensor, grads: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return the gradients of the input [T, K] and of the parameters, in their ``dtypes``, which ``needs`` asks for."""
+    count = len(grads)
+    columns = weights.join_columns(grads)
+    of_x = weights.project_back(columns) if needs[0] else None
+    gradients: list[Tensor | None] = [None] * len(dtypes)
+    if any(needs[1 : 1 + count]):
+        gradients[:count] = weights.gradients(x, columns, dtypes[0])
+    if any(needs[1 + count :]):
+        gradients[count:] = [grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+    return [of_x, *(None if grad is None else grad.to(dtype) for grad, dtype in zip(gradients, dtypes, strict=True))]
 
 
 def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
@@ -201,16 +208,6 @@ def norm_gradients(
     return grad_x, weighted.flatten(0, -2).sum(0).to(weight.dtype) if needs_weight else None
 
 
-def norm_gradients_and_sum(
-    constants: tuple[RmsNormSpec, bool, bool, torch.dtype], grad: Tensor, *tensors: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return ``norm_gradients`` of rows that need one, and that of the rows once more in a dtype."""
-    *others, dtype = constants
-    grad_x, grad_weight = norm_gradients(tuple(others), grad, *tensors)  # type: ignore[arg-type]
-    assert grad_x is not None
-    return grad_x, grad_weight, grad_x.to(dtype)
-
-
 def _widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
@@ -220,153 +217,169 @@ def _factor(weight: Tensor, spec: RmsNormSpec, dtype: torch.dtype) -> Tensor:
     return factor + spec.offset if spec.offset else factor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class BeforeAttention:
     """How to compute queries, keys and values from hidden states."""
 
     norm: RmsNormSpec
-    head_norms: Sequence[RmsNormSpec]  # of queries and keys; or none
+    head_norms: tuple[RmsNormSpec, ...]  # of queries and keys; or none
     head_norm_dtype: torch.dtype
-    weights: LinearWeights
     head_dim: int
     dtype: torch.dtype  # of the products
     rotated_dtype: torch.dtype
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class AfterAttention:
     """How to compute a layer's output from that of attention."""
 
     norm: RmsNormSpec
-    weights: Sequence[LinearWeights]  # of the output's projection, gate and up, down
-    parameters: Sequence[int]  # numbers of them
     activation: str
     dtype: torch.dtype  # of the products
 
 
-class _Tape:
-    """Stands for the ``ctx`` of an autograd function that runs inside of another one."""
-
-    def __init__(self, *needs: bool) -> None:
-        self.needs_input_grad = needs
-        self.saved_tensors: tuple[Tensor, ...] = ()
-        self.saved = 0
-        self.constants: Any = None
-
-    def save_for_backward(self, *tensors: Tensor) -> None:
-        self.saved_tensors, self.saved = tensors, len(tensors)
-
-
-def _save(ctx: Any, *tapes: _Tape) -> None:
-    """Let ``ctx`` save what the tapes hold, so that hooks on saved tensors (recomputation, offload) see it."""
-    ctx.tapes = tapes
-    ctx.save_for_backward(*(tensor for tape in tapes for tensor in tape.saved_tensors))
-    for tape in tapes:
-        tape.saved_tensors = ()
-
-
-def _restore(ctx: Any) -> Sequence[Any]:
-    """Return tapes with what ``ctx`` saved; those of ``ctx`` stay empty."""
-    saved, restored = iter(ctx.saved_tensors), []
-    for tape in ctx.tapes:
-        twin = _Tape.__new__(_Tape)
-        twin.__dict__.update(tape.__dict__, saved_tensors=tuple(islice(saved, tape.saved)))
-        restored.append(twin)
-    return restored
+def compute_heads(
+    part: BeforeAttention,
+    weights: Sequence[LinearWeights],
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norm: Tensor,
+    *head_norms: Tensor,
+) -> Sequence[Tensor]:
+    """Return query, key and value, and what their gradients need: the normed rows and their scale; heads and scales of ``head_norms``."""
+    rows, scale = normalize((part.norm, part.dtype), x, norm)
+    heads = [row.view(len(row), -1, part.head_dim) for row in weights[0].project(rows)]
+    inner = []
+    for place, (spec, weight) in enumerate(zip(part.head_norms, head_norms, strict=True)):
+        normed, of_head = normalize((spec, part.head_norm_dtype), heads[place], weight)
+        inner += [heads[place], of_head]
+        heads[place] = normed
+    return *turn((1.0, (part.rotated_dtype,) * 2), cos, sin, *heads[:2]), heads[2], rows, scale, *inner
 
 
-def _normalize(tape: _Tape, x: Tensor, weight: Tensor, spec: RmsNormSpec, dtype: torch.dtype) -> Tensor:
-    normed: Tensor
-    normed, scale = run_segment(normalize, (spec, dtype), x, weight)
-    tape.save_for_backward(x, scale, weight)
-    tape.constants = spec
-    return normed
-
-
-def _norm_gradients(tape: Any, grad: Tensor) -> tuple[Any, Tensor | None]:
-    """Return the gradients of the rows and of the weight."""
-    constants = (tape.constants, *tape.needs_input_grad)
-    of_rows, of_weight = run_segment(norm_gradients, constants, grad, *tape.saved_tensors)
-    return of_rows, of_weight
-
-
-_products_backward: Any = JoinedLinear.backward  # the gradient of the input is always asked for
+def head_gradients(
+    constants: tuple[BeforeAttention, Sequence[bool], Sequence[torch.dtype]], weights: Sequence[LinearWeights], *tensors: Tensor
+) -> Sequence[Tensor | None]:
+    """Return the gradients of ``compute_heads``: of x, the norm, those of heads, and the parameters. ``constants``: which are needed, and
+    the dtypes of the parameters. ``tensors``: the arriving gradients, the inputs, and what was kept.
+    """
+    part, needs, dtypes = constants
+    count = len(part.head_norms)
+    *arriving, x, cos, sin, norm = tensors[:7]
+    head_norms, (rows, scale, *inner) = tensors[7 : 7 + count], tensors[7 + count :]
+    turned = (part.head_norm_dtype if count else part.dtype,) * 2
+    arriving[:2] = turn((-1.0, turned), cos, sin, *arriving[:2])
+    of_norms: list[Tensor | None] = []
+    for place, spec in enumerate(part.head_norms):
+        kept = (*inner[2 * place : 2 * place + 2], head_norms[place])
+        of_head, own = norm_gradients((spec, True, needs[2 + place]), arriving[place], *kept)
+        assert of_head is not None
+        arriving[place] = of_head
+        of_norms.append(own)
+    asked = (True, *needs[2 + count :])
+    of_rows, *of_weights = linear_gradients(weights[0], dtypes, asked, rows, [grad.flatten(1) for grad in arriving])
+    assert of_rows is not None
+    return *norm_gradients((part.norm, needs[0], needs[1]), of_rows, x, scale, norm), *of_norms, *of_weights
 
 
 class _Before(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, part: BeforeAttention, norm: Tensor, head_norms: int, *parameters: Tensor
+        ctx: Any,
+        part: BeforeAttention,
+        weights: Sequence[LinearWeights],
+        cos: Tensor,
+        sin: Tensor,
+        x: Tensor,
+        norm: Tensor,
+        *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        needs = ctx.needs_input_grad
-        products = parameters[head_norms:]
-        tapes = [_Tape(needs[0], needs[4]), _Tape(True, False, False, *needs[6 + head_norms :])]
-        rows = _normalize(tapes[0], x.view(-1, x.shape[-1]), norm, part.norm, part.dtype)
-        heads = [
-            row.view(len(row), -1, part.head_dim) for row in JoinedLinear.forward(tapes[1], rows, part.weights, 3, *products)
-        ]
-        for place, spec in enumerate(part.head_norms):
-            tapes.append(_Tape(True, needs[6 + place]))
-            heads[place] = _normalize(tapes[-1], heads[place], parameters[place], spec, part.head_norm_dtype)
-        angles = _Tape()
-        angles.save_for_backward(cos, sin)
-        ctx.turned = tuple(head.dtype for head in heads[:2])
-        heads[:2] = run_segment(turn, (1.0, (part.rotated_dtype,) * 2), cos, sin, *heads[:2])
-        _save(ctx, *tapes, angles)
-        ctx.shape, ctx.parameters = x.shape, len(parameters)
-        return tuple(heads)
+        head_norms = parameters[: len(part.head_norms)]
+        inputs = (x.view(-1, x.shape[-1]), cos, sin, norm, *head_norms)
+        query, key, value, *kept = run_segment(compute_heads, part, weights, *inputs)
+        ctx.save_for_backward(*inputs, *kept)
+        ctx.constants = part, ctx.needs_input_grad[4:], tuple(each.dtype for each in parameters[len(head_norms) :])
+        ctx.weights, ctx.shape = weights, x.shape
+        return query, key, value
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        norm, product, *head_norms, angles = _restore(ctx)
-        arriving = [*run_segment(turn, (-1.0, ctx.turned), *angles.saved_tensors, *grads[:2]), grads[2]]
-        of_norms: list[Tensor | None] = []
-        for place, tape in enumerate(head_norms):
-            arriving[place], own = _norm_gradients(tape, arriving[place])
-            of_norms.append(own)
-        rows, _, _, *of_weights = _products_backward(product, *(grad.flatten(1) for grad in arriving))
-        of_x, of_norm = _norm_gradients(norm, rows)
-        of_x = None if of_x is None else of_x.view(ctx.shape)
-        return of_x, None, None, None, of_norm, None, *of_norms, *of_weights
+        of_x, *others = run_segment(head_gradients, ctx.constants, ctx.weights, *grads, *ctx.saved_tensors)
+        return None, None, None, None, None if of_x is None else of_x.view(ctx.shape), *others
+
+
+def finish_layer(
+    part: AfterAttention, weights: Sequence[LinearWeights], x: Tensor, attended: Tensor, norm: Tensor
+) -> Sequence[Tensor]:
+    """Return the layer's output, and what its gradients need."""
+    (projected,) = weights[0].project(attended)
+    hidden, rows, scale = add_and_normalize((part.norm, part.dtype), x, projected, norm)
+    gate, up = weights[1].project(rows)
+    inner, active = activate_and_multiply(part.activation, gate, up)
+    (down,) = weights[2].project(inner)
+    return hidden + down, hidden, scale, rows, gate, up, active, inner
+
+
+def layer_gradients(
+    constants: tuple[AfterAttention, Sequence[bool], Sequence[Sequence[torch.dtype]]],
+    weights: Sequence[LinearWeights],
+    grad: Tensor,
+    attended: Tensor,
+    norm: Tensor,
+    hidden: Tensor,
+    scale: Tensor,
+    rows: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    active: Tensor,
+    inner: Tensor,
+) -> Sequence[Tensor | None]:
+    """Return the gradients of ``finish_layer``: of x, attention, the norm and the parameters. ``constants``: which are needed, and the
+    dtypes of the parameters of each product.
+    """
+    part, needs, dtypes = constants
+    asked, place = [], 3
+    for each in dtypes:
+        asked.append((True, *needs[place : place + len(each)]))
+        place += len(each)
+    of_inner, *of_down = linear_gradients(weights[2], dtypes[2], asked[2], inner, [grad.to(part.dtype)])
+    assert of_inner is not None
+    arriving = gated_gradients(part.activation, of_inner, gate, up, active)
+    of_rows, *of_gates = linear_gradients(weights[1], dtypes[1], asked[1], rows, arriving)
+    assert of_rows is not None
+    of_hidden, of_norm = norm_gradients((part.norm, True, needs[2]), of_rows, hidden, scale, norm, grad)
+    assert of_hidden is not None
+    of_attended, *of_projection = linear_gradients(weights[0], dtypes[0], asked[0], attended, [of_hidden.to(part.dtype)])
+    return of_hidden, of_attended, of_norm, *of_projection, *of_gates, *of_down
 
 
 class _After(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, attended: Tensor, part: AfterAttention, norm: Tensor, *parameters: Tensor) -> Tensor:
-        needs = ctx.needs_input_grad
-        products, tapes, place = iter(parameters), [], 4
-        for count in part.parameters:
-            tapes.append(_Tape(True, False, False, *needs[place : place + count]))
-            place += count
-        weights = [tuple(islice(products, count)) for count in part.parameters]
-        normed, activated = _Tape(True, needs[3]), _Tape()
-        (projected,) = JoinedLinear.forward(tapes[0], attended.flatten(1).to(part.dtype), part.weights[0], 1, *weights[0])
-        hidden, rows, scale = run_segment(add_and_normalize, (part.norm, part.dtype), x.view(-1, x.shape[-1]), projected, norm)
-        normed.save_for_backward(hidden, scale, norm)
-        normed.constants = part.norm
-        gate, up = JoinedLinear.forward(tapes[1], rows, part.weights[1], 2, *weights[1])
-        inner, active = run_segment(activate_and_multiply, part.activation, gate, up)
-        activated.save_for_backward(gate, up, active)
-        (down,) = JoinedLinear.forward(tapes[2], inner, part.weights[2], 1, *weights[2])
-        _save(ctx, *tapes, normed, activated)
-        ctx.dtype, ctx.activation = part.dtype, part.activation
-        ctx.attended = (attended.shape, attended.dtype)
-        output: Tensor = hidden + down
-        return output.view(x.shape)
+    def forward(
+        ctx: Any,
+        part: AfterAttention,
+        weights: Sequence[LinearWeights],
+        counts: Sequence[int],
+        x: Tensor,
+        attended: Tensor,
+        norm: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        rows = attended.flatten(1).to(part.dtype)
+        output, *kept = run_segment(finish_layer, part, weights, x.view(-1, x.shape[-1]), rows, norm)
+        ctx.save_for_backward(rows, norm, *kept)
+        dtypes = iter([each.dtype for each in parameters])
+        ctx.constants = part, ctx.needs_input_grad[3:], tuple(tuple(islice(dtypes, count)) for count in counts)
+        ctx.weights, ctx.attended = weights, (attended.shape, attended.dtype)
+        return output.view(x.shape)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        projection, gates, downs, normed, activated = _restore(ctx)
         arriving = grad.reshape(-1, grad.shape[-1])
-        inner, _, _, *of_down = _products_backward(downs, arriving.to(ctx.dtype))
-        gate, up = run_segment(gated_gradients, ctx.activation, inner, *activated.saved_tensors)
-        rows, _, _, *of_gates = _products_backward(gates, gate, up)
-        constants = (normed.constants, *normed.needs_input_grad, ctx.dtype)
-        of_hidden, of_norm, arriving = run_segment(norm_gradients_and_sum, constants, rows, *normed.saved_tensors, arriving)
-        of_rows, _, _, *of_projection = _products_backward(projection, arriving)
+        of_x, of_rows, *others = run_segment(layer_gradients, ctx.constants, ctx.weights, arriving, *ctx.saved_tensors)
         shape, dtype = ctx.attended
-        weights = (*of_projection, *of_gates, *of_down)
-        return of_hidden.view(grad.shape), of_rows.view(shape).to(dtype), None, of_norm, *weights
+        return None, None, None, of_x.view(grad.shape), of_rows.view(shape).to(dtype), *others
 
 
 def before_attention(
@@ -374,21 +387,33 @@ def before_attention(
     cos: Tensor,
     sin: Tensor,
     part: BeforeAttention,
+    weights: LinearWeights,
     norm: Tensor,
     head_norms: Sequence[Tensor],
     parameters: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[1, T, H], and angles [T, 1, D] -> query [T, heads, D], key and value [T, kv_heads, D].
 
-    ``parameters``: of the three linear layers whose weights ``part`` has; gradients go to them.
+    ``parameters``: of the three linear layers with these ``weights``; gradients go to them.
     """
     apply: Any = _Before.apply
-    rows: tuple[Tensor, Tensor, Tensor] = apply(x, cos, sin, part, norm, len(head_norms), *head_norms, *parameters)
+    rows: tuple[Tensor, Tensor, Tensor] = apply(part, (weights,), cos, sin, x, norm, *head_norms, *parameters)
     return rows
 
 
-def after_attention(x: Tensor, attended: Tensor, part: AfterAttention, norm: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """A layer's input [1, T, H] and its attention [T, heads, D] -> its output [1, T, H]."""
+def after_attention(
+    x: Tensor,
+    attended: Tensor,
+    part: AfterAttention,
+    weights: Sequence[LinearWeights],
+    norm: Tensor,
+    parameters: Sequence[Sequence[Tensor]],
+) -> Tensor:
+    """A layer's input [1, T, H] and its attention [T, heads, D] -> its output [1, T, H].
+
+    ``weights`` and ``parameters``: of the output's projection, of gate and up, of down.
+    """
     apply: Any = _After.apply
-    output: Tensor = apply(x, attended, part, norm, *parameters)
+    counts = tuple(map(len, parameters))
+    output: Tensor = apply(part, weights, counts, x, attended, norm, *chain.from_iterable(parameters))
     return output

@@ -233,20 +233,17 @@ def _block_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
         norm_spec(outer[0]),
         tuple(map(norm_spec, norms)),
         wide,
-        weights[0],
         attention.head_dim,
         dtype,
         autocast or torch.promote_types(wide, cos.dtype),
     )
     scales = [norm.weight for norm in norms]
-    rows = before_attention(hidden_states, cos, sin, before, outer[0].weight, scales, parameters[0])
+    rows = before_attention(hidden_states, cos, sin, before, weights[0], outer[0].weight, scales, parameters[0])
     options = {name: _get(attention, path) for name, path in attention.__dict__[_STATE].options.items()}
     spec = AttentionSpec(attention.layer_idx, attention.scaling, options.get("sliding_window"), options.get("softcap"))
     attended = plan.attend(*rows, spec)
-    counts = tuple(map(len, parameters[1:]))
-    after = AfterAttention(norm_spec(outer[1]), weights[1:], counts, mlp.__dict__[_STATE].activation, dtype)
-    others = [parameter for group in parameters[1:] for parameter in group]
-    return after_attention(hidden_states, attended, after, outer[1].weight, others)
+    after = AfterAttention(norm_spec(outer[1]), mlp.__dict__[_STATE].activation, dtype)
+    return after_attention(hidden_states, attended, after, weights[1:], outer[1].weight, parameters[1:])
 
 
 def norm_spec(norm: Any) -> RmsNormSpec:

@@ -1,8 +1,9 @@
-"""What a layer computes between two products, as functions of tensors that torch.compile makes one kernel of.
+"""What a layer computes before and after attention, as functions of tensors that torch.compile makes one graph of.
 
-A segment is a function of constants and tensors: rows [T, ...], and vectors that all rows share. Inside ``compiling_segments`` it is
-compiled, once for rows of any length; outside it runs as it is written. Torch.compile's guards choose the code for tensors of a form
-once, and later calls with such tensors go to that code directly: guards take the host longer than the operators that a segment replaces.
+A segment is a function of constants, of the weights of linear layers, and of tensors: rows [T, ...], and vectors that all rows share.
+Inside ``compiling_segments`` it is compiled, once for rows of any length; outside it runs as it is written. Torch.compile's guards choose
+the code for tensors of a form once, and later calls with such tensors go to that code directly: guards take the host longer than the
+operators that a segment replaces.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from contextlib import contextmanager
 from functools import cache
 from threading import local
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from strop.models.layers.weight_copies import Layout, LinearWeights
 
 # Values are rounded where the modules round them: keeping float32 in between would move the learner away from the sampler.
 # Autotuning that changes results is off: a resumed run must compile the same code.
@@ -39,25 +43,41 @@ def compiling_segments(active: bool = True) -> Iterator[None]:
         _settings = before
 
 
-def run_segment(function: Callable[..., Any], constants: Hashable, *tensors: Tensor) -> Any:
-    """Return ``function(constants, *tensors)``. No gradient, and no part for autocast: for use in autograd functions."""
+def is_compiling() -> bool:
+    return _settings is not None
+
+
+def run_segment(function: Callable[..., Any], constants: Hashable, weights: Sequence[LinearWeights], *tensors: Tensor) -> Any:
+    """Return ``function(constants, weights, *tensors)``. No gradient, and nothing for autocast: for use in autograd functions."""
     if _settings is None:
-        return function(constants, *tensors)
-    form = (function, constants, _settings, tensors[0].device, *[(each.dtype, each.shape, each.stride()) for each in tensors])
+        return function(constants, weights, *tensors)
+    forms = [each.form for each in weights]
+    form = (
+        function,
+        constants,
+        _settings,
+        tensors[0].device,
+        *forms,
+        *[(each.dtype, each.shape, each.stride()) for each in tensors],
+    )
     if (found := _code.get(form)) is None:
-        return _choose(form, compile_segment(function, constants), tensors)
+        return _choose(form, compile_segment(function, constants, *[each.layout for each in weights]), weights, tensors)
     code, sizes, inputs, outputs = found
-    given = (*tensors, *sizes)
+    given = (*[tensor for each in weights for tensor in each.tensors], *tensors, *sizes)
     results = (*code(*[given[place] for place in inputs]), None)
     return [results[place] for place in outputs]
 
 
 @cache
-def compile_segment(function: Callable[..., Any], constants: Hashable) -> Callable[..., Any]:
-    """Return a segment compiled for its constants."""
+def compile_segment(function: Callable[..., Any], constants: Hashable, *layouts: Layout) -> Callable[..., Any]:
+    """Return a segment compiled for its constants, as a function of the tensors of its weights and then of the others."""
 
     def run(*tensors: Tensor) -> Any:
-        return function(constants, *tensors)
+        weights, place = [], 0
+        for layout in layouts:
+            weights.append(layout.build(tensors[place : place + layout.count]))
+            place += layout.count
+        return function(constants, weights, *tensors[place:])
 
     # torch.compile keeps what it compiled by the code object: each segment has its own, and does not try those of others
     code = run.__code__.replace(co_name=getattr(function, "__name__", "segment"))
@@ -78,19 +98,21 @@ def _compile_graph(graph: torch.fx.GraphModule, examples: list[Any]) -> Callable
     return call
 
 
-def _choose(form: Hashable, compiled: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+def _choose(form: Hashable, compiled: Callable[..., Any], weights: Sequence[LinearWeights], tensors: Sequence[Tensor]) -> Any:
     """Run a segment with torch.compile, and keep the code that its guards choose for tensors of this form."""
     tensors = [each.detach() for each in tensors]  # compiled code is made for tensors that need a gradient or do not
     for each in tensors:
         if each.dim() > 1:
             torch._dynamo.maybe_mark_dynamic(each, 0)
+    given = (*(tensor for each in weights for tensor in each.tensors), *tensors)
     calls: list[tuple[Callable[..., Any], Sequence[Any], Sequence[Any]]] = []
     _thread.calls = calls
-    results = compiled(*tensors)
+    with torch.autocast(given[0].device.type, enabled=False):
+        results = compiled(*given)
     if len(calls) == 1:  # a graph also takes the number of rows, orders its inputs itself, and returns no tensor twice
         code, inputs, outputs = calls.pop()  # which would keep the tensors
         sizes = tuple(each for each in inputs if isinstance(each, int))
-        taken, returned = _find(inputs, (*tensors, *sizes)), _find(results, (*outputs, None))
+        taken, returned = _find(inputs, (*given, *sizes)), _find(results, (*outputs, None))
         if taken is not None and returned is not None:
             if len(_code) >= MOST_FORMS:
                 _code.clear()

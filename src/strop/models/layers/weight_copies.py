@@ -1,24 +1,61 @@
 """The weights of linear layers with the same input, in the dtype and layout of the matrix products.
 
-Under autocast the float32 weights are cast once for all micro-batches of a pass. On a CPU the forward pass reads another copy in oneDNN's
-packed layout, with which its products are about a tenth faster. Packing for the gradient of the input as well, or in float32, costs as much
-as it saves where a pass has a single micro-batch.
+Under autocast the float32 weights are cast once for all micro-batches of a pass. On a CPU the forward pass of layers that are not compiled
+reads another copy in oneDNN's packed layout, with which its products are about a tenth faster. Packing for the gradient of the input as
+well, or in float32, costs as much as it saves where a pass has a single micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from strop.models.layers import segments
+
 PACKED_ROWS = 1024  # the number of rows that oneDNN optimizes its layout for; other numbers work too
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the weights of some linear layers are, apart from their tensors."""
+
+    sizes: tuple[int, ...]  # outputs of each layer
+    joined: bool
+    biased: bool
+
+    @property
+    def count(self) -> int:
+        """The number of tensors."""
+        return (1 if self.joined else len(self.sizes)) * (1 + self.biased)
+
+    def build(self, tensors: Sequence[Tensor]) -> LinearWeights:
+        """Return the weights with these tensors, which are not in oneDNN's layout."""
+        if self.joined:
+            return JoinedWeights(self.sizes, tensors[0], None, tensors[1] if self.biased else None)
+        layers = len(self.sizes)
+        return SeparateWeights(tuple(tensors[:layers]), tuple(tensors[layers:]) if self.biased else (None,) * layers)
 
 
 class LinearWeights(Protocol):
     """The weights [N, K] of linear layers with one input, in the dtype of the products."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that ``layout`` builds equal weights with."""
+        ...
+
+    @cached_property
+    def form(self) -> Hashable:
+        """What code is compiled for: the layout, and the dtypes, shapes and strides of the tensors."""
+        return self.layout, *[(each.dtype, each.shape, each.stride()) for each in self.tensors]
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """[T, K] -> [T, N] of each layer."""
@@ -38,11 +75,19 @@ class LinearWeights(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class SeparateWeights:
+class SeparateWeights(LinearWeights):
     """The layers' own weights."""
 
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor | None, ...]
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(tuple(map(len, self.weights)), joined=False, biased=self.biases[0] is not None)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return *self.weights, *(bias for bias in self.biases if bias is not None)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         return tuple(nn.functional.linear(x, *parameters) for parameters in zip(self.weights, self.biases, strict=True))
@@ -64,13 +109,21 @@ class SeparateWeights:
 
 
 @dataclass(frozen=True, eq=False)
-class JoinedWeights:
+class JoinedWeights(LinearWeights):
     """Copies of the weights of all layers in one matrix [N1 + N2 ..., K], for a single product per pass."""
 
     sizes: tuple[int, ...]  # outputs of each layer
     weight: Tensor
     packed: Tensor | None  # the same in oneDNN's layout
     bias: Tensor | None  # [N1 + N2 ...]
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.sizes, joined=True, biased=self.bias is not None)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         if self.packed is None:
@@ -147,7 +200,7 @@ def _prepare(linears: Sequence[nn.Linear], dtype: torch.dtype) -> LinearWeights:
 
 def _can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     on_cpu = device.type == "cpu" and dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
-    return on_cpu and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return on_cpu and not segments.is_compiling() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _cat_as(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
