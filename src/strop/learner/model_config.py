@@ -93,7 +93,7 @@ class ModelConfig(WithLearner):
     )
     compile: Literal["auto"] | bool = Field(
         "auto",
-        description="Compile the decoder layers of the learner by torch.compile, attention left out: true, false, or auto (on one GPU "
+        description="Compile the decoder layers of the learner by torch.compile, attention left out: true, false, or auto (on GPUs "
         "with Triton, for dense models whose layers are of a known form). A CPU needs a C++ compiler.",
     )
     freeze_moe_router: bool = Field(

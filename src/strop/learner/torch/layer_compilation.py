@@ -190,7 +190,7 @@ def make_calls(network: Network, layers: Sequence[Any], dtype: torch.dtype) -> l
 
 
 def _own_class(layer: nn.Module) -> Any:
-    """Return the class of a layer, which FSDP gives a class of its own."""
+    """Return the class of a layer before FSDP derived one from it."""
     from torch.distributed.fsdp import FSDPModule
 
     return next(kind for kind in type(layer).__mro__ if not issubclass(kind, FSDPModule))

@@ -1,6 +1,6 @@
 """Decoder layers compiled by torch.compile, each class of layer once, attention left out.
 
-Of layers that are fused as a whole (``FusedBlock``) only the segments between their products are compiled: the host then has two nodes a
+Of layers that are fused as a whole (``FusedBlock``) each side of attention is a segment (``segments``): the host then has two nodes a
 layer, and few checks. Other layers are compiled before and after attention, as they are.
 
 The layers of a model share their compiled code, for rows of all lengths: the number of tokens is dynamic. Attention follows the
@@ -45,9 +45,7 @@ class CompiledLayers:
         keep_cache()
         settings: Any = torch._dynamo.config
         settings.recompile_limit = max(settings.recompile_limit, CODES_OF_A_CLASS)
-        self.fused = find_fused_layers(
-            layers
-        )  # of layers that are fused as a whole: only what is between their products is compiled
+        self.fused = find_fused_layers(layers)  # None: of layers that are not fused as a whole
         self._functions = {type(layer): _compile(type(layer)) for layer in layers if self.fused is None}
         self._layers = tuple(layers)
         self._began = 0.0
