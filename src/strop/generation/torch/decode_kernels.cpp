@@ -541,26 +541,36 @@ template <class T> void cap_and_softmax(float* scores, int64_t hidden, int64_t c
     for (int64_t j = 0; j < padded; j += LANES) store(scores + j, rounded_vec(load(scores + j) * share, T{}));
 }
 
+// A head's part of a page is too short for the processor to guess where the next one is: it is fetched into the second-level cache, this many
+// bytes ahead.
+constexpr int64_t AHEAD = 4096;
+
+template <class T> inline void fetch(const T* from, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + i, 0, 2);
+}
+
 // Attention of GROUP query heads, [GROUP, D] scaled, over the keys of one key-value head.
 template <int GROUP, class T>
 void attend_group(const T* q, const Cache& cache, const int32_t* table, int64_t head, int64_t length, const Options& options, float* scores,
                   int64_t stride, T* out) {
     const int64_t size = cache.size, seen = options.window ? std::max<int64_t>(0, length - options.window) : 0;
     const int64_t first = seen / LANES * LANES;  // whole vectors: sums then have the same order with and without a window
-    auto over_pages = [&](auto&& visit) {
+    const int64_t ahead = std::max<int64_t>(1, AHEAD / (cache.page * size * (int64_t)sizeof(T))), last = (length - 1) / cache.page;
+    auto over_pages = [&](void* base, auto&& visit) {
         for (int64_t j = first; j < length;) {
-            const int64_t slot = j % cache.page, some = std::min(cache.page - slot, length - j);
-            visit(j, some, table[j / cache.page], slot);
+            const int64_t slot = j % cache.page, some = std::min(cache.page - slot, length - j), page = j / cache.page;
+            if (page + ahead <= last) fetch(cache.at<T>(base, table[page + ahead], head, 0), cache.page * size);
+            visit(j, some, table[page], slot);
             j += some;
         }
     };
-    over_pages([&](int64_t j, int64_t some, int64_t page, int64_t slot) {
+    over_pages(cache.keys, [&](int64_t j, int64_t some, int64_t page, int64_t slot) {
         dot_keys<GROUP>(q, cache.at<T>(cache.keys, page, head, slot), some, size, scores + (j - first), stride);
     });
     for (int g = 0; g < GROUP; ++g) cap_and_softmax<T>(scores + g * stride, seen - first, length - first, options.softcap);
     float* sums = (float*)__builtin_alloca(GROUP * size * 4);
     std::memset(sums, 0, GROUP * size * 4);
-    over_pages([&](int64_t j, int64_t some, int64_t page, int64_t slot) {
+    over_pages(cache.values, [&](int64_t j, int64_t some, int64_t page, int64_t slot) {
         add_values<GROUP, T>(scores + (j - first), stride, cache.at<T>(cache.values, page, head, slot), some, size, sums);
     });
     for (int64_t i = 0; i < GROUP * size; ++i) out[i] = convert<T>(sums[i]);

@@ -34,6 +34,7 @@ from strop.models.layers.fused_functions import (
     rotate,
 )
 from strop.models.layers.known_code import RmsNormSpec, find_form, rms_norm_spec
+from strop.models.layers.segments import is_compiling
 from strop.models.layers.weight_copies import WeightCopies
 
 
@@ -225,7 +226,8 @@ def _block_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     if parts is None:
         return type(layer).forward(layer, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
     groups, norms = parts
-    weights = [layers.copies.get(group, dtype, keep=layers.keep_copies) for group in groups]
+    pack = not is_compiling()  # compiled products read ordinary tensors
+    weights = [layers.copies.get(group, dtype, keep=layers.keep_copies, pack=pack) for group in groups]
     parameters = [linear_parameters(group) for group in groups]
     cos, sin = (angles[0].unsqueeze(1) for angles in kwargs["position_embeddings"])
     wide = torch.promote_types(dtype, norms[0].weight.dtype) if norms and norm_spec(norms[0]).rounds_first else dtype

@@ -13,17 +13,17 @@ from contextlib import contextmanager
 from functools import cache
 from threading import local
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from strop.models.layers.weight_copies import Layout, LinearWeights
+from strop.models.layers.weight_copies import LinearWeights, WeightLayout
 
 # Values are rounded where the modules round them: keeping float32 in between would move the learner away from the sampler.
+# Patterns are off for the same reason: some add a bias or a sum to a product before it is rounded, or after.
 # Autotuning that changes results is off: a resumed run must compile the same code.
-OPTIONS: Mapping[str, Any] = {"emulate_precision_casts": True, "deterministic": True}
+OPTIONS: Mapping[str, Any] = {"emulate_precision_casts": True, "pattern_matcher": False, "deterministic": True}
 MOST_FORMS = 10_000  # whose code is kept: a dozen for each number of tokens
 
 _settings: Hashable = None  # of torch, on which compiled code depends; None outside of ``compiling_segments``
@@ -69,7 +69,7 @@ def run_segment(function: Callable[..., Any], constants: Hashable, weights: Sequ
 
 
 @cache
-def compile_segment(function: Callable[..., Any], constants: Hashable, *layouts: Layout) -> Callable[..., Any]:
+def compile_segment(function: Callable[..., Any], constants: Hashable, *layouts: WeightLayout) -> Callable[..., Any]:
     """Return a segment compiled for its constants, as a function of the tensors of its weights and then of the others."""
 
     def run(*tensors: Tensor) -> Any:

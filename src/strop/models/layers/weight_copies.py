@@ -15,13 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from strop.models.layers import segments
-
 PACKED_ROWS = 1024  # the number of rows that oneDNN optimizes its layout for; other numbers work too
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """What the weights of some linear layers are, apart from their tensors."""
 
     sizes: tuple[int, ...]  # outputs of each layer
@@ -45,7 +43,7 @@ class LinearWeights(Protocol):
     """The weights [N, K] of linear layers with one input, in the dtype of the products."""
 
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> WeightLayout: ...
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -82,8 +80,8 @@ class SeparateWeights(LinearWeights):
     biases: tuple[Tensor | None, ...]
 
     @property
-    def layout(self) -> Layout:
-        return Layout(tuple(map(len, self.weights)), joined=False, biased=self.biases[0] is not None)
+    def layout(self) -> WeightLayout:
+        return WeightLayout(tuple(map(len, self.weights)), joined=False, biased=self.biases[0] is not None)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -118,8 +116,8 @@ class JoinedWeights(LinearWeights):
     bias: Tensor | None  # [N1 + N2 ...]
 
     @property
-    def layout(self) -> Layout:
-        return Layout(self.sizes, joined=True, biased=self.bias is not None)
+    def layout(self) -> WeightLayout:
+        return WeightLayout(self.sizes, joined=True, biased=self.bias is not None)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -157,13 +155,13 @@ class WeightCopies:
         """Drop the copies."""
         self._kept.clear()
 
-    def get(self, linears: Sequence[nn.Linear], dtype: torch.dtype, *, keep: bool) -> LinearWeights:
-        """Return the weights of linear layers in ``dtype``, kept copies if there are any."""
+    def get(self, linears: Sequence[nn.Linear], dtype: torch.dtype, *, keep: bool, pack: bool = True) -> LinearWeights:
+        """Return the weights of linear layers in ``dtype``, kept copies if there are any. ``pack``: for products in oneDNN's layout."""
         kept = self._kept.get(id(linears[0]))
         parameters = [tensor for linear in linears for tensor in (linear.weight, linear.bias) if tensor is not None]
         if kept is not None and kept.dtype == dtype and kept.state == _state(parameters):
             return kept.weights
-        weights = _prepare(linears, dtype)
+        weights = _prepare(linears, dtype, pack=pack)
         if keep:
             memory = [parameter.detach() for parameter in parameters]
             self._kept[id(linears[0])] = _Copy(weights, dtype, _state(parameters), memory)
@@ -186,10 +184,10 @@ def _state(parameters: list[Tensor]) -> list[int]:
 
 
 @torch.no_grad()
-def _prepare(linears: Sequence[nn.Linear], dtype: torch.dtype) -> LinearWeights:
+def _prepare(linears: Sequence[nn.Linear], dtype: torch.dtype, *, pack: bool) -> LinearWeights:
     weights = tuple(linear.weight.detach() for linear in linears)
     biases = tuple(None if linear.bias is None else linear.bias.detach() for linear in linears)
-    pack = _can_pack(weights[0].device, dtype)
+    pack = pack and _can_pack(weights[0].device, dtype)
     if weights[0].dtype == dtype and not pack:
         return SeparateWeights(weights, biases)
     weight = _cat_as(weights, dtype)
@@ -200,7 +198,7 @@ def _prepare(linears: Sequence[nn.Linear], dtype: torch.dtype) -> LinearWeights:
 
 def _can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     on_cpu = device.type == "cpu" and dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
-    return on_cpu and not segments.is_compiling() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return on_cpu and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _cat_as(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
